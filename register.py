@@ -1,0 +1,377 @@
+"""The registers: every part of an experiment has a key here. Imports the standard library only.
+
+A part is put on the shelf with a decorator or by item assignment, and chosen by its key:
+
+    @loss_fn_register("sft", "cross_entropy")
+    def sft(logits_BTV, micro_batch, *, num_targets): ...
+
+    prompt_register["vqa"] = "[IMAGE]\\n[QUESTION]\\n[ANSWER]"
+
+This file does not know any key. Options are parsed in parse_args.py; entry files load the shelf
+with `import_shelf()` and the parts of a user with `import_parts()`.
+"""
+
+import contextlib
+import difflib
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent
+SHELF = ("models", "pp_models", "prompt", "prompt_fn", "dataset", "loss_fn", "metric")
+ENTRY_POINT_GROUP = "stageline.parts"
+
+
+class RegisterError(ValueError):
+    """A wrong key, a key given twice, or a module of parts that cannot be imported."""
+
+    exit_code = 2
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class UnknownKeyError(RegisterError, KeyError):
+    """A key that a register does not hold. A `KeyError` too, so that `get()` and `pop()` work."""
+
+
+class Register(UserDict):
+    """Maps keys to parts. Refuses a key that is taken, and knows where each part was registered.
+
+    Args:
+        name: what the parts are called, `loss_fn`; also names the option, `--loss-fn`.
+        holds: one line saying what a part does; shown by `--list`.
+        part_type: `callable`, or the type that each part has.
+    """
+
+    def __init__(self, name: str, holds: str = "", *, part_type: Any = callable) -> None:
+        super().__init__()
+        self.name = name
+        self.holds = holds
+        self.option = "--" + name.replace("_", "-")
+        self.part_type = part_type
+        self.is_frozen = False
+        self._homes: dict[str, str] = {}
+
+    def __call__(self, *keys: str, replace: bool = False) -> Callable:
+        """Decorator: registers a function or class under one or more keys and returns it as is."""
+        if not keys or not all(isinstance(key, str) for key in keys):
+            raise RegisterError(
+                f"@{self.name}_register was used without a key. It needs one or more strings, "
+                f"because parts are chosen by key: write @{self.name}_register('my_key')."
+            )
+        home = _caller_home()
+
+        def decorate(part: Any) -> Any:
+            for key in keys:
+                self._add(key, part, home=home, replace=replace)
+            return part
+
+        return decorate
+
+    def register(self, key: str, part: Any, *, replace: bool = False) -> None:
+        """Registers `part` under `key`; with `replace=True` also when the key is taken."""
+        self._add(key, part, home=_caller_home(), replace=replace)
+
+    def __setitem__(self, key: str, part: Any) -> None:
+        self._add(key, part, home=_caller_home(), replace=False)
+
+    def update(self, other: Any = (), /, *, replace: bool = False, **parts: Any) -> None:
+        """Registers all of `other` and `parts`; a taken key is an error as in item assignment."""
+        home = _caller_home()
+        for key, part in {**dict(other), **parts}.items():
+            self._add(key, part, home=home, replace=replace)
+
+    def __ior__(self, other: Any) -> "Register":
+        self.update(other)
+        return self
+
+    def __or__(self, other: Mapping) -> dict:  # a register has a name; a union of two is a dict
+        return {**self.data, **other}
+
+    def __ror__(self, other: Mapping) -> dict:
+        return {**other, **self.data}
+
+    def __delitem__(self, key: str) -> None:
+        self._refuse_if_frozen(key)
+        self[key]  # an unknown key gets the long answer
+        del self.data[key], self._homes[key]
+
+    def __missing__(self, key: str) -> Any:
+        return self.pick(key)
+
+    def pick(self, key: str, *, option: str | None = None) -> Any:
+        """The part of `key`.
+
+        Args:
+            key: the key that was asked for.
+            option: the option that asked, for the error message; by default the register's own.
+
+        Raises:
+            UnknownKeyError: names the register, the option, the nearest keys and all keys.
+        """
+        if key in self.data:
+            return self.data[key]
+        known = sorted(self.data)
+        near = difflib.get_close_matches(str(key).lower(), known, n=3, cutoff=0.5)
+        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise UnknownKeyError(
+            f"{option or self.option} {key}: {self.name}_register has no key {key!r}.{hint}\n"
+            f"  It holds: {', '.join(known) or 'nothing (no shelf file was imported)'}.\n"
+            f"  A part needs a key before it can be chosen. To add one, write in a file of yours\n"
+            f"    from register import {self.name}_register\n"
+            f"    {self._how_to_add(key)}\n"
+            f"  and pass it with --import that_file.py. --list shows every part."
+        )
+
+    def home(self, key: str) -> str:
+        """Where the part was registered, as `file:line`."""
+        self[key]  # an unknown key gets the long answer
+        return self._homes[key]
+
+    def summary(self, key: str) -> str:
+        """First line of the part's docstring; of a string, the string on one line."""
+        part = self[key]
+        if isinstance(part, str):
+            return part.replace("\n", "\\n")
+        while isinstance(part, functools.partial):
+            part = part.func
+        lines = (inspect.getdoc(part) or "").strip().splitlines()
+        return lines[0] if lines else "(no docstring)"
+
+    def freeze(self) -> None:
+        """From now on nothing can be added, replaced or removed."""
+        self.is_frozen = True
+
+    def _add(self, key: str, part: Any, *, home: str, replace: bool) -> None:
+        self._refuse_if_frozen(key)
+        if not isinstance(key, str) or not key or key != key.strip() or key.startswith("-"):
+            raise RegisterError(
+                f"{self.name}_register got the key {key!r} at {home}. A key is a non-empty string "
+                f"without outer spaces or a leading '-', because it is typed after {self.option}: "
+                f"choose such a name."
+            )
+        fits = callable(part) if self.part_type is callable else isinstance(part, self.part_type)
+        if not fits:
+            wanted = getattr(self.part_type, "__name__", self.part_type)
+            raise RegisterError(
+                f"{self.name}_register[{key!r}] got a {type(part).__name__} at {home}. "
+                f"Its parts are of the kind {wanted!r}: {self.holds or 'see register.py'}. "
+                f"Register the part itself, not what it returns."
+            )
+        if key in self.data and not replace:
+            raise RegisterError(
+                f"{self.name}_register[{key!r}] is registered twice: first at {self._homes[key]}, "
+                f"again at {home}. A key means one part, or a run could not be repeated. Choose "
+                f"another key, or say replace=True where the second one is registered."
+            )
+        self.data[key] = part
+        self._homes[key] = home
+
+    def _refuse_if_frozen(self, key: object) -> None:
+        if self.is_frozen:
+            raise RegisterError(
+                f"{self.name}_register was changed (key {key!r}) at {_caller_home()} after it was "
+                f"frozen. Parts are registered while modules are imported, before options are "
+                f"read: register it at the top level of a file given with --import."
+            )
+
+    def _how_to_add(self, key: object) -> str:
+        if self.part_type is str:
+            return f"{self.name}_register[{str(key)!r}] = '...'"
+        return f"@{self.name}_register({str(key)!r})   # above the function or class"
+
+
+def _caller_home() -> str:
+    """`file:line` of the nearest frame outside this file and the collections modules."""
+    frame = sys._getframe(1)
+    ours = {__name__, "collections", "_collections_abc", "collections.abc"}
+    while frame.f_back is not None and frame.f_globals.get("__name__") in ours:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+# What each part does; the exact signatures are in docs/add_a_part.md.
+model_register = Register("model", "generates: (model, processor, images, prompts) -> texts")
+train_model_register = Register("train_model", "builds one stage -> (StageModel, processor, pad)")
+builder_register = Register("builder", "loads: path -> (model, processor, device_map)")
+prompt_register = Register("prompt", "template text with [PLACEHOLDERS]", part_type=str)
+prompt_fn_register = Register("prompt_fn", "fills a template: (sample, prompt) -> Rendered")
+image_token_register = Register("image_token", "puts the model's own image text into a Rendered")
+dataset_register = Register("dataset", "map-style dataset of (images | None, sample dict)")
+collate_fn_register = Register("collate_fn", "samples -> tensors of one micro-batch")
+loss_fn_register = Register("loss_fn", "(logits, micro_batch, num_targets) -> scalar")
+sim_fn_register = Register("sim_fn", "similarity of two batches of vectors")
+metric_register = Register("metric", "(predictions, samples) -> figures")
+optimizer_register = Register("optimizer", "parameter groups -> torch optimizer")
+lr_scheduler_register = Register("lr_scheduler", "options -> function from step to learning rate")
+engine_register = Register("engine", "runs the training: pipeline, later streaming")
+
+ALL_REGISTERS: dict[str, Register] = {
+    register.name: register
+    for register in (
+        model_register,
+        train_model_register,
+        builder_register,
+        prompt_register,
+        prompt_fn_register,
+        image_token_register,
+        dataset_register,
+        collate_fn_register,
+        loss_fn_register,
+        sim_fn_register,
+        metric_register,
+        optimizer_register,
+        lr_scheduler_register,
+        engine_register,
+    )
+}
+
+
+def freeze_registers() -> None:
+    """Freezes every register. An entry file calls it when all parts have been imported."""
+    for register in ALL_REGISTERS.values():
+        register.freeze()
+
+
+@contextlib.contextmanager
+def restored_registers() -> Iterator[None]:
+    """Puts every register back as it was when the block ends. For tests."""
+    before = {
+        name: (dict(register.data), dict(register._homes), register.is_frozen)
+        for name, register in ALL_REGISTERS.items()
+    }
+    try:
+        yield
+    finally:
+        for name, (data, homes, is_frozen) in before.items():
+            register = ALL_REGISTERS[name]
+            register.data, register._homes, register.is_frozen = data, homes, is_frozen
+
+
+def import_shelf(*names: str) -> None:
+    """Imports shelf modules, and makes sure that they are the ones beside this file.
+
+    Args:
+        names: some of `SHELF`; all of them when none is given.
+
+    Raises:
+        RegisterError: an installed package has taken the name, or the file is missing.
+    """
+    for name in names or SHELF:
+        _check_shelf_file(name)
+        importlib.import_module(name)
+
+
+def _check_shelf_file(name: str) -> None:
+    expected = [ROOT / f"{name}.py", ROOT / name / "__init__.py"]
+    if not any(path.is_file() for path in expected):
+        raise RegisterError(
+            f"The shelf module {name!r} was asked for. It is {name}.py or {name}/__init__.py "
+            f"beside {ROOT / 'register.py'}, and neither is there. Restore the file, or take the "
+            f"name out of import_shelf()."
+        )
+    # looked up without importing it: a stranger's module must not run
+    found = _module_file(name)
+    if found in expected:
+        return
+    raise RegisterError(
+        f"The shelf module {name!r} was found at {found or 'no place on sys.path'}. It must come "
+        f"from {ROOT}, where register.py lies, because another package of that name holds other "
+        f"parts. Run the entry file as a file (python {ROOT / 'train_pp.py'} ..., without -m, -P "
+        f"or PYTHONSAFEPATH), or uninstall or rename the other {name!r}."
+    )
+
+
+def _module_file(name: str) -> Path | None:
+    """File of a top-level module, imported or not; None when there is none."""
+    if name in sys.modules:
+        file = getattr(sys.modules[name], "__file__", None)
+    else:
+        spec = importlib.util.find_spec(name)
+        file = spec.origin if spec is not None else None
+    return Path(file).resolve() if file else None
+
+
+def import_parts(specs: Iterable[str]) -> list[ModuleType]:
+    """Imports the parts of a user, one module a spec.
+
+    Args:
+        specs: a path ending in `.py`, the name of an entry point of the group `stageline.parts`,
+            or a dotted module name.
+
+    Raises:
+        RegisterError: the file is missing, its stem is taken, or it fails while it is imported.
+    """
+    return [
+        _import_file(Path(spec)) if spec.endswith(".py") else _import_name(spec) for spec in specs
+    ]
+
+
+def _import_name(spec: str) -> ModuleType:
+    for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=spec):
+        return _guarded(spec, entry_point.load)
+    return _guarded(spec, lambda: importlib.import_module(spec))
+
+
+def _import_file(path: Path) -> ModuleType:
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise RegisterError(
+            f"--import {path}: there is no such file. A Python file that registers parts was "
+            f"expected, since the name ends in .py. Check the path; it is relative to the "
+            f"directory you are in ({Path.cwd()})."
+        )
+    stem = path.stem
+    home = _module_file(stem) if stem.isidentifier() else None
+    is_taken = home != path and (home is not None or stem in sys.modules)
+    if is_taken or not stem.isidentifier():
+        reason = f"{stem!r} is already the module {home or '(built in)'}"
+        raise RegisterError(
+            f"--import {path}: {reason if is_taken else f'{stem!r} is no Python name'}. The file "
+            f"is imported under its stem, which worker processes look up again, so the stem must "
+            f"be a free Python name. Rename the file, for example to my_{_as_name(stem)}.py."
+        )
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # last: it may not hide anything; for spawned workers
+    importlib.invalidate_caches()
+    return _guarded(str(path), lambda: importlib.import_module(stem))
+
+
+def _as_name(stem: str) -> str:
+    return "".join(letter if letter.isalnum() else "_" for letter in stem)
+
+
+def _guarded(spec: str, load: Callable[[], Any]) -> Any:
+    """Runs an import; a failure becomes one message with the file and line of its cause."""
+    try:
+        return load()
+    except (Exception, SystemExit) as error:
+        raise RegisterError(
+            f"--import {spec} does not import: {type(error).__name__}: {error}\n"
+            f"  at {_place_of(error)}\n"
+            f"  Its parts were expected to be registered by importing it, so a run cannot go on "
+            f"without them. Correct that line, or try `python -c 'import ...'` on it first."
+        ) from error
+
+
+def _place_of(error: BaseException) -> str:
+    """`file:line` where an import failed, without the frames of the import machinery."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    machinery = (str(Path(__file__).resolve()), "<frozen", str(Path(importlib.__file__).parent))
+    places = [
+        f"{frame.filename}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(machinery)
+    ]
+    return places[-1] if places else "no line of it: it was not found"
