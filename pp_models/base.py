@@ -1,0 +1,285 @@
+"""The contract of a stage model and what every stage of a transformers model shares.
+
+A stage is the whole model, built on the meta device, without what other stages own. It knows its
+stage and the number of stages, and no process group.
+
+Shapes: B samples of a micro-batch, T tokens, H hidden size, V vocabulary.
+"""
+
+import copy
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from stageline.checkpoint.init import init_split_model
+from stageline.checkpoint.load import load_split_model
+from stageline.data.processor import get_pad_token_id, load_processor
+from stageline.errors import UserError
+from stageline.modules.lora import key_map_without_last_lora, wrap_linear
+from stageline.pipeline.partition import explicit_partition, layer_range, uniform_partition
+
+PARTS = ("vit", "mlp", "llm", "lm_head")
+
+
+class StageModel(nn.Module):
+    """One stage of a model; subclass it for an architecture of your own.
+
+    Parameter names are those of the whole model: a stage shares the registries of `whole`, the
+    pruned transformers model, instead of wrapping it under a prefix.
+
+    Attributes:
+        whole: the pruned transformers model, or None for a subclass that builds its own modules.
+        partition: layers per stage.
+        layers: the global indices of this stage's layers.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        *,
+        stage: int,
+        num_stages: int,
+        partition: list[int] | None = None,
+        visual_gpu_ratio: float = 0.0,
+        frozen_vit: bool = False,
+        frozen_mlp: bool = False,
+        frozen_llm: bool = False,
+        frozen_lm_head: bool = False,
+        vit_lora_num: int = 0,
+        mlp_lora_num: int = 0,
+        llm_lora_num: int = 0,
+        lora_rank: int = 8,
+        lora_alpha: float = 16.0,
+        lora_dropout: float = 0.0,
+        lora_target: list[str] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.stage = stage
+        self.num_stages = num_stages
+        self.dtype = dtype
+        self.frozen_parts = {
+            "vit": frozen_vit,
+            "mlp": frozen_mlp,
+            "llm": frozen_llm,
+            "lm_head": frozen_lm_head,
+        }
+        self.lora_nums = {"vit": vit_lora_num, "mlp": mlp_lora_num, "llm": llm_lora_num}
+        self.lora_options = {
+            "rank": lora_rank,
+            "alpha": lora_alpha,
+            "dropout": lora_dropout,
+            "target": lora_target,
+        }
+        num_layers = self.num_layers()
+        if partition is None:
+            partition = uniform_partition(
+                num_layers, num_stages, visual_gpu_ratio=visual_gpu_ratio
+            )
+        self.partition = explicit_partition(
+            partition, num_layers=num_layers, num_stages=num_stages
+        )
+        self.layers = layer_range(self.partition, stage)
+        self.whole: PreTrainedModel | None = None
+        self.parameter_order: list[str] = []
+
+    # -- what a subclass gives -------------------------------------------------------------
+
+    def forward(self, hidden_or_ids: torch.Tensor, **batch: torch.Tensor) -> torch.Tensor:
+        """Runs the stage.
+
+        Args:
+            hidden_or_ids: token ids [B, T] on stage 0, else the hidden states [B, T, H] of the
+                stage before.
+            batch: the micro-batch without labels; pixels are there on stage 0 only.
+
+        Returns:
+            Hidden states [B, T, H]; on the last stage logits [B, T, V].
+        """
+        raise NotImplementedError
+
+    def get_example_input(
+        self, micro_batch_size: int, max_token_num: int
+    ) -> tuple[torch.Tensor, ...]:
+        """What this stage receives, as tensors on the meta device; dtypes must be the true ones.
+
+        The shapes of every micro-batch follow from this, so nothing is asked over the network.
+        """
+        if self.is_first:
+            return (torch.empty(micro_batch_size, max_token_num, dtype=torch.long, device="meta"),)
+        hidden_size = self.text_config.hidden_size
+        return (
+            torch.empty(
+                micro_batch_size, max_token_num, hidden_size, dtype=self.dtype, device="meta"
+            ),
+        )
+
+    def parts(self) -> dict[str, list[str]]:
+        """Module path prefixes of the parts `vit`, `mlp` (projector), `llm` and `lm_head`."""
+        raise NotImplementedError
+
+    # -- what follows from it --------------------------------------------------------------
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+    @property
+    def text_config(self) -> PretrainedConfig:
+        """The configuration of the language model, which for a text model is the whole one."""
+        return self.config.get_text_config(decoder=True)
+
+    def num_layers(self) -> int:
+        """How many layers are split over the stages."""
+        return self.text_config.num_hidden_layers
+
+    def get_example_output(
+        self, micro_batch_size: int, max_token_num: int
+    ) -> tuple[torch.Tensor, ...]:
+        """What this stage sends on: what the next stage expects. Empty on the last stage."""
+        if self.is_last:
+            return ()
+        successor = copy.copy(self)
+        successor.stage = self.stage + 1
+        return successor.get_example_input(micro_batch_size, max_token_num)
+
+    def part_of(self, name: str) -> str | None:
+        """The part that a parameter belongs to; the longest prefix wins. None: in no part."""
+        plain = name.replace(".lora_module", "")
+        matches = [
+            (len(prefix), part)
+            for part, prefixes in self.parts().items()
+            for prefix in prefixes
+            if plain == prefix or plain.startswith(prefix + ".")
+        ]
+        return max(matches)[1] if matches else None
+
+    def frozen(self) -> None:
+        """Sets `requires_grad` on every parameter by part.
+
+        A part with LoRA trains its outermost adapter alone. A tied head follows the embeddings,
+        whose weight it is.
+        """
+        for name, parameter in self.named_parameters():
+            part = self.part_of(name)
+            is_last_lora = ".lora.lora_" in name and ".lora_module." not in name
+            if self.lora_nums.get(part or "", 0) > 0:
+                parameter.requires_grad_(is_last_lora)
+            else:
+                parameter.requires_grad_(not self.frozen_parts.get(part or "", False))
+
+    def get_key_map_without_last_lora(self) -> dict[str, str]:
+        """Parameter name here -> its name in a checkpoint without the outermost LoRA.
+
+        Parameters of the outermost LoRA are not in the map: they start fresh.
+        """
+        return key_map_without_last_lora(list(self.state_dict()))
+
+    def train(self, mode: bool = True) -> "StageModel":
+        if self.whole is not None:
+            self.whole.training = mode
+        return super().train(mode)
+
+    def adopt(self, whole: PreTrainedModel) -> None:
+        """Prunes `whole` to this stage and shares its modules; then puts LoRA on."""
+        self.parameter_order = [name for name, _ in whole.named_parameters()]
+        self.prune(whole)
+        self.__dict__["whole"] = whole  # not a child: its children are ours
+        self.__dict__["_modules"] = whole._modules
+        self.__dict__["_parameters"] = whole._parameters
+        self.__dict__["_buffers"] = whole._buffers
+        self.__dict__["_non_persistent_buffers_set"] = whole._non_persistent_buffers_set
+        self.wrap_lora()
+
+    def prune(self, whole: PreTrainedModel) -> None:
+        """Drops from a whole model, in place, what other stages own."""
+        raise NotImplementedError
+
+    def wrap_lora(self) -> None:
+        """Wraps the linear layers of each part as often as its `*_lora_num` says."""
+        for part, count in self.lora_nums.items():
+            others = [
+                prefix
+                for other, prefixes in self.parts().items()
+                if other != part
+                for prefix in prefixes
+            ]
+            for prefix in self.parts().get(part, []):
+                for _ in range(count):
+                    self._wrap_part(prefix, others)
+
+    def _wrap_part(self, prefix: str, others: Iterable[str]) -> None:
+        try:
+            module = self.get_submodule(prefix)
+        except AttributeError:
+            return  # another stage owns this part
+        inside = [other for other in others if other.startswith(prefix + ".")]
+        wrap_linear(module, prefix=prefix, skip=inside, **self.lora_options)
+
+    def enable_gradient_checkpointing(self) -> None:
+        """Recomputes each layer in the backward pass instead of keeping its activations."""
+        # reentrant checkpointing loses gradients on stages whose input is no leaf of the graph
+        self.whole.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        config_path: str | None,
+        processor_path: str | None,
+        checkpoint_path: str | None,
+        stage: int,
+        num_stages: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        gradient_checkpointing: bool = False,
+        trust_remote_code: bool = False,
+        model_types: tuple[str, ...] | None = None,
+        **model_kwargs: object,
+    ) -> tuple["StageModel", object, int]:
+        """Builds one stage and fills it; the body of most train_model parts.
+
+        Without a checkpoint the start is random, and the same for every number of stages.
+
+        Args:
+            model_types: the architectures that the chosen key serves; None: any.
+
+        Returns:
+            The stage on `device`, the processor, and the id of the padding token.
+        """
+        config_path = config_path or checkpoint_path
+        if config_path is None:
+            raise UserError(
+                "neither --model-path nor --config-path came: the model's config.json must lie in "
+                "one of them; --model-path continues from weights, --config-path starts at random."
+            )
+        config = AutoConfig.from_pretrained(config_path, trust_remote_code=trust_remote_code)
+        if model_types is not None and config.model_type not in model_types:
+            raise UserError(
+                f"{config_path} holds a model of type {config.model_type!r}, the chosen "
+                f"--train-model serves {' or '.join(model_types)}: choose the key of that "
+                "architecture, or a generic one (causal_lm, vision_language)."
+            )
+        model = cls(config, stage=stage, num_stages=num_stages, dtype=dtype, **model_kwargs)
+        if checkpoint_path is None:
+            init_split_model(model, seed=seed, device=device, dtype=dtype)
+        else:
+            load_split_model(model, checkpoint_path, device=device, dtype=dtype, seed=seed)
+        model.frozen()
+        model.train()
+        if gradient_checkpointing:
+            model.enable_gradient_checkpointing()
+        processor = load_processor(
+            processor_path or checkpoint_path or config_path, trust_remote_code=trust_remote_code
+        )
+        return model, processor, get_pad_token_id(processor)

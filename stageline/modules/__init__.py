@@ -1,0 +1,1 @@
+"""Building blocks that are put into a model: placeholders and LoRA."""

@@ -1,0 +1,1 @@
+"""Splits layers into stages and runs the stages on a schedule."""

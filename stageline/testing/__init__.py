@@ -1,0 +1,1 @@
+"""What tests share: ranks on gloo, tiny models, tokenizers and processors made here."""
