@@ -24,7 +24,9 @@ def sft(
         num_targets: supervised tokens of all micro-batches of the optimizer step together.
     """
     labels = functional.pad(micro_batch["labels"], (0, 1), value=IGNORE)[:, 1:]
+    if logits_BTV.dtype in (torch.bfloat16, torch.float16):
+        logits_BTV = logits_BTV.float()
     total = functional.cross_entropy(
-        logits_BTV.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
+        logits_BTV.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
     )
     return total / num_targets

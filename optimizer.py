@@ -1,0 +1,83 @@
+"""The optimizer and lr_scheduler parts."""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from register import lr_scheduler_register, optimizer_register
+
+
+@optimizer_register("adamw")
+def adamw(
+    param_groups: list[dict],
+    *,
+    learning_rate: float,
+    weight_decay: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101); groups may set their own decay.
+
+    Args:
+        beta1: decay of the mean of gradients.
+        beta2: decay of the mean of their squares.
+        eps: added to the root of the second moment.
+    """
+    return torch.optim.AdamW(
+        param_groups, lr=learning_rate, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay
+    )
+
+
+@optimizer_register("sgd")
+def sgd(
+    param_groups: list[dict], *, learning_rate: float, weight_decay: float, momentum: float = 0.0
+) -> torch.optim.Optimizer:
+    """Stochastic gradient descent with momentum.
+
+    Args:
+        momentum: decay of the velocity.
+    """
+    return torch.optim.SGD(
+        param_groups, lr=learning_rate, momentum=momentum, weight_decay=weight_decay
+    )
+
+
+@lr_scheduler_register("cosine")
+def cosine(
+    *,
+    learning_rate: float,
+    min_lr: float,
+    warmup_steps: int,
+    warmup_start_lr: float,
+    total_steps: int,
+) -> Callable[[int], float]:
+    """Linear warm-up, then half a cosine down to `min_lr` at `total_steps`."""
+
+    def rate(step: int) -> float:
+        if step < warmup_steps:
+            return warmup_start_lr + (learning_rate - warmup_start_lr) * step / warmup_steps
+        progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+        return min_lr + (learning_rate - min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+    return rate
+
+
+@lr_scheduler_register("constant")
+def constant(
+    *,
+    learning_rate: float,
+    min_lr: float,
+    warmup_steps: int,
+    warmup_start_lr: float,
+    total_steps: int,
+) -> Callable[[int], float]:
+    """Linear warm-up, then `learning_rate` to the end."""
+
+    def rate(step: int) -> float:
+        if step < warmup_steps:
+            return warmup_start_lr + (learning_rate - warmup_start_lr) * step / warmup_steps
+        return learning_rate
+
+    return rate

@@ -1,0 +1,1 @@
+"""The training loop around the pipeline: optimizer, precision, gradient norm, log."""

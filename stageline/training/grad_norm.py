@@ -1,0 +1,43 @@
+"""The gradient norm of the whole model, and clipping by it, across pipeline stages.
+
+Norms are gathered per parameter and reduced in the order of the whole model on every rank: a sum
+of squares per rank would differ from the unsplit model in the last bits, and so would the weights.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from stageline.pipeline.ownership import Ownership
+
+NO_GRADIENT = -1.0
+
+
+def global_grad_norm(parameters: dict[str, nn.Parameter], *, ownership: Ownership) -> torch.Tensor:
+    """The 2-norm over all gradients of all stages; the same scalar on every rank.
+
+    A parameter without a gradient does not count, a tied one counts once.
+    """
+    device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
+    longest = max(1, max(len(places) for places in ownership.model_order))
+    own = torch.full((longest,), NO_GRADIENT, device=device)
+    for index, name in enumerate(ownership.counted):
+        grad = parameters[name].grad
+        if grad is not None:
+            own[index] = torch.linalg.vector_norm(grad.float())
+    gathered = [torch.empty_like(own) for _ in ownership.model_order]
+    dist.all_gather(gathered, own, group=ownership.group)
+    norms = torch.zeros(sum(len(places) for places in ownership.model_order), device=device)
+    for rank_norms, places in zip(gathered, ownership.model_order, strict=True):
+        norms[places] = rank_norms[: len(places)]
+    return torch.linalg.vector_norm(norms[norms != NO_GRADIENT])
+
+
+def clip_gradients(
+    parameters: dict[str, nn.Parameter], *, max_norm: float, total_norm: torch.Tensor
+) -> None:
+    """Scales all gradients so that their norm is at most `max_norm`; as torch's own clipping."""
+    coefficient = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
+    for parameter in parameters.values():
+        if parameter.grad is not None:
+            parameter.grad.mul_(coefficient.to(parameter.grad.device))

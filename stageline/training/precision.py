@@ -1,0 +1,103 @@
+"""Half-precision training: float32 master weights, float32 gradient sums, loss scaling for fp16.
+
+The model computes in its half type. Each gradient is added to the float32 gradient of its master
+as soon as autograd has made it, so that many micro-batches do not lose small contributions.
+"""
+
+import torch
+from torch import nn
+
+HALF_TYPES = (torch.bfloat16, torch.float16)
+
+
+class MasterWeights:
+    """The parameters that an optimizer sees, by name: masters of half ones, the others themselves.
+
+    Args:
+        named_parameters: the trainable parameters of a stage.
+    """
+
+    def __init__(self, named_parameters: dict[str, nn.Parameter]) -> None:
+        self.model_parameters = named_parameters
+        self.parameters: dict[str, nn.Parameter] = {}
+        for name, parameter in named_parameters.items():
+            if parameter.dtype in HALF_TYPES:
+                master = nn.Parameter(parameter.detach().float().clone())
+                parameter.register_post_accumulate_grad_hook(_adder_to(master))
+                self.parameters[name] = master
+            else:
+                self.parameters[name] = parameter
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Rounds the masters into the model after an optimizer step."""
+        for name, parameter in self.model_parameters.items():
+            master = self.parameters[name]
+            if master is not parameter:
+                parameter.copy_(master)
+
+    def zero_grad(self) -> None:
+        """Forgets all gradients."""
+        for name, parameter in self.model_parameters.items():
+            parameter.grad = None
+            self.parameters[name].grad = None
+
+
+def _adder_to(master: nn.Parameter) -> object:
+    def add(parameter: torch.Tensor) -> None:
+        if master.grad is None:
+            master.grad = parameter.grad.float()
+        else:
+            master.grad.add_(parameter.grad)
+        parameter.grad = None
+
+    return add
+
+
+class LossScaler:
+    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018, arXiv 1710.03740).
+
+    Whether a step overflowed is read from the global gradient norm, which every rank has: all
+    ranks skip the same steps and keep the same scale.
+
+    Args:
+        enabled: False makes the scale 1 for good.
+    """
+
+    def __init__(
+        self,
+        *,
+        enabled: bool,
+        initial_scale: float = 2.0**16,
+        growth_interval: int = 2000,
+    ) -> None:
+        self.enabled = enabled
+        self.scale = initial_scale if enabled else 1.0
+        self.growth_interval = growth_interval
+        self.good_steps = 0
+
+    def unscale(self, parameters: dict[str, nn.Parameter]) -> None:
+        """Divides the gradients by the scale."""
+        if not self.enabled:
+            return
+        for parameter in parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(1.0 / self.scale)
+
+    def update(self, *, overflowed: bool) -> None:
+        """Halves the scale after an overflow, doubles it after `growth_interval` good steps."""
+        if not self.enabled:
+            return
+        self.good_steps = 0 if overflowed else self.good_steps + 1
+        if overflowed:
+            self.scale = max(self.scale / 2, 1.0)
+        elif self.good_steps == self.growth_interval:
+            self.scale *= 2
+            self.good_steps = 0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.scale = state["scale"]
+        self.good_steps = int(state["good_steps"])

@@ -1,0 +1,104 @@
+"""The loop over optimizer steps: draws batches, steps, logs, evaluates, saves, stops.
+
+Knows neither files nor bars: what happens beside a step is given as callables.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from stageline.pipeline.runner import MicroBatch
+from stageline.training.step import StepResult, TrainStep
+
+MAX_SKIPPED_STEPS = 20
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """When things happen, in optimizer steps; 0 for an interval means never.
+
+    Attributes:
+        total_steps: where training ends.
+        eval_steps, save_steps: evaluate / save after every so many steps, and after the last.
+        start_step: the first step to run: 0, or where a checkpoint left off.
+    """
+
+    total_steps: int
+    eval_steps: int = 0
+    save_steps: int = 0
+    start_step: int = 0
+
+
+class Trainer:
+    """Trains from `start_step` to `total_steps`.
+
+    Args:
+        train_step: runs one optimizer step.
+        batches: yields, for each step, the list of micro-batches.
+        on_step: called after each step with (steps done, result, seconds).
+        evaluate: called with the number of steps done; before the first step too.
+        save: called with the number of steps done.
+        stop_requested: whether this rank was asked to stop; ranks agree at the end of a step.
+    """
+
+    def __init__(
+        self,
+        train_step: TrainStep,
+        *,
+        batches: Iterator[Sequence[MicroBatch]],
+        options: TrainOptions,
+        on_step: Callable[[int, StepResult, float], None],
+        evaluate: Callable[[int], None] | None = None,
+        save: Callable[[int], None] | None = None,
+        stop_requested: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.train_step = train_step
+        self.batches = batches
+        self.options = options
+        self.on_step = on_step
+        self.evaluate = evaluate
+        self.save = save
+        self.stop_requested = stop_requested
+        self.skipped_in_a_row = 0
+
+    def run(self) -> bool:
+        """Runs all steps.
+
+        Returns:
+            False when it was asked to stop before the last step; the weights are saved then too.
+
+        Raises:
+            FloatingPointError: too many steps in a row had gradients that are not finite.
+        """
+        options = self.options
+        if self.evaluate is not None and options.start_step == 0:
+            self.evaluate(0)
+        for step in range(options.start_step, options.total_steps):
+            start = time.perf_counter()
+            result = self.train_step(
+                next(self.batches), step=step, wants_stop=self.stop_requested()
+            )
+            done = step + 1
+            self.on_step(done, result, time.perf_counter() - start)
+            self._check_finite(result, done)
+            is_end = done == options.total_steps or result.wants_stop
+            if self.evaluate is not None and _is_due(done, options.eval_steps, is_end):
+                self.evaluate(done)
+            if self.save is not None and _is_due(done, options.save_steps, is_end):
+                self.save(done)
+            if result.wants_stop:
+                return done == options.total_steps
+        return True
+
+    def _check_finite(self, result: StepResult, done: int) -> None:
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.is_skipped else 0
+        if self.skipped_in_a_row == MAX_SKIPPED_STEPS:
+            raise FloatingPointError(
+                f"the gradient norm was not finite in {MAX_SKIPPED_STEPS} steps in a row up to "
+                f"step {done} (last loss {result.loss}): lower --learning-rate, use --bf16 "
+                "instead of --fp16, or look at the data of these steps."
+            )
+
+
+def _is_due(done: int, interval: int, is_end: bool) -> bool:
+    return is_end or (interval > 0 and done % interval == 0)

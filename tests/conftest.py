@@ -1,0 +1,29 @@
+"""One thread, no network, registers and defaults restored: what every test stands on."""
+
+import os
+
+# before torch is imported: forked ranks must not inherit a pool of threads
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+import torch
+
+import register
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _clean_state():
+    """Restores registers, default dtype and seeds after each test."""
+    kept = {name: dict(parts.data) for name, parts in register.ALL_REGISTERS.items()}
+    dtype = torch.get_default_dtype()
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(dtype)
+    for name, parts in register.ALL_REGISTERS.items():
+        parts.data = kept[name]
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
