@@ -27,7 +27,16 @@ from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent
-SHELF = ("models", "pp_models", "prompt", "prompt_fn", "dataset", "loss_fn", "metric")
+SHELF = (
+    "models",
+    "pp_models",
+    "prompt",
+    "prompt_fn",
+    "dataset",
+    "loss_fn",
+    "optimizer",
+    "metric",
+)
 ENTRY_POINT_GROUP = "stageline.parts"
 
 

@@ -1,0 +1,271 @@
+"""Command line and YAML -> the config of a run, and the kwargs of each chosen part.
+
+Two passes: the first finds `--import`, `--config` and the keys; the second knows the options of the
+chosen parts, converts every value by its type (jsonargparse) and refuses what it does not know.
+Registers are filled by the entry file before; no model, data or device is touched here.
+"""
+
+import os
+import sys
+from argparse import SUPPRESS
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import ArgumentParser
+
+from options.command_line import Given, by_name, read_config, read_words, typed
+from options.help_text import help_text, list_parts
+from options.part_options import ChosenPart, add_part_options
+from options.run_options import (
+    EvaluateConfig,
+    OptionError,
+    RunConfig,
+    check_batches,
+    check_learning_rate,
+    check_limits,
+    check_precision,
+    option_groups,
+    resolve_stages,
+)
+from options.values import convert, needs_value, option_types
+from register import ALL_REGISTERS, import_parts
+
+# register -> key that is taken when none is given; None: the user has to choose
+TRAIN_KEYS: dict[str, str | None] = {
+    "train_model": None,
+    "dataset": None,
+    "prompt": None,
+    "prompt_fn": None,
+    "image_token": None,
+    "collate_fn": None,
+    "loss_fn": "sft",
+    "optimizer": "adamw",
+    "lr_scheduler": "cosine",
+    "engine": "pipeline",
+}
+EVALUATE_KEYS: dict[str, str | None] = {
+    "model": None,
+    "builder": None,
+    "dataset": None,
+    "prompt": None,
+    "prompt_fn": None,
+    "image_token": None,
+    "metric": None,
+}
+SPECIAL = ("import", "config", "list", "help")  # answered before the options are known
+NOT_SAVED = ("check_only",)
+
+
+@dataclass
+class Arguments:
+    """A resolved command line.
+
+    Attributes:
+        run: options that belong to no part.
+        parts: register name -> the chosen part and its kwargs.
+        imports: what `--import` named, in order.
+    """
+
+    run: Any
+    parts: dict[str, ChosenPart]
+    imports: list[str]
+
+    def as_config(self) -> dict[str, Any]:
+        """Every option by the name it has on the command line; paths are absolute."""
+        config: dict[str, Any] = {}
+        if self.imports:
+            config["import"] = [_absolute(spec) for spec in self.imports]
+        for name, chosen in self.parts.items():
+            config[typed(name)[2:]] = chosen.key
+        for item in fields(self.run):
+            if item.name in NOT_SAVED:
+                continue
+            value = getattr(self.run, item.name)
+            is_path = item.metadata["is_path"] or item.name == "output_dir"
+            config[typed(item.name)[2:]] = (
+                str(Path(value).expanduser().absolute()) if is_path and value else value
+            )
+        for name, chosen in self.parts.items():
+            for option, value in chosen.kwargs.items():
+                config[typed(f"{name}.{option}")[2:]] = value
+        return config
+
+
+@dataclass
+class TrainArguments(Arguments):
+    """What `train_pp.py` runs."""
+
+    run: RunConfig
+
+
+@dataclass
+class EvaluateArguments(Arguments):
+    """What `evaluate.py` runs."""
+
+    run: EvaluateConfig
+
+
+def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
+    """Reads the options of a training run.
+
+    Args:
+        argv: the words after the program's name; by default those of this process.
+
+    Raises:
+        OptionError, RegisterError: exit code 2; before any model or data is loaded.
+        SystemExit: after `--help` and `--list`.
+    """
+    run, parts, imports = _parse(argv, RunConfig, keys=TRAIN_KEYS)
+    check_limits(run)
+    check_precision(run)
+    resolve_stages(run, environment=os.environ)
+    check_batches(run)
+    check_learning_rate(run)
+    return TrainArguments(run=run, parts=parts, imports=imports)
+
+
+def parse_evaluate_args(argv: Sequence[str] | None = None) -> EvaluateArguments:
+    """Reads the options of an evaluation; raises as `parse_train_args` does."""
+    run, parts, imports = _parse(
+        argv, EvaluateConfig, keys=EVALUATE_KEYS, listed={"dataset": {"split": "test"}}
+    )
+    check_limits(run)
+    check_precision(run)
+    return EvaluateArguments(run=run, parts=parts, imports=imports)
+
+
+def save_config(arguments: Arguments, path: str | Path) -> None:
+    """Writes every option with its value; `--config path` repeats the run."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = "# Every option of this run. Repeat it with --config and this file.\n"
+    body = yaml.safe_dump(_yaml_ready(arguments.as_config()), sort_keys=False, allow_unicode=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(header + body, encoding="utf-8")
+    temporary.replace(path)  # a torn write then leaves no half file
+
+
+def _parse(
+    argv: Sequence[str] | None,
+    config_class: type,
+    *,
+    keys: Mapping[str, str | None],
+    listed: Mapping[str, Mapping[str, Any]] = {},
+) -> tuple[Any, dict[str, ChosenPart], list[str]]:
+    """Both passes.
+
+    Args:
+        keys: the registers that this program chooses from, with their default keys.
+        listed: register -> arguments that are options here although the run supplies them, with
+            their default values.
+    """
+    given = _with_configs(read_words(sys.argv[1:] if argv is None else argv))
+    imports = [spec for item in given if item.name == "import" for spec in item.values]
+    import_parts(dict.fromkeys(imports))
+    options = by_name(given)
+    if "list" in options:
+        _print_and_stop(list_parts())
+    is_help = options.pop("help", None) is not None
+    chosen = _choose(options, keys, may_miss=is_help)
+    parser = _build_parser(config_class, chosen, listed=listed)
+    if is_help:
+        _print_and_stop(help_text(parser, keys, chosen))
+    settings = {
+        name: item for name, item in options.items() if name not in keys and name not in SPECIAL
+    }
+    values = convert(parser, settings, also_known=[*keys, *SPECIAL])
+    run = config_class(**{item.name: values[item.name] for item in fields(config_class)})
+    parts = {
+        name: ChosenPart(name, key, ALL_REGISTERS[name][key], dict(values.get(name) or {}))
+        for name, key in chosen.items()
+    }
+    return run, parts, list(dict.fromkeys(imports))
+
+
+def _with_configs(given: list[Given]) -> list[Given]:
+    """Puts the options of `--config` files in front, so that the command line wins."""
+    from_files: list[Given] = []
+    for item in given:
+        if item.name == "config":
+            if not item.values:
+                raise OptionError(needs_value(item, "the path of a YAML file"))
+            for path in item.values:
+                from_files += read_config(path)
+    return from_files + given
+
+
+def _choose(
+    options: dict[str, Given], keys: Mapping[str, str | None], *, may_miss: bool
+) -> dict[str, str]:
+    """Resolves every key, before anything is loaded."""
+    chosen: dict[str, str] = {}
+    for name, default in keys.items():
+        register = ALL_REGISTERS[name]
+        item = options.get(name)
+        if item is not None and len(item.values) != 1:
+            raise OptionError(needs_value(item, f"one key of {name}_register"))
+        key = item.values[0] if item is not None else default
+        if key is None and may_miss:
+            continue
+        if key is None:
+            raise OptionError(
+                f"{register.option} is missing. A key of {name}_register was expected, because "
+                f"this part of the run has no default: {register.holds}. Choose one of: "
+                f"{', '.join(sorted(register)) or '(nothing is registered)'}."
+            )
+        if may_miss and item is None and key not in register:
+            continue
+        place = item.origin if item is not None else "the default"
+        suffix = "" if place == "command line" else f" ({place})"
+        register.pick(key, option=register.option + suffix)
+        chosen[name] = key
+    return chosen
+
+
+def _build_parser(
+    config_class: type,
+    chosen: Mapping[str, str],
+    *,
+    listed: Mapping[str, Mapping[str, Any]],
+) -> ArgumentParser:
+    parser = ArgumentParser(exit_on_error=False, add_help=False, usage=SUPPRESS)
+    for title, items in option_groups(config_class):
+        group = parser.add_argument_group(title)
+        for item in items:
+            group.add_argument(
+                typed(item.name), type=item.type, default=item.default, help=item.metadata["help"]
+            )
+    for name, key in chosen.items():
+        extra = listed.get(name, {})
+        add_part_options(parser, ALL_REGISTERS[name], key, listed=frozenset(extra))
+        known = option_types(parser)
+        parser.set_defaults(
+            {
+                f"{name}.{option}": value
+                for option, value in extra.items()
+                if f"{name}.{option}" in known
+            }
+        )
+    return parser
+
+
+def _print_and_stop(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(text)
+    raise SystemExit(0)
+
+
+def _absolute(spec: str) -> str:
+    return str(Path(spec).expanduser().absolute()) if spec.endswith(".py") else spec
+
+
+def _yaml_ready(value: Any) -> Any:
+    """Only types that plain YAML has."""
+    if isinstance(value, dict):
+        return {str(key): _yaml_ready(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_yaml_ready(item) for item in value]
+    return value if isinstance(value, int | float | str | None) else str(value)
