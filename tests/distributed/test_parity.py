@@ -1,0 +1,256 @@
+"""The split model against plain transformers: equal to the last bit, for every family and split.
+
+The reference is one process that runs the same micro-batches through the library's own forward
+and loss. Where a weight is tied across stages its gradient is a sum in another order: 1e-6.
+"""
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig
+
+from loss_fn import sft
+from pp_models import CausalLMStage, VisionLanguageStage
+from pp_models.vision_language import MultimodalRotaryStage
+from stageline.checkpoint.load import load_split_model
+from stageline.pipeline.runner import PipelineRunner
+from stageline.testing.ranks import run_ranks
+from stageline.testing.tiny_batches import (
+    count_targets,
+    drop_pixels,
+    join_micro_batches,
+    tiny_micro_batches,
+)
+from stageline.testing.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
+from stageline.training.optimizer_groups import optimizer_groups
+from stageline.training.step import TrainStep
+
+NUM_STEPS = 3
+# padding beyond the sliding window of 8 makes NaN in the library's own full batch
+SIMILAR_LENGTHS = (14, 12, 16, 13)
+MAX_NORM = 0.05  # well below the norm of these models, so that clipping acts
+RATES = (1e-3, 2e-3, 5e-4)
+FAMILIES = DECODERS + VISION_LANGUAGE
+
+
+def stage_class(family):
+    if family == "qwen2_5_vl":
+        return MultimodalRotaryStage
+    return VisionLanguageStage if family in VISION_LANGUAGE else CausalLMStage
+
+
+def use_plain_experts(config, dtype):
+    """Grouped matrix products, the default for experts, know no float64."""
+    if dtype == torch.float64:
+        config._experts_implementation = "eager"
+
+
+def build_whole(family, *, tied, dtype=torch.float32, folder=None):
+    torch.manual_seed(3)
+    auto = (
+        transformers.AutoModelForImageTextToText
+        if family in VISION_LANGUAGE
+        else transformers.AutoModelForCausalLM
+    )
+    config = tiny_config(family, tied=tied)
+    use_plain_experts(config, dtype)
+    whole = auto.from_config(config, dtype=dtype)
+    with torch.no_grad():  # the library starts biases and norms at 0 and 1, which hides mistakes
+        for parameter in whole.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    if folder is not None:
+        whole.save_pretrained(folder)
+    return whole.train()
+
+
+def build_stage(family, folder, *, stage, num_stages, dtype=torch.float32):
+    config = AutoConfig.from_pretrained(folder)
+    use_plain_experts(config, dtype)
+    model = stage_class(family)(config, stage=stage, num_stages=num_stages, dtype=dtype)
+    load_split_model(model, folder, device="cpu", dtype=dtype)
+    model.frozen()
+    return model.train()
+
+
+def make_optimizer(parameters):
+    groups = optimizer_groups(parameters, weight_decay=0.1)
+    return torch.optim.AdamW(groups, lr=1.0, eps=1e-6)
+
+
+def batches_of_step(family, step, dtype=torch.float32):
+    return tiny_micro_batches(
+        family, lengths=(14, 11 + step, 19, 12), seed=100 + step, dtype=dtype
+    )
+
+
+def reference_run(family, whole):
+    """Plain PyTorch and transformers: the micro-batches one by one, the library's loss."""
+    decayed = [p for p in whole.parameters() if p.ndim >= 2]
+    others = [p for p in whole.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+        lr=1.0,
+        eps=1e-6,
+    )
+    steps = []
+    for step in range(NUM_STEPS):
+        micro_batches = batches_of_step(family, step)
+        count = torch.tensor(float(count_targets(micro_batches)))
+        optimizer.zero_grad()
+        loss = torch.zeros(())
+        for batch in micro_batches:
+            share = whole(**batch, num_items_in_batch=count, use_cache=False).loss
+            share.backward()
+            loss = loss + share.detach()
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), MAX_NORM)
+        grads = {name: p.grad.clone() for name, p in whole.named_parameters() if p.grad is not None}
+        for group in optimizer.param_groups:
+            group["lr"] = RATES[step]
+        optimizer.step()
+        steps.append({"loss": loss.item(), "norm": norm.item(), "grads": grads})
+    weights = {name: p.detach().clone() for name, p in whole.named_parameters()}
+    return {"steps": steps, "weights": weights}
+
+
+def split_run(rank, family, folder, num_stages, schedule):
+    model = build_stage(family, folder, stage=rank, num_stages=num_stages)
+    runner = PipelineRunner(model, device=torch.device("cpu"), schedule=schedule)
+    train_step = TrainStep(
+        runner,
+        make_optimizer=make_optimizer,
+        loss_fn=sft,
+        learning_rate=RATES.__getitem__,
+        max_grad_norm=MAX_NORM,
+    )
+    steps = []
+    for step in range(NUM_STEPS):
+        micro_batches = batches_of_step(family, step)
+        if rank > 0:
+            micro_batches = [drop_pixels(batch) for batch in micro_batches]
+        result = train_step(micro_batches, step=step)
+        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        steps.append({"loss": result.loss, "norm": result.grad_norm, "grads": grads})
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {"steps": steps, "weights": weights}
+
+
+def split_runs(rank, family, folders, num_stages):
+    """All variants of one family and stage count on the same ranks."""
+    return {
+        f"{tied} {schedule}": split_run(rank, family, folder, num_stages, schedule)
+        for tied, folder in folders.items()
+        for schedule in ("gpipe", "1f1b")
+    }
+
+
+def assert_close(ours, theirs, *, bitwise, what):
+    if bitwise:
+        assert torch.equal(ours, theirs), f"{what}: {(ours - theirs).abs().max()} apart"
+    else:
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6, msg=what)
+
+
+def compare(stages, reference, *, tied):
+    """`stages`: what each rank returned. Tied weights shift all else by rounding."""
+    held = [name for stage in stages for name in stage["weights"]]
+    assert set(held) == set(reference["weights"])
+    twice = {name for name in held if held.count(name) > 1}
+    assert len(twice) == (1 if tied and len(stages) > 1 else 0)
+    bitwise = not twice
+    for step in range(NUM_STEPS):
+        expected = reference["steps"][step]
+        for stage in stages:
+            ours = stage["steps"][step]
+            if bitwise or step == 0:
+                assert ours["loss"] == expected["loss"]
+            assert ours["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+            assert ours["norm"] == pytest.approx(expected["norm"], rel=0 if bitwise else 1e-6)
+            for name, grad in ours["grads"].items():
+                assert_close(grad, expected["grads"][name], bitwise=bitwise, what=f"grad of {name}")
+        assert {n for s in stages for n in s["steps"][step]["grads"]} == set(expected["grads"])
+    for stage in stages:
+        for name, weight in stage["weights"].items():
+            assert_close(weight, reference["weights"][name], bitwise=bitwise, what=name)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_split_equals_whole(family, num_stages, tmp_path):
+    folders, references = {}, {}
+    for tied in (False, True):
+        folders[tied] = tmp_path / str(tied)
+        whole = build_whole(family, tied=tied, folder=folders[tied])
+        references[tied] = reference_run(family, whole)
+        norms = [step["norm"] for step in references[tied]["steps"]]
+        assert min(norms) > MAX_NORM, "clipping must act, or the test shows nothing"
+    results = run_ranks(split_runs, num_stages, family, folders, num_stages)
+    for tied in (False, True):
+        for schedule in ("gpipe", "1f1b"):
+            stages = [result[f"{tied} {schedule}"] for result in results]
+            compare(stages, references[tied], tied=tied)
+
+
+@pytest.fixture
+def true_float64(monkeypatch):
+    """Takes the float32 islands (norms, softmax) out of the library, for reference and stages."""
+    to_float, softmax = torch.Tensor.float, torch.nn.functional.softmax
+
+    def keep_double(tensor):
+        return tensor if tensor.dtype == torch.float64 else to_float(tensor)
+
+    def softmax_as_input(tensor, dim=None, dtype=None, **kwargs):
+        return softmax(tensor, dim=dim, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "float", keep_double)
+    monkeypatch.setattr(torch.nn.functional, "softmax", softmax_as_input)
+
+
+def float64_run(rank, family, folder, num_stages):
+    model = build_stage(family, folder, stage=rank, num_stages=num_stages, dtype=torch.float64)
+    runner = PipelineRunner(model, device=torch.device("cpu"), schedule="1f1b")
+    micro_batches = tiny_micro_batches(family, lengths=SIMILAR_LENGTHS, dtype=torch.float64)
+    divisor = torch.tensor(float(count_targets(micro_batches)), dtype=torch.float64)
+    losses = []
+
+    def loss_fn(logits, batch):
+        loss = sft(logits, batch, num_targets=divisor)
+        losses.append(loss.item())
+        return loss
+
+    runner.step(
+        [batch if rank == 0 else drop_pixels(batch) for batch in micro_batches], loss_fn=loss_fn
+    )
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": sum(losses), "grads": grads}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_split_equals_one_full_batch_in_float64(family, tied, tmp_path, true_float64):
+    whole = build_whole(family, tied=tied, dtype=torch.float64, folder=tmp_path)
+    batch = join_micro_batches(tiny_micro_batches(family, lengths=SIMILAR_LENGTHS, dtype=torch.float64))
+    labels = batch.pop("labels")[:, 1:]
+    logits = whole(**batch, use_cache=False).logits[:, :-1]
+    loss = torch.nn.functional.cross_entropy(logits[labels != -100], labels[labels != -100])
+    loss.backward()
+    expected = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
+    results = run_ranks(float64_run, 3, family, tmp_path, 3)
+    assert results[-1]["loss"] == pytest.approx(loss.item(), abs=1e-9)
+    summed: dict[str, torch.Tensor] = {}
+    for result in results:
+        for name, grad in result["grads"].items():
+            summed[name] = summed[name] + grad if name in summed else grad
+    assert set(summed) == set(expected)
+    for name, grad in expected.items():
+        torch.testing.assert_close(summed[name], grad, rtol=0, atol=1e-9, msg=name)
+
+
+def test_a_broken_split_is_noticed(tmp_path):
+    """The comparison above can fail: one layer that sees a wrong weight is enough."""
+    whole = build_whole("llama", tied=False, folder=tmp_path)
+    with torch.no_grad():
+        whole.model.layers[2].mlp.up_proj.weight[0, 0] += 1e-4
+    reference = reference_run("llama", whole)
+    results = run_ranks(split_runs, 2, "llama", {False: tmp_path}, 2)
+    with pytest.raises(AssertionError):
+        compare([result["False 1f1b"] for result in results], reference, tied=False)
