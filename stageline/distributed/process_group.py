@@ -1,0 +1,180 @@
+"""The process group of a run and its mesh: axis "dp" of replicas, axis "pp" of stages.
+
+Rank = dp_rank * num_stages + pp_rank. A single process gets a group of its own, so that one stage
+runs the same code as many.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from stageline.distributed.failure import name_stage
+from stageline.errors import UserError
+
+
+@dataclass(frozen=True)
+class DistributedContext:
+    """Where this process stands.
+
+    Attributes:
+        rank, world_size: among all processes of the run.
+        local_rank: among those of this machine.
+        num_replicas, dp_rank: data-parallel copies of the pipeline, and which one this is.
+        num_stages, pp_rank: processes of one pipeline, and which one this is.
+        mesh: axes ("dp", "pp").
+        device: where this process computes.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    num_replicas: int
+    dp_rank: int
+    num_stages: int
+    pp_rank: int
+    mesh: DeviceMesh
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which writes what is written once."""
+        return self.rank == 0
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup:
+        """The processes of this pipeline, in order of stages."""
+        return self.mesh.get_group("pp")
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup:
+        """The processes that hold the same stage."""
+        return self.mesh.get_group("dp")
+
+
+@contextmanager
+def distributed_context(
+    *, num_stages: int, device: Literal["auto", "cpu", "cuda"] = "auto", timeout: float = 600.0
+) -> Iterator[DistributedContext]:
+    """Joins the processes of the run, and leaves them when the block ends without an exception.
+
+    Args:
+        num_stages: processes of one pipeline; the number of processes is a multiple of it.
+        device: "auto" takes GPUs if there is one for each process of this machine.
+        timeout: seconds that one exchange may take.
+
+    Raises:
+        UserError: processes and stages do not fit, or there are too few GPUs.
+    """
+    rank, local_rank, world_size = _read_environment(os.environ)
+    if world_size % num_stages:
+        raise UserError(
+            f"{world_size} processes can't hold pipelines of {num_stages} stages: their number "
+            f"must be a multiple of the stages, because each stage has a process of its own. "
+            f"Set --num-stages or torchrun --nproc-per-node accordingly."
+        )
+    chosen = choose_device(
+        device, local_rank=local_rank, local_world_size=_local_world_size(os.environ)
+    )
+    _init_group(rank, world_size, chosen, timeout=timeout)
+    mesh = init_device_mesh(
+        chosen.type, (world_size // num_stages, num_stages), mesh_dim_names=("dp", "pp")
+    )
+    context = DistributedContext(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        num_replicas=world_size // num_stages,
+        dp_rank=mesh.get_local_rank("dp"),
+        num_stages=num_stages,
+        pp_rank=mesh.get_local_rank("pp"),
+        mesh=mesh,
+        device=chosen,
+    )
+    name_stage(context.pp_rank)
+    warm_up(context)
+    yield context
+    # not in a `finally`: after an exception closed sockets would make the neighbours report first
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def choose_device(
+    device: Literal["auto", "cpu", "cuda"], *, local_rank: int, local_world_size: int
+) -> torch.device:
+    """The device of one process.
+
+    Raises:
+        UserError: "cuda" was asked for and there are fewer GPUs than processes on this machine.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cuda" and num_gpus < local_world_size:
+        raise UserError(
+            f"--device cuda: this machine shows {num_gpus} GPUs for {local_world_size} processes. "
+            f"One for each was expected, because each stage computes on its own. Use fewer stages, "
+            f"look at CUDA_VISIBLE_DEVICES, or take --device cpu."
+        )
+    if device == "cpu" or num_gpus < local_world_size:
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank)
+
+
+def warm_up(context: DistributedContext) -> None:
+    """Opens the connections of this pipeline in a fixed order.
+
+    They are otherwise made at the first exchange of each pair, inside a schedule, where two pairs
+    that open at the same time have deadlocked.
+    """
+    total = torch.ones((), device=context.device)
+    dist.all_reduce(total, group=context.pp_group)
+    assert int(total) == context.num_stages
+    last = context.num_stages - 1
+    pairs = [(stage, stage + 1) for stage in range(last)]
+    if last > 1:
+        pairs.append((last, 0))  # schedules with several stages a rank go round
+    for low, high in pairs:
+        for source, target in ((low, high), (high, low)):
+            _pass_on(context, source=source, target=target)
+
+
+def _pass_on(context: DistributedContext, *, source: int, target: int) -> None:
+    value = torch.full((), float(context.pp_rank), device=context.device)
+    if context.pp_rank == source:
+        dist.send(value, group=context.pp_group, group_dst=target)
+    elif context.pp_rank == target:
+        dist.recv(value, group=context.pp_group, group_src=source)
+        assert int(value) == source
+
+
+def _read_environment(environment: Mapping[str, str]) -> tuple[int, int, int]:
+    """(rank, local_rank, world_size) as torchrun sets them; one process without it."""
+    rank = int(environment.get("RANK", "0"))
+    return rank, int(environment.get("LOCAL_RANK", rank)), int(environment.get("WORLD_SIZE", "1"))
+
+
+def _local_world_size(environment: Mapping[str, str]) -> int:
+    return int(environment.get("LOCAL_WORLD_SIZE", environment.get("WORLD_SIZE", "1")))
+
+
+def _init_group(rank: int, world_size: int, device: torch.device, *, timeout: float) -> None:
+    is_cuda = device.type == "cuda"
+    if is_cuda:
+        torch.cuda.set_device(device)
+    # gloo beside NCCL: small integers and objects travel without touching a GPU
+    backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
+    # a lone process needs no address to meet at
+    store = dist.HashStore() if world_size == 1 and "MASTER_ADDR" not in os.environ else None
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout),
+        device_id=device if is_cuda else None,
+    )
