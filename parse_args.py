@@ -27,6 +27,7 @@ from options.run_options import (
     check_learning_rate,
     check_limits,
     check_precision,
+    expand_paths,
     option_groups,
     resolve_stages,
 )
@@ -84,9 +85,9 @@ class Arguments:
             if item.name in NOT_SAVED:
                 continue
             value = getattr(self.run, item.name)
-            is_path = item.metadata["is_path"] or item.name == "output_dir"
+            is_path = item.metadata["is_path"] or item.metadata["is_output"]
             config[typed(item.name)[2:]] = (
-                str(Path(value).expanduser().absolute()) if is_path and value else value
+                str(Path(value).absolute()) if is_path and value else value
             )
         for name, chosen in self.parts.items():
             for option, value in chosen.kwargs.items():
@@ -178,6 +179,7 @@ def _parse(
     }
     values = convert(parser, settings, also_known=[*keys, *SPECIAL])
     run = config_class(**{item.name: values[item.name] for item in fields(config_class)})
+    expand_paths(run)
     parts = {
         name: ChosenPart(name, key, ALL_REGISTERS[name][key], dict(values.get(name) or {}))
         for name, key in chosen.items()

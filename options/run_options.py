@@ -26,12 +26,17 @@ def option(
     at_most: float | None = None,
     below: float | None = None,
     is_path: bool = False,
+    is_output: bool = False,
 ) -> Any:
-    """A field of an options class: default, help text, and the limits that are checked."""
+    """A field of an options class: default, help text, and the limits that are checked.
+
+    Args:
+        is_path: a file or folder that has to exist.
+        is_output: a folder that the run makes.
+    """
     limits = {"at_least": at_least, "at_most": at_most, "below": below}
-    return field(
-        default=default, metadata={"help": help_text, "limits": limits, "is_path": is_path}
-    )
+    kind = {"is_path": is_path, "is_output": is_output}
+    return field(default=default, metadata={"help": help_text, "limits": limits, **kind})
 
 
 @dataclass(kw_only=True)
@@ -42,7 +47,9 @@ class SharedOptions:
         None, "checkpoint folder with *.safetensors; without it weights start random", is_path=True
     )
     dataset_path: str | None = option(None, "file or folder of the dataset", is_path=True)
-    output_dir: str = option("runs/train", "run folder: config, logs, plots, checkpoints")
+    output_dir: str = option(
+        "runs/train", "run folder: config, logs, plots, checkpoints", is_output=True
+    )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto takes GPUs where there are any")
     bf16: bool = option(False, "compute in bfloat16")
     fp16: bool = option(False, "compute in float16")
@@ -160,7 +167,9 @@ class RunConfig(
 class EvaluateConfig(SharedOptions):
     """Evaluation"""
 
-    output_dir: str = option("runs/evaluate", "folder of predictions.jsonl, report.json and plots")
+    output_dir: str = option(
+        "runs/evaluate", "folder of predictions.jsonl, report.json and plots", is_output=True
+    )
     adapter_path: str | None = option(None, "LoRA adapter folder in peft's format", is_path=True)
     batch_size: int = option(8, "samples generated together", at_least=1)
     max_new_tokens: int = option(64, "longest answer, in tokens", at_least=1)
@@ -198,6 +207,15 @@ def spelled(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def expand_paths(config: Any) -> None:
+    """Replaces `~`, and takes an empty path (an empty shell variable) for none."""
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if isinstance(value, str) and (item.metadata["is_path"] or item.metadata["is_output"]):
+            expanded = str(Path(value).expanduser()) if value else item.default
+            setattr(config, item.name, expanded)
+
+
 def check_limits(config: Any) -> None:
     """Checks each number against the limits of its field, and that each given path exists.
 
@@ -208,7 +226,7 @@ def check_limits(config: Any) -> None:
         value = getattr(config, item.name)
         if value is None:
             continue
-        if item.metadata["is_path"] and not Path(value).expanduser().exists():
+        if item.metadata["is_path"] and not Path(value).exists():
             raise OptionError(
                 f"{spelled(item.name)} {value}: there is no such file or folder. "
                 f"Expected: {item.metadata['help']}. Nothing can be read from it otherwise. Check "

@@ -1,0 +1,112 @@
+"""`import_shelf()`: only modules beside register.py. Each test has a process of its own, because
+what is imported stays imported."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from register import ROOT
+
+
+def _run(folder: Path, *, entry: str, **environment: str) -> subprocess.CompletedProcess:
+    """Runs an entry file that lies beside a copy of register.py."""
+    folder.mkdir(exist_ok=True)
+    shutil.copy(ROOT / "register.py", folder)
+    (folder / "entry.py").write_text(entry)
+    return subprocess.run(
+        [sys.executable, str(folder / "entry.py")],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+CATCHING = """
+import sys, register
+try:
+    register.import_shelf({names})
+except register.RegisterError as error:
+    print(error)
+    sys.exit(error.exit_code)
+print(sorted(register.dataset_register))
+"""
+SHELF_FILE = "from register import dataset_register\ndataset_register['mine'] = print\n"
+STRANGER = "raise SystemExit('a stranger ran')\n"
+
+
+def _catching(*names: str) -> str:
+    return CATCHING.format(names=", ".join(map(repr, names)))
+
+
+def test_a_module_beside_register_is_imported(tmp_path):
+    house = tmp_path / "house"
+    house.mkdir()
+    (house / "dataset.py").write_text(SHELF_FILE)
+    done = _run(house, entry=_catching("dataset"))
+    assert (done.returncode, done.stdout) == (0, "['mine']\n")
+
+
+def test_a_package_beside_register_is_imported(tmp_path):
+    house = tmp_path / "house"
+    (house / "models").mkdir(parents=True)
+    (house / "models" / "__init__.py").write_text(SHELF_FILE)
+    done = _run(house, entry=_catching("models"))
+    assert (done.returncode, done.stdout) == (0, "['mine']\n")
+
+
+def test_a_shadowing_package_is_named_and_never_runs(tmp_path):
+    house, installed = tmp_path / "house", tmp_path / "installed"
+    (installed / "dataset").mkdir(parents=True)
+    (installed / "dataset" / "__init__.py").write_text(STRANGER)
+    house.mkdir()
+    (house / "dataset.py").write_text(SHELF_FILE)
+    entry = f"import sys; sys.path.insert(0, {str(installed)!r})\n" + _catching("dataset")
+    done = _run(house, entry=entry)
+    assert done.returncode == 2, done.stderr
+    for wanted in (str(installed / "dataset"), str(house), "rename the other 'dataset'"):
+        assert wanted in done.stdout
+
+
+def test_a_package_that_was_imported_before_is_noticed(tmp_path):
+    house, installed = tmp_path / "house", tmp_path / "installed"
+    installed.mkdir()
+    (installed / "metric.py").write_text("")
+    house.mkdir()
+    (house / "metric.py").write_text(SHELF_FILE)
+    entry = (
+        f"import sys; sys.path.insert(0, {str(installed)!r})\nimport metric\nsys.path.pop(0)\n"
+        + _catching("metric")
+    )
+    done = _run(house, entry=entry)
+    assert done.returncode == 2
+    assert str(installed / "metric.py") in done.stdout
+
+
+def test_a_missing_file_is_named(tmp_path):
+    done = _run(tmp_path / "house", entry=_catching("loss_fn"))
+    assert done.returncode == 2
+    assert "neither is there" in done.stdout
+
+
+@pytest.mark.parametrize("cwd", ["other", "house"])
+def test_the_real_shelf_comes_from_the_repository(tmp_path, cwd):
+    # a file of the same name where the user happens to be must not be taken
+    (tmp_path / "loss_fn.py").write_text(STRANGER)
+    script = (
+        f"import sys; sys.path[0] = {str(ROOT)!r}\n"
+        "import register; register.import_shelf('loss_fn')\n"
+        "print(register.loss_fn_register.home('sft'))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path if cwd == "other" else ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.startswith(str(ROOT / "loss_fn.py")), done.stderr

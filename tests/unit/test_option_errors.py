@@ -1,0 +1,147 @@
+"""Each wrong option or combination is one message with its cure, before anything is loaded."""
+
+import pytest
+
+from parse_args import parse_evaluate_args, parse_train_args
+from register import ALL_REGISTERS
+
+TRAIN = (
+    "--dataset rows --prompt p --prompt-fn fill --image-token none --train-model tiny "
+    "--collate-fn pack --loss-fn sft --optimizer adamw --lr-scheduler cosine --engine pipeline"
+).split()
+
+
+def rows(*, dataset_path, split="train", limit: int = 3):
+    """Rows."""
+
+
+def needs_one(*, dataset_path, split="train", rows: int):
+    """Has an option without a default."""
+
+
+@pytest.fixture(autouse=True)
+def _parts():
+    for register in ALL_REGISTERS.values():
+        register.data = {}
+    for option, key in zip(TRAIN[::2], TRAIN[1::2], strict=True):
+        name = option[2:].replace("-", "_")
+        ALL_REGISTERS[name][key] = "[ANSWER]" if name == "prompt" else lambda *args, **kwargs: None
+    ALL_REGISTERS["dataset"].update({"rows": rows, "needs_one": needs_one}, replace=True)
+
+
+def _error_of(words: list[str]) -> str:
+    with pytest.raises(ValueError) as error:
+        parse_train_args(words)
+    assert error.value.exit_code == 2
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("--batch-size 7 --micro-batch-size 2", ["--batch-size 7", "not divisible", "6 or 8"]),
+        ("--batch-size 2 --micro-batch-size 4", ["not divisible", "Set --batch-size to 4,"]),
+        (
+            "--batch-size 8 --micro-batch-size 4 --num-stages 3",
+            ["2 micro-batches", "3 stages", "1F1B", "Raise --batch-size to 12", "gpipe"],
+        ),
+        (
+            "--batch-size 4 --micro-batch-size 4 --accumulate-steps 2 --num-stages 3",
+            ["2 micro-batches", "Raise --batch-size to 8"],
+        ),
+        ("--bf16 --fp16", ["--bf16 and --fp16", "Keep --bf16"]),
+        ("--batch-size 0", ["--batch-size 0 is out of range", "at least 1"]),
+        ("--learning-rate -1e-4", ["--learning-rate -0.0001", "at least 0"]),
+        ("--learning-rate .inf", ["--learning-rate inf is out of range"]),
+        ("--learning-rate nan", ["--learning-rate nan has a wrong value", "float"]),
+        ("--warmup-steps -1", ["--warmup-steps -1 is out of range"]),
+        ("--visual-gpu-ratio 1.5", ["at least 0 and at most 1"]),
+        ("--lora-dropout 1", ["at least 0 and below 1"]),
+        ("--warmup-steps 200 --total-steps 100", ["more than --total-steps 100"]),
+        ("--min-lr 1 --learning-rate 0.1", ["--min-lr 1 is above --learning-rate 0.1"]),
+        ("--partition 3,0", ["a stage without a layer"]),
+        ("--partition 3,4 --num-stages 3", ["names 2 stages, --num-stages is 3"]),
+        ("--partition 3,x", ["--partition 3,x has a wrong value"]),
+        ("--model-path /no/such/folder", ["--model-path /no/such/folder", "no such file"]),
+        ("--dataset-path no.jsonl", ["--dataset-path no.jsonl", "relative to the directory"]),
+        ("--config no.yaml", ["--config no.yaml can't be read", "No such file"]),
+        ("--import no.py", ["no.py: there is no such file"]),
+        ("--batch-size x", ["--batch-size x has a wrong value", "int"]),
+        ("--batch-size 1.5", ["--batch-size 1.5 has a wrong value", "int"]),
+        ("--batch-size", ["--batch-size has no value", "int"]),
+        ("--batch-size 4 5", ["--batch-size 4 5 has 2 values"]),
+        ("--schedule 1f1c", ["--schedule 1f1c has a wrong value", "'gpipe', '1f1b'"]),
+        ("--frozen-vit maybe", ["--frozen-vit maybe has a wrong value", "bool"]),
+        ("--batch-siez 4", ["--batch-siez 4 is an unknown option", "Did you mean --batch-size"]),
+        ("--metric exact", ["--metric exact is an unknown option"]),
+        ("--dataset.limits 4", ["--dataset.limits 4 is an unknown", "mean --dataset.limit"]),
+        ("--dataset.split test", ["takes: --dataset.limit."]),
+        ("--collate-fn.x 4", ["The chosen part takes: no options of its own"]),
+        ("--dataset.limit x", ["--dataset.limit x has a wrong value", "int"]),
+        ("--dataset needs_one", ["--dataset.rows is missing"]),
+        ("--dataset rows rows", ["has 2 values", "one key of dataset_register"]),
+        ("--dataset", ["--dataset has no value"]),
+    ],
+)
+def test_a_wrong_option_is_named_with_its_cure(words, wanted):
+    message = _error_of([*TRAIN, *words.split()])
+    assert not [text for text in wanted if text not in message], message
+
+
+def test_a_word_without_an_option():
+    assert "'stray' belongs to no option" in _error_of(["stray", *TRAIN])
+
+
+def test_a_missing_key_lists_what_there_is():
+    message = _error_of(TRAIN[2:])
+    assert message.startswith("--dataset is missing.")
+    assert "Choose one of: needs_one, rows" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("batch-size: [", "is not plain YAML"),
+        ("- batch-size\n", "holds a list"),
+        ("batch-siez: 4\n", "unknown option. Did you mean --batch-size"),
+        ("batch-size: x\n", "--batch-size x (in "),
+        ("seed: !!python/object/apply:os.getcwd []\n", "is not plain YAML"),
+    ],
+)
+def test_a_wrong_config_file_is_named(tmp_path, text, wanted):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    message = _error_of([*TRAIN, "--config", str(file)])
+    assert wanted in message
+    assert str(file) in message
+
+
+def test_options_of_a_part_are_not_nested_in_a_config_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("dataset: {limit: 3}\n")
+    message = _error_of([*TRAIN[2:], "--config", str(file)])
+    assert f"--dataset ({file})" in message and "limit" in message
+
+
+def test_an_empty_config_file_changes_nothing(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("# nothing\n")
+    assert parse_train_args([*TRAIN, "--config", str(file)]).run == parse_train_args(TRAIN).run
+
+
+def test_processes_must_be_a_multiple_of_stages(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    message = _error_of([*TRAIN, "--num-stages", "2"])
+    assert "3 processes were started for 2 stages" in message
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert parse_train_args([*TRAIN, "--num-stages", "2"]).run.num_stages == 2
+
+
+def test_gpipe_needs_no_micro_batch_for_each_stage():
+    words = "--schedule gpipe --batch-size 2 --micro-batch-size 2 --num-stages 2".split()
+    assert parse_train_args([*TRAIN, *words]).run.num_micro_batches == 1
+
+
+def test_errors_come_before_the_shelf_is_needed():
+    with pytest.raises(ValueError, match="belongs to no option"):
+        parse_evaluate_args(["stray"])

@@ -1,0 +1,343 @@
+"""Options: keys, the options of parts, YAML, round trips. Errors are in test_option_errors.py."""
+
+import functools
+from typing import Literal
+
+import pytest
+import yaml
+
+import parse_args
+from parse_args import parse_evaluate_args, parse_train_args, save_config
+from register import ALL_REGISTERS, UnknownKeyError
+
+NAMES_OF_THE_FOUNDING_NOTES = """
+--model-path --config-path --processor-path --dataset --dataset-path --prompt --prompt-fn
+--image-token --collate-fn --loss-fn --batch-size --micro-batch-size --max-token-num --frozen-vit
+--frozen-mlp --frozen-llm --frozen-lm-head --vit-lora-num --mlp-lora-num --llm-lora-num --bf16
+--fp16 --learning-rate --weight-decay --min-lr --warmup-steps --warmup-start-lr --total-steps
+--accumulate-steps --eval-steps --save-steps --seed --visual-gpu-ratio
+""".split()
+
+
+class Base:
+    def __init__(self, *, dataset_path: str | None, split: str = "train", limit: int | None = None):
+        """A base class.
+
+        Args:
+            limit: rows to read at most.
+        """
+
+
+class Pictures(Base):
+    """Sentences about pictures.
+
+    Args:
+        split_type: how train and test are told apart.
+    """
+
+    def __init__(
+        self,
+        *,
+        split_type: Literal["random", "zeroshot"] = "random",
+        shuffle: bool = False,
+        names: list[str] | None = None,
+        engine: Base | None = None,
+        **more,
+    ):
+        super().__init__(**more)
+
+
+def needs_one(*, dataset_path: str | None, split: str = "train", rows: int):
+    """Has an option without a default."""
+
+
+def smooth(logits_BTV, micro_batch: dict, *, num_targets, smoothing: float = 0.0):
+    """Cross-entropy, smoothed."""
+
+
+class Collate:
+    """Packs samples."""
+
+    def __call__(self, samples, *, prompt, prompt_fn, image_token, processor, packing: bool = True):
+        """Packs."""
+
+
+def adam(param_groups, *, learning_rate, weight_decay, betas: tuple[float, float] = (0.9, 0.99)):
+    """Adam."""
+
+
+def build(*, stage, num_stages, lora_rank, dtype, depth: int = 2, **model_kwargs):
+    """Builds."""
+
+
+def generate(model, processor, *, images, prompts, max_new_tokens, top_p: float = 1.0):
+    """Generates."""
+
+
+def load(model_path, *, visual_gpu_ratio=0.0, dtype, num_devices, compile_it: bool = False):
+    """Loads."""
+
+
+@pytest.fixture(autouse=True)
+def _parts():
+    """A shelf of one part a register."""
+    for register in ALL_REGISTERS.values():
+        register.is_frozen = False
+        register.data = {}
+    shelf = {
+        "dataset": {"pictures": Pictures, "needs_one": needs_one},
+        "loss_fn": {"sft": smooth, "sft_05": functools.partial(smooth, smoothing=0.5)},
+        "collate_fn": {"pack": Collate()},
+        "optimizer": {"adamw": adam},
+        "train_model": {"tiny": build},
+        "prompt": {"vqa": "[IMAGE]\n[ANSWER]"},
+        "prompt_fn": {"fill": lambda sample, prompt, *, processor=None: None},
+        "image_token": {"none": lambda rendered, images, *, processor: None},
+        "lr_scheduler": {"cosine": lambda *, learning_rate, min_lr, cycles=1: None},
+        "engine": {"pipeline": lambda model, *, log, turbo=False: None},
+        "model": {"generate": generate},
+        "builder": {"load": load},
+        "metric": {"exact": lambda predictions, samples, *, ignore_case=False: None},
+    }
+    for name, parts in shelf.items():
+        ALL_REGISTERS[name].update(parts)
+
+
+SHARED = "--dataset pictures --prompt vqa --prompt-fn fill --image-token none".split()
+TRAIN = [*SHARED, *"--train-model tiny --collate-fn pack".split()]
+EVALUATE = [*SHARED, *"--model generate --builder load --metric exact".split()]
+
+
+def train(*words: str) -> parse_args.TrainArguments:
+    return parse_train_args([*TRAIN, *words])
+
+
+def test_every_name_of_the_founding_notes_is_an_option(capsys):
+    with pytest.raises(SystemExit) as end:
+        train("--help")
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert not [name for name in NAMES_OF_THE_FOUNDING_NOTES if f"  {name} " not in shown]
+
+
+def test_defaults_give_a_run():
+    arguments = train()
+    assert arguments.run.learning_rate == 1e-4
+    assert arguments.run.schedule == "1f1b"
+    assert arguments.run.num_stages == 1
+    assert arguments.run.num_micro_batches == 8
+    assert arguments.run.precision == "fp32"
+    assert {name: part.key for name, part in arguments.parts.items()} == {
+        **dict(train_model="tiny", dataset="pictures", prompt="vqa", prompt_fn="fill"),
+        **dict(image_token="none", collate_fn="pack", loss_fn="sft", optimizer="adamw"),
+        **dict(lr_scheduler="cosine", engine="pipeline"),
+    }
+    assert arguments.parts["dataset"].part is Pictures
+    assert arguments.parts["prompt"].part == "[IMAGE]\n[ANSWER]"
+
+
+def test_options_of_a_part_are_its_signature_less_what_the_run_supplies():
+    parts = train().parts
+    assert {name: part.kwargs for name, part in parts.items() if part.kwargs} == {
+        "train_model": {"depth": 2},
+        # `limit` is an argument of the base class, reached through **more; `engine` is no plain type
+        "dataset": {"split_type": "random", "shuffle": False, "names": None, "limit": None},
+        "collate_fn": {"packing": True},
+        "loss_fn": {"smoothing": 0.0},
+        "optimizer": {"betas": (0.9, 0.99)},
+        "lr_scheduler": {"cycles": 1},
+        "engine": {"turbo": False},
+    }
+
+
+def test_options_of_parts_are_converted_by_their_types():
+    parts = train(
+        *"--dataset.split_type zeroshot --dataset.shuffle --dataset.names a b".split(),
+        *"--dataset.limit=3 --optimizer.betas 0.8,0.9 --loss-fn.smoothing 1e-1".split(),
+        *"--collate-fn.packing false".split(),
+    ).parts
+    assert parts["dataset"].kwargs == {
+        **dict(split_type="zeroshot", shuffle=True, names=["a", "b"], limit=3)
+    }
+    assert parts["optimizer"].kwargs == {"betas": (0.8, 0.9)}
+    assert parts["loss_fn"].kwargs == {"smoothing": 0.1}
+    assert parts["collate_fn"].kwargs == {"packing": False}
+
+
+def test_what_a_partial_binds_is_no_option():
+    assert train("--loss-fn", "sft_05").parts["loss_fn"].kwargs == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        ("--batch-size 8", "batch_size", 8),
+        ("--batch_size 8", "batch_size", 8),
+        ("--batch-size=8", "batch_size", 8),
+        ("--batch-size 4 --batch-size 8", "batch_size", 8),
+        ("--frozen-vit", "frozen_vit", True),
+        ("--frozen-vit true", "frozen_vit", True),
+        ("--frozen_vit=false", "frozen_vit", False),
+        ("--frozen-vit --seed 3", "seed", 3),
+        ("--learning-rate 3e-5", "learning_rate", 3e-5),
+        ("--learning-rate 1", "learning_rate", 1.0),
+        ("--lora-target q_proj,v_proj", "lora_target", ["q_proj", "v_proj"]),
+        ("--lora-target q_proj v_proj", "lora_target", ["q_proj", "v_proj"]),
+        ("--lora-target q_proj", "lora_target", ["q_proj"]),
+        ("--partition 3,4", "partition", [3, 4]),
+        ("--partition 7", "partition", [7]),
+        ("--partition uniform", "partition", "uniform"),
+        ("--output-dir 123", "output_dir", "123"),
+        ("--schedule gpipe", "schedule", "gpipe"),
+    ],
+)
+def test_spellings_and_types(words, name, value):
+    assert getattr(train(*words.split()).run, name) == value
+
+
+def test_paths_are_expanded_and_an_empty_one_is_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    run = train("--model-path", "~/model", "--dataset-path", "", "--output-dir", "~/out").run
+    assert run.model_path == str(tmp_path / "model")
+    assert run.output_dir == str(tmp_path / "out")
+    assert run.dataset_path is None
+
+
+def test_stages_follow_from_partition_and_processes(monkeypatch):
+    assert train("--partition", "8,8,7,9").run.num_stages == 4
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert train().run.num_stages == 2
+    assert train("--num-stages", "1").run.num_stages == 1
+
+
+def test_config_file_gives_options_and_the_command_line_wins(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "dataset: pictures\ndataset.split_type: zeroshot\nbatch-size: 8\nmicro_batch_size: 4\n"
+        "frozen-vit: true\nlearning-rate: 1e-3\nlora-target: [a, b]\nloss-fn: sft\n"
+    )
+    arguments = train("--config", str(file), "--batch-size", "12")
+    run = arguments.run
+    assert (run.batch_size, run.micro_batch_size, run.frozen_vit) == (12, 4, True)
+    assert (run.learning_rate, run.lora_target) == (1e-3, ["a", "b"])
+    assert arguments.parts["dataset"].kwargs["split_type"] == "zeroshot"
+    # also when it comes first on the command line
+    assert parse_train_args(["--batch-size", "12", "--config", str(file), *TRAIN]).run == run
+
+
+def test_a_later_config_file_wins(tmp_path):
+    for number in (1, 2):
+        (tmp_path / f"{number}.yaml").write_text(f"seed: {number}\nnum-workers: {number}\n")
+    (tmp_path / "2.yaml").write_text("seed: 2\n")
+    run = train("--config", str(tmp_path / "1.yaml"), "--config", str(tmp_path / "2.yaml")).run
+    assert (run.seed, run.num_workers) == (2, 1)
+
+
+def test_a_saved_config_repeats_the_run_from_another_directory(tmp_path, monkeypatch):
+    data, elsewhere = tmp_path / "rows.jsonl", tmp_path / "elsewhere"
+    data.touch()
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    first = train(
+        *"--dataset-path rows.jsonl --output-dir out --partition 2,3 --learning-rate 3e-5".split(),
+        *"--dataset.names x y --dataset.split_type zeroshot --optimizer.betas 0.5,0.6".split(),
+        *"--bf16 --lora-target q --loss-fn.smoothing 1e-7 --check-only".split(),
+    )
+    save_config(first, tmp_path / "out" / "config.yaml")
+    config = first.as_config()
+    monkeypatch.chdir(elsewhere)
+    again = parse_train_args(["--config", str(tmp_path / "out" / "config.yaml")])
+    assert again.run.dataset_path == str(data)
+    assert again.run.output_dir == str(tmp_path / "out")
+    assert not again.run.check_only
+    assert again.as_config() == config
+    assert {name: part.kwargs for name, part in again.parts.items()} == {
+        name: part.kwargs for name, part in first.parts.items()
+    }
+    # every option is in the file: a changed default must not change an old run
+    saved = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())
+    assert saved["weight-decay"] == 0.01 and saved["dataset.limit"] is None
+
+
+def test_imports_are_saved_with_their_place(tmp_path, monkeypatch):
+    file = tmp_path / "parts_for_saving.py"
+    file.write_text("from register import loss_fn_register\nloss_fn_register['from_file'] = max\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # the fixture takes it away again
+    arguments = train("--import", "parts_for_saving.py", "--loss-fn", "from_file")
+    assert arguments.as_config()["import"] == [str(file)]
+    save_config(arguments, tmp_path / "config.yaml")
+    del ALL_REGISTERS["loss_fn"]["from_file"]
+    monkeypatch.delitem(__import__("sys").modules, "parts_for_saving")
+    monkeypatch.chdir("/")
+    again = parse_train_args(["--config", str(tmp_path / "config.yaml")])
+    assert again.parts["loss_fn"].part is max
+
+
+def test_evaluate_lists_the_split_and_takes_the_held_out_one():
+    arguments = parse_evaluate_args(EVALUATE)
+    assert arguments.parts["dataset"].kwargs["split"] == "test"
+    assert arguments.run.max_new_tokens == 64
+    assert arguments.parts["model"].kwargs == {"top_p": 1.0}
+    assert arguments.parts["builder"].kwargs == {"compile_it": False}
+    assert arguments.parts["metric"].kwargs == {"ignore_case": False}
+    chosen = parse_evaluate_args([*EVALUATE, "--dataset.split", "train", "--limit", "5"])
+    assert chosen.parts["dataset"].kwargs["split"] == "train"
+    assert chosen.run.limit == 5
+
+
+def test_help_lists_the_options_of_chosen_parts_with_type_default_and_docstring(capsys):
+    with pytest.raises(SystemExit):
+        train("--help")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--dataset.split_type {random,zeroshot} how train and test are told apart." in shown
+    assert "--dataset.limit LIMIT rows to read at most. (type: int | null, default: null)" in shown
+    assert "--loss-fn.smoothing SMOOTHING (type: float, default: 0.0)" in shown
+    assert "Sentences about pictures. [tests/unit/test_parse_args.py:" in shown
+    assert "--dataset.split " not in shown and "--dataset.engine" not in shown
+
+
+def test_help_without_keys_says_what_can_be_chosen(capsys):
+    with pytest.raises(SystemExit):
+        parse_train_args(["-h"])
+    shown = capsys.readouterr().out
+    assert "one of: needs_one, pictures" in shown
+    assert "--dataset.split_type" not in shown
+
+
+def test_list_shows_every_register_key_docstring_and_home(capsys):
+    with pytest.raises(SystemExit) as end:
+        parse_train_args(["--list"])
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    for name, register in ALL_REGISTERS.items():
+        assert f"\n{name} (--{name.replace('_', '-')}): " in "\n" + shown
+        for key in register:
+            (line,) = [line for line in shown.splitlines() if line.startswith(f"  {key} ")]
+            assert line.endswith("]") and "test_parse_args.py:" in line
+    assert "Sentences about pictures." in shown
+
+
+@pytest.mark.parametrize("name", sorted(parse_args.TRAIN_KEYS))
+def test_an_unknown_key_of_each_register_is_one_clear_error(name):
+    option = "--" + name.replace("_", "-")
+    with pytest.raises(UnknownKeyError) as error:
+        train(option, "no_such_key")
+    assert f"{option} no_such_key: {name}_register has no key" in str(error.value)
+
+
+@pytest.mark.parametrize("name", sorted(parse_args.EVALUATE_KEYS))
+def test_an_unknown_key_in_evaluate(name):
+    option = "--" + name.replace("_", "-")
+    with pytest.raises(UnknownKeyError, match=f"{name}_register has no key"):
+        parse_evaluate_args([*EVALUATE, option, "no_such_key"])
+
+
+def test_a_key_from_a_file_names_the_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("loss-fn: sfd\n")
+    with pytest.raises(UnknownKeyError) as error:
+        train("--config", str(file))
+    assert f"--loss-fn ({file})" in str(error.value)
+    assert "Did you mean 'sft'" in str(error.value)

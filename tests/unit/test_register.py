@@ -1,0 +1,196 @@
+"""Registers: keys, homes, duplicates, unknown keys, freezing."""
+
+import functools
+import inspect
+
+import pytest
+
+from register import (
+    ALL_REGISTERS,
+    Register,
+    RegisterError,
+    UnknownKeyError,
+    freeze_registers,
+    restored_registers,
+)
+
+
+@pytest.fixture
+def parts() -> Register:
+    return Register("loss_fn", "adds numbers")
+
+
+def _line() -> int:
+    return inspect.currentframe().f_back.f_lineno
+
+
+def test_decorator_registers_under_each_key_and_returns_the_part(parts):
+    @parts("one", "other")
+    def part():
+        """First line.
+
+        More.
+        """
+
+    assert parts["one"] is parts["other"] is part
+    assert part.__name__ == "part"
+    assert parts.summary("one") == "First line."
+
+
+def test_home_is_the_file_and_line_that_registered(parts):
+    parts["assigned"] = print
+    assigned = _line() - 1
+    parts.update(updated=print)
+    updated = _line() - 1
+    parts.register("called", print)
+    called = _line() - 1
+
+    @parts("decorated")
+    def part(): ...
+
+    decorated = _line() - 3
+    for key, line in [
+        *[("assigned", assigned), ("updated", updated)],
+        *[("called", called), ("decorated", decorated)],
+    ]:
+        assert parts.home(key) == f"{__file__}:{line}"
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        lambda parts: parts.__setitem__("taken", len),
+        lambda parts: parts("taken")(len),
+        lambda parts: parts.update({"taken": len}),
+        lambda parts: parts.update(taken=len),
+        lambda parts: parts.register("taken", len),
+        lambda parts: parts.__ior__({"taken": len}),
+    ],
+    ids=["item", "decorator", "update", "update_keyword", "register", "ior"],
+)
+def test_a_taken_key_is_refused_and_both_homes_are_named(parts, again):
+    parts["taken"] = print
+    first = f"{__file__}:{_line() - 1}"
+    with pytest.raises(RegisterError) as error:
+        again(parts)
+    assert first in str(error.value)
+    assert str(error.value).count(__file__) == 2
+    assert parts["taken"] is print
+    assert error.value.exit_code == 2
+
+
+def test_replace_is_explicit_and_moves_the_home(parts):
+    parts["key"] = print
+    parts("key", replace=True)(len)
+    assert parts["key"] is len
+    assert parts.home("key").endswith(f":{_line() - 2}")
+    parts.update({"key": abs}, replace=True)
+    assert parts["key"] is abs
+
+
+def test_unknown_key_names_register_option_nearest_all_and_how_to_add(parts):
+    parts.update(cross_entropy=print, ppo=print, dpo=print)
+    with pytest.raises(UnknownKeyError) as error:
+        parts["cross_entropi"]
+    message = str(error.value)
+    for wanted in (
+        "--loss-fn cross_entropi",
+        "loss_fn_register",
+        "Did you mean 'cross_entropy'?",
+        "cross_entropy, dpo, ppo",
+        "from register import loss_fn_register",
+        "--import",
+    ):
+        assert wanted in message
+    assert isinstance(error.value, ValueError)
+    assert error.value.exit_code == 2
+
+
+def test_the_option_that_asked_is_named(parts):
+    with pytest.raises(UnknownKeyError, match="^--held-out-loss x:"):
+        parts.pick("x", option="--held-out-loss")
+
+
+def test_it_is_a_mapping_in_every_other_way(parts):
+    parts["a"] = print
+    assert parts.get("b") is None
+    assert parts.pop("b", 7) == 7
+    assert "a" in parts and list(parts) == ["a"] and len(parts) == 1
+    assert parts | {"b": len} == {"a": print, "b": len}
+    assert {"b": len} | parts == {"a": print, "b": len}
+    assert parts.setdefault("c", abs) is abs
+    del parts["a"]
+    parts["a"] = len  # free again
+    assert parts["a"] is len
+
+
+@pytest.mark.parametrize("key", ["", " a", "-a", 3, None])
+def test_a_key_must_be_typeable(parts, key):
+    with pytest.raises(RegisterError, match="A key is a non-empty string"):
+        parts[key] = print
+
+
+def test_forgotten_key_of_the_decorator(parts):
+    with pytest.raises(RegisterError, match="without a key"):
+
+        @parts
+        def part(): ...
+
+
+def test_a_part_of_the_wrong_kind_is_refused(parts):
+    with pytest.raises(RegisterError, match="got a int"):
+        parts["a"] = 3
+    texts = Register("prompt", "a template", part_type=str)
+    with pytest.raises(RegisterError, match="'str'"):
+        texts["a"] = print
+    texts["b"] = "[IMAGE]\n[ANSWER]"
+    assert texts.summary("b") == "[IMAGE]\\n[ANSWER]"
+
+
+def test_summary_looks_through_partials_and_says_when_there_is_none(parts):
+    def part(a):
+        """Says a."""
+
+    parts["partial"] = functools.partial(functools.partial(part, 1))
+    parts["silent"] = lambda: None
+    assert parts.summary("partial") == "Says a."
+    assert parts.summary("silent") == "(no docstring)"
+
+
+def test_a_frozen_register_refuses_every_change(parts):
+    parts["a"] = print
+    parts.freeze()
+    changes = (
+        lambda: parts.update(b=len),
+        lambda: parts.pop("a"),
+        lambda: parts.clear(),
+        lambda: parts.register("a", len, replace=True),
+    )
+    for change in changes:
+        with pytest.raises(RegisterError, match="frozen"):
+            change()
+    assert dict(parts) == {"a": print}
+
+
+def test_registers_are_restored_with_homes_and_frozen_state():
+    metric = ALL_REGISTERS["metric"]
+    before = dict(metric)
+    with restored_registers():
+        metric["only_here"] = print
+        freeze_registers()
+        assert all(register.is_frozen for register in ALL_REGISTERS.values())
+    assert dict(metric) == before and not metric.is_frozen
+    with pytest.raises(UnknownKeyError):
+        metric.home("only_here")
+
+
+def test_all_fourteen_registers_are_there_under_their_names():
+    names = (
+        "model train_model builder prompt prompt_fn image_token dataset collate_fn loss_fn sim_fn "
+        "metric optimizer lr_scheduler engine"
+    )
+    assert list(ALL_REGISTERS) == names.split()
+    module = __import__("register")
+    for name, register in ALL_REGISTERS.items():
+        assert getattr(module, f"{name}_register") is register
+        assert register.holds
