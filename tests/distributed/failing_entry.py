@@ -50,6 +50,10 @@ def wrapped_on_1(context: DistributedContext, folder: Path) -> None:
     raise_on_1(context, folder)
 
 
+def raise_on_0(context: DistributedContext, folder: Path) -> None:
+    raise KeyError("boom alone")
+
+
 def user_error(context: DistributedContext, folder: Path) -> None:
     raise UserError("--batch-size 7 is wrong on every rank")
 
@@ -84,6 +88,13 @@ def never_stop(context: DistributedContext, folder: Path) -> None:
     (folder / f"started_{context.rank}").touch()
     time.sleep(500)
     time.sleep(500)
+
+
+def never_stop_in_a_wait(context: DistributedContext, folder: Path) -> None:
+    """Both ranks wait for each other inside gloo, where no Python handler runs."""
+    stop_requested()
+    (folder / f"started_{context.rank}").touch()
+    dist.recv(torch.empty(4), group=context.pp_group, group_src=1 - context.pp_rank)
 
 
 def slow_start(context: DistributedContext, folder: Path) -> None:

@@ -1,0 +1,187 @@
+"""Real processes that fail, are killed, or are interrupted. The group's timeout is 600 s and that
+of a test far below: a rank that waits for a dead neighbour would be noticed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ENTRY = Path(__file__).with_name("failing_entry.py")
+SECONDS = 60
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+pytestmark = pytest.mark.timeout(3 * SECONDS)
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def _run(mode: str, folder: Path, *, num_ranks: int = 2, prefix: list[str] | None = None):
+    return subprocess.run(
+        [*(prefix or [sys.executable]), str(ENTRY), mode, str(folder), str(num_ranks)],
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+
+
+def _first_line(stderr: str) -> str:
+    return stderr.strip().splitlines()[0]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_run_without_failure_ends_with_0_and_no_words(tmp_path, num_ranks):
+    done = _run("ok", tmp_path, num_ranks=num_ranks)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert len(list(tmp_path.glob("done_*"))) == num_ranks
+
+
+@pytest.mark.parametrize("mode", ["raise_on_1", "close_then_raise_on_1"])
+def test_an_exception_on_rank_1_ends_all_and_is_the_only_report(tmp_path, mode):
+    done = _run(mode, tmp_path, num_ranks=3)
+    assert done.returncode == 1
+    assert _first_line(done.stderr) == (
+        "rank 1 (stage 1) failed first: KeyError: 'boom on purpose'"
+    )
+    assert done.stderr.count("Traceback") == 1
+    assert "failing_entry.py" in done.stderr
+    assert "onnection" not in done.stderr and "===" not in done.stderr
+
+
+def test_below_torchrun_the_cause_comes_first_too(tmp_path):
+    done = _run("raise_on_1", tmp_path, num_ranks=3, prefix=[*TORCHRUN, "3"])
+    assert done.returncode == 1
+    said = [line for line in done.stderr.splitlines() if "torch/distributed/run.py" not in line]
+    assert "rank 1 (stage 1) failed first: KeyError: 'boom on purpose'" in said[:3]
+    assert "Connection closed" not in done.stderr
+
+
+def test_what_the_schedule_wrapped_is_named_by_its_cause(tmp_path):
+    done = _run("wrapped_on_1", tmp_path)
+    assert done.returncode == 1
+    assert _first_line(done.stderr) == (
+        "rank 1 (stage 1) failed first: IndexError: index 7 is out of range"
+    )
+
+
+def test_an_error_that_all_ranks_hit_is_printed_once(tmp_path):
+    done = _run("user_error", tmp_path, num_ranks=3)
+    assert done.returncode == 2
+    assert done.stderr == "error: --batch-size 7 is wrong on every rank\n"
+
+
+def test_an_error_of_the_data_ends_with_3(tmp_path):
+    done = _run("data_error_on_1", tmp_path)
+    assert done.returncode == 3
+    assert done.stderr == "error: rows.jsonl:17 is no JSON\n"
+
+
+@pytest.mark.parametrize(("mode", "code"), [("raise_on_0", 1), ("user_error", 2)])
+def test_a_single_process_reports_the_same_way(tmp_path, mode, code):
+    done = _run(mode, tmp_path, num_ranks=1)
+    assert done.returncode == code
+    wanted = "failed: KeyError: 'boom alone'" if code == 1 else "error: --batch-size 7"
+    assert _first_line(done.stderr).startswith(wanted)
+
+
+def test_a_killed_rank_is_named_with_its_signal(tmp_path):
+    done = _run("killed_on_1", tmp_path, num_ranks=3)
+    assert done.returncode == 1
+    assert _first_line(done.stderr).startswith("rank 1 failed first: it was ended by SIGKILL")
+    assert "Traceback" not in done.stderr
+
+
+def _start(mode: str, folder: Path, *, prefix: list[str] | None = None) -> subprocess.Popen:
+    process = subprocess.Popen(
+        [*(prefix or [sys.executable]), str(ENTRY), mode, str(folder), "2"],
+        env=_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C for it is not Ctrl-C for pytest
+    )
+    deadline = time.monotonic() + SECONDS
+    while len(list(folder.glob("started_*"))) < 2:
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return process
+
+
+def _processes_of(folder: Path) -> list[str]:
+    """Command lines of live processes that name this folder."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = file.read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if str(folder) in command:
+            found.append(command)
+    return found
+
+
+def test_one_ctrl_c_lets_every_rank_finish_its_step_and_save(tmp_path):
+    process = _start("train_until_stopped", tmp_path)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 130, err
+    steps = [(tmp_path / f"saved_{rank}").read_text() for rank in range(2)]
+    assert steps[0] == steps[1]
+    assert len(list(tmp_path.glob("done_*"))) == 2
+    assert err.count("Stopping after this step") == 1
+    assert "Traceback" not in err
+
+
+def test_ctrl_c_below_torchrun_saves_too(tmp_path):
+    process = _start("train_until_stopped", tmp_path, prefix=[*TORCHRUN, "2"])
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=SECONDS)
+    assert len(list(tmp_path.glob("saved_*"))) == 2
+
+
+def test_a_key_press_that_arrives_twice_is_one(tmp_path):
+    process = _start("train_until_stopped", tmp_path)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=SECONDS)
+    assert process.returncode == 130
+    assert len(list(tmp_path.glob("saved_*"))) == 2
+
+
+@pytest.mark.parametrize("mode", ["never_stop", "never_stop_in_a_wait"])
+def test_a_second_ctrl_c_ends_at_once(tmp_path, mode):
+    process = _start(mode, tmp_path)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.2)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=SECONDS)
+    assert process.returncode == 130
+    assert list(tmp_path.glob("done_*")) == []
+    assert _processes_of(tmp_path) == []
+
+
+def test_ctrl_c_before_the_first_step_ends_at_once(tmp_path):
+    process = _start("slow_start", tmp_path)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 130
+    assert err.strip() == "Interrupted before the first step; nothing was saved."
+    assert _processes_of(tmp_path) == []
+
+
+def test_sigterm_to_the_launcher_ends_its_workers(tmp_path):
+    process = _start("never_stop_in_a_wait", tmp_path)
+    process.terminate()
+    _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 143, err
+    assert _processes_of(tmp_path) == []

@@ -1,0 +1,220 @@
+"""Holds the house together: who may import whom (ARCHITECTURE §2), and how long things may be."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+SHELF = {
+    *("models", "pp_models", "prompt", "prompt_fn"),
+    *("dataset", "loss_fn", "metric", "optimizer"),
+}
+OPTIONS = {"parse_args", "options"}
+ENTRIES = {"train_pp", "evaluate", "serve", "corpus", "export"}
+# root name -> root names it may import; all but register may import third parties
+ROOT_ARROWS = {
+    "register": set(),
+    **{name: {"register", "stageline", name} for name in SHELF},
+    **{name: {"register", *OPTIONS} for name in OPTIONS},
+    **{name: {"register", "stageline", *OPTIONS} for name in ENTRIES},
+    "stageline": {"stageline"},
+}
+LOW = {"modules", "data"}
+MIDDLE = {"pipeline", "checkpoint", "distributed"}
+# room of stageline -> rooms it may import; the files beside the rooms (errors.py) are open to all
+ROOM_ARROWS = {
+    "serving": {"inference", *LOW},
+    "evaluation": {"inference", *LOW},
+    "plotting": {"inference", *LOW},
+    "inference": {*LOW},
+    "training": {*MIDDLE, *LOW},
+    "streaming": {*MIDDLE, *LOW},
+    "pipeline": {*LOW},
+    "checkpoint": {*LOW},
+    "distributed": set(),
+    "modules": set(),
+    "data": set(),
+    "corpus": set(),
+}
+# makes tiny models for tests, and starts ranks: no shipped room imports it
+TESTING_ROOM = "testing"
+
+
+def _owner(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def _house_files() -> list[Path]:
+    files = [*ROOT.glob("*.py")]
+    for folder in ("stageline", "models", "pp_models", "options", *sorted(SHELF | ENTRIES)):
+        files += (ROOT / folder).rglob("*.py")
+    return sorted(set(files))
+
+
+def _all_files() -> list[Path]:
+    files = _house_files()
+    for folder in ("tests", "benchmarks", "scripts"):
+        files += (ROOT / folder).rglob("*.py")
+    return sorted(set(files))
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def _imports(tree: ast.AST, path: Path) -> list[tuple[str, int]]:
+    """(dotted module, line) of every import, also inside functions and for type checkers."""
+    found = []
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = list(package[: len(package) - node.level + 1]) if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            # `from stageline import pipeline` names the room only in its second half
+            found += [(f"{module}.{alias.name}", node.lineno) for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            if node.args and isinstance(node.args[0], ast.Constant):
+                found.append((str(node.args[0].value), node.lineno))
+    return found
+
+
+def _broken_arrows(path: Path, text: str) -> list[str]:
+    """Imports of one file that the tables above do not allow."""
+    owner = _owner(path)
+    is_ours = set(ROOT_ARROWS)
+    broken = []
+    for module, line in _imports(ast.parse(text), path):
+        first, _, rest = module.partition(".")
+        place = f"{_name(path)}:{line}: {owner} must not import {module}"
+        if first in is_ours and first not in ROOT_ARROWS[owner]:
+            broken.append(place)
+        if owner == "register" and first not in sys.stdlib_module_names:
+            broken.append(f"{place}: the standard library only")
+        if owner == "stageline" and first == "stageline":
+            broken += _broken_room_arrow(path, rest.partition(".")[0], place=place)
+    return broken
+
+
+def _broken_room_arrow(path: Path, room: str, *, place: str) -> list[str]:
+    parts = path.relative_to(ROOT / "stageline").parts
+    if len(parts) == 1:  # a file beside the rooms is the ground they all stand on
+        return [place] if room in ROOM_ARROWS or room == TESTING_ROOM else []
+    own = parts[0]
+    if own == TESTING_ROOM or room == own or not (ROOT / "stageline" / room).is_dir():
+        return []
+    return [] if room in ROOM_ARROWS[own] else [place]
+
+
+@pytest.mark.parametrize("path", _house_files(), ids=_name)
+def test_imports_follow_the_layers(path):
+    assert _broken_arrows(path, path.read_text(encoding="utf-8")) == []
+
+
+def test_every_root_file_and_every_room_has_its_place_in_the_tables():
+    root_names = {path.stem for path in ROOT.glob("*.py")}
+    assert root_names <= set(ROOT_ARROWS), "add the new root file to ARCHITECTURE §2 and here"
+    rooms = {path.parent.name for path in (ROOT / "stageline").glob("*/__init__.py")}
+    assert rooms <= {*ROOM_ARROWS, TESTING_ROOM}, "add the new room to ARCHITECTURE §2 and here"
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("register.py", "import torch"),
+        ("register.py", "import options"),
+        ("dataset.py", "import prompt"),
+        ("dataset.py", "from parse_args import Arguments"),
+        ("models/builder.py", "from pp_models import StageModel"),
+        ("parse_args.py", "from stageline.errors import UserError"),
+        ("parse_args.py", "import dataset"),
+        ("train_pp.py", "def f():\n    import pp_models"),
+        ("train_pp.py", "import importlib\nimportlib.import_module('dataset')"),
+        ("stageline/pipeline/a.py", "from register import loss_fn_register"),
+        ("stageline/pipeline/a.py", "from stageline.training.step import TrainStep"),
+        ("stageline/pipeline/a.py", "from stageline import checkpoint"),
+        ("stageline/pipeline/a.py", "from ..checkpoint import load"),
+        ("stageline/distributed/a.py", "import stageline.data.rendered"),
+        ("stageline/training/a.py", "from stageline.testing.ranks import run_ranks"),
+        ("stageline/serving/a.py", "from stageline.evaluation.runner import run"),
+        ("stageline/errors.py", "from stageline.data import rendered"),
+    ],
+)
+def test_the_test_sees_a_wrong_arrow(file, text, monkeypatch):
+    # every room exists for this test, also those that are still to be built
+    monkeypatch.setattr(Path, "is_dir", lambda self: True)
+    assert _broken_arrows(ROOT / file, text)
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("register.py", "import json, sys"),
+        (
+            "models/builder.py",
+            "from models.base import load\nfrom register import builder_register",
+        ),
+        (
+            "train_pp.py",
+            "from register import import_shelf\nfrom stageline.training import trainer",
+        ),
+        ("stageline/training/a.py", "from stageline.pipeline.runner import Runner\nimport torch"),
+        ("stageline/pipeline/a.py", "from stageline.errors import UserError"),
+        ("stageline/pipeline/a.py", "from .schedules import build"),
+    ],
+)
+def test_the_test_lets_right_arrows_pass(file, text):
+    assert _broken_arrows(ROOT / file, text) == []
+
+
+@pytest.mark.parametrize("path", _all_files(), ids=_name)
+def test_sizes_and_module_docstrings(path):
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    assert len(text.splitlines()) <= MAX_FILE_LINES
+    assert ast.get_docstring(tree) or not text.strip(), "say first what the file is for"
+    too_long = [
+        f"{node.name} ({node.end_lineno - node.lineno + 1} lines)"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
+    ]
+    assert too_long == []
+
+
+def test_no_package_below_tests():
+    assert list((ROOT / "tests").rglob("__init__.py")) == []
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in _house_files() if _owner(path) == "stageline"], ids=_name
+)
+def test_public_names_of_the_engine_are_documented_and_hinted(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert list(_undocumented(tree)) == []
+    assert list(_unhinted(tree)) == []
+
+
+def _undocumented(tree: ast.Module) -> Iterator[str]:
+    for node in tree.body:
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        if not ast.get_docstring(node):
+            yield node.name
+
+
+def _unhinted(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        for argument in arguments:
+            if argument.annotation is None and argument.arg not in ("self", "cls"):
+                yield f"{node.name}({argument.arg}), line {node.lineno}"
