@@ -25,6 +25,14 @@ def ok(context: DistributedContext, folder: Path) -> None:
     dist.all_reduce(torch.ones(1), group=context.pp_group)
 
 
+def positions(context: DistributedContext, folder: Path) -> None:
+    pipeline, stage = (
+        dist.get_process_group_ranks(group) for group in (context.pp_group, context.dp_group)
+    )
+    text = f"{context.dp_rank} {context.pp_rank} {pipeline} {stage}"
+    (folder / f"position_{context.rank}").write_text(text)
+
+
 def raise_on_1(context: DistributedContext, folder: Path) -> None:
     if context.rank == 1:
         raise KeyError("boom on purpose")
@@ -104,8 +112,9 @@ def slow_start(context: DistributedContext, folder: Path) -> None:
 
 def main() -> None:
     mode, folder, num_ranks = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    num_stages = int(sys.argv[4]) if len(sys.argv) > 4 else num_ranks
     launch_if_needed(num_ranks)
-    with distributed_context(num_stages=num_ranks, device="cpu", timeout=600) as context:
+    with distributed_context(num_stages=num_stages, device="cpu", timeout=600) as context:
         globals()[mode](context, folder)
         (folder / f"done_{context.rank}").write_text(f"{context}")
 

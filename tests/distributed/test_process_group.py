@@ -1,0 +1,82 @@
+"""The mesh: which rank is which stage of which replica; and a process that is alone."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stageline.distributed.process_group import choose_device, distributed_context
+from stageline.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+ENTRY = Path(__file__).with_name("failing_entry.py")
+
+
+@pytest.mark.timeout(120)
+def test_ranks_of_a_pipeline_are_neighbours_and_replicas_hold_the_same_stage(tmp_path):
+    subprocess.run(
+        [sys.executable, str(ENTRY), "positions", str(tmp_path), "4", "2"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        timeout=60,
+        check=True,
+    )
+    said = [(tmp_path / f"position_{rank}").read_text() for rank in range(4)]
+    # dp_rank, pp_rank, ranks of the pipeline, ranks of the stage
+    assert said == [
+        "0 0 [0, 1] [0, 2]",
+        "0 1 [0, 1] [1, 3]",
+        "1 0 [2, 3] [0, 2]",
+        "1 1 [2, 3] [1, 3]",
+    ]
+
+
+def test_a_lone_process_has_a_group_of_its_own():
+    with distributed_context(num_stages=1, device="cpu") as context:
+        assert (context.rank, context.world_size, context.pp_rank, context.dp_rank) == (0, 1, 0, 0)
+        assert context.is_main and context.device == torch.device("cpu")
+        value = torch.ones(2)
+        dist.all_reduce(value, group=context.pp_group)
+        assert value.tolist() == [1.0, 1.0]
+    assert not dist.is_initialized()
+
+
+def test_after_an_exception_the_group_is_left_alone():
+    with pytest.raises(KeyError), distributed_context(num_stages=1, device="cpu"):
+        raise KeyError
+    assert dist.is_initialized()
+
+
+def test_more_stages_than_processes_are_refused_before_a_group_is_made():
+    with (
+        pytest.raises(UserError, match="1 processes can't hold pipelines of 2 stages"),
+        distributed_context(num_stages=2, device="cpu"),
+    ):
+        pass
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "expected"),
+    [
+        ("auto", 0, "cpu"),
+        ("auto", 1, "cpu"),
+        ("auto", 2, "cuda:1"),
+        ("cpu", 2, "cpu"),
+        ("cuda", 2, "cuda:1"),
+    ],
+)
+def test_each_process_of_a_machine_needs_a_gpu_of_its_own(monkeypatch, device, num_gpus, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    assert str(choose_device(device, local_rank=1, local_world_size=2)) == expected
+
+
+def test_too_few_gpus_are_an_error_where_gpus_were_asked_for(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UserError, match="1 GPUs for 2 processes"):
+        choose_device("cuda", local_rank=0, local_world_size=2)
