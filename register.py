@@ -21,7 +21,7 @@ import inspect
 import sys
 import traceback
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -104,10 +104,10 @@ class Register(UserDict):
         self.update(other)
         return self
 
-    def __or__(self, other: Mapping) -> dict:  # a register has a name; a union of two is a dict
+    def __or__(self, other: Any) -> Any:  # a register has a name; the union of two is a dict
         return {**self.data, **other}
 
-    def __ror__(self, other: Mapping) -> dict:
+    def __ror__(self, other: Any) -> Any:
         return {**other, **self.data}
 
     def __delitem__(self, key: str) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -40,12 +41,21 @@ def launch_if_needed(num_processes: int, *, argv: Sequence[str] | None = None) -
 
 
 def _register_worker() -> None:
-    """Leaves the process id for the launcher, who passes Ctrl-C on to it."""
+    """Leaves the process id for the launcher, who passes Ctrl-C on to it, and watches over him."""
     folder = os.environ.get(WORKERS_FOLDER)
-    if folder is not None:
-        draft = Path(folder, f"{os.environ['RANK']}.draft")
-        draft.write_text(str(os.getpid()))
-        draft.replace(draft.with_suffix(".pid"))
+    if folder is None:
+        return
+    draft = Path(folder, f"{os.environ['RANK']}.draft")
+    draft.write_text(str(os.getpid()))
+    draft.replace(draft.with_suffix(".pid"))
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process when its launcher was killed: nobody could stop it any more."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(UNEXPECTED)
 
 
 def _launch(num_processes: int, *, argv: list[str]) -> NoReturn:

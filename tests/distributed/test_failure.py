@@ -185,3 +185,14 @@ def test_sigterm_to_the_launcher_ends_its_workers(tmp_path):
     _, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 143, err
     assert _processes_of(tmp_path) == []
+
+
+def test_workers_do_not_outlive_a_killed_launcher(tmp_path):
+    process = _start("never_stop_in_a_wait", tmp_path)
+    assert len(_processes_of(tmp_path)) == 3
+    process.kill()
+    process.communicate(timeout=SECONDS)
+    deadline = time.monotonic() + SECONDS
+    while _processes_of(tmp_path):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
