@@ -1,0 +1,1 @@
+"""Weights in files: loading one stage, random starts, saving, adapters, export."""

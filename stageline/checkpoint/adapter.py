@@ -1,0 +1,327 @@
+"""Adapters in the format of `peft`, and our LoRA: reading one into the other and back.
+
+An adapter folder holds adapter_config.json and adapter_model.safetensors with names below
+`base_model.model.`. Where several LoRAs are stacked, the folder itself is their sum as one adapter
+(ranks side by side), which `peft` can load, and `stack/0`, `stack/1` ... are the single ones.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from stageline.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FILE, list_names
+from stageline.errors import UserError
+from stageline.modules.lora import LoRALayer, LoRAWrapper, innermost, is_linear, lora_stacks
+
+PEFT_PREFIX = "base_model.model."
+STACK_FOLDER = "stack"
+_PART = re.compile(r"^(?P<module>.+)\.lora_(?P<which>[AB])\.weight$")
+# settings of peft that change the mathematics and that LoRAWrapper has not
+_UNSUPPORTED = ("use_dora", "lora_bias", "layer_replication", "target_parameters", "use_qalora")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One adapter folder in memory.
+
+    Attributes:
+        folder: where it came from.
+        config: adapter_config.json.
+        pairs: module name -> (A [rank, in], B [out, rank]).
+        extras: parameters of modules that were trained whole, by name.
+    """
+
+    folder: Path
+    config: dict[str, object]
+    pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    extras: dict[str, torch.Tensor]
+
+    def scale(self, module: str) -> float:
+        """alpha / rank of one module, or alpha / sqrt(rank) if the adapter says so."""
+        rank = self.pairs[module][0].shape[0]
+        alpha = float(self.config["lora_alpha"])
+        for pattern, value in (self.config.get("alpha_pattern") or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                alpha = float(value)
+                break
+        return alpha / rank**0.5 if self.config.get("use_rslora") else alpha / rank
+
+
+def find_base(folder: Path) -> Path:
+    """The folder of the model that an adapter belongs to.
+
+    Raises:
+        UserError: it is not on this machine.
+    """
+    named = read_adapter_config(folder).get("base_model_name_or_path") or ""
+    for path in (Path(str(named)).expanduser(), folder / str(named)):
+        if named and path.exists():
+            return path
+    raise UserError(
+        f"the adapter {folder} belongs to the model {named!r}, which is not on this machine: its "
+        f"weights are the greater part. Put them there, or change base_model_name_or_path in "
+        f"{folder / ADAPTER_CONFIG}."
+    )
+
+
+def read_adapter_config(folder: Path) -> dict[str, object]:
+    """adapter_config.json, refused where we would compute something else than `peft` does."""
+    path = folder / ADAPTER_CONFIG
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(
+            f"{path} cannot be read ({error}), the JSON that peft writes was expected: it says how "
+            "the adapter is applied. Copy the adapter again."
+        ) from error
+    used = [name for name in _UNSUPPORTED if config.get(name)]
+    if config.get("bias", "none") != "none":
+        used.append(f"bias={config['bias']}")
+    if config.get("peft_type") != "LORA":
+        used.insert(0, f"peft_type={config.get('peft_type')}")
+    if used:
+        raise UserError(
+            f"{path} asks for {', '.join(used)}, plain LoRA was expected: another kind would be "
+            "applied wrongly. Merge it into the model with peft (merge_and_unload) first."
+        )
+    return config
+
+
+def read_adapter(folder: str | Path) -> Adapter:
+    """Reads an adapter folder, of ours or of `peft`.
+
+    Raises:
+        UserError: a file is missing or holds something else than plain LoRA.
+    """
+    folder = Path(folder)
+    config = read_adapter_config(folder)
+    file = folder / ADAPTER_FILE
+    if not file.exists():
+        raise UserError(
+            f"{file} is missing, the adapter's weights were expected in it: {ADAPTER_CONFIG} alone "
+            "is no adapter. Copy the adapter again, with safetensors weights."
+        )
+    halves: dict[str, dict[str, torch.Tensor]] = {}
+    extras = {}
+    for name, tensor in load_file(file).items():
+        plain = name.removeprefix(PEFT_PREFIX)
+        match = _PART.match(plain)
+        if match:
+            halves.setdefault(match["module"], {})[match["which"]] = tensor
+        elif "lora_" in plain:
+            raise UserError(
+                f"{file} holds {name}, only lora_A and lora_B of linear layers were expected: "
+                "LoRA on embeddings or with magnitudes is not supported. Merge it with peft first."
+            )
+        else:
+            extras[plain] = tensor
+    broken = {module for module, half in halves.items() if len(half) != 2}
+    if broken:
+        raise UserError(
+            f"{file} lacks lora_A or lora_B of {list_names(broken)}, both were expected: one alone "
+            "means nothing. Copy the adapter again."
+        )
+    pairs = {module: (half["A"], half["B"]) for module, half in halves.items()}
+    return Adapter(folder=folder, config=config, pairs=pairs, extras=extras)
+
+
+def read_stack(folder: Path) -> list[Adapter]:
+    """The adapters in a folder, innermost first; one, unless a run stacked several."""
+    single = sorted((folder / STACK_FOLDER).glob("*"), key=lambda path: int(path.name))
+    return [read_adapter(path) for path in single or [folder]]
+
+
+# -- into a model ------------------------------------------------------------------------------
+
+
+def attach_adapter(hf_model: nn.Module, adapter_path: str | Path) -> nn.Module:
+    """Puts an adapter on a plain transformers model, in place: same outputs as with `peft`.
+
+    Args:
+        hf_model: the adapter's base model, filled, on any device or devices.
+        adapter_path: an adapter folder.
+
+    Returns:
+        The model; `stageline.modules.lora.merge_lora` makes it plain again.
+
+    Raises:
+        UserError: the adapter names modules that the model has not.
+    """
+    adapter = read_adapter(adapter_path)
+    modules = dict(hf_model.named_modules())
+    unknown = {name for name in adapter.pairs if not _is_wrappable(modules.get(name))}
+    unknown |= {name for name in adapter.extras if name.rpartition(".")[0] not in modules}
+    _refuse_unknown(adapter, unknown, type(hf_model).__name__)
+    for name, pair in adapter.pairs.items():
+        parent, _, leaf = name.rpartition(".")
+        wrapper = LoRAWrapper(modules[name], rank=1, alpha=1.0)
+        fill_layer(wrapper.lora, pair, adapter.scale(name))
+        wrapper.train(modules[name].training)
+        setattr(hf_model.get_submodule(parent), leaf, wrapper)
+    put_extras(hf_model, adapter.extras)
+    return hf_model
+
+
+def _is_wrappable(module: nn.Module | None) -> bool:
+    return module is not None and is_linear(module)
+
+
+def _refuse_unknown(adapter: Adapter, unknown: set[str], model_name: str) -> None:
+    if unknown:
+        raise UserError(
+            f"the adapter {adapter.folder} has weights for {list_names(unknown)}, linear layers of "
+            f"{model_name} were expected: left out, the model would answer differently. Use the "
+            "adapter with the model it was trained on, with the same --*-lora-num and "
+            "--lora-target."
+        )
+
+
+@torch.no_grad()
+def fill_layer(layer: LoRALayer, pair: tuple[torch.Tensor, torch.Tensor], scale: float) -> None:
+    """Gives a layer the weights of an adapter, whatever its rank was before."""
+    for linear, value in zip((layer.lora_A, layer.lora_B), pair, strict=True):
+        old = linear.weight
+        linear.out_features, linear.in_features = value.shape
+        value = value.to(device=old.device, dtype=old.dtype)
+        linear.weight = nn.Parameter(value, requires_grad=old.requires_grad)
+    layer.scale = scale
+
+
+def put_extras(model: nn.Module, extras: dict[str, torch.Tensor]) -> None:
+    """Puts modules that were trained whole; a tied head becomes a weight of its own, as in peft."""
+    for name, value in extras.items():
+        path, _, leaf = name.rpartition(".")
+        module = innermost(model.get_submodule(path))
+        old = module.get_parameter(leaf)
+        value = value.to(device=old.device, dtype=old.dtype)
+        setattr(module, leaf, nn.Parameter(value, requires_grad=old.requires_grad))
+
+
+def fill_earlier_lora(model: nn.Module, folder: Path) -> None:
+    """Fills a stage's LoRAs from an adapter folder: all but the last, or as many as it holds.
+
+    With as many adapters as LoRAs the last one is filled too: that run goes on.
+
+    Raises:
+        UserError: the counts do not fit, or the adapter has weights that no stage could hold.
+    """
+    adapters = read_stack(folder)
+    stacks = lora_stacks(model)
+    whole_names = {name.rpartition(".")[0] for name in model.parameter_order}
+    for level, adapter in enumerate(adapters):
+        _refuse_unknown(adapter, _unplaced(adapter, whole_names, model), type(model).__name__)
+        for name, pair in adapter.pairs.items():
+            if name not in stacks:
+                continue  # another stage has it
+            wrappers = stacks[name]
+            if len(wrappers) - len(adapters) not in (0, 1):
+                raise UserError(
+                    f"{folder} holds {len(adapters)} stacked adapters and {name} has "
+                    f"{len(wrappers)} LoRAs, as many or one more were expected: each adapter fills "
+                    f"one LoRA and the last may be new. Set --llm-lora-num (or --vit-lora-num, "
+                    f"--mlp-lora-num) to {len(adapters) + 1}, or merge them with export.py --merge."
+                )
+            fill_layer(wrappers[level].lora, pair, adapter.scale(name))
+        here = dict(model.named_parameters(remove_duplicate=False))
+        plain = {name: adapter.extras[name] for name in adapter.extras if name in here}
+        wrapped = {
+            name: value
+            for name, value in adapter.extras.items()
+            if name not in here and name.rpartition(".")[0] in stacks
+        }
+        put_extras(model, {**plain, **wrapped})
+
+
+def _unplaced(adapter: Adapter, whole_names: set[str], model: nn.Module) -> set[str]:
+    """Modules of an adapter that have no LoRA here although they are this stage's, or are nowhere."""
+    stacks = lora_stacks(model)
+    own = {name for name, _ in model.named_modules()}
+    holds = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    unplaced = set()
+    for name in adapter.pairs:
+        is_here = name in own and (name in holds or name in stacks)
+        if (is_here and name not in stacks) or (not is_here and name not in whole_names):
+            unplaced.add(name)
+    return unplaced
+
+
+# -- out of a model ----------------------------------------------------------------------------
+
+
+def adapter_tensors(model: nn.Module, *, level: int | None) -> dict[str, torch.Tensor]:
+    """The adapters of a model under `peft` names.
+
+    Args:
+        level: which of stacked ones, 0 the innermost; None: all as one, ranks side by side.
+    """
+    tensors = {}
+    for name, wrappers in lora_stacks(model).items():
+        layers = [wrapper.lora for wrapper in wrappers]
+        if level is not None:
+            layers = layers[level : level + 1]
+        if not layers:
+            continue
+        last = layers[-1].scale
+        a = torch.cat([layer.lora_A.weight.detach() for layer in layers])
+        b = torch.cat(
+            [layer.lora_B.weight.detach() * (layer.scale / last) for layer in layers], dim=1
+        )
+        tensors[f"{PEFT_PREFIX}{name}.lora_A.weight"] = a.contiguous()
+        tensors[f"{PEFT_PREFIX}{name}.lora_B.weight"] = b.contiguous()
+    return tensors
+
+
+def adapter_facts(model: nn.Module, *, level: int | None) -> dict[str, tuple[int, float, bool]]:
+    """Module name -> (rank, alpha, whether the layer keeps its weight transposed)."""
+    facts = {}
+    for name, wrappers in lora_stacks(model).items():
+        layers = [wrapper.lora for wrapper in wrappers]
+        if level is not None:
+            layers = layers[level : level + 1]
+        if layers:
+            rank = sum(layer.rank for layer in layers)
+            is_transposed = isinstance(innermost(wrappers[0]), Conv1D)
+            facts[name] = (rank, layers[-1].scale * rank, is_transposed)
+    return facts
+
+
+def peft_config(
+    facts: dict[str, tuple[int, float, bool]],
+    *,
+    base: str,
+    dropout: float,
+    modules_to_save: list[str],
+    is_causal_lm: bool,
+) -> dict[str, object]:
+    """The content of adapter_config.json.
+
+    Args:
+        facts: of all stages, see `adapter_facts`.
+        base: the folder of the frozen model.
+        modules_to_save: modules that were trained whole.
+        is_causal_lm: whether it is a text model with a head.
+    """
+    ordered = sorted(facts)
+    rank, alpha, _ = facts[ordered[0]]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if is_causal_lm else None,
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": dropout,
+        "bias": "none",
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "fan_in_fan_out": any(transposed for _, _, transposed in facts.values()),
+        "target_modules": ordered,
+        "modules_to_save": modules_to_save or None,
+        "rank_pattern": {re.escape(n): facts[n][0] for n in ordered if facts[n][0] != rank},
+        "alpha_pattern": {re.escape(n): facts[n][1] for n in ordered if facts[n][1] != alpha},
+    }

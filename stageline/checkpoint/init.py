@@ -1,0 +1,175 @@
+"""A random start without a checkpoint: the same weights for every number of stages.
+
+Each module draws from a seed of its own, made of the run's seed and the module's name, with the
+model's own `_init_weights`. Not here: where the weights of a checkpoint come from (`load.py`).
+"""
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from stageline.errors import UserError
+from stageline.modules.lora import (
+    LoRALayer,
+    LoRAWrapper,
+    init_lora_layer,
+    name_seed,
+    strip_lora,
+    unwrapped,
+)
+
+# the library's own mark: its init functions leave such a tensor alone
+DONE = "_is_hf_initialized"
+HALF_AND_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def init_split_model(
+    model: nn.Module,
+    *,
+    seed: int,
+    device: torch.device | str,
+    dtype: torch.dtype,
+) -> None:
+    """Fills a stage that lies on meta with random weights, in place.
+
+    Args:
+        model: a stage model, with or without LoRA.
+        seed: same seed, same weights, however many stages there are.
+        device: where the weights are to lie.
+        dtype: of the parameters; buffers keep theirs.
+
+    Raises:
+        UserError: the model's own code leaves a parameter without a value.
+    """
+    device = torch.device(device)
+    model.loaded_from = None
+    materialise(model, device=device, dtype=dtype)
+    with unwrapped(model):
+        run_init(model, seed=seed, device=device)
+        check_filled(model, "the model's own _init_weights")
+    init_lora(model, seed=seed)
+
+
+@torch.no_grad()
+def materialise(
+    model: nn.Module, *, device: torch.device, dtype: torch.dtype, casts_others: bool = True
+) -> None:
+    """Gives every meta tensor memory, filled with NaN; a weight of two modules stays one.
+
+    Args:
+        casts_others: also moves and casts tensors that are not on meta.
+    """
+    made: dict[int, nn.Parameter] = {}
+    whole = getattr(model, "whole", None)
+    # what the library built in another dtype than the model's is meant so
+    built = HALF_AND_SINGLE if whole is None else (whole.dtype,)
+    for module in model.modules():
+        for name, old in module._parameters.items():
+            if old is None or not (old.is_meta or casts_others):
+                continue
+            if id(old) not in made:
+                value = _filled(old, device, dtype if old.dtype in built else old.dtype)
+                new = nn.Parameter(value, requires_grad=old.requires_grad)
+                made[id(old)] = made[id(new)] = new
+            module._parameters[name] = made[id(old)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and (buffer.is_meta or casts_others):
+                module._buffers[name] = _filled(buffer, device, buffer.dtype)
+
+
+def _filled(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    if not tensor.is_meta:
+        return tensor.detach().to(device=device, dtype=dtype)
+    value = torch.empty(tensor.shape, device=device, dtype=dtype)
+    # a value that is never set is found by this
+    return value.fill_(torch.nan) if value.is_floating_point() else value.zero_()
+
+
+@torch.no_grad()
+def run_init(model: nn.Module, *, seed: int, device: torch.device) -> None:
+    """Runs every module's own initialisation; tensors that carry the mark `DONE` keep their value.
+
+    Buffers that are not in checkpoints (rotary frequencies) get their values here too.
+    """
+    root = getattr(model, "whole", None) or model
+    holders: dict[int, list[nn.Module]] = {}
+    for module in root.modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(id(parameter), []).append(module)
+    shared = {key for key, modules in holders.items() if len(modules) > 1}
+    marked: list[torch.Tensor] = []
+    owner = root if isinstance(root, PreTrainedModel) else None
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        _init_tree(root, "", owner, seed, shared, marked)
+    for tensor in marked:
+        delattr(tensor, DONE)
+
+
+def _init_tree(
+    module: nn.Module,
+    name: str,
+    owner: PreTrainedModel | None,
+    seed: int,
+    shared: set[int],
+    marked: list[torch.Tensor],
+) -> None:
+    """Children first, as the library does; a model inside a model decides over what is below it."""
+    for leaf, child in module.named_children():
+        child_owner = child if isinstance(child, PreTrainedModel) else owner
+        _init_tree(child, f"{name}.{leaf}" if name else leaf, child_owner, seed, shared, marked)
+    torch.manual_seed(name_seed(seed, name))
+    if owner is not None:
+        owner._init_weights(module)
+    elif hasattr(module, "reset_parameters"):
+        _reset_plain(module)
+    for parameter in module.parameters(recurse=False):
+        # a tied weight is drawn once, by the embedding: on the last stage the head comes later
+        if id(parameter) in shared and not hasattr(parameter, DONE):
+            setattr(parameter, DONE, True)
+            marked.append(parameter)
+
+
+def _reset_plain(module: nn.Module) -> None:
+    """`reset_parameters` of a module of torch, which knows no mark."""
+    kept = [
+        (parameter, parameter.detach().clone())
+        for parameter in module.parameters(recurse=False)
+        if getattr(parameter, DONE, False)
+    ]
+    module.reset_parameters()
+    for parameter, value in kept:
+        parameter.copy_(value)
+
+
+def init_lora(model: nn.Module, *, seed: int, only_outermost: bool = False) -> None:
+    """Starts the adapters: A random by its name and the seed, B zero."""
+    for name, module in model.named_modules():
+        is_inner = strip_lora(name) != name
+        if isinstance(module, LoRALayer) and not (only_outermost and is_inner):
+            init_lora_layer(module, name, seed=seed)
+
+
+def check_filled(model: nn.Module, source: str) -> None:
+    """Refuses a model with a tensor that is on meta or was never given a value.
+
+    Raises:
+        UserError: it lists the names.
+    """
+    empty = []
+    adapters = {
+        id(tensor)
+        for module in model.modules()
+        if isinstance(module, LoRAWrapper)
+        for tensor in module.lora.parameters()
+    }
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if id(tensor) in adapters:
+            continue
+        if tensor.is_meta or (tensor.is_floating_point() and bool(torch.isnan(tensor).any())):
+            empty.append(name)
+    if empty:
+        raise UserError(
+            f"{len(empty)} tensors have no value, or NaN, after {source}: {', '.join(empty[:10])}. "
+            "Every parameter and buffer needs one: give the module a reset_parameters(), or start "
+            "from a checkpoint that is whole (--model-path)."
+        )

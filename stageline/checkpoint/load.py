@@ -1,0 +1,353 @@
+"""Fills one stage from a checkpoint, reading the stage's own tensors only.
+
+Names on disk differ from names in memory for many models of transformers 5. The library's own
+`from_pretrained` knows all of that, so it does the reading: into a model that drops, while it is
+built, what this stage drops. Not here: adapters (`adapter.py`), random starts (`init.py`).
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from stageline.checkpoint.adapter import fill_earlier_lora, find_base
+from stageline.checkpoint.files import (
+    ADAPTER_CONFIG,
+    SINGLE_FILE,
+    find_checkpoint,
+    list_names,
+    open_tensors,
+    weight_files,
+)
+from stageline.checkpoint.init import DONE, check_filled, init_lora, materialise, run_init
+from stageline.errors import UserError
+from stageline.modules.lora import WRAPPED, is_lora_name, strip_lora, unwrapped
+
+PAGE_BYTES = 4096
+
+
+def load_split_model(
+    model: nn.Module,
+    checkpoint_path: str | Path,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    seed: int = 0,
+) -> None:
+    """Fills a stage model that lies on meta, in place.
+
+    Args:
+        model: a stage model, with or without LoRA.
+        checkpoint_path: a folder with safetensors (sharded or not), one such file, a folder saved
+            with LoRA names in it, or an adapter folder, whose base is read then.
+        device: tensors go straight there, one at a time.
+        dtype: of the parameters.
+        seed: of the outermost LoRA, which is in no checkpoint.
+
+    Raises:
+        UserError: names are missing, unexpected or of another shape; the message lists them.
+    """
+    checkpoint = find_checkpoint(checkpoint_path)
+    device = torch.device(device)
+    adapter = checkpoint if (checkpoint / ADAPTER_CONFIG).exists() else None
+    if adapter is not None:
+        checkpoint = find_base(adapter)
+    files = weight_files(checkpoint)
+    key_map = model.get_key_map_without_last_lora()
+    if adapter is not None:
+        key_map = {name: strip_lora(there) for name, there in key_map.items()}
+        key_map = {name: there for name, there in key_map.items() if not is_lora_name(there)}
+    holds_lora = any(WRAPPED in name.split(".") for name in files)
+    if model.whole is None or holds_lora:
+        _read_by_names(model, files, key_map, device=device, dtype=dtype, checkpoint=checkpoint)
+    else:
+        _check_no_earlier_lora(key_map, checkpoint)
+        _read_by_library(model, checkpoint, key_map, device=device, dtype=dtype)
+    _fill_fresh_lora(model, device=device, dtype=dtype, seed=seed, is_adapter=adapter is not None)
+    if adapter is not None:
+        fill_earlier_lora(model, adapter)
+    with torch.no_grad():
+        _own_pages(model)
+    check_filled(model, f"reading {checkpoint_path}")
+    model.loaded_from = str(checkpoint.resolve())
+
+
+# -- through the library ---------------------------------------------------------------------
+
+
+def _read_by_library(
+    model: nn.Module,
+    checkpoint: Path,
+    key_map: dict[str, str],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    whole_names: set[str] = set()
+    stage_class = _pruning_class(model, whole_names)
+    kwargs = {"device_map": {"": device}} if device.type != "cpu" else {}
+    folder = checkpoint
+    if checkpoint.is_file():
+        _check_plain_name(checkpoint)
+        folder = checkpoint.parent
+    try:
+        with _quiet():
+            loaded, info = stage_class.from_pretrained(
+                folder,
+                config=copy.deepcopy(model.config),
+                dtype=dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below with all their names
+                local_files_only=True,
+                use_safetensors=True,
+                **kwargs,
+            )
+    except (RuntimeError, OSError) as error:
+        raise UserError(
+            f"{checkpoint} does not fit stage {model.stage} of {type(model.whole).__name__}: "
+            f"{error}. A checkpoint of the same architecture and configuration was expected."
+        ) from error
+    _check_info(model, checkpoint, info, whole_names)
+    _take(model, loaded, key_map)
+
+
+def _check_plain_name(checkpoint: Path) -> None:
+    if checkpoint.name != SINGLE_FILE:
+        raise UserError(
+            f"--model-path {checkpoint} is a file, a folder was expected (or the {SINGLE_FILE} in "
+            "it): name the folder that holds config.json and the weights."
+        )
+
+
+def _pruning_class(model: nn.Module, whole_names: set[str]) -> type[PreTrainedModel]:
+    """A subclass of the model's class whose instances drop what this stage drops, when built."""
+    base = type(model.whole)
+
+    class Pruned(base):
+        def __init__(self, config: object, *args: object, **kwargs: object) -> None:
+            super().__init__(config, *args, **kwargs)
+            whole_names.update(self.state_dict())
+            model.prune(self)
+            kept = set(self.state_dict())
+            # ties of weights that went with the pruning would be looked for, and not found
+            self.all_tied_weights_keys = {
+                target: source
+                for target, source in self.all_tied_weights_keys.items()
+                if target in kept and source in kept
+            }
+
+    Pruned.__name__, Pruned.__qualname__ = base.__name__, base.__qualname__
+    # else the library takes it for custom code and leaves names on disk as they are
+    Pruned.__module__ = base.__module__
+    return Pruned
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps the library from listing the tensors of all other stages, and from drawing bars."""
+    level = transformers_logging.get_verbosity()
+    had_bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if had_bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _check_info(
+    model: nn.Module, checkpoint: Path, info: dict[str, object], whole_names: set[str]
+) -> None:
+    base = model.whole.base_model_prefix + "."
+    unknown = {
+        name
+        for name in info["unexpected_keys"]
+        # a checkpoint of the bare base model lacks the prefix
+        if not {name, base + name, name.removeprefix(base)} & whole_names
+    }
+    wrong = [
+        f"{name} (file {list(found)}, model {list(expected)})"
+        for name, found, expected in info["mismatched_keys"]
+    ]
+    _refuse(model, checkpoint, set(info["missing_keys"]), unknown, wrong)
+
+
+def _refuse(
+    model: nn.Module, checkpoint: Path, missing: set[str], unexpected: set[str], wrong: list[str]
+) -> None:
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} names are missing: {list_names(missing)}")
+    if unexpected:
+        problems.append(f"{len(unexpected)} names belong to no stage: {list_names(unexpected)}")
+    if wrong:
+        problems.append(f"{len(wrong)} shapes differ: {list_names(wrong)}")
+    if problems:
+        raise UserError(
+            f"{checkpoint} does not fit stage {model.stage} of {model.num_stages}: "
+            f"{'; '.join(problems)}. Every weight of the stage was expected, with its shape, and no "
+            "others: nothing may start at random unseen. Check that --model-path and --config-path "
+            "belong together."
+        )
+
+
+def _take(model: nn.Module, loaded: PreTrainedModel, key_map: dict[str, str]) -> None:
+    """Moves the tensors of the loaded model into the stage, without a copy; ties stay."""
+    values = loaded.state_dict(keep_vars=True)
+    missing = {there for there in key_map.values() if there not in values}
+    _refuse(model, Path(loaded.name_or_path), missing, set(), [])
+    for name, there in key_map.items():
+        _put(model, name, values[there])
+        if hasattr(values[there], DONE):
+            delattr(values[there], DONE)
+    with unwrapped(model):
+        for name, module in loaded.named_modules():
+            own = model.get_submodule(name)
+            for leaf in module._non_persistent_buffers_set:
+                own._buffers[leaf] = module._buffers[leaf]
+            for leaf, value in vars(module).items():
+                if isinstance(value, torch.Tensor):
+                    own.__dict__[leaf] = value
+    model.whole.generation_config = loaded.generation_config
+    # saving reverses these
+    model.whole._weight_conversions = getattr(loaded, "_weight_conversions", None)
+
+
+def _put(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    if leaf in module._buffers:
+        module._buffers[leaf] = value.detach()
+        return
+    if not isinstance(value, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=value.is_floating_point())
+    module._parameters[leaf] = value
+
+
+# -- by name ---------------------------------------------------------------------------------
+
+
+def _check_no_earlier_lora(key_map: dict[str, str], checkpoint: Path) -> None:
+    earlier = {there for there in key_map.values() if is_lora_name(there)}
+    if earlier:
+        raise UserError(
+            f"{checkpoint} holds no LoRA, the earlier ones were expected ({list_names(earlier, 3)}): "
+            "of several LoRAs (--llm-lora-num 2) all but the last come from the checkpoint. Give "
+            "the adapter folder of the earlier run as --model-path, or use one LoRA."
+        )
+
+
+def _read_by_names(
+    model: nn.Module,
+    files: dict[str, Path],
+    key_map: dict[str, str],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    checkpoint: Path,
+) -> None:
+    """Reads names as they are: for a user's own modules and for files with LoRA names in them."""
+    here = dict(model.state_dict(keep_vars=True))
+    known = {strip_lora(name) for name in getattr(model, "parameter_order", [])}
+    unexpected = set()
+    if known or model.num_stages == 1:
+        owned = set(key_map.values())
+        buffers = {strip_lora(name) for name, _ in model.named_buffers()}
+        unexpected = {
+            name
+            for name in set(files) - owned
+            if not is_lora_name(name) and strip_lora(name) not in known | buffers
+        }
+    missing = {there for there in key_map.values() if there not in files}
+    tied = _tied_names(here)
+    missing = {
+        there for there in missing if not any(key_map.get(n) == there and n in tied for n in here)
+    }
+    _refuse(model, checkpoint, missing, unexpected, [])
+    wrong = []
+    by_file: dict[Path, list[tuple[str, str]]] = {}
+    for name, there in key_map.items():
+        if there in files:
+            by_file.setdefault(files[there], []).append((name, there))
+    for file, pairs in by_file.items():
+        with open_tensors(file, device) as tensors:
+            for name, there in pairs:
+                value = tensors.get_tensor(there)
+                if value.shape != here[name].shape:
+                    found, expected = list(value.shape), list(here[name].shape)
+                    wrong.append(f"{there} (file {found}, model {expected})")
+                    continue
+                value = value.to(dtype) if value.is_floating_point() else value
+                _put(model, name, value)
+    _refuse(model, checkpoint, set(), set(), wrong)
+    _finish_by_names(model, here, tied, device=device, dtype=dtype, done=set(key_map))
+
+
+def _tied_names(here: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Name of a second holder of a weight -> name of its first one."""
+    first: dict[int, str] = {}
+    tied = {}
+    for name, tensor in here.items():
+        if first.setdefault(id(tensor), name) != name:
+            tied[name] = first[id(tensor)]
+    return tied
+
+
+def _finish_by_names(
+    model: nn.Module,
+    here: dict[str, torch.Tensor],
+    tied: dict[str, str],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    done: set[str],
+) -> None:
+    """Ties again what was tied, and fills the buffers that no checkpoint has."""
+    for name, source in tied.items():
+        _put(model, name, model.get_parameter(source))
+    if model.whole is None:
+        return
+    materialise(model, device=device, dtype=dtype, casts_others=False)
+    tensors = dict(model.state_dict(keep_vars=True))
+    marked = [tensors[name] for name in done if name in tensors]
+    for tensor in marked:
+        setattr(tensor, DONE, True)
+    with unwrapped(model):
+        run_init(model, seed=0, device=device)
+    for tensor in marked:
+        if hasattr(tensor, DONE):
+            delattr(tensor, DONE)
+
+
+def _fill_fresh_lora(
+    model: nn.Module,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    is_adapter: bool,
+) -> None:
+    """Gives the adapters that are not in the checkpoint memory and their start."""
+    materialise(model, device=device, dtype=dtype, casts_others=False)
+    init_lora(model, seed=seed, only_outermost=not is_adapter)
+
+
+def _own_pages(model: nn.Module) -> None:
+    """Cuts the ties of host tensors to the file they were mapped from, page by page.
+
+    A weight that is read from a safetensors file is a private map of it: writing one byte to each
+    page makes the page ours, in place. Else a file that is replaced during a run would change the
+    weights, and one that is cut short would end the process without a message.
+    """
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.device.type == "cpu" and tensor.numel() and tensor.is_contiguous():
+            raw = tensor.detach().view(-1).view(torch.uint8)
+            raw[::PAGE_BYTES].bitwise_or_(0)
+            raw[-1:].bitwise_or_(0)

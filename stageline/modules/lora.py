@@ -1,0 +1,328 @@
+"""LoRA (Hu et al. 2021, arXiv 2106.09685): small trainable matrices beside frozen linear layers.
+
+A wrapped layer `linear` keeps its weight as `linear.lora_module.weight` and gains
+`linear.lora.lora_A.weight` and `linear.lora.lora_B.weight`; wrapping again nests. Works on the meta
+device. Not here: files (see `stageline/checkpoint/adapter.py`) and experts, which the library keeps
+as fused parameters and not as linear layers.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from stageline.errors import UserError
+
+WRAPPED = "lora_module"
+ALL_LINEAR = "all-linear"
+MAX_LAYERS = 256  # layers of other stages that a target may mean
+MAX_NAMES_SHOWN = 20
+
+
+class LoRALayer(nn.Module):
+    """The adapter alone: scale * B(A(dropout(x))).
+
+    Args:
+        in_features, out_features: of the layer beside it.
+        rank: rows of A.
+        scale: alpha / rank.
+        dropout: on the input, in training.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        rank: int,
+        scale: float,
+        dropout: float = 0.0,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        kwargs = {"bias": False, "device": device, "dtype": dtype}
+        self.lora_A = nn.Linear(in_features, rank, **kwargs)
+        self.lora_B = nn.Linear(rank, out_features, **kwargs)
+        self.dropout = nn.Dropout(dropout) if dropout > 0.0 else nn.Identity()
+        self.scale = scale
+
+    @property
+    def rank(self) -> int:
+        return self.lora_A.out_features
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self.lora_A.weight.dtype)
+        return self.lora_B(self.lora_A(self.dropout(x))) * self.scale
+
+    def delta(self) -> torch.Tensor:
+        """What the adapter adds to a weight [out, in], in float32."""
+        return self.scale * (self.lora_B.weight.float() @ self.lora_A.weight.float())
+
+
+class LoRAWrapper(nn.Module):
+    """A linear layer (or a wrapped one) and its adapter; stands in the layer's place.
+
+    Args:
+        module: `nn.Linear`, `Conv1D` or a `LoRAWrapper`.
+        rank: rank of the adapter.
+        alpha: the adapter's output is scaled by alpha / rank.
+        dropout: on the adapter's input.
+    """
+
+    def __init__(self, module: nn.Module, *, rank: int, alpha: float, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.lora_module = module
+        self.in_features, self.out_features = linear_sizes(module)
+        weight = self.weight
+        self.lora = LoRALayer(
+            self.in_features,
+            self.out_features,
+            rank=rank,
+            scale=alpha / rank,
+            dropout=dropout,
+            device=weight.device,
+            dtype=weight.dtype if weight.is_floating_point() else None,
+        )
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The innermost weight: model code reads its dtype."""
+        return self.lora_module.weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self.lora_module.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.lora_module(x)
+        return result + self.lora(x).to(result.dtype)
+
+
+def linear_sizes(module: nn.Module) -> tuple[int, int]:
+    """(in_features, out_features) of a linear layer; a `Conv1D` keeps its weight transposed."""
+    if isinstance(module, Conv1D):
+        return module.weight.shape[0], module.weight.shape[1]
+    return module.in_features, module.out_features
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module can be wrapped."""
+    return isinstance(module, (nn.Linear, Conv1D, LoRAWrapper))
+
+
+def wrap_linear(
+    module: nn.Module,
+    *,
+    rank: int = 8,
+    alpha: float = 16.0,
+    dropout: float = 0.0,
+    target: list[str] | str | None = None,
+    prefix: str = "",
+    skip: Iterable[str] = (),
+    seed: int = 0,
+) -> nn.Module:
+    """Puts an adapter on linear layers, in place; a layer that has one gets a further one.
+
+    Args:
+        module: where to look; it may be a linear layer itself.
+        target: None: every linear layer; a list: endings of names (`q_proj`, `mlp.down_proj`),
+            entries with regular-expression characters must match a full name; a string: one
+            expression for full names.
+        prefix: the module's own path, for full names.
+        skip: paths that are left alone, with all below them.
+        seed: of A, with the parameter's full name; weights on meta are drawn when they are filled.
+
+    Returns:
+        The module, or its wrapper when it is a linear layer itself.
+
+    Raises:
+        UserError: no layer has such a name, or there is no linear layer at all.
+    """
+    _check_options(rank, dropout)
+    found = list(_candidates(module, prefix, tuple(skip)))
+    chosen = [place for place in found if _is_target(place[2], target)]
+    if not chosen:
+        _refuse_no_match(module, [name for _, _, name in found], target, prefix)
+    root = module
+    for parent, leaf, name in chosen:
+        inner = module if parent is None else parent._modules[leaf]
+        wrapper = LoRAWrapper(inner, rank=rank, alpha=alpha, dropout=dropout)
+        init_lora_layer(wrapper.lora, f"{name}.lora" if name else "lora", seed=seed)
+        if parent is None:
+            root = wrapper
+        else:
+            parent._modules[leaf] = wrapper
+    return root
+
+
+def _check_options(rank: int, dropout: float) -> None:
+    if rank < 1:
+        raise UserError(
+            f"--lora-rank {rank} came, 1 or more was expected: it is the inner width of the "
+            "adapter; 8 or 16 is usual."
+        )
+    if not 0.0 <= dropout < 1.0:
+        raise UserError(
+            f"--lora-dropout {dropout} came, a share of at least 0 and below 1 was expected: it "
+            "is the share of the adapter's inputs set to zero."
+        )
+
+
+def _candidates(
+    module: nn.Module, name: str, skip: tuple[str, ...], parent: nn.Module | None = None
+) -> Iterator[tuple[nn.Module | None, str, str]]:
+    """(parent, name in it, full name) of every linear layer that is called as a module."""
+    if name and name in skip:
+        return
+    if is_linear(module):
+        yield parent, name.rpartition(".")[2], name
+        return
+    if isinstance(module, nn.MultiheadAttention):
+        return  # reads the weight of its linear layer and never calls it
+    for leaf, child in module.named_children():
+        yield from _candidates(child, f"{name}.{leaf}" if name else leaf, skip, module)
+
+
+def _is_target(name: str, target: list[str] | str | None) -> bool:
+    if target is None or target == ALL_LINEAR:
+        return True
+    if isinstance(target, str):
+        return re.fullmatch(target, name) is not None
+    return any(
+        re.fullmatch(one, name) is not None
+        if re.search(r"[*+?()\[\]|^$\\]", one)
+        else name == one or name.endswith("." + one)
+        for one in target
+    )
+
+
+def _refuse_no_match(
+    module: nn.Module, names: list[str], target: list[str] | str | None, prefix: str
+) -> None:
+    if not names and next(module.parameters(), None) is None:
+        return  # another stage has this part
+    if any(_is_target(other, target) for name in names for other in _other_layers(name)):
+        return  # the target names layers of another stage
+    endings = sorted({name.rpartition(".")[2] for name in names})
+    raise UserError(
+        f"--lora-target {target} matches none of the {len(names)} linear layers in "
+        f"{prefix or 'the model'}, at least one was expected: LoRA goes on linear layers. Name "
+        f"some of {', '.join(endings[:MAX_NAMES_SHOWN]) or 'another part'}, or leave --lora-target "
+        "out for all."
+    )
+
+
+def _other_layers(name: str) -> Iterator[str]:
+    for match in re.finditer(r"(?<=\.)\d+(?=\.)", name):
+        for index in range(MAX_LAYERS):
+            yield f"{name[: match.start()]}{index}{name[match.end() :]}"
+
+
+def name_seed(seed: int, name: str) -> int:
+    """A seed for one named thing: independent of everything else that is drawn."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "big")
+
+
+def init_lora_layer(layer: LoRALayer, name: str, *, seed: int) -> None:
+    """Draws A as `peft` does (uniform by its inputs) and sets B to zero; nothing on meta.
+
+    Args:
+        name: the layer's full name, which with `seed` decides the draw on any device.
+    """
+    weight = layer.lora_A.weight
+    if weight.is_meta:
+        return
+    generator = torch.Generator().manual_seed(name_seed(seed, f"{name}.lora_A.weight"))
+    drawn = torch.empty(weight.shape, dtype=torch.float32)
+    nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
+    with torch.no_grad():
+        weight.copy_(drawn)
+        layer.lora_B.weight.zero_()
+
+
+def lora_stacks(model: nn.Module) -> dict[str, list[LoRAWrapper]]:
+    """Plain module name -> its wrappers, innermost first."""
+    stacks: dict[str, list[LoRAWrapper]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LoRAWrapper):
+            stacks.setdefault(strip_lora(name), []).insert(0, module)
+    return stacks
+
+
+@contextmanager
+def unwrapped(model: nn.Module) -> Iterator[None]:
+    """While open, wrapped layers stand in their places without adapters: names are plain."""
+    outer = [
+        (parent, leaf, child)
+        for parent in list(model.modules())
+        if not isinstance(parent, LoRAWrapper)
+        for leaf, child in parent.named_children()
+        if isinstance(child, LoRAWrapper)
+    ]
+    try:
+        for parent, leaf, wrapper in outer:
+            parent._modules[leaf] = innermost(wrapper)
+        yield
+    finally:
+        for parent, leaf, wrapper in outer:
+            parent._modules[leaf] = wrapper
+
+
+def innermost(module: nn.Module) -> nn.Module:
+    """The layer below all adapters."""
+    while isinstance(module, LoRAWrapper):
+        module = module.lora_module
+    return module
+
+
+@torch.no_grad()
+def merge_lora(model: nn.Module) -> nn.Module:
+    """Adds every adapter to its weight and takes it away; returns the model.
+
+    The sum is made in float32 and rounded once to the weight's dtype.
+    """
+    for wrappers in lora_stacks(model).values():
+        base = innermost(wrappers[0])
+        delta = sum(wrapper.lora.delta() for wrapper in wrappers)
+        if isinstance(base, Conv1D):
+            delta = delta.T
+        base.weight.copy_((base.weight.float() + delta).to(base.weight.dtype))
+    if isinstance(model, LoRAWrapper):
+        return innermost(model)
+    for parent in list(model.modules()):
+        for leaf, child in list(parent.named_children()):
+            if isinstance(child, LoRAWrapper):
+                parent._modules[leaf] = innermost(child)
+    return model
+
+
+def strip_lora(name: str) -> str:
+    """A module's or parameter's name in the model without any LoRA."""
+    return ".".join(part for part in name.split(".") if part != WRAPPED)
+
+
+def is_lora_name(name: str) -> bool:
+    """Whether a name is that of a weight of an adapter, of any depth."""
+    return re.search(r"(^|\.)lora\.lora_[AB]\.weight$", name) is not None
+
+
+def key_map_without_last_lora(names: Iterable[str]) -> dict[str, str]:
+    """Name here -> name in a checkpoint that holds all but the outermost adapter.
+
+    The outermost adapter's own weights are not in the map: they start fresh.
+    """
+    key_map = {}
+    for name in names:
+        parts = name.split(".")
+        if WRAPPED in parts:
+            parts.remove(WRAPPED)  # the first one is the outermost wrapper's
+            key_map[name] = ".".join(parts)
+        elif not is_lora_name(name):
+            key_map[name] = name
+    return key_map
