@@ -220,12 +220,13 @@ def fill_earlier_lora(model: nn.Module, folder: Path) -> None:
             if name not in stacks:
                 continue  # another stage has it
             wrappers = stacks[name]
-            if len(wrappers) - len(adapters) not in (0, 1):
+            count = sum(name in other.pairs for other in adapters)
+            if len(wrappers) - count not in (0, 1):
                 raise UserError(
-                    f"{folder} holds {len(adapters)} stacked adapters and {name} has "
-                    f"{len(wrappers)} LoRAs, as many or one more were expected: each adapter fills "
-                    f"one LoRA and the last may be new. Set --llm-lora-num (or --vit-lora-num, "
-                    f"--mlp-lora-num) to {len(adapters) + 1}, or merge them with export.py --merge."
+                    f"{folder} holds {count} adapters for {name}, which has {len(wrappers)} LoRAs "
+                    f"here; as many or one more were expected: each adapter fills one LoRA and the "
+                    f"last may be new. Set --llm-lora-num (or --vit-lora-num, --mlp-lora-num) to "
+                    f"{count + 1}, or merge them with export.py --merge."
                 )
             fill_layer(wrappers[level].lora, pair, adapter.scale(name))
         here = dict(model.named_parameters(remove_duplicate=False))
@@ -239,7 +240,7 @@ def fill_earlier_lora(model: nn.Module, folder: Path) -> None:
 
 
 def _unplaced(adapter: Adapter, whole_names: set[str], model: nn.Module) -> set[str]:
-    """Modules of an adapter that have no LoRA here although they are this stage's, or are nowhere."""
+    """Modules of an adapter that are this stage's and have no LoRA, or that are nowhere."""
     stacks = lora_stacks(model)
     own = {name for name, _ in model.named_modules()}
     holds = {name.rpartition(".")[0] for name, _ in model.named_parameters()}

@@ -85,8 +85,8 @@ def open_tensors(file: Path, device: torch.device | str = "cpu") -> safe_open:
         return safe_open(file, framework="pt", device=str(device))
     except (SafetensorError, OSError) as error:
         raise UserError(
-            f"{file} cannot be read ({error}), a whole safetensors file was expected: it may be cut "
-            "short, or be something else by that name. Copy it again."
+            f"{file} cannot be read ({error}), a whole safetensors file was expected: it may be "
+            "cut short, or be something else by that name. Copy it again."
         ) from error
 
 

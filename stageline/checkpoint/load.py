@@ -192,9 +192,9 @@ def _refuse(
     if problems:
         raise UserError(
             f"{checkpoint} does not fit stage {model.stage} of {model.num_stages}: "
-            f"{'; '.join(problems)}. Every weight of the stage was expected, with its shape, and no "
-            "others: nothing may start at random unseen. Check that --model-path and --config-path "
-            "belong together."
+            f"{'; '.join(problems)}. Every weight of the stage was expected, with its shape, and "
+            "no others: nothing may start at random unseen. Check that --model-path and "
+            "--config-path belong together."
         )
 
 
@@ -238,9 +238,10 @@ def _check_no_earlier_lora(key_map: dict[str, str], checkpoint: Path) -> None:
     earlier = {there for there in key_map.values() if is_lora_name(there)}
     if earlier:
         raise UserError(
-            f"{checkpoint} holds no LoRA, the earlier ones were expected ({list_names(earlier, 3)}): "
-            "of several LoRAs (--llm-lora-num 2) all but the last come from the checkpoint. Give "
-            "the adapter folder of the earlier run as --model-path, or use one LoRA."
+            f"{checkpoint} holds no LoRA, the earlier ones were expected "
+            f"({list_names(earlier, 3)}): of several LoRAs (--llm-lora-num 2) all but the last "
+            "come from the checkpoint. Give the adapter folder of the earlier run as "
+            "--model-path, or use one LoRA."
         )
 
 

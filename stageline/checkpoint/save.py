@@ -1,0 +1,254 @@
+"""Saves a split model as one folder that Hugging Face libraries read.
+
+A full fine-tune becomes a model folder: each stage writes its own shards with names as on disk, by
+the library's own reverse conversion. A LoRA run becomes an adapter folder in the format of `peft`,
+with the frozen base by reference. Not here: optimizer state.
+"""
+
+import importlib.metadata
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+
+from stageline.checkpoint.layout import (
+    discard,
+    draft_name,
+    file_facts,
+    publish,
+    refuse_existing,
+)
+from stageline.checkpoint.save_adapter import merge_parts, trained_names, write_parts
+from stageline.checkpoint.shards import (
+    Shard,
+    disk_state,
+    save_config,
+    save_processor,
+    shard_name,
+    split_state,
+    write_index,
+)
+from stageline.errors import UserError
+from stageline.modules.lora import lora_stacks, unwrapped
+
+MAX_SHARD_BYTES = 5_000_000_000
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that save together: those of one pipeline, or this process alone."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> "Ranks":
+        if not dist.is_initialized():
+            return cls(0, 1, None)
+        return cls(dist.get_rank(group), dist.get_world_size(group), group)
+
+    def gather(self, value: Result) -> list[Result]:
+        """What every rank gave, by rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Result] = [value] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def together(self, function: Callable[[], Result], draft: Path) -> list[Result]:
+        """Runs a part of the work on every rank; if one fails all do, and the draft goes."""
+        result, error = None, None
+        try:
+            result = function()
+        except Exception as caught:
+            error = caught
+        told = self.gather((result, None if error is None else f"{type(error).__name__}: {error}"))
+        failed = {rank: text for rank, (_, text) in enumerate(told) if text is not None}
+        if not failed:
+            return [value for value, _ in told]
+        if self.rank == 0:
+            discard(draft)
+        if isinstance(error, UserError):
+            raise error
+        rank, text = next(iter(failed.items()))
+        raise OSError(f"saving to {draft} failed on rank {rank}: {text}") from error
+
+
+def save_split_model(
+    model: nn.Module | Sequence[nn.Module],
+    processor: object | None,
+    folder: str | Path,
+    *,
+    group: dist.ProcessGroup | None = None,
+    step: int | None = None,
+    base_path: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    facts: dict[str, object] | None = None,
+) -> Path:
+    """Saves the stages of all ranks of `group` as one folder; every rank of it calls this.
+
+    Args:
+        model: this rank's stage, or stages.
+        processor: tokenizer or processor to put beside the weights.
+        folder: a new folder on a file system that all ranks share.
+        group: the ranks of one pipeline; gloo where there is a choice. Without a process group
+            this process has all stages.
+        step: for the manifest.
+        base_path: of a LoRA run, the folder of the frozen model; None: where it was loaded from.
+            A base that started at random is saved too.
+        max_shard_bytes: largest file of weights.
+        facts: more for the manifest.
+
+    Returns:
+        The folder; it is whole and durable when this returns.
+
+    Raises:
+        UserError: the folder exists, or a trained weight has no place in an adapter.
+        OSError: a rank could not write; all ranks raise, the folder is not there.
+    """
+    stages = list(model) if isinstance(model, Sequence) else [model]
+    ranks = Ranks.of(group)
+    folder = Path(folder).absolute()
+    draft = folder.parent / ranks.gather(draft_name(folder))[0]
+    has_lora = any(ranks.gather(any(lora_stacks(stage) for stage in stages)))
+
+    def start() -> None:
+        if ranks.rank == 0:
+            refuse_existing(folder)
+            draft.mkdir(parents=True)
+
+    ranks.together(start, draft)
+    claimed = _names_of_earlier_ranks(stages, ranks, by=_all_names)
+
+    def save_full(target: Path) -> dict[str, dict]:
+        return _save_full(
+            stages, target, claimed, ranks, draft=draft, max_shard_bytes=max_shard_bytes
+        )
+
+    manifest = {"kind": "adapter" if has_lora else "full", "step": step, **_versions()}
+    manifest["num_stages"] = stages[0].num_stages
+    known: dict[str, dict] = {}
+    if has_lora:
+        base = base_path or next((path for path in ranks.gather(_base_of(stages)) if path), None)
+        if base is None:
+            base = str(folder / "base")
+            known |= save_full(draft / "base")
+        manifest["base"] = base
+        _save_adapter(stages, draft, base, ranks)
+    else:
+        known |= save_full(draft)
+
+    def finish() -> None:
+        if ranks.rank == 0:
+            save_processor(processor, draft)
+            publish(draft, folder, facts={**manifest, **(facts or {})}, known=known)
+
+    ranks.together(finish, draft)
+    return folder
+
+
+def _versions() -> dict[str, object]:
+    packages = ("torch", "transformers", "safetensors")
+    return {"versions": {name: importlib.metadata.version(name) for name in packages}}
+
+
+def _base_of(stages: list[nn.Module]) -> str | None:
+    return next((path for s in stages if (path := getattr(s, "loaded_from", None))), None)
+
+
+def _all_names(stage: nn.Module) -> list[str]:
+    with unwrapped(stage):
+        return list(stage.state_dict())
+
+
+def _names_of_earlier_ranks(
+    stages: list[nn.Module], ranks: Ranks, *, by: Callable[[nn.Module], list[str]]
+) -> list[set[str]]:
+    """For each stage here, the names that an earlier stage saves: tied weights are saved once."""
+    own = [(stage.stage, by(stage)) for stage in stages]
+    everything = [pair for pairs in ranks.gather(own) for pair in pairs]
+    return [
+        {name for index, names in everything if index < stage.stage for name in names}
+        for stage in stages
+    ]
+
+
+# -- a model folder ----------------------------------------------------------------------------
+
+
+def _save_full(
+    stages: list[nn.Module],
+    folder: Path,
+    claimed: list[set[str]],
+    ranks: Ranks,
+    *,
+    draft: Path,
+    max_shard_bytes: int,
+) -> dict[str, dict]:
+    """Writes shards, index and config; returns file -> size and sha256, relative to the draft."""
+
+    def plan() -> list[tuple[int, list[Shard]]]:
+        folder.mkdir(parents=True, exist_ok=True)
+        return [
+            (stage.stage, split_state(disk_state(stage, names), max_shard_bytes))
+            for stage, names in zip(stages, claimed, strict=True)
+        ]
+
+    planned: list[tuple[int, list[Shard]]] = []
+
+    def count() -> list[tuple[int, int]]:
+        planned.extend(plan())
+        return [(index, len(shards)) for index, shards in planned]
+
+    counts = ranks.together(count, draft)
+    keys = [
+        (i, k) for i, num in sorted(pair for pairs in counts for pair in pairs) for k in range(num)
+    ]
+    names = {key: shard_name(number, len(keys)) for number, key in enumerate(keys, start=1)}
+
+    def write() -> dict[str, tuple[dict, dict[str, int]]]:
+        written = {}
+        for index, shards in planned:
+            for position, shard in enumerate(shards):
+                name = names[index, position]
+                # contiguous one shard at a time: views of fused experts are not
+                state = {key: value.contiguous() for key, value in shard.items()}
+                save_file(state, folder / name, metadata={"format": "pt"})
+                sizes = {key: value.numel() for key, value in shard.items()}
+                written[name] = (file_facts(folder / name), sizes)
+        for stage in stages:
+            if stage.stage == 0:
+                save_config(stage, folder)
+        return written
+
+    written = {k: v for entry in ranks.together(write, draft) for k, v in entry.items()}
+    if ranks.rank == 0 and len(names) > 1:
+        write_index(folder, written)
+    return {(folder / k).relative_to(draft).as_posix(): facts for k, (facts, _) in written.items()}
+
+
+# -- an adapter folder -------------------------------------------------------------------------
+
+
+def _save_adapter(stages: list[nn.Module], draft: Path, base: str, ranks: Ranks) -> None:
+    trained = _names_of_earlier_ranks(stages, ranks, by=trained_names)
+
+    def write() -> list[dict]:
+        return [
+            write_parts(stage, draft, claimed=names)
+            for stage, names in zip(stages, trained, strict=True)
+        ]
+
+    parts = [part for entry in ranks.together(write, draft) for part in entry]
+
+    def merge() -> None:
+        if ranks.rank == 0:
+            merge_parts(parts, draft, base=base, model_class=type(stages[0].whole).__name__)
+
+    ranks.together(merge, draft)
