@@ -7,21 +7,13 @@ with the frozen base by reference. Not here: optimizer state.
 
 import importlib.metadata
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
-from stageline.checkpoint.layout import (
-    discard,
-    draft_name,
-    file_facts,
-    publish,
-    refuse_existing,
-)
+from stageline.checkpoint.layout import draft_name, file_facts, publish, refuse_existing
 from stageline.checkpoint.save_adapter import merge_parts, trained_names, write_parts
 from stageline.checkpoint.shards import (
     Shard,
@@ -32,52 +24,10 @@ from stageline.checkpoint.shards import (
     split_state,
     write_index,
 )
-from stageline.errors import UserError
+from stageline.checkpoint.together import Ranks
 from stageline.modules.lora import lora_stacks, unwrapped
 
 MAX_SHARD_BYTES = 5_000_000_000
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks that save together: those of one pipeline, or this process alone."""
-
-    rank: int
-    size: int
-    group: dist.ProcessGroup | None
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup | None) -> "Ranks":
-        if not dist.is_initialized():
-            return cls(0, 1, None)
-        return cls(dist.get_rank(group), dist.get_world_size(group), group)
-
-    def gather(self, value: Result) -> list[Result]:
-        """What every rank gave, by rank."""
-        if self.size == 1:
-            return [value]
-        values: list[Result] = [value] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def together(self, function: Callable[[], Result], draft: Path) -> list[Result]:
-        """Runs a part of the work on every rank; if one fails all do, and the draft goes."""
-        result, error = None, None
-        try:
-            result = function()
-        except Exception as caught:
-            error = caught
-        told = self.gather((result, None if error is None else f"{type(error).__name__}: {error}"))
-        failed = {rank: text for rank, (_, text) in enumerate(told) if text is not None}
-        if not failed:
-            return [value for value, _ in told]
-        if self.rank == 0:
-            discard(draft)
-        if isinstance(error, UserError):
-            raise error
-        rank, text = next(iter(failed.items()))
-        raise OSError(f"saving to {draft} failed on rank {rank}: {text}") from error
 
 
 def save_split_model(
@@ -97,16 +47,12 @@ def save_split_model(
         model: this rank's stage, or stages.
         processor: tokenizer or processor to put beside the weights.
         folder: a new folder on a file system that all ranks share.
-        group: the ranks of one pipeline; gloo where there is a choice. Without a process group
-            this process has all stages.
+        group: the ranks of one pipeline; gloo where there is a choice. Needs no process group.
         step: for the manifest.
-        base_path: of a LoRA run, the folder of the frozen model; None: where it was loaded from.
-            A base that started at random is saved too.
+        base_path: of a LoRA run, the folder of the frozen model; None: where it was loaded from,
+            and a base that started at random is saved too.
         max_shard_bytes: largest file of weights.
         facts: more for the manifest.
-
-    Returns:
-        The folder; it is whole and durable when this returns.
 
     Raises:
         UserError: the folder exists, or a trained weight has no place in an adapter.
@@ -116,7 +62,6 @@ def save_split_model(
     ranks = Ranks.of(group)
     folder = Path(folder).absolute()
     draft = folder.parent / ranks.gather(draft_name(folder))[0]
-    has_lora = any(ranks.gather(any(lora_stacks(stage) for stage in stages)))
 
     def start() -> None:
         if ranks.rank == 0:
@@ -124,25 +69,17 @@ def save_split_model(
             draft.mkdir(parents=True)
 
     ranks.together(start, draft)
-    claimed = _names_of_earlier_ranks(stages, ranks, by=_all_names)
-
-    def save_full(target: Path) -> dict[str, dict]:
-        return _save_full(
-            stages, target, claimed, ranks, draft=draft, max_shard_bytes=max_shard_bytes
-        )
-
-    manifest = {"kind": "adapter" if has_lora else "full", "step": step, **_versions()}
-    manifest["num_stages"] = stages[0].num_stages
     known: dict[str, dict] = {}
-    if has_lora:
+    manifest = {"kind": "full", "step": step, "num_stages": stages[0].num_stages, **_versions()}
+    if any(ranks.gather(any(lora_stacks(stage) for stage in stages))):
         base = base_path or next((path for path in ranks.gather(_base_of(stages)) if path), None)
         if base is None:
             base = str(folder / "base")
-            known |= save_full(draft / "base")
-        manifest["base"] = base
+            known = _save_full(stages, draft / "base", ranks, draft, max_shard_bytes)
+        manifest |= {"kind": "adapter", "base": base}
         _save_adapter(stages, draft, base, ranks)
     else:
-        known |= save_full(draft)
+        known = _save_full(stages, draft, ranks, draft, max_shard_bytes)
 
     def finish() -> None:
         if ranks.rank == 0:
@@ -167,12 +104,12 @@ def _all_names(stage: nn.Module) -> list[str]:
         return list(stage.state_dict())
 
 
-def _names_of_earlier_ranks(
-    stages: list[nn.Module], ranks: Ranks, *, by: Callable[[nn.Module], list[str]]
+def _names_of_earlier_stages(
+    stages: list[nn.Module], ranks: Ranks, draft: Path, *, by: Callable[[nn.Module], list[str]]
 ) -> list[set[str]]:
     """For each stage here, the names that an earlier stage saves: tied weights are saved once."""
-    own = [(stage.stage, by(stage)) for stage in stages]
-    everything = [pair for pairs in ranks.gather(own) for pair in pairs]
+    told = ranks.together(lambda: [(stage.stage, by(stage)) for stage in stages], draft)
+    everything = [pair for pairs in told for pair in pairs]
     return [
         {name for index, names in everything if index < stage.stage for name in names}
         for stage in stages
@@ -183,38 +120,25 @@ def _names_of_earlier_ranks(
 
 
 def _save_full(
-    stages: list[nn.Module],
-    folder: Path,
-    claimed: list[set[str]],
-    ranks: Ranks,
-    *,
-    draft: Path,
-    max_shard_bytes: int,
+    stages: list[nn.Module], folder: Path, ranks: Ranks, draft: Path, max_shard_bytes: int
 ) -> dict[str, dict]:
     """Writes shards, index and config; returns file -> size and sha256, relative to the draft."""
+    claimed = _names_of_earlier_stages(stages, ranks, draft, by=_all_names)
+    planned: dict[int, list[Shard]] = {}
 
-    def plan() -> list[tuple[int, list[Shard]]]:
+    def plan() -> dict[int, int]:
         folder.mkdir(parents=True, exist_ok=True)
-        return [
-            (stage.stage, split_state(disk_state(stage, names), max_shard_bytes))
-            for stage, names in zip(stages, claimed, strict=True)
-        ]
+        for stage, names in zip(stages, claimed, strict=True):
+            planned[stage.stage] = split_state(disk_state(stage, names), max_shard_bytes)
+        return {index: len(shards) for index, shards in planned.items()}
 
-    planned: list[tuple[int, list[Shard]]] = []
-
-    def count() -> list[tuple[int, int]]:
-        planned.extend(plan())
-        return [(index, len(shards)) for index, shards in planned]
-
-    counts = ranks.together(count, draft)
-    keys = [
-        (i, k) for i, num in sorted(pair for pairs in counts for pair in pairs) for k in range(num)
-    ]
+    counts = {k: v for entry in ranks.together(plan, draft) for k, v in entry.items()}
+    keys = [(index, k) for index in sorted(counts) for k in range(counts[index])]
     names = {key: shard_name(number, len(keys)) for number, key in enumerate(keys, start=1)}
 
     def write() -> dict[str, tuple[dict, dict[str, int]]]:
         written = {}
-        for index, shards in planned:
+        for index, shards in planned.items():
             for position, shard in enumerate(shards):
                 name = names[index, position]
                 # contiguous one shard at a time: views of fused experts are not
@@ -237,7 +161,7 @@ def _save_full(
 
 
 def _save_adapter(stages: list[nn.Module], draft: Path, base: str, ranks: Ranks) -> None:
-    trained = _names_of_earlier_ranks(stages, ranks, by=trained_names)
+    trained = _names_of_earlier_stages(stages, ranks, draft, by=trained_names)
 
     def write() -> list[dict]:
         return [
