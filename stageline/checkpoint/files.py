@@ -80,14 +80,36 @@ def tensor_names(file: Path) -> list[str]:
 
 
 def open_tensors(file: Path, device: torch.device | str = "cpu") -> safe_open:
-    """`safe_open` that names the file when it is damaged."""
+    """`safe_open` that names the file when it is damaged, and reads instead of mapping.
+
+    Mapped weights would change or end the process when the file changes, and every page that is
+    looked at counts as memory of the process until the file is closed.
+    """
     try:
-        return safe_open(file, framework="pt", device=str(device))
+        return safe_open(file, framework="pt", device=str(device), backend="pread")
     except (SafetensorError, OSError) as error:
         raise UserError(
             f"{file} cannot be read ({error}), a whole safetensors file was expected: it may be "
             "cut short, or be something else by that name. Copy it again."
         ) from error
+
+
+class LazyTensor:
+    """A tensor in a file, read when the library takes `[...]` of it, and only then."""
+
+    def __init__(self, file: safe_open, name: str) -> None:
+        self.file = file
+        self.name = name
+
+    def __getitem__(self, index: object) -> torch.Tensor:
+        assert index is Ellipsis, "the library reads whole tensors unless it shards them"
+        return self.file.get_tensor(self.name)
+
+
+def lazy_state(files: dict[str, Path]) -> dict[str, LazyTensor]:
+    """Name on disk -> tensor that is read when it is wanted."""
+    opened = {file: open_tensors(file) for file in sorted(set(files.values()))}
+    return {name: LazyTensor(opened[file], name) for name, file in files.items()}
 
 
 def list_names(names: list[str] | set[str], limit: int = 20) -> str:

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 from stageline.checkpoint.adapter import fill_earlier_lora, find_base
 from stageline.checkpoint.files import (
     ADAPTER_CONFIG,
-    SINGLE_FILE,
     find_checkpoint,
+    lazy_state,
     list_names,
     open_tensors,
     weight_files,
@@ -27,8 +28,6 @@ from stageline.checkpoint.files import (
 from stageline.checkpoint.init import DONE, check_filled, init_lora, materialise, run_init
 from stageline.errors import UserError
 from stageline.modules.lora import WRAPPED, is_lora_name, strip_lora, unwrapped
-
-PAGE_BYTES = 4096
 
 
 def load_split_model(
@@ -67,12 +66,10 @@ def load_split_model(
         _read_by_names(model, files, key_map, device=device, dtype=dtype, checkpoint=checkpoint)
     else:
         _check_no_earlier_lora(key_map, checkpoint)
-        _read_by_library(model, checkpoint, key_map, device=device, dtype=dtype)
+        _read_by_library(model, files, key_map, device=device, dtype=dtype, checkpoint=checkpoint)
     _fill_fresh_lora(model, device=device, dtype=dtype, seed=seed, is_adapter=adapter is not None)
     if adapter is not None:
         fill_earlier_lora(model, adapter)
-    with torch.no_grad():
-        _own_pages(model)
     check_filled(model, f"reading {checkpoint_path}")
     model.loaded_from = str(checkpoint.resolve())
 
@@ -82,29 +79,25 @@ def load_split_model(
 
 def _read_by_library(
     model: nn.Module,
-    checkpoint: Path,
+    files: dict[str, Path],
     key_map: dict[str, str],
     *,
     device: torch.device,
     dtype: torch.dtype,
+    checkpoint: Path,
 ) -> None:
     whole_names: set[str] = set()
     stage_class = _pruning_class(model, whole_names)
     kwargs = {"device_map": {"": device}} if device.type != "cpu" else {}
-    folder = checkpoint
-    if checkpoint.is_file():
-        _check_plain_name(checkpoint)
-        folder = checkpoint.parent
     try:
         with _quiet():
             loaded, info = stage_class.from_pretrained(
-                folder,
+                None,
+                state_dict=lazy_state(files),
                 config=copy.deepcopy(model.config),
                 dtype=dtype,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported below with all their names
-                local_files_only=True,
-                use_safetensors=True,
                 **kwargs,
             )
     except (RuntimeError, OSError) as error:
@@ -113,15 +106,10 @@ def _read_by_library(
             f"{error}. A checkpoint of the same architecture and configuration was expected."
         ) from error
     _check_info(model, checkpoint, info, whole_names)
-    _take(model, loaded, key_map)
-
-
-def _check_plain_name(checkpoint: Path) -> None:
-    if checkpoint.name != SINGLE_FILE:
-        raise UserError(
-            f"--model-path {checkpoint} is a file, a folder was expected (or the {SINGLE_FILE} in "
-            "it): name the folder that holds config.json and the weights."
-        )
+    _take(model, loaded, key_map, checkpoint=checkpoint)
+    generation = checkpoint / GENERATION_CONFIG_NAME
+    if generation.exists():
+        model.whole.generation_config = GenerationConfig.from_pretrained(checkpoint)
 
 
 def _pruning_class(model: nn.Module, whole_names: set[str]) -> type[PreTrainedModel]:
@@ -198,11 +186,13 @@ def _refuse(
         )
 
 
-def _take(model: nn.Module, loaded: PreTrainedModel, key_map: dict[str, str]) -> None:
+def _take(
+    model: nn.Module, loaded: PreTrainedModel, key_map: dict[str, str], *, checkpoint: Path
+) -> None:
     """Moves the tensors of the loaded model into the stage, without a copy; ties stay."""
     values = loaded.state_dict(keep_vars=True)
     missing = {there for there in key_map.values() if there not in values}
-    _refuse(model, Path(loaded.name_or_path), missing, set(), [])
+    _refuse(model, checkpoint, missing, set(), [])
     for name, there in key_map.items():
         _put(model, name, values[there])
         if hasattr(values[there], DONE):
@@ -215,7 +205,6 @@ def _take(model: nn.Module, loaded: PreTrainedModel, key_map: dict[str, str]) ->
             for leaf, value in vars(module).items():
                 if isinstance(value, torch.Tensor):
                     own.__dict__[leaf] = value
-    model.whole.generation_config = loaded.generation_config
     # saving reverses these
     model.whole._weight_conversions = getattr(loaded, "_weight_conversions", None)
 
@@ -338,17 +327,3 @@ def _fill_fresh_lora(
     """Gives the adapters that are not in the checkpoint memory and their start."""
     materialise(model, device=device, dtype=dtype, casts_others=False)
     init_lora(model, seed=seed, only_outermost=not is_adapter)
-
-
-def _own_pages(model: nn.Module) -> None:
-    """Cuts the ties of host tensors to the file they were mapped from, page by page.
-
-    A weight that is read from a safetensors file is a private map of it: writing one byte to each
-    page makes the page ours, in place. Else a file that is replaced during a run would change the
-    weights, and one that is cut short would end the process without a message.
-    """
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if tensor.device.type == "cpu" and tensor.numel() and tensor.is_contiguous():
-            raw = tensor.detach().view(-1).view(torch.uint8)
-            raw[::PAGE_BYTES].bitwise_or_(0)
-            raw[-1:].bitwise_or_(0)
