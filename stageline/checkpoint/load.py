@@ -25,6 +25,7 @@ from stageline.checkpoint.files import (
     open_tensors,
     weight_files,
 )
+from stageline.checkpoint.host_memory import returns_freed_memory
 from stageline.checkpoint.init import DONE, check_filled, init_lora, materialise, run_init
 from stageline.errors import UserError
 from stageline.modules.lora import WRAPPED, is_lora_name, strip_lora, unwrapped
@@ -90,7 +91,7 @@ def _read_by_library(
     stage_class = _pruning_class(model, whole_names)
     kwargs = {"device_map": {"": device}} if device.type != "cpu" else {}
     try:
-        with _quiet():
+        with _quiet(), returns_freed_memory():
             loaded, info = stage_class.from_pretrained(
                 None,
                 state_dict=lazy_state(files),
