@@ -1,0 +1,295 @@
+"""Split load: every tensor of every stage is the whole model's, and nothing is missing unseen."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig
+
+from pp_models import CausalLMStage, StageModel, VisionLanguageStage
+from stageline.checkpoint.load import load_split_model
+from stageline.errors import UserError
+from stageline.testing.tiny_checkpoints import tiny_whole
+from stageline.testing.tiny_models import DECODERS, VISION_LANGUAGE
+
+
+def build(folder, *, stage=0, num_stages=1, dtype=torch.float32, **kwargs):
+    config = AutoConfig.from_pretrained(folder)
+    is_vlm = hasattr(config, "vision_config")
+    stage_class = VisionLanguageStage if is_vlm else CausalLMStage
+    return stage_class(config, stage=stage, num_stages=num_stages, dtype=dtype, **kwargs)
+
+
+def load(folder, path=None, *, dtype=torch.float32, **kwargs):
+    model = build(folder, dtype=dtype, **kwargs)
+    load_split_model(model, path or folder, device="cpu", dtype=dtype)
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", DECODERS + VISION_LANGUAGE)
+def test_every_tensor_is_the_whole_models(family, tied, tmp_path):
+    whole = tiny_whole(family, tmp_path, tied=tied)
+    expected = whole.state_dict()
+    buffers = dict(whole.named_buffers())
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    for num_stages in (1, 2, 3, 4):
+        seen = []
+        for stage in range(num_stages):
+            model = load(tmp_path, stage=stage, num_stages=num_stages)
+            for name, tensor in model.state_dict().items():
+                assert torch.equal(tensor, expected[name]), name
+            for name, buffer in model.named_buffers():
+                assert torch.equal(buffer, buffers[name]), name
+                assert buffer.dtype == buffers[name].dtype
+            seen += [name for name, _ in model.named_parameters()]
+        assert set(seen) == {name for name, _ in whole.named_parameters()}
+        repeated = {name for name in seen if seen.count(name) > 1}
+        assert len(repeated) == (tied and num_stages > 1)
+
+
+def test_full_gemma3_with_its_vision_tower(tmp_path):
+    text = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+    }
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 4,
+    }
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=5
+    )
+    whole = transformers.Gemma3ForConditionalGeneration(config)
+    whole.save_pretrained(tmp_path, max_shard_size="20KB")
+    names = set()
+    for stage in range(3):
+        model = load(tmp_path, stage=stage, num_stages=3)
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, whole.state_dict()[name]), name
+        names |= set(model.state_dict())
+    assert names == set(whole.state_dict())
+
+
+def test_tied_weight_stays_one_tensor(tmp_path):
+    tiny_whole("llama", tmp_path, tied=True)
+    one = load(tmp_path)
+    assert one.lm_head.weight is one.model.embed_tokens.weight
+    last = load(tmp_path, stage=2, num_stages=3)
+    assert last.lm_head.weight is last.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("shard", ["20KB", "1GB"], ids=["sharded", "single"])
+def test_bfloat16_weights_keep_float32_frequencies(shard, tmp_path):
+    whole = tiny_whole("llama", tmp_path, dtype=torch.bfloat16, max_shard_size=shard)
+    model = load(tmp_path, stage=1, num_stages=2, dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    frequencies = model.model.rotary_emb.inv_freq
+    assert frequencies.dtype == torch.float32
+    assert torch.equal(frequencies, whole.model.rotary_emb.inv_freq)
+
+
+def test_dtype_is_cast_exactly(tmp_path):
+    whole = tiny_whole("mixtral", tmp_path, dtype=torch.bfloat16)
+    model = load(tmp_path, dtype=torch.float32)
+    for name, tensor in model.state_dict().items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, whole.state_dict()[name].float())
+
+
+def test_a_single_file_and_weights_that_outlive_it(tmp_path):
+    whole = tiny_whole("qwen3", tmp_path, max_shard_size="1GB")
+    model = load(tmp_path, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").write_bytes(b"")  # a mapped weight would be gone now
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, whole.state_dict()[name])
+
+
+def rewrite(folder, change):
+    """Applies `change` to the state of a single-file checkpoint."""
+    file = folder / "model.safetensors"
+    state = load_file(file)
+    change(state)
+    save_file(state, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("family", ["llama", "internvl"])
+def test_missing_and_unexpected_names_are_listed(family, tmp_path):
+    tiny_whole(family, tmp_path, max_shard_size="1GB")
+
+    def change(state):
+        gone = [name for name in state if name.endswith("layers.3.input_layernorm.weight")]
+        del state[gone[0]]
+        state["adapter_of_mine.weight"] = torch.zeros(2)
+
+    rewrite(tmp_path, change)
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, stage=1, num_stages=2)
+    assert "1 names are missing: model." in str(caught.value)
+    assert "layers.3.input_layernorm.weight" in str(caught.value)
+    assert "1 names belong to no stage: adapter_of_mine.weight" in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_a_missing_expert_is_refused(tmp_path):
+    tiny_whole("mixtral", tmp_path, max_shard_size="1GB")
+
+    def change(state):
+        del state["model.layers.0.block_sparse_moe.experts.2.w1.weight"]
+
+    rewrite(tmp_path, change)
+    with pytest.raises(UserError, match="does not fit stage 0"):
+        load(tmp_path)
+
+
+def test_other_shapes_are_listed(tmp_path):
+    tiny_whole("llama", tmp_path, max_shard_size="1GB")
+    rewrite(tmp_path, lambda state: state.update({"model.norm.weight": torch.ones(3)}))
+    with pytest.raises(UserError, match=r"model.norm.weight \(file \[3\], model \[16\]\)"):
+        load(tmp_path)
+
+
+def test_nan_is_refused(tmp_path):
+    tiny_whole("llama", tmp_path, max_shard_size="1GB")
+    rewrite(tmp_path, lambda state: state["model.norm.weight"].fill_(torch.nan))
+    with pytest.raises(UserError, match="model.norm.weight"):
+        load(tmp_path)
+
+
+def test_weights_without_the_models_prefix(tmp_path):
+    """A checkpoint of the base model alone, as older tools write it: the head is missing."""
+    whole = tiny_whole("gpt2", tmp_path, tied=True, max_shard_size="1GB")
+    whole.transformer.save_pretrained(tmp_path / "base")
+    for stage in range(2):
+        model = load(tmp_path, tmp_path / "base", stage=stage, num_stages=2)
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, whole.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda f: shutil.rmtree(f), "does not exist"),
+        (lambda f: [p.unlink() for p in f.glob("*.safetensors*")], "holds neither"),
+        (lambda f: next(iter(f.glob("model-*2-of-*"))).unlink(), "is missing"),
+        (lambda f: next(iter(f.glob("model-*2-of-*"))).write_bytes(b"<html>"), "cannot be read"),
+        (lambda f: (f / "model.safetensors.index.json").write_text("{"), "cannot be read"),
+        (
+            lambda f: (f / "model.safetensors.index.json").write_text(
+                json.dumps({"weight_map": {"lm_head.weight": "../x.safetensors"}})
+            ),
+            "plain file name",
+        ),
+    ],
+    ids=["no_folder", "no_weights", "shard_missing", "no_safetensors", "bad_index", "path_outside"],
+)
+def test_broken_checkpoints_are_named(spoil, message, tmp_path):
+    tiny_whole("llama", tmp_path / "whole")
+    model = build(tmp_path / "whole")
+    spoil(tmp_path / "whole")
+    with pytest.raises(UserError, match=message):
+        load_split_model(model, tmp_path / "whole", device="cpu", dtype=torch.float32)
+
+
+def test_a_cut_shard_is_named(tmp_path):
+    tiny_whole("llama", tmp_path)
+    shard = sorted(tmp_path.glob("*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(UserError, match=shard.name):
+        load(tmp_path)
+
+
+def test_fresh_lora_beside_loaded_weights(tmp_path):
+    whole = tiny_whole("llama", tmp_path)
+    for stage in range(2):
+        model = load(tmp_path, stage=stage, num_stages=2, llm_lora_num=1, lora_rank=2)
+        key_map = model.get_key_map_without_last_lora()
+        for name, tensor in model.state_dict().items():
+            if name in key_map:
+                assert torch.equal(tensor, whole.state_dict()[key_map[name]])
+            elif name.endswith("lora_B.weight"):
+                assert torch.count_nonzero(tensor) == 0
+            else:
+                assert torch.count_nonzero(tensor) == tensor.numel()
+
+
+def test_the_same_fresh_lora_for_every_split(tmp_path):
+    tiny_whole("llama", tmp_path)
+    one = load(tmp_path, llm_lora_num=1).state_dict()
+    for stage in range(3):
+        split = load(tmp_path, stage=stage, num_stages=3, llm_lora_num=1).state_dict()
+        for name, tensor in split.items():
+            assert torch.equal(tensor, one[name]), name
+
+
+def test_a_checkpoint_with_lora_names_is_read_by_the_key_map(tmp_path):
+    tiny_whole("llama", tmp_path)
+    once = load(tmp_path, llm_lora_num=1)
+    with torch.no_grad():
+        for name, parameter in once.named_parameters():
+            if ".lora." in name:
+                parameter.add_(torch.randn_like(parameter))
+    folder = tmp_path / "wrapped"
+    folder.mkdir()
+    save_file(once.state_dict(), folder / "model.safetensors")
+    for stage in range(2):
+        twice = load(tmp_path, folder, stage=stage, num_stages=2, llm_lora_num=2)
+        key_map = twice.get_key_map_without_last_lora()
+        assert any(".lora_module.lora.lora_A" in name for name in key_map)
+        for name, there in key_map.items():
+            assert torch.equal(twice.state_dict()[name], once.state_dict()[there]), name
+        expected = once.model.rotary_emb.inv_freq
+        assert torch.equal(twice.model.rotary_emb.inv_freq, expected)
+
+
+def test_two_loras_need_the_earlier_one(tmp_path):
+    tiny_whole("llama", tmp_path)
+    with pytest.raises(UserError, match="holds no LoRA, the earlier ones were expected"):
+        load(tmp_path, llm_lora_num=2)
+
+
+class OwnStage(StageModel):
+    """A user's model without transformers."""
+
+    def __init__(self, config, **kwargs):
+        super().__init__(config, partition=None, **kwargs)
+        with torch.device("meta"):
+            self.layers = nn.ModuleList(
+                nn.Linear(4, 4) if index in self.layers else nn.Identity() for index in range(4)
+            )
+
+    def num_layers(self):
+        return 4
+
+    def parts(self):
+        return {"llm": ["layers"]}
+
+
+def test_own_modules_are_read_by_name(tmp_path):
+    state = {f"layers.{i}.{n}": torch.randn(4, 4)[0 if n == "bias" else ...].clone()
+             for i in range(4) for n in ("weight", "bias")}  # fmt: skip
+    save_file(state, tmp_path / "model.safetensors")
+    for stage in range(2):
+        model = OwnStage(None, stage=stage, num_stages=2)
+        load_split_model(model, tmp_path, device="cpu", dtype=torch.float32)
+        assert len(model.state_dict()) == 4
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, state[name])
+    del state["layers.3.bias"]
+    save_file(state, tmp_path / "model.safetensors")
+    model = OwnStage(None, stage=1, num_stages=2)
+    with pytest.raises(UserError, match="1 names are missing: layers.3.bias"):
+        load_split_model(model, tmp_path, device="cpu", dtype=torch.float32)

@@ -1,0 +1,233 @@
+"""LoRA against `peft`, and the names that files and other rooms rely on."""
+
+import copy
+
+import peft
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from stageline.errors import UserError
+from stageline.modules.lora import (
+    LoRAWrapper,
+    key_map_without_last_lora,
+    lora_stacks,
+    merge_lora,
+    strip_lora,
+    unwrapped,
+    wrap_linear,
+)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj = nn.Linear(6, 8)
+        self.c_fc = Conv1D(5, 8)
+        self.norm = nn.LayerNorm(5)
+
+    def forward(self, x):
+        return self.norm(self.c_fc(torch.tanh(self.q_proj(x))))
+
+
+class Tower(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.join = nn.Linear(5, 6)
+
+    def forward(self, x):
+        return self.layers[1](self.join(self.layers[0](x)))
+
+
+def fill_adapters(model):
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for wrappers in lora_stacks(model).values():
+            for wrapper in wrappers:
+                for linear in (wrapper.lora.lora_A, wrapper.lora.lora_B):
+                    linear.weight.copy_(torch.randn(linear.weight.shape, generator=generator))
+
+
+def test_names_and_untouched_output():
+    plain = Tower()
+    x = torch.randn(3, 6)
+    expected = plain(x)
+    wrapped = wrap_linear(plain, rank=2, alpha=4.0)
+    names = {name for name, _ in wrapped.named_parameters()}
+    assert "layers.0.q_proj.lora_module.weight" in names
+    assert "layers.0.q_proj.lora.lora_A.weight" in names
+    assert "layers.1.c_fc.lora.lora_B.weight" in names
+    assert "layers.0.norm.weight" in names
+    assert len(lora_stacks(wrapped)) == 5
+    assert torch.equal(wrapped(x), expected)  # B is zero
+
+
+def test_outputs_and_gradients_are_those_of_peft():
+    torch.manual_seed(0)
+    ours = Tower()
+    config = peft.LoraConfig(r=3, lora_alpha=6.0, target_modules=["q_proj", "c_fc", "join"])
+    theirs = peft.get_peft_model(copy.deepcopy(ours), config)
+    wrap_linear(ours, rank=3, alpha=6.0)
+    fill_adapters(ours)
+    modules = dict(theirs.base_model.model.named_modules())
+    with torch.no_grad():
+        for name, (wrapper,) in lora_stacks(ours).items():
+            modules[name].lora_A["default"].weight.copy_(wrapper.lora.lora_A.weight)
+            modules[name].lora_B["default"].weight.copy_(wrapper.lora.lora_B.weight)
+    x = torch.randn(4, 6)
+    assert torch.equal(ours(x), theirs(x))
+    ours(x).square().sum().backward()
+    theirs(x).square().sum().backward()
+    for name, (wrapper,) in lora_stacks(ours).items():
+        for part in ("lora_A", "lora_B"):
+            expected = getattr(modules[name], part)["default"].weight.grad
+            assert expected.abs().sum() > 0
+            assert torch.equal(getattr(wrapper.lora, part).weight.grad, expected)
+
+
+def test_start_is_that_of_peft_in_distribution():
+    # the same function of torch, so the same bound: 1 / sqrt(inputs)
+    layer = wrap_linear(nn.Linear(400, 10), rank=50, alpha=1.0).lora
+    assert layer.lora_A.weight.abs().max() <= 1 / 20
+    assert layer.lora_A.weight.abs().max() > 0.99 / 20
+    assert torch.count_nonzero(layer.lora_B.weight) == 0
+
+
+@pytest.mark.parametrize("num_wraps", [1, 2, 3])
+def test_merge_keeps_the_outputs(num_wraps):
+    model = Tower()
+    for _ in range(num_wraps):
+        wrap_linear(model, rank=2, alpha=4.0)
+    fill_adapters(model)
+    x = torch.randn(4, 6)
+    expected = model(x)
+    plain_names = set(Tower().state_dict())
+    merged = merge_lora(model)
+    assert set(merged.state_dict()) == plain_names
+    torch.testing.assert_close(merged(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_root_linear_is_wrapped_and_merged():
+    linear = nn.Linear(3, 2)
+    wrapped = wrap_linear(wrap_linear(linear, rank=1, alpha=1.0), rank=1, alpha=1.0)
+    assert isinstance(wrapped, LoRAWrapper)
+    assert wrapped.lora_module.lora_module is linear
+    assert (wrapped.in_features, wrapped.out_features) == (3, 2)
+    assert merge_lora(wrapped) is linear
+
+
+def test_stacked_names_and_key_map():
+    model = Tower()
+    for _ in range(2):
+        wrap_linear(model, rank=2, alpha=4.0, target=["q_proj"])
+    key_map = key_map_without_last_lora(model.state_dict())
+    name = "layers.1.q_proj"
+    assert key_map[f"{name}.lora_module.lora_module.weight"] == f"{name}.lora_module.weight"
+    assert key_map[f"{name}.lora_module.lora_module.bias"] == f"{name}.lora_module.bias"
+    assert key_map[f"{name}.lora_module.lora.lora_A.weight"] == f"{name}.lora.lora_A.weight"
+    assert f"{name}.lora.lora_A.weight" not in key_map
+    assert key_map["join.weight"] == "join.weight"
+    # the map leads to exactly the names of a model that was wrapped once
+    once = wrap_linear(Tower(), rank=2, alpha=4.0, target=["q_proj"])
+    assert set(key_map.values()) == set(once.state_dict())
+    plain = list(Tower().state_dict())
+    assert key_map_without_last_lora(plain) == {n: n for n in plain}
+    assert key_map_without_last_lora(["lora_module.weight", "lora.lora_B.weight"]) == {
+        "lora_module.weight": "weight"
+    }
+
+
+def test_strip_lora():
+    assert strip_lora("a.q.lora_module.lora_module.weight") == "a.q.weight"
+    assert strip_lora("a.q.weight") == "a.q.weight"
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        (["q_proj"], {"t.layers.0.q_proj", "t.layers.1.q_proj"}),
+        (["layers.1.q_proj", "join"], {"t.layers.1.q_proj", "t.join"}),
+        (["proj", "join"], {"t.join"}),  # endings are of whole words
+        ([r".*\.1\.(q_proj|c_fc)"], {"t.layers.1.q_proj", "t.layers.1.c_fc"}),
+        (r".*\.0\..*", {"t.layers.0.q_proj", "t.layers.0.c_fc"}),
+        ("all-linear", {f"t.layers.{i}.{n}" for i in (0, 1) for n in ("q_proj", "c_fc")}
+         | {"t.join"}),
+    ],
+)  # fmt: skip
+def test_targets(target, expected):
+    holder = nn.Module()
+    holder.t = wrap_linear(Tower(), rank=1, alpha=1.0, target=target, prefix="t")
+    assert set(lora_stacks(holder)) == expected
+
+
+def test_target_without_match_lists_the_candidates():
+    with pytest.raises(UserError, match=r"\['v_proj'\] matches none of the 5.*c_fc, join, q_proj"):
+        wrap_linear(Tower(), rank=1, alpha=1.0, target=["v_proj"], prefix="model")
+
+
+def test_target_of_another_stages_layer_is_no_error():
+    model = wrap_linear(Tower(), rank=1, alpha=1.0, target=["layers.7.q_proj"])
+    assert lora_stacks(model) == {}
+
+
+@pytest.mark.parametrize("options", [{"rank": 0}, {"rank": 4, "dropout": 1.0}])
+def test_impossible_options(options):
+    with pytest.raises(UserError, match="--lora-"):
+        wrap_linear(Tower(), alpha=1.0, **options)
+
+
+def test_part_of_another_stage_and_skipped_paths():
+    empty = nn.Identity()
+    assert wrap_linear(empty, rank=1, alpha=1.0, target=["q_proj"]) is empty
+    model = wrap_linear(Tower(), rank=1, alpha=1.0, prefix="m", skip=["m.layers"])
+    assert set(lora_stacks(model)) == {"join"}
+
+
+def test_attention_that_reads_its_weight_is_left_alone():
+    attention = nn.MultiheadAttention(4, 2)
+    model = nn.Sequential(attention, nn.Linear(4, 4))
+    wrap_linear(model, rank=1, alpha=1.0)
+    assert set(lora_stacks(model)) == {"1"}
+
+
+def test_start_depends_on_seed_and_name_alone():
+    def drawn(seed, skip=()):
+        torch.manual_seed(torch.randint(1000, ()).item())
+        model = wrap_linear(Tower(), rank=2, alpha=1.0, seed=seed, prefix="m", skip=skip)
+        return {n: w[0].lora.lora_A.weight for n, w in lora_stacks(model).items()}
+
+    first, second, other = drawn(1), drawn(1, skip=["m.layers.0"]), drawn(2)
+    assert set(second) < set(first)
+    for name, weight in second.items():
+        assert torch.equal(weight, first[name])
+        assert not torch.equal(weight, other[name])
+    assert not torch.equal(first["layers.0.q_proj"], first["layers.1.q_proj"])
+
+
+def test_meta_and_dtype_follow_the_layer():
+    with torch.device("meta"):
+        model = Tower().to(torch.bfloat16)
+    wrap_linear(model, rank=2, alpha=1.0)
+    for (wrapper,) in lora_stacks(model).values():
+        assert wrapper.lora.lora_A.weight.is_meta
+        assert wrapper.lora.lora_A.weight.dtype == torch.bfloat16
+
+
+def test_dropout_acts_in_training_only():
+    model = wrap_linear(nn.Linear(64, 4), rank=2, alpha=1.0, dropout=0.5)
+    fill_adapters(model)
+    x = torch.randn(1, 64)
+    assert not torch.equal(model(x), model(x))
+    model.eval()
+    assert torch.equal(model(x), model(x))
+
+
+def test_unwrapped_gives_plain_names_and_puts_back():
+    model = wrap_linear(wrap_linear(Tower(), rank=1, alpha=1.0), rank=1, alpha=1.0)
+    names = list(model.state_dict())
+    with pytest.raises(KeyError), unwrapped(model):
+        assert set(model.state_dict()) == set(Tower().state_dict())
+        raise KeyError
+    assert list(model.state_dict()) == names
