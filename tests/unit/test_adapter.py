@@ -1,0 +1,271 @@
+"""Adapter folders: `peft` loads ours and computes the same, we load those of `peft`."""
+
+import json
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from pp_models import CausalLMStage, VisionLanguageStage
+from stageline.checkpoint.adapter import attach_adapter, read_adapter
+from stageline.checkpoint.init import init_split_model
+from stageline.checkpoint.layout import verify
+from stageline.checkpoint.load import load_split_model
+from stageline.checkpoint.save import save_split_model
+from stageline.errors import UserError
+from stageline.modules.lora import lora_stacks, merge_lora
+from stageline.testing.tiny_batches import tiny_micro_batches
+from stageline.testing.tiny_checkpoints import auto_class, tiny_whole
+from stageline.testing.tiny_models import VISION_LANGUAGE, tiny_config
+
+FAMILIES = ("llama", "gpt2", "gpt_neox", "phi3", "mixtral", *VISION_LANGUAGE)
+
+
+def load_stages(family, base, checkpoint, num_stages=2, **kwargs):
+    stage_class = VisionLanguageStage if family in VISION_LANGUAGE else CausalLMStage
+    stages = []
+    for stage in range(num_stages):
+        config = AutoConfig.from_pretrained(base)
+        model = stage_class(config, stage=stage, num_stages=num_stages, **kwargs)
+        load_split_model(model, checkpoint, device="cpu", dtype=torch.float32)
+        model.frozen()
+        stages.append(model)
+    return stages
+
+
+def train(stages, seed=0):
+    """Changes what is trained, as a run would; a tied weight alike on both stages."""
+    with torch.no_grad():
+        for model in stages:
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    generator = torch.Generator().manual_seed(seed + len(name) + parameter.numel())
+                    parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return stages
+
+
+def save_lora(family, tmp_path, *, tied=False, **kwargs):
+    """A model folder and an adapter that two stages saved on it."""
+    tiny_whole(family, tmp_path / "base", tied=tied)
+    lora = {"llm_lora_num": 1, "lora_rank": 3, "lora_alpha": 6.0, **kwargs}
+    stages = train(load_stages(family, tmp_path / "base", tmp_path / "base", **lora))
+    return stages, save_split_model(stages, None, tmp_path / "adapter", step=1)
+
+
+def base_model(family, tmp_path):
+    return auto_class(family).from_pretrained(tmp_path / "base").eval()
+
+
+@torch.no_grad()
+def logits(model, family):
+    batch = tiny_micro_batches(family)[0]
+    return model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+
+
+def peft_logits(family, tmp_path, folder):
+    model = peft.PeftModel.from_pretrained(base_model(family, tmp_path), folder)
+    return logits(model.eval(), family)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peft_computes_the_same(family, tied, tmp_path):
+    vision = {"vit_lora_num": 1} if family in VISION_LANGUAGE else {}
+    stages, folder = save_lora(family, tmp_path, tied=tied, **vision)
+    verify(folder)
+    expected = peft_logits(family, tmp_path, folder)
+    ours = attach_adapter(base_model(family, tmp_path), folder).eval()
+    assert torch.equal(logits(ours, family), expected)
+    state = {n: t for model in stages for n, t in model.state_dict().items()}
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+    plain = logits(base_model(family, tmp_path), family)
+    assert (plain - expected).abs().max() > 0.1  # the adapter does something
+    merged = logits(merge_lora(ours), family)
+    torch.testing.assert_close(merged, expected, rtol=1e-3, atol=2e-5)
+
+
+def test_config_names_what_peft_reads(tmp_path):
+    _, folder = save_lora("gpt2", tmp_path, lora_target=["c_attn"], frozen_lm_head=True)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["target_modules"] == [f"transformer.h.{i}.attn.c_attn" for i in range(4)]
+    assert config["base_model_name_or_path"] == str((tmp_path / "base").resolve())
+    assert (config["peft_type"], config["task_type"]) == ("LORA", "CAUSAL_LM")
+    assert (config["r"], config["lora_alpha"]) == (3, 6.0)
+    assert config["fan_in_fan_out"] is True
+    assert config["modules_to_save"] is None
+    names = load_file(folder / "adapter_model.safetensors")
+    assert "base_model.model.transformer.h.3.attn.c_attn.lora_A.weight" in names
+    assert len(names) == 8
+    assert not list(folder.glob("part-*"))
+
+
+def test_modules_trained_whole_are_in_the_adapter(tmp_path):
+    _, folder = save_lora("internvl", tmp_path, frozen_vit=True)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    kept = config["modules_to_save"]
+    assert "lm_head" in kept
+    assert "model.multi_modal_projector.linear_1" in kept
+    assert not any("vision_tower" in name or "language_model" in name for name in kept)
+    ours = attach_adapter(base_model("internvl", tmp_path), folder)
+    expected = peft_logits("internvl", tmp_path, folder)
+    assert torch.equal(logits(ours.eval(), "internvl"), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "internvl"])
+def test_stacked_adapters_are_one_for_peft_and_two_for_us(family, tmp_path):
+    vision = {"vit_lora_num": 1} if family in VISION_LANGUAGE else {}
+    _, first = save_lora(family, tmp_path, **vision)
+    twice = {"llm_lora_num": 2, "lora_rank": 2, **{name: 2 for name in vision}}
+    stages = train(load_stages(family, tmp_path / "base", first, **twice), seed=50)
+    for model in stages:  # the inner one is the first run's, with its own rank
+        for wrappers in lora_stacks(model).values():
+            assert [wrapper.lora.rank for wrapper in wrappers] == [3, 2]
+    folder = save_split_model(stages, None, tmp_path / "second")
+    assert sorted(path.name for path in (folder / "stack").iterdir()) == ["0", "1"]
+    one = read_adapter(folder / "stack" / "0")
+    for name, (a, b) in read_adapter(first).pairs.items():
+        assert torch.equal(one.pairs[name][0], a)
+        assert torch.equal(one.pairs[name][1], b)
+    # the same folder again, now as the two that it was
+    state = {n: t for model in stages for n, t in model.state_dict().items()}
+    (again,) = load_stages(family, tmp_path / "base", folder, num_stages=1, **twice)
+    for name, tensor in again.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+    expected = logits(again.whole.eval(), family)
+    found = peft_logits(family, tmp_path, folder)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-5)
+
+
+def test_a_third_lora_on_two(tmp_path):
+    _, first = save_lora("llama", tmp_path)
+    stages = train(load_stages("llama", tmp_path / "base", first, llm_lora_num=2), seed=9)
+    second = save_split_model(stages, None, tmp_path / "second")
+    third = load_stages("llama", tmp_path / "base", second, llm_lora_num=3)
+    for model in third:
+        for wrappers in lora_stacks(model).values():
+            assert len(wrappers) == 3
+            assert torch.count_nonzero(wrappers[1].lora.lora_B.weight) > 0
+            assert torch.count_nonzero(wrappers[2].lora.lora_B.weight) == 0
+
+
+def test_as_many_loras_as_adapters_go_on_with_the_last(tmp_path):
+    stages, folder = save_lora("llama", tmp_path)
+    lora = {"llm_lora_num": 1, "lora_rank": 3, "lora_alpha": 6.0}
+    (again,) = load_stages("llama", tmp_path / "base", folder, num_stages=1, **lora)
+    state = {n: t for model in stages for n, t in model.state_dict().items()}
+    for name, tensor in again.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_counts_that_do_not_fit(count, tmp_path):
+    _, folder = save_lora("llama", tmp_path)
+    with pytest.raises(UserError, match="lora-num"):
+        load_stages("llama", tmp_path / "base", folder, llm_lora_num=count)
+
+
+def test_a_random_base_is_saved_beside_the_adapter(tmp_path):
+    model = CausalLMStage(tiny_config("llama"), stage=0, num_stages=1, llm_lora_num=1)
+    init_split_model(model, seed=0, device="cpu", dtype=torch.float32)
+    model.frozen()
+    train([model])
+    folder = save_split_model(model, None, tmp_path / "adapter")
+    base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert base == str(folder / "base")
+    verify(folder)
+    plain = auto_class("llama").from_pretrained(base)
+    theirs = peft.PeftModel.from_pretrained(plain, folder).eval()
+    expected = logits(model.whole.eval(), "llama")
+    assert torch.equal(logits(theirs, "llama"), expected)
+
+
+def make_with_peft(tmp_path, **config):
+    tiny_whole("llama", tmp_path / "base")
+    torch.manual_seed(1)
+    config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]} | config
+    model = peft.get_peft_model(base_model("llama", tmp_path), peft.LoraConfig(**config))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(tmp_path / "theirs")
+    return logits(model.eval(), "llama")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"use_rslora": True},
+        {"rank_pattern": {"down_proj": 2}, "alpha_pattern": {r"layers.1.self_attn.q_proj": 3}},
+        {"modules_to_save": ["lm_head"]},
+        {"lora_alpha": 5},
+    ],
+    ids=["plain", "rslora", "patterns", "whole_modules", "uneven_scale"],
+)
+def test_adapters_of_peft_are_read(config, tmp_path):
+    expected = make_with_peft(tmp_path, **config)
+    ours = attach_adapter(base_model("llama", tmp_path), tmp_path / "theirs").eval()
+    assert torch.equal(logits(ours, "llama"), expected)
+
+
+def test_an_adapter_of_peft_is_a_start_for_stages(tmp_path):
+    expected = make_with_peft(tmp_path)
+    config = tmp_path / "theirs" / "adapter_config.json"
+    facts = json.loads(config.read_text()) | {"base_model_name_or_path": "../base"}
+    config.write_text(json.dumps(facts))
+    (model,) = load_stages(
+        "llama", tmp_path / "base", tmp_path / "theirs", num_stages=1, llm_lora_num=2
+    )
+    found = logits(model.whole.eval(), "llama")
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"bias": "all"}, "bias=all"),
+        ({"peft_type": "LOHA"}, "peft_type=LOHA"),
+    ],
+)
+def test_other_kinds_are_refused(change, message, tmp_path):
+    _, folder = save_lora("llama", tmp_path)
+    config = json.loads((folder / "adapter_config.json").read_text()) | change
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=message):
+        attach_adapter(base_model("llama", tmp_path), folder)
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path):
+    _, folder = save_lora("llama", tmp_path)
+    file = folder / "adapter_model.safetensors"
+    state = load_file(file)
+    for part in ("A", "B"):
+        old = f"base_model.model.model.layers.0.mlp.up_proj.lora_{part}.weight"
+        state[old.replace("layers.0", "layers.9")] = state[old].clone()
+    save_file(state, file)
+    with pytest.raises(UserError, match=r"model.layers.9.mlp.up_proj, linear layers of Llama"):
+        attach_adapter(base_model("llama", tmp_path), folder)
+    with pytest.raises(UserError, match=r"model.layers.9.mlp.up_proj, linear layers of"):
+        load_stages("llama", tmp_path / "base", folder, llm_lora_num=1)
+
+
+def test_a_missing_base_is_named(tmp_path):
+    _, folder = save_lora("llama", tmp_path)
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(UserError, match="belongs to the model '.*base', which is not on this"):
+        load_stages("llama", tmp_path / "moved", folder, llm_lora_num=2)
+
+
+def test_trained_base_below_a_lora_is_refused(tmp_path):
+    tiny_whole("llama", tmp_path / "base")
+    stages = load_stages("llama", tmp_path / "base", tmp_path / "base", llm_lora_num=1)
+    for parameter in stages[1].parameters():
+        parameter.requires_grad_(True)
+    with pytest.raises(UserError, match="is trained and has a LoRA as well"):
+        save_split_model(stages, None, tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
