@@ -103,11 +103,12 @@ def export_folder(
             del model
         if keeps_adapter:
             _write_adapter(source, draft, dtype)
-        for folder in [find_base(source)] * (is_adapter and merge) + [source]:
-            _copy_side_files(folder, draft)
+        if merge:
+            _copy_side_files(find_base(source), draft)
+        _copy_side_files(source, draft)
         difference = None
         if expected is not None:
-            difference = _compare(draft, expected, trust_remote_code=trust_remote_code)
+            difference = _compare(draft, expected, dtype=dtype, trust_remote_code=trust_remote_code)
         publish(draft, target, facts={"kind": "export"}, known={})
     except BaseException:
         discard(draft)
@@ -157,15 +158,17 @@ def probe(model: nn.Module) -> torch.Tensor:
     return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.float()
 
 
-def _compare(draft: Path, expected: torch.Tensor, *, trust_remote_code: bool) -> float:
+def _compare(
+    draft: Path, expected: torch.Tensor, *, dtype: torch.dtype | None, trust_remote_code: bool
+) -> float:
     model = load_plain(draft, trust_remote_code=trust_remote_code)
     found = probe(model)
     difference = ((found - expected).abs().max() / expected.abs().max()).item()
-    dtype = next(model.parameters()).dtype
-    if not difference <= TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]):
+    dtype = dtype or next(model.parameters()).dtype
+    if not difference <= TOLERANCE[dtype]:  # also when it is NaN
         raise ExportError(
             f"the exported model's logits differ from the checkpoint's by {difference:.2e} of the "
-            f"largest, at most {TOLERANCE.get(dtype)} was expected in {dtype}: what was written is "
+            f"largest, at most {TOLERANCE[dtype]} was expected in {dtype}: what was written is "
             "not the same model. Nothing was kept; export with --dtype float32, and report this."
         )
     return difference

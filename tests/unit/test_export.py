@@ -1,0 +1,112 @@
+"""Export: one plain folder, checked by what it computes."""
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from pp_models import CausalLMStage
+from stageline.checkpoint import export
+from stageline.checkpoint.export import ExportError, export_folder, load_plain, probe
+from stageline.checkpoint.files import weight_files
+from stageline.checkpoint.load import load_split_model
+from stageline.checkpoint.save import save_split_model
+from stageline.errors import UserError
+from stageline.testing.tiny_checkpoints import auto_class, tiny_whole
+
+
+def saved_run(tmp_path, *, num_loras=0, tied=False, family="llama"):
+    """What a run of two stages saves."""
+    tiny_whole(family, tmp_path / "base", tied=tied)
+    (tmp_path / "base" / "tokenizer.json").write_text('{"of": "base"}')
+    stages = []
+    for stage in range(2):
+        config = AutoConfig.from_pretrained(tmp_path / "base")
+        model = CausalLMStage(config, stage=stage, num_stages=2, llm_lora_num=num_loras)
+        load_split_model(model, tmp_path / "base", device="cpu", dtype=torch.float32)
+        model.frozen()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.full_like(parameter, 0.1 + len(name) / 500))
+        stages.append(model)
+    return save_split_model(stages, None, tmp_path / "run")
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_full_run_becomes_one_model(tied, tmp_path):
+    run = saved_run(tmp_path, tied=tied)
+    report = export_folder(run, tmp_path / "out")
+    assert not report.is_adapter
+    assert report.difference == 0.0
+    whole = auto_class("llama").from_pretrained(tmp_path / "out")
+    expected = auto_class("llama").from_pretrained(run).state_dict()
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor, expected[name])
+    assert ("lm_head.weight" in weight_files(tmp_path / "out")) is not tied
+    assert not list((tmp_path / "out").glob("*.index.json"))
+
+
+def test_merge_gives_a_model_without_adapter(tmp_path):
+    run = saved_run(tmp_path, num_loras=1)
+    report = export_folder(run, tmp_path / "out", merge=True)
+    assert 0.0 < report.difference < 1e-5
+    assert not (tmp_path / "out" / "adapter_config.json").exists()
+    base = auto_class("llama").from_pretrained(tmp_path / "base")
+    adapted = peft.PeftModel.from_pretrained(base, run).eval()
+    whole = auto_class("llama").from_pretrained(tmp_path / "out").eval()
+    ids = torch.tensor([[9, 12, 33, 5]])
+    with torch.no_grad():
+        expected = adapted(input_ids=ids).logits
+        torch.testing.assert_close(whole(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
+    # what the adapter's folder lacks comes from the base
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"of": "base"}'
+
+
+def test_an_adapter_stays_one(tmp_path):
+    run = saved_run(tmp_path, num_loras=1)
+    report = export_folder(run, tmp_path / "out", dtype=torch.bfloat16)
+    assert report.is_adapter
+    tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert torch.equal(
+        probe(load_plain(tmp_path / "out")).argmax(), probe(load_plain(run)).argmax()
+    )
+
+
+def test_dtype_of_a_whole_model(tmp_path):
+    run = saved_run(tmp_path, family="mixtral")
+    report = export_folder(run, tmp_path / "out", dtype=torch.bfloat16)
+    assert 0.0 < report.difference < 5e-2
+    whole = auto_class("mixtral").from_pretrained(tmp_path / "out", dtype="auto")
+    assert {parameter.dtype for parameter in whole.parameters()} == {torch.bfloat16}
+
+
+def test_an_export_that_computes_something_else_is_thrown_away(tmp_path, monkeypatch):
+    run = saved_run(tmp_path, num_loras=1)
+    write = export._write_model
+
+    def write_wrong(model, draft, dtype):
+        model.model.layers[2].mlp.up_proj.weight.data.mul_(1.5)
+        write(model, draft, dtype)
+
+    monkeypatch.setattr(export, "_write_model", write_wrong)
+    with pytest.raises(ExportError, match="logits differ from the checkpoint's by"):
+        export_folder(run, tmp_path / "out", merge=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "run"]
+    export_folder(run, tmp_path / "out", merge=True, verifies=False)
+
+
+def test_what_is_refused(tmp_path):
+    run = saved_run(tmp_path)
+    with pytest.raises(UserError, match="nothing to merge"):
+        export_folder(run, tmp_path / "out", merge=True)
+    with pytest.raises(UserError, match="exists, a new folder was expected"):
+        export_folder(run, tmp_path / "base")
+    shard = sorted(run.glob("*.safetensors"))[0]
+    content = bytearray(shard.read_bytes())
+    content[-3] ^= 4
+    shard.write_bytes(content)
+    with pytest.raises(UserError, match=shard.name):
+        export_folder(run, tmp_path / "out")
