@@ -221,7 +221,9 @@ class StageModel(nn.Module):
         except AttributeError:
             return  # another stage owns this part
         inside = [other for other in others if other.startswith(prefix + ".")]
-        wrap_linear(module, prefix=prefix, skip=inside, **self.lora_options)
+        wrapped = wrap_linear(module, prefix=prefix, skip=inside, **self.lora_options)
+        if wrapped is not module:  # the part is a linear layer itself
+            self.set_submodule(prefix, wrapped)
 
     def enable_gradient_checkpointing(self) -> None:
         """Recomputes each layer in the backward pass instead of keeping its activations."""

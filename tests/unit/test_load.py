@@ -293,3 +293,19 @@ def test_own_modules_are_read_by_name(tmp_path):
     model = OwnStage(None, stage=1, num_stages=2)
     with pytest.raises(UserError, match="1 names are missing: layers.3.bias"):
         load_split_model(model, tmp_path, device="cpu", dtype=torch.float32)
+
+
+class OneLinearPart(OwnStage):
+    def parts(self):
+        return {"llm": [], "mlp": ["layers.0"]}
+
+    def __init__(self, config, **kwargs):
+        super().__init__(config, **kwargs)
+        self.wrap_lora()
+
+
+def test_a_part_that_is_a_linear_layer_itself_is_wrapped():
+    model = OneLinearPart(None, stage=0, num_stages=1, mlp_lora_num=2)
+    names = set(model.state_dict())
+    assert "layers.0.lora_module.lora_module.weight" in names
+    assert "layers.1.weight" in names
