@@ -1,0 +1,48 @@
+"""The dataset parts, (images | None, sample) per row, and the collate_fn parts.
+
+A dataset opens images lazily: pixels are decoded later, and on the first stage only.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from register import collate_fn_register, dataset_register
+from stageline.data.collate import collate_sft
+from stageline.data.digits import Digits
+
+dataset_register["digits"] = Digits
+
+
+@collate_fn_register("sft")
+def sft(
+    samples: Sequence[tuple[Sequence[Any] | None, dict[str, Any]]],
+    *,
+    prompt: str,
+    prompt_fn: Any,
+    image_token: Any,
+    processor: Any,
+    pad_token_id: int,
+    max_token_num: int,
+    stage: int,
+    num_stages: int,
+    overlong: Literal["error", "cut_prompt", "drop"] = "error",
+) -> dict[str, torch.Tensor]:
+    """Supervised fine-tuning: the template's answer is learnt; rows are padded on the right.
+
+    Args:
+        overlong: what to do with a sample of more than --max-token-num tokens: refuse it, cut
+            the beginning of its prompt's text, or drop it. The answer is never cut.
+    """
+    return collate_sft(
+        samples,
+        prompt=prompt,
+        prompt_fn=prompt_fn,
+        image_token=image_token,
+        processor=processor,
+        pad_token_id=pad_token_id,
+        max_token_num=max_token_num,
+        stage=stage,
+        overlong=overlong,
+    )

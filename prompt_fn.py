@@ -1,0 +1,61 @@
+"""The prompt_fn parts, which fill a template, and the image_token parts for the image places.
+
+Both return a `Rendered`: text that knows what came from the data and what is learnt.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from register import image_token_register, prompt_fn_register
+from stageline.data.image_text import place_image_text, plain_image_text
+from stageline.data.rendered import Rendered
+from stageline.data.template import fill_parts, parse_template
+
+
+@prompt_fn_register("fill")
+def fill(
+    sample: Mapping[str, Any],
+    prompt: str,
+    *,
+    processor: Any = None,
+    for_generation: bool = False,
+) -> Rendered:
+    """Puts the sample's fields into the template's placeholders; the answer ends with EOS."""
+    pieces = fill_parts(parse_template(prompt), sample, for_generation=for_generation)
+    return Rendered(tuple(pieces), for_generation=for_generation)
+
+
+@image_token_register("auto")
+def auto(rendered: Rendered, images: Sequence[Any] | None, *, processor: Any) -> Rendered:
+    """What the processor itself has for an image, with what the model wants around it."""
+    return place_image_text(rendered, plain_image_text(processor) if images else "")
+
+
+@image_token_register("none")
+def none(rendered: Rendered, images: Sequence[Any] | None, *, processor: Any) -> Rendered:
+    """Nothing: the model takes images beside the text."""
+    return place_image_text(rendered, "")
+
+
+@image_token_register("image")
+def image(rendered: Rendered, images: Sequence[Any] | None, *, processor: Any) -> Rendered:
+    """<image>, as LLaVA, Idefics3 and SmolVLM write it."""
+    return place_image_text(rendered, "<image>")
+
+
+@image_token_register("internvl")
+def internvl(rendered: Rendered, images: Sequence[Any] | None, *, processor: Any) -> Rendered:
+    """<IMG_CONTEXT>, as InternVL writes it."""
+    return place_image_text(rendered, "<IMG_CONTEXT>")
+
+
+@image_token_register("qwen_vl")
+def qwen_vl(rendered: Rendered, images: Sequence[Any] | None, *, processor: Any) -> Rendered:
+    """<|vision_start|><|image_pad|><|vision_end|>, as Qwen2-VL and later write it."""
+    return place_image_text(rendered, "<|vision_start|><|image_pad|><|vision_end|>")
+
+
+@image_token_register("gemma3")
+def gemma3(rendered: Rendered, images: Sequence[Any] | None, *, processor: Any) -> Rendered:
+    """<start_of_image>, as Gemma 3 writes it."""
+    return place_image_text(rendered, "<start_of_image>")

@@ -1,0 +1,113 @@
+"""From samples to one micro-batch: render, tokenize, limit the length, pad, add image inputs.
+
+What the `sft` collate part and the model parts of inference share. Knows no register.
+Shapes: B samples, T tokens of the longest one.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from stageline.data.encode import Encoded, encode_rendered
+from stageline.data.images import (
+    ImageExpander,
+    decode_image,
+    expand_images,
+    image_size,
+)
+from stageline.data.rendered import Rendered
+
+IGNORE = -100
+Sample = dict[str, Any]
+Images = Sequence[Any] | None
+
+
+def sample_name(sample: Sample) -> str:
+    """What errors call a sample: its source (file and line) and its id."""
+    name = f"sample {sample.get('id', '?')}"
+    return f"{sample['source']}: {name}" if sample.get("source") else name
+
+
+def render_sample(
+    images: Images,
+    sample: Sample,
+    *,
+    prompt: str,
+    prompt_fn: Callable[..., Rendered],
+    image_token: Callable[..., Rendered],
+    processor: Any,
+    for_generation: bool = False,
+) -> Rendered:
+    """Fills the template and puts the model's image text where the images belong.
+
+    The prompt_fn finds the number of images in `sample["num_images"]`.
+    """
+    counted = {**sample, "num_images": len(images or ())}
+    rendered = prompt_fn(counted, prompt, processor=processor, for_generation=for_generation)
+    return image_token(rendered, images, processor=processor)
+
+
+def encode_sample(rendered: Rendered, images: Images, *, processor: Any, name: str) -> Encoded:
+    """Token ids of a rendered sample with all image tokens written out; decodes no pixels."""
+    return encode_rendered(expand_images(rendered, images, processor, name=name), processor)
+
+
+def pad_rows(
+    rows: Sequence[Encoded],
+    *,
+    pad_token_id: int,
+    side: Literal["right", "left"] = "right",
+    with_labels: bool = True,
+) -> dict[str, torch.Tensor]:
+    """input_ids, attention_mask and labels, each [B, T] long."""
+    width = max(len(row) for row in rows)
+    shape = (len(rows), width)
+    ids_BT = torch.full(shape, pad_token_id, dtype=torch.long)
+    mask_BT = torch.zeros(shape, dtype=torch.long)
+    labels_BT = torch.full(shape, IGNORE, dtype=torch.long)
+    for index, row in enumerate(rows):
+        place = slice(0, len(row)) if side == "right" else slice(width - len(row), width)
+        row_ids = torch.tensor(row.input_ids, dtype=torch.long)
+        ids_BT[index, place] = row_ids
+        mask_BT[index, place] = 1
+        is_target = torch.tensor(row.is_target, dtype=torch.bool)
+        labels_BT[index, place] = torch.where(is_target, row_ids, IGNORE)
+    batch = {"input_ids": ids_BT, "attention_mask": mask_BT}
+    return {**batch, "labels": labels_BT} if with_labels else batch
+
+
+def add_image_inputs(
+    batch: dict[str, torch.Tensor],
+    images: Sequence[Images],
+    *,
+    processor: Any,
+    names: Sequence[str],
+    with_pixels: bool,
+) -> None:
+    """Adds what the model wants besides token ids, in place.
+
+    Args:
+        images: of each row.
+        names: of each row, for errors.
+        with_pixels: also decode the images; only the first stage needs that.
+
+    Raises:
+        DataError: an image does not decode.
+    """
+    expander = ImageExpander.of(processor)
+    if expander is None:
+        return
+    batch.update(expander.token_types(batch["input_ids"]))
+    sizes = [image_size(image) for row in images for image in row or ()]
+    batch.update(expander.side_inputs(sizes))
+    if not with_pixels:
+        return
+    decoded = [
+        [decode_image(image, name=name) for image in row or ()]
+        for row, name in zip(images, names, strict=True)
+    ]
+    for key, value in expander.pixels(decoded).items():
+        if key in batch:  # the other ranks believe the sizes: make sure that they may
+            assert torch.equal(batch[key], value), f"{key} depends on pixels, not on sizes alone"
+        batch[key] = value

@@ -1,0 +1,282 @@
+"""Rendered text -> token ids, with labels by character offsets. Knows neither images nor batches.
+
+The whole text is tokenized once, as the library does it. A token that shares a character with a
+target piece is supervised, so at a border it is the answer's: where " 7" is one token and "7" the
+answer, " 7" is learnt. Only where text from the data turned into a special token, the text is
+tokenized run by run: special tokens of the template by their id, and what lies between them with
+a copy of the tokenizer that does not know them.
+"""
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from stageline.data.plain_tokenizer import PlainTokenizer
+from stageline.data.processor import get_tokenizer
+from stageline.data.rendered import Piece, Rendered
+from stageline.errors import DataError, UserError
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token and the characters it covers; a gap before it (a trimmed space) is its own."""
+
+    id: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids of one sample and what they are; all lists have one entry a token.
+
+    Attributes:
+        is_target: supervised.
+        is_cuttable: from the data and in the prompt; the only ones that may be cut.
+    """
+
+    input_ids: list[int]
+    is_target: list[bool]
+    is_cuttable: list[bool]
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def num_targets(self) -> int:
+        """Supervised tokens that have a token before them: the first one is never predicted."""
+        return sum(self.is_target[1:])
+
+    def keep(self, chosen: list[int]) -> "Encoded":
+        """Only the tokens at the given places."""
+        return Encoded(
+            [self.input_ids[place] for place in chosen],
+            [self.is_target[place] for place in chosen],
+            [self.is_cuttable[place] for place in chosen],
+        )
+
+
+class TextEncoder:
+    """Encodes with one tokenizer; use `TextEncoder.of`, which keeps one for each.
+
+    Reserved are the tokens that the tokenizer marks as special and those that its processor has
+    for images. Added tokens that are not special are ordinary text to the tokenizer's makers
+    (`<think>`, runs of spaces) and stay what they are wherever they occur.
+
+    Args:
+        processor: a processor with a fast tokenizer, or the tokenizer.
+    """
+
+    _known: "weakref.WeakKeyDictionary[Any, tuple[int, TextEncoder]]"
+    _known = weakref.WeakKeyDictionary()
+
+    def __init__(self, processor: Any) -> None:
+        self.tokenizer = get_tokenizer(processor)
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise UserError(
+                f"the tokenizer is a {type(self.tokenizer).__name__}, which gives no character "
+                "offsets. A fast one (with a tokenizer.json) was expected, because offsets say "
+                "which tokens are the answer: convert it with the library's AutoTokenizer and "
+                "save it again."
+            )
+        self.reserved = _reserved_tokens(processor)
+        self.reserved_ids = frozenset(self.reserved.values())
+        self.prefix = _first_tokens(self.tokenizer)
+        self._plain: PlainTokenizer | None = None
+
+    @classmethod
+    def of(cls, processor: Any) -> "TextEncoder":
+        """The encoder of this processor; a new one when tokens were added since."""
+        size = len(get_tokenizer(processor))
+        known = cls._known.get(processor)
+        if known is None or known[0] != size:
+            known = (size, cls(processor))
+            cls._known[processor] = known
+        return known[1]
+
+    @property
+    def plain(self) -> PlainTokenizer:
+        """The copy without reserved tokens; made when first needed."""
+        if self._plain is None:
+            self._plain = PlainTokenizer(self.tokenizer, self.reserved)
+        return self._plain
+
+    def encode(self, rendered: Rendered) -> Encoded:
+        """Tokenizes a rendered sample.
+
+        Text of a plain template gets the tokenizer's first tokens and, unless it is for
+        generation, a supervised end-of-sequence token; a chat template holds its own.
+        """
+        text = rendered.text
+        spans = list(rendered.spans())
+        tokens = self._tokenize(text)
+        if self._has_reserved_user_token(tokens, text, spans):
+            tokens = self._tokenize_by_runs(spans)
+        marks = _Marks(len(text), spans)
+        ids = [token.id for token in tokens]
+        is_target = [marks.is_target(token) for token in tokens]
+        is_cuttable = [marks.is_cuttable(token) for token in tokens]
+        if not rendered.is_chat:
+            self._add_outer(ids, is_target, is_cuttable, for_generation=rendered.for_generation)
+        return Encoded(ids, is_target, is_cuttable)
+
+    def _tokenize(self, text: str) -> list[Token]:
+        encoding = self.tokenizer(
+            text,
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            verbose=False,  # our own limit is checked later
+        )
+        return _with_gaps(encoding["input_ids"], encoding["offset_mapping"])
+
+    def _has_reserved_user_token(
+        self, tokens: list[Token], text: str, spans: list[tuple[int, int, Piece]]
+    ) -> bool:
+        suspects = [token for token in tokens if token.id in self.reserved_ids]
+        if not suspects:
+            return False
+        is_user = _Marks(len(text), spans).is_user
+        unk_id = self.tokenizer.unk_token_id
+        unk_text = self.tokenizer.unk_token
+        return any(
+            # an unknown word is plain text; the string "<unk>" is not
+            is_user(token) and (token.id != unk_id or unk_text in text[token.start : token.end])
+            for token in suspects
+        )
+
+    def _tokenize_by_runs(self, spans: list[tuple[int, int, Piece]]) -> list[Token]:
+        """Special tokens from the template only; everything between is plain text."""
+        tokens: list[Token] = []
+        run = ""
+        run_start = 0
+
+        def finish_run() -> None:
+            if run:
+                tokens.extend(
+                    Token(token_id, run_start + start, run_start + end)
+                    for token_id, start, end in self.plain.encode(run, is_first=run_start == 0)
+                )
+
+        for start, _, piece in spans:
+            parts = [piece.text] if piece.is_user else self.plain.split_reserved(piece.text)
+            for part in parts:
+                token_id = None if piece.is_user else self.plain.reserved_id(part)
+                if token_id is None:
+                    run += part
+                else:
+                    finish_run()
+                    tokens.append(Token(token_id, start, start + len(part)))
+                    run, run_start = "", start + len(part)
+                start += len(part)
+        finish_run()
+        return _with_gaps(
+            [token.id for token in tokens], [(token.start, token.end) for token in tokens]
+        )
+
+    def _add_outer(
+        self,
+        ids: list[int],
+        is_target: list[bool],
+        is_cuttable: list[bool],
+        *,
+        for_generation: bool,
+    ) -> None:
+        if self.prefix and ids[: len(self.prefix)] != self.prefix:
+            ids[:0] = self.prefix
+            is_target[:0] = [False] * len(self.prefix)
+            is_cuttable[:0] = [False] * len(self.prefix)
+        eos_id = self.tokenizer.eos_token_id
+        if for_generation or eos_id is None or not any(is_target):
+            return
+        if ids[-1] == eos_id:  # the template ends with it
+            is_target[-1] = True
+            return
+        ids.append(eos_id)
+        is_target.append(True)
+        is_cuttable.append(False)
+
+
+def encode_rendered(rendered: Rendered, processor: Any) -> Encoded:
+    """Tokenizes a rendered sample with the (fast) tokenizer of `processor`."""
+    return TextEncoder.of(processor).encode(rendered)
+
+
+def check_targets(encoded: Encoded, *, name: str) -> None:
+    """Refuses a sample without a token to learn.
+
+    Raises:
+        DataError: names the sample.
+    """
+    if encoded.num_targets == 0:
+        raise DataError(
+            f"{name}: none of its {len(encoded)} tokens is supervised. At least one was expected, "
+            "because a sample without one teaches nothing: its answer is empty, or the template "
+            "holds no [ANSWER]. Correct the row or the --prompt."
+        )
+
+
+class _Marks:
+    """Says of a character span which kinds of pieces it touches."""
+
+    def __init__(self, length: int, spans: list[tuple[int, int, Piece]]) -> None:
+        # one count of characters before each place, so that a span is two look-ups
+        self._user = _running_count(length, spans, lambda piece: piece.is_user)
+        self._target = _running_count(length, spans, lambda piece: piece.is_target)
+        self._fixed = _running_count(
+            length, spans, lambda piece: piece.is_target or piece.is_image or not piece.is_user
+        )
+
+    def is_user(self, token: Token) -> bool:
+        return self._user[token.end] > self._user[token.start]
+
+    def is_target(self, token: Token) -> bool:
+        return self._target[token.end] > self._target[token.start]
+
+    def is_cuttable(self, token: Token) -> bool:
+        return self._fixed[token.end] == self._fixed[token.start] and self.is_user(token)
+
+
+def _running_count(length: int, spans: list[tuple[int, int, Piece]], holds: Any) -> list[int]:
+    counts = [0] * (length + 1)
+    for start, end, piece in spans:
+        step = int(holds(piece))
+        for place in range(start, end):
+            counts[place + 1] = counts[place] + step
+    return counts
+
+
+def _with_gaps(ids: list[int], offsets: list[tuple[int, int]]) -> list[Token]:
+    """Gives characters that no token covers (spaces that offsets leave out) to the next token."""
+    tokens = []
+    reached = 0
+    for token_id, (start, end) in zip(ids, offsets, strict=True):
+        tokens.append(Token(token_id, min(start, reached), max(start, end)))
+        reached = max(reached, end)
+    return tokens
+
+
+def _reserved_tokens(processor: Any) -> dict[str, int]:
+    """Text -> id of every token that text from the data must not become."""
+    tokenizer = get_tokenizer(processor)
+    texts = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    texts.update(str(token) for token in tokenizer.all_special_tokens)
+    if processor is not tokenizer:
+        # image_token, video_token, start_image_token, fake_image_token ...
+        texts.update(
+            value
+            for name, value in vars(processor).items()
+            if name.endswith("_token") and isinstance(value, str)
+        )
+    vocabulary = tokenizer.get_vocab()
+    return {text: vocabulary[text] for text in sorted(texts) if text and text in vocabulary}
+
+
+def _first_tokens(tokenizer: Any) -> list[int]:
+    """The ids that the tokenizer puts before a text."""
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    full = tokenizer("a", add_special_tokens=True)["input_ids"]
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return full[:start]
+    return []

@@ -1,0 +1,217 @@
+"""Image text and image tensors of any processor of the library, without pixels where none exist.
+
+What an image becomes in the text (how many tokens) depends on its size alone. So every rank runs
+the processor once per distinct size on a blank image, and gets the expanded text and the small
+integer inputs (image_grid_thw ...); the first stage alone decodes and processes true pixels.
+"""
+
+import copy
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image, ImageOps
+
+from stageline.data.processor import get_image_processor, get_image_token
+from stageline.data.rendered import Rendered
+from stageline.errors import DataError, UserError
+
+Size = tuple[int, int]  # width, height
+_ORIENTATION = 0x0112  # EXIF
+_HAS_ORIENTATION = ("JPEG", "MPO")
+_TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+_TYPE_INPUTS = ("mm_token_type_ids", "token_type_ids")
+
+
+@dataclass(frozen=True)
+class ImageFacts:
+    """What follows from the size of an image.
+
+    Attributes:
+        text: what stands for the image in the text, all its tokens written out.
+        side_inputs: small integer tensors of this image, dim 0 is images.
+        type_input: name of the input that marks image tokens, if the model wants one.
+        type_of_id: token id -> its mark; other ids have 0.
+    """
+
+    text: str
+    side_inputs: dict[str, torch.Tensor]
+    type_input: str | None
+    type_of_id: dict[int, int]
+
+
+class ImageExpander:
+    """Asks one processor about images; use `ImageExpander.of`, which keeps one for each."""
+
+    _known: "weakref.WeakKeyDictionary[Any, ImageExpander]" = weakref.WeakKeyDictionary()
+
+    def __init__(self, processor: Any) -> None:
+        self.processor = processor
+        self.image_token = get_image_token(processor)
+        self._facts: dict[Size, ImageFacts] = {}
+
+    @classmethod
+    def of(cls, processor: Any) -> "ImageExpander | None":
+        """The expander of this processor; None for a tokenizer."""
+        if get_image_processor(processor) is None:
+            return None
+        if processor not in cls._known:
+            cls._known[processor] = cls(processor)
+        return cls._known[processor]
+
+    def facts(self, size: Size) -> ImageFacts:
+        """What an image of this size becomes."""
+        if size not in self._facts:
+            self._facts[size] = self._ask(size)
+        return self._facts[size]
+
+    def expand(self, rendered: Rendered, sizes: Sequence[Size]) -> Rendered:
+        """Writes out the image tokens of each image piece; one size for each.
+
+        A piece without the processor's image token is left as it is.
+        """
+        token = self.image_token
+        if token is None or not sizes:
+            return rendered
+        pieces = [piece.text for piece in rendered if piece.is_image]
+        return rendered.with_image_texts(
+            text.replace(token, self.facts(size).text, 1)
+            for text, size in zip(pieces, sizes, strict=True)
+        )
+
+    def side_inputs(self, sizes: Sequence[Size]) -> dict[str, torch.Tensor]:
+        """The small integer inputs of all images of a micro-batch."""
+        if not sizes:
+            return {}
+        facts = [self.facts(size) for size in sizes]
+        return {
+            name: torch.cat([fact.side_inputs[name] for fact in facts])
+            for name in facts[0].side_inputs
+        }
+
+    def token_types(self, input_ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The input that marks image tokens [B, T], if the model wants one."""
+        facts = next(iter(self._facts.values()), None) or self.facts((64, 64))
+        if facts.type_input is None:
+            return {}
+        types_BT = torch.zeros_like(input_ids_BT)
+        for token_id, mark in facts.type_of_id.items():
+            types_BT[input_ids_BT == token_id] = mark
+        return {facts.type_input: types_BT}
+
+    def pixels(self, images: Sequence[Sequence[Image.Image]]) -> dict[str, torch.Tensor]:
+        """All image inputs of a micro-batch, from the true pixels.
+
+        Args:
+            images: decoded RGB images, a list per row; rows may be empty.
+        """
+        if not any(images):
+            return {}
+        texts = [(self.image_token or "") * len(row) for row in images]
+        output, _ = self._run(texts, images)
+        return {name: value for name, value in output.items() if name not in _TEXT_INPUTS}
+
+    def _ask(self, size: Size) -> ImageFacts:
+        output, texts = self._run([self.image_token or ""], [[Image.new("RGB", size)]])
+        side_inputs = {
+            name: value
+            for name, value in output.items()
+            if name not in _TEXT_INPUTS and not name.startswith("pixel")
+        }
+        type_input, type_of_id = None, {}
+        for name in _TYPE_INPUTS:
+            marks = zip(output["input_ids"][0], output.get(name, [[]])[0], strict=False)
+            type_of_id = {int(token_id): int(mark) for token_id, mark in marks if mark}
+            if type_of_id:
+                type_input = name
+                break
+        return ImageFacts(texts[0], side_inputs, type_input, type_of_id)
+
+    def _run(
+        self, texts: list[str], images: Sequence[Sequence[Image.Image]]
+    ) -> tuple[dict[str, Any], list[str]]:
+        """The processor's output and the texts that it gave to its tokenizer."""
+        recorder = _Recorder(self.processor.tokenizer)
+        processor = copy.copy(self.processor)
+        processor.tokenizer = recorder
+        output = processor(
+            text=list(texts),
+            images=[list(row) for row in images],
+            # ragged rows of ids stay lists, pixels become tensors
+            text_kwargs={"add_special_tokens": False, "padding": False, "return_tensors": None},
+            images_kwargs={"return_tensors": "pt"},
+        )
+        return dict(output), recorder.texts
+
+
+class _Recorder:
+    """A tokenizer that remembers the texts it was given."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.texts: list[str] = []
+
+    def __call__(self, text: list[str], *args: Any, **kwargs: Any) -> Any:
+        self.texts = [text] if isinstance(text, str) else list(text)
+        return self._tokenizer(text, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_tokenizer"], name)
+
+
+def image_size(image: Image.Image) -> Size:
+    """(width, height) as people see the image; reads the header only."""
+    width, height = image.size
+    if image.format in _HAS_ORIENTATION and image.getexif().get(_ORIENTATION, 1) >= 5:
+        return height, width
+    return width, height
+
+
+def decode_image(image: Image.Image, *, name: str) -> Image.Image:
+    """The pixels in RGB, upright.
+
+    Args:
+        name: the row that it belongs to, for the error.
+
+    Raises:
+        DataError: names row, file and reason.
+    """
+    try:
+        if image.format in _HAS_ORIENTATION:
+            image = ImageOps.exif_transpose(image)
+        return image.convert("RGB")
+    except Exception as error:  # decoders raise anything
+        raise bad_image(getattr(image, "filename", "") or "in memory", error, name=name) from error
+
+
+def bad_image(file: object, error: Exception, *, name: str) -> DataError:
+    """The error for an image that cannot be opened or decoded."""
+    return DataError(
+        f"{name}: the image {file} does not decode ({type(error).__name__}: {error}). A whole "
+        "picture in a format that Pillow reads was expected, because its pixels are the model's "
+        "input. Replace the file, or take the row out."
+    )
+
+
+def expand_images(
+    rendered: Rendered, images: Sequence[Image.Image] | None, processor: Any, *, name: str
+) -> Rendered:
+    """Writes out the tokens of all images of one sample.
+
+    Raises:
+        UserError: the number of image places differs from the number of images.
+    """
+    sizes = [image_size(image) for image in images or ()]
+    if rendered.num_images != len(sizes):
+        raise UserError(
+            f"{name}: its text has {rendered.num_images} places for images, it came with "
+            f"{len(sizes)} images. One place for each was expected, because image features are "
+            "put where the places are: use one [IMAGE] in the --prompt (it stands for all images "
+            "of a sample) or as many as there are images."
+        )
+    expander = ImageExpander.of(processor)
+    if expander is None:
+        return rendered
+    return expander.expand(rendered, sizes)

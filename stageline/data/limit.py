@@ -1,0 +1,84 @@
+"""What happens to a sample that is longer than the context: refuse it, cut its prompt, drop it.
+
+The answer and image tokens are never cut.
+"""
+
+import warnings
+from typing import Literal
+
+from stageline.data.encode import Encoded
+from stageline.errors import DataError
+
+Overlong = Literal["error", "cut_prompt", "drop"]
+_has_warned: set[str] = set()
+
+
+def limit_length(
+    encoded: Encoded,
+    *,
+    max_token_num: int,
+    overlong: Overlong,
+    name: str,
+    pad_token_id: int = 0,
+    warn: bool = True,
+) -> Encoded:
+    """Brings one sample to at most `max_token_num` tokens.
+
+    Args:
+        overlong: `error` refuses a longer sample. `cut_prompt` takes text from the data out of
+            the prompt, its beginning first; the template's text, images and answers stay. `drop`
+            puts a row without labels in its place, so that the number of rows stays.
+        name: of the sample, for errors.
+        warn: say so (once per way) when a sample is changed.
+
+    Raises:
+        DataError: the sample is too long and may not, or cannot, be cut.
+    """
+    surplus = len(encoded) - max_token_num
+    if surplus <= 0:
+        return encoded
+    if overlong == "drop":
+        if warn:
+            _warn_once("drop", f"{name} is dropped: {_lengths(encoded, max_token_num)}")
+        return Encoded([pad_token_id], [False], [False])
+    cuttable = [place for place, may_go in enumerate(encoded.is_cuttable) if may_go]
+    if overlong == "cut_prompt" and len(cuttable) >= surplus:
+        if warn:
+            _warn_once(
+                "cut_prompt",
+                f"{name}: the first {surplus} tokens of its prompt's {len(cuttable)} from the data "
+                f"are cut: {_lengths(encoded, max_token_num)}",
+            )
+        gone = set(cuttable[:surplus])
+        return encoded.keep([place for place in range(len(encoded)) if place not in gone])
+    raise DataError(_too_long(encoded, max_token_num, name, len(cuttable), overlong))
+
+
+def _lengths(encoded: Encoded, max_token_num: int) -> str:
+    return (
+        f"{len(encoded)} tokens, {sum(encoded.is_target)} of them the answer, do not fit "
+        f"--max-token-num {max_token_num}"
+    )
+
+
+def _too_long(
+    encoded: Encoded, max_token_num: int, name: str, num_cuttable: int, overlong: Overlong
+) -> str:
+    cure = (
+        f"--collate-fn.overlong cut_prompt would cut up to {num_cuttable} tokens from the "
+        "beginning of its prompt's text, --collate-fn.overlong drop leaves such samples out"
+        if overlong == "error"
+        else f"only {num_cuttable} tokens of its prompt may be cut, --collate-fn.overlong drop "
+        "leaves such samples out"
+    )
+    return (
+        f"{name}: {_lengths(encoded, max_token_num)}. A sample has to fit as a whole, because a "
+        f"cut answer would teach a wrong end and cut image tokens break the model. Raise "
+        f"--max-token-num to {len(encoded)}, or shorten the row; {cure}."
+    )
+
+
+def _warn_once(kind: str, message: str) -> None:
+    if kind not in _has_warned:
+        _has_warned.add(kind)
+        warnings.warn(f"{message}. Further ones are not reported.", stacklevel=4)
