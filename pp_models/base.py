@@ -76,12 +76,8 @@ class StageModel(nn.Module):
         }
         num_layers = self.num_layers()
         if partition is None:
-            partition = uniform_partition(
-                num_layers, num_stages, visual_gpu_ratio=visual_gpu_ratio
-            )
-        self.partition = explicit_partition(
-            partition, num_layers=num_layers, num_stages=num_stages
-        )
+            partition = uniform_partition(num_layers, num_stages, visual_gpu_ratio=visual_gpu_ratio)
+        self.partition = explicit_partition(partition, num_layers=num_layers, num_stages=num_stages)
         self.layers = layer_range(self.partition, stage)
         self.whole: PreTrainedModel | None = None
         self.parameter_order: list[str] = []

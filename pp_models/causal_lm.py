@@ -115,7 +115,9 @@ def add_family(
             attn_implementation=attn_implementation, model_types=model_types, **kwargs
         )
 
-    part.__doc__ = f"{text}\n\nArgs:\n    attn_implementation: eager, sdpa or another of the library's."
+    part.__doc__ = (
+        f"{text}\n\nArgs:\n    attn_implementation: eager, sdpa or another of the library's."
+    )
     part.__name__ = part.__qualname__ = key
     part.__module__ = __name__
     train_model_register[key] = part

@@ -78,9 +78,7 @@ def make_optimizer(parameters):
 
 
 def batches_of_step(family, step, dtype=torch.float32):
-    return tiny_micro_batches(
-        family, lengths=(14, 11 + step, 19, 12), seed=100 + step, dtype=dtype
-    )
+    return tiny_micro_batches(family, lengths=(14, 11 + step, 19, 12), seed=100 + step, dtype=dtype)
 
 
 def reference_run(family, whole):
@@ -228,7 +226,9 @@ def float64_run(rank, family, folder, num_stages):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_split_equals_one_full_batch_in_float64(family, tied, tmp_path, true_float64):
     whole = build_whole(family, tied=tied, dtype=torch.float64, folder=tmp_path)
-    batch = join_micro_batches(tiny_micro_batches(family, lengths=SIMILAR_LENGTHS, dtype=torch.float64))
+    batch = join_micro_batches(
+        tiny_micro_batches(family, lengths=SIMILAR_LENGTHS, dtype=torch.float64)
+    )
     labels = batch.pop("labels")[:, 1:]
     logits = whole(**batch, use_cache=False).logits[:, :-1]
     loss = torch.nn.functional.cross_entropy(logits[labels != -100], labels[labels != -100])

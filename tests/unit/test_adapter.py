@@ -118,7 +118,7 @@ def test_modules_trained_whole_are_in_the_adapter(tmp_path):
 def test_stacked_adapters_are_one_for_peft_and_two_for_us(family, tmp_path):
     vision = {"vit_lora_num": 1} if family in VISION_LANGUAGE else {}
     _, first = save_lora(family, tmp_path, **vision)
-    twice = {"llm_lora_num": 2, "lora_rank": 2, **{name: 2 for name in vision}}
+    twice = {"llm_lora_num": 2, "lora_rank": 2, **dict.fromkeys(vision, 2)}
     stages = train(load_stages(family, tmp_path / "base", first, **twice), seed=50)
     for model in stages:  # the inner one is the first run's, with its own rank
         for wrappers in lora_stacks(model).values():

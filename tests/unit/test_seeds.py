@@ -10,7 +10,6 @@ import torch
 
 from stageline.distributed.seeds import derive_generator, derive_seed, seed_everything
 
-
 ROOT = Path(__file__).resolve().parents[2]
 
 

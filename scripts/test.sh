@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Sets up and runs all checks: style, types of words, tests. Arguments go to pytest.
+source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
+
+"$PYTHON" -m ruff check "$ROOT" --config "$ROOT/pyproject.toml"
+"$PYTHON" -m ruff format --check --quiet "$ROOT" --config "$ROOT/pyproject.toml"
+exec "$PYTHON" -m pytest --rootdir "$ROOT" -c "$ROOT/pyproject.toml" "${@:-$ROOT/tests}"
