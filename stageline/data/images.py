@@ -179,9 +179,20 @@ def decode_image(image: Image.Image, *, name: str) -> Image.Image:
         DataError: names row, file and reason.
     """
     try:
-        if image.format in _HAS_ORIENTATION:
-            image = ImageOps.exif_transpose(image)
-        return image.convert("RGB")
+        upright = ImageOps.exif_transpose(image) if image.format in _HAS_ORIENTATION else image
+        return upright.convert("RGB")
+    except Exception as error:  # decoders raise anything
+        raise bad_image(getattr(image, "filename", "") or "in memory", error, name=name) from error
+
+
+def check_image(image: Image.Image, *, name: str) -> None:
+    """Decodes an image just to see that it can be.
+
+    Raises:
+        DataError: names row, file and reason.
+    """
+    try:
+        image.load()  # no draft(): a dataset that keeps its images would train on small ones
     except Exception as error:  # decoders raise anything
         raise bad_image(getattr(image, "filename", "") or "in memory", error, name=name) from error
 

@@ -1,0 +1,100 @@
+"""Which rows belong to which optimizer step. Pure integers: knows neither datasets nor ranks.
+
+Depends on the seed and the step alone, so all stages of a pipeline agree without talking, and a
+run goes on from any step. Only data parallel replicas get different rows.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from stageline.errors import UserError
+
+
+class StepSampler:
+    """Draws the rows of each optimizer step.
+
+    In training the rows left over at the end of an epoch are left out; another order puts others
+    there. In evaluation each row comes once, and None fills up the last step.
+
+    Args:
+        num_samples: rows of the dataset.
+        step_samples: rows of one optimizer step of one replica.
+        dp_rank, dp_degree: this replica and how many there are.
+        seed: of the order; the epoch is added to it.
+        shuffle: another order in each epoch; else that of the dataset.
+        eval: each row once, instead of whole steps.
+
+    Raises:
+        UserError: there are not enough rows for one step of training, or none at all.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        step_samples: int,
+        dp_rank: int = 0,
+        dp_degree: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        eval: bool = False,
+    ) -> None:
+        assert 0 <= dp_rank < dp_degree
+        self.num_samples = num_samples
+        self.step_samples = step_samples
+        self.dp_rank = dp_rank
+        self.dp_degree = dp_degree
+        self.seed = seed
+        self.shuffle = shuffle
+        self.eval = eval
+        self.epoch = 0
+        if len(self) == 0:
+            raise UserError(
+                f"the dataset has {num_samples} rows, one optimizer step takes "
+                f"{self._global_samples} (--batch-size x --accumulate-steps x {dp_degree} data "
+                "parallel replicas). At least one step was expected, because training uses whole "
+                "steps only: lower --batch-size or give more rows."
+            )
+
+    @property
+    def _global_samples(self) -> int:
+        return self.step_samples * self.dp_degree
+
+    def __len__(self) -> int:
+        """Steps of one epoch."""
+        if self.eval:
+            return -(-self.num_samples // self._global_samples)
+        return self.num_samples // self._global_samples
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch that iterating goes through."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int | None]]:
+        """The steps of one epoch."""
+        order = self.order(self.epoch)
+        return (self._share(order, step) for step in range(len(self)))
+
+    def steps(self, start_step: int = 0) -> Iterator[list[int | None]]:
+        """All steps from `start_step` on, epoch after epoch, without end."""
+        epoch, first = divmod(start_step, len(self))
+        while True:
+            order = self.order(epoch)
+            for step in range(first, len(self)):
+                yield self._share(order, step)
+            epoch, first = epoch + 1, 0
+
+    def order(self, epoch: int) -> list[int]:
+        """All rows in the order of an epoch."""
+        if not self.shuffle:
+            return list(range(self.num_samples))
+        # not seed + epoch: run 1's first epoch would be run 0's second
+        generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
+        return torch.randperm(self.num_samples, generator=generator).tolist()
+
+    def _share(self, order: list[int], step: int) -> list[int | None]:
+        """This replica's rows of one step: neighbours, so that replicas join to one batch."""
+        start = step * self._global_samples + self.dp_rank * self.step_samples
+        rows: list[int | None] = list(order[start : start + self.step_samples])
+        return rows + [None] * (self.step_samples - len(rows))
