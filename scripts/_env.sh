@@ -40,12 +40,12 @@ stageline_install_torch() {
     [ -n "${STAGELINE_TORCH_INDEX:-}" ] && index=(--index-url "$STAGELINE_TORCH_INDEX")
     if ! command -v nvidia-smi >/dev/null 2>&1 && [ -z "${STAGELINE_TORCH:-}" ]; then
         stageline_say "no GPU here: installing the CPU build of $torch"
-        "$PYTHON" -m pip install --quiet ${index[@]+"${index[@]}"} "$torch+cpu" 2>/dev/null && return
+        "$PYTHON" -m pip install -qq --disable-pip-version-check ${index[@]+"${index[@]}"} "$torch+cpu" 2>/dev/null && return
         stageline_say "pip finds no CPU build (set STAGELINE_TORCH_INDEX to an index that has it);"
         stageline_say "taking the default build, which is several GB"
     fi
     stageline_say "installing $torch"
-    "$PYTHON" -m pip install --quiet ${index[@]+"${index[@]}"} "$torch"
+    "$PYTHON" -m pip install -qq --disable-pip-version-check ${index[@]+"${index[@]}"} "$torch"
 }
 
 stageline_make_venv() {
@@ -65,8 +65,8 @@ stageline_make_venv() {
         stageline_install_torch
     fi
     stageline_say "installing the packages of requirements.lock"
-    "$PYTHON" -m pip install --quiet --requirement "$ROOT/requirements.lock"
-    "$PYTHON" -m pip install --quiet --no-deps --no-build-isolation --editable "$ROOT"
+    "$PYTHON" -m pip install -qq --disable-pip-version-check --requirement "$ROOT/requirements.lock"
+    "$PYTHON" -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation --editable "$ROOT"
     stageline_fingerprint >"$VENV/.stageline-ready" # last: a killed set-up is done again
     stageline_say "done"
 }

@@ -33,7 +33,7 @@ ROOM_ARROWS = {
     "evaluation": {"inference", *LOW},
     "plotting": {"inference", *LOW},
     "inference": {*LOW},
-    "training": {*MIDDLE, *LOW},
+    "training": {*MIDDLE, *LOW, "plotting"},
     "streaming": {*MIDDLE, *LOW},
     "pipeline": {*LOW},
     "checkpoint": {*LOW},

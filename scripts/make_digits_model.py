@@ -1,0 +1,119 @@
+"""Writes a small InternVL without weights: config, tokenizer and image processor for the digits.
+
+The tokenizer is a byte-level BPE trained on the task's own text. Training then starts at random.
+Usage: make_digits_model.py FOLDER
+"""
+
+import sys
+from pathlib import Path
+
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from stageline.data.digits import QUESTIONS
+from stageline.data.processor import compose_processor, save_processor
+
+IMAGE_SIZE = 16
+PATCH_SIZE = 4
+WIDTH = 96
+NAMES = ("<|pad|>", "<|bos|>", "<|eos|>", "<IMG_CONTEXT>", "<img>", "</img>", "<video>")
+
+
+def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """A tokenizer that knows the questions by heart and any other text by its bytes."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=384,
+        special_tokens=list(NAMES),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = [f"\n{question}\nAnswer: {digit}" for question in QUESTIONS for digit in range(10)]
+    backend.train_from_iterator(texts, trainer)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=NAMES[0],
+        bos_token=NAMES[1],
+        eos_token=NAMES[2],
+        extra_special_tokens={
+            "context_image_token": NAMES[3],
+            "start_image_token": NAMES[4],
+            "end_image_token": NAMES[5],
+            "video_token": NAMES[6],
+        },
+    )
+
+
+def make_config(tokenizer: transformers.PreTrainedTokenizerFast) -> transformers.InternVLConfig:
+    """Three vision layers; four layers of language model."""
+    vision = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "image_size": [IMAGE_SIZE, IMAGE_SIZE],
+        "patch_size": [PATCH_SIZE, PATCH_SIZE],
+        "hidden_dropout_prob": 0.0,
+        "projection_dropout": 0.0,
+        "layer_scale_init_value": 1.0,
+        "use_mean_pooling": True,
+    }
+    text = {
+        "model_type": "qwen2",
+        "vocab_size": len(tokenizer),
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 256,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "tie_word_embeddings": False,
+    }
+    return transformers.InternVLConfig(
+        architectures=["InternVLForConditionalGeneration"],
+        vision_config=vision,
+        text_config=text,
+        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        image_seq_length=num_image_tokens(),
+        downsample_ratio=0.5,
+        tie_word_embeddings=False,
+    )
+
+
+def num_image_tokens() -> int:
+    """A pixel shuffle by 2 makes one token of four patches."""
+    return (IMAGE_SIZE // PATCH_SIZE // 2) ** 2
+
+
+def make_processor(tokenizer: transformers.PreTrainedTokenizerFast) -> object:
+    """Image processor and tokenizer as one; one tile per picture."""
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
+    image_processor = GotOcr2ImageProcessorPil(
+        size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3, crop_to_patches=False
+    )
+    return compose_processor(
+        "InternVLProcessor",
+        image_processor=image_processor,
+        tokenizer=tokenizer,
+        image_seq_length=num_image_tokens(),
+    )
+
+
+def main(folder: str) -> None:
+    tokenizer = make_tokenizer()
+    make_config(tokenizer).save_pretrained(folder)
+    save_processor(make_processor(tokenizer), folder)
+    print(f"model configuration, tokenizer and image processor are in {folder}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

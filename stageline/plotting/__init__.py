@@ -1,0 +1,1 @@
+"""Pictures of a run: loss curves, samples with predictions. Reads logs, knows no model."""

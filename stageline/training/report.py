@@ -1,0 +1,132 @@
+"""What a person sees of a training run: the stage plan, the bar, evaluations, sample pictures."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from stageline.plotting.pictures import plot_predictions
+from stageline.training.evaluation import EvalResult
+from stageline.training.memory import gather_peaks
+from stageline.training.run_log import RunLog
+from stageline.training.stage_table import StageSummary, format_stage_table, human_bytes
+from stageline.training.step import StepResult
+
+
+class Context(Protocol):
+    """Where this process stands; `stageline.distributed` has it."""
+
+    is_main: bool
+    rank: int
+    device: torch.device
+    pp_group: dist.ProcessGroup
+
+
+def summarize_stage(model: torch.nn.Module, context: Context) -> StageSummary:
+    """The figures of this rank's stage."""
+    parameters = dict(model.named_parameters())
+    held = [
+        part for part in model.parts() if any(model.part_of(name) == part for name in parameters)
+    ]
+    layers = list(model.layers)
+    return StageSummary(
+        stage=model.stage,
+        rank=context.rank,
+        device=str(context.device),
+        layers=f"{layers[0]}-{layers[-1]}",
+        parts="+".join(held),
+        num_parameters=sum(p.numel() for p in parameters.values()),
+        num_trainable=sum(p.numel() for p in parameters.values() if p.requires_grad),
+        num_bytes=sum(p.numel() * p.element_size() for p in parameters.values()),
+    )
+
+
+class RunReport:
+    """Reports a run into its folder and onto the screen; a context manager.
+
+    Args:
+        num_pictures: held-out samples whose predictions are kept at each evaluation.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        context: Context,
+        total_steps: int,
+        num_pictures: int = 24,
+        memory_every: int = 10,
+    ) -> None:
+        self.folder = folder
+        self.context = context
+        self.num_pictures = num_pictures
+        self.memory_every = memory_every
+        self.log = RunLog(folder, total_steps=total_steps, is_main=context.is_main)
+        self.peaks: list[int] = []
+
+    def __enter__(self) -> "RunReport":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.log.close()
+
+    def say(self, text: str) -> None:
+        """Prints on the main rank."""
+        self.log.print(text)
+
+    def show_plan(self, summary: StageSummary) -> None:
+        """Prints the table of all stages; every rank calls this with its own."""
+        stages: list[Any] = [None] * dist.get_world_size(self.context.pp_group)
+        dist.all_gather_object(stages, summary, group=self.context.pp_group)
+        self.say(format_stage_table(stages))
+
+    def stepped(self, step: int, result: StepResult, seconds: float) -> None:
+        """After each optimizer step."""
+        if step == 1 or step % self.memory_every == 0:
+            self.peaks = gather_peaks(self.context.device, group=self.context.pp_group)
+        rate = result.num_tokens / seconds
+        memory = "|".join(human_bytes(peak) for peak in self.peaks)
+        figures = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "learning_rate": result.learning_rate,
+            "num_tokens": result.num_tokens,
+            "num_targets": result.num_targets,
+            "tokens_per_second": round(rate, 1),
+            "seconds": round(seconds, 4),
+            "is_skipped": result.is_skipped,
+            "peak_memory_bytes": self.peaks,
+        }
+        shown = f"loss {result.loss:.4f} {rate:.0f} tok/s memory {memory}"
+        self.log.log_step(step, figures, shown=shown)
+
+    def evaluated(self, step: int, result: EvalResult, *, dataset: Any, processor: Any) -> None:
+        """After each evaluation: figures, curve, and samples with their predictions."""
+        figures = {
+            "loss": result.loss,
+            "token_accuracy": result.token_accuracy,
+            "num_targets": result.num_targets,
+        }
+        self.log.log_eval(step, figures)
+        self.say(
+            f"step {step}: held-out loss {result.loss:.4f}, "
+            f"token accuracy {result.token_accuracy:.4f} on {result.num_targets} tokens"
+        )
+        if self.context.is_main and result.predicted:
+            self._draw_samples(step, result, dataset, processor)
+
+    def _draw_samples(self, step: int, result: EvalResult, dataset: Any, processor: Any) -> None:
+        tokenizer = getattr(processor, "tokenizer", processor)
+        images, titles, correct = [], [], []
+        for index, ids in enumerate(result.predicted):
+            pictures, sample = dataset[index]
+            text = tokenizer.decode(ids, skip_special_tokens=True).strip()
+            answer = str(sample.get("answer", sample.get("caption", ""))).strip()
+            images.append(pictures[0] if pictures else None)
+            question = str(sample.get("question", ""))[:90]
+            titles.append(f"{question}\n-> {text}\n(answer: {answer})")
+            correct.append(text == answer if answer else None)
+        folder = self.folder / "samples"
+        folder.mkdir(exist_ok=True)
+        plot_predictions(images, titles, correct, folder / f"step-{step:08d}.png")
