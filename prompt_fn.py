@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from register import image_token_register, prompt_fn_register
+from stageline.data.chat import render_chat
 from stageline.data.image_text import place_image_text, plain_image_text
+from stageline.data.messages import turns_of
 from stageline.data.rendered import Rendered
 from stageline.data.template import fill_parts, parse_template
 
@@ -23,6 +25,28 @@ def fill(
     """Puts the sample's fields into the template's placeholders; the answer ends with EOS."""
     pieces = fill_parts(parse_template(prompt), sample, for_generation=for_generation)
     return Rendered(tuple(pieces), for_generation=for_generation)
+
+
+@prompt_fn_register("chat")
+def chat(
+    sample: Mapping[str, Any],
+    prompt: str,
+    *,
+    processor: Any = None,
+    for_generation: bool = False,
+    system: str | None = None,
+    template_options: dict[str, Any] | None = None,
+) -> Rendered:
+    """The model's own chat template, for question and answer as for rows with `messages`.
+
+    Args:
+        system: system message for rows that bring none.
+        template_options: variables of the chat template, such as enable_thinking.
+    """
+    turns = turns_of(sample, prompt, system=system, for_generation=for_generation)
+    return render_chat(
+        turns, processor, for_generation=for_generation, template_options=template_options
+    )
 
 
 @image_token_register("auto")

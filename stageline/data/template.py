@@ -109,7 +109,7 @@ def fill_parts(
             yield from [Piece("", is_image=True)] * count
             skips_break = count == 0
             continue
-        text = part.text or _value(sample, part.slot)
+        text = part.text or slot_value(sample, part.slot)
         if not part.slot:
             text = text.removeprefix("\n") if skips_break else text
             lead = _trailing_spaces(text) if _is_target(parts, index + 1) else ""
@@ -130,7 +130,7 @@ def _trailing_spaces(text: str) -> str:
     return text[len(text.rstrip(" ")) :]
 
 
-def _value(sample: Mapping[str, Any], slot: str) -> str:
+def slot_value(sample: Mapping[str, Any], slot: str) -> str:
     """The sample's text for a slot; choices become lines "A. ...".
 
     Raises:

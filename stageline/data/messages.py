@@ -1,0 +1,138 @@
+"""Conversations as lists of turns made of pieces, from template samples and `messages` samples.
+
+Knows no chat template; chat.py renders turns with the model's own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from stageline.data.rendered import Piece
+from stageline.data.template import fill_parts, parse_template, slot_value
+from stageline.errors import DataError, UserError
+
+_KNOWN_FIELDS = {"role", "content", "name", "weight"}
+_IMAGE_TYPES = ("image", "image_url")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message.
+
+    Attributes:
+        role: system, user, assistant ...
+        pieces: its content; text from the data, text of a template, places for images.
+        is_target: what is learnt.
+        name: the message's own field `name`, if it has one.
+    """
+
+    role: str
+    pieces: tuple[Piece, ...]
+    is_target: bool = False
+    name: str | None = None
+
+
+def turns_of(
+    sample: Mapping[str, Any], prompt: str, *, system: str | None, for_generation: bool
+) -> list[Turn]:
+    """The turns of a sample: its `messages`, or the template as question and answer.
+
+    Args:
+        system: a system message for samples that bring none.
+        for_generation: leave out the last answer.
+    """
+    has_messages = sample.get("messages") is not None
+    turns = _from_messages(sample) if has_messages else _from_template(sample, prompt)
+    own_system = sample.get("system")
+    text = own_system if isinstance(own_system, str) else system
+    if text and turns[0].role != "system":
+        turns.insert(0, Turn("system", (Piece(text, is_user=text is own_system),)))
+    if for_generation and turns[-1].role == "assistant":
+        turns.pop()
+    return turns
+
+
+def _from_template(sample: Mapping[str, Any], prompt: str) -> list[Turn]:
+    parts = parse_template(prompt)
+    place = next(index for index, part in enumerate(parts) if part.is_target)
+    behind = "".join(part.text or f"[{part.slot}]" for part in parts[place + 1 :]).strip()
+    if behind:
+        raise UserError(
+            f"the template {prompt!r} has {behind!r} after the answer. With --prompt-fn chat the "
+            "answer is a message of its own and ends the template: take that text out, or use "
+            "--prompt-fn fill."
+        )
+    question = _trimmed(list(fill_parts(parts, sample, for_generation=True)))
+    answer = slot_value(sample, parts[place].slot)
+    return [
+        Turn("user", tuple(question)),
+        Turn("assistant", (Piece(answer, is_user=True, is_target=True),), is_target=True),
+    ]
+
+
+def _trimmed(pieces: list[Piece]) -> list[Piece]:
+    """Without the template's line breaks beside images and at the end: chat templates have own."""
+    trimmed: list[Piece] = []
+    for piece in pieces:
+        if trimmed and trimmed[-1].is_image and not piece.is_user:
+            piece = replace(piece, text=piece.text.lstrip("\n"))
+        trimmed.append(piece)
+    if trimmed and not trimmed[-1].is_user and not trimmed[-1].is_image:
+        trimmed[-1] = replace(trimmed[-1], text=trimmed[-1].text.rstrip())
+    return [piece for piece in trimmed if piece.text or piece.is_image]
+
+
+def _from_messages(sample: Mapping[str, Any]) -> list[Turn]:
+    messages = sample["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise _bad_message(sample, f"`messages` is {messages!r}", "a list of messages")
+    turns = [_turn(sample, number, message) for number, message in enumerate(messages)]
+    num_places = sum(piece.is_image for turn in turns for piece in turn.pieces)
+    if num_places == 0 and sample.get("num_images"):
+        first = next((i for i, turn in enumerate(turns) if turn.role == "user"), None)
+        if first is None:
+            raise _bad_message(sample, "no message is of the user", "one that has the images")
+        places = (Piece("", is_image=True),) * sample["num_images"]
+        turns[first] = replace(turns[first], pieces=places + turns[first].pieces)
+    return turns
+
+
+def _turn(sample: Mapping[str, Any], number: int, message: Any) -> Turn:
+    place = f"message {number}"
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise _bad_message(sample, f"{place} is {message!r}", "an object with role and content")
+    role = message["role"]
+    if not role.replace("_", "").isalnum():
+        raise _bad_message(sample, f"{place} has the role {role!r}", "a word such as user")
+    unknown = sorted(key for key, value in message.items() if value and key not in _KNOWN_FIELDS)
+    if unknown:
+        raise _bad_message(
+            sample, f"{place} has the fields {', '.join(unknown)}", "role and content"
+        )
+    is_target = role == "assistant" and bool(message.get("weight", 1))
+    content = message.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list):
+        raise _bad_message(sample, f"{place} has the content {content!r}", "text, or a list")
+    pieces = tuple(_piece(sample, place, part, is_target) for part in parts)
+    return Turn(role, pieces, is_target=is_target, name=message.get("name"))
+
+
+def _piece(sample: Mapping[str, Any], place: str, part: Any, is_target: bool) -> Piece:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in _IMAGE_TYPES:
+        return Piece("", is_image=True)
+    if kind == "text" and isinstance(part.get("text"), str):
+        return Piece(part["text"], is_user=True, is_target=is_target)
+    raise _bad_message(
+        sample, f"{place} has the part {part!r}", '{"type": "text", "text": ...} or an image'
+    )
+
+
+def _bad_message(sample: Mapping[str, Any], what: str, expected: str) -> DataError:
+    name = sample.get("source") or f"sample {sample.get('id', '?')}"
+    return DataError(
+        f"{name}: {what}. Expected is {expected}, because the chat template is filled from role "
+        "and content alone (tool calls and separate reasoning are not supported; reasoning can "
+        "stand in the content as the model writes it): correct the row."
+    )
