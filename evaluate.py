@@ -1,0 +1,137 @@
+"""Evaluates a model by generation: predictions, figures and pictures of one dataset.
+
+Stop it at any time: started again with the same options it goes on where it was.
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parse_args import EvaluateArguments, parse_evaluate_args, save_config
+from register import freeze_registers, import_shelf
+from stageline.distributed.failure import run_entry
+from stageline.errors import UserError
+from stageline.evaluation.predictions import PredictionFile, fingerprint
+from stageline.evaluation.report import format_report, make_report, write_report
+from stageline.evaluation.runner import check_ids, predict
+from stageline.plotting.pictures import plot_predictions
+
+SHELF = ("models", "prompt", "prompt_fn", "dataset", "metric")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NUM_PICTURES = 36
+
+
+def main() -> int:
+    import_shelf(*SHELF)
+    arguments = parse_evaluate_args()
+    freeze_registers()
+    run, parts = arguments.run, arguments.parts
+    if run.model_path is None:
+        raise UserError(
+            "--model-path is missing. A folder with config.json and weights, or an adapter folder, "
+            "was expected, because it is what is evaluated: give the checkpoint of a run, such as "
+            "runs/digits/checkpoints/step-00000400."
+        )
+    dataset = parts["dataset"].part(dataset_path=run.dataset_path, **parts["dataset"].kwargs)
+    rows = range(min(len(dataset), run.limit or len(dataset)))
+    check_ids(dataset, rows)
+    if run.check_only:
+        return 0
+    folder = Path(run.output_dir)
+    save_config(arguments, folder / "config.yaml")
+    settings = answer_settings(arguments)
+    file = PredictionFile(folder / "predictions.jsonl", settings_key=fingerprint(settings))
+    answer_rows(arguments, dataset, rows, file)
+    report_on(arguments, dataset, rows, file, settings)
+    return 0
+
+
+def answer_settings(arguments: EvaluateArguments) -> dict[str, Any]:
+    """All that changes an answer; where files are written and on how many devices does not."""
+    left_out = ("output-dir", "limit", "batch-size", "num-devices", "visual-gpu-ratio", "metric")
+    config = arguments.as_config()
+    return {name: value for name, value in config.items() if name not in left_out}
+
+
+def answer_rows(
+    arguments: EvaluateArguments, dataset: Any, rows: range, file: PredictionFile
+) -> None:
+    """Loads the model and answers what the file does not hold yet."""
+    run, parts = arguments.run, arguments.parts
+    if all(str(dataset[row][1]["id"]) in file.records for row in rows):
+        print(f"{file.path} holds all {len(rows)} predictions already")
+        return
+    model, processor, device_map = parts["builder"].part(
+        run.model_path,
+        visual_gpu_ratio=run.visual_gpu_ratio,
+        dtype=DTYPES[run.precision],
+        num_devices=run.num_devices,
+        device=run.device,
+        adapter_path=run.adapter_path,
+        trust_remote_code=run.trust_remote_code,
+        **parts["builder"].kwargs,
+    )
+    print(f"devices: {sorted({str(device) for device in device_map.values()})}")
+    texts = {
+        "prompt": parts["prompt"].part,
+        "prompt_fn": functools.partial(parts["prompt_fn"].part, **parts["prompt_fn"].kwargs),
+        "image_token": functools.partial(parts["image_token"].part, **parts["image_token"].kwargs),
+    }
+    answer = functools.partial(
+        parts["model"].part,
+        model,
+        processor,
+        max_new_tokens=run.max_new_tokens,
+        temperature=run.temperature,
+        seed=run.seed,
+        **parts["model"].kwargs,
+    )
+    predict(
+        dataset,
+        rows,
+        answer=answer,
+        texts=texts,
+        processor=processor,
+        file=file,
+        batch_size=run.batch_size,
+    )
+
+
+def report_on(
+    arguments: EvaluateArguments,
+    dataset: Any,
+    rows: range,
+    file: PredictionFile,
+    settings: dict[str, Any],
+) -> None:
+    """Computes the metric from the file; writes report.json and predictions.png."""
+    metric, folder = arguments.parts["metric"], file.path.parent
+    pairs = [dataset[row] for row in rows]
+    predictions = [file.records[str(sample["id"])] for _, sample in pairs]
+    figures = metric.part(predictions, [sample for _, sample in pairs], **metric.kwargs)
+    report = make_report(figures, settings={**settings, "metric": metric.key})
+    write_report(report, folder / "report.json")
+    print(format_report(report))
+    draw(pairs, predictions, figures["per_sample"], folder / "predictions.png")
+    print(f"report.json, predictions.jsonl and predictions.png are in {folder}")
+
+
+def draw(
+    pairs: list[tuple[Any, dict]], predictions: list[dict], scores: list[float], path: Path
+) -> None:
+    """Some samples with their predictions; wrong ones first, since they teach most."""
+    order = sorted(range(len(pairs)), key=lambda index: scores[index])[:NUM_PICTURES]
+    titles = []
+    for index in order:
+        sample = pairs[index][1]
+        answer = sample.get("answer", sample.get("caption", ""))
+        question = str(sample.get("question", ""))[:90]
+        titles.append(f"{question}\n-> {predictions[index]['prediction']}\n(answer: {answer})")
+    images = [pairs[index][0][0] if pairs[index][0] else None for index in order]
+    plot_predictions(images, titles, [scores[index] > 0.5 for index in order], path)
+
+
+if __name__ == "__main__":
+    run_entry(main)

@@ -1,0 +1,102 @@
+"""The builder parts: a folder -> (model, processor, device_map)."""
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
+
+from register import builder_register
+from stageline.checkpoint.adapter import attach_adapter, find_base
+from stageline.data.processor import load_processor
+from stageline.errors import UserError
+from stageline.inference.model_cutter import ModelCutter
+
+
+@builder_register("auto")
+def auto(
+    model_path: str,
+    *,
+    visual_gpu_ratio: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    num_devices: int | None = None,
+    device: str = "auto",
+    adapter_path: str | None = None,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+) -> tuple[PreTrainedModel, object, dict[str, object]]:
+    """Any model of transformers, text or vision-language, over all devices; with a LoRA adapter.
+
+    Args:
+        model_path: a model folder, or an adapter folder that names its base.
+        attn_implementation: eager, sdpa or another of the library's.
+    """
+    folder, processor_folder = Path(model_path), Path(model_path)
+    if (folder / "adapter_config.json").is_file():
+        adapter_path, folder = adapter_path or str(folder), find_base(folder)
+    if not (processor_folder / "tokenizer_config.json").is_file():
+        processor_folder = folder
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    auto_class = _auto_class(config)
+    options: dict[str, object] = {"trust_remote_code": trust_remote_code}
+    if attn_implementation:
+        options["attn_implementation"] = attn_implementation
+    device_map = make_device_map(
+        config,
+        auto_class,
+        device=device,
+        num_devices=num_devices,
+        visual_gpu_ratio=visual_gpu_ratio,
+        **options,
+    )
+    model = auto_class.from_pretrained(
+        folder,
+        dtype=dtype,
+        # accelerate's hooks cost time and buy nothing on one CPU
+        device_map=None if device_map == {"": "cpu"} else device_map,
+        **options,
+    )
+    if adapter_path:
+        attach_adapter(model, adapter_path)
+    processor = load_processor(processor_folder, trust_remote_code=trust_remote_code)
+    return model.eval(), processor, device_map
+
+
+def make_device_map(
+    config: object,
+    auto_class: type,
+    *,
+    device: str,
+    num_devices: int | None,
+    visual_gpu_ratio: float,
+    **options: object,
+) -> dict[str, object]:
+    """Cuts the model over the GPUs; everything on the CPU where there is none.
+
+    Raises:
+        UserError: fewer GPUs than asked for.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cpu" or (device == "auto" and num_gpus == 0):
+        return {"": "cpu"}
+    wanted = num_devices or num_gpus
+    if wanted > num_gpus or num_gpus == 0:
+        raise UserError(
+            f"--num-devices {wanted}, and this machine shows {num_gpus} GPUs: lower it, look at "
+            "CUDA_VISIBLE_DEVICES, or take --device cpu."
+        )
+    if wanted == 1:
+        return {"": 0}
+    with torch.device("meta"):
+        whole = auto_class.from_config(config, **options)
+    cutter = ModelCutter(whole, num_devices=wanted, visual_gpu_ratio=visual_gpu_ratio)
+    return dict(cutter.device_map())
+
+
+def _auto_class(config: object) -> type:
+    is_visual = getattr(config, "vision_config", None) is not None
+    return AutoModelForImageTextToText if is_visual else AutoModelForCausalLM

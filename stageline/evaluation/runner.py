@@ -1,0 +1,74 @@
+"""Predicts all samples of a dataset that the file does not hold yet."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from stageline.data.batch import render_sample
+from stageline.errors import DataError
+from stageline.evaluation.predictions import PredictionFile
+
+Answer = Callable[..., list[dict[str, Any]]]
+# fields of a sample that go into its line: enough to compute any metric from the file
+KEPT_TYPES = (str, int, float, bool, list, type(None))
+
+
+def predict(
+    dataset: Any,
+    rows: Sequence[int],
+    *,
+    answer: Answer,
+    texts: dict[str, Any],
+    processor: Any,
+    file: PredictionFile,
+    batch_size: int,
+) -> None:
+    """Answers the given rows in batches and appends them to the file.
+
+    Args:
+        answer: (images, prompts) -> one dict with `text` each; a model part with its options.
+        texts: prompt, prompt_fn and image_token of the run.
+    """
+    waiting = [row for row in rows if str(dataset[row][1]["id"]) not in file.records]
+    bar = tqdm(total=len(rows), initial=len(rows) - len(waiting), unit="sample")
+    for start in range(0, len(waiting), batch_size):
+        pairs = [dataset[row] for row in waiting[start : start + batch_size]]
+        prompts = [
+            render_sample(images, sample, processor=processor, for_generation=True, **texts)
+            for images, sample in pairs
+        ]
+        answers = answer(images=[images for images, _ in pairs], prompts=prompts)
+        file.append(
+            [
+                _record(sample, prompt.text, result)
+                for (_, sample), prompt, result in zip(pairs, prompts, answers, strict=True)
+            ]
+        )
+        bar.update(len(pairs))
+    bar.close()
+
+
+def _record(sample: dict[str, Any], prompt: str, result: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in sample.items() if isinstance(value, KEPT_TYPES)}
+    others = {name: value for name, value in result.items() if name != "text"}
+    record = {"id": str(sample["id"]), "prediction": result["text"], "prompt": prompt}
+    return {**record, **others, "sample": kept}
+
+
+def check_ids(dataset: Any, rows: Sequence[int]) -> None:
+    """Refuses samples that share an id: the file could not tell their lines apart.
+
+    Raises:
+        DataError: names both rows.
+    """
+    seen: dict[str, int] = {}
+    for row in rows:
+        sample_id = str(dataset[row][1]["id"])
+        if sample_id in seen:
+            raise DataError(
+                f"rows {seen[sample_id]} and {row} have the same id {sample_id!r}. Each sample "
+                "needs its own, because predictions are kept by it: correct the data, or the "
+                "dataset part."
+            )
+        seen[sample_id] = row

@@ -1,0 +1,1 @@
+"""Inference: placing a model on several devices, and generating in batches."""

@@ -1,0 +1,96 @@
+"""Generates answers to rendered prompts in batches, padded on the left.
+
+Shapes: B prompts of a batch, T tokens of the longest one.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from stageline.data.batch import Images, add_image_inputs, encode_sample, pad_rows
+from stageline.data.processor import get_pad_token_id, get_tokenizer
+from stageline.data.rendered import Rendered
+
+
+def encode_prompts(
+    prompts: Sequence[Rendered], images: Sequence[Images], *, processor: Any
+) -> dict[str, torch.Tensor]:
+    """Token ids and mask [B, T], padded on the left, with pixels; user text stays plain text."""
+    names = [f"prompt {index}" for index in range(len(prompts))]
+    rows = [
+        encode_sample(prompt, row, processor=processor, name=name)
+        for prompt, row, name in zip(prompts, images, names, strict=True)
+    ]
+    batch = pad_rows(rows, pad_token_id=get_pad_token_id(processor), side="left", with_labels=False)
+    add_image_inputs(batch, images, processor=processor, names=names, with_pixels=True)
+    return batch
+
+
+@torch.no_grad()
+def generate(
+    model: torch.nn.Module,
+    processor: Any,
+    *,
+    prompts: Sequence[Rendered],
+    images: Sequence[Images],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    repetition_penalty: float = 1.0,
+    **sampling: object,
+) -> list[dict[str, Any]]:
+    """Answers each prompt.
+
+    Args:
+        temperature: 0 takes the likeliest token; then an answer does not depend, but for rounding,
+            on what else is in the batch.
+        repetition_penalty: above 1 makes tokens that were there before less likely.
+        sampling: with a temperature, further options of the library's `generate` such as top_p.
+
+    Returns:
+        For each prompt: text, token_ids (without padding), finish_reason (stop or length).
+    """
+    tokenizer = get_tokenizer(processor)
+    batch = encode_prompts(prompts, images, processor=processor)
+    # the device that embeds; others are reached by the model's own hooks
+    device = model.get_input_embeddings().weight.device
+    inputs = {
+        name: value.to(device, model.dtype if value.is_floating_point() else None)
+        for name, value in batch.items()
+    }
+    stop_ids = stop_token_ids(model, tokenizer)
+    is_sampling = temperature > 0
+    if is_sampling:
+        torch.manual_seed(seed)
+        sampling["temperature"] = temperature
+    output = model.generate(
+        **inputs,
+        max_new_tokens=max_new_tokens,
+        do_sample=is_sampling,
+        pad_token_id=get_pad_token_id(processor),
+        eos_token_id=stop_ids or None,
+        repetition_penalty=repetition_penalty,
+        **(sampling if is_sampling else {}),
+    )
+    return [
+        _answer(row.tolist(), tokenizer, stop_ids)
+        for row in output[:, batch["input_ids"].shape[1] :]
+    ]
+
+
+def stop_token_ids(model: torch.nn.Module, tokenizer: Any) -> list[int]:
+    """The ids that end an answer: of the tokenizer, and of the model's generation config."""
+    of_model = getattr(model.generation_config, "eos_token_id", None)
+    ids = of_model if isinstance(of_model, list) else [of_model]
+    return sorted({int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None})
+
+
+def _answer(token_ids: list[int], tokenizer: Any, stop_ids: list[int]) -> dict[str, Any]:
+    ends = [place for place, token_id in enumerate(token_ids) if token_id in stop_ids]
+    kept = token_ids[: ends[0]] if ends else token_ids
+    return {
+        "text": tokenizer.decode(kept, skip_special_tokens=True),
+        "token_ids": kept,
+        "finish_reason": "stop" if ends else "length",
+    }
