@@ -11,8 +11,16 @@ import torch
 from register import collate_fn_register, dataset_register
 from stageline.data.collate import collate_sft
 from stageline.data.digits import Digits
+from stageline.data.json_lines import JsonLines
+from stageline.data.spatial import VSR, RotateCaption, RotateQA, SpatialMM, WhatsUp
 
 dataset_register["digits"] = Digits
+dataset_register["jsonl"] = JsonLines
+dataset_register["vsr"] = VSR
+dataset_register["spatial_mm"] = SpatialMM
+dataset_register["whats_up"] = WhatsUp
+dataset_register["rotate_qa"] = RotateQA
+dataset_register["rotate_caption"] = RotateCaption
 
 
 @collate_fn_register("sft")

@@ -1,0 +1,128 @@
+"""Rows of the user's own JSON or JSON-lines files as samples."""
+
+from pathlib import Path
+from typing import Any
+
+from stageline.data.readers import (
+    Row,
+    RowsDataset,
+    check_split,
+    dataset_folder,
+    find_file,
+    read_rows,
+    split_rows,
+)
+from stageline.errors import DataError
+
+_IMAGE_TYPES = ("image", "image_url")
+
+
+class JsonLines(RowsDataset):
+    """Your own rows: JSON lines (or a .json list) with question, answer, image, or messages.
+
+    A row is {"question": ..., "answer": ..., "image": "a.png" or ["a.png", "b.png"]}, or
+    {"instruction": ..., "input": ..., "output": ...}, or {"messages": [{"role": "user",
+    "content": ...}, ...]} for --prompt-fn chat. Every field can be used in a template by its name.
+    dataset_path is a file, or a folder with train.jsonl and test.jsonl.
+
+    Args:
+        fields: other names of fields, {"question": "prompt", "answer": "completion"}.
+        image_path: folder that image names are relative to; by default that of the file.
+        test_size: held-out rows of a single file, as a number, or below 1 as a share; 1.0: all.
+        test_path: file of the held-out rows; all of dataset_path is trained then.
+        group: field that names the group of a row in reports.
+    """
+
+    def __init__(
+        self,
+        *,
+        dataset_path: str | None,
+        split: str = "train",
+        fields: dict[str, str] | None = None,
+        image_path: str | None = None,
+        test_size: int | float = 0.1,
+        test_path: str | None = None,
+        group: str = "group",
+    ) -> None:
+        path = dataset_folder(dataset_path, name="jsonl")
+        check_split(split)
+        self._fields = dict(fields or {})
+        self._group = group
+        if test_path is not None:
+            file = Path(test_path) if split == "test" else self._file(path, "train")
+            rows = read_rows(file)
+        elif path.is_dir():
+            file = self._file(path, split)
+            rows = read_rows(file)
+        else:
+            file = path
+            rows = split_rows(read_rows(file), split=split, test_size=test_size)
+        roots = [Path(image_path)] if image_path else [file.parent, file.parent / "images"]
+        self._name = file.stem
+        super().__init__(rows, image_roots=roots)
+
+    @staticmethod
+    def _file(path: Path, split: str) -> Path:
+        if path.is_file():
+            return path
+        return find_file(path, (f"{split}.jsonl", f"{split}.json"))
+
+    def convert(self, row: Row) -> tuple[list[str] | None, dict[str, Any]]:
+        sample = dict(row.data)
+        for name, own in self._fields.items():
+            if own not in row.data:
+                raise _missing(row, own, f"it is to be the {name} (--dataset.fields)")
+            sample[name] = row.data[own]
+        if "instruction" in sample:
+            extra = f"\n{sample['input']}" if sample.get("input") else ""
+            sample.setdefault("question", f"{sample['instruction']}{extra}")
+            sample.setdefault("answer", sample.get("output"))
+        images = _image_names(row, sample)
+        if sample.get("messages") is None and not _has_text(sample):
+            raise _missing(row, "answer", "it is what the model learns to write")
+        sample["id"] = str(row.data.get("id", f"{self._name}-{row.number}"))
+        sample["group"] = str(sample.get(self._group, "all"))
+        return images, sample
+
+
+def _has_text(sample: dict[str, Any]) -> bool:
+    """Whether there is something that a template can learn."""
+    return any(
+        isinstance(sample.get(name), str | int | float) for name in ("answer", "caption", "text")
+    )
+
+
+def _image_names(row: Row, sample: dict[str, Any]) -> list[str] | None:
+    """Names of the images: of the row, and else of the parts of its messages."""
+    names = sample.get("images", sample.get("image"))
+    names = [names] if isinstance(names, str) else names
+    if names is None:
+        names = list(_message_images(sample.get("messages")))
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise DataError(
+            f"{row.source}: the image is {names!r}. A file name or a list of them was expected, "
+            "because pictures are read from files: correct the row."
+        )
+    return names or None
+
+
+def _message_images(messages: Any) -> list[Any]:
+    """File names in content parts: {"type": "image", "image": "a.png"}, or an image_url."""
+    found = []
+    for message in messages if isinstance(messages, list) else []:
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else []:
+            if isinstance(part, dict) and part.get("type") in _IMAGE_TYPES:
+                value = next((part[key] for key in ("image", "path", "url") if key in part), None)
+                url = part.get("image_url")
+                url = url.get("url") if isinstance(url, dict) else url
+                found += [value or url] if value or url else []
+    return found
+
+
+def _missing(row: Row, field: str, reason: str) -> DataError:
+    return DataError(
+        f"{row.source}: the field {field!r} is missing. Text was expected in it, because {reason}; "
+        f"the row has the fields {', '.join(sorted(row.data)) or 'none'}. Correct the row, or name "
+        'its fields with --dataset.fields \'{"question": "...", "answer": "..."}\'.'
+    )
