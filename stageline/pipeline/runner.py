@@ -189,7 +189,12 @@ def _describe(tensors: tuple[torch.Tensor, ...]) -> list[str]:
 
 
 def _inputs(batch: MicroBatch) -> MicroBatch:
-    return {name: value for name, value in batch.items() if name != "labels"}
+    """What the model gets; the rest is for the loss alone."""
+    return {
+        name: value
+        for name, value in batch.items()
+        if name != "labels" and not name.startswith("loss_")
+    }
 
 
 def _start(ops: list[dist.P2POp]) -> list[dist.Work]:
