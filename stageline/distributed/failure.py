@@ -63,7 +63,7 @@ def describe_failure(error: BaseException) -> tuple[str, int]:
         code = getattr(cause, "exit_code", None)
         if isinstance(code, int):
             return f"error: {cause}\n", code
-    root = list(_causes(error))[-1] if str(error).startswith("[Stage") else error
+    root = list(_causes(error))[-1] if str(error).lstrip().startswith("[Stage") else error
     what = "".join(traceback.format_exception_only(root)).strip()
     trace = "".join(traceback.format_exception(error))
     return f"{_who()}: {what}\n{trace}", UNEXPECTED

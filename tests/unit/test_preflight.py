@@ -1,0 +1,100 @@
+"""The look through the data: it finds what a run would stumble over, before a model is loaded."""
+
+import pytest
+from PIL import Image
+
+from prompt_fn import auto, fill
+from stageline.data.preflight import check_vocabulary, preflight
+from stageline.data.processor import get_pad_token_id, load_processor
+from stageline.errors import DataError, UserError
+from stageline.testing.tiny_processors import tiny_processor
+from stageline.testing.tiny_tokenizers import tiny_tokenizer
+
+
+class Rows:
+    """A dataset over a list; counts what was asked for."""
+
+    def __init__(self, rows):
+        self.rows = rows
+        self.asked = []
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, row):
+        self.asked.append(row)
+        return self.rows[row]
+
+
+def _sample(i, answer="7"):
+    return {"id": str(i), "source": f"rows.jsonl:{i + 1}", "question": "q", "answer": answer}
+
+
+def _preflight(rows, processor, **options):
+    defaults = {"prompt": "[IMAGE][QUESTION] [ANSWER]", "max_token_num": 60}
+    return preflight(
+        rows, prompt_fn=fill, image_token=auto, processor=processor, **{**defaults, **options}
+    )
+
+
+def test_figures_of_good_rows():
+    rows = Rows([(None, _sample(i)) for i in range(10)])
+    report = _preflight(rows, tiny_tokenizer())
+    assert (report.num_rows, report.num_checked, report.longest) == (10, 10, 4)
+    assert (report.num_tokens, report.num_targets) == (40, 30)  # q | space 7 </s>
+    assert "10 of 10 rows" in str(report)
+
+
+def test_the_first_bad_row_is_named():
+    rows = Rows([(None, _sample(i, answer="7" * (100 if i == 6 else 1))) for i in range(10)])
+    with pytest.raises(DataError, match="rows.jsonl:7.*103 tokens, 102 .*--max-token-num 60"):
+        _preflight(rows, tiny_tokenizer())
+    assert _preflight(rows, tiny_tokenizer(), overlong="drop").num_overlong == 1
+
+
+def test_images_are_decoded(tmp_path):
+    path = tmp_path / "torn.png"
+    Image.effect_noise((40, 40), 50).convert("RGB").save(path)
+    path.write_bytes(path.read_bytes()[:300])
+    rows = Rows([([Image.new("RGB", (16, 16))], _sample(0)), ([Image.open(path)], _sample(1))])
+    with pytest.raises(DataError, match="rows.jsonl:2.*torn.png"):
+        _preflight(rows, tiny_processor("llava"))
+
+
+def test_many_rows_are_sampled_always_the_same():
+    asked = []
+    for _ in range(2):
+        rows = Rows([(None, _sample(i)) for i in range(100)])
+        assert _preflight(rows, tiny_tokenizer(), limit=20, seed=3).num_checked == 20
+        asked.append(rows.asked)
+    assert asked[0] == asked[1] and len(set(asked[0])) == 20
+
+
+def test_it_ends_in_time():
+    rows = Rows([(None, _sample(i)) for i in range(100)])
+    assert _preflight(rows, tiny_tokenizer(), seconds=0).num_checked == 1
+
+
+def test_a_tokenizer_larger_than_the_embedding():
+    tokenizer = tiny_tokenizer()
+    check_vocabulary(tokenizer, len(tokenizer))
+    with pytest.raises(UserError, match=f"ids up to {len(tokenizer) - 1} .* has 50 rows"):
+        check_vocabulary(tokenizer, 50)
+    with pytest.raises(UserError, match="embedding"):
+        _preflight(Rows([(None, _sample(0))]), tokenizer, vocab_size=50)
+
+
+def test_a_folder_without_a_tokenizer(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UserError, match=r"--processor-path"):
+        load_processor(tmp_path)
+
+
+def test_text_models_get_their_tokenizer_back(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    loaded = load_processor(tmp_path)
+    assert loaded("Which digit?")["input_ids"] == tokenizer("Which digit?")["input_ids"]
+    assert loaded.chat_template == tokenizer.chat_template
+    assert get_pad_token_id(loaded) == tokenizer.pad_token_id
