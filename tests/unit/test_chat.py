@@ -7,7 +7,7 @@ from stageline.data.encode import TextEncoder, encode_rendered
 from stageline.errors import DataError, UserError
 from stageline.testing.tiny_tokenizers import CHATML, tiny_metaspace_tokenizer, tiny_tokenizer
 
-QA = "[IMAGE]\n[QUESTION]\n[ANSWER]"
+QA = "[QUESTION]\n[ANSWER]"
 # takes lists of parts only, trims, adds a system message, and ends turns with EOS
 LISTS_ONLY = (
     "<s>{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe nice.</s>{% endif %}"

@@ -40,14 +40,17 @@ def _preflight(rows, processor, **options):
 def test_figures_of_good_rows():
     rows = Rows([(None, _sample(i)) for i in range(10)])
     report = _preflight(rows, tiny_tokenizer())
-    assert (report.num_rows, report.num_checked, report.longest) == (10, 10, 4)
-    assert (report.num_tokens, report.num_targets) == (40, 30)  # q | space 7 </s>
+    assert (report.num_rows, report.num_checked, report.longest) == (10, 10, 3)
+    assert (report.num_tokens, report.num_targets) == (
+        30,
+        20,
+    )  # "q" is given, " 7" and EOS are learnt
     assert "10 of 10 rows" in str(report)
 
 
 def test_the_first_bad_row_is_named():
     rows = Rows([(None, _sample(i, answer="7" * (100 if i == 6 else 1))) for i in range(10)])
-    with pytest.raises(DataError, match="rows.jsonl:7.*103 tokens, 102 .*--max-token-num 60"):
+    with pytest.raises(DataError, match="rows.jsonl:7.*102 tokens, 101 .*--max-token-num 60"):
         _preflight(rows, tiny_tokenizer())
     assert _preflight(rows, tiny_tokenizer(), overlong="drop").num_overlong == 1
 
