@@ -1,6 +1,7 @@
 """scikit-learn's 1,797 real handwritten digits as pictures with a question and an answer."""
 
 from functools import lru_cache
+from hashlib import sha256
 from typing import Any, Literal
 
 import numpy
@@ -69,7 +70,6 @@ def _load() -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray, numpy.ndarray]
     """Pixels [1797, 8, 8] as bytes, labels [1797], rows of both splits."""
     try:
         from sklearn.datasets import load_digits
-        from sklearn.model_selection import train_test_split
     except ImportError as error:
         raise UserError(
             "--dataset digits needs scikit-learn, which holds the images, and it is not "
@@ -77,7 +77,23 @@ def _load() -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray, numpy.ndarray]
         ) from error
     digits = load_digits()
     pixels = (digits.images * (255 / 16)).round().astype(numpy.uint8)
-    train, test = train_test_split(
-        numpy.arange(len(pixels)), test_size=NUM_TEST, stratify=digits.target, random_state=0
-    )
-    return pixels, digits.target, numpy.sort(train), numpy.sort(test)
+    test = _draw_test(digits.target)
+    train = numpy.setdiff1d(numpy.arange(len(pixels)), test)
+    return pixels, digits.target, train, test
+
+
+def _draw_test(labels: numpy.ndarray) -> numpy.ndarray:
+    """Rows of the test, sorted: of each digit its share, drawn by the hash of the row's number.
+
+    Written out, so that the split is the same with every version of every library.
+    """
+    counts = numpy.bincount(labels)
+    shares = counts * NUM_TEST / len(labels)
+    wanted = numpy.floor(shares).astype(int)
+    largest_remainders = numpy.argsort(wanted - shares, kind="stable")
+    wanted[largest_remainders[: NUM_TEST - wanted.sum()]] += 1
+    chosen: list[int] = []
+    for digit, number in enumerate(wanted):
+        rows = numpy.flatnonzero(labels == digit).tolist()
+        chosen += sorted(rows, key=lambda row: sha256(f"digits {row}".encode()).digest())[:number]
+    return numpy.sort(numpy.array(chosen))
