@@ -32,7 +32,7 @@ _VIDEO_TYPES = {
 _CONFIG_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 
 
-class _WithoutVideo:
+class _WithoutVideo(transformers.ProcessorMixin):
     """Mixed into a processor class: its video processor may be None, also when it is saved."""
 
     video_config: dict[str, Any] | None = None
@@ -49,13 +49,16 @@ class _WithoutVideo:
             output["video_processor"] = self.video_config or {"video_processor_type": kind}
         return output
 
-    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> list[str]:
+    def save_pretrained(
+        self, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any
+    ) -> list[str]:
         names = [name for name in type(self).get_attributes() if name != "video_processor"]
-        self.get_attributes = lambda: names  # the library's loop does not expect None
+        # the library's loop does not expect None
+        self.__dict__["get_attributes"] = lambda: names
         try:
-            return super().save_pretrained(save_directory, **kwargs)
+            return super().save_pretrained(save_directory, push_to_hub, **kwargs)
         finally:
-            del self.get_attributes
+            del self.__dict__["get_attributes"]
 
 
 def compose_processor(
@@ -149,7 +152,7 @@ def _load_without_video(path: Path, error: Exception, *, trust_remote_code: bool
     settings = _read_settings(path)
     class_name = settings.pop("processor_class", None) or _processor_of_model(path)
     base = getattr(transformers, class_name or "", None)
-    if base is None or "video_processor" not in base.get_attributes():
+    if class_name is None or base is None or "video_processor" not in base.get_attributes():
         raise _cannot_load(path, error) from error
     try:
         image_processor = AutoImageProcessor.from_pretrained(str(path))
