@@ -155,7 +155,7 @@ def _load_without_video(path: Path, error: Exception, *, trust_remote_code: bool
     if class_name is None or base is None or "video_processor" not in base.get_attributes():
         raise _cannot_load(path, error) from error
     try:
-        image_processor = AutoImageProcessor.from_pretrained(str(path))
+        image_processor = _load_image_processor(path, settings)
         tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
         template_file = path / "chat_template.jinja"
         template = template_file.read_text(encoding="utf-8") if template_file.is_file() else None
@@ -173,6 +173,18 @@ def _load_without_video(path: Path, error: Exception, *, trust_remote_code: bool
         )
     except Exception as second:
         raise _cannot_load(path, second) from second
+
+
+def _load_image_processor(path: Path, settings: dict[str, Any]) -> Any:
+    """The image processor of a folder, the Pillow one where torchvision is missing."""
+    try:
+        return AutoImageProcessor.from_pretrained(str(path))
+    except ImportError:  # in transformers 5.17 the choice itself needs torchvision
+        own = settings.get("image_processor")
+        if own is None:
+            own = json.loads((path / "preprocessor_config.json").read_text(encoding="utf-8"))
+        name = own["image_processor_type"].removesuffix("Fast").removesuffix("Pil")
+        return getattr(transformers, f"{name}Pil").from_dict(own)
 
 
 def _read_settings(path: Path) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import hashlib
 import json
 
 import pytest
-from PIL import Image
 
 from register import (
     collate_fn_register,
@@ -16,120 +15,31 @@ from register import (
     prompt_register,
 )
 from stageline.errors import DataError, UserError
+from stageline.testing.tiny_datasets import (
+    make_jsonl,
+    make_rotate,
+    make_spatial_mm,
+    make_vsr,
+    make_whats_up,
+    picture,
+    write_json,
+    write_lines,
+)
 from stageline.testing.tiny_processors import tiny_processor
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
 import_shelf("prompt", "prompt_fn", "dataset", "metric")
 
 
-def _picture(path, size=(20, 30)):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", size, (200, 10, 10)).save(path)
-
-
-def _write_lines(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def _write_json(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(rows), encoding="utf-8")
-
-
-def _make_vsr(folder):
-    for split_type in ("random", "zeroshot"):
-        for split in ("train", "dev", "test"):
-            rows = [
-                {
-                    "image": f"{i:012}.jpg",
-                    "image_link": f"http://images.cocodataset.org/train2017/{i:012}.jpg",
-                    "caption": f"The dog is {relation} the {split_type} {split} cat.",
-                    "label": i % 2,
-                    "relation": relation,
-                    "annotator_id": 4,
-                    "vote_true_validator_id": "[19, 2]",
-                    "vote_false_validator_id": "[]",
-                }
-                for i, relation in enumerate(("on", "left of", "behind", "on"))
-            ]
-            _write_lines(folder / "data/splits" / split_type / f"{split}.jsonl", rows)
-    for i in range(4):
-        _picture(folder / "trainval2017" / f"{i:012}.jpg")
-
-
-def _make_spatial_mm(folder):
-    for number in ("one", "two"):
-        rows = [
-            {
-                "image_name": f"{number}{i}.jpg",
-                "question": f"Where is the {i} from the {who}'s perspective?\nA. left\nB. top left",
-                "answer": ("A. left", "B. top left")[i % 2],
-                "object1": "cat",
-                "object2": "",
-            }
-            for i, who in enumerate(("camera", "woman", "camera", "man", "camera"))
-        ]
-        _write_json(folder / f"spatial_mm_{number}_obj.json", rows)
-        for i in range(5):
-            _picture(folder / "Spatial_MM_Obj" / f"{number}{i}.jpg")
-    hop = {"image_name": "one0.jpg", "question": "What colour is it?", "answer": "pink", "hop": 2}
-    _write_json(folder / "multihop_reasoning_309.json", [hop])
-
-
-def _make_whats_up(folder):
-    words = ("left_of", "right_of", "on", "under")
-    rows = []
-    for thing in ("mug", "book", "cap"):
-        captions = [f"A {thing} {word.replace('_', ' ')} a table" for word in words]
-        for i, word in enumerate(words):
-            image = f"data/controlled_images/{thing}_{word}_table.jpeg"
-            options = [captions[i], *captions[:i], *captions[i + 1 :]]
-            rows.append({"image_path": image, "caption_options": options})
-            _picture(folder / "controlled_images" / f"{thing}_{word}_table.jpeg")
-    _write_json(folder / "controlled_images_dataset.json", rows)
-    coco = [[139, "A photo of a cat on the left", "A photo of a cat on the right"]]
-    _write_json(folder / "coco_qa_one_obj.json", coco)
-    _picture(folder / "val2017/000000000139.jpg")
-
-
-def _make_rotate(folder):
-    rows = [
-        {
-            "image": f"{i % 5}.png",
-            "rotation": 90 * (i % 4),
-            "question": "Where is the cup?",
-            "answer": ("left", "3 o'clock", 90)[i % 3],
-            "caption": "A cup on a table, turned.",
-            "task": ("direction", "clock", "angle")[i % 3],
-        }
-        for i in range(15)
-    ]
-    _write_json(folder / "rotate_qa.json", rows)
-    _write_lines(folder / "rotate_caption.jsonl", rows)
-    for i in range(5):
-        _picture(folder / "images" / f"{i}.png")
-
-
-def _make_jsonl(folder):
-    rows = [
-        {"question": f"q{i}", "answer": f"a{i}", "image": "a.png", "id": f"row{i}"}
-        for i in range(20)
-    ]
-    _write_lines(folder / "train.jsonl", rows)
-    _write_lines(folder / "test.jsonl", rows[:4])
-    _picture(folder / "a.png")
-
-
 # key -> makes the files, metric, template
 PUBLIC = {
     "digits": (lambda folder: None, "exact_match", "digits"),
-    "vsr": (_make_vsr, "vsr", "vsr"),
-    "spatial_mm": (_make_spatial_mm, "spatial_mm", "vqa"),
-    "whats_up": (_make_whats_up, "whats_up", "vqa"),
-    "rotate_qa": (_make_rotate, "rotate_qa", "vqa"),
-    "rotate_caption": (_make_rotate, "contains", "caption"),
-    "jsonl": (_make_jsonl, "exact_match", "vqa"),
+    "vsr": (make_vsr, "vsr", "vsr"),
+    "spatial_mm": (make_spatial_mm, "spatial_mm", "vqa"),
+    "whats_up": (make_whats_up, "whats_up", "vqa"),
+    "rotate_qa": (make_rotate, "rotate_qa", "vqa"),
+    "rotate_caption": (make_rotate, "contains", "caption"),
+    "jsonl": (make_jsonl, "exact_match", "vqa"),
 }
 
 
@@ -222,7 +132,7 @@ def test_every_image_token_leaves_text_alone(key):
 
 
 @pytest.mark.parametrize(
-    ("key", "family"), [("internvl", "internvl"), ("image", "llava"), ("image", "idefics3"),
+    ("key", "family"), [("internvl", "internvl"), ("image", "llava"),
                         ("qwen_vl", "qwen2_5_vl"), ("gemma3", "gemma3")]
 )  # fmt: skip
 def test_explicit_image_tokens_are_what_auto_finds(key, family):
@@ -315,7 +225,7 @@ def test_rotated_pictures(tmp_path):
 def test_jsonl_files_fields_and_splits(tmp_path):
     rows = [{"prompt": f"p{i}", "reply": i, "kind": "xy"[i % 2]} for i in range(50)]
     file = tmp_path / "rows.jsonl"
-    _write_lines(file, rows)
+    write_lines(file, rows)
     fields = {"question": "prompt", "answer": "reply"}
     part = dataset_register["jsonl"]
     options = {"dataset_path": str(file), "fields": fields, "group": "kind"}
@@ -328,7 +238,7 @@ def test_jsonl_files_fields_and_splits(tmp_path):
     other = part(split="test", test_path=str(file), **options)
     assert len(other) == len(part(split="train", test_path=str(file), **options)) == 50
     # a row more does not move the others
-    _write_lines(file, [*rows, rows[0]])
+    write_lines(file, [*rows, rows[0]])
     kept = {train[i][1]["id"] for i in range(45)}
     longer = part(split="train", test_size=5, **options)
     assert len(kept & {longer[i][1]["id"] for i in range(46)}) >= 44
@@ -337,7 +247,7 @@ def test_jsonl_files_fields_and_splits(tmp_path):
 def test_jsonl_instructions_and_messages(tmp_path):
     file = tmp_path / "rows.json"
     message = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what?"}]
-    _write_json(
+    write_json(
         file,
         [
             {"instruction": "Add", "input": "1 2", "output": "3"},
@@ -346,7 +256,7 @@ def test_jsonl_instructions_and_messages(tmp_path):
                           {"role": "assistant", "content": "a cup"}]},
         ],
     )  # fmt: skip
-    _picture(tmp_path / "a.png")
+    picture(tmp_path / "a.png")
     dataset = dataset_register["jsonl"](dataset_path=str(file), split="test", test_size=1.0)
     assert [dataset[i][1].get("question") for i in range(3)] == ["Add\n1 2", "Say hi", None]
     assert dataset[0][1]["answer"] == "3"
@@ -384,7 +294,7 @@ def test_missing_files_are_named(tmp_path):
     with pytest.raises(UserError, match=r"random/train.jsonl.*lies in"):
         dataset_register["vsr"](dataset_path=str(tmp_path))
     file = tmp_path / "rows.jsonl"
-    _write_lines(file, [{"question": "q", "answer": "a", "image": "gone.png"}] * 20)
+    write_lines(file, [{"question": "q", "answer": "a", "image": "gone.png"}] * 20)
     dataset = dataset_register["jsonl"](dataset_path=str(file))
     with pytest.raises(DataError, match=r"rows.jsonl:\d+.*no image gone.png"):
         dataset[0]
@@ -417,7 +327,7 @@ def test_bad_rows_are_named_when_the_dataset_is_made(key, change, reason, tmp_pa
     text = file.read_text()
     rows = json.loads(text) if file.suffix == ".json" else list(map(json.loads, text.splitlines()))
     rows[2] = {**rows[2], **change}
-    (_write_json if file.suffix == ".json" else _write_lines)(file, rows)
+    (write_json if file.suffix == ".json" else write_lines)(file, rows)
     options = {} if key == "vsr" else {"test_size": 0}
     place = ": row 3" if file.suffix == ".json" else ":3"
     with pytest.raises(DataError, match=f"{file.name}{place}.*{reason}"):

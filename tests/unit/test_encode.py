@@ -3,6 +3,7 @@
 import pytest
 
 from prompt_fn import fill
+from stageline.data import limit
 from stageline.data.encode import TextEncoder, check_targets, encode_rendered
 from stageline.data.limit import limit_length
 from stageline.data.rendered import Piece, Rendered
@@ -193,7 +194,8 @@ def test_too_long_is_refused_with_all_figures():
     assert limit_length(encoded, max_token_num=total, overlong="error", name="s") is encoded
 
 
-def test_cut_prompt_takes_the_beginning_of_the_datas_text():
+def test_cut_prompt_takes_the_beginning_of_the_datas_text(monkeypatch):
+    monkeypatch.setattr(limit, "_has_warned", set())
     tokenizer = tiny_tokenizer()
     _, encoded = _encode(tokenizer, "abcdefghij klm", "7")
     with pytest.warns(UserWarning, match="first 4 tokens"):

@@ -23,7 +23,10 @@ SIZES = (((20, 30),), (), ((64, 33), (16, 16)), ((40, 90),))
 
 @pytest.fixture(scope="module", params=PROCESSOR_FAMILIES)
 def processor(request):
-    return tiny_processor(request.param)
+    try:
+        return tiny_processor(request.param)
+    except ImportError as error:  # older releases of the library want torchvision for some
+        pytest.skip(str(error))
 
 
 def _rows():
