@@ -4,6 +4,7 @@ Stop it at any time: started again with the same options it goes on where it was
 """
 
 import functools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ NUM_PICTURES = 36
 
 
 def main() -> int:
-    import_shelf(*SHELF)
+    import_shelf(*(() if "--list" in sys.argv else SHELF))  # the list shows everything
     arguments = parse_evaluate_args()
     freeze_registers()
     run, parts = arguments.run, arguments.parts

@@ -6,6 +6,7 @@
 
 import functools
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,7 +39,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def main() -> int:
-    import_shelf(*SHELF)
+    import_shelf(*(() if "--list" in sys.argv else SHELF))  # the list shows everything
     arguments = parse_train_args()
     freeze_registers()
     launch_if_needed(arguments.run.num_stages)

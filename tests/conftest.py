@@ -10,7 +10,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import pytest
 import torch
 
-import register
+from register import restored_registers
 
 torch.set_num_threads(1)
 
@@ -18,12 +18,10 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _clean_state():
     """Restores registers, default dtype and seeds after each test."""
-    kept = {name: dict(parts.data) for name, parts in register.ALL_REGISTERS.items()}
     dtype = torch.get_default_dtype()
     torch.manual_seed(0)
-    yield
+    with restored_registers():
+        yield
     torch.set_default_dtype(dtype)
-    for name, parts in register.ALL_REGISTERS.items():
-        parts.data = kept[name]
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from stageline.plotting.pictures import plot_predictions
 from stageline.training.evaluation import EvalResult
 from stageline.training.memory import gather_peaks
-from stageline.training.run_log import RunLog
-from stageline.training.stage_table import StageSummary, format_stage_table, human_bytes
+from stageline.training.run_log import RunLog, StepRecord
+from stageline.training.stage_table import StageSummary, format_stage_table
 from stageline.training.step import StepResult
 
 
@@ -85,21 +85,19 @@ class RunReport:
         """After each optimizer step."""
         if step == 1 or step % self.memory_every == 0:
             self.peaks = gather_peaks(self.context.device, group=self.context.pp_group)
-        rate = result.num_tokens / seconds
-        memory = "|".join(human_bytes(peak) for peak in self.peaks)
-        figures = {
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
-            "learning_rate": result.learning_rate,
-            "num_tokens": result.num_tokens,
-            "num_targets": result.num_targets,
-            "tokens_per_second": round(rate, 1),
-            "seconds": round(seconds, 4),
-            "is_skipped": result.is_skipped,
-            "peak_memory_bytes": self.peaks,
-        }
-        shown = f"loss {result.loss:.4f} {rate:.0f} tok/s memory {memory}"
-        self.log.log_step(step, figures, shown=shown)
+        record = StepRecord(
+            step=step,
+            loss=result.loss,
+            learning_rate=result.learning_rate,
+            grad_norm=result.grad_norm,
+            num_tokens=result.num_tokens,
+            num_targets=result.num_targets,
+            num_samples=result.num_samples,
+            seconds=seconds,
+            is_skipped=result.is_skipped,
+            peak_memory_bytes=tuple(self.peaks),
+        )
+        self.log.log_step(record)
 
     def evaluated(self, step: int, result: EvalResult, *, dataset: Any, processor: Any) -> None:
         """After each evaluation: figures, curve, and samples with their predictions."""

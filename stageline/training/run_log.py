@@ -1,54 +1,136 @@
 """What a run leaves behind: a JSON-lines log, TensorBoard events, a bar, the loss curve.
 
-Only the main rank writes; on others every method does nothing.
+Only the main rank writes; on others every method does nothing. Knows neither model nor data.
 """
 
 import json
 import math
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from tqdm import tqdm
 
 from stageline.plotting.curves import plot_loss
+from stageline.training.stage_table import human_memory
+
+MAX_LINES = 50  # of progress, where there is no terminal
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step in figures.
+
+    Attributes:
+        step: steps done; the first one is 1.
+        loss, grad_norm: of the whole batch, the norm before clipping; may be inf or nan.
+        num_tokens, num_targets, num_samples: real tokens, supervised ones, and rows of the batch.
+        seconds: from the batch to the updated weights.
+        is_skipped: no weight changed, since a gradient was not finite.
+        peak_memory_bytes: of each stage since the start; empty: not known.
+    """
+
+    step: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    num_tokens: int
+    num_targets: int
+    num_samples: int
+    seconds: float
+    is_skipped: bool = False
+    peak_memory_bytes: tuple[int, ...] = ()
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds if self.seconds > 0 else 0.0
+
+    def figures(self) -> dict[str, Any]:
+        """What stands in the log, by name."""
+        return {
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "learning_rate": self.learning_rate,
+            "num_tokens": self.num_tokens,
+            "num_targets": self.num_targets,
+            "num_samples": self.num_samples,
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "seconds": round(self.seconds, 4),
+            "is_skipped": self.is_skipped,
+            "peak_memory_bytes": list(self.peak_memory_bytes),
+        }
+
+    def __str__(self) -> str:
+        skipped = ", skipped" if self.is_skipped else ""
+        return (
+            f"loss {self.loss:.4f}{skipped}, {self.tokens_per_second:,.0f} tokens/s, "
+            f"memory {human_memory(self.peak_memory_bytes)}"
+        )
 
 
 class RunLog:
     """Writes into a run folder; an existing log is continued.
 
     Args:
+        folder: is made; gets log.jsonl, tensorboard/ and loss.png.
+        config: written as config.yaml; None where that file is written elsewhere.
         is_main: whether this rank writes.
+        start_step: steps done before; events and curves beyond it are replaced.
     """
 
-    def __init__(self, folder: str | Path, *, total_steps: int, is_main: bool = True) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        total_steps: int,
+        config: Mapping[str, Any] | None = None,
+        is_main: bool = True,
+        start_step: int = 0,
+    ) -> None:
         self.folder = Path(folder)
         self.is_main = is_main
+        self.total_steps = total_steps
+        self.start_step = start_step
         if not is_main:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
+        if config is not None:
+            text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+            (self.folder / "config.yaml").write_text(text, encoding="utf-8")
         self.path = self.folder / "log.jsonl"
+        end_torn_line(self.path)
         self._file = self.path.open("a", encoding="utf-8")
-        self._events = _open_events(self.folder / "tensorboard")
-        # a log file wants lines, not a bar that redraws itself
+        self._events = _open_events(self.folder / "tensorboard", start_step=start_step)
+        # a bar that redraws itself is for terminals; a file of output gets lines
+        self._has_bar = sys.stderr.isatty()
         self._bar = tqdm(
-            total=total_steps, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty()
+            total=total_steps,
+            initial=start_step,
+            unit="step",
+            dynamic_ncols=True,
+            disable=not self._has_bar,
         )
-        self._start = time.time()
+        self._line_every = line_interval(total_steps - start_step)
+        self._start = time.monotonic()
 
-    def log_step(self, step: int, figures: dict[str, Any], *, shown: str) -> None:
-        """Logs one optimizer step; `shown` stands beside the bar."""
+    def log_step(self, record: StepRecord) -> None:
+        """Logs one optimizer step and shows it."""
         if not self.is_main:
             return
-        self._write("train", step, figures)
-        self._bar.set_postfix_str(shown, refresh=False)
-        self._bar.update(step - self._bar.n)
-        if self._bar.disable and (step % 10 == 0 or step == self._bar.total):
-            left = (time.time() - self._start) / max(step, 1) * (self._bar.total - step)
-            print(f"step {step}/{self._bar.total} {shown} left {left:.0f}s", flush=True)
+        self._write("train", record.step, record.figures())
+        if self._has_bar:
+            self._bar.set_postfix_str(str(record), refresh=False)
+            self._bar.update(record.step - self._bar.n)
+            return
+        is_end = record.step in (self.start_step + 1, self.total_steps)
+        if is_end or record.step % self._line_every == 0:
+            print(self._line(record), flush=True)
 
-    def log_eval(self, step: int, figures: dict[str, Any]) -> None:
+    def log_eval(self, step: int, figures: Mapping[str, Any]) -> None:
         """Logs an evaluation and redraws the curve."""
         if self.is_main:
             self._write("eval", step, figures)
@@ -62,40 +144,92 @@ class RunLog:
 
     def draw(self) -> None:
         """Draws loss.png from the log."""
-        if self.is_main:
+        if self.is_main and self.path.stat().st_size:
             plot_loss(self.path, self.folder / "loss.png")
 
     def close(self) -> None:
-        """Ends the bar and all files."""
-        if self.is_main:
-            self._bar.close()
-            self.draw()
-            self._file.close()
-            if self._events is not None:
-                self._events.close()
-
-    def _write(self, kind: str, step: int, figures: dict[str, Any]) -> None:
-        record = {"kind": kind, "step": step, "time": round(time.time(), 3), **_finite(figures)}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        """Ends the bar and all files and draws the last curve; a second call does nothing."""
+        if not self.is_main or self._file.closed:
+            return
+        self._bar.close()
+        self._file.close()
         if self._events is not None:
-            for name, value in figures.items():
-                if isinstance(value, int | float):
-                    self._events.add_scalar(f"{kind}/{name}", value, step)
+            self._events.close()
+        self.draw()
+
+    def _line(self, record: StepRecord) -> str:
+        done = record.step - self.start_step
+        seconds = (time.monotonic() - self._start) / done * (self.total_steps - record.step)
+        left = tqdm.format_interval(seconds)
+        return f"step {record.step}/{self.total_steps}: {record}, {left} left"
+
+    def _write(self, kind: str, step: int, figures: Mapping[str, Any]) -> None:
+        record = {"kind": kind, "step": step, "time": round(time.time(), 3), **finite(figures)}
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._events is None:
+            return
+        for name, value in scalars(figures).items():
+            self._events.add_scalar(f"{kind}/{name}", value, step)
 
 
-def _finite(figures: dict[str, Any]) -> dict[str, Any]:
-    """JSON knows neither inf nor nan: they become null."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
+def finite(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures as JSON can say them: inf and nan become null.
+
+    What they were stands in `non_finite`, {name: "nan" | "inf" | "-inf"}, which is there only
+    then.
+    """
+    bad = {
+        name: str(value)
         for name, value in figures.items()
+        if isinstance(value, float) and not math.isfinite(value)
     }
+    kept = {name: None if name in bad else value for name, value in figures.items()}
+    return {**kept, "non_finite": bad} if bad else kept
 
 
-def _open_events(folder: Path) -> Any | None:
+def scalars(figures: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers among the figures; of a list of numbers one for each stage."""
+    numbers: dict[str, float] = {}
+    for name, value in figures.items():
+        if isinstance(value, int | float):
+            numbers[name] = float(value)
+        elif isinstance(value, list | tuple):
+            for stage, item in enumerate(value):
+                if isinstance(item, int | float):
+                    numbers[f"{name}/stage_{stage}"] = float(item)
+    return numbers
+
+
+def line_interval(num_steps: int) -> int:
+    """Every how many steps a line is printed: 1, 2, 5, 10 ..., so that they stay few."""
+    power = 1
+    while True:
+        for interval in (power, 2 * power, 5 * power):
+            if num_steps <= interval * MAX_LINES:
+                return interval
+        power *= 10
+
+
+def end_torn_line(path: Path) -> None:
+    """Ends a last line that a crash cut off, so that the next one starts on its own."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    with path.open("rb+") as file:
+        file.seek(-1, 2)
+        if file.read(1) != b"\n":
+            file.write(b"\n")
+
+
+def _open_events(folder: Path, *, start_step: int) -> Any | None:
     try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        print("note: tensorboard is not installed, so no events are written", file=sys.stderr)
+        from torch.utils.tensorboard import SummaryWriter  # slow to import; one rank needs it
+    except ImportError as error:
+        print(
+            f"note: no TensorBoard events are written ({error}); pip install tensorboard",
+            file=sys.stderr,
+        )
         return None
-    return SummaryWriter(str(folder))
+    # evaluations at step 0 come before the first step, those at a later start have been made
+    purge_step = (start_step + 1 if start_step else 0) if folder.exists() else None
+    return SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)

@@ -28,6 +28,7 @@ class StepResult:
         grad_norm: before clipping; inf or nan when the step was skipped.
         num_tokens: real tokens, padding left out.
         num_targets: supervised tokens.
+        num_samples: rows with at least one of them.
         is_skipped: a gradient was not finite, so no weight changed.
         wants_stop: some rank was asked to stop (Ctrl-C).
     """
@@ -37,6 +38,7 @@ class StepResult:
     learning_rate: float
     num_tokens: int
     num_targets: int
+    num_samples: int
     is_skipped: bool
     wants_stop: bool
 
@@ -106,6 +108,9 @@ class TrainStep:
             learning_rate=rate,
             num_tokens=sum(int(batch["attention_mask"].sum()) for batch in micro_batches),
             num_targets=num_targets,
+            num_samples=sum(
+                int((batch["labels"] != IGNORE).any(dim=1).sum()) for batch in micro_batches
+            ),
             is_skipped=is_skipped,
             wants_stop=stop_count > 0,
         )

@@ -49,7 +49,9 @@ def test_a_stopped_evaluation_goes_on_where_it_was(tmp_path):
     second = Answerer()
     file = run(path, second, batch_size=3)
     assert second.asked == ["4", "5", "6"]
-    assert {k: r["prediction"] for k, r in file.records.items()} == {f"r{i}": str(i) for i in range(7)}
+    assert {k: r["prediction"] for k, r in file.records.items()} == {
+        f"r{i}": str(i) for i in range(7)
+    }
     assert len(path.read_text().splitlines()) == 7
     third = Answerer()
     run(path, third)

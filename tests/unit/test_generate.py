@@ -28,9 +28,7 @@ def test_a_left_padded_batch_equals_single_prompts(family):
     with torch.no_grad():
         for parameter in model.parameters():  # sharper than a fresh start, so that tokens differ
             parameter.mul_(1.5)
-    answers = generate(
-        model, tokenizer, prompts=prompts(), images=[None] * 3, max_new_tokens=12
-    )
+    answers = generate(model, tokenizer, prompts=prompts(), images=[None] * 3, max_new_tokens=12)
     seen = set()
     for text, answer in zip(TEXTS, answers, strict=True):
         ids = tokenizer("Question: " + text, return_tensors="pt")["input_ids"]

@@ -1,0 +1,84 @@
+"""The shipped recipes: they parse, their options exist, and the default job runs end to end."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from options.run_options import EvaluateConfig, RunConfig
+from register import ALL_REGISTERS
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted((ROOT / "scripts").glob("*.sh"))
+EXPORT_OPTIONS = {"model-path", "output-path", "merge", "dtype", "verify", "trust-remote-code"}
+SPECIAL = {"config", "import", "help", "list"}
+PROGRAMS = {"train_pp.py": RunConfig, "evaluate.py": EvaluateConfig, "export.py": None}
+
+
+def known_options(program):
+    config = PROGRAMS[program]
+    if config is None:
+        return EXPORT_OPTIONS
+    fields = {field.name.replace("_", "-") for field in dataclasses.fields(config)}
+    return fields | {name.replace("_", "-") for name in ALL_REGISTERS} | SPECIAL
+
+
+def commands(text):
+    """(program, options) of each call of an entry file in a script or a README."""
+    joined = text.replace("\\\n", " ")
+    for line in joined.splitlines():
+        for program in PROGRAMS:
+            if program in line and not line.strip().startswith("#"):
+                yield program, re.findall(r"--([a-z][a-z-]+)", line.split(program, 1)[1])
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_is_valid_bash(script):
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+@pytest.mark.parametrize(
+    "path", [*SCRIPTS, *ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")], ids=str
+)
+def test_options_of_a_script_exist(path):
+    for program, options in commands(path.read_text(encoding="utf-8")):
+        unknown = set(options) - known_options(program)
+        assert not unknown, f"{program} has no {unknown}"
+
+
+def test_the_readme_names_scripts_that_exist():
+    names = re.findall(r"bash (scripts/\w+\.sh)", (ROOT / "README.md").read_text())
+    assert len(names) >= 4
+    for name in names:
+        assert (ROOT / name).is_file(), name
+
+
+def run(script, *options, **environment):
+    return subprocess.run(
+        ["bash", str(ROOT / "scripts" / script), *options],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+@pytest.mark.skipif(not (ROOT / ".venv").is_dir(), reason="the scripts' environment is not there")
+def test_the_default_job_trains_and_is_evaluated(tmp_path):
+    folder = tmp_path / "run"
+    steps = ("--total-steps", "3", "--warmup-steps", "1")
+    options = (*steps, "--eval-samples", "8", "--output-dir", str(folder))
+    trained = run("train_pp.sh", *options)
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    for name in ("config.yaml", "log.jsonl", "loss.png", "samples/step-00000003.png"):
+        assert (folder / name).is_file(), name
+    checkpoint = folder / "checkpoints" / "step-00000003"
+    evaluated = run("evaluate.sh", "--limit", "6", MODEL_PATH=str(checkpoint))
+    assert evaluated.returncode == 0, evaluated.stdout + evaluated.stderr
+    report = json.loads((folder / "evaluation" / "report.json").read_text())
+    assert report["num_samples"] == 6 and 0 <= report["score"] <= 1
+    assert len((folder / "evaluation" / "predictions.jsonl").read_text().splitlines()) == 6
