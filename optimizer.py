@@ -55,13 +55,11 @@ def cosine(
 ) -> Callable[[int], float]:
     """Linear warm-up, then half a cosine down to `min_lr` at `total_steps`."""
 
-    def rate(step: int) -> float:
-        if step < warmup_steps:
-            return warmup_start_lr + (learning_rate - warmup_start_lr) * step / warmup_steps
+    def decayed(step: int) -> float:
         progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
         return min_lr + (learning_rate - min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
-    return rate
+    return _after_warmup(decayed, learning_rate, warmup_steps, warmup_start_lr)
 
 
 @lr_scheduler_register("constant")
@@ -74,10 +72,17 @@ def constant(
     total_steps: int,
 ) -> Callable[[int], float]:
     """Linear warm-up, then `learning_rate` to the end."""
+    return _after_warmup(lambda step: learning_rate, learning_rate, warmup_steps, warmup_start_lr)
 
-    def rate(step: int) -> float:
+
+def _after_warmup(
+    rate: Callable[[int], float], learning_rate: float, warmup_steps: int, start: float
+) -> Callable[[int], float]:
+    """A straight line from `start` to `learning_rate` first, then `rate`."""
+
+    def with_warmup(step: int) -> float:
         if step < warmup_steps:
-            return warmup_start_lr + (learning_rate - warmup_start_lr) * step / warmup_steps
-        return learning_rate
+            return start + (learning_rate - start) * step / warmup_steps
+        return rate(step)
 
-    return rate
+    return with_warmup
