@@ -223,8 +223,9 @@ class _Marks:
         # one count of characters before each place, so that a span is two look-ups
         self._user = _running_count(length, spans, lambda piece: piece.is_user)
         self._target = _running_count(length, spans, lambda piece: piece.is_target)
+        # the template's text and images count too: a token across a border is not cut
         self._fixed = _running_count(
-            length, spans, lambda piece: piece.is_target or piece.is_image or not piece.is_user
+            length, spans, lambda piece: piece.is_target or not piece.is_user
         )
 
     def is_user(self, token: Token) -> bool:
