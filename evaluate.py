@@ -17,7 +17,7 @@ from stageline.errors import UserError
 from stageline.evaluation.predictions import PredictionFile, fingerprint
 from stageline.evaluation.report import format_report, make_report, write_report
 from stageline.evaluation.runner import check_ids, predict
-from stageline.plotting.pictures import plot_predictions
+from stageline.plotting.pictures import caption, plot_predictions
 
 SHELF = ("models", "prompt", "prompt_fn", "dataset", "metric")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -128,8 +128,8 @@ def draw(
     for index in order:
         sample = pairs[index][1]
         answer = sample.get("answer", sample.get("caption", ""))
-        question = str(sample.get("question", ""))[:90]
-        titles.append(f"{question}\n-> {predictions[index]['prediction']}\n(answer: {answer})")
+        question = str(sample.get("question", ""))
+        titles.append(caption(question, predictions[index]["prediction"], str(answer)))
     images = [pairs[index][0][0] if pairs[index][0] else None for index in order]
     plot_predictions(images, titles, [scores[index] > 0.5 for index in order], path)
 

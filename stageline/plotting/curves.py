@@ -104,11 +104,12 @@ def _draw_losses(axes: Axes, steps: Sequence[dict]) -> list[float]:
     x, y = [record["step"] for record in known], [record["loss"] for record in known]
     if not known:
         return []
-    marker = "." if len(known) < 40 else None
-    axes.plot(x, y, color="tab:blue", alpha=0.35, linewidth=1, marker=marker, label="training")
     smoothed = smooth(y)
-    if smoothed != y:
-        axes.plot(x, smoothed, color="tab:blue", label=f"training, smoothed (last {y[-1]:.4g})")
+    if smoothed == y:  # too few steps to smooth
+        axes.plot(x, y, color="tab:blue", marker=".", label=f"training (last {y[-1]:.4g})")
+        return y
+    axes.plot(x, y, color="tab:blue", alpha=0.35, linewidth=1, label="training")
+    axes.plot(x, smoothed, color="tab:blue", label=f"training, smoothed (last {y[-1]:.4g})")
     return y
 
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from stageline.plotting.pictures import plot_predictions
+from stageline.plotting.pictures import caption, plot_predictions
 from stageline.training.evaluation import EvalResult
 from stageline.training.memory import gather_peaks
 from stageline.training.run_log import RunLog, StepRecord
@@ -122,8 +122,7 @@ class RunReport:
             text = tokenizer.decode(ids, skip_special_tokens=True).strip()
             answer = str(sample.get("answer", sample.get("caption", ""))).strip()
             images.append(pictures[0] if pictures else None)
-            question = str(sample.get("question", ""))[:90]
-            titles.append(f"{question}\n-> {text}\n(answer: {answer})")
+            titles.append(caption(str(sample.get("question", "")), text, answer))
             correct.append(text == answer if answer else None)
         folder = self.folder / "samples"
         folder.mkdir(exist_ok=True)
