@@ -1,5 +1,6 @@
 """Draws samples with their predictions: a grid of pictures, and the same as a Markdown table."""
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,16 +8,15 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from stageline.plotting.text import drawable, font_families, markdown_table, wrap_text
+from stageline.plotting.text import drawable, font_families, markdown_table, text_inches, wrap_text
 
-# inches, but for the last two
+# inches, but for the last one
 CELL_WIDTH = 2.2
 CARD_WIDTH = 4.4  # of a sample without a picture
 GAP = 0.12
 LINE_HEIGHT = 0.15
 MARGIN = 0.06
-FONT_SIZE = 8
-COLUMNS_PER_INCH = 16  # characters of that size
+FONT_SIZE = 8  # points
 
 ARROW = "→ "
 _COLORS = {True: "#1a7f37", False: "#cf222e", None: "#6e7781"}
@@ -83,7 +83,7 @@ def predictions_figure(
     if not has_pictures:
         columns = max(1, columns // 2)
     columns = max(1, min(columns, len(images)))
-    texts = [_wrap_title(title, int((width - 2 * MARGIN) * COLUMNS_PER_INCH)) for title in titles]
+    texts = [_wrap_title(title, width - 2 * MARGIN) for title in titles]
     pictures = [_small(image) for image in images]
     rows = [
         range(start, min(start + columns, len(images))) for start in range(0, len(images), columns)
@@ -151,14 +151,14 @@ def _draw_cell(
         spine.set(edgecolor=color, linewidth=1.5)
 
 
-def _wrap_title(title: str, width: int) -> list[tuple[str, bool]]:
-    """Lines, and whether each belongs to the prediction."""
+def _wrap_title(title: str, width: float) -> list[tuple[str, bool]]:
+    """Lines of at most `width` inches, and whether each belongs to the prediction."""
     lines = []
     for paragraph in title.split("\n"):
         is_prediction = paragraph.startswith(ARROW)
-        # bold letters are wider
-        room = int(width * 0.9) if is_prediction else width
-        lines += [(line, is_prediction) for line in wrap_text(drawable(paragraph), room)]
+        measure = functools.partial(text_inches, size=FONT_SIZE, is_bold=is_prediction)
+        wrapped = wrap_text(drawable(paragraph), width, measure=measure)
+        lines += [(line, is_prediction) for line in wrapped]
     return lines
 
 

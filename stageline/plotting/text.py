@@ -1,7 +1,7 @@
 """Text in pictures: fonts that have its characters, and lines that fit. Draws nothing."""
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from matplotlib import font_manager
@@ -26,7 +26,7 @@ _CJK_FONTS = (
     "Unifont",
 )
 _PLACEHOLDER = "□"
-_BREAKS_BEFORE = set(",.;:!?)]}，。、；：！？）】》」』”’")
+_NOT_FIRST = frozenset(",.;:!?)]}，。、；：！？）】》」』”’")
 
 
 @lru_cache(maxsize=1)
@@ -36,17 +36,20 @@ def font_families() -> tuple[str, ...]:
     return ("DejaVu Sans", *(name for name in _CJK_FONTS if name in installed))
 
 
-@lru_cache(maxsize=1)
-def _known_characters() -> frozenset[int]:
+@lru_cache(maxsize=4)
+def _fonts(is_bold: bool) -> tuple[tuple[str, frozenset[int]], ...]:
+    """File and characters of each family."""
+    weight = "bold" if is_bold else "normal"
     paths = [
-        font_manager.findfont(font_manager.FontProperties(family=name)) for name in font_families()
+        font_manager.findfont(font_manager.FontProperties(family=name, weight=weight))
+        for name in font_families()
     ]
-    return frozenset().union(*(font_manager.get_font(path).get_charmap() for path in paths))
+    return tuple((path, frozenset(font_manager.get_font(path).get_charmap())) for path in paths)
 
 
 def drawable(text: str) -> str:
     """The text with a box for each character that no font has; control characters go."""
-    known = _known_characters()
+    known = frozenset().union(*(characters for _, characters in _fonts(is_bold=False)))
     shown = []
     for character in text.replace("\t", "    "):
         if character == "\n" or ord(character) in known:
@@ -56,44 +59,64 @@ def drawable(text: str) -> str:
     return "".join(shown)
 
 
-def text_width(text: str) -> int:
+def text_columns(text: str) -> float:
     """Columns that the text takes where a Chinese character takes two."""
-    return sum(_character_width(character) for character in text)
+    return sum(_columns(character) for character in text)
 
 
-def wrap_text(text: str, width: int, *, max_lines: int = 8) -> list[str]:
-    """Lines of at most `width` columns.
+@lru_cache(maxsize=8192)
+def _ems(character: str, is_bold: bool) -> float:
+    for path, characters in _fonts(is_bold):
+        if ord(character) in characters:
+            font = font_manager.get_font(path)
+            font.set_size(100, 72)
+            return font.load_char(ord(character)).linearHoriAdvance / 65536 / 100
+    return 1.0
+
+
+def text_inches(text: str, *, size: float, is_bold: bool = False) -> float:
+    """Width of one line as drawn with letters of `size` points."""
+    hinting = 1.04  # letters are moved to whole pixels
+    return sum(_ems(character, is_bold) for character in text) * size / 72 * hinting
+
+
+def wrap_text(
+    text: str,
+    width: float,
+    *,
+    max_lines: int = 8,
+    measure: Callable[[str], float] = text_columns,
+) -> list[str]:
+    """Lines that are not wider than `width`.
 
     Breaks at spaces, beside wide characters, and inside words that are longer than a line. What
     does not fit into `max_lines` ends in "…".
+
+    Args:
+        measure: width of a text, in the unit of `width`.
     """
     lines: list[str] = []
     for paragraph in text.splitlines() or [""]:
-        lines += _wrap_paragraph(paragraph, width)
+        lines += _wrap_paragraph(paragraph, width, measure)
     if len(lines) <= max_lines:
         return lines
     last = lines[max_lines - 1]
-    while text_width(last) > width - 1:
+    while last and measure(last + "…") > width:
         last = last[:-1]
     return [*lines[: max_lines - 1], last.rstrip() + "…"]
 
 
-def _wrap_paragraph(paragraph: str, width: int) -> list[str]:
-    lines, line, used = [], "", 0
+def _wrap_paragraph(paragraph: str, width: float, measure: Callable[[str], float]) -> list[str]:
+    lines, line = [], ""
     for word in _words(paragraph):
-        size = text_width(word)
-        if used + len(word) - len(word.lstrip()) and used + size > width:
+        if line and measure(line + word) > width:
             lines.append(line.rstrip())
-            line, used = "", 0
-            word = word.lstrip()
-            size = text_width(word)
-        while size > width:  # a word longer than a line
-            head = _head(word, width)
-            lines.append(head)
+            line, word = "", word.lstrip()
+        while measure(word) > width:  # a word longer than a line
+            head = _head(word, width, measure)
+            lines.append(head.rstrip())
             word = word[len(head) :]
-            size = text_width(word)
         line += word
-        used += size
     return [*lines, line.rstrip()]
 
 
@@ -101,26 +124,23 @@ def _words(paragraph: str) -> list[str]:
     """What must not be broken; the spaces before a word belong to it."""
     words: list[str] = []
     for character in paragraph:
-        is_own = _character_width(character) == 2 and character not in _BREAKS_BEFORE
-        starts = not words or is_own or (character == " " and words[-1].strip() != "")
-        after_wide = bool(words) and _character_width(words[-1][-1]) == 2
-        if starts or (after_wide and character not in _BREAKS_BEFORE):
+        is_own = _columns(character) == 2 or (bool(words) and _columns(words[-1][-1]) == 2)
+        starts = is_own and character not in _NOT_FIRST
+        if not words or starts or (character == " " and words[-1].strip() != ""):
             words.append(character)
         else:
             words[-1] += character
     return words
 
 
-def _head(word: str, width: int) -> str:
-    used = 0
-    for index, character in enumerate(word):
-        used += _character_width(character)
-        if used > width:
-            return word[: max(index, 1)]
-    return word
+def _head(word: str, width: float, measure: Callable[[str], float]) -> str:
+    end = 1
+    while end < len(word) and measure(word[: end + 1]) <= width:
+        end += 1
+    return word[:end]
 
 
-def _character_width(character: str) -> int:
+def _columns(character: str) -> int:
     if unicodedata.combining(character):
         return 0
     if character == _PLACEHOLDER:

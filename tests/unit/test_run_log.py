@@ -1,72 +1,191 @@
-"""The log, the curve and the pictures, read back."""
+"""The run log: files are parsed back by other programs' readers."""
 
 import json
 import math
+import sys
 
+import pytest
+import yaml
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from stageline.plotting.curves import loss_figure, read_log, smooth
-from stageline.plotting.pictures import plot_predictions
-from stageline.training.run_log import RunLog
-from stageline.training.stage_table import StageSummary, format_stage_table, human_bytes
+from stageline.training.run_log import RunLog, StepRecord, finite, line_interval, scalars
 
 
-def write_log(folder, losses):
-    log = RunLog(folder, total_steps=len(losses))
-    for step, loss in enumerate(losses, start=1):
-        log.log_step(step, {"loss": loss, "learning_rate": 0.1}, shown="")
-    log.log_eval(len(losses), {"loss": 0.5})
+def record(step, loss=1.0, **other):
+    figures = dict(
+        learning_rate=0.5,
+        grad_norm=2.0,
+        num_tokens=300,
+        num_targets=30,
+        num_samples=3,
+        seconds=0.5,
+        peak_memory_bytes=(2**30, 2**29),
+    )
+    return StepRecord(step=step, loss=loss, **{**figures, **other})
+
+
+def write_log(folder, losses, *, first=1, total=None, **options):
+    log = RunLog(folder, total_steps=total or first + len(losses) - 1, **options)
+    for step, loss in enumerate(losses, start=first):
+        log.log_step(record(step, loss))
+    log.log_eval(step, {"loss": 0.5, "token_accuracy": 0.25})
     log.close()
+    return log
 
 
-def test_log_can_be_read_back_and_continued(tmp_path):
-    write_log(tmp_path, [3.0, math.nan, 1.0])
-    write_log(tmp_path, [0.5])
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [(r["kind"], r["loss"]) for r in lines[:4]] == [
-        *(("train", 3.0), ("train", None), ("train", 1.0), ("eval", 0.5)),
-    ]
-    assert len(lines) == 6
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
+def read_lines(folder):
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def read_events(folder, name):
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
-    assert [event.value for event in events.Scalars("eval/loss")] == [0.5, 0.5]
-    Image.open(tmp_path / "loss.png").verify()
+    return [(event.step, event.value) for event in events.Scalars(name)]
 
 
-def test_other_ranks_write_nothing(tmp_path):
-    log = RunLog(tmp_path / "run", total_steps=1, is_main=False)
-    log.log_step(1, {"loss": 1.0}, shown="")
-    log.log_eval(1, {"loss": 1.0})
-    log.close()
-    assert not (tmp_path / "run").exists()
-
-
-def test_the_curve_shows_the_log(tmp_path):
-    write_log(tmp_path, [3.0, 2.0, 1.0])
-    axes = loss_figure(*read_log(tmp_path / "log.jsonl")).axes
-    raw, smoothed, held_out = axes[0].lines
-    assert raw.get_xydata().tolist() == [[1, 3.0], [2, 2.0], [3, 1.0]]
-    assert smoothed.get_ydata().tolist() == smooth([3.0, 2.0, 1.0])
-    assert held_out.get_xydata().tolist() == [[3, 0.5]]
-
-
-def test_smoothing_has_no_bias_at_the_start():
-    assert all(abs(value - 2.0) < 1e-12 for value in smooth([2.0] * 5))
-
-
-def test_pictures_of_samples(tmp_path):
-    image = Image.new("RGB", (16, 16), "white")
-    titles = ["a $ sign", "数字", "x" * 500]
-    plot_predictions([image, None, image], titles, [True, False, None], tmp_path / "p.png")
-    assert min(Image.open(tmp_path / "p.png").size) > 100
-
-
-def test_stage_table_adds_up():
-    stages = [
-        StageSummary(0, 0, "cpu", "0-1", "llm", 1000, 10, 4000),
-        StageSummary(1, 1, "cpu", "2-3", "llm+lm_head", 2000, 20, 2**20),
+def test_a_line_holds_all_figures_of_a_step(tmp_path):
+    write_log(tmp_path, [3.0, 2.0])
+    lines = read_lines(tmp_path)
+    assert [(line["kind"], line["step"], line["loss"]) for line in lines] == [
+        ("train", 1, 3.0),
+        ("train", 2, 2.0),
+        ("eval", 2, 0.5),
     ]
-    lines = format_stage_table(stages).splitlines()
-    assert "3,000" in lines[-1] and "30" in lines[-1] and "1.0 MiB" in lines[-2]
-    assert [human_bytes(n) for n in (1, 1536, 5 * 2**30)] == ["1 B", "1.5 KiB", "5.0 GiB"]
+    assert lines[0] == {
+        "kind": "train",
+        "step": 1,
+        "time": lines[0]["time"],
+        "loss": 3.0,
+        "grad_norm": 2.0,
+        "learning_rate": 0.5,
+        "num_tokens": 300,
+        "num_targets": 30,
+        "num_samples": 3,
+        "tokens_per_second": 600.0,
+        "seconds": 0.5,
+        "is_skipped": False,
+        "peak_memory_bytes": [2**30, 2**29],
+    }
+    assert lines[2]["token_accuracy"] == 0.25
+
+
+def test_each_line_is_on_disk_before_the_next_step(tmp_path):
+    log = RunLog(tmp_path, total_steps=2)
+    log.log_step(record(1))
+    assert len(read_lines(tmp_path)) == 1
+    log.close()
+
+
+def test_what_is_not_finite_is_null_and_says_what_it_was(tmp_path):
+    write_log(tmp_path, [math.nan, math.inf, 1.0])
+    text = (tmp_path / "log.jsonl").read_text()
+    assert "NaN" not in text and "Infinity" not in text  # JSON has neither
+    first, second, third, _ = read_lines(tmp_path)
+    assert first["loss"] is None and first["non_finite"] == {"loss": "nan"}
+    assert second["loss"] is None and second["non_finite"] == {"loss": "inf"}
+    assert third["loss"] == 1.0 and "non_finite" not in third
+    assert finite({"norm": -math.inf})["non_finite"] == {"norm": "-inf"}
+
+
+def test_tensorboard_reads_the_same_figures(tmp_path):
+    write_log(tmp_path, [3.0, 2.5])
+    assert read_events(tmp_path, "train/loss") == [(1, 3.0), (2, 2.5)]
+    assert read_events(tmp_path, "eval/token_accuracy") == [(2, 0.25)]
+    assert read_events(tmp_path, "train/peak_memory_bytes/stage_1") == [(1, 2**29), (2, 2**29)]
+
+
+def test_a_continued_log_appends_and_the_events_of_lost_steps_go(tmp_path):
+    write_log(tmp_path, [4.0, 3.0, 2.0])
+    before = (tmp_path / "log.jsonl").read_bytes()
+    write_log(tmp_path, [2.5], first=2, start_step=1)
+    after = (tmp_path / "log.jsonl").read_bytes()
+    assert after.startswith(before) and len(read_lines(tmp_path)) == 6
+    assert read_events(tmp_path, "train/loss") == [(1, 4.0), (2, 2.5)]
+
+
+def test_a_torn_last_line_does_not_swallow_the_next(tmp_path):
+    write_log(tmp_path, [4.0])
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')
+    write_log(tmp_path, [3.0], first=2, start_step=1)
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert json.loads(lines[3])["loss"] == 3.0 and len(lines) == 5
+
+
+def test_other_ranks_write_and_say_nothing(tmp_path, capsys):
+    log = write_log(tmp_path / "run", [1.0], is_main=False, config={"seed": 1})
+    log.print("text")
+    log.draw()
+    assert not (tmp_path / "run").exists()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_config_is_written_when_given(tmp_path):
+    write_log(tmp_path, [1.0], config={"seed": 1, "text": "数字"})
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"seed": 1, "text": "数字"}
+
+
+def test_the_curve_is_drawn_at_an_evaluation_and_at_the_end(tmp_path):
+    log = RunLog(tmp_path, total_steps=2)
+    log.log_step(record(1))
+    assert not (tmp_path / "loss.png").exists()
+    log.log_eval(1, {"loss": 1.0})
+    Image.open(tmp_path / "loss.png").verify()
+    (tmp_path / "loss.png").unlink()
+    log.close()
+    with Image.open(tmp_path / "loss.png") as picture:
+        assert picture.size == (800, 600)
+    log.close()  # twice is allowed: on the way out of an error too
+
+
+def test_without_a_terminal_there_are_plain_lines(tmp_path, capsys):
+    log = RunLog(tmp_path, total_steps=450)
+    for step in range(1, 31):
+        log.log_step(record(step))
+    log.print("a note")
+    log.close()
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert [line.split(":")[0] for line in lines[:-1]] == [
+        f"step {step}/450" for step in (1, 10, 20, 30)
+    ]
+    assert lines[-1] == "a note"
+    assert "loss 1.0000, 600 tokens/s, memory 1.0|0.5 GiB" in lines[0]
+    assert lines[0].endswith("left") and "\r" not in out and err == ""
+
+
+def test_on_a_terminal_there_is_a_bar_and_no_lines(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: True, raising=False)
+    log = RunLog(tmp_path, total_steps=4, start_step=1)
+    log._bar.mininterval = log._bar.miniters = 0
+    log.log_step(record(2))
+    log.print("a note")
+    log.close()
+    out, err = capsys.readouterr()
+    assert out.strip() == "a note"
+    assert "2/4" in err and "loss 1.0000" in err and "1.0|0.5 GiB" in err
+
+
+def test_without_tensorboard_a_note_and_no_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    write_log(tmp_path, [1.0])
+    assert "pip install tensorboard" in capsys.readouterr().err
+    assert len(read_lines(tmp_path)) == 2 and not (tmp_path / "tensorboard").exists()
+
+
+def test_a_skipped_step_says_so():
+    assert "skipped" in str(record(1, math.inf, is_skipped=True))
+    assert "skipped" not in str(record(1))
+    assert record(1, seconds=0.0).tokens_per_second == 0.0
+
+
+@pytest.mark.parametrize("num_steps", [1, 7, 50, 51, 450, 100_000, 123_456_789])
+def test_lines_are_few_and_not_too_few(num_steps):
+    count = num_steps / line_interval(num_steps)
+    assert count <= 50 and (count >= 20 or line_interval(num_steps) == 1)
+
+
+def test_scalars_leave_out_what_is_no_number():
+    figures = {"a": 1, "b": True, "c": "x", "d": [1, 2], "e": None, "f": ["x"]}
+    assert scalars(figures) == {"a": 1.0, "b": 1.0, "d/stage_0": 1.0, "d/stage_1": 2.0}

@@ -1,0 +1,250 @@
+"""Curves and pictures: what is drawn equals what was logged."""
+
+import json
+import warnings
+
+import numpy
+import pytest
+from PIL import Image
+
+from stageline.plotting.curves import loss_figure, plot_loss, read_log, smooth
+from stageline.plotting.pictures import (
+    caption,
+    plot_predictions,
+    predictions_figure,
+    predictions_markdown,
+)
+from stageline.plotting.text import drawable, font_families, text_columns, wrap_text
+
+
+def step(number, loss, **other):
+    return {"kind": "train", "step": number, "loss": loss, "learning_rate": 0.1 / number, **other}
+
+
+def evaluation(number, loss):
+    return {"kind": "eval", "step": number, "loss": loss}
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def data_of(lines, label):
+    (line,) = [line for line in lines if str(line.get_label()).startswith(label)]
+    return line.get_xydata().tolist()
+
+
+# -- curves ------------------------------------------------------------------------------
+
+
+def test_the_curve_shows_what_was_logged():
+    losses = [2.0 + (number % 7) / 10 for number in range(1, 101)]
+    steps = [step(number, loss) for number, loss in enumerate(losses, start=1)]
+    figure = loss_figure(steps, [evaluation(0, 3.0), evaluation(50, 2.5)], title="a $ sign")
+    upper, lower = figure.axes
+    raw, smoothed, held_out = upper.lines
+    assert raw.get_xydata().tolist() == [[n, x] for n, x in enumerate(losses, start=1)]
+    assert smoothed.get_ydata().tolist() == smooth(losses)
+    assert held_out.get_xydata().tolist() == [[0, 3.0], [50, 2.5]]
+    assert lower.lines[0].get_ydata().tolist() == [0.1 / n for n in range(1, 101)]
+    assert upper.get_yscale() == "linear"
+
+
+def test_steps_that_are_not_finite_are_marked_and_leave_no_gap_in_the_axis():
+    steps = [step(1, 2.0), step(2, None, non_finite={"loss": "nan"}), step(3, 1.5)]
+    upper = loss_figure(steps, []).axes[0]
+    assert data_of(upper.lines, "training") == [[1, 2.0], [3, 1.5]]
+    assert [x for x, _ in data_of(upper.lines, "not finite")] == [2]
+
+
+def test_a_loss_that_falls_far_is_drawn_on_a_logarithmic_axis():
+    assert loss_figure([step(1, 6.0), step(2, 0.01)], []).axes[0].get_yscale() == "log"
+    assert loss_figure([step(1, 6.0), step(2, 0.0)], []).axes[0].get_yscale() == "linear"
+
+
+def test_a_log_of_one_evaluation_or_of_nothing_can_be_drawn(tmp_path):
+    for records in ([evaluation(0, 3.0)], [step(1, None)], []):
+        write(tmp_path / "log.jsonl", records)
+        plot_loss(tmp_path / "log.jsonl", tmp_path / "loss.png")
+        Image.open(tmp_path / "loss.png").verify()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.jsonl", "loss.png"]
+
+
+def test_pyplot_is_not_used(tmp_path):
+    from matplotlib import _pylab_helpers
+
+    write(tmp_path / "log.jsonl", [step(1, 3.0)])
+    plot_loss(tmp_path / "log.jsonl", tmp_path / "loss.png")
+    assert not _pylab_helpers.Gcf.figs  # figures held there are never freed
+
+
+def test_a_continued_run_replaces_what_came_after_its_start(tmp_path):
+    first = [evaluation(0, 9.0), *[step(n, 1.0) for n in (1, 2, 3)], evaluation(2, 8.0)]
+    first = [first[0], first[1], first[2], first[4], first[3], evaluation(3, 7.0)]
+    write(tmp_path / "log.jsonl", [*first, step(3, 2.0)])
+    steps, evaluations = read_log(tmp_path / "log.jsonl")
+    assert [(r["step"], r["loss"]) for r in steps] == [(1, 1.0), (2, 1.0), (3, 2.0)]
+    assert [(r["step"], r["loss"]) for r in evaluations] == [(0, 9.0), (2, 8.0)]
+    write(tmp_path / "log.jsonl", [*first, evaluation(0, 5.0), step(1, 4.0)])  # from the start
+    steps, evaluations = read_log(tmp_path / "log.jsonl")
+    assert [r["loss"] for r in steps] == [4.0] and [r["loss"] for r in evaluations] == [5.0]
+
+
+def test_a_torn_line_is_left_out(tmp_path):
+    (tmp_path / "log.jsonl").write_text(json.dumps(step(1, 2.0)) + '\n{"kind": "tr\n[1]\n')
+    assert [record["step"] for record in read_log(tmp_path / "log.jsonl")[0]] == [1]
+
+
+@pytest.mark.parametrize("width", [1, 3, 9, 101])
+def test_smoothing_equals_a_mean_by_hand(width):
+    values = numpy.random.default_rng(0).normal(size=40)
+    reach = (width - 1) // 2
+    for index, value in enumerate(smooth(values.tolist(), width=width)):
+        side = min(reach, index, 39 - index)
+        assert value == pytest.approx(values[index - side : index + side + 1].mean(), abs=1e-12)
+
+
+def test_smoothing_does_not_lag():
+    line = [3.0 - 0.01 * number for number in range(200)]
+    assert smooth(line) == pytest.approx(line)
+
+
+# -- pictures ----------------------------------------------------------------------------
+
+COLORS = {True: (26, 127, 55), False: (207, 34, 46), None: (110, 119, 129)}
+
+
+def rendered(figure, path):
+    figure.savefig(path, dpi=100)
+    return numpy.asarray(Image.open(path).convert("RGB"))
+
+
+@pytest.mark.parametrize("is_correct", [True, False, None])
+def test_the_frame_and_the_prediction_say_whether_it_is_right(tmp_path, is_correct):
+    title = caption("Which digit?", "7", "9")
+    figure = predictions_figure([Image.new("RGB", (8, 8))], [title], [is_correct])
+    pixels = rendered(figure, tmp_path / "p.png")
+    present = {
+        value: bool((abs(pixels.astype(int) - color) < 3).all(axis=2).any())
+        for value, color in COLORS.items()
+    }
+    assert present == {value: value is is_correct for value in COLORS}
+    prediction = [text for text in figure.axes[0].texts if text.get_text() == "→ 7"]
+    assert len(prediction) == 1 and prediction[0].get_weight() == "bold"
+
+
+def test_a_picture_is_drawn_with_its_own_colours_and_shape(tmp_path):
+    wide = Image.new("RGB", (80, 20), (250, 100, 3))
+    pixels = rendered(predictions_figure([wide], ["x"], [None]), tmp_path / "p.png").astype(int)
+    rows, columns = numpy.nonzero((abs(pixels - (250, 100, 3)) < 3).all(axis=2))
+    height, width = numpy.ptp(rows) + 1, numpy.ptp(columns) + 1
+    assert width / height == pytest.approx(4.0, rel=0.1)
+
+
+def test_grid_has_a_cell_a_sample_and_stays_inside_the_figure():
+    images = [Image.new("L", (10, 10 * (1 + index % 5))) for index in range(8)]
+    figure = predictions_figure(images, ["a\nb " * 40] * 8, [True] * 8, columns=3)
+    assert len(figure.axes) == 8
+    boxes = [axes.get_position() for axes in figure.axes]
+    assert all(0 <= box.x0 < box.x1 <= 1 and 0 <= box.y0 < box.y1 <= 1 for box in boxes)
+    tops = [round(box.y1, 6) for box in boxes]
+    assert [tops.count(top) for top in sorted(set(tops), reverse=True)] == [3, 3, 2]
+
+
+def test_no_text_is_wider_than_its_cell():
+    titles = ["what does this do? " * 12, "x" * 300, "数字" * 80, caption("q", "MW " * 90, "")]
+    figure = predictions_figure([Image.new("L", (9, 9))] * 4, titles, [False] * 4, columns=4)
+    figure.canvas.draw()
+    for axes in figure.axes:
+        cell = axes.get_window_extent()
+        for text in axes.texts:
+            assert text.get_window_extent().x1 <= cell.x1 + 1
+            assert text.get_window_extent().y0 >= cell.y0 - 1
+
+
+def test_samples_of_text_become_cards(tmp_path):
+    plot_predictions([None] * 4, [caption("q", "p", "a")] * 4, [True] * 4, tmp_path / "p.png")
+    with Image.open(tmp_path / "p.png") as picture:
+        assert picture.width > 1300 and picture.height > 100
+
+
+def test_hostile_text_is_drawn_without_a_warning(tmp_path):
+    texts = [
+        "$x_{$",
+        "数字 한국어 日本語",
+        "\x00\x0f\t\r",
+        "😀👍🏽",
+        "\u202e عربى",
+        "",
+        "a\u0301" * 9,
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plot_predictions(
+            [None] * len(texts),
+            [caption(text, text, text) for text in texts],
+            [None] * len(texts),
+            tmp_path / "p.png",
+        )
+    Image.open(tmp_path / "p.png").verify()
+
+
+def test_the_table_beside_it_cuts_nothing(tmp_path):
+    long = "word " * 400
+    plot_predictions([None, None], [long, "a | b <i>"], [True, False], tmp_path / "p.png")
+    text = (tmp_path / "p.md").read_text()
+    assert long.strip() in text and "a \\| b &lt;i>" in text
+    assert text.startswith("1 of 2 right.")
+    lines = predictions_markdown(["a\nb"], [None]).splitlines()
+    assert lines == ["| # |  | sample |", "| --- | --- | --- |", "| 0 |  | a<br>b |"]
+
+
+def test_no_samples_no_file(tmp_path):
+    plot_predictions([], [], [], tmp_path / "p.png")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_caption_keeps_one_line_a_part():
+    assert caption("a\nb", " 7 \n", "9") == "a b\n→ 7\nanswer: 9"
+    assert caption("", "", "") == "→ (nothing)"
+
+
+# -- text --------------------------------------------------------------------------------
+
+TEXTS = [
+    "short",
+    "several words that do not fit into one line of a picture",
+    "Donaudampfschifffahrtsgesellschaftskapitänsmütze und mehr",
+    "这是一个很长的中文回答，没有空格，所以必须在任何字符之后换行。",
+    "mixed 中文 and English 词 in one",
+    " leading and  double spaces",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("width", [5, 12, 30])
+def test_lines_fit_and_lose_only_spaces(text, width):
+    lines = wrap_text(text, width, max_lines=100)
+    assert all(text_columns(line) <= width for line in lines)
+    assert "".join("".join(lines).split()) == "".join(text.split())
+
+
+def test_words_are_kept_whole_where_they_fit():
+    assert wrap_text("the quick brown fox", 10) == ["the quick", "brown fox"]
+    assert wrap_text("a\n\nb", 10) == ["a", "", "b"]
+    assert wrap_text("", 10) == [""]
+    assert wrap_text("中文，好", 4) == ["中", "文，", "好"]  # no line begins with a comma
+
+
+def test_too_many_lines_end_in_dots():
+    lines = wrap_text("word " * 50, 9, max_lines=3)
+    assert len(lines) == 3 and lines[-1].endswith("…") and text_columns(lines[-1]) <= 9
+
+
+def test_unknown_characters_become_boxes(monkeypatch):
+    assert drawable("Grün → 5") == "Grün → 5"
+    assert drawable("a\x07b\n") == "ab\n"
+    if len(font_families()) == 1:
+        assert drawable("数字") == "□□"
+    else:
+        assert drawable("数字") == "数字"

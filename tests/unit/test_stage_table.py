@@ -1,0 +1,94 @@
+"""The table of the stage plan, and peak memory."""
+
+import os
+import resource
+
+import pytest
+import torch
+
+from stageline.training.memory import gather_peaks, parse_peak, peak_memory
+from stageline.training.stage_table import (
+    StageSummary,
+    format_stage_table,
+    human_bytes,
+    human_count,
+    human_memory,
+)
+
+STAGES = [
+    StageSummary(0, 4, "cuda:0", "0-6", "vit+mlp+llm", 3_000_000, 10, 3 * 2**20),
+    StageSummary(1, 5, "cuda:1", "7-11", "llm+lm_head", 1_000_000, 999_950, 2**20),
+]
+
+
+def cells(line):
+    return [cell.strip() for cell in line.split("  ") if cell.strip()]
+
+
+def test_a_line_a_stage_with_all_its_figures_and_totals():
+    header, rule, first, second, _, total = format_stage_table(STAGES).splitlines()
+    names = "stage rank device layers parts parameters trainable weights share"
+    assert header.split() == names.split() and set(rule) == {"-", " "}
+    assert cells(first) == [
+        *("0", "4", "cuda:0", "0-6", "vit+mlp+llm", "3.0 M", "10", "3.0 MiB", "75.0%"),
+    ]
+    assert cells(second)[-4:] == ["1.0 M", "1.0 M", "1.0 MiB", "25.0%"]
+    assert cells(total) == ["all", "4.0 M", "1.0 M", "4.0 MiB", "100.0%"]
+
+
+def test_columns_are_aligned():
+    lines = format_stage_table(STAGES).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    place = lines[0].index("layers")
+    assert lines[2][place:].startswith("0-6") and lines[3][place:].startswith("7-11")
+
+
+def test_one_stage_needs_no_totals():
+    assert len(format_stage_table(STAGES[:1]).splitlines()) == 3
+    assert "0.0%" in format_stage_table([StageSummary(0, 0, "cpu", "0-0", "llm", 0, 0, 0)])
+
+
+@pytest.mark.parametrize(
+    "count, text",
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (2**20 - 1, "1.0 MiB"),
+        (5 * 2**30, "5.0 GiB"),
+        (3 * 2**50, "3072.0 TiB"),
+    ],
+)
+def test_human_bytes(count, text):
+    assert human_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    "count, text",
+    [(0, "0"), (999, "999"), (1000, "1.0 K"), (999_999, "1.0 M"), (134_515_008, "134.5 M")],
+)
+def test_human_count(count, text):
+    assert human_count(count) == text
+
+
+def test_memory_of_stages_has_one_unit():
+    assert human_memory([600 * 2**20, 2**20]) == "600|1 MiB"
+    assert human_memory([3 * 2**29, 2**30]) == "1.5|1.0 GiB"
+    assert human_memory([]) == "?"
+
+
+def test_peak_memory_grows_with_what_is_held():
+    device = torch.device("cpu")
+    before = peak_memory(device)
+    size = 64 * 2**20
+    block = bytearray(os.urandom(1024) * (size // 1024))
+    # the peak so far may have been more than what is held now, by what was freed since
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    assert len(block) == size and before <= peak_memory(device) <= held + 2**20
+    assert gather_peaks(device) == [peak_memory(device)]  # no process group: this process alone
+
+
+def test_the_peak_is_read_from_the_kernel():
+    assert parse_peak("VmPeak:\t 99 kB\nVmHWM:\t    1234 kB\nVmRSS:\t 7 kB\n") == 1234 * 1024
+    assert parse_peak("VmRSS:\t 7 kB\n") is None
