@@ -3,6 +3,7 @@
 import os
 import resource
 
+import psutil
 import pytest
 import torch
 
@@ -78,15 +79,14 @@ def test_memory_of_stages_has_one_unit():
     assert human_memory([]) == "?"
 
 
-def test_peak_memory_grows_with_what_is_held():
-    device = torch.device("cpu")
-    before = peak_memory(device)
-    size = 64 * 2**20
-    block = bytearray(os.urandom(1024) * (size // 1024))
-    # the peak so far may have been more than what is held now, by what was freed since
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    assert len(block) == size and before <= peak_memory(device) <= held + 2**20
-    assert gather_peaks(device) == [peak_memory(device)]  # no process group: this process alone
+def test_peak_memory_is_between_what_is_held_and_what_ever_was():
+    block = bytearray(os.urandom(1024) * (64 * 1024))
+    held = psutil.Process().memory_info().rss
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_memory(torch.device("cpu"))
+    slack = 2**21  # the kernel counts in batches
+    assert len(block) == 2**26 and held - slack <= peak <= most + slack
+    assert gather_peaks(torch.device("cpu")) == [peak_memory(torch.device("cpu"))]  # no group
 
 
 def test_the_peak_is_read_from_the_kernel():
