@@ -153,7 +153,10 @@ def train(arguments: TrainArguments, data: Data, context: DistributedContext) ->
     folder = Path(run.output_dir)
     if context.is_main:
         save_config(arguments, folder / "config.yaml")
-    with RunReport(folder, context=context, total_steps=run.total_steps) as report:
+    report = RunReport(
+        folder, context=context, total_steps=run.total_steps, log_steps=run.log_steps
+    )
+    with report:
         report.show_plan(summarize_stage(model, context))
         loader = functools.partial(make_loader, arguments, data, context)
         held_out = loader(data.test, is_evaluation=True) if data.test is not None else None

@@ -46,6 +46,7 @@ class RunReport:
     """Reports a run into its folder and onto the screen; a context manager.
 
     Args:
+        log_steps: every how many steps one is written to the log.
         num_pictures: held-out samples whose predictions are kept at each evaluation.
     """
 
@@ -55,6 +56,7 @@ class RunReport:
         *,
         context: Context,
         total_steps: int,
+        log_steps: int = 1,
         num_pictures: int = 24,
         memory_every: int = 10,
     ) -> None:
@@ -62,7 +64,9 @@ class RunReport:
         self.context = context
         self.num_pictures = num_pictures
         self.memory_every = memory_every
-        self.log = RunLog(folder, total_steps=total_steps, is_main=context.is_main)
+        self.log = RunLog(
+            folder, total_steps=total_steps, is_main=context.is_main, log_steps=log_steps
+        )
         self.peaks: list[int] = []
 
     def __enter__(self) -> "RunReport":

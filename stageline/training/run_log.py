@@ -80,6 +80,7 @@ class RunLog:
         config: written as config.yaml; None where that file is written elsewhere.
         is_main: whether this rank writes.
         start_step: steps done before; events and curves beyond it are replaced.
+        log_steps: every how many steps one is written; the first and the last always are.
     """
 
     def __init__(
@@ -90,11 +91,13 @@ class RunLog:
         config: Mapping[str, Any] | None = None,
         is_main: bool = True,
         start_step: int = 0,
+        log_steps: int = 1,
     ) -> None:
         self.folder = Path(folder)
         self.is_main = is_main
         self.total_steps = total_steps
         self.start_step = start_step
+        self.log_steps = log_steps
         if not is_main:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -121,13 +124,13 @@ class RunLog:
         """Logs one optimizer step and shows it."""
         if not self.is_main:
             return
-        self._write("train", record.step, record.figures())
+        is_end = record.step in (self.start_step + 1, self.total_steps)
+        if is_end or record.step % self.log_steps == 0:
+            self._write("train", record.step, record.figures())
         if self._has_bar:
             self._bar.set_postfix_str(str(record), refresh=False)
             self._bar.update(record.step - self._bar.n)
-            return
-        is_end = record.step in (self.start_step + 1, self.total_steps)
-        if is_end or record.step % self._line_every == 0:
+        elif is_end or record.step % self._line_every == 0:
             print(self._line(record), flush=True)
 
     def log_eval(self, step: int, figures: Mapping[str, Any]) -> None:

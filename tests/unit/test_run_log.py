@@ -77,6 +77,12 @@ def test_each_line_is_on_disk_before_the_next_step(tmp_path):
     log.close()
 
 
+def test_only_every_so_many_steps_are_written_when_asked(tmp_path):
+    write_log(tmp_path, [float(step) for step in range(1, 12)], log_steps=4)
+    assert [line["step"] for line in read_lines(tmp_path)] == [1, 4, 8, 11, 11]
+    assert [step for step, _ in read_events(tmp_path, "train/loss")] == [1, 4, 8, 11]
+
+
 def test_what_is_not_finite_is_null_and_says_what_it_was(tmp_path):
     write_log(tmp_path, [math.nan, math.inf, 1.0])
     text = (tmp_path / "log.jsonl").read_text()
