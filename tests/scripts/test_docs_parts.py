@@ -1,0 +1,140 @@
+"""The worked example of docs/add_a_part.md: its file and its commands, from another folder."""
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from options.part_options import CONTRACTS
+from stageline.testing.tiny_tokenizers import tiny_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+ENGLISH = (DOCS / "add_a_part.md").read_text(encoding="utf-8")
+CHINESE = (DOCS / "add_a_part.zh.md").read_text(encoding="utf-8")
+
+
+def blocks(text, language):
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """my_parts.py of the guide, with the files that its commands name."""
+    (tmp_path / "my_parts.py").write_text(blocks(ENGLISH, "python")[0])
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "my_model")
+    LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    ).save_pretrained(tmp_path / "my_model")
+    pairs = [(left, right) for left in range(8) for right in range(5, 13)]
+    (tmp_path / "sums.txt").write_text("".join(f"{left} + {right}\n" for left, right in pairs))
+    return tmp_path
+
+
+@pytest.fixture
+def parts(folder):
+    spec = importlib.util.spec_from_file_location("parts_of_the_guide", folder / "my_parts.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(command, folder):
+    program, *options = shlex.split(command.replace("\\\n", " "))[1:]
+    return subprocess.run(
+        [sys.executable, str(ROOT / program), *options, "--device", "cpu"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def commands():
+    return [command for command in blocks(ENGLISH, "bash")[0].split("\n\n") if command.strip()]
+
+
+def test_the_commands_of_the_guide_run(folder):
+    train, evaluate = commands()
+    done = run(train, folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [json.loads(line) for line in (folder / "runs/sums/log.jsonl").open()]
+    losses = [record["loss"] for record in records if record["kind"] == "train"]
+    assert len(losses) == 20 and losses[-1] < losses[0]
+    done = run(evaluate, folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((folder / "runs/sums/evaluation/report.json").read_text())
+    predictions = [
+        json.loads(line) for line in (folder / "runs/sums/evaluation/predictions.jsonl").open()
+    ]
+    predictions = [record for record in predictions if "prediction" in record]
+    assert report["num_samples"] == len(predictions) == 64 // 5
+    assert set(report["groups"]) == {"carry", "plain"}
+    prompt = "1 + 1 = 2\n1 + 1 = 2\n"  # num_examples 2, and no answer
+    assert all(record["prompt"].startswith(prompt) for record in predictions)
+    assert all(record["prompt"].rstrip().endswith("=") for record in predictions)
+
+
+def test_a_bad_row_is_named_before_a_model_is_loaded(folder):
+    with (folder / "sums.txt").open("a") as file:
+        file.write("three + 4\n")
+    done = run(commands()[0], folder)
+    assert done.returncode == 3
+    assert "sums.txt:65" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_loss_of_the_guide_equals_a_loop(parts):
+    logits = torch.randn(2, 5, 7, dtype=torch.float64).float()
+    labels = torch.tensor([[-100, -100, 3, 4, -100], [-100, 1, 2, 3, 6]])
+    weights = torch.tensor([3.0, 1.0])
+    batch = {"labels": labels, "loss_weights": weights}
+    wanted = 0.0
+    for row in range(2):
+        for place in range(4):
+            label = int(labels[row, place + 1])
+            if label != -100:
+                log_shares = logits[row, place].log_softmax(dim=0)
+                wanted -= float(weights[row] * log_shares[label])
+    got = parts.row_weighted(logits, batch, num_targets=torch.tensor(9.0))
+    assert float(got) == pytest.approx(wanted / 9, rel=1e-5)
+
+
+def test_the_metric_of_the_guide(parts):
+    samples = [{"answer": "7", "group": "plain"}, {"answer": "12", "group": "carry"}]
+    predictions = [{"prediction": "it is 8"}, {"prediction": "none"}]
+    assert parts.near(predictions, samples)["per_sample"] == [0, 0]
+    figures = parts.near(predictions, samples, tolerance=1)
+    assert figures == {"score": 0.5, "per_sample": [1, 0], "groups": {"plain": [0], "carry": [1]}}
+
+
+def test_both_languages_show_the_same_code():
+    for language in ("python", "bash"):
+        assert blocks(CHINESE, language) == blocks(ENGLISH, language)
+    headings = [re.findall(r"^(#+) ", text, re.MULTILINE) for text in (ENGLISH, CHINESE)]
+    assert headings[0] == headings[1]
+
+
+@pytest.mark.parametrize("text", [ENGLISH, CHINESE], ids=["en", "zh"])
+def test_the_table_names_what_a_run_supplies(text):
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", text, re.MULTILINE))
+    assert set(rows) == set(CONTRACTS) - {"engine", "sim_fn"}
+    for register in set(rows) - {"train_model", "prompt"}:
+        named = set(re.findall(r"\w+", rows[register]))
+        assert CONTRACTS[register].names <= named, register
