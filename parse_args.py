@@ -16,21 +16,17 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
-from options.command_line import Given, by_name, read_config, read_words, typed
-from options.help_text import help_text, list_parts
-from options.part_options import ChosenPart, add_part_options
-from options.run_options import (
-    EvaluateConfig,
-    OptionError,
-    RunConfig,
+from options.checks import (
     check_batches,
     check_learning_rate,
-    check_limits,
     check_precision,
-    expand_paths,
-    option_groups,
     resolve_stages,
 )
+from options.command_line import Given, by_name, read_config, read_words, typed
+from options.fields import OptionError, check_limits, expand_paths, option_groups
+from options.help_text import help_text, list_parts
+from options.part_options import ChosenPart, add_part_options
+from options.run_options import EvaluateConfig, RunConfig
 from options.values import convert, needs_value, option_types
 from register import ALL_REGISTERS, import_parts
 

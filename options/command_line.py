@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from options.run_options import OptionError
+from options.fields import OptionError
 
 OPTION = re.compile(r"--[A-Za-z][\w.-]*\+?(=|$)")
 

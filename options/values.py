@@ -13,7 +13,7 @@ from typing import Any, get_args, get_origin
 from jsonargparse import ArgumentParser, Namespace
 
 from options.command_line import Given, typed
-from options.run_options import OptionError
+from options.fields import OptionError
 
 
 def option_types(parser: ArgumentParser) -> dict[str, Any]:

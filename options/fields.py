@@ -1,0 +1,106 @@
+"""How an option of a run is declared, spelled and checked against its own limits.
+
+Knows no option by name: those are in run_options.py and its neighbours.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import field
+from pathlib import Path
+from typing import Any
+
+
+class OptionError(ValueError):
+    """An option, or a combination of options, that cannot be run."""
+
+    exit_code = 2
+
+
+def option(
+    default: Any,
+    help_text: str,
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    is_path: bool = False,
+    is_output: bool = False,
+) -> Any:
+    """A field of an options class: default, help text, and the limits that are checked.
+
+    Args:
+        is_path: a file or folder that has to exist.
+        is_output: a folder that the run makes.
+    """
+    limits = {"at_least": at_least, "at_most": at_most, "below": below}
+    kind = {"is_path": is_path, "is_output": is_output}
+    return field(default=default, metadata={"help": help_text, "limits": limits, **kind})
+
+
+def option_groups(config_class: type) -> list[tuple[str, list[dataclasses.Field]]]:
+    """The fields of an options class, by the class that declares them, in order of the help."""
+    seen: set[str] = set()
+    groups = []
+    by_name = {item.name: item for item in dataclasses.fields(config_class)}
+    for declaring in filter(dataclasses.is_dataclass, reversed(config_class.__mro__)):
+        own = [item.name for item in dataclasses.fields(declaring) if item.name not in seen]
+        seen.update(own)
+        if own:
+            groups.append(((declaring.__doc__ or "").strip(), [by_name[name] for name in own]))
+    return groups
+
+
+def spelled(name: str) -> str:
+    """`batch_size` as it is typed: `--batch-size`."""
+    return "--" + name.replace("_", "-")
+
+
+def expand_paths(config: Any) -> None:
+    """Replaces `~`, and takes an empty path (an empty shell variable) for none."""
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if isinstance(value, str) and (item.metadata["is_path"] or item.metadata["is_output"]):
+            expanded = str(Path(value).expanduser()) if value else item.default
+            setattr(config, item.name, expanded)
+
+
+def check_limits(config: Any) -> None:
+    """Checks each number against the limits of its field, and that each given path exists.
+
+    Raises:
+        OptionError: names the option, its value and the limit.
+    """
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if value is None:
+            continue
+        if item.metadata["is_path"] and not Path(value).exists():
+            raise OptionError(
+                f"{spelled(item.name)} {value}: there is no such file or folder. "
+                f"Expected: {item.metadata['help']}. Nothing can be read from it otherwise. Check "
+                f"the path; it is relative to the directory you are in ({Path.cwd()})."
+            )
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            _check_number(item, value)
+
+
+def _check_number(item: dataclasses.Field, value: float) -> None:
+    limits: Mapping[str, float | None] = item.metadata["limits"]
+    least, most, below = limits["at_least"], limits["at_most"], limits["below"]
+    is_right = (
+        math.isfinite(value)
+        and (least is None or value >= least)
+        and (most is None or value <= most)
+        and (below is None or value < below)
+    )
+    if is_right:
+        return
+    wanted = [f"at least {least:g}"] if least is not None else ["a finite number"]
+    wanted += [f"at most {most:g}"] if most is not None else []
+    wanted += [f"below {below:g}"] if below is not None else []
+    raise OptionError(
+        f"{spelled(item.name)} {value:g} is out of range: it must be {' and '.join(wanted)}. It "
+        f"means: {item.metadata['help']}. Give a value in that range, or leave the option out for "
+        f"the default ({item.default})."
+    )
