@@ -1,4 +1,4 @@
-"""The actions that a schedule consists of, and their spelling in a file. Knows no rank and no torch.
+"""The actions that a schedule consists of, and their spelling in a file. Knows no rank, no torch.
 
 An action is one pass of one stage over one micro-batch, spelled as torch spells it: `2F0` is the
 forward pass of micro-batch 0 through stage 2.

@@ -34,7 +34,7 @@ def busy_seconds(events: Sequence[TimelineEvent], rank: int) -> float:
 
 
 def bubble(events: Sequence[TimelineEvent]) -> float:
-    """The share of all ranks' time, from the first start to the last end, that nothing was computed.
+    """The share of all ranks' time, from first start to last end, in which nothing was computed.
 
     Returns:
         1 - busy / (ranks x span); 0 for no events.
