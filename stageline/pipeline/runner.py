@@ -1,98 +1,110 @@
-"""Runs one optimizer step, or an evaluation, of a stage on a schedule. Knows no optimizer.
+"""Runs one optimizer step's passes, or an evaluation, of a rank's stages. Knows no optimizer.
 
-Gradient accumulation is more micro-batches in one call: torch's schedules must not be called twice
-before an optimizer step.
+Gradient accumulation is more micro-batches in one call.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from stageline.errors import UserError
-from stageline.pipeline.ragged_stage import RaggedStage
-from stageline.pipeline.schedules import SCHEDULES, check_micro_batches
+from stageline.pipeline.borders import check_borders, describe_borders
+from stageline.pipeline.executor import MOST_UNSENT, Executor, StepInputs
+from stageline.pipeline.local_stages import LocalStages
+from stageline.pipeline.plan import (
+    GradFlow,
+    Plan,
+    add_transfers,
+    drop_dead_backward,
+    forward_orders,
+    grad_flow,
+)
+from stageline.pipeline.recorder import NO_RECORDER, Recorder
+from stageline.pipeline.schedules import Schedule, make_schedule
+from stageline.pipeline.stage_passes import MicroBatch, StagePasses, Tensors
 
-MicroBatch = dict[str, torch.Tensor]
-LossFn = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
-
-
-class Stage(Protocol):
-    """What the runner asks of a stage model."""
-
-    stage: int
-    num_stages: int
-    is_first: bool
-    is_last: bool
-
-    def get_example_input(
-        self, micro_batch_size: int, max_token_num: int
-    ) -> tuple[torch.Tensor, ...]: ...
-
-    def get_example_output(
-        self, micro_batch_size: int, max_token_num: int
-    ) -> tuple[torch.Tensor, ...]: ...
+Output = torch.Tensor | Tensors
+LossFn = Callable[[Output, MicroBatch], torch.Tensor]
 
 
 class PipelineRunner:
-    """Drives one stage; every rank of the pipeline calls the same methods with the same batch.
+    """Drives the stages of one rank; all ranks call the same methods with the same batch.
 
     Args:
-        model: the stage model of this rank, on `device`.
-        group: the pipeline's process group; rank i of it holds stage i.
-        schedule: a key of `SCHEDULES`.
+        models: the stage models of this rank, on `device`; one, or several in their order.
+        group: the pipeline's process group.
+        schedule: a `Schedule`, or the name of one.
+        saving: a context entered around each forward pass that keeps a graph, such as one that
+            moves what is saved to host memory.
+
+    Attributes:
+        local: this rank's stages.
+        flow: which stages have a backward pass.
     """
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        models: nn.Module | Sequence[nn.Module],
         *,
         device: torch.device,
         group: dist.ProcessGroup | None = None,
-        schedule: str = "1f1b",
+        schedule: Schedule | str = "1f1b",
+        saving: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
-        self.model = model
+        self.local = LocalStages(models)
         self.device = device
         self.group = group
-        self.schedule_name = schedule
-        self.stage = RaggedStage(
-            model, stage=model.stage, num_stages=model.num_stages, device=device, group=group
+        self.pp_rank = dist.get_rank(group)
+        self.schedule = _resolve(schedule, self.local, num_ranks=dist.get_world_size(group))
+        self._check_placement()
+        self.flow = self._learn_flow()
+        self.passes = {
+            model.stage: StagePasses(
+                model,
+                computes_grad=self.flow.computes[model.stage],
+                sends_grad=self.flow.sends[model.stage],
+                saving=saving,
+            )
+            for model in self.local
+        }
+        self._executor = Executor(
+            self.passes,
+            rank_of_stage=self.schedule.rank_of_stage,
+            device=device,
+            group=group,
         )
-        self._schedules: dict[int, object] = {}
-        self._loss_fn: LossFn | None = None
-        self._share_facts()
+        self._plans: dict[tuple[int, bool], Plan] = {}
 
     @property
     def last_stage_rank(self) -> int:
         """The global rank that holds the last stage, where the losses are."""
-        peer = self.stage.stage_index_to_group_rank[self.model.num_stages - 1]
+        peer = self.schedule.last_stage_rank
         return peer if self.group is None else dist.get_global_rank(self.group, peer)
 
-    def step(self, micro_batches: Sequence[MicroBatch], *, loss_fn: LossFn) -> torch.Tensor:
+    def step(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        loss_fn: LossFn,
+        recorder: Recorder = NO_RECORDER,
+    ) -> torch.Tensor:
         """Forward and backward of all micro-batches; gradients add up in `.grad`.
 
         Args:
-            loss_fn: (logits, micro-batch) -> its share of the loss; called on the last stage.
+            loss_fn: (output of the last stage, micro-batch) -> its share of the loss.
 
         Returns:
-            The summed loss, a scalar in float32; zero on all but the last stage.
+            The summed loss, a scalar in float32; zero where the last stage is not.
         """
-        schedule = self._schedule(len(micro_batches))
-        self._prepare(micro_batches, has_backward=True)
-        self._loss_fn = loss_fn
-        moved = [self._to_device(micro_batch) for micro_batch in micro_batches]
-        losses: list[torch.Tensor] | None = [] if self.model.is_last else None
-        schedule._step_microbatches(
-            [(batch["input_ids"],) for batch in moved] if self.model.is_first else None,
-            [_inputs(batch) for batch in moved],
-            moved if self.model.is_last else None,
-            losses,
-            return_outputs=False,
-        )
-        self.stage.clear_runtime_states()
-        if not losses:
-            return torch.zeros((), device=self.device)
+        plan = self._plan(len(micro_batches), has_backward=True)
+        inputs = self._inputs(micro_batches, loss_fn)
+        try:
+            losses = self._executor.run(plan, inputs, recorder=recorder)
+        finally:
+            self._executor.clear()
         # one by one, as a loop over micro-batches would add them
         return sum((loss.detach().float() for loss in losses), torch.zeros((), device=self.device))
 
@@ -101,106 +113,82 @@ class PipelineRunner:
         self,
         micro_batches: Sequence[MicroBatch],
         *,
-        on_output: Callable[[torch.Tensor, MicroBatch], None],
+        on_output: Callable[[Output, MicroBatch], None],
     ) -> None:
         """Forward only, any number of micro-batches; no graph and no output is kept.
 
         Args:
-            on_output: called on the last stage with the logits [B, T, V] of each micro-batch.
+            on_output: called where the last stage is, with its output for each micro-batch.
         """
-        was_training = self.model.training
-        self.model.eval()
-        self._prepare(micro_batches, has_backward=False)
-        sending: list[dist.Work] = []
-        for chunk, micro_batch in enumerate(micro_batches):
-            batch = self._to_device(micro_batch)
-            _wait(_start(self.stage.get_fwd_recv_ops(chunk)))
-            args = (batch["input_ids"],) if self.model.is_first else ()
-            output = self.stage.forward_one_chunk(
-                chunk, args, _inputs(batch), save_forward_output=False
-            )
-            _wait(sending)
-            sending = _start(self.stage.get_fwd_send_ops(chunk))
-            if self.model.is_last:
-                on_output(output, batch)
-            self.stage.fwd_cache.pop(chunk)
-        _wait(sending)
-        self.model.train(was_training)
 
-    def _schedule(self, num_micro_batches: int) -> object:
-        if num_micro_batches not in self._schedules:
-            check_micro_batches(
-                self.schedule_name,
-                num_micro_batches=num_micro_batches,
-                num_stages=self.model.num_stages,
-            )
-            schedule = SCHEDULES[self.schedule_name](
-                self.stage,
-                num_micro_batches,
-                loss_fn=lambda output, batch: self._loss_fn(output, batch),
-                # torch would divide once per stage that holds a parameter: tied ones twice
-                scale_grads=False,
-            )
-            # RaggedStage.prepare does the work of torch's metadata inference
-            schedule._stage_forward_initialized = True
-            schedule._stage_backward_initialized = True
-            self._schedules[num_micro_batches] = schedule
-        return self._schedules[num_micro_batches]
+        def take(output: Output, batch: MicroBatch) -> tuple[()]:
+            on_output(output, batch)
+            return ()
 
-    def _prepare(self, micro_batches: Sequence[MicroBatch], *, has_backward: bool) -> None:
-        shapes = [tuple(batch["input_ids"].shape) for batch in micro_batches]
-        self.stage.prepare(
-            [self.model.get_example_input(*shape) for shape in shapes],
-            [self.model.get_example_output(*shape) for shape in shapes],
-            has_backward=has_backward,
-        )
+        was_training = self.local.training
+        self.local.train(False)
+        plan = self._plan(len(micro_batches), has_backward=False)
+        try:
+            self._executor.run(plan, self._inputs(micro_batches, take), most_unsent=MOST_UNSENT)
+        finally:
+            self._executor.clear()
+            self.local.train(was_training)
 
-    def _to_device(self, micro_batch: MicroBatch) -> MicroBatch:
-        return {
-            name: value.to(self.device, non_blocking=True) for name, value in micro_batch.items()
-        }
-
-    def _share_facts(self) -> None:
-        """Learns, once, which stages train and whether neighbours agree on their border."""
-        probe = (2, 8)
-        own = {
-            "trains": any(p.requires_grad for p in self.model.parameters()),
-            "input": _describe(self.model.get_example_input(*probe)),
-            "output": _describe(self.model.get_example_output(*probe)),
-        }
-        facts: list[dict] = [own] * self.model.num_stages
-        if self.model.num_stages > 1:
-            gathered: list[dict | None] = [None] * self.model.num_stages
-            dist.all_gather_object(gathered, own, group=self.group)
-            facts = gathered
-        for stage in range(self.model.num_stages - 1):
-            if facts[stage]["output"] != facts[stage + 1]["input"]:
-                raise UserError(
-                    f"stage {stage} sends {facts[stage]['output']}, stage {stage + 1} expects "
-                    f"{facts[stage + 1]['input']} for a micro-batch of {probe}: get_example_input "
-                    "and get_example_output of the stage model must agree."
+    def _plan(self, num_micro_batches: int, *, has_backward: bool) -> Plan:
+        key = (num_micro_batches, has_backward)
+        if key not in self._plans:
+            rank_of_stage = self.schedule.rank_of_stage
+            if has_backward:
+                orders = drop_dead_backward(self.schedule.orders(num_micro_batches), self.flow)
+                plans = add_transfers(orders, rank_of_stage, self.flow)
+            else:
+                plans = add_transfers(
+                    forward_orders(rank_of_stage, num_micro_batches), rank_of_stage
                 )
-        self.stage.sends_grad = any(fact["trains"] for fact in facts[: self.model.stage])
-        self.stage.receives_grad = any(fact["trains"] for fact in facts[: self.model.stage + 1])
+            self._plans[key] = plans[self.pp_rank]
+        return self._plans[key]
+
+    def _inputs(self, micro_batches: Sequence[MicroBatch], loss_fn: Callable) -> StepInputs:
+        shapes = [tuple(batch["input_ids"].shape) for batch in micro_batches]
+        metas = {}
+        for model in self.local:
+            metas[model.stage] = [model.get_example_input(*shape) for shape in shapes]
+            metas[model.stage + 1] = [model.get_example_output(*shape) for shape in shapes]
+        batches = [
+            {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
+            for batch in micro_batches
+        ]
+        return StepInputs(batches, [_model_inputs(batch) for batch in batches], metas, loss_fn)
+
+    def _check_placement(self) -> None:
+        expected = self.schedule.stages_of(self.pp_rank)
+        if self.local.indices != expected:
+            raise UserError(
+                f"rank {self.pp_rank} was given stages {self.local.indices}, --schedule "
+                f"{self.schedule.name} places {expected} there: build those."
+            )
+
+    def _learn_flow(self) -> GradFlow:
+        """Learns, once, which stages train and whether neighbours agree on their border."""
+        own = [describe_borders(model) for model in self.local]
+        gathered: list[list | None] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(gathered, own, group=self.group)
+        facts = sorted((fact for facts in gathered for fact in facts), key=lambda f: f.stage)
+        check_borders(facts)
+        return grad_flow([fact.trains for fact in facts])
 
 
-def _describe(tensors: tuple[torch.Tensor, ...]) -> list[str]:
-    return [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors]
+def _resolve(schedule: Schedule | str, local: LocalStages, *, num_ranks: int) -> Schedule:
+    if isinstance(schedule, Schedule):
+        return schedule
+    stages_per_rank = len(local.models) if len(local.models) > 1 else None
+    return make_schedule(schedule, num_ranks=num_ranks, stages_per_rank=stages_per_rank)
 
 
-def _inputs(batch: MicroBatch) -> MicroBatch:
-    """What the model gets; the rest is for the loss alone."""
+def _model_inputs(batch: MicroBatch) -> MicroBatch:
+    """What the models get; labels and what begins with loss_ is for the loss alone."""
     return {
         name: value
         for name, value in batch.items()
         if name != "labels" and not name.startswith("loss_")
     }
-
-
-def _start(ops: list[dist.P2POp]) -> list[dist.Work]:
-    return dist.batch_isend_irecv(ops) if ops else []
-
-
-def _wait(works: list[dist.Work]) -> None:
-    for work in works:
-        work.wait()

@@ -1,37 +1,267 @@
-"""The schedules by name, and what each asks of the number of micro-batches. Loads no model."""
+"""The schedules by name: which rank holds which stage, and in what order each rank works.
 
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleSingle,
-    Schedule1F1B,
-    ScheduleGPipe,
-)
+The orders of the built-in schedules come from torch.distributed.pipelining; a CSV file gives any
+other. Loads no model, moves no tensor.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from torch.distributed.pipelining import _schedule_visualizer
 
 from stageline.errors import UserError
+from stageline.pipeline.actions import Action, Kind, parse_action
+from stageline.pipeline.schedule_file import ScheduleFile, read_schedule_file
 
-SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
+Orders = list[list[Action]]  # what each rank does, in order
+
+
+@dataclass(frozen=True)
+class ScheduleKind:
+    """What is fixed for all runs of one schedule.
+
+    Attributes:
+        torch_name: what torch calls it; None: the order is written down here.
+        is_multi: a rank holds several stages.
+        is_v: rank r of p holds stages r and 2p - 1 - r; the last stage is on rank 0.
+        splits_backward: gradients of inputs and of weights are computed apart.
+        least: (ranks, stages) -> the fewest micro-batches it runs.
+        has_rounds: they must fall into max(1, micro-batches // ranks) equal rounds.
+    """
+
+    torch_name: str | None = None
+    is_multi: bool = False
+    is_v: bool = False
+    splits_backward: bool = False
+    least: Callable[[int, int], int] = lambda num_ranks, num_stages: 1
+    has_rounds: bool = False
+
+
+SCHEDULES: dict[str, ScheduleKind] = {
+    "gpipe": ScheduleKind(),
+    # torch's list for 1F1B is made for pictures: its last rank counts from micro-batch 1
+    "1f1b": ScheduleKind(least=lambda num_ranks, num_stages: num_ranks),
+    "looped_bfs": ScheduleKind("LoopedBFS", is_multi=True),
+    "interleaved_1f1b": ScheduleKind("Interleaved1F1B", is_multi=True, has_rounds=True),
+    "interleaved_zero_bubble": ScheduleKind(
+        "InterleavedZeroBubble", is_multi=True, splits_backward=True, has_rounds=True
+    ),
+    "zbv": ScheduleKind("ZBVZeroBubble", is_multi=True, is_v=True, splits_backward=True),
+    "dualpipev": ScheduleKind(
+        "DualPipeV",
+        is_multi=True,
+        is_v=True,
+        splits_backward=True,
+        least=lambda num_ranks, num_stages: num_stages,
+    ),
 }
 
 
-def check_micro_batches(schedule: str, *, num_micro_batches: int, num_stages: int) -> None:
-    """Refuses a number of micro-batches that the schedule cannot run.
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule for given numbers of ranks and stages.
+
+    Attributes:
+        rank_of_stage: the rank of the pipeline that holds each stage.
+    """
+
+    name: str
+    rank_of_stage: tuple[int, ...]
+    kind: ScheduleKind | None = None
+    file: ScheduleFile | None = field(default=None, repr=False)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.rank_of_stage)
+
+    @property
+    def num_ranks(self) -> int:
+        return max(self.rank_of_stage) + 1
+
+    @property
+    def last_stage_rank(self) -> int:
+        """The rank of the pipeline that holds the last stage, where the losses are."""
+        return self.rank_of_stage[-1]
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of inputs and of weights are computed apart."""
+        return self.kind.splits_backward if self.kind else self.file.splits_backward
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages that a rank of the pipeline holds, in the order of the model."""
+        return [stage for stage, holder in enumerate(self.rank_of_stage) if holder == rank]
+
+    def legal_micro_batches(self, count: int) -> int:
+        """The least number of micro-batches, `count` or more, that this schedule runs."""
+        if self.file is not None:
+            return self.file.num_micro_batches
+        count = max(count, self.kind.least(self.num_ranks, self.num_stages))
+        if self.kind.has_rounds:
+            while count % max(1, count // self.num_ranks):
+                count += 1
+        return count
+
+    def check(self, num_micro_batches: int) -> None:
+        """Refuses a number of micro-batches that this schedule cannot run.
+
+        Raises:
+            UserError: with the next number that it can.
+        """
+        legal = self.legal_micro_batches(num_micro_batches)
+        if legal == num_micro_batches:
+            return
+        reason = f"it runs {self.file.num_micro_batches} and no other" if self.file else ""
+        least = self.kind.least(self.num_ranks, self.num_stages) if self.kind else 0
+        if num_micro_batches < least:
+            what = "stages" if least == self.num_stages else "ranks"
+            reason = reason or f"it needs one for each of its {least} {what} at least"
+        elif not reason:
+            rounds = num_micro_batches // self.num_ranks
+            reason = f"they must fall into {rounds} equal rounds over {self.num_ranks} ranks"
+        raise UserError(
+            f"{num_micro_batches} micro-batches can't fill --schedule {self.name} on "
+            f"{self.num_ranks} ranks with {self.num_stages} stages: {reason}. Set --batch-size "
+            f"to {legal} micro-batches (x --micro-batch-size, / --accumulate-steps), or choose "
+            "another --schedule."
+        )
+
+    def orders(self, num_micro_batches: int) -> Orders:
+        """What each rank does in a step of so many micro-batches.
+
+        Raises:
+            UserError: the schedule cannot run that many.
+        """
+        self.check(num_micro_batches)
+        if self.file is not None:
+            return [list(order) for order in self.file.orders]
+        if self.kind.torch_name is None:
+            warm_ups = [
+                num_micro_batches if self.name == "gpipe" else self.num_ranks - rank
+                for rank in range(self.num_ranks)
+            ]
+            return [
+                _one_stage_order(rank, warm_up, num_micro_batches)
+                for rank, warm_up in enumerate(warm_ups)
+            ]
+        stages_per_rank = self.num_stages // self.num_ranks
+        return [
+            list(order)
+            for order in _torch_orders(
+                self.kind.torch_name, self.num_ranks, stages_per_rank, num_micro_batches
+            )
+        ]
+
+
+def make_schedule(name: str, *, num_ranks: int, stages_per_rank: int | None = None) -> Schedule:
+    """Looks a schedule up, or reads it from a file.
+
+    Args:
+        name: a key of `SCHEDULES`, or the path of a CSV file.
+        stages_per_rank: None takes 1, or 2 for the schedules that need several.
 
     Raises:
-        UserError: unknown schedule, or fewer micro-batches than stages for 1F1B.
+        UserError: unknown name, or a number of stages that the schedule cannot have.
     """
-    if schedule not in SCHEDULES:
+    if name.endswith(".csv"):
+        return _from_file(name, num_ranks=num_ranks, stages_per_rank=stages_per_rank)
+    kind = SCHEDULES.get(name)
+    if kind is None:
         raise UserError(
-            f"--schedule {schedule} is unknown, expected one of {', '.join(SCHEDULES)}."
+            f"--schedule {name} is unknown. Expected: {', '.join(SCHEDULES)}, or the path of a "
+            ".csv file with a row of actions (0F0, 0B0, ...) for each rank."
         )
-    if schedule == "1f1b" and num_micro_batches < num_stages:
-        raise UserError(
-            f"{num_micro_batches} micro-batches can't fill {num_stages} stages (1F1B needs one a "
-            f"stage): raise --batch-size to {num_stages} micro-batches, lower --micro-batch-size, "
-            "or use fewer stages."
-        )
+    if stages_per_rank is None:
+        stages_per_rank = 2 if kind.is_multi else 1
+    _check_stages_per_rank(name, kind, stages_per_rank)
+    return Schedule(name, tuple(_placement(kind, num_ranks, stages_per_rank)), kind=kind)
+
+
+def default_stages_per_rank(name: str) -> int:
+    """How many stages a rank holds unless the user says so; a CSV file says it itself."""
+    if name.endswith(".csv"):
+        orders = read_schedule_file(Path(name)).orders
+        return max(1, len({action.stage for order in orders for action in order}) // len(orders))
+    kind = SCHEDULES.get(name)
+    return 2 if kind is not None and kind.is_multi else 1
 
 
 def ideal_bubble(*, num_stages: int, num_micro_batches: int) -> float:
     """The idle share of GPipe and 1F1B at equal stages: (p - 1) / (m + p - 1)."""
     return (num_stages - 1) / (num_micro_batches + num_stages - 1)
+
+
+def _check_stages_per_rank(name: str, kind: ScheduleKind, stages_per_rank: int) -> None:
+    if kind.is_v:
+        is_right, expected = stages_per_rank == 2, "exactly 2"
+    elif kind.is_multi:
+        is_right, expected = stages_per_rank >= 2, "2 or more"
+    else:
+        is_right, expected = stages_per_rank == 1, "exactly 1"
+    if not is_right:
+        raise UserError(
+            f"--schedule {name} has {expected} stages on each rank, --stages-per-rank "
+            f"{stages_per_rank} came: change one of them (several stages: "
+            f"{', '.join(key for key, other in SCHEDULES.items() if other.is_multi)})."
+        )
+
+
+def _placement(kind: ScheduleKind, num_ranks: int, stages_per_rank: int) -> list[int]:
+    if kind.is_v:
+        return [*range(num_ranks), *reversed(range(num_ranks))]
+    return [stage % num_ranks for stage in range(num_ranks * stages_per_rank)]
+
+
+def _from_file(name: str, *, num_ranks: int, stages_per_rank: int | None) -> Schedule:
+    file = read_schedule_file(Path(name))
+    if len(file.orders) != num_ranks:
+        raise UserError(
+            f"--schedule {name} has rows for {len(file.orders)} ranks, the run has {num_ranks}: "
+            "one row for each rank was expected. Change --num-stages or the file."
+        )
+    schedule = Schedule(name, file.rank_of_stage, file=file)
+    wanted = None if stages_per_rank is None else stages_per_rank * num_ranks
+    if wanted not in (None, schedule.num_stages):
+        raise UserError(
+            f"--schedule {name} has {schedule.num_stages} stages, --stages-per-rank "
+            f"{stages_per_rank} on {num_ranks} ranks makes {wanted}: leave the option out, or "
+            "change the file."
+        )
+    return schedule
+
+
+def _one_stage_order(stage: int, warm_up: int, num_micro_batches: int) -> list[Action]:
+    """`warm_up` forward passes, then a backward and a forward pass in turn."""
+    forwards = [Action(stage, Kind.FORWARD, index) for index in range(num_micro_batches)]
+    order = forwards[:warm_up]
+    for index in range(num_micro_batches):
+        order.append(Action(stage, Kind.BACKWARD, index))
+        order += forwards[warm_up + index : warm_up + index + 1]
+    return order
+
+
+@cache
+def _torch_orders(
+    torch_name: str, num_ranks: int, stages_per_rank: int, num_micro_batches: int
+) -> tuple[tuple[Action, ...], ...]:
+    """The compute actions of torch's own schedule class, pairs of overlapped ones in a row."""
+    per_rank = _schedule_visualizer.get_schedule_ops(
+        torch_name, num_ranks, num_micro_batches, stages_per_rank
+    )
+    return tuple(tuple(_compute_actions(actions)) for actions in per_rank)
+
+
+def _compute_actions(actions: Sequence[object]) -> list[Action]:
+    found: list[Action] = []
+    for action in actions:
+        if action is None:
+            continue
+        if getattr(action, "sub_actions", None):
+            found += _compute_actions(action.sub_actions)
+            continue
+        parsed = parse_action(str(action))
+        if parsed is not None:  # else a reduction of gradients: the training step does that
+            found.append(parsed)
+    return found

@@ -63,7 +63,7 @@ def evaluate(
     for micro_batches in batches:
         runner.evaluate(micro_batches, on_output=on_output)
     shared = [sums.tolist(), predicted]
-    if runner.model.num_stages > 1:
+    if dist.get_world_size(runner.group) > 1:
         dist.broadcast_object_list(shared, src=runner.last_stage_rank, group=runner.group)
     (loss, hits, targets), predicted = shared
     return EvalResult(

@@ -73,13 +73,13 @@ class TrainStep:
         self.scaler = scaler or LossScaler(enabled=False)
         trainable = {
             name: parameter
-            for name, parameter in runner.model.named_parameters()
+            for name, parameter in runner.local.named_parameters().items()
             if parameter.requires_grad
         }
         self.weights = MasterWeights(trainable)
         self.optimizer = make_optimizer(self.weights.parameters)
         self.ownership = Ownership(
-            trainable, order=runner.model.parameter_order, group=runner.group
+            trainable, order=runner.local.parameter_order, group=runner.group
         )
         if not any(self.ownership.names_by_rank):
             raise UserError(

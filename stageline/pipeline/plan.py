@@ -1,0 +1,170 @@
+"""From the orders of a schedule to what each rank really does: with transfers, without dead work.
+
+Pure integers. The transfers of any two ranks come in the same order on both, and all follow one
+order of time, so no two ranks can wait for each other whatever the backend queues.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from stageline.errors import UserError
+from stageline.pipeline.actions import Action, Kind
+
+
+class Transfer(NamedTuple):
+    """A tensor that leaves or reaches a rank.
+
+    Attributes:
+        is_send: it leaves; else it comes.
+        is_grad: a gradient on its way back; else activations.
+        stage: whose pass it feeds.
+        peer: the other rank of the pipeline.
+    """
+
+    is_send: bool
+    is_grad: bool
+    stage: int
+    micro_batch: int
+    peer: int
+
+
+Plan = list[Action | Transfer]
+
+
+@dataclass(frozen=True)
+class GradFlow:
+    """Which stages have what to do in the backward pass.
+
+    Attributes:
+        computes: something trains in this stage or before it.
+        sends: something trains before it, so the stage before waits for a gradient.
+    """
+
+    computes: tuple[bool, ...]
+    sends: tuple[bool, ...]
+
+
+def grad_flow(trains: Sequence[bool]) -> GradFlow:
+    """What follows from which stages have trainable parameters, or must pass a gradient on."""
+    return GradFlow(
+        computes=tuple(any(trains[: stage + 1]) for stage in range(len(trains))),
+        sends=tuple(any(trains[:stage]) for stage in range(len(trains))),
+    )
+
+
+def drop_dead_backward(orders: Sequence[Sequence[Action]], flow: GradFlow) -> list[list[Action]]:
+    """Leaves out the backward passes before the first trainable parameter.
+
+    A stage that sends no gradient has no input gradient to compute first: its backward pass is
+    done in one piece, where the schedule has its weight gradient.
+    """
+    return [
+        [kept for action in order if (kept := _keep(action, flow)) is not None] for order in orders
+    ]
+
+
+def _keep(action: Action, flow: GradFlow) -> Action | None:
+    if action.kind == Kind.FORWARD:
+        return action
+    if not flow.computes[action.stage]:
+        return None
+    if flow.sends[action.stage] or action.kind == Kind.BACKWARD:
+        return action
+    is_whole = action.kind == Kind.WEIGHT_GRAD
+    return action._replace(kind=Kind.BACKWARD) if is_whole else None
+
+
+def forward_orders(rank_of_stage: Sequence[int], num_micro_batches: int) -> list[list[Action]]:
+    """An order for forward passes alone: of all a rank could do, the deepest stage first."""
+    num_stages = len(rank_of_stage)
+    orders: list[list[Action]] = [[] for _ in range(max(rank_of_stage) + 1)]
+    passed = [0] * num_stages  # micro-batches that went through each stage
+    while passed[-1] < num_micro_batches:
+        before = list(passed)
+        for rank, order in enumerate(orders):
+            ready = [
+                stage
+                for stage in range(num_stages)
+                if rank_of_stage[stage] == rank
+                and before[stage] < (num_micro_batches if stage == 0 else before[stage - 1])
+            ]
+            if ready:
+                order.append(Action(ready[-1], Kind.FORWARD, passed[ready[-1]]))
+                passed[ready[-1]] += 1
+    return orders
+
+
+def needs(action: Action, num_stages: int) -> list[list[Action]]:
+    """What must be done before an action; of each inner list one will do."""
+    stage, kind, micro_batch = action
+    if kind == Kind.FORWARD:
+        return [[Action(stage - 1, Kind.FORWARD, micro_batch)]] if stage > 0 else []
+    if kind == Kind.WEIGHT_GRAD:
+        return [[Action(stage, Kind.INPUT_GRAD, micro_batch)]]
+    own = [Action(stage, Kind.FORWARD, micro_batch)]
+    if stage == num_stages - 1:
+        return [own]
+    behind = [Action(stage + 1, half, micro_batch) for half in (Kind.BACKWARD, Kind.INPUT_GRAD)]
+    return [own, behind]
+
+
+def add_transfers(
+    orders: Sequence[Sequence[Action]], rank_of_stage: Sequence[int], flow: GradFlow | None = None
+) -> list[Plan]:
+    """Puts the sends behind the passes that make a tensor, and the receives as early as they may.
+
+    Args:
+        flow: None where no backward passes are.
+
+    Raises:
+        UserError: the orders wait for each other in a circle.
+    """
+    num_stages = len(rank_of_stage)
+    plans: list[Plan] = [[] for _ in orders]
+    places = [0] * len(orders)
+    done: set[Action] = set()
+    while any(place < len(order) for place, order in zip(places, orders, strict=True)):
+        # one action a rank and round, so that transfers come in about the order of time
+        started = [
+            (rank, order[places[rank]])
+            for rank, order in enumerate(orders)
+            if places[rank] < len(order) and _is_ready(order[places[rank]], done, num_stages)
+        ]
+        if not started:
+            waiting = [str(o[places[r]]) for r, o in enumerate(orders) if places[r] < len(o)]
+            raise UserError(
+                f"the schedule waits for itself: ranks stand at {', '.join(waiting)}, and each "
+                "needs a pass that comes later. Put every pass behind the ones it needs."
+            )
+        for rank, action in started:
+            plans[rank].append(action)
+            places[rank] += 1
+            done.add(action)
+            _add_transfer(plans, rank, action, rank_of_stage, flow)
+    return plans
+
+
+def _is_ready(action: Action, done: set[Action], num_stages: int) -> bool:
+    return all(any(one in done for one in ways) for ways in needs(action, num_stages))
+
+
+def _add_transfer(
+    plans: list[Plan],
+    rank: int,
+    action: Action,
+    rank_of_stage: Sequence[int],
+    flow: GradFlow | None,
+) -> None:
+    stage, kind, micro_batch = action
+    if kind == Kind.WEIGHT_GRAD:
+        return
+    is_grad = kind != Kind.FORWARD
+    if is_grad and not (flow and flow.sends[stage]):
+        return
+    fed = stage - 1 if is_grad else stage + 1
+    if not 0 <= fed < len(rank_of_stage) or rank_of_stage[fed] == rank:
+        return
+    peer = rank_of_stage[fed]
+    plans[rank].append(Transfer(True, is_grad, fed, micro_batch, peer))
+    plans[peer].append(Transfer(False, is_grad, fed, micro_batch, rank))

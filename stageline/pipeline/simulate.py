@@ -1,0 +1,130 @@
+"""Plays a schedule through with given times: the ideal timeline, its bubble, what is kept alive.
+
+No time passes between ranks and none is lost on the host: what no implementation can be faster
+than. Pure arithmetic.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from stageline.pipeline.actions import Action, Kind
+from stageline.pipeline.plan import GradFlow, drop_dead_backward, grad_flow, needs
+from stageline.pipeline.timeline import TimelineEvent, bubble
+
+Durations = Mapping[tuple[int, Kind], float]  # (stage, kind) -> seconds of one pass
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What came out.
+
+    Attributes:
+        events: every pass with its times.
+        seconds: of the whole step.
+        peak_alive: for each stage, the most micro-batches whose activations it held at once.
+        fullest: for each rank, at its fullest moment, stage -> micro-batches alive.
+    """
+
+    events: list[TimelineEvent]
+    seconds: float
+    peak_alive: list[int]
+    fullest: list[dict[int, int]]
+
+    @property
+    def bubble(self) -> float:
+        """The idle share of the ranks' time."""
+        return bubble(self.events)
+
+
+def simulate(
+    orders: Sequence[Sequence[Action]],
+    durations: Durations,
+    *,
+    num_stages: int,
+    flow: GradFlow | None = None,
+) -> Simulation:
+    """Plays one step.
+
+    Args:
+        orders: what each rank does, in order.
+        durations: seconds of F, and of B or I and W, for each stage; a missing B is I + W.
+        flow: which stages have a backward pass; None: all.
+    """
+    flow = flow or grad_flow([True] * num_stages)
+    kept = drop_dead_backward(orders, flow)
+    ends: dict[Action, float] = {}
+    clocks = [0.0] * len(kept)
+    places = [0] * len(kept)
+    events: list[TimelineEvent] = []
+    progress = True
+    while progress:
+        progress = False
+        for rank, order in enumerate(kept):
+            while places[rank] < len(order):
+                action = order[places[rank]]
+                ready = _ready_time(action, ends, num_stages)
+                if ready is None:
+                    break
+                start = max(clocks[rank], ready)
+                clocks[rank] = ends[action] = start + seconds_of(action, durations)
+                events.append(
+                    TimelineEvent(
+                        rank,
+                        action.stage,
+                        action.kind.value,
+                        action.micro_batch,
+                        start,
+                        ends[action],
+                    )
+                )
+                places[rank] += 1
+                progress = True
+    assert all(place == len(order) for place, order in zip(places, kept, strict=True))
+    peaks, fullest = _alive(kept, num_stages, flow)
+    return Simulation(events, max(clocks), peaks, fullest)
+
+
+def seconds_of(action: Action, durations: Durations) -> float:
+    """The time of one pass."""
+    stage, kind = action.stage, action.kind
+    if kind == Kind.BACKWARD and (stage, kind) not in durations:
+        return durations[stage, Kind.INPUT_GRAD] + durations[stage, Kind.WEIGHT_GRAD]
+    return durations[stage, kind]
+
+
+def _ready_time(action: Action, ends: Mapping[Action, float], num_stages: int) -> float | None:
+    """When the last thing that an action needs is done; None: not yet known."""
+    ready = 0.0
+    for ways in needs(action, num_stages):
+        found = [ends[way] for way in ways if way in ends]
+        if not found:
+            return None
+        ready = max(ready, found[0])
+    return ready
+
+
+def _alive(
+    orders: Sequence[Sequence[Action]], num_stages: int, flow: GradFlow
+) -> tuple[list[int], list[dict[int, int]]]:
+    """The most micro-batches alive on each stage; and per rank, at its fullest, on which stages.
+
+    A stage without a backward pass keeps nothing.
+    """
+    peaks = [0] * num_stages
+    fullest: list[dict[int, int]] = []
+    for order in orders:
+        alive: dict[int, int] = {}
+        best: dict[int, int] = {}
+        for action in order:
+            stage = action.stage
+            if not flow.computes[stage]:
+                continue
+            if action.kind == Kind.FORWARD:
+                alive[stage] = alive.get(stage, 0) + 1
+                peaks[stage] = max(peaks[stage], alive[stage])
+                if sum(alive.values()) > sum(best.values()):
+                    best = dict(alive)
+            elif action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD):
+                alive[stage] -= 1
+        fullest.append(best)
+    return peaks, fullest
