@@ -19,8 +19,8 @@ from jsonargparse import ArgumentParser
 from options.checks import (
     check_batches,
     check_learning_rate,
+    check_partition,
     check_precision,
-    resolve_stages,
 )
 from options.command_line import Given, by_name, read_config, read_words, typed
 from options.fields import OptionError, check_limits, expand_paths, option_groups
@@ -118,7 +118,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
     run, parts, imports = _parse(argv, RunConfig, keys=TRAIN_KEYS)
     check_limits(run)
     check_precision(run)
-    resolve_stages(run, environment=os.environ)
+    check_partition(run)
     check_batches(run)
     check_learning_rate(run)
     return TrainArguments(run=run, parts=parts, imports=imports)

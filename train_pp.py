@@ -1,4 +1,4 @@
-"""Trains a hand-split model, one stage per process; every part is chosen by its key.
+"""Trains a hand-split model, its stages on several processes; every part is chosen by its key.
 
 `python train_pp.py --num-stages 2 ...` starts its own processes; under torchrun it joins them.
 `--help` lists the options, `--list` the parts.
@@ -20,13 +20,15 @@ from stageline.checkpoint.save import save_split_model
 from stageline.data.loader import MicroBatchLoader
 from stageline.data.preflight import check_vocabulary, preflight
 from stageline.data.processor import get_pad_token_id, load_processor
-from stageline.distributed.failure import run_entry
+from stageline.distributed.failure import name_stages, run_entry
 from stageline.distributed.interrupt import stop_requested
 from stageline.distributed.launch import launch_if_needed
 from stageline.distributed.process_group import DistributedContext, distributed_context
 from stageline.distributed.seeds import seed_everything
 from stageline.errors import UserError
 from stageline.pipeline.runner import PipelineRunner
+from stageline.pipeline.schedules import Schedule
+from stageline.pipeline.topology import Topology, resolve_topology
 from stageline.training.evaluation import evaluate
 from stageline.training.optimizer_groups import optimizer_groups
 from stageline.training.precision import LossScaler
@@ -42,11 +44,33 @@ def main() -> int:
     import_shelf(*(() if "--list" in sys.argv else SHELF))  # the list shows everything
     arguments = parse_train_args()
     freeze_registers()
-    launch_if_needed(arguments.run.num_stages)
+    topology = check_topology(arguments)
+    launch_if_needed(topology.num_processes)
     data = check_data(arguments)
     if arguments.run.check_only:
         return 0
     return arguments.parts["engine"].part(arguments, data)
+
+
+def check_topology(arguments: TrainArguments) -> Topology:
+    """Stages, ranks and replicas of the run; refuses what the schedule cannot do.
+
+    What was left open is filled in, so that the saved config says it.
+    """
+    run = arguments.run
+    world_size = os.environ.get("WORLD_SIZE")
+    topology = resolve_topology(
+        schedule=run.schedule,
+        num_stages=run.num_stages,
+        stages_per_rank=run.stages_per_rank,
+        dp_degree=run.dp_degree,
+        world_size=int(world_size) if world_size else None,
+    )
+    topology.schedule.check(run.num_micro_batches)
+    run.num_stages = topology.num_stages
+    run.stages_per_rank = topology.num_stages // topology.num_ranks
+    run.dp_degree = topology.dp_degree
+    return topology
 
 
 class Data:
@@ -120,26 +144,25 @@ def check_data(arguments: TrainArguments) -> Data:
 
 @engine_register("pipeline")
 def pipeline(arguments: TrainArguments, data: Data) -> int:
-    """Stages on torch.distributed.pipelining, one process and device per stage."""
-    run = arguments.run
-    with distributed_context(num_stages=run.num_stages, device=run.device) as context:
-        if context.num_replicas > 1:
-            raise UserError(
-                f"{context.world_size} processes for {run.num_stages} stages would be "
-                f"{context.num_replicas} replicas, and data parallelism is not there yet: start "
-                "as many processes as stages, or set --num-stages to the number of processes."
-            )
-        train(arguments, data, context)
+    """Stages on a schedule, forward and backward in turn; one process and device per rank."""
+    topology = check_topology(arguments)
+    with distributed_context(num_ranks=topology.num_ranks, device=arguments.run.device) as context:
+        name_stages(topology.schedule.stages_of(context.pp_rank))
+        train(arguments, data, context, topology.schedule)
     return 0
 
 
-def train(arguments: TrainArguments, data: Data, context: DistributedContext) -> None:
-    """Builds this rank's stage and runs the loop."""
+def train(
+    arguments: TrainArguments, data: Data, context: DistributedContext, schedule: Schedule
+) -> None:
+    """Builds this rank's stages and runs the loop."""
     run, parts = arguments.run, arguments.parts
     seed_everything(run.seed)
-    model = build_stage(arguments, context)
+    models = [
+        build_stage(arguments, context, stage) for stage in schedule.stages_of(context.pp_rank)
+    ]
     runner = PipelineRunner(
-        model, device=context.device, group=context.pp_group, schedule=run.schedule
+        models, device=context.device, group=context.pp_group, schedule=schedule
     )
     loss_fn = functools.partial(parts["loss_fn"].part, **parts["loss_fn"].kwargs)
     train_step = TrainStep(
@@ -157,7 +180,7 @@ def train(arguments: TrainArguments, data: Data, context: DistributedContext) ->
         folder, context=context, total_steps=run.total_steps, log_steps=run.log_steps
     )
     with report:
-        report.show_plan(summarize_stage(model, context))
+        report.show_plan([summarize_stage(model, context) for model in models])
         loader = functools.partial(make_loader, arguments, data, context)
         held_out = loader(data.test, is_evaluation=True) if data.test is not None else None
 
@@ -167,7 +190,7 @@ def train(arguments: TrainArguments, data: Data, context: DistributedContext) ->
 
         def save_now(step: int) -> None:
             target = folder / "checkpoints" / f"step-{step:08d}"
-            save_split_model(model, data.processor, target, group=context.pp_group, step=step)
+            save_split_model(models, data.processor, target, group=context.pp_group, step=step)
             report.say(f"saved {target}")
 
         trainer = Trainer(
@@ -184,8 +207,10 @@ def train(arguments: TrainArguments, data: Data, context: DistributedContext) ->
             report.say("stopped before the last step; the checkpoint holds the weights")
 
 
-def build_stage(arguments: TrainArguments, context: DistributedContext) -> torch.nn.Module:
-    """Calls the train_model part for this rank's stage."""
+def build_stage(
+    arguments: TrainArguments, context: DistributedContext, stage: int
+) -> torch.nn.Module:
+    """Calls the train_model part for one stage of this rank."""
     run, part = arguments.run, arguments.parts["train_model"]
     names = (
         "frozen_vit frozen_mlp frozen_llm frozen_lm_head vit_lora_num mlp_lora_num llm_lora_num "
@@ -196,7 +221,7 @@ def build_stage(arguments: TrainArguments, context: DistributedContext) -> torch
         config_path=run.config_path,
         processor_path=run.processor_path,
         checkpoint_path=run.model_path,
-        stage=context.pp_rank,
+        stage=stage,
         num_stages=run.num_stages,
         partition=None if run.partition == "uniform" else run.partition,
         dtype=DTYPES[run.precision],

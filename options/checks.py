@@ -1,7 +1,5 @@
 """What the options of a run must be together. Needs nothing but numbers and names."""
 
-from collections.abc import Mapping
-
 from options.fields import OptionError, spelled
 from options.run_options import RunConfig, SharedOptions
 
@@ -16,7 +14,7 @@ def check_precision(config: SharedOptions) -> None:
 
 
 def check_batches(run: RunConfig) -> None:
-    """Checks that a batch falls into whole micro-batches, and 1F1B gets one for each stage."""
+    """Checks that a batch falls into whole micro-batches."""
     if run.batch_size % run.micro_batch_size:
         fits = run.batch_size // run.micro_batch_size * run.micro_batch_size
         better = sorted({fits, fits + run.micro_batch_size} - {0})
@@ -25,17 +23,6 @@ def check_batches(run: RunConfig) -> None:
             f"{run.micro_batch_size}. Whole micro-batches were expected, because a batch is cut "
             f"into equal ones. Set --batch-size to {' or '.join(map(str, better))}, or choose a "
             f"--micro-batch-size that divides {run.batch_size}."
-        )
-    num_stages = run.num_stages or 1
-    if run.schedule == "1f1b" and run.num_micro_batches < num_stages:
-        needed = -(-num_stages * run.micro_batch_size // run.accumulate_steps)
-        needed = -(-needed // run.micro_batch_size) * run.micro_batch_size
-        raise OptionError(
-            f"{run.num_micro_batches} micro-batches (--batch-size {run.batch_size} x "
-            f"--accumulate-steps {run.accumulate_steps} / --micro-batch-size "
-            f"{run.micro_batch_size}) can't fill {num_stages} stages. 1F1B expects one a stage at "
-            f"least, because each stage works on a different one. Raise --batch-size to {needed}, "
-            f"or use fewer stages or --schedule gpipe."
         )
 
 
@@ -57,31 +44,22 @@ def check_learning_rate(run: RunConfig) -> None:
             )
 
 
-def resolve_stages(run: RunConfig, *, environment: Mapping[str, str]) -> None:
-    """Sets `num_stages` where it was left open, and compares it with the number of processes.
-
-    Args:
-        environment: `os.environ`; torchrun sets WORLD_SIZE there.
-    """
-    counts = run.partition if isinstance(run.partition, list) else None
-    shown = ",".join(map(str, counts or []))
-    if counts is not None and (not counts or min(counts) < 1):
+def check_partition(run: RunConfig) -> None:
+    """Checks layer counts against the number of stages, which they give where it was left open."""
+    if not isinstance(run.partition, list):
+        return
+    counts = run.partition
+    shown = ",".join(map(str, counts))
+    if not counts or min(counts) < 1:
         raise OptionError(
             f"--partition {shown or '[]'} has a stage without a layer. Each stage needs at least "
             f"one, because a stage passes on what its layers make. Give counts from 1 upwards."
         )
-    world_size = environment.get("WORLD_SIZE")
     if run.num_stages is None:
-        run.num_stages = len(counts) if counts else int(world_size or 1)
-    if counts is not None and len(counts) != run.num_stages:
+        run.num_stages = len(counts)
+    if len(counts) != run.num_stages:
         raise OptionError(
             f"--partition {shown} names {len(counts)} stages, --num-stages is {run.num_stages}. "
             f"One count a stage was expected, because it says how many layers each stage gets. "
             f"Change one of them; without --num-stages it follows from --partition."
-        )
-    if world_size is not None and int(world_size) % run.num_stages:
-        raise OptionError(
-            f"{world_size} processes were started for {run.num_stages} stages. The number of "
-            f"processes must be a multiple of the stages, because each stage of each replica has "
-            f"its own process. Set --num-stages or torchrun --nproc-per-node accordingly."
         )

@@ -91,10 +91,21 @@ class OptimizerOptions:
 class PipelineOptions:
     """Pipeline"""
 
-    schedule: Literal["gpipe", "1f1b"] = option("1f1b", "order of forward and backward passes")
-    num_stages: int | None = option(
-        None, "parts that the model is cut into; default: one per process", at_least=1
+    schedule: str = option(
+        "1f1b",
+        "order of forward and backward passes: gpipe, 1f1b, looped_bfs, interleaved_1f1b, "
+        "interleaved_zero_bubble, zbv, dualpipev, or the path of a .csv file",
     )
+    num_stages: int | None = option(
+        None, "parts that the model is cut into; default: those of the processes", at_least=1
+    )
+    stages_per_rank: int | None = option(
+        None, "stages that a process holds; default: 1, or 2 where --schedule needs it", at_least=1
+    )
+    dp_degree: int | None = option(
+        None, "replicas of the pipeline; default: as many as the processes make", at_least=1
+    )
+    dp_shard: bool = option(False, "replicas share weights and optimizer state (FSDP2)")
     partition: Literal["uniform"] | list[int] = option(
         "uniform", "layers of each stage, 8,8,7,9; uniform: equal numbers"
     )
@@ -121,7 +132,7 @@ class RunConfig(
     TrainPathOptions,
     SharedOptions,
 ):
-    """Every option of a training run that belongs to no part. `num_stages` is never None."""
+    """Every option of a training run that belongs to no part."""
 
     @property
     def num_micro_batches(self) -> int:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -29,12 +29,12 @@ _LOST_CONNECTION = re.compile(
     r"failed to (recv|send)|recvvalue failed|sendbytes failed",
     re.IGNORECASE,
 )
-_stage: list[int] = []
+_stages: list[int] = []
 
 
-def name_stage(stage: int) -> None:
-    """Tells which pipeline stage this rank runs, for its report."""
-    _stage[:] = [stage]
+def name_stages(stages: Sequence[int]) -> None:
+    """Tells which stages of the model this rank runs, for its report."""
+    _stages[:] = stages
 
 
 def run_entry(main: Callable[[], int | None]) -> NoReturn:
@@ -90,7 +90,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 def _who() -> str:
     if _world_size() == 1:
         return "failed"
-    stage = f" (stage {_stage[0]})" if _stage else ""
+    stage = f" (stage {', '.join(map(str, _stages))})" if _stages else ""
     return f"rank {os.environ.get('RANK', '0')}{stage} failed first"
 
 

@@ -1,7 +1,7 @@
-"""The process group of a run and its mesh: axis "dp" of replicas, axis "pp" of stages.
+"""The process group of a run and its mesh: axis "dp" of replicas, axis "pp" of a pipeline's ranks.
 
-Rank = dp_rank * num_stages + pp_rank. A single process gets a group of its own, so that one stage
-runs the same code as many.
+Rank = dp_rank * num_ranks + pp_rank, so that neighbours of a pipeline are neighbours on a machine.
+A single process gets a group of its own, so that one stage runs the same code as many.
 """
 
 import os
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from stageline.distributed.failure import name_stage
 from stageline.errors import UserError
 
 
@@ -27,7 +26,7 @@ class DistributedContext:
         rank, world_size: among all processes of the run.
         local_rank: among those of this machine.
         num_replicas, dp_rank: data-parallel copies of the pipeline, and which one this is.
-        num_stages, pp_rank: processes of one pipeline, and which one this is.
+        num_ranks, pp_rank: processes of one pipeline, and which one this is.
         mesh: axes ("dp", "pp").
         device: where this process computes.
     """
@@ -37,7 +36,7 @@ class DistributedContext:
     world_size: int
     num_replicas: int
     dp_rank: int
-    num_stages: int
+    num_ranks: int
     pp_rank: int
     mesh: DeviceMesh
     device: torch.device
@@ -49,34 +48,34 @@ class DistributedContext:
 
     @property
     def pp_group(self) -> dist.ProcessGroup:
-        """The processes of this pipeline, in order of stages."""
+        """The processes of this pipeline, in order."""
         return self.mesh.get_group("pp")
 
     @property
     def dp_group(self) -> dist.ProcessGroup:
-        """The processes that hold the same stage."""
+        """The processes that hold the same stages."""
         return self.mesh.get_group("dp")
 
 
 @contextmanager
 def distributed_context(
-    *, num_stages: int, device: Literal["auto", "cpu", "cuda"] = "auto", timeout: float = 600.0
+    *, num_ranks: int, device: Literal["auto", "cpu", "cuda"] = "auto", timeout: float = 600.0
 ) -> Iterator[DistributedContext]:
     """Joins the processes of the run, and leaves them when the block ends without an exception.
 
     Args:
-        num_stages: processes of one pipeline; the number of processes is a multiple of it.
+        num_ranks: processes of one pipeline; the number of processes is a multiple of it.
         device: "auto" takes GPUs if there is one for each process of this machine.
         timeout: seconds that one exchange may take.
 
     Raises:
-        UserError: processes and stages do not fit, or there are too few GPUs.
+        UserError: processes and ranks do not fit, or there are too few GPUs.
     """
     rank, local_rank, world_size = _read_environment(os.environ)
-    if world_size % num_stages:
+    if world_size % num_ranks:
         raise UserError(
-            f"{world_size} processes can't hold pipelines of {num_stages} stages: their number "
-            f"must be a multiple of the stages, because each stage has a process of its own. "
+            f"{world_size} processes can't hold pipelines of {num_ranks} ranks: their number "
+            f"must be a multiple of that, because each rank has a process of its own. "
             f"Set --num-stages or torchrun --nproc-per-node accordingly."
         )
     chosen = choose_device(
@@ -84,20 +83,19 @@ def distributed_context(
     )
     _init_group(rank, world_size, chosen, timeout=timeout)
     mesh = init_device_mesh(
-        chosen.type, (world_size // num_stages, num_stages), mesh_dim_names=("dp", "pp")
+        chosen.type, (world_size // num_ranks, num_ranks), mesh_dim_names=("dp", "pp")
     )
     context = DistributedContext(
         rank=rank,
         local_rank=local_rank,
         world_size=world_size,
-        num_replicas=world_size // num_stages,
+        num_replicas=world_size // num_ranks,
         dp_rank=mesh.get_local_rank("dp"),
-        num_stages=num_stages,
+        num_ranks=num_ranks,
         pp_rank=mesh.get_local_rank("pp"),
         mesh=mesh,
         device=chosen,
     )
-    name_stage(context.pp_rank)
     warm_up(context)
     yield context
     # not in a `finally`: after an exception closed sockets would make the neighbours report first
@@ -133,8 +131,8 @@ def warm_up(context: DistributedContext) -> None:
     """
     total = torch.ones((), device=context.device)
     dist.all_reduce(total, group=context.pp_group)
-    assert int(total) == context.num_stages
-    last = context.num_stages - 1
+    assert int(total) == context.num_ranks
+    last = context.num_ranks - 1
     pairs = [(stage, stage + 1) for stage in range(last)]
     if last > 1:
         pairs.append((last, 0))  # schedules with several stages a rank go round

@@ -1,5 +1,6 @@
 """What a person sees of a training run: the stage plan, the bar, evaluations, sample pictures."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +25,7 @@ class Context(Protocol):
 
 
 def summarize_stage(model: torch.nn.Module, context: Context) -> StageSummary:
-    """The figures of this rank's stage."""
+    """The figures of one stage of this rank."""
     parameters = dict(model.named_parameters())
     held = [
         part for part in model.parts() if any(model.part_of(name) == part for name in parameters)
@@ -79,10 +80,11 @@ class RunReport:
         """Prints on the main rank."""
         self.log.print(text)
 
-    def show_plan(self, summary: StageSummary) -> None:
+    def show_plan(self, summaries: Sequence[StageSummary]) -> None:
         """Prints the table of all stages; every rank calls this with its own."""
-        stages: list[Any] = [None] * dist.get_world_size(self.context.pp_group)
-        dist.all_gather_object(stages, summary, group=self.context.pp_group)
+        gathered: list[Any] = [None] * dist.get_world_size(self.context.pp_group)
+        dist.all_gather_object(gathered, list(summaries), group=self.context.pp_group)
+        stages = sorted((s for part in gathered for s in part), key=lambda s: s.stage)
         self.say(format_stage_table(stages))
 
     def stepped(self, step: int, result: StepResult, seconds: float) -> None:

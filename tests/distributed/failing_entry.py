@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from stageline.distributed.failure import run_entry
+from stageline.distributed.failure import name_stages, run_entry
 from stageline.distributed.interrupt import stop_requested
 from stageline.distributed.launch import launch_if_needed
 from stageline.distributed.process_group import DistributedContext, distributed_context
@@ -37,7 +37,7 @@ def raise_on_1(context: DistributedContext, folder: Path) -> None:
     if context.rank == 1:
         raise KeyError("boom on purpose")
     if context.rank == 0:
-        dist.recv(torch.empty(4), group=context.pp_group, group_src=context.num_stages - 1)
+        dist.recv(torch.empty(4), group=context.pp_group, group_src=context.num_ranks - 1)
     exchange(context)
 
 
@@ -114,7 +114,8 @@ def main() -> None:
     mode, folder, num_ranks = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     num_stages = int(sys.argv[4]) if len(sys.argv) > 4 else num_ranks
     launch_if_needed(num_ranks)
-    with distributed_context(num_stages=num_stages, device="cpu", timeout=600) as context:
+    with distributed_context(num_ranks=num_stages, device="cpu", timeout=600) as context:
+        name_stages([context.pp_rank])
         globals()[mode](context, folder)
         (folder / f"done_{context.rank}").write_text(f"{context}")
 

@@ -35,7 +35,7 @@ def test_ranks_of_a_pipeline_are_neighbours_and_replicas_hold_the_same_stage(tmp
 
 
 def test_a_lone_process_has_a_group_of_its_own():
-    with distributed_context(num_stages=1, device="cpu") as context:
+    with distributed_context(num_ranks=1, device="cpu") as context:
         assert (context.rank, context.world_size, context.pp_rank, context.dp_rank) == (0, 1, 0, 0)
         assert context.is_main and context.device == torch.device("cpu")
         value = torch.ones(2)
@@ -45,7 +45,7 @@ def test_a_lone_process_has_a_group_of_its_own():
 
 
 def test_after_an_exception_the_group_is_left_alone():
-    with pytest.raises(KeyError), distributed_context(num_stages=1, device="cpu"):
+    with pytest.raises(KeyError), distributed_context(num_ranks=1, device="cpu"):
         raise KeyError
     assert dist.is_initialized()
 
@@ -53,7 +53,7 @@ def test_after_an_exception_the_group_is_left_alone():
 def test_more_stages_than_processes_are_refused_before_a_group_is_made():
     with (
         pytest.raises(UserError, match="1 processes can't hold pipelines of 2 stages"),
-        distributed_context(num_stages=2, device="cpu"),
+        distributed_context(num_ranks=2, device="cpu"),
     ):
         pass
     assert not dist.is_initialized()
