@@ -24,6 +24,11 @@ MAX_LAYERS = 256  # layers of other stages that a target may mean
 MAX_NAMES_SHOWN = 20
 
 
+def wrapped_module(name: str) -> str:
+    """The plain path of the linear layer that a parameter of a wrapped layer belongs to."""
+    return re.split(rf"\.{WRAPPED}\.|\.lora\.lora_", name, maxsplit=1)[0]
+
+
 class LoRALayer(nn.Module):
     """The adapter alone: scale * B(A(dropout(x))).
 

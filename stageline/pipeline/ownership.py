@@ -9,14 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from stageline.modules.lora import wrapped_module
+
 
 class Ownership:
     """Learned once, from the names that every rank of the pipeline trains.
 
     Args:
         named_parameters: this rank's trainable parameters by name.
-        order: the whole model's parameter names in its own order; names that are not in it
-            (LoRA) follow, by stage.
+        order: the whole model's parameter names in its own order; those of adapters, which are
+            not in it, stand beside the layer that they wrap.
         group: the pipeline's process group.
 
     Attributes:
@@ -46,9 +48,9 @@ class Ownership:
             for rank, rank_names in enumerate(names)
         ]
         self.counted = counted_by_rank[self.rank]
-        position = {name: index for index, name in enumerate(order)}
+        position = _Positions(order)
         keys = [
-            (position.get(name, len(order)), rank, index)
+            (position[name], rank, index)
             for rank, rank_names in enumerate(counted_by_rank)
             for index, name in enumerate(rank_names)
         ]
@@ -83,3 +85,19 @@ class Ownership:
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         return received
+
+
+class _Positions:
+    """Where a parameter, or the layer that an adapter wraps, stands in the whole model."""
+
+    def __init__(self, order: list[str]) -> None:
+        self._names = {name: index for index, name in enumerate(order)}
+        self._modules: dict[str, int] = {}
+        for index, name in enumerate(order):
+            self._modules.setdefault(name.rpartition(".")[0], index)
+        self._end = len(order)
+
+    def __getitem__(self, name: str) -> int:
+        if name in self._names:
+            return self._names[name]
+        return self._modules.get(wrapped_module(name), self._end)

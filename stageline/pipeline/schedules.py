@@ -116,7 +116,7 @@ class Schedule:
         reason = f"it runs {self.file.num_micro_batches} and no other" if self.file else ""
         least = self.kind.least(self.num_ranks, self.num_stages) if self.kind else 0
         if num_micro_batches < least:
-            what = "stages" if least == self.num_stages else "ranks"
+            what = "ranks" if least == self.num_ranks else "stages"
             reason = reason or f"it needs one for each of its {least} {what} at least"
         elif not reason:
             rounds = num_micro_batches // self.num_ranks

@@ -1,0 +1,218 @@
+"""Every schedule against plain transformers, for what may be trained and how rows are shaped.
+
+The reference is one process, one whole model and plain PyTorch, on the same micro-batches in turn.
+Equal to the last bit, but for two cases: looped_bfs goes through the micro-batches backwards, so it
+adds gradients up in another order, and so does a tied weight.
+"""
+
+import peft
+import pytest
+import torch
+import transformers
+
+from loss_fn import sft
+from pp_models import CausalLMStage, VisionLanguageStage
+from stageline.checkpoint.load import load_split_model
+from stageline.pipeline.runner import PipelineRunner
+from stageline.pipeline.schedules import SCHEDULES, make_schedule
+from stageline.testing.ranks import run_ranks
+from stageline.testing.tiny_batches import count_targets, drop_pixels, tiny_micro_batches
+from stageline.testing.tiny_models import tiny_config
+from stageline.training.step import TrainStep
+
+NUM_STEPS = 2
+NUM_LAYERS = 8
+MAX_NORM = 0.05
+ADAMW = {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.1}
+LENGTHS = {"padded": (16,) * 8, "own": (14, 11, 19, 12, 10, 17, 13, 15)}
+VARIANTS = ("full", "tied", "lora", "frozen_half", "frozen_tower", "frozen_but_head")
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def family_of(variant):
+    return "internvl" if variant == "frozen_tower" else "llama"
+
+
+def is_trained(variant, name):
+    """Of the variants without LoRA."""
+    if variant == "frozen_tower":
+        return "vision_tower" not in name
+    if variant == "frozen_but_head":
+        return "lm_head" in name or "layers.7." in name
+    if variant == "frozen_half":
+        return not ("embed" in name or any(f"layers.{index}." in name for index in range(4)))
+    return True
+
+
+def batches_of_step(variant, kind, step):
+    return tiny_micro_batches(family_of(variant), lengths=LENGTHS[kind], seed=50 + step)
+
+
+def build_whole(variant, folder):
+    torch.manual_seed(3)
+    config = tiny_config(family_of(variant), tied=variant == "tied", num_hidden_layers=NUM_LAYERS)
+    auto = (
+        transformers.AutoModelForImageTextToText
+        if variant == "frozen_tower"
+        else transformers.AutoModelForCausalLM
+    )
+    whole = auto.from_config(config, dtype=torch.float32)
+    with torch.no_grad():  # the library starts biases and norms at 0 and 1, which hides mistakes
+        for parameter in whole.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    whole.save_pretrained(folder)
+    if variant != "lora":
+        for name, parameter in whole.named_parameters():
+            parameter.requires_grad_(is_trained(variant, name))
+        return whole.train()
+    adapted = peft.get_peft_model(
+        whole, peft.LoraConfig(r=2, lora_alpha=4.0, target_modules=LINEAR)
+    )
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:  # B starts at zero, which would hide A's gradient
+            torch.nn.init.normal_(parameter, std=0.1)
+    return adapted.train()
+
+
+def our_name(name):
+    """Of a parameter of peft."""
+    return (
+        name.removeprefix("base_model.model.")
+        .replace("lora_A.default", "lora.lora_A")
+        .replace("lora_B.default", "lora.lora_B")
+        .replace("base_layer", "lora_module")
+    )
+
+
+def reference_run(variant, kind, whole):
+    trained = {our_name(n): p for n, p in whole.named_parameters() if p.requires_grad}
+    start = {name: p.detach().clone() for name, p in trained.items()}
+    optimizer = torch.optim.AdamW(trained.values(), **ADAMW)
+    steps = []
+    for step in range(NUM_STEPS):
+        micro_batches = batches_of_step(variant, kind, step)
+        count = torch.tensor(float(count_targets(micro_batches)))
+        optimizer.zero_grad()
+        loss = torch.zeros(())
+        for batch in micro_batches:
+            share = whole(**batch, num_items_in_batch=count, use_cache=False).loss
+            share.backward()
+            loss = loss + share.detach()
+        norm = torch.nn.utils.clip_grad_norm_(trained.values(), MAX_NORM)
+        assert norm > MAX_NORM, "clipping must act, or the test shows nothing"
+        grads = {name: p.grad.clone() for name, p in trained.items()}
+        optimizer.step()
+        steps.append({"loss": loss.item(), "norm": norm.item(), "grads": grads})
+    weights = {name: p.detach().clone() for name, p in trained.items()}
+    return {"start": start, "steps": steps, "weights": weights}
+
+
+def build_stage(variant, folder, start, *, stage, num_stages):
+    stage_class = VisionLanguageStage if variant == "frozen_tower" else CausalLMStage
+    lora = {"llm_lora_num": 1, "lora_rank": 2, "lora_alpha": 4.0, "frozen_lm_head": True}
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model = stage_class(
+        config, stage=stage, num_stages=num_stages, **(lora if variant == "lora" else {})
+    )
+    load_split_model(model, folder, device="cpu", dtype=torch.float32)
+    model.frozen()
+    for name, parameter in model.named_parameters():
+        if variant != "lora":
+            parameter.requires_grad_(is_trained(variant, name))
+        elif name in start:
+            parameter.data.copy_(start[name])
+    return model.train()
+
+
+def split_run(rank, variant, kind, folder, start, schedule):
+    models = [
+        build_stage(variant, folder, start, stage=stage, num_stages=schedule.num_stages)
+        for stage in schedule.stages_of(rank)
+    ]
+    runner = PipelineRunner(models, device=torch.device("cpu"), schedule=schedule)
+    train_step = TrainStep(
+        runner,
+        make_optimizer=lambda parameters: (
+            torch.optim.AdamW(parameters.values(), **ADAMW) if parameters else None
+        ),
+        loss_fn=sft,
+        learning_rate=lambda step: ADAMW["lr"],
+        max_grad_norm=MAX_NORM,
+    )
+    steps = []
+    for step in range(NUM_STEPS):
+        micro_batches = batches_of_step(variant, kind, step)
+        if rank > 0:
+            micro_batches = [drop_pixels(batch) for batch in micro_batches]
+        result = train_step(micro_batches, step=step)
+        grads = {
+            name: p.grad.clone()
+            for name, p in runner.local.named_parameters().items()
+            if p.grad is not None
+        }
+        steps.append({"loss": result.loss, "norm": result.grad_norm, "grads": grads})
+    weights = {
+        name: p.detach().clone()
+        for name, p in runner.local.named_parameters().items()
+        if p.requires_grad
+    }
+    return {"steps": steps, "weights": weights}
+
+
+def split_runs(rank, variant, kind, folder, start, schedules):
+    return [
+        split_run(rank, variant, kind, folder, start, schedule) for schedule in schedules.values()
+    ]
+
+
+def compare(ranks, reference, *, bitwise, where):
+    def same(ours, theirs, what):
+        if bitwise:
+            assert torch.equal(ours, theirs), (
+                f"{where}: {what} is {(ours - theirs).abs().max()} off"
+            )
+        else:
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6, msg=f"{where}: {what}")
+
+    assert {n for rank in ranks for n in rank["weights"]} == set(reference["weights"]), where
+    for step, expected in enumerate(reference["steps"]):
+        for rank in ranks:
+            ours = rank["steps"][step]
+            tolerance = 0 if bitwise else 1e-6
+            assert ours["loss"] == pytest.approx(expected["loss"], rel=tolerance, abs=0), where
+            assert ours["norm"] == pytest.approx(expected["norm"], rel=tolerance, abs=0), where
+            for name, grad in ours["grads"].items():
+                same(grad, expected["grads"][name], f"gradient of {name} in step {step}")
+        found = {name for rank in ranks for name in rank["steps"][step]["grads"]}
+        assert found == set(expected["grads"]), where
+    for rank in ranks:
+        for name, weight in rank["weights"].items():
+            same(weight, reference["weights"][name], f"weight {name}")
+
+
+def all_schedules(num_ranks):
+    schedules = {name: make_schedule(name, num_ranks=num_ranks) for name in SCHEDULES}
+    if num_ranks == 2:
+        schedules["three_a_rank"] = make_schedule(
+            "interleaved_1f1b", num_ranks=2, stages_per_rank=3
+        )
+    return schedules
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("kind", LENGTHS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_schedule_equals_the_whole_model(variant, kind, num_ranks, tmp_path):
+    whole = build_whole(variant, tmp_path)
+    reference = reference_run(variant, kind, whole)
+    schedules = all_schedules(num_ranks)
+    results = run_ranks(
+        split_runs, num_ranks, variant, kind, tmp_path, reference["start"], schedules
+    )
+    for index, name in enumerate(schedules):
+        compare(
+            [result[index] for result in results],
+            reference,
+            bitwise=name != "looped_bfs" and variant != "tied",
+            where=f"{name} on {num_ranks} ranks",
+        )

@@ -1,0 +1,75 @@
+"""A schedule of the user's own, read from CSV: torch's spelling, and one clear error for a slip."""
+
+import csv
+
+import pytest
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+from stageline.errors import UserError
+from stageline.pipeline.plan import add_transfers, drop_dead_backward, grad_flow
+from stageline.pipeline.schedules import default_stages_per_rank, make_schedule
+from stageline.pipeline.topology import resolve_topology
+
+GOOD = "0F0,0F1,,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+
+
+def write(tmp_path, text):
+    path = tmp_path / "mine.csv"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize("with_comms", [False, True])
+@pytest.mark.parametrize("ours, torchs", [("zbv", "ZBVZeroBubble"), ("dualpipev", "DualPipeV")])
+def test_what_torch_writes_is_read(ours, torchs, with_comms, tmp_path):
+    rows = get_schedule_ops(torchs, 2, 4, 2, with_comms=with_comms)
+    path = tmp_path / "torch.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([["" if a is None else str(a) for a in row] for row in rows])
+    schedule = make_schedule(str(path), num_ranks=2)
+    assert schedule.orders(4) == make_schedule(ours, num_ranks=2).orders(4)
+    assert schedule.rank_of_stage == (0, 1, 1, 0)
+    assert schedule.splits_backward
+    assert default_stages_per_rank(str(path)) == 2
+
+
+def test_a_file_gives_stages_and_micro_batches(tmp_path):
+    path = write(tmp_path, GOOD)
+    topology = resolve_topology(schedule=path, num_stages=2)
+    assert topology.num_ranks == 2 and not topology.schedule.splits_backward
+    with pytest.raises(UserError, match="it runs 2 and no other"):
+        topology.schedule.check(4)
+    with pytest.raises(UserError, match="rows for 2 ranks, the run has 4"):
+        resolve_topology(schedule=path, num_stages=4)
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        (GOOD.replace(",1B1", ""), "stage 1 does F with micro-batch 1"),
+        (GOOD.replace("1B1", "1B2"), "stage 0 does nothing with micro-batch 2"),
+        (GOOD.replace("1B1", "1B1,1B1"), "stage 1 does FBB with micro-batch 1"),
+        (GOOD.replace("1B1", "1I1"), "stage 1 does FI with micro-batch 1"),
+        (GOOD.replace("0F1", "0X1"), "row 1: '0X1' is no action"),
+        (GOOD.replace("1F1", "0F1"), "stage 0 stands in rows 1 and 2"),
+        (GOOD.replace("1F", "2F").replace("1B", "2B"), "no action of stage 1"),
+        ("\n", "holds no action"),
+    ],
+)
+def test_slips(text, reason, tmp_path):
+    with pytest.raises(UserError, match=reason) as caught:
+        make_schedule(write(tmp_path, text), num_ranks=2)
+    assert "mine.csv" in str(caught.value)
+
+
+def test_a_circle_of_waits(tmp_path):
+    path = write(tmp_path, "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
+    schedule = make_schedule(path, num_ranks=2)
+    flow = grad_flow([True, True])
+    with pytest.raises(UserError, match="waits for itself: ranks stand at 0B0, 1F1"):
+        add_transfers(drop_dead_backward(schedule.orders(2), flow), schedule.rank_of_stage, flow)
+
+
+def test_no_file(tmp_path):
+    with pytest.raises(UserError, match="no such file"):
+        make_schedule(str(tmp_path / "none.csv"), num_ranks=2)
