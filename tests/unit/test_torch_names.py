@@ -1,0 +1,80 @@
+"""The private names of torch that are used here: another torch that changes them fails this test.
+
+They are the action lists of the schedules and the split of a backward pass into its two halves.
+"""
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.pipelining import _backward, _schedule_visualizer
+
+from stageline.pipeline.schedules import SCHEDULES
+
+ROOT = Path(__file__).resolve().parents[2]
+ALLOWED = {
+    "torch.distributed.pipelining._backward",
+    "torch.distributed.pipelining._schedule_visualizer",
+}
+
+
+def test_names_and_parameters():
+    parameters = inspect.signature(_schedule_visualizer.get_schedule_ops).parameters
+    assert list(parameters)[:4] == [
+        "schedule",
+        "pp_degree",
+        "num_microbatches",
+        "num_stages_per_rank",
+    ]
+    parameters = inspect.signature(_backward.stage_backward_input).parameters
+    assert list(parameters) == ["stage_outputs_or_loss", "output_grads", "input_values", "weights"]
+    parameters = inspect.signature(_backward.stage_backward_weight).parameters
+    assert list(parameters)[:2] == ["weights", "param_groups"]
+
+
+@pytest.mark.parametrize("name", [k.torch_name for k in SCHEDULES.values() if k.torch_name])
+def test_schedules_are_there_and_spelled_alike(name):
+    ranks = _schedule_visualizer.get_schedule_ops(name, 2, 4, 2)
+    assert len(ranks) == 2
+    assert str(next(action for action in ranks[0] if action is not None)) == "0F0"
+
+
+def test_a_backward_pass_in_two_halves():
+    torch.manual_seed(0)
+    first, second = torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)
+    frozen = torch.nn.Linear(4, 4).requires_grad_(False)
+    source = torch.randn(5, 3, requires_grad=True)
+    loss = second(torch.tanh(frozen(torch.tanh(first(source))))).pow(2).sum()
+    weights = [*first.parameters(), *second.parameters()]
+    expected = torch.autograd.grad(loss, [source, *weights], retain_graph=True)
+    grads, groups = _backward.stage_backward_input([loss], None, [source], iter(weights))
+    assert torch.equal(grads[0], expected[0]) and torch.equal(source.grad, expected[0])
+    assert all(weight.grad is None for weight in weights)
+    _backward.stage_backward_weight(iter(weights), groups)
+    for weight, grad in zip(weights, expected[1:], strict=True):
+        assert torch.equal(weight.grad, grad)
+
+
+def test_no_other_private_module_is_used():
+    found = set()
+    for path in [
+        *ROOT.glob("*.py"),
+        *(ROOT / "stageline").rglob("*.py"),
+        *ROOT.glob("pp_models/*"),
+    ]:
+        if path.suffix != ".py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [f"{node.module}.{alias.name}" for alias in node.names] + [node.module]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            for name in names:
+                parts = name.split(".")
+                if parts[0] == "torch" and any(part.startswith("_") for part in parts):
+                    private = next(i for i, part in enumerate(parts) if part.startswith("_"))
+                    found.add(".".join(parts[: private + 1]))
+    assert found == ALLOWED
