@@ -66,7 +66,11 @@ def check_topology(arguments: TrainArguments) -> Topology:
         dp_degree=run.dp_degree,
         world_size=int(world_size) if world_size else None,
     )
-    topology.schedule.check(run.num_micro_batches)
+    topology.schedule.check(
+        run.num_micro_batches,
+        micro_batch_size=run.micro_batch_size,
+        accumulate_steps=run.accumulate_steps,
+    )
     run.num_stages = topology.num_stages
     run.stages_per_rank = topology.num_stages // topology.num_ranks
     run.dp_degree = topology.dp_degree

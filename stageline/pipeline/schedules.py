@@ -104,29 +104,44 @@ class Schedule:
                 count += 1
         return count
 
-    def check(self, num_micro_batches: int) -> None:
+    def check(
+        self, num_micro_batches: int, *, micro_batch_size: int = 1, accumulate_steps: int = 1
+    ) -> None:
         """Refuses a number of micro-batches that this schedule cannot run.
 
+        Args:
+            micro_batch_size, accumulate_steps: of the run, for the advice.
+
         Raises:
-            UserError: with the next number that it can.
+            UserError: with the next batch size that it can run.
         """
         legal = self.legal_micro_batches(num_micro_batches)
         if legal == num_micro_batches:
             return
-        reason = f"it runs {self.file.num_micro_batches} and no other" if self.file else ""
-        least = self.kind.least(self.num_ranks, self.num_stages) if self.kind else 0
-        if num_micro_batches < least:
-            what = "ranks" if least == self.num_ranks else "stages"
-            reason = reason or f"it needs one for each of its {least} {what} at least"
-        elif not reason:
-            rounds = num_micro_batches // self.num_ranks
-            reason = f"they must fall into {rounds} equal rounds over {self.num_ranks} ranks"
+        per_batch = accumulate_steps / micro_batch_size
+        batch_size = micro_batch_size * -(-legal // accumulate_steps)
+        while self.file is None and not self._is_legal(round(batch_size * per_batch)):
+            batch_size += micro_batch_size
         raise UserError(
-            f"{num_micro_batches} micro-batches can't fill --schedule {self.name} on "
-            f"{self.num_ranks} ranks with {self.num_stages} stages: {reason}. Set --batch-size "
-            f"to {legal} micro-batches (x --micro-batch-size, / --accumulate-steps), or choose "
-            "another --schedule."
+            f"{num_micro_batches} micro-batches (--batch-size x --accumulate-steps / "
+            f"--micro-batch-size) can't fill --schedule {self.name} on {self.num_ranks} ranks "
+            f"with {self.num_stages} stages: {self._reason(num_micro_batches)}. Set --batch-size "
+            f"to {batch_size}, which makes {round(batch_size * per_batch)}, use fewer stages, or "
+            "choose another --schedule (gpipe runs any number)."
         )
+
+    def _is_legal(self, count: int) -> bool:
+        return self.legal_micro_batches(count) == count
+
+    def _reason(self, count: int) -> str:
+        if self.file is not None:
+            return f"it runs {self.file.num_micro_batches} and no other number"
+        least = self.kind.least(self.num_ranks, self.num_stages)
+        if count < least:
+            what = "ranks" if least == self.num_ranks else "stages"
+            return f"it needs one for each of its {least} {what} at least"
+        rounds = count // self.num_ranks
+        return f"they must fall into {rounds} equal rounds over {self.num_ranks} ranks"
 
     def orders(self, num_micro_batches: int) -> Orders:
         """What each rank does in a step of so many micro-batches.

@@ -22,7 +22,7 @@ def _raised(error: Exception, *, cause: Exception | None = None) -> Exception:
 def _rank_2_of_4(monkeypatch):
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setattr(failure, "_stage", [1])
+    monkeypatch.setattr(failure, "_stages", [1])
 
 
 @pytest.mark.parametrize(

@@ -41,14 +41,6 @@ def _error_of(words: list[str]) -> str:
     [
         ("--batch-size 7 --micro-batch-size 2", ["--batch-size 7", "not divisible", "6 or 8"]),
         ("--batch-size 2 --micro-batch-size 4", ["not divisible", "Set --batch-size to 4,"]),
-        (
-            "--batch-size 8 --micro-batch-size 4 --num-stages 3",
-            ["2 micro-batches", "3 stages", "1F1B", "Raise --batch-size to 12", "gpipe"],
-        ),
-        (
-            "--batch-size 4 --micro-batch-size 4 --accumulate-steps 2 --num-stages 3",
-            ["2 micro-batches", "Raise --batch-size to 8"],
-        ),
         ("--bf16 --fp16", ["--bf16 and --fp16", "Keep --bf16"]),
         ("--batch-size 0", ["--batch-size 0 is out of range", "at least 1"]),
         ("--learning-rate -1e-4", ["--learning-rate -0.0001", "at least 0"]),
@@ -70,7 +62,6 @@ def _error_of(words: list[str]) -> str:
         ("--batch-size 1.5", ["--batch-size 1.5 has a wrong value", "int"]),
         ("--batch-size", ["--batch-size has no value", "int"]),
         ("--batch-size 4 5", ["--batch-size 4 5 has 2 values"]),
-        ("--schedule 1f1c", ["--schedule 1f1c has a wrong value", "'gpipe', '1f1b'"]),
         ("--frozen-vit maybe", ["--frozen-vit maybe has a wrong value", "bool"]),
         ("--batch-siez 4", ["--batch-siez 4 is an unknown option", "Did you mean --batch-size"]),
         ("--metric exact", ["--metric exact is an unknown option"]),
@@ -127,19 +118,6 @@ def test_an_empty_config_file_changes_nothing(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("# nothing\n")
     assert parse_train_args([*TRAIN, "--config", str(file)]).run == parse_train_args(TRAIN).run
-
-
-def test_processes_must_be_a_multiple_of_stages(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    message = _error_of([*TRAIN, "--num-stages", "2"])
-    assert "3 processes were started for 2 stages" in message
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert parse_train_args([*TRAIN, "--num-stages", "2"]).run.num_stages == 2
-
-
-def test_gpipe_needs_no_micro_batch_for_each_stage():
-    words = "--schedule gpipe --batch-size 2 --micro-batch-size 2 --num-stages 2".split()
-    assert parse_train_args([*TRAIN, *words]).run.num_micro_batches == 1
 
 
 def test_errors_come_before_the_shelf_is_needed():

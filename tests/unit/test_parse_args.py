@@ -124,7 +124,7 @@ def test_defaults_give_a_run():
     arguments = train()
     assert arguments.run.learning_rate == 1e-4
     assert arguments.run.schedule == "1f1b"
-    assert arguments.run.num_stages == 1
+    assert arguments.run.num_stages is None
     assert arguments.run.num_micro_batches == 8
     assert arguments.run.precision == "fp32"
     assert {name: part.key for name, part in arguments.parts.items()} == {
@@ -204,11 +204,9 @@ def test_paths_are_expanded_and_an_empty_one_is_none(tmp_path, monkeypatch):
     assert run.dataset_path is None
 
 
-def test_stages_follow_from_partition_and_processes(monkeypatch):
+def test_stages_follow_from_partition():
     assert train("--partition", "8,8,7,9").run.num_stages == 4
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert train().run.num_stages == 2
-    assert train("--num-stages", "1").run.num_stages == 1
+    assert train().run.num_stages is None  # the processes decide
 
 
 def test_config_file_gives_options_and_the_command_line_wins(tmp_path):

@@ -152,9 +152,20 @@ def test_micro_batches_that_cannot_be_run(name, num_ranks, per_rank, count, lega
     schedule = make_schedule(name, num_ranks=num_ranks, stages_per_rank=per_rank)
     with pytest.raises(UserError, match=reason) as caught:
         schedule.check(count)
-    assert f"{count} micro-batches can't fill --schedule {name}" in str(caught.value)
-    assert f"to {legal} micro-batches" in str(caught.value)
+    assert f"{count} micro-batches" in str(caught.value)
+    assert f"can't fill --schedule {name}" in str(caught.value)
+    assert f"Set --batch-size to {legal}, which makes {legal}" in str(caught.value)
     schedule.check(legal)
+
+
+@pytest.mark.parametrize(
+    "micro_batch_size, accumulate_steps, batch_size", [(4, 1, 12), (4, 2, 8), (1, 3, 1), (3, 2, 6)]
+)
+def test_the_advice_is_a_batch_size_that_runs(micro_batch_size, accumulate_steps, batch_size):
+    schedule = make_schedule("1f1b", num_ranks=3)
+    with pytest.raises(UserError, match=f"Set --batch-size to {batch_size},"):
+        schedule.check(2, micro_batch_size=micro_batch_size, accumulate_steps=accumulate_steps)
+    schedule.check(batch_size * accumulate_steps // micro_batch_size)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
