@@ -87,7 +87,9 @@ class StagePasses:
             Gradients of the inputs, where they are sent on and now complete; else nothing.
         """
         if kind == Kind.WEIGHT_GRAD:
-            stage_backward_weight(self._weights(), self._weight_work.pop(index))
+            weights = list(self._weights())
+            stage_backward_weight(iter(weights), self._weight_work.pop(index))
+            _run_grad_hooks(weights)
             return ()
         inputs, outputs = self._kept.pop(index)
         roots, root_grads = _with_graph(outputs, grads)
@@ -127,6 +129,17 @@ def _with_graph(
     places = [place for place, output in enumerate(outputs) if output.requires_grad]
     roots = [outputs[place] for place in places]
     return roots, None if grads is None else [grads[place] for place in places]
+
+
+def _run_grad_hooks(weights: Sequence[nn.Parameter]) -> None:
+    """Does for weights' gradients what autograd does, and torch's split backward pass leaves out.
+
+    Half-precision training collects its float32 sums in these hooks.
+    """
+    for weight in weights:
+        if weight.grad is not None:
+            for hook in list((weight._post_accumulate_grad_hooks or {}).values()):
+                hook(weight)
 
 
 def copy_metas(metas: Sequence[torch.Tensor], device: torch.device) -> Tensors:

@@ -57,6 +57,16 @@ def test_a_backward_pass_in_two_halves():
         assert torch.equal(weight.grad, grad)
 
 
+def test_hooks_of_a_gradient_are_kept_in_a_dictionary():
+    weight = torch.nn.Parameter(torch.ones(2))
+    assert not weight._post_accumulate_grad_hooks
+    seen = []
+    weight.register_post_accumulate_grad_hook(seen.append)
+    for hook in weight._post_accumulate_grad_hooks.values():
+        hook(weight)
+    assert seen[0] is weight
+
+
 def test_no_other_private_module_is_used():
     found = set()
     for path in [
