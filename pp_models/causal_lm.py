@@ -105,9 +105,9 @@ class CausalLMStage(StageModel):
     def forward(
         self,
         hidden_or_ids: torch.Tensor,
-        router_statistics: torch.Tensor | None = None,
+        *extras: torch.Tensor,
         **batch: torch.Tensor,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         inputs = self.model_inputs(batch)
         inputs["input_ids" if self.is_first else "inputs_embeds"] = hidden_or_ids
         # on the last stage the class's own forward: it may scale or cap the logits
@@ -117,7 +117,7 @@ class CausalLMStage(StageModel):
         if self.router_loss is None:
             return tensor
         statistics = self.router_loss.add(
-            router_statistics,
+            extras[0] if extras else None,
             getattr(outputs, "router_logits", None) or (),
             batch.get("attention_mask"),
             device=tensor.device,
