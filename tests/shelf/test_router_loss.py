@@ -148,7 +148,11 @@ def check(config, num_stages, *, dtype=torch.float32, drop=(), prepare=None, **o
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stages_equal_the_whole(family, num_stages):
-    check(make_config(family), num_stages)
+    config = make_config(family)
+    recorded = getattr(transformers, type(config).__name__.replace("Config", "PreTrainedModel"))
+    if "router_logits" not in (recorded._can_record_outputs or {}):
+        pytest.skip("this version of transformers does not record the routers of this model")
+    check(config, num_stages)
 
 
 def test_without_a_mask_every_token_counts():
