@@ -84,16 +84,21 @@ class StageModel(nn.Module):
 
     # -- what a subclass gives -------------------------------------------------------------
 
-    def forward(self, hidden_or_ids: torch.Tensor, **batch: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, hidden_or_ids: torch.Tensor, *extras: torch.Tensor, **batch: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Runs the stage.
 
         Args:
             hidden_or_ids: token ids [B, T] on stage 0, else the hidden states [B, T, H] of the
                 stage before.
+            extras: what else the stage before sends: small float tensors.
             batch: the micro-batch without labels; pixels are there on stage 0 only.
 
         Returns:
-            Hidden states [B, T, H]; on the last stage logits [B, T, V].
+            Hidden states [B, T, H], or a tuple of them and of extras, as `get_example_output` says;
+            on the last stage logits [B, T, V], or a tuple of them and of an extra loss: a scalar
+            of this micro-batch, weighted, that is trained on top of the loss_fn part.
         """
         raise NotImplementedError
 

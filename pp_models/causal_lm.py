@@ -4,22 +4,25 @@ The model's own forward runs with `inputs_embeds`: masks, rotary embeddings and 
 layers stay the library's, and no model code is copied.
 """
 
+from collections.abc import Callable
+
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from pp_models.base import StageModel
 from pp_models.discover import EMBEDDING_DROPOUTS, POSITION_EMBEDDINGS, ModelPaths, find_paths
+from pp_models.router_loss import FLAG, RouterLoss, find_router_loss, has_routers
 from register import train_model_register
-from stageline.errors import UserError
 from stageline.modules.pass_through import PassThrough, ZeroEmbedding
 
 
 class CausalLMStage(StageModel):
-    """A stage of a decoder. What differs for an architecture is overridden in a subclass."""
+    """A stage of a decoder. What differs for an architecture is overridden in a subclass.
+
+    Attributes:
+        router_loss: the load-balancing loss of a mixture of experts; None: there is none, or it
+            was not asked for.
+    """
 
     auto_class: type = AutoModelForCausalLM
     paths: ModelPaths
@@ -29,19 +32,24 @@ class CausalLMStage(StageModel):
         config: PretrainedConfig,
         *,
         attn_implementation: str | None = None,
+        output_router_logits: bool | None = None,
+        router_aux_loss_coef: float | None = None,
         **stage_kwargs: object,
     ) -> None:
         super().__init__(config, **stage_kwargs)
-        if getattr(config.get_text_config(decoder=True), "output_router_logits", False):
-            raise UserError(
-                "config.output_router_logits is true, and the router loss of a mixture-of-experts "
-                "model does not cross stages yet: set it to false in config.json."
-            )
         with torch.device("meta"):
             kwargs = {"attn_implementation": attn_implementation} if attn_implementation else {}
             whole = self.auto_class.from_config(config, dtype=self.dtype, **kwargs)
         self.paths = find_paths(whole)
+        config_asks = bool(getattr(self.text_config, FLAG, False))
+        asks = config_asks if output_router_logits is None else output_router_logits
+        self.router_loss: RouterLoss | None = None
+        if asks:
+            self.router_loss = find_router_loss(whole, coefficient=router_aux_loss_coef)
         self.adopt(whole)
+        # the library computes a loss of its own from what it records, and fails on no layers
+        records = asks and has_routers(whole)
+        self.flags: dict[str, bool] = {FLAG: records} if asks or config_asks else {}
 
     def parts(self) -> dict[str, list[str]]:
         return {
@@ -86,13 +94,35 @@ class CausalLMStage(StageModel):
         """What of the micro-batch the model's forward takes, besides its first input."""
         return {name: value for name, value in batch.items() if name != "input_ids"}
 
-    def forward(self, hidden_or_ids: torch.Tensor, **batch: torch.Tensor) -> torch.Tensor:
+    def get_example_input(
+        self, micro_batch_size: int, max_token_num: int
+    ) -> tuple[torch.Tensor, ...]:
+        tensors = super().get_example_input(micro_batch_size, max_token_num)
+        if self.router_loss is None or self.is_first:
+            return tensors
+        return (*tensors, self.router_loss.example())
+
+    def forward(
+        self,
+        hidden_or_ids: torch.Tensor,
+        *extras: torch.Tensor,
+        **batch: torch.Tensor,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         inputs = self.model_inputs(batch)
         inputs["input_ids" if self.is_first else "inputs_embeds"] = hidden_or_ids
-        if self.is_last:
-            # the class's own forward: it may scale or cap the logits
-            return self.whole(**inputs, use_cache=False).logits
-        return self.whole.base_model(**inputs, use_cache=False).last_hidden_state
+        # on the last stage the class's own forward: it may scale or cap the logits
+        model = self.whole if self.is_last else self.whole.base_model
+        outputs = model(**inputs, **self.flags, use_cache=False)
+        tensor = outputs.logits if self.is_last else outputs.last_hidden_state
+        if self.router_loss is None:
+            return tensor
+        statistics = self.router_loss.add(
+            extras[0] if extras else None,
+            getattr(outputs, "router_logits", None) or (),
+            batch.get("attention_mask"),
+            device=tensor.device,
+        )
+        return tensor, self.router_loss.loss(statistics) if self.is_last else statistics
 
 
 def _replace(whole: PreTrainedModel, path: str) -> None:
@@ -101,6 +131,12 @@ def _replace(whole: PreTrainedModel, path: str) -> None:
         setattr(whole.get_submodule(parent), name, PassThrough())
     except AttributeError:
         pass  # its parent went before it: a projector inside a vision tower
+
+
+ROUTER_OPTIONS = """
+    output_router_logits: train the load-balancing loss of a mixture of experts too; default: what
+        config.json says under this name.
+    router_aux_loss_coef: weight of that loss; default: what config.json says."""
 
 
 def add_family(
@@ -115,9 +151,35 @@ def add_family(
             attn_implementation=attn_implementation, model_types=model_types, **kwargs
         )
 
-    part.__doc__ = (
-        f"{text}\n\nArgs:\n    attn_implementation: eager, sdpa or another of the library's."
-    )
+    _put_on_shelf(part, key, text)
+
+
+def add_mixture(
+    stage_class: type[StageModel], key: str, model_types: tuple[str, ...], text: str
+) -> None:
+    """`add_family` for a mixture of experts: options for the loss of its routers come on top."""
+
+    def part(
+        *,
+        attn_implementation: str | None = None,
+        output_router_logits: bool | None = None,
+        router_aux_loss_coef: float | None = None,
+        **kwargs: object,
+    ) -> tuple[StageModel, object, int]:
+        return stage_class.build(
+            attn_implementation=attn_implementation,
+            output_router_logits=output_router_logits,
+            router_aux_loss_coef=router_aux_loss_coef,
+            model_types=model_types,
+            **kwargs,
+        )
+
+    _put_on_shelf(part, key, text, options=ROUTER_OPTIONS)
+
+
+def _put_on_shelf(part: Callable, key: str, text: str, *, options: str = "") -> None:
+    arguments = f"attn_implementation: eager, sdpa or another of the library's.{options}"
+    part.__doc__ = f"{text}\n\nArgs:\n    {arguments}"
     part.__name__ = part.__qualname__ = key
     part.__module__ = __name__
     train_model_register[key] = part
@@ -125,14 +187,26 @@ def add_family(
 
 @train_model_register("causal_lm")
 def causal_lm(
-    *, attn_implementation: str | None = None, **kwargs: object
+    *,
+    attn_implementation: str | None = None,
+    output_router_logits: bool | None = None,
+    router_aux_loss_coef: float | None = None,
+    **kwargs: object,
 ) -> tuple[StageModel, object, int]:
     """Any decoder-only model of transformers, split by layers.
 
     Args:
         attn_implementation: eager, sdpa or another of the library's.
+        output_router_logits: train the load-balancing loss of a mixture of experts too; default:
+            what config.json says under this name.
+        router_aux_loss_coef: weight of that loss; default: what config.json says.
     """
-    return CausalLMStage.build(attn_implementation=attn_implementation, **kwargs)
+    return CausalLMStage.build(
+        attn_implementation=attn_implementation,
+        output_router_logits=output_router_logits,
+        router_aux_loss_coef=router_aux_loss_coef,
+        **kwargs,
+    )
 
 
 DECODERS = {
@@ -145,11 +219,13 @@ DECODERS = {
     "phi3": ("phi3",),
     "gpt2": ("gpt2",),
     "gpt_neox": ("gpt_neox",),
+}
+MIXTURES = {
     "mixtral": ("mixtral",),
     "qwen3_moe": ("qwen3_moe",),
 }
 
-for _key, _model_types in DECODERS.items():
-    add_family(
-        CausalLMStage, _key, _model_types, f"The {_key} decoder; refuses any other architecture."
-    )
+for _add, _families in ((add_family, DECODERS), (add_mixture, MIXTURES)):
+    for _key, _model_types in _families.items():
+        _text = f"The {_key} decoder; refuses any other architecture."
+        _add(CausalLMStage, _key, _model_types, _text)

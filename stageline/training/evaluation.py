@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
+from stageline.training.step_loss import Output, logits_of
 
 IGNORE = -100
 
@@ -47,7 +48,8 @@ def evaluate(
     predicted: list[list[int]] = []
     one = torch.ones((), device=runner.device)
 
-    def on_output(logits: torch.Tensor, batch: MicroBatch) -> None:
+    def on_output(output: Output, batch: MicroBatch) -> None:
+        logits = logits_of(output)
         labels = batch["labels"][:, 1:]
         is_target = labels != IGNORE
         if not bool(is_target.any()):

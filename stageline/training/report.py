@@ -102,6 +102,7 @@ class RunReport:
             seconds=seconds,
             is_skipped=result.is_skipped,
             peak_memory_bytes=tuple(self.peaks),
+            router_loss=result.extra_loss,
         )
         self.log.log_step(record)
 

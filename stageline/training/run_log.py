@@ -32,6 +32,7 @@ class StepRecord:
         seconds: from the batch to the updated weights.
         is_skipped: no weight changed, since a gradient was not finite.
         peak_memory_bytes: of each stage since the start; empty: not known.
+        router_loss: what balancing the experts adds to `loss`; 0 for models without, not shown.
     """
 
     step: int
@@ -44,6 +45,7 @@ class StepRecord:
     seconds: float
     is_skipped: bool = False
     peak_memory_bytes: tuple[int, ...] = ()
+    router_loss: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -53,6 +55,7 @@ class StepRecord:
         """What stands in the log, by name."""
         return {
             "loss": self.loss,
+            **({"router_loss": self.router_loss} if self.router_loss else {}),
             "grad_norm": self.grad_norm,
             "learning_rate": self.learning_rate,
             "num_tokens": self.num_tokens,
@@ -66,8 +69,9 @@ class StepRecord:
 
     def __str__(self) -> str:
         skipped = ", skipped" if self.is_skipped else ""
+        router = f", router loss {self.router_loss:.4f}" if self.router_loss else ""
         return (
-            f"loss {self.loss:.4f}{skipped}, {self.tokens_per_second:,.0f} tokens/s, "
+            f"loss {self.loss:.4f}{router}{skipped}, {self.tokens_per_second:,.0f} tokens/s, "
             f"memory {human_memory(self.peak_memory_bytes)}"
         )
 

@@ -15,6 +15,7 @@ from stageline.pipeline.ownership import Ownership
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
 from stageline.training.grad_norm import clip_gradients, global_grad_norm
 from stageline.training.precision import LossScaler, MasterWeights
+from stageline.training.step_loss import StepLoss
 
 IGNORE = -100
 
@@ -24,13 +25,15 @@ class StepResult:
     """What one optimizer step did; equal on all ranks.
 
     Attributes:
-        loss: the loss of the whole batch.
+        loss: of the whole batch, what the loss_fn part says alone: comparable between models.
         grad_norm: before clipping; inf or nan when the step was skipped.
         num_tokens: real tokens, padding left out.
         num_targets: supervised tokens.
         num_samples: rows with at least one of them.
         is_skipped: a gradient was not finite, so no weight changed.
         wants_stop: some rank was asked to stop (Ctrl-C).
+        extra_loss: what the model adds by itself, weight included (the router loss of a mixture
+            of experts); not in `loss`, but trained on. 0 for models without.
     """
 
     loss: float
@@ -41,6 +44,7 @@ class StepResult:
     num_samples: int
     is_skipped: bool
     wants_stop: bool
+    extra_loss: float = 0.0
 
 
 class TrainStep:
@@ -94,16 +98,18 @@ class TrainStep:
         num_targets = count_targets(micro_batches)
         rate = self.learning_rate(step)
         self.weights.zero_grad()
-        divisor = torch.tensor(float(num_targets), device=self.runner.device)
-
-        def loss_of(logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-            return self.loss_fn(logits, batch, num_targets=divisor) * self.scaler.scale
-
-        loss = self.runner.step(micro_batches, loss_fn=loss_of) / self.scaler.scale
+        loss_of = StepLoss(
+            self.loss_fn,
+            num_targets=num_targets,
+            num_micro_batches=len(micro_batches),
+            scale=self.scaler.scale,
+            device=self.runner.device,
+        )
+        self.runner.step(micro_batches, loss_fn=loss_of)
         grad_norm, is_skipped = self._update(rate)
-        loss_value, stop_count = self._share(loss, wants_stop)
+        loss, extra_loss, stop_count = self._share(loss_of.loss, loss_of.extra_loss, wants_stop)
         return StepResult(
-            loss=loss_value,
+            loss=loss,
             grad_norm=grad_norm,
             learning_rate=rate,
             num_tokens=sum(int(batch["attention_mask"].sum()) for batch in micro_batches),
@@ -113,6 +119,7 @@ class TrainStep:
             ),
             is_skipped=is_skipped,
             wants_stop=stop_count > 0,
+            extra_loss=extra_loss,
         )
 
     def _update(self, rate: float) -> tuple[float, bool]:
@@ -134,12 +141,12 @@ class TrainStep:
         self.scaler.update(overflowed=is_skipped)
         return norm, is_skipped
 
-    def _share(self, loss: torch.Tensor, wants_stop: bool) -> tuple[float, float]:
-        """Sums over the ranks: the loss is zero on all but the last stage."""
-        facts = torch.tensor([0.0, float(wants_stop)], device=self.runner.device)
-        facts[0] = loss
+    def _share(self, loss: torch.Tensor, extra_loss: torch.Tensor, wants_stop: bool) -> list[float]:
+        """Sums over the ranks: the losses are zero on all but the last stage."""
+        stop = torch.tensor(float(wants_stop), device=self.runner.device)
+        facts = torch.stack([loss, extra_loss, stop])
         dist.all_reduce(facts, group=self.runner.group)
-        return facts[0].item(), facts[1].item()
+        return facts.tolist()
 
 
 def count_targets(micro_batches: Sequence[MicroBatch]) -> int:

@@ -70,6 +70,17 @@ def test_a_line_holds_all_figures_of_a_step(tmp_path):
     assert lines[2]["token_accuracy"] == 0.25
 
 
+def test_the_router_loss_is_shown_where_there_is_one(tmp_path):
+    assert "router" not in str(record(1)) and "router_loss" not in record(1).figures()
+    with_router = record(1, router_loss=0.125)
+    assert str(with_router).startswith("loss 1.0000, router loss 0.1250, ")
+    log = RunLog(tmp_path, total_steps=1)
+    log.log_step(with_router)
+    log.close()
+    assert read_lines(tmp_path)[0]["router_loss"] == 0.125
+    assert read_events(tmp_path, "train/router_loss") == [(1, 0.125)]
+
+
 def test_each_line_is_on_disk_before_the_next_step(tmp_path):
     log = RunLog(tmp_path, total_steps=2)
     log.log_step(record(1))

@@ -1,0 +1,217 @@
+"""Mixtures of experts with the router loss over ranks: three optimizer steps, bit for bit.
+
+The reference is one process with plain transformers: the micro-batches one by one, its own
+`aux_loss` added as a mean over the micro-batches of the step.
+"""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from loss_fn import sft
+from pp_models import CausalLMStage
+from stageline.checkpoint.load import load_split_model
+from stageline.pipeline.runner import PipelineRunner
+from stageline.testing.ranks import run_ranks
+from stageline.testing.tiny_batches import count_targets, tiny_micro_batches
+from stageline.testing.tiny_models import tiny_config
+from stageline.training.evaluation import evaluate
+from stageline.training.optimizer_groups import optimizer_groups
+from stageline.training.step import TrainStep
+
+NUM_STEPS = 3
+COEFFICIENT = 0.5  # far above what is usual, so that the loss weighs in every gradient
+MAX_NORM = 0.05
+
+
+def build_whole(family, folder, **overrides):
+    torch.manual_seed(3)
+    config = tiny_config(
+        family, output_router_logits=True, router_aux_loss_coef=COEFFICIENT, **overrides
+    )
+    whole = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():  # routers that start near zero choose at random
+        for parameter in whole.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    whole.save_pretrained(folder)
+    return whole.train()
+
+
+def batches_of_step(step):
+    return tiny_micro_batches("mixtral", lengths=(14, 11 + step, 19), seed=100 + step)
+
+
+def make_optimizer(parameters):
+    if not parameters:
+        return None
+    return torch.optim.AdamW(optimizer_groups(parameters, weight_decay=0.1), lr=1e-3, eps=1e-6)
+
+
+def reference_run(whole):
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in whole.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in whole.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=1e-3,
+        eps=1e-6,
+    )
+    steps = []
+    for step in range(NUM_STEPS):
+        micro_batches = batches_of_step(step)
+        count = torch.tensor(float(count_targets(micro_batches)))
+        optimizer.zero_grad()
+        loss, router_loss = torch.zeros(()), torch.zeros(())
+        for batch in micro_batches:
+            inputs = {name: value for name, value in batch.items() if name != "labels"}
+            outputs = whole(**inputs, output_router_logits=True, use_cache=False)
+            share = whole.loss_function(
+                outputs.logits, batch["labels"], whole.vocab_size, num_items_in_batch=count
+            )
+            extra = outputs.aux_loss * COEFFICIENT / len(micro_batches)
+            (share + extra).backward()
+            loss, router_loss = loss + share.detach(), router_loss + extra.detach()
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), MAX_NORM)
+        grads = {name: p.grad.clone() for name, p in whole.named_parameters() if p.grad is not None}
+        optimizer.step()
+        steps.append(
+            {
+                "loss": loss.item(),
+                "router_loss": router_loss.item(),
+                "norm": norm.item(),
+                "grads": grads,
+            }
+        )
+    weights = {name: p.detach().clone() for name, p in whole.named_parameters()}
+    return {"steps": steps, "weights": weights}
+
+
+def split_run(rank, folder, num_stages, schedule, options=None):
+    stage = CausalLMStage(
+        AutoConfig.from_pretrained(folder), stage=rank, num_stages=num_stages, **(options or {})
+    )
+    load_split_model(stage, folder, device="cpu", dtype=torch.float32)
+    stage.frozen()
+    stage.train()
+    runner = PipelineRunner(stage, device=torch.device("cpu"), schedule=schedule)
+    train_step = TrainStep(
+        runner,
+        make_optimizer=make_optimizer,
+        loss_fn=sft,
+        learning_rate=lambda step: 1e-3,
+        max_grad_norm=MAX_NORM,
+    )
+    held_out = evaluate(runner, [batches_of_step(9)], loss_fn=sft)
+    steps = []
+    for step in range(NUM_STEPS):
+        result = train_step(batches_of_step(step), step=step)
+        grads = {n: p.grad.clone() for n, p in stage.named_parameters() if p.grad is not None}
+        steps.append(
+            {
+                "loss": result.loss,
+                "router_loss": result.extra_loss,
+                "norm": result.grad_norm,
+                "grads": grads,
+            }
+        )
+    weights = {name: p.detach().clone() for name, p in stage.named_parameters()}
+    return {"steps": steps, "weights": weights, "held_out": held_out.loss}
+
+
+def split_runs(rank, folder, num_stages):
+    return {name: split_run(rank, folder, num_stages, name) for name in ("gpipe", "1f1b")}
+
+
+def compare(stages, reference):
+    for step, expected in enumerate(reference["steps"]):
+        for stage in stages:
+            ours = stage["steps"][step]
+            for figure in ("loss", "router_loss", "norm"):
+                assert ours[figure] == expected[figure], f"{figure} of step {step}"
+            for name, grad in ours["grads"].items():
+                assert torch.equal(grad, expected["grads"][name]), f"step {step}, {name}"
+        assert {n for s in stages for n in s["steps"][step]["grads"]} == set(expected["grads"])
+    held = {name: weight for stage in stages for name, weight in stage["weights"].items()}
+    assert set(held) == set(reference["weights"])
+    for name, weight in held.items():
+        assert torch.equal(weight, reference["weights"][name]), name
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_split_equals_whole(family, num_stages, tmp_path):
+    reference = reference_run(build_whole(family, tmp_path))
+    figures = reference["steps"][0]
+    assert figures["norm"] > MAX_NORM, "clipping must act"
+    assert figures["router_loss"] > 0.5, "the router loss must weigh something"
+    results = run_ranks(split_runs, num_stages, tmp_path, num_stages)
+    for schedule in ("gpipe", "1f1b"):
+        compare([result[schedule] for result in results], reference)
+
+
+def test_stages_without_experts(tmp_path):
+    """The first stage has no statistics that need a gradient, the last one hands none on."""
+    reference = reference_run(build_whole("qwen3_moe", tmp_path, mlp_only_layers=[0, 3]))
+    results = run_ranks(split_run, 3, tmp_path, 3, "1f1b", {"partition": [1, 2, 1]})
+    compare(results, reference)
+
+
+def test_a_wrong_weight_is_noticed(tmp_path):
+    """A coefficient that is 0.1 % off: in the figure, and in the gradients alone."""
+    reference = reference_run(build_whole("mixtral", tmp_path))
+    options = {"router_aux_loss_coef": COEFFICIENT * 1.001}
+    results = run_ranks(split_run, 2, tmp_path, 2, "1f1b", options)
+    with pytest.raises(AssertionError, match="router_loss"):
+        compare(results, reference)
+    for result in results:  # as if the figure were right and the gradient wrong
+        for ours, expected in zip(result["steps"], reference["steps"], strict=True):
+            ours["router_loss"], ours["norm"] = expected["router_loss"], expected["norm"]
+    with pytest.raises(AssertionError, match="step 0, model"):
+        compare(results, reference)
+
+
+def test_statistics_travel_where_nothing_trains(tmp_path):
+    """All layers are frozen: no gradient goes back, the figure is still that of the whole."""
+    whole = build_whole("mixtral", tmp_path).requires_grad_(False)
+    whole.lm_head.requires_grad_(True)
+    reference = reference_run(whole)
+    results = run_ranks(split_run, 2, tmp_path, 2, "1f1b", {"frozen_llm": True})
+    compare(results, reference)
+    assert list(results[0]["steps"][0]["grads"]) == []
+
+
+def accumulate(rank, folder, num_stages):
+    """The same micro-batches once, and three times in one step."""
+    once = batches_of_step(0)
+    stage = CausalLMStage(AutoConfig.from_pretrained(folder), stage=rank, num_stages=num_stages)
+    load_split_model(stage, folder, device="cpu", dtype=torch.float32)
+    stage.train()
+    runner = PipelineRunner(stage, device=torch.device("cpu"))
+    train_step = TrainStep(
+        runner, make_optimizer=make_optimizer, loss_fn=sft, learning_rate=lambda step: 0.0
+    )
+    results = [train_step(batches, step=0) for batches in (once, once * 3)]
+    return [[result.loss, result.extra_loss, result.grad_norm] for result in results]
+
+
+def test_accumulation_makes_the_router_loss_no_heavier(tmp_path):
+    build_whole("mixtral", tmp_path)
+    once, thrice = run_ranks(accumulate, 2, tmp_path, 2)[1]
+    assert thrice == pytest.approx(once, rel=1e-5)
+
+
+def test_evaluation_takes_the_logits(tmp_path):
+    whole = build_whole("mixtral", tmp_path)
+    batches = batches_of_step(9)
+    count = torch.tensor(float(count_targets(batches)))
+    with torch.no_grad():
+        wanted = sum(
+            sft(
+                whole(batch["input_ids"], attention_mask=batch["attention_mask"]).logits,
+                batch,
+                num_targets=count,
+            )
+            for batch in batches
+        )
+    for result in run_ranks(split_run, 2, tmp_path, 2, "1f1b"):
+        assert result["held_out"] == pytest.approx(wanted.item(), rel=1e-6)
