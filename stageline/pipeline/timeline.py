@@ -83,7 +83,7 @@ def _advise(events: Sequence[TimelineEvent]) -> list[str]:
     for event in events:
         if event.kind != WAIT:
             seconds[event.stage] = seconds.get(event.stage, 0.0) + event.end - event.start
-    if len(seconds) < 2:
+    if len(seconds) < 2 or not any(seconds.values()):
         return []
     slowest, fastest = max(seconds, key=seconds.__getitem__), min(seconds, key=seconds.__getitem__)
     excess = seconds[slowest] * len(seconds) / sum(seconds.values()) - 1.0
