@@ -90,8 +90,16 @@ def _draw_panel(axes: Axes, spans: Sequence[Span], *, name: str, length: float) 
     axes.tick_params(labelsize=8, length=0, axis="y")
     axes.tick_params(labelsize=8, axis="x")
     axes.spines[["top", "right", "left"]].set_visible(False)
-    beside = {"xycoords": "axes fraction", "textcoords": "offset points", "fontsize": 8}
-    axes.annotate(unit, (0, 0), (-14, -6.5), ha="right", va="top", **beside)
+    axes.annotate(
+        unit,
+        (0, 0),
+        (-14, -6.5),
+        xycoords="axes fraction",
+        textcoords="offset points",
+        ha="right",
+        va="top",
+        fontsize=8,
+    )
     seconds = f"{(end - start) * factor:.4g} {unit}"
     heading = f"{name} — bubble {100 * idle_share(spans):.1f} %, {seconds}"
     axes.set_title(heading, fontsize=9, loc="left", pad=4)
@@ -135,7 +143,8 @@ def span_color(span: Span, held: dict[int, list[int]]) -> str:
 
 
 def _lighten(color: str, share: float) -> str:
-    return to_hex([channel + (1.0 - channel) * share for channel in to_rgb(color)])
+    red, green, blue = (channel + (1.0 - channel) * share for channel in to_rgb(color))
+    return to_hex((red, green, blue))
 
 
 def rank_label(rank: int, stages: Sequence[int]) -> str:

@@ -107,13 +107,27 @@ class RunReport:
         )
         self.log.log_step(record)
 
-    def evaluated(self, step: int, result: EvalResult, *, dataset: Any, processor: Any) -> None:
-        """After each evaluation: figures, curve, and samples with their predictions."""
-        figures = {
+    def evaluated(
+        self,
+        step: int,
+        result: EvalResult,
+        *,
+        dataset: Any,
+        processor: Any,
+        is_best: bool = False,
+    ) -> None:
+        """After each evaluation: figures, curve, and samples with their predictions.
+
+        Args:
+            is_best: the weights are kept as the best so far.
+        """
+        figures: dict[str, float | bool] = {
             "loss": result.loss,
             "token_accuracy": result.token_accuracy,
             "num_targets": result.num_targets,
         }
+        if is_best:
+            figures["is_best"] = True
         self.log.log_eval(step, figures)
         self.say(
             f"step {step}: held-out loss {result.loss:.4f}, "

@@ -105,6 +105,13 @@ def test_what_no_span_covers_is_idle_and_beyond_the_end_is_nothing(tmp_path):
     assert picture.is_there("white", panel=0, row=0, time=0.5, height=0.47), "between the bars"
 
 
+def test_a_pass_is_seen_where_a_wait_lies_over_it(tmp_path):
+    events = [TimelineEvent(0, 0, "F", 0, 0.0, 2.0), TimelineEvent(0, 0, "wait", 1, 1.0, 3.0)]
+    picture = Picture(timeline_figure(events, None, title="x"), tmp_path / "t.png")
+    assert picture.is_there(COLORS["F"], panel=0, row=0, time=1.5)
+    assert picture.is_there(COLORS["wait"], panel=0, row=0, time=2.5)
+
+
 def test_the_bubble_stands_above_each_panel():
     upper, lower = timeline_figure(MEASURED, IDEAL, title="x").axes
     assert upper.get_title("left") == f"measured — bubble {100 * MEASURED_BUBBLE:.1f} %, 8 s"
