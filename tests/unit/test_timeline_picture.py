@@ -166,7 +166,7 @@ def numbers(axes):
     return [text.get_text() for text in axes.texts if text.get_text().isdigit()]
 
 
-@pytest.mark.parametrize(("num_ranks", "num_micro_batches"), [(2, 2), (4, 12), (8, 20)])
+@pytest.mark.parametrize(("num_ranks", "num_micro_batches"), [(2, 2), (4, 12), (2, 30)])
 def test_numbers_lie_inside_their_bars(num_ranks, num_micro_batches):
     events = many(num_ranks, num_micro_batches)
     figure = timeline_figure(events, None, title="x")
