@@ -1,6 +1,8 @@
 """Entry file: makes one plain Hugging Face folder of a checkpoint that a run saved.
 
 python export.py --model-path runs/x/checkpoints/step-100 --output-path my_model --merge
+
+`checkpoints/best` in place of a step is the best evaluation's, of a run with --save-best.
 """
 
 import argparse

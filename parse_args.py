@@ -18,6 +18,7 @@ from jsonargparse import ArgumentParser
 
 from options.checks import (
     check_batches,
+    check_best,
     check_learning_rate,
     check_partition,
     check_precision,
@@ -120,6 +121,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
     check_precision(run)
     check_partition(run)
     check_batches(run)
+    check_best(run)
     check_learning_rate(run)
     return TrainArguments(run=run, parts=parts, imports=imports)
 

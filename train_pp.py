@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch.utils.data import Dataset, Subset
@@ -29,6 +30,7 @@ from stageline.errors import UserError
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import Schedule
 from stageline.pipeline.topology import Topology, resolve_topology
+from stageline.training.best import BestCheckpoint
 from stageline.training.evaluation import evaluate
 from stageline.training.optimizer_groups import optimizer_groups
 from stageline.training.precision import LossScaler
@@ -113,8 +115,10 @@ class Data:
         )
 
 
-def some_rows(dataset: Dataset, count: int) -> Dataset:
+def some_rows(dataset: Dataset, count: int | Literal["all"]) -> Dataset:
     """At most `count` rows, spread evenly over the set."""
+    if count == "all":
+        return dataset
     total = len(dataset)
     return Subset(dataset, [i * total // min(count, total) for i in range(min(count, total))])
 
@@ -187,14 +191,21 @@ def train(
         report.show_plan([summarize_stage(model, context) for model in models])
         loader = functools.partial(make_loader, arguments, data, context)
         held_out = loader(data.test, is_evaluation=True) if data.test is not None else None
+        save = functools.partial(save_split_model, models, data.processor, group=context.pp_group)
+        best = BestCheckpoint(folder / "checkpoints", metric=run.save_best, save=save)
 
         def evaluate_now(step: int) -> None:
             result = evaluate(runner, held_out, loss_fn=loss_fn, keep=report.num_pictures)
-            report.evaluated(step, result, dataset=data.test, processor=data.processor)
+            is_best = best.improves(result)
+            report.evaluated(
+                step, result, dataset=data.test, processor=data.processor, is_best=is_best
+            )
+            if is_best:
+                report.say(best.keep(step, result))
 
         def save_now(step: int) -> None:
             target = folder / "checkpoints" / f"step-{step:08d}"
-            save_split_model(models, data.processor, target, group=context.pp_group, step=step)
+            save(target, step=step)
             report.say(f"saved {target}")
 
         trainer = Trainer(

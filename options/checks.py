@@ -26,6 +26,16 @@ def check_batches(run: RunConfig) -> None:
         )
 
 
+def check_best(run: RunConfig) -> None:
+    """Checks that there are evaluations to choose the best of."""
+    if run.save_best != "none" and run.eval_samples == 0:
+        raise OptionError(
+            f"--save-best {run.save_best} came with --eval-samples 0. Held-out samples were "
+            f"expected, because the best weights are those with the best held-out figure. Leave "
+            f"--eval-samples out, or --save-best."
+        )
+
+
 def check_learning_rate(run: RunConfig) -> None:
     """Checks that warm-up ends and the learning rate falls to `min_lr`, not up to it."""
     if run.warmup_steps > run.total_steps:

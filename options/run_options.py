@@ -7,6 +7,7 @@ parse_args.py. Options of one part are not here: they are the signature of that 
 from dataclasses import dataclass
 from typing import Literal
 
+from options.checkpoint_options import BestOptions
 from options.fields import option
 
 
@@ -118,12 +119,15 @@ class ProgressOptions:
 
     log_steps: int = option(1, "optimizer steps between log lines", at_least=1)
     eval_steps: int = option(0, "optimizer steps between evaluations; 0: at the end", at_least=0)
-    eval_samples: int = option(64, "held-out samples of an evaluation", at_least=0)
+    eval_samples: Literal["all"] | int = option(
+        "all", "held-out samples of an evaluation, spread evenly; 0: no evaluation", at_least=0
+    )
     save_steps: int = option(0, "optimizer steps between checkpoints; 0: at the end", at_least=0)
 
 
 @dataclass(kw_only=True)
 class RunConfig(
+    BestOptions,
     ProgressOptions,
     PipelineOptions,
     OptimizerOptions,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 WAIT = "wait"
+EVEN = 0.1  # stages whose times are no further above their mean need no other split
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,58 @@ def bubble(events: Sequence[TimelineEvent]) -> float:
     """
     if not events:
         return 0.0
-    ranks = {event.rank for event in events}
-    span = max(e.end for e in events) - min(e.start for e in events)
+    ranks, span = {event.rank for event in events}, _span(events)
     busy = sum(busy_seconds(events, rank) for rank in ranks)
     return 1.0 - busy / (len(ranks) * span) if span > 0 else 0.0
+
+
+def describe_timeline(
+    measured: Sequence[TimelineEvent], ideal: Sequence[TimelineEvent] | None
+) -> str:
+    """Lines for a person: bubble, what each rank did, which stage to relieve.
+
+    Args:
+        ideal: the same passes with nothing to wait for but each other; None: not known.
+    """
+    lines = [_describe_bubble(measured, ideal)]
+    for rank in sorted({event.rank for event in measured}):
+        own = [event for event in measured if event.rank == rank]
+        stages = sorted({event.stage for event in own})
+        waits = sum(event.end - event.start for event in own if event.kind == WAIT)
+        named = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+        busy = busy_seconds(own, rank)
+        lines.append(f"rank {rank} ({named}): busy {busy:.3f} s, waits {waits:.3f} s")
+    return "\n".join(lines + _advise(measured))
+
+
+def _describe_bubble(
+    measured: Sequence[TimelineEvent], ideal: Sequence[TimelineEvent] | None
+) -> str:
+    text = f"bubble {100 * bubble(measured):.1f} % of {_span(measured):.3f} s"
+    if not ideal:
+        return text
+    return (
+        f"{text}; ideal with these pass times: {100 * bubble(ideal):.1f} % of {_span(ideal):.3f} s"
+    )
+
+
+def _advise(events: Sequence[TimelineEvent]) -> list[str]:
+    """The slowest stage and what would help; nothing for one stage."""
+    seconds: dict[int, float] = {}
+    for event in events:
+        if event.kind != WAIT:
+            seconds[event.stage] = seconds.get(event.stage, 0.0) + event.end - event.start
+    if len(seconds) < 2 or not any(seconds.values()):
+        return []
+    slowest, fastest = max(seconds, key=seconds.__getitem__), min(seconds, key=seconds.__getitem__)
+    excess = seconds[slowest] * len(seconds) / sum(seconds.values()) - 1.0
+    if excess <= EVEN:
+        return [f"stage {slowest} is the slowest, only {100 * excess:.0f} % above the mean"]
+    return [
+        f"stage {slowest} is the slowest, {100 * excess:.0f} % above the mean: move a layer from "
+        f"it to stage {fastest}, the fastest (--partition)"
+    ]
+
+
+def _span(events: Sequence[TimelineEvent]) -> float:
+    return max((e.end for e in events), default=0.0) - min((e.start for e in events), default=0.0)

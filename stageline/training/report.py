@@ -1,4 +1,4 @@
-"""What a person sees of a training run: the stage plan, the bar, evaluations, sample pictures."""
+"""What a person sees of a training run: the stage plan, the bar, evaluations, pictures."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from stageline.pipeline.timeline import TimelineEvent, describe_timeline
 from stageline.plotting.pictures import caption, plot_predictions
+from stageline.plotting.timeline import plot_timeline
+from stageline.plotting.trace import write_trace
 from stageline.training.evaluation import EvalResult
 from stageline.training.memory import gather_peaks
 from stageline.training.run_log import RunLog, StepRecord
@@ -106,13 +109,27 @@ class RunReport:
         )
         self.log.log_step(record)
 
-    def evaluated(self, step: int, result: EvalResult, *, dataset: Any, processor: Any) -> None:
-        """After each evaluation: figures, curve, and samples with their predictions."""
-        figures = {
+    def evaluated(
+        self,
+        step: int,
+        result: EvalResult,
+        *,
+        dataset: Any,
+        processor: Any,
+        is_best: bool = False,
+    ) -> None:
+        """After each evaluation: figures, curve, and samples with their predictions.
+
+        Args:
+            is_best: the weights are kept as the best so far.
+        """
+        figures: dict[str, float | bool] = {
             "loss": result.loss,
             "token_accuracy": result.token_accuracy,
             "num_targets": result.num_targets,
         }
+        if is_best:
+            figures["is_best"] = True
         self.log.log_eval(step, figures)
         self.say(
             f"step {step}: held-out loss {result.loss:.4f}, "
@@ -120,6 +137,25 @@ class RunReport:
         )
         if self.context.is_main and result.predicted:
             self._draw_samples(step, result, dataset, processor)
+
+    def timeline(
+        self,
+        step: int,
+        measured: Sequence[TimelineEvent],
+        ideal: Sequence[TimelineEvent] | None = None,
+    ) -> None:
+        """After the step whose passes were timed; a later one replaces it. Main rank only.
+
+        Args:
+            measured: of all ranks; what other ranks than the main one give is not looked at.
+            ideal: what a simulation with the measured mean times gives.
+        """
+        if not self.context.is_main or not measured:
+            return
+        title = f"{self.folder.resolve().name}, step {step}"
+        plot_timeline(measured, ideal, self.folder / "timeline.png", title=title)
+        write_trace(measured, self.folder / "timeline.json")
+        self.say(f"timeline of step {step}: {describe_timeline(measured, ideal)}")
 
     def _draw_samples(self, step: int, result: EvalResult, dataset: Any, processor: Any) -> None:
         tokenizer = getattr(processor, "tokenizer", processor)

@@ -127,6 +127,7 @@ def test_defaults_give_a_run():
     assert arguments.run.num_stages is None
     assert arguments.run.num_micro_batches == 8
     assert arguments.run.precision == "fp32"
+    assert (arguments.run.eval_samples, arguments.run.save_best) == ("all", "none")
     assert {name: part.key for name, part in arguments.parts.items()} == {
         **dict(train_model="tiny", dataset="pictures", prompt="vqa", prompt_fn="fill"),
         **dict(image_token="none", collate_fn="pack", loss_fn="sft", optimizer="adamw"),
@@ -189,6 +190,10 @@ def test_what_a_partial_binds_is_no_option():
         ("--partition uniform", "partition", "uniform"),
         ("--output-dir 123", "output_dir", "123"),
         ("--schedule gpipe", "schedule", "gpipe"),
+        ("--save-best token_accuracy", "save_best", "token_accuracy"),
+        ("--save-best none", "save_best", "none"),
+        ("--eval-samples all", "eval_samples", "all"),
+        ("--eval-samples 12", "eval_samples", 12),
     ],
 )
 def test_spellings_and_types(words, name, value):

@@ -1,0 +1,328 @@
+"""The picture, the trace and the words of a timeline say what the events say."""
+
+import json
+import random
+import warnings
+from types import SimpleNamespace
+
+import numpy
+import pytest
+from matplotlib.colors import to_rgb
+from PIL import Image
+
+from stageline.pipeline.actions import Kind
+from stageline.pipeline.timeline import TimelineEvent, bubble, describe_timeline
+from stageline.plotting.spans import idle_share
+from stageline.plotting.timeline import (
+    COLORS,
+    DPI,
+    IDLE,
+    LIGHTEST,
+    plot_timeline,
+    rank_label,
+    timeline_figure,
+)
+from stageline.plotting.trace import trace_events, write_trace
+from stageline.training.report import RunReport
+
+# two ranks, two micro-batches, the second stage slower; times do not start at 0
+MEASURED = [
+    TimelineEvent(0, 0, "F", 0, 10.0, 11.0),
+    TimelineEvent(0, 0, "F", 1, 11.0, 12.0),
+    TimelineEvent(0, 0, "wait", 0, 13.0, 14.0),
+    TimelineEvent(0, 0, "B", 0, 14.0, 15.0),
+    TimelineEvent(0, 0, "wait", 1, 15.0, 17.0),
+    TimelineEvent(0, 0, "B", 1, 17.0, 18.0),
+    TimelineEvent(1, 1, "wait", 0, 10.5, 11.0),
+    TimelineEvent(1, 1, "F", 0, 11.0, 12.5),
+    TimelineEvent(1, 1, "I", 0, 12.5, 14.0),
+    TimelineEvent(1, 1, "F", 1, 14.0, 15.5),
+    TimelineEvent(1, 1, "I", 1, 15.5, 17.0),
+    TimelineEvent(1, 1, "W", 0, 17.0, 17.5),
+]
+MEASURED_BUSY = 4.0 + 6.5
+MEASURED_BUBBLE = 1 - MEASURED_BUSY / (2 * 8.0)
+IDEAL = [
+    TimelineEvent(0, 0, "F", 0, 0.0, 1.0),
+    TimelineEvent(0, 0, "B", 0, 3.0, 5.0),
+    TimelineEvent(1, 1, "F", 0, 1.0, 2.0),
+    TimelineEvent(1, 1, "B", 0, 2.0, 3.0),
+]
+IDEAL_BUBBLE = 1 - 5.0 / (2 * 5.0)
+TWO_STAGES_A_RANK = [
+    TimelineEvent(0, 0, "F", 0, 0.0, 1.0),
+    TimelineEvent(1, 1, "F", 0, 1.0, 2.0),
+    TimelineEvent(0, 2, "F", 0, 2.0, 3.0),
+    TimelineEvent(1, 3, "F", 0, 3.0, 4.0),
+]
+
+
+def many(num_ranks, num_micro_batches, width=1.0):
+    """Bars one after the other, as many as there are."""
+    return [
+        TimelineEvent(rank, rank, kind, index, at * width, (at + 1) * width)
+        for rank in range(num_ranks)
+        for at, (index, kind) in enumerate(
+            (index, kind) for index in range(num_micro_batches) for kind in ("F", "B")
+        )
+    ]
+
+
+class Picture:
+    """A drawn file that is asked for the colour at a time of a row."""
+
+    def __init__(self, figure, path):
+        figure.savefig(path, dpi=DPI)
+        self.figure = figure
+        self.pixels = numpy.asarray(Image.open(path).convert("RGB")).astype(int)
+
+    def is_there(self, color, *, panel, row, time, height=0.3):
+        """Whether the point is of that colour; above the middle, where no number is."""
+        x, y = self.figure.axes[panel].transData.transform((time, row - height))
+        found = self.pixels[self.pixels.shape[0] - 1 - int(y), int(x)]
+        return bool((abs(found - 255 * numpy.array(to_rgb(color))) < 4).all())
+
+
+# -- the picture -------------------------------------------------------------------------
+
+
+def test_each_span_has_its_colour_at_its_time(tmp_path):
+    picture = Picture(timeline_figure(MEASURED, IDEAL, title="x"), tmp_path / "t.png")
+    for panel, events, origin in ((0, MEASURED, 10.0), (1, IDEAL, 0.0)):
+        for event in events:
+            place = {"panel": panel, "row": event.rank}
+            for share in (0.1, 0.5, 0.9):
+                time = event.start - origin + share * (event.end - event.start)
+                assert picture.is_there(COLORS[event.kind], time=time, **place), event
+
+
+def test_what_no_span_covers_is_idle_and_beyond_the_end_is_nothing(tmp_path):
+    picture = Picture(timeline_figure(MEASURED, IDEAL, title="x"), tmp_path / "t.png")
+    for row, time in ((0, 2.5), (1, 0.25), (1, 7.75)):
+        assert picture.is_there(IDLE, panel=0, row=row, time=time)
+    assert picture.is_there(IDLE, panel=1, row=0, time=2.0)
+    assert picture.is_there("white", panel=1, row=0, time=5.5), "one time axis for both panels"
+    assert picture.is_there("white", panel=0, row=0, time=0.5, height=0.47), "between the bars"
+
+
+def test_a_pass_is_seen_where_a_wait_lies_over_it(tmp_path):
+    events = [TimelineEvent(0, 0, "F", 0, 0.0, 2.0), TimelineEvent(0, 0, "wait", 1, 1.0, 3.0)]
+    picture = Picture(timeline_figure(events, None, title="x"), tmp_path / "t.png")
+    assert picture.is_there(COLORS["F"], panel=0, row=0, time=1.5)
+    assert picture.is_there(COLORS["wait"], panel=0, row=0, time=2.5)
+
+
+def test_the_bubble_stands_above_each_panel():
+    upper, lower = timeline_figure(MEASURED, IDEAL, title="x").axes
+    assert upper.get_title("left") == f"measured — bubble {100 * MEASURED_BUBBLE:.1f} %, 8 s"
+    assert lower.get_title("left").startswith("ideal")
+    assert f"bubble {100 * IDEAL_BUBBLE:.1f} %, 5 s" in lower.get_title("left")
+
+
+@pytest.mark.parametrize("events", [MEASURED, IDEAL, TWO_STAGES_A_RANK, many(3, 4), []])
+def test_the_picture_and_the_pipeline_mean_the_same_by_bubble(events):
+    assert idle_share(events) == pytest.approx(bubble(events), abs=1e-12)
+
+
+def test_the_bubble_equals_the_one_by_hand():
+    assert bubble(MEASURED) == pytest.approx(MEASURED_BUBBLE)
+    assert bubble(IDEAL) == pytest.approx(0.5)
+
+
+def test_ranks_lie_below_each_other_and_say_what_they_hold():
+    axes = timeline_figure(MEASURED, None, title="x").axes
+    assert len(axes) == 1, "without an ideal there is one panel"
+    labels = [label.get_text() for label in axes[0].get_yticklabels()]
+    assert labels == ["rank 0: stage 0", "rank 1: stage 1"]
+    assert axes[0].get_ylim()[0] > axes[0].get_ylim()[1], "rank 0 on top"
+    assert rank_label(1, [1, 5]) == "rank 1: stages 1, 5"
+    assert rank_label(0, [0, 2, 4, 6]) == "rank 0: stages 0, 2, … 6"
+
+
+def test_a_later_stage_of_a_rank_is_lighter(tmp_path):
+    figure = timeline_figure(TWO_STAGES_A_RANK, None, title="x")
+    picture = Picture(figure, tmp_path / "t.png")
+    light = tuple(c + (1 - c) * LIGHTEST for c in to_rgb(COLORS["F"]))
+    for event in TWO_STAGES_A_RANK:
+        color = COLORS["F"] if event.stage < 2 else light
+        assert picture.is_there(color, panel=0, row=event.rank, time=event.start + 0.2)
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["forward", "idle", "lighter: a later stage of the rank"]
+
+
+def test_the_legend_names_what_is_there():
+    legend = timeline_figure(MEASURED, IDEAL, title="x").legends[0]
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "forward",
+        "backward",
+        "input gradient",
+        "weight gradient",
+        "communication wait",
+        "idle",
+    ]
+
+
+def numbers(axes):
+    return [text.get_text() for text in axes.texts if text.get_text().isdigit()]
+
+
+@pytest.mark.parametrize(("num_ranks", "num_micro_batches"), [(2, 2), (4, 12), (2, 30)])
+def test_numbers_lie_inside_their_bars(num_ranks, num_micro_batches):
+    events = many(num_ranks, num_micro_batches)
+    figure = timeline_figure(events, None, title="x")
+    (axes,) = figure.axes
+    assert sorted(numbers(axes)) == sorted(str(event.micro_batch) for event in events)
+    figure.canvas.draw()
+    pixels = abs(numpy.diff(axes.transData.transform([(0, 0), (1, 0)])[:, 0]))[0]
+    assert all(
+        text.get_window_extent().width <= pixels for text in axes.texts if text.get_text().isdigit()
+    )
+
+
+def test_narrow_bars_carry_no_number_and_keep_their_colour(tmp_path):
+    events = many(8, 64)
+    figure = timeline_figure(events, events, title="x")
+    assert [numbers(axes) for axes in figure.axes] == [[], []]
+    picture = Picture(figure, tmp_path / "t.png")
+    for time in (0, 63, 127):
+        color = COLORS["F" if time % 2 == 0 else "B"]
+        assert picture.is_there(color, panel=1, row=7, time=time + 0.5)
+
+
+@pytest.mark.parametrize(
+    ("width", "unit", "ticks"), [(1.0, "s", 8.0), (1e-3, "ms", 8.0), (1e-6, "µs", 8.0)]
+)
+def test_short_steps_are_shown_in_small_units(width, unit, ticks):
+    (axes,) = timeline_figure(many(2, 4, width), None, title="x").axes
+    assert axes.get_xlim()[1] == pytest.approx(ticks)
+    assert [text.get_text() for text in axes.texts if text.get_text() == unit] == [unit]
+
+
+def test_the_file_appears_whole_and_hostile_titles_are_text(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plot_timeline(MEASURED, IDEAL, tmp_path / "t.png", title="$x_{$ 数字 \x07 step 3")
+        plot_timeline([], None, tmp_path / "empty.png", title="")
+    Image.open(tmp_path / "t.png").verify()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.png", "t.png"]
+
+
+# -- the trace ---------------------------------------------------------------------------
+
+
+def test_the_trace_holds_each_span_in_microseconds(tmp_path):
+    write_trace(MEASURED, tmp_path / "t.json")
+    trace = json.loads((tmp_path / "t.json").read_text())
+    assert trace["displayTimeUnit"] == "ms"
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    found = {
+        (
+            event["pid"],
+            event["args"]["stage"],
+            event["args"]["kind"],
+            event["args"]["micro_batch"],
+            event["ts"],
+            event["dur"],
+        )
+        for event in spans
+    }
+    assert found == {
+        (e.rank, e.stage, e.kind, e.micro_batch, (e.start - 10) * 1e6, (e.end - e.start) * 1e6)
+        for e in MEASURED
+    }
+    assert {event["name"] for event in spans} >= {"forward 1", "weight gradient 0"}
+    assert {event["cat"] for event in spans} == {"compute", "wait"}
+
+
+def test_every_event_has_the_fields_of_the_format():
+    for event in trace_events(MEASURED):
+        assert {"name", "ph", "pid", "tid", "args"} <= set(event)
+        assert type(event["pid"]) is int and type(event["tid"]) is int
+        if event["ph"] == "X":
+            assert event["ts"] >= 0 and event["dur"] >= 0
+        else:
+            assert event["ph"] == "M" and "ts" not in event
+
+
+def test_ranks_stages_and_waits_have_names():
+    named = {
+        (event["pid"], event["tid"], event["name"]): event["args"]
+        for event in trace_events(TWO_STAGES_A_RANK + [TimelineEvent(1, 1, "wait", 0, 0.0, 1.0)])
+        if event["ph"] == "M"
+    }
+    assert named[0, 0, "process_name"] == {"name": "rank 0"}
+    assert named[1, 0, "process_sort_index"] == {"sort_index": 1}
+    assert named[0, 2, "thread_name"] == {"name": "stage 2"}
+    assert named[1, 4, "thread_name"] == {"name": "waits"}, "no stage has this number"
+    assert (0, 4, "thread_name") not in named
+
+
+def test_spans_of_a_thread_do_not_cross():
+    """Viewers nest spans of one thread; two that overlap in part are drawn wrong."""
+    last = {}
+    for event in trace_events(MEASURED):
+        if event["ph"] == "X":
+            thread = event["pid"], event["tid"]
+            assert event["ts"] >= last.get(thread, 0.0)
+            last[thread] = event["ts"] + event["dur"]
+
+
+def test_the_same_events_give_the_same_file(tmp_path):
+    shuffled = random.Random(1).sample(MEASURED, len(MEASURED))
+    write_trace(MEASURED, tmp_path / "a.json")
+    write_trace(shuffled, tmp_path / "b.json")
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+    write_trace([], tmp_path / "c.json")
+    assert json.loads((tmp_path / "c.json").read_text())["traceEvents"] == []
+
+
+def test_kinds_may_be_those_of_actions(tmp_path):
+    """The executor may hand over the enumeration's members instead of their letters."""
+    typed = [TimelineEvent(0, 0, Kind.INPUT_GRAD, 0, 0.0, 1.0)]
+    plot_timeline(typed, typed, tmp_path / "t.png", title="x")
+    write_trace(typed, tmp_path / "t.json")
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"][-1]["args"]["kind"] == "I"
+
+
+# -- in words ----------------------------------------------------------------------------
+
+
+def test_the_description_gives_bubbles_times_and_the_slowest_stage():
+    lines = describe_timeline(MEASURED, IDEAL).splitlines()
+    assert lines == [
+        "bubble 34.4 % of 8.000 s; ideal with these pass times: 50.0 % of 5.000 s",
+        "rank 0 (stage 0): busy 4.000 s, waits 3.000 s",
+        "rank 1 (stage 1): busy 6.500 s, waits 0.500 s",
+        "stage 1 is the slowest, 24 % above the mean: move a layer from it to stage 0, the "
+        "fastest (--partition)",
+    ]
+
+
+def test_the_description_blames_nobody_where_stages_are_even():
+    text = describe_timeline(TWO_STAGES_A_RANK, None)
+    assert "ideal" not in text and "move" not in text
+    assert "rank 0 (stages 0, 2): busy 2.000 s" in text
+    assert "only 0 % above the mean" in text
+    alone = [TimelineEvent(0, 0, "F", 0, 0.0, 1.0)]
+    assert "slowest" not in describe_timeline(alone, None), "one stage is not slower than others"
+    still = [TimelineEvent(rank, rank, "F", 0, 1.0, 1.0) for rank in (0, 1)]
+    assert describe_timeline(still, still).startswith("bubble 0.0 %")
+    assert describe_timeline([], None) == "bubble 0.0 % of 0.000 s"
+
+
+# -- in a run ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_a_run_keeps_picture_and_trace_in_its_folder(is_main, tmp_path, capsys):
+    context = SimpleNamespace(is_main=is_main, rank=0, device=None, pp_group=None)
+    with RunReport(tmp_path / "run", context=context, total_steps=5) as report:
+        report.timeline(3, MEASURED, IDEAL)
+        report.timeline(3, [], None)  # nothing was recorded: nothing is replaced
+    shown = capsys.readouterr().out
+    if not is_main:
+        assert not (tmp_path / "run").exists() and shown == ""
+        return
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"timeline.png", "timeline.json"} <= names
+    assert "timeline of step 3: bubble 34.4 %" in shown
