@@ -35,7 +35,8 @@ from stageline.training.evaluation import evaluate
 from stageline.training.optimizer_groups import optimizer_groups
 from stageline.training.precision import LossScaler
 from stageline.training.report import RunReport, summarize_stage
-from stageline.training.step import TrainStep
+from stageline.training.step import StepResult, TrainStep
+from stageline.training.step_timeline import StepTimeline
 from stageline.training.trainer import Trainer, TrainOptions
 
 SHELF = ("pp_models", "prompt", "prompt_fn", "dataset", "loss_fn", "optimizer")
@@ -173,6 +174,7 @@ def train(
         models, device=context.device, group=context.pp_group, schedule=schedule
     )
     loss_fn = functools.partial(parts["loss_fn"].part, **parts["loss_fn"].kwargs)
+    timeline = StepTimeline(runner, step=min(run.timeline_step, run.total_steps) - 1)
     train_step = TrainStep(
         runner,
         make_optimizer=functools.partial(make_optimizer, arguments),
@@ -180,6 +182,7 @@ def train(
         learning_rate=make_learning_rate(arguments),
         max_grad_norm=run.max_grad_norm,
         scaler=LossScaler(enabled=run.fp16),
+        timeline=timeline,
     )
     folder = Path(run.output_dir)
     if context.is_main:
@@ -203,6 +206,11 @@ def train(
             if is_best:
                 report.say(best.keep(step, result))
 
+        def on_step(step: int, result: StepResult, seconds: float) -> None:
+            report.stepped(step, result, seconds)
+            if step == timeline.step + 1:
+                report.timeline(step, *timeline.gather())
+
         def save_now(step: int) -> None:
             target = folder / "checkpoints" / f"step-{step:08d}"
             save(target, step=step)
@@ -212,7 +220,7 @@ def train(
             train_step,
             batches=iter(loader(data.train, is_evaluation=False)),
             options=TrainOptions(run.total_steps, run.eval_steps, run.save_steps),
-            on_step=report.stepped,
+            on_step=on_step,
             evaluate=evaluate_now if held_out is not None else None,
             save=save_now,
             stop_requested=stop_requested,

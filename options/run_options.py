@@ -122,6 +122,9 @@ class ProgressOptions:
     eval_samples: Literal["all"] | int = option(
         "all", "held-out samples of an evaluation, spread evenly; 0: no evaluation", at_least=0
     )
+    timeline_step: int = option(
+        3, "optimizer step whose passes are timed and drawn (timeline.png); 0: none", at_least=0
+    )
     save_steps: int = option(0, "optimizer steps between checkpoints; 0: at the end", at_least=0)
 
 

@@ -12,10 +12,12 @@ import torch.distributed as dist
 
 from stageline.errors import UserError
 from stageline.pipeline.ownership import Ownership
+from stageline.pipeline.recorder import NO_RECORDER
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
 from stageline.training.grad_norm import clip_gradients, global_grad_norm
 from stageline.training.precision import LossScaler, MasterWeights
 from stageline.training.step_loss import StepLoss
+from stageline.training.step_timeline import StepTimeline
 
 IGNORE = -100
 
@@ -58,6 +60,7 @@ class TrainStep:
         learning_rate: step -> rate; the first step is 0.
         max_grad_norm: clip to this norm; 0 does not clip.
         scaler: loss scaling for fp16.
+        timeline: times the passes of one of the steps.
     """
 
     def __init__(
@@ -69,12 +72,14 @@ class TrainStep:
         learning_rate: Callable[[int], float],
         max_grad_norm: float = 1.0,
         scaler: LossScaler | None = None,
+        timeline: StepTimeline | None = None,
     ) -> None:
         self.runner = runner
         self.loss_fn = loss_fn
         self.learning_rate = learning_rate
         self.max_grad_norm = max_grad_norm
         self.scaler = scaler or LossScaler(enabled=False)
+        self.timeline = timeline
         trainable = {
             name: parameter
             for name, parameter in runner.local.named_parameters().items()
@@ -105,7 +110,10 @@ class TrainStep:
             scale=self.scaler.scale,
             device=self.runner.device,
         )
-        self.runner.step(micro_batches, loss_fn=loss_of)
+        recorder = NO_RECORDER
+        if self.timeline is not None:
+            recorder = self.timeline.recorder(step, num_micro_batches=len(micro_batches))
+        self.runner.step(micro_batches, loss_fn=loss_of, recorder=recorder)
         grad_norm, is_skipped = self._update(rate)
         loss, extra_loss, stop_count = self._share(loss_of.loss, loss_of.extra_loss, wants_stop)
         return StepResult(
