@@ -1,0 +1,87 @@
+"""What only a GPU can show; skips itself without one. Two GPUs are needed for NCCL."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from loss_fn import sft
+from pp_models import CausalLMStage
+from stageline.checkpoint.init import init_split_model
+from stageline.distributed.process_group import distributed_context
+from stageline.pipeline.runner import PipelineRunner
+from stageline.pipeline.schedules import SCHEDULES, make_schedule
+from stageline.testing.tiny_batches import tiny_micro_batches
+from stageline.testing.tiny_models import tiny_config
+from stageline.training.step import TrainStep
+from stageline.training.step_timeline import StepTimeline
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(scope="module")
+def context():
+    with distributed_context(num_ranks=1, device="cuda") as found:
+        yield found
+
+
+def train(context, name, dtype):
+    schedule = make_schedule(name, num_ranks=1)
+    stages = []
+    for index in range(schedule.num_stages):
+        stage = CausalLMStage(
+            tiny_config("llama"), stage=index, num_stages=schedule.num_stages, dtype=dtype
+        )
+        init_split_model(stage, seed=1, device=context.device, dtype=dtype)
+        stage.frozen()
+        stages.append(stage.train())
+    runner = PipelineRunner(stages, device=context.device, schedule=schedule)
+    timeline = StepTimeline(runner, step=1)
+    train_step = TrainStep(
+        runner,
+        make_optimizer=lambda named: torch.optim.AdamW(named.values(), lr=1e-3),
+        loss_fn=sft,
+        learning_rate=lambda step: 1e-3,
+        timeline=timeline,
+    )
+    results = [train_step(tiny_micro_batches("llama"), step=step) for step in range(3)]
+    weights = {name: p.detach().clone() for name, p in runner.local.named_parameters().items()}
+    return results, weights, timeline.gather()[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_several_stages_on_one_gpu_equal_one(context, name, dtype):
+    results, weights, events = train(context, name, dtype)
+    expected, reference, _ = train(context, "gpipe", dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for ours, theirs in zip(results, expected, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=tolerance)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=tolerance)
+    for parameter, weight in weights.items():
+        torch.testing.assert_close(weight, reference[parameter], rtol=tolerance, atol=tolerance)
+    # the marks are events in the GPU's stream
+    passes = [event for event in events if event.kind != "wait"]
+    assert len(passes) >= 2 * 4
+    assert all(0 <= event.start <= event.end < 60 for event in passes)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("schedule, num_stages", [("1f1b", 2), ("zbv", 4)])
+def test_the_default_job_on_two_gpus(schedule, num_stages, tmp_path):
+    done = subprocess.run(
+        [
+            *("bash", str(ROOT / "scripts" / "train_pp.sh"), "--schedule", schedule),
+            *("--num-stages", str(num_stages), "--total-steps", "5", "--warmup-steps", "1"),
+            *("--device", "cuda", "--bf16", "true", "--output-dir", str(tmp_path / "run")),
+        ],
+        capture_output=True,
+        text=True,
+        env={"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(tmp_path)},
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "timeline.png").exists()
