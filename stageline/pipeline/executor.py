@@ -21,15 +21,13 @@ class StepInputs:
     """What a plan is carried out on.
 
     Attributes:
-        batches: the micro-batches, on the device.
-        model_inputs: what the models' forward takes of each, token ids left out.
+        batches: the micro-batches, wherever they were loaded.
         metas: stage -> micro-batch -> what the stage receives, on the meta device. Of all stages
             here, and of those behind them.
         loss_of: (output of the last stage, micro-batch) -> its loss.
     """
 
     batches: Sequence[MicroBatch]
-    model_inputs: Sequence[MicroBatch]
     metas: Mapping[int, Sequence[Tensors]]
     loss_of: Callable[[torch.Tensor | Tensors, MicroBatch], torch.Tensor | tuple[()]]
 
@@ -56,6 +54,7 @@ class Executor:
         self.device = device
         self.group = group
         self.last = len(rank_of_stage) - 1
+        self._moved: dict[int, tuple[MicroBatch, int]] = {}  # with the passes still to come
         self._coming: dict[Key, tuple[list[dist.Work], Tensors]] = {}
         self._here: dict[Key, Tensors] = {}  # made here, for a pass or a send of this rank
         self._going: deque[tuple[list[dist.Work], Tensors]] = deque()
@@ -90,6 +89,7 @@ class Executor:
 
     def clear(self) -> None:
         """Forgets everything of a step."""
+        self._moved.clear()
         self._coming.clear()
         self._here.clear()
         self._going.clear()
@@ -102,7 +102,7 @@ class Executor:
         self, action: Action, inputs: StepInputs, recorder: Recorder
     ) -> list[torch.Tensor]:
         stage, _, index = action
-        batch = inputs.batches[index]
+        batch = self._move(index, inputs)
         came = (
             (batch["input_ids"],)
             if stage == 0
@@ -113,7 +113,7 @@ class Executor:
             made = self.passes[stage].forward(
                 index,
                 came,
-                inputs.model_inputs[index],
+                _model_inputs(batch),
                 loss_of=(lambda output: inputs.loss_of(output, batch)) if is_last else None,
             )
         if is_last:
@@ -121,6 +121,19 @@ class Executor:
         self._check_outputs(made, inputs.metas[stage + 1][index], stage, index)
         self._here[False, stage + 1, index] = made
         return []
+
+    def _move(self, index: int, inputs: StepInputs) -> MicroBatch:
+        """A micro-batch on the device: from its first pass here to its last, pixels are large."""
+        if index not in self._moved:
+            moved = {
+                name: value.to(self.device, non_blocking=True)
+                for name, value in inputs.batches[index].items()
+            }
+            self._moved[index] = (moved, len(self.passes))
+        batch, uses = self._moved.pop(index)
+        if uses > 1:
+            self._moved[index] = (batch, uses - 1)
+        return batch
 
     def _backward(self, action: Action, recorder: Recorder) -> None:
         stage, kind, index = action
@@ -177,3 +190,12 @@ class Executor:
             works, _ = self._going.popleft()
             for work in works:
                 work.wait()
+
+
+def _model_inputs(batch: MicroBatch) -> MicroBatch:
+    """What the models get; labels and what begins with loss_ is for the loss alone."""
+    return {
+        name: value
+        for name, value in batch.items()
+        if name != "labels" and not name.startswith("loss_")
+    }

@@ -154,11 +154,7 @@ class PipelineRunner:
         for model in self.local:
             metas[model.stage] = [model.get_example_input(*shape) for shape in shapes]
             metas[model.stage + 1] = [model.get_example_output(*shape) for shape in shapes]
-        batches = [
-            {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
-            for batch in micro_batches
-        ]
-        return StepInputs(batches, [_model_inputs(batch) for batch in batches], metas, loss_fn)
+        return StepInputs(micro_batches, metas, loss_fn)
 
     def _check_placement(self) -> None:
         expected = self.schedule.stages_of(self.pp_rank)
@@ -183,12 +179,3 @@ def _resolve(schedule: Schedule | str, local: LocalStages, *, num_ranks: int) ->
         return schedule
     stages_per_rank = len(local.models) if len(local.models) > 1 else None
     return make_schedule(schedule, num_ranks=num_ranks, stages_per_rank=stages_per_rank)
-
-
-def _model_inputs(batch: MicroBatch) -> MicroBatch:
-    """What the models get; labels and what begins with loss_ is for the loss alone."""
-    return {
-        name: value
-        for name, value in batch.items()
-        if name != "labels" and not name.startswith("loss_")
-    }
