@@ -17,6 +17,7 @@ from transformers import AutoConfig
 from parse_args import TrainArguments, parse_train_args, save_config
 from register import engine_register, freeze_registers, import_shelf
 from stageline.checkpoint.save import save_split_model
+from stageline.data.lengths import padding_argument
 from stageline.data.loader import MicroBatchLoader
 from stageline.data.preflight import check_vocabulary, preflight
 from stageline.data.processor import get_pad_token_id, load_processor
@@ -26,6 +27,7 @@ from stageline.distributed.launch import launch_if_needed
 from stageline.distributed.process_group import DistributedContext, distributed_context
 from stageline.distributed.seeds import seed_everything
 from stageline.errors import UserError
+from stageline.pipeline.packing_check import check_packing
 from stageline.pipeline.runner import PipelineRunner
 from stageline.training.evaluation import evaluate
 from stageline.training.optimizer_groups import optimizer_groups
@@ -81,6 +83,7 @@ class Data:
             pad_token_id=self.pad_token_id,
             max_token_num=run.max_token_num,
             num_stages=run.num_stages,
+            **padding_argument(collate.part, run.pad_to_multiple_of),
             **collate.kwargs,
         )
 
@@ -138,6 +141,8 @@ def train(arguments: TrainArguments, data: Data, context: DistributedContext) ->
     run, parts = arguments.run, arguments.parts
     seed_everything(run.seed)
     model = build_stage(arguments, context)
+    if run.packing:
+        check_packing(model, rows=run.micro_batch_size, device=context.device)
     runner = PipelineRunner(
         model, device=context.device, group=context.pp_group, schedule=run.schedule
     )
@@ -249,6 +254,9 @@ def make_loader(
         num_workers=run.num_workers,
         shuffle=not is_evaluation,
         eval=is_evaluation,
+        order=run.micro_batch_order,
+        packing=run.max_token_num if run.packing and not is_evaluation else None,
+        legal_counts=functools.partial(max, run.num_stages),  # 1F1B needs one a stage
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from options.fields import option
+from options.shape_options import ShapeOptions
 
 
 @dataclass(kw_only=True)
@@ -50,7 +51,9 @@ class BatchOptions:
     """Batches"""
 
     batch_size: int = option(16, "samples of one schedule step", at_least=1)
-    micro_batch_size: int = option(2, "samples that travel together", at_least=1)
+    micro_batch_size: int = option(
+        2, "rows that travel together; of sorted ones the mean", at_least=1
+    )
     accumulate_steps: int = option(1, "batches of one optimizer step", at_least=1)
     max_token_num: int = option(512, "longest sample, in tokens", at_least=1)
 
@@ -117,6 +120,7 @@ class RunConfig(
     PipelineOptions,
     OptimizerOptions,
     FreezeOptions,
+    ShapeOptions,
     BatchOptions,
     TrainPathOptions,
     SharedOptions,

@@ -13,6 +13,7 @@ from transformers import (
 
 from pp_models.base import StageModel
 from pp_models.discover import EMBEDDING_DROPOUTS, POSITION_EMBEDDINGS, ModelPaths, find_paths
+from pp_models.packing import is_packed, without_masks
 from register import train_model_register
 from stageline.errors import UserError
 from stageline.modules.pass_through import PassThrough, ZeroEmbedding
@@ -84,7 +85,8 @@ class CausalLMStage(StageModel):
 
     def model_inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What of the micro-batch the model's forward takes, besides its first input."""
-        return {name: value for name, value in batch.items() if name != "input_ids"}
+        inputs = {name: value for name, value in batch.items() if name != "input_ids"}
+        return without_masks(inputs) if is_packed(batch) else inputs
 
     def forward(self, hidden_or_ids: torch.Tensor, **batch: torch.Tensor) -> torch.Tensor:
         inputs = self.model_inputs(batch)
