@@ -17,8 +17,9 @@ from stageline.testing.tiny_batches import FIRST_TEXT_ID, count_targets, tiny_mi
 from stageline.testing.tiny_checkpoints import auto_class
 from stageline.testing.tiny_models import DECODERS, VISION_LANGUAGE, VOCAB_SIZE, tiny_config
 
-# longer than the sliding window of 8; one token; rows of 1, 2 and 3 samples, one with padding
-ROWS = ((11, 5), (13,), (4, 1, 12))
+# longer than the sliding window of 8, one token, padding; those above 8 hold a picture, where the
+# family knows any: more pictures than rows
+ROWS = ((11, 5, 9), (13,), (4, 1, 12))
 FAMILIES = DECODERS + VISION_LANGUAGE
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 ROUNDED_INSIDE = 1e-6  # eager attention and Gemma's norms compute in float32 whatever comes in
@@ -135,7 +136,7 @@ def compare(family, folder, dtype, attention=None):
         expected += share.detach()
     stages = build_stages(family, folder, dtype, attention)
     packed = packed_of(rows)
-    assert count_targets([packed]) == int(count) and count_samples(packed) == 5
+    assert count_targets([packed]) == int(count) and count_samples(packed) == 6
     loss = sft(chain(stages, packed), packed, num_targets=count)
     loss.backward()
     is_rounded = attention == "eager" or family.startswith("gemma")
