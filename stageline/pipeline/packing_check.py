@@ -88,7 +88,10 @@ def _embedded(model: Any) -> Iterator[list[torch.Tensor]]:
         found.append(output.detach().requires_grad_())
         return found[-1]
 
-    handle = model.whole.get_input_embeddings().register_forward_hook(catch)
+    inner = model if getattr(model, "whole", None) is None else model.whole
+    if not hasattr(inner, "get_input_embeddings"):
+        raise _refusal(model, "it has no get_input_embeddings, so that this can't be tried")
+    handle = inner.get_input_embeddings().register_forward_hook(catch)
     try:
         yield found
     finally:

@@ -100,6 +100,13 @@ def test_a_forward_without_position_ids_is_refused():
         check_packing(Positions(takes_positions=False), rows=1)
 
 
+def test_a_first_stage_that_cannot_be_tried_is_refused():
+    model = Positions()
+    model.is_first = True
+    with pytest.raises(UserError, match="no get_input_embeddings"):
+        check_packing(model, rows=1)
+
+
 def test_kernels_that_see_one_row_only_are_found():
     """Flash attention reads borders off the positions of a single row."""
     check_packing(Positions(leaks=True), rows=1)
