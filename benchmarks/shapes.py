@@ -89,8 +89,7 @@ def measure(rank, arguments):
         name: list(itertools.islice(loader, arguments.rounds))
         for name, loader in loaders(arguments, tokenizer).items()
     }
-    seconds = {name: [] for name in steps}
-    losses = {name: [] for name in steps}
+    seconds, busy, losses = ({name: [] for name in steps} for _ in range(3))
     for index in range(arguments.rounds + 1):
         order = list(steps) if index % 2 else list(steps)[::-1]
         for name in order:
@@ -98,16 +97,21 @@ def measure(rank, arguments):
             loss_fn = functools.partial(sft, num_targets=torch.tensor(count_targets(batches)))
             model.zero_grad()
             dist.barrier()
-            start = time.perf_counter()
+            start, own_start = time.perf_counter(), time.process_time()
             loss = runner.step(batches, loss_fn=loss_fn)
+            own_seconds = time.process_time() - own_start
             dist.barrier()
             if index:  # the first round warms up
                 seconds[name].append(time.perf_counter() - start)
+                busy[name].append(own_seconds)
                 losses[name].append(loss.item())
-    return {name: facts(model, steps[name], seconds[name], losses[name]) for name in steps}
+    return {
+        name: {**facts(model, steps[name], seconds[name]), "busy": busy[name], "loss": losses[name]}
+        for name in steps
+    }
 
 
-def facts(model, steps, seconds, losses):
+def facts(model, steps, seconds):
     """Figures of one shape."""
     shapes = [tuple(batch["input_ids"].shape) for step in steps for batch in step]
     real = [sum(int(batch["attention_mask"].sum()) for batch in step) for step in steps]
@@ -118,7 +122,6 @@ def facts(model, steps, seconds, losses):
         "computed_tokens": sum(rows * width for rows, width in shapes),
         "micro_batches_per_step": [len(step) for step in steps],
         "border_megabytes_per_step": sum(border_bytes(model, shapes)) / len(steps) / 1e6,
-        "losses": losses,
     }
 
 
@@ -132,9 +135,14 @@ def main():
     load_processor(arguments.model)  # a wrong folder is refused here
     first, last = run_ranks(measure, 2, arguments, timeout=3000)
     for name, figures in first.items():
-        figures["losses"] = last[name]["losses"]
-        ratios = zip(figures["seconds"], first["fixed"]["seconds"], strict=True)
-        figures["speed_against_fixed"] = statistics.median(fixed / own for own, fixed in ratios)
+        figures["loss"] = last[name]["loss"]
+        # processor seconds of both stages: what a machine with other load still tells
+        figures["busy"] = [a + b for a, b in zip(figures["busy"], last[name]["busy"], strict=True)]
+        for key in ("seconds", "busy"):
+            ratios = zip(figures[key], first["fixed"][key], strict=True)
+            figures[f"{key}_fixed_to_this"] = statistics.median(
+                fixed / own for own, fixed in ratios
+            )
     print(json.dumps(first, indent=1))
 
 
