@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from register import collate_fn_register, dataset_register
-from stageline.data.collate import collate_sft
+from stageline.data.collate import collate_packed_sft, collate_sft, length_sft
 from stageline.data.digits import Digits
 from stageline.data.json_lines import JsonLines
 from stageline.data.spatial import VSR, RotateCaption, RotateQA, SpatialMM, WhatsUp
@@ -35,6 +35,7 @@ def sft(
     max_token_num: int,
     stage: int,
     num_stages: int,
+    pad_to_multiple_of: int = 1,
     overlong: Literal["error", "cut_prompt", "drop"] = "error",
 ) -> dict[str, torch.Tensor]:
     """Supervised fine-tuning: the template's answer is learnt; rows are padded on the right.
@@ -53,4 +54,20 @@ def sft(
         max_token_num=max_token_num,
         stage=stage,
         overlong=overlong,
+        pad_to_multiple_of=pad_to_multiple_of,
     )
+
+
+def _sft_length(images: Any, sample: dict[str, Any], *, num_stages: int, **common: Any) -> int:
+    return length_sft(images, sample, **common)
+
+
+def _packed_sft(
+    rows: Sequence[Sequence[tuple[Any, dict[str, Any]]]], *, num_stages: int, **common: Any
+) -> dict[str, torch.Tensor]:
+    return collate_packed_sft(rows, **common)
+
+
+# what sorting and packing ask of a collate part; see stageline/data/lengths.py
+sft.length_of = _sft_length
+sft.packed = _packed_sft

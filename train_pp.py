@@ -18,6 +18,7 @@ from transformers import AutoConfig
 from parse_args import TrainArguments, parse_train_args, save_config
 from register import engine_register, freeze_registers, import_shelf
 from stageline.checkpoint.save import save_split_model
+from stageline.data.lengths import padding_argument
 from stageline.data.loader import MicroBatchLoader
 from stageline.data.preflight import check_vocabulary, preflight
 from stageline.data.processor import get_pad_token_id, load_processor
@@ -27,6 +28,7 @@ from stageline.distributed.launch import launch_if_needed
 from stageline.distributed.process_group import DistributedContext, distributed_context
 from stageline.distributed.seeds import seed_everything
 from stageline.errors import UserError
+from stageline.pipeline.packing_check import check_packing
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import Schedule
 from stageline.pipeline.topology import Topology, resolve_topology
@@ -112,6 +114,7 @@ class Data:
             pad_token_id=self.pad_token_id,
             max_token_num=run.max_token_num,
             num_stages=run.num_stages,
+            **padding_argument(collate.part, run.pad_to_multiple_of),
             **collate.kwargs,
         )
 
@@ -170,6 +173,9 @@ def train(
     models = [
         build_stage(arguments, context, stage) for stage in schedule.stages_of(context.pp_rank)
     ]
+    if run.packing:
+        for model in models:
+            check_packing(model, rows=run.micro_batch_size, device=context.device)
     runner = PipelineRunner(
         models, device=context.device, group=context.pp_group, schedule=schedule
     )
@@ -192,7 +198,7 @@ def train(
     )
     with report:
         report.show_plan([summarize_stage(model, context) for model in models])
-        loader = functools.partial(make_loader, arguments, data, context)
+        loader = functools.partial(make_loader, arguments, data, context, schedule)
         held_out = loader(data.test, is_evaluation=True) if data.test is not None else None
         save = functools.partial(save_split_model, models, data.processor, group=context.pp_group)
         best = BestCheckpoint(folder / "checkpoints", metric=run.save_best, save=save)
@@ -279,6 +285,7 @@ def make_loader(
     arguments: TrainArguments,
     data: Data,
     context: DistributedContext,
+    schedule: Schedule,
     dataset: object,
     *,
     is_evaluation: bool,
@@ -297,6 +304,9 @@ def make_loader(
         num_workers=run.num_workers,
         shuffle=not is_evaluation,
         eval=is_evaluation,
+        order=run.micro_batch_order,
+        packing=run.max_token_num if run.packing and not is_evaluation else None,
+        legal_counts=schedule.legal_micro_batches,
     )
 
 

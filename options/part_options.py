@@ -45,7 +45,9 @@ CONTRACTS: dict[str, Contract] = {
     "image_token": _contract(2, "processor"),
     "dataset": _contract(0, "dataset_path split"),
     "collate_fn": _contract(
-        1, "prompt prompt_fn image_token processor pad_token_id max_token_num stage num_stages"
+        1,
+        "prompt prompt_fn image_token processor pad_token_id max_token_num stage num_stages "
+        "pad_to_multiple_of",
     ),
     "loss_fn": _contract(2, "num_targets"),
     "sim_fn": _contract(2),

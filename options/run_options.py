@@ -9,6 +9,7 @@ from typing import Literal
 
 from options.checkpoint_options import BestOptions
 from options.fields import option
+from options.shape_options import ShapeOptions
 
 
 @dataclass(kw_only=True)
@@ -51,7 +52,9 @@ class BatchOptions:
     """Batches"""
 
     batch_size: int = option(16, "samples of one schedule step", at_least=1)
-    micro_batch_size: int = option(2, "samples that travel together", at_least=1)
+    micro_batch_size: int = option(
+        2, "rows that travel together; of sorted ones the mean", at_least=1
+    )
     accumulate_steps: int = option(1, "batches of one optimizer step", at_least=1)
     max_token_num: int = option(512, "longest sample, in tokens", at_least=1)
 
@@ -135,6 +138,7 @@ class RunConfig(
     PipelineOptions,
     OptimizerOptions,
     FreezeOptions,
+    ShapeOptions,
     BatchOptions,
     TrainPathOptions,
     SharedOptions,

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from pp_models.base import StageModel
 from pp_models.discover import EMBEDDING_DROPOUTS, POSITION_EMBEDDINGS, ModelPaths, find_paths
+from pp_models.packing import is_packed, without_masks
 from pp_models.router_loss import FLAG, RouterLoss, find_router_loss, has_routers
 from register import train_model_register
 from stageline.modules.pass_through import PassThrough, ZeroEmbedding
@@ -92,7 +93,8 @@ class CausalLMStage(StageModel):
 
     def model_inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What of the micro-batch the model's forward takes, besides its first input."""
-        return {name: value for name, value in batch.items() if name != "input_ids"}
+        inputs = {name: value for name, value in batch.items() if name != "input_ids"}
+        return without_masks(inputs) if is_packed(batch) else inputs
 
     def get_example_input(
         self, micro_batch_size: int, max_token_num: int

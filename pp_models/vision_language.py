@@ -9,6 +9,7 @@ from transformers import AutoModelForImageTextToText
 
 from pp_models.base import StageModel
 from pp_models.causal_lm import CausalLMStage, add_family
+from pp_models.packing import is_packed, multimodal_positions
 from register import train_model_register
 
 PIXEL_INPUTS = ("pixel_values", "pixel_attention_mask")
@@ -38,7 +39,11 @@ class MultimodalRotaryStage(VisionLanguageStage):
 
     def model_inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         inputs = super().model_inputs(batch)
-        if batch.get("image_grid_thw") is not None and "position_ids" not in batch:
+        if is_packed(batch):
+            inputs["position_ids"] = multimodal_positions(
+                batch, self.whole.base_model.get_rope_index
+            )
+        elif batch.get("image_grid_thw") is not None and "position_ids" not in batch:
             inputs["position_ids"], _ = self.whole.base_model.get_rope_index(
                 batch["input_ids"],
                 mm_token_type_ids=batch["mm_token_type_ids"],

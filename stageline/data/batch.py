@@ -53,15 +53,34 @@ def encode_sample(rendered: Rendered, images: Images, *, processor: Any, name: s
     return encode_rendered(expand_images(rendered, images, processor, name=name), processor)
 
 
+def row_width(longest: int, *, multiple_of: int = 1, max_width: int | None = None) -> int:
+    """The width of rows: the longest, rounded up to a multiple where `max_width` allows it.
+
+    Kernels are fastest at multiples of 8 to 128, and few widths make few compiled versions.
+
+    Args:
+        max_width: longest legal row; a longer sample is not cut here.
+    """
+    rounded = -(-longest // multiple_of) * multiple_of
+    return rounded if max_width is None else max(longest, min(rounded, max_width))
+
+
 def pad_rows(
     rows: Sequence[Encoded],
     *,
     pad_token_id: int,
     side: Literal["right", "left"] = "right",
     with_labels: bool = True,
+    multiple_of: int = 1,
+    max_width: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """input_ids, attention_mask and labels, each [B, T] long."""
-    width = max(len(row) for row in rows)
+    """input_ids, attention_mask and labels, each [B, T] long.
+
+    Args:
+        multiple_of, max_width: as in `row_width`.
+    """
+    longest = max(len(row) for row in rows)
+    width = row_width(longest, multiple_of=multiple_of, max_width=max_width)
     shape = (len(rows), width)
     ids_BT = torch.full(shape, pad_token_id, dtype=torch.long)
     mask_BT = torch.zeros(shape, dtype=torch.long)

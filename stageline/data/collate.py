@@ -1,4 +1,4 @@
-"""Makes one micro-batch for supervised fine-tuning; the body of the `sft` collate part.
+"""Makes one micro-batch for supervised fine-tuning; the bodies of the `sft` collate part.
 
 Token ids are the same on every rank; pixels are decoded on the first stage alone.
 """
@@ -19,6 +19,7 @@ from stageline.data.batch import (
 )
 from stageline.data.encode import Encoded, check_targets
 from stageline.data.limit import Overlong, limit_length
+from stageline.data.packing import pack_rows
 from stageline.data.rendered import Rendered
 
 
@@ -50,6 +51,38 @@ def encode_for_training(
     return encoded
 
 
+def encode_limited(
+    images: Images,
+    sample: Sample,
+    *,
+    pad_token_id: int,
+    max_token_num: int,
+    stage: int,
+    overlong: Overlong = "error",
+    **texts: Any,
+) -> Encoded:
+    """Token ids and labels of one sample, of at most `max_token_num` tokens.
+
+    Args:
+        texts: prompt, prompt_fn, image_token and processor.
+    """
+    return limit_length(
+        encode_for_training(images, sample, **texts),
+        max_token_num=max_token_num,
+        overlong=overlong,
+        name=sample_name(sample),
+        pad_token_id=pad_token_id,
+        warn=stage == 0,
+    )
+
+
+def length_sft(
+    images: Images, sample: Sample, *, pad_to_multiple_of: int = 1, **common: Any
+) -> int:
+    """Tokens of one sample; `common` is what `collate_sft` takes too."""
+    return len(encode_limited(images, sample, **common))
+
+
 def collate_sft(
     samples: Sequence[tuple[Images, Sample]],
     *,
@@ -61,36 +94,79 @@ def collate_sft(
     max_token_num: int,
     stage: int,
     overlong: Overlong = "error",
+    pad_to_multiple_of: int = 1,
 ) -> dict[str, torch.Tensor]:
     """One micro-batch: ids, mask and labels [B, T], side inputs, and pixels on stage 0."""
-    rows: list[Encoded] = []
-    images_of_rows: list[Images] = []
-    for images, sample in samples:
-        encoded = encode_for_training(
-            images,
-            sample,
-            prompt=prompt,
-            prompt_fn=prompt_fn,
-            image_token=image_token,
-            processor=processor,
-        )
-        limited = limit_length(
-            encoded,
-            max_token_num=max_token_num,
-            overlong=overlong,
-            name=sample_name(sample),
-            pad_token_id=pad_token_id,
-            warn=stage == 0,
-        )
-        is_dropped = not any(limited.is_target)
-        rows.append(limited)
-        images_of_rows.append(() if is_dropped else images)
-    batch = pad_rows(rows, pad_token_id=pad_token_id)
+    common = {
+        "prompt": prompt,
+        "prompt_fn": prompt_fn,
+        "image_token": image_token,
+        "processor": processor,
+        "pad_token_id": pad_token_id,
+        "max_token_num": max_token_num,
+        "stage": stage,
+        "overlong": overlong,
+    }
+    rows = [encode_limited(images, sample, **common) for images, sample in samples]
+    batch = pad_rows(
+        rows,
+        pad_token_id=pad_token_id,
+        multiple_of=pad_to_multiple_of,
+        max_width=max_token_num,
+    )
+    _add_images(batch, rows, samples, processor=processor, stage=stage)
+    return batch
+
+
+def collate_packed_sft(
+    rows: Sequence[Sequence[tuple[Images, Sample]]],
+    *,
+    processor: Any,
+    pad_token_id: int,
+    max_token_num: int,
+    stage: int,
+    pad_to_multiple_of: int = 1,
+    **common: Any,
+) -> dict[str, torch.Tensor]:
+    """One micro-batch of rows that hold several samples; as `collate_sft` otherwise."""
+    shared = {
+        "processor": processor,
+        "pad_token_id": pad_token_id,
+        "max_token_num": max_token_num,
+        "stage": stage,
+        **common,
+    }
+    encoded = [[encode_limited(images, sample, **shared) for images, sample in row] for row in rows]
+    batch = pack_rows(
+        encoded,
+        pad_token_id=pad_token_id,
+        multiple_of=pad_to_multiple_of,
+        max_width=max_token_num,
+    )
+    # images lie in the order of the samples, as their tokens do
+    flat = [item for row in encoded for item in row]
+    samples = [item for row in rows for item in row]
+    _add_images(batch, flat, samples, processor=processor, stage=stage)
+    return batch
+
+
+def _add_images(
+    batch: dict[str, torch.Tensor],
+    encoded: Sequence[Encoded],
+    samples: Sequence[tuple[Images, Sample]],
+    *,
+    processor: Any,
+    stage: int,
+) -> None:
+    """Adds image inputs in place; a dropped sample has no image token, so no image either."""
+    images = [
+        images if any(item.is_target) else ()
+        for item, (images, _) in zip(encoded, samples, strict=True)
+    ]
     add_image_inputs(
         batch,
-        images_of_rows,
+        images,
         processor=processor,
         names=[sample_name(sample) for _, sample in samples],
         with_pixels=stage == 0,
     )
-    return batch

@@ -4,16 +4,14 @@ Micro-batches are never cut out of a larger tensor: image tensors have other fir
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from stageline.data.batch import IGNORE
 from stageline.data.sampler import StepSampler
+from stageline.data.step_maker import MicroBatch, PackedStepMaker, StepMaker
 from stageline.errors import UserError
-
-MicroBatch = dict[str, torch.Tensor]
 
 
 class MicroBatchLoader:
@@ -21,15 +19,24 @@ class MicroBatchLoader:
 
     In training it goes on without end; in evaluation it ends after each row came once. The last
     steps of an evaluation are filled up with rows whose labels are all -100, so that each step
-    has the same number of micro-batches.
+    has the same number of micro-batches. Packed steps have numbers of their own.
 
     Args:
         dataset: map-style, `dataset[i] -> (images, sample)`.
-        collate: a list of those -> one micro-batch.
+        collate: a list of those -> one micro-batch. With a companion `length_of` rows can be
+            sorted, with `packed` too they can be packed; see stageline/data/lengths.py.
         batch_size, accumulate_steps: rows of one optimizer step are their product.
-        num_workers: processes that load ahead; 0 loads in this one.
+        num_workers: processes that load ahead, a step each; 0 loads in this one.
         start_step: the first optimizer step of training, counted over all epochs.
         eval: each row once, in the order of the dataset unless `shuffle`.
+        order: `sorted` puts rows of near-equal length together, and cheap micro-batches first
+            and last; `given` keeps the order in which rows were drawn.
+        packing: tokens of a row that holds several samples; None for one sample a row.
+        legal_counts: for packing: the least number of micro-batches that the schedule can run
+            and that is not below the given one.
+
+    Raises:
+        UserError: rows of a step do not fall into micro-batches, or the part cannot pack.
     """
 
     def __init__(
@@ -47,6 +54,9 @@ class MicroBatchLoader:
         num_workers: int = 0,
         start_step: int = 0,
         eval: bool = False,
+        order: Literal["sorted", "given"] = "sorted",
+        packing: int | None = None,
+        legal_counts: Callable[[int], int] = int,
     ) -> None:
         step_samples = batch_size * accumulate_steps
         if step_samples % micro_batch_size:
@@ -65,10 +75,13 @@ class MicroBatchLoader:
             shuffle=shuffle,
             eval=eval,
         )
-        self.dataset = dataset
-        self.collate = collate
-        self.micro_batch_size = micro_batch_size
-        self.num_micro_batches = step_samples // micro_batch_size
+        options = {"collate": collate, "micro_batch_size": micro_batch_size, "dp_rank": dp_rank}
+        options["is_sorted"] = order == "sorted"
+        self.step_maker = (
+            StepMaker(dataset, **options)
+            if packing is None
+            else PackedStepMaker(dataset, capacity=packing, legal_counts=legal_counts, **options)
+        )
         self.num_workers = num_workers
         self.start_step = start_step
         self.eval = eval
@@ -79,64 +92,34 @@ class MicroBatchLoader:
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         loader = DataLoader(
-            _Rows(self.dataset),
-            batch_sampler=_MicroRows(self),
-            collate_fn=_Collate(self.collate),
+            self.step_maker,
+            batch_size=None,
+            sampler=_Shares(self),
+            collate_fn=_as_it_is,
             num_workers=self.num_workers,
+            # more would hold more steps, with their pixels, in memory
+            prefetch_factor=1 if self.num_workers else None,
             # of its own: drawing from the global generator would shift dropout
             generator=torch.Generator(),
         )
-        step: list[MicroBatch] = []
         for made in loader:
             if isinstance(made, Exception):
                 raise made
-            step.append(made)
-            if len(step) == self.num_micro_batches:
-                yield step
-                step = []
+            yield made
 
 
-class _MicroRows:
-    """Row numbers of one micro-batch after the other: the batch sampler of a DataLoader."""
+class _Shares:
+    """The rows of each step, of all replicas: the sampler of a DataLoader."""
 
     def __init__(self, loader: MicroBatchLoader) -> None:
         self._loader = loader
 
-    def __iter__(self) -> Iterator[list[int | None]]:
-        loader = self._loader
-        sampler = loader.sampler
-        for rows in iter(sampler) if loader.eval else sampler.steps(loader.start_step):
-            for start in range(0, len(rows), loader.micro_batch_size):
-                yield rows[start : start + loader.micro_batch_size]
+    def __iter__(self) -> Iterator[list[list[int | None]]]:
+        sampler = self._loader.sampler
+        if self._loader.eval:
+            return sampler.epoch_shares()
+        return sampler.shares(self._loader.start_step)
 
 
-class _Rows(Dataset):
-    """(the row, whether it counts); None stands for row 0 as a filler. Errors come as values."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __getitem__(self, row: int | None) -> Any:
-        try:
-            return self._dataset[row or 0], row is not None
-        except Exception as error:
-            return error  # raised in a worker, its traceback would bury the message
-
-
-class _Collate:
-    """Calls the collate part; rows that only fill up get labels of -100."""
-
-    def __init__(self, collate: Callable[[Sequence[Any]], MicroBatch]) -> None:
-        self._collate = collate
-
-    def __call__(self, rows: list[Any]) -> MicroBatch | Exception:
-        for row in rows:
-            if isinstance(row, Exception):
-                return row
-        try:
-            batch = self._collate([row for row, _ in rows])
-        except Exception as error:
-            return error
-        counts = torch.tensor([counts for _, counts in rows])
-        batch["labels"][~counts] = IGNORE
-        return batch
+def _as_it_is(step: Any) -> Any:
+    return step

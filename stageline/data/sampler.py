@@ -73,16 +73,24 @@ class StepSampler:
 
     def __iter__(self) -> Iterator[list[int | None]]:
         """The steps of one epoch."""
-        order = self.order(self.epoch)
-        return (self._share(order, step) for step in range(len(self)))
+        return (shares[self.dp_rank] for shares in self.epoch_shares())
 
     def steps(self, start_step: int = 0) -> Iterator[list[int | None]]:
         """All steps from `start_step` on, epoch after epoch, without end."""
+        return (shares[self.dp_rank] for shares in self.shares(start_step))
+
+    def epoch_shares(self) -> Iterator[list[list[int | None]]]:
+        """The steps of one epoch, with the rows of every replica."""
+        order = self.order(self.epoch)
+        return (self._shares(order, step) for step in range(len(self)))
+
+    def shares(self, start_step: int = 0) -> Iterator[list[list[int | None]]]:
+        """As `steps`, with the rows of every replica."""
         epoch, first = divmod(start_step, len(self))
         while True:
             order = self.order(epoch)
             for step in range(first, len(self)):
-                yield self._share(order, step)
+                yield self._shares(order, step)
             epoch, first = epoch + 1, 0
 
     def order(self, epoch: int) -> list[int]:
@@ -93,8 +101,11 @@ class StepSampler:
         generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
         return torch.randperm(self.num_samples, generator=generator).tolist()
 
-    def _share(self, order: list[int], step: int) -> list[int | None]:
-        """This replica's rows of one step: neighbours, so that replicas join to one batch."""
-        start = step * self._global_samples + self.dp_rank * self.step_samples
-        rows: list[int | None] = list(order[start : start + self.step_samples])
-        return rows + [None] * (self.step_samples - len(rows))
+    def _shares(self, order: list[int], step: int) -> list[list[int | None]]:
+        """Each replica's rows of one step: neighbours, so that replicas join to one batch."""
+        first = step * self._global_samples
+        shares = []
+        for start in range(first, first + self._global_samples, self.step_samples):
+            rows: list[int | None] = list(order[start : start + self.step_samples])
+            shares.append(rows + [None] * (self.step_samples - len(rows)))
+        return shares

@@ -22,7 +22,7 @@ class EvalResult:
             tokens before them.
         num_targets: supervised tokens.
         predicted: token ids predicted at the supervised places, a list per row, of the first
-            `keep` rows; on every rank.
+            `keep` rows of the dataset; empty for a row without any. On every rank.
     """
 
     loss: float
@@ -41,16 +41,21 @@ def evaluate(
     """Runs all batches forward only.
 
     Args:
-        batches: lists of micro-batches; rows without a label weigh nothing.
+        batches: lists of micro-batches; rows without a label weigh nothing. `loss_rows` [B] says
+            which row of the dataset each one is; without it they come in its order.
         keep: how many rows' predicted tokens to return.
     """
     sums = torch.zeros(3, dtype=torch.float64)  # loss, hits, targets
-    predicted: list[list[int]] = []
+    predicted: dict[int, list[int]] = {}
+    num_rows = 0
     one = torch.ones((), device=runner.device)
 
     def on_output(output: Output, batch: MicroBatch) -> None:
+        nonlocal num_rows
         logits = logits_of(output)
         labels = batch["labels"][:, 1:]
+        in_order = torch.arange(num_rows, num_rows + len(labels))
+        num_rows += len(labels)
         is_target = labels != IGNORE
         if not bool(is_target.any()):
             return
@@ -58,19 +63,19 @@ def evaluate(
         sums[0] += loss_fn(logits, batch, num_targets=one).double().cpu()
         sums[1] += ((guesses == labels) & is_target).sum().cpu()
         sums[2] += is_target.sum().cpu()
-        for row in range(labels.shape[0]):
-            if len(predicted) < keep and bool(is_target[row].any()):
-                predicted.append(guesses[row][is_target[row]].tolist())
+        for index, row in enumerate(batch.get("loss_rows", in_order).tolist()):
+            if row < keep and bool(is_target[index].any()):
+                predicted[row] = guesses[index][is_target[index]].tolist()
 
     for micro_batches in batches:
         runner.evaluate(micro_batches, on_output=on_output)
     shared = [sums.tolist(), predicted]
     if dist.get_world_size(runner.group) > 1:
         dist.broadcast_object_list(shared, src=runner.last_stage_rank, group=runner.group)
-    (loss, hits, targets), predicted = shared
+    (loss, hits, targets), by_row = shared
     return EvalResult(
         loss=loss / max(targets, 1.0),
         token_accuracy=hits / max(targets, 1.0),
         num_targets=int(targets),
-        predicted=predicted,
+        predicted=[by_row.get(row, []) for row in range(max(by_row, default=-1) + 1)],
     )

@@ -161,6 +161,8 @@ class RunReport:
         tokenizer = getattr(processor, "tokenizer", processor)
         images, titles, correct = [], [], []
         for index, ids in enumerate(result.predicted):
+            if not ids:  # dropped, or another replica's
+                continue
             pictures, sample = dataset[index]
             text = tokenizer.decode(ids, skip_special_tokens=True).strip()
             answer = str(sample.get("answer", sample.get("caption", ""))).strip()

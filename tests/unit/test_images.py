@@ -9,7 +9,7 @@ from PIL import Image
 
 from prompt_fn import auto, chat, fill
 from stageline.data.batch import add_image_inputs, encode_sample, pad_rows, render_sample
-from stageline.data.collate import collate_sft
+from stageline.data.collate import collate_packed_sft, collate_sft
 from stageline.data.image_text import plain_image_text
 from stageline.data.processor import load_processor, save_processor
 from stageline.data.rendered import Piece, Rendered
@@ -104,6 +104,24 @@ def test_later_stages_have_the_same_integers_and_no_pixels(processor, monkeypatc
     for name, value in later.items():
         assert torch.equal(value, first[name]), name
         assert not value.is_floating_point()
+
+
+def test_packed_rows_hold_the_images_of_their_samples(processor):
+    rows = [_samples()[2:], [], _samples()[:2]]
+    options = {"prompt": PROMPT, "prompt_fn": fill, "image_token": auto, "processor": processor}
+    options.update(pad_token_id=0, max_token_num=4096)
+    packed = collate_packed_sft(rows, stage=0, **options)
+    padded = _collate(processor, [item for row in rows for item in row], stage=0)
+    own = padded["attention_mask"].bool()
+    assert torch.equal(packed["input_ids"][packed["sample_ids"] >= 0], padded["input_ids"][own])
+    for name in set(padded) - {"input_ids", "attention_mask", "labels"}:
+        expected, found = padded[name], packed[name]
+        if expected.shape == own.shape:  # one entry a token, not one an image
+            expected, found = expected[own], found[packed["sample_ids"] >= 0]
+        assert torch.equal(found, expected), name
+    later = collate_packed_sft(rows, stage=1, **options)
+    assert set(later) == {name for name in packed if not name.startswith("pixel")}
+    assert all(torch.equal(value, packed[name]) for name, value in later.items())
 
 
 def test_user_text_holds_no_image_token(processor):

@@ -1,0 +1,42 @@
+"""What crosses a border: hidden states in the compute type, no mask and no float32 copy."""
+
+import pytest
+import torch
+
+from pp_models import CausalLMStage
+from stageline.checkpoint.init import init_split_model
+from stageline.pipeline.border_bytes import border_bytes
+from stageline.testing.tiny_batches import tiny_micro_batches
+from stageline.testing.tiny_models import tiny_config
+
+SHAPES = [(2, 14), (1, 64), (3, 7)]
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_bytes_are_tokens_times_hidden_size(dtype, size):
+    hidden_size = tiny_config("llama").hidden_size
+    for number in range(3):
+        model = CausalLMStage(tiny_config("llama"), stage=number, num_stages=3, dtype=dtype)
+        expected = [rows * tokens * hidden_size * size for rows, tokens in SHAPES]
+        assert border_bytes(model, SHAPES) == (expected if number < 2 else [0, 0, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_what_a_stage_returns(dtype):
+    model = CausalLMStage(tiny_config("gemma2"), stage=0, num_stages=2, dtype=dtype)
+    init_split_model(model, seed=0, device="cpu", dtype=dtype)
+    for batch in tiny_micro_batches("gemma2"):
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        sent = model(batch["input_ids"], **inputs)
+        assert border_bytes(model, [tuple(batch["input_ids"].shape)]) == [sent.nbytes]
+
+
+def test_every_tensor_that_is_declared_counts():
+    class TwoTensors:
+        def get_example_output(self, rows, tokens):
+            return (
+                torch.empty(rows, tokens, 8, dtype=torch.bfloat16, device="meta"),
+                torch.empty(rows, 2, dtype=torch.float32, device="meta"),
+            )
+
+    assert border_bytes(TwoTensors(), [(2, 5)]) == [2 * 5 * 8 * 2 + 2 * 2 * 4]

@@ -1,0 +1,114 @@
+"""Models that keep packed samples apart pass, all others are refused before training."""
+
+import pytest
+import torch
+import transformers
+
+from pp_models import CausalLMStage, VisionLanguageStage
+from pp_models.vision_language import MultimodalRotaryStage
+from stageline.checkpoint.init import init_split_model
+from stageline.errors import UserError
+from stageline.pipeline.packing_check import check_packing
+from stageline.testing.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
+
+SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def stage(config, number=0, *, stage_class=CausalLMStage, dtype=torch.float32, **options):
+    model = stage_class(config, stage=number, num_stages=2, dtype=dtype, **options)
+    init_split_model(model, seed=0, device="cpu", dtype=dtype)
+    return model.train()
+
+
+@pytest.mark.parametrize("family", DECODERS + VISION_LANGUAGE)
+def test_the_shipped_families_pass_on_every_stage(family):
+    stage_class = VisionLanguageStage if family in VISION_LANGUAGE else CausalLMStage
+    stage_class = MultimodalRotaryStage if family == "qwen2_5_vl" else stage_class
+    for number in (0, 1):
+        model = stage(tiny_config(family), number, stage_class=stage_class)
+        check_packing(model, rows=2)
+        assert model.training
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("options", [{"llm_lora_num": 1}, {"dtype": torch.bfloat16}])
+def test_lora_and_half_precision_pass(options):
+    for number in (0, 1):
+        model = stage(tiny_config("llama"), number, **options)
+        model.enable_gradient_checkpointing()
+        check_packing(model, rows=1)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize(
+    "config",
+    [
+        # recurrence; short convolutions; no positions in the mask
+        transformers.MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2),
+        transformers.Lfm2Config(**SMALL, intermediate_size=24, num_key_value_heads=1),
+        transformers.OPTConfig(**SMALL, ffn_dim=24, word_embed_proj_dim=16),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_models_that_mix_samples_are_refused(config, number):
+    if config.model_type == "lfm2":
+        config.layer_types = ["conv", "full_attention"]
+    model = stage(config, 0 if config.model_type == "lfm2" else number)
+    with pytest.raises(UserError, match="a token sees tokens of another sample.*leave --packing"):
+        check_packing(model, rows=1)
+    assert model.training
+
+
+def test_the_generic_class_does_not_know_three_axes():
+    model = stage(tiny_config("qwen2_5_vl"), stage_class=VisionLanguageStage)
+    with pytest.raises(UserError, match="Qwen2_5_VL.*a token sees"):
+        check_packing(model, rows=1)
+
+
+class Positions(torch.nn.Module):
+    """A stage of one layer that attends to nothing but uses the place in the row."""
+
+    is_first, is_last, stage = False, False, 1
+
+    def __init__(self, *, takes_positions=True, leaks=False):
+        super().__init__()
+        self.takes_positions = takes_positions
+        self.leaks = leaks
+
+    def get_example_input(self, rows, tokens):
+        return (torch.empty(rows, tokens, 4, device="meta"),)
+
+    def forward(self, hidden, **batch):
+        if not self.takes_positions:
+            return self.strict(hidden, **batch)
+        places = torch.arange(hidden.shape[1])[None, :, None]
+        if self.leaks and len(hidden) > 1:
+            return hidden.cumsum(dim=1)
+        return hidden + (places if not self.leaks else 0)
+
+    def strict(self, hidden, attention_mask, input_ids):
+        return hidden
+
+
+def test_positions_that_do_not_restart_are_refused():
+    with pytest.raises(UserError, match="comes out differently than alone"):
+        check_packing(Positions(), rows=1)
+
+
+def test_a_forward_without_position_ids_is_refused():
+    with pytest.raises(UserError, match="does not take position ids"):
+        check_packing(Positions(takes_positions=False), rows=1)
+
+
+def test_a_first_stage_that_cannot_be_tried_is_refused():
+    model = Positions()
+    model.is_first = True
+    with pytest.raises(UserError, match="no get_input_embeddings"):
+        check_packing(model, rows=1)
+
+
+def test_kernels_that_see_one_row_only_are_found():
+    """Flash attention reads borders off the positions of a single row."""
+    check_packing(Positions(leaks=True), rows=1)
+    with pytest.raises(UserError, match="sees tokens of another sample with 2 rows"):
+        check_packing(Positions(leaks=True), rows=2)
