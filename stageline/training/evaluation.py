@@ -70,7 +70,7 @@ def evaluate(
     for micro_batches in batches:
         runner.evaluate(micro_batches, on_output=on_output)
     shared = [sums.tolist(), predicted]
-    if dist.get_world_size(runner.group) > 1:
+    if runner.schedule.num_ranks > 1:
         dist.broadcast_object_list(shared, src=runner.last_stage_rank, group=runner.group)
     (loss, hits, targets), by_row = shared
     return EvalResult(

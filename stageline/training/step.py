@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from stageline.data.packing import count_samples
 from stageline.errors import UserError
 from stageline.pipeline.ownership import Ownership
 from stageline.pipeline.recorder import NO_RECORDER
@@ -31,7 +32,7 @@ class StepResult:
         grad_norm: before clipping; inf or nan when the step was skipped.
         num_tokens: real tokens, padding left out.
         num_targets: supervised tokens.
-        num_samples: rows with at least one of them.
+        num_samples: samples with at least one of them.
         is_skipped: a gradient was not finite, so no weight changed.
         wants_stop: some rank was asked to stop (Ctrl-C).
         extra_loss: what the model adds by itself, weight included (the router loss of a mixture
@@ -122,9 +123,7 @@ class TrainStep:
             learning_rate=rate,
             num_tokens=sum(int(batch["attention_mask"].sum()) for batch in micro_batches),
             num_targets=num_targets,
-            num_samples=sum(
-                int((batch["labels"] != IGNORE).any(dim=1).sum()) for batch in micro_batches
-            ),
+            num_samples=sum(count_samples(batch) for batch in micro_batches),
             is_skipped=is_skipped,
             wants_stop=stop_count > 0,
             extra_loss=extra_loss,

@@ -11,6 +11,7 @@ from prompt_fn import fill, none
 from stageline.data.lengths import companion, padding_argument
 from stageline.data.loader import MicroBatchLoader
 from stageline.errors import UserError
+from stageline.pipeline.schedules import make_schedule
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
 from stageline.training.evaluation import evaluate
 
@@ -216,7 +217,7 @@ class LabelRunner:
     """Stands for a pipeline that predicts each label right."""
 
     device = torch.device("cpu")
-    model = type("Model", (), {"num_stages": 1})
+    schedule = make_schedule("gpipe", num_ranks=1)
 
     def evaluate(self, micro_batches, *, on_output):
         for batch in micro_batches:
