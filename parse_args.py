@@ -25,6 +25,7 @@ from options.checks import (
 from options.command_line import Given, by_name, read_config, read_words, typed
 from options.fields import OptionError, check_limits, expand_paths, option_groups
 from options.help_text import help_text, list_parts
+from options.memory_options import check_memory
 from options.part_options import ChosenPart, add_part_options
 from options.run_options import EvaluateConfig, RunConfig
 from options.values import convert, needs_value, option_types
@@ -121,6 +122,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
     resolve_stages(run, environment=os.environ)
     check_batches(run)
     check_learning_rate(run)
+    check_memory(run)
     return TrainArguments(run=run, parts=parts, imports=imports)
 
 

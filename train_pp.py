@@ -26,6 +26,7 @@ from stageline.distributed.launch import launch_if_needed
 from stageline.distributed.process_group import DistributedContext, distributed_context
 from stageline.distributed.seeds import seed_everything
 from stageline.errors import UserError
+from stageline.modules.chunked_loss import ChunkedLoss, check_token_sum
 from stageline.pipeline.runner import PipelineRunner
 from stageline.training.evaluation import evaluate
 from stageline.training.optimizer_groups import optimizer_groups
@@ -94,6 +95,8 @@ def some_rows(dataset: Dataset, count: int) -> Dataset:
 def check_data(arguments: TrainArguments) -> Data:
     """Builds the datasets and refuses bad rows, images and tokenizers; loads no model."""
     run = arguments.run
+    if run.logits_chunk:
+        check_token_sum(arguments.parts["loss_fn"].part)
     data = Data(arguments)
     config = AutoConfig.from_pretrained(
         run.config_path or run.model_path, trust_remote_code=run.trust_remote_code
@@ -142,6 +145,8 @@ def train(arguments: TrainArguments, data: Data, context: DistributedContext) ->
         model, device=context.device, group=context.pp_group, schedule=run.schedule
     )
     loss_fn = functools.partial(parts["loss_fn"].part, **parts["loss_fn"].kwargs)
+    if model.is_last and run.logits_chunk:
+        loss_fn = ChunkedLoss(loss_fn, whole=model.whole, chunk=run.logits_chunk)
     train_step = TrainStep(
         runner,
         make_optimizer=functools.partial(make_optimizer, arguments),
@@ -190,7 +195,8 @@ def build_stage(arguments: TrainArguments, context: DistributedContext) -> torch
     names = (
         "frozen_vit frozen_mlp frozen_llm frozen_lm_head vit_lora_num mlp_lora_num llm_lora_num "
         "lora_rank lora_alpha lora_dropout lora_target visual_gpu_ratio seed "
-        "gradient_checkpointing trust_remote_code"
+        "gradient_checkpointing checkpoint_every checkpoint_mode offload_activations "
+        "compile_layers logits_chunk trust_remote_code"
     )
     model, _, _ = part.part(
         config_path=run.config_path,

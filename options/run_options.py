@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from options.fields import option
+from options.memory_options import MemoryOptions
 
 
 @dataclass(kw_only=True)
@@ -98,7 +99,6 @@ class PipelineOptions:
     partition: Literal["uniform"] | list[int] = option(
         "uniform", "layers of each stage, 8,8,7,9; uniform: equal numbers"
     )
-    gradient_checkpointing: bool = option(False, "recompute activations in the backward pass")
 
 
 @dataclass(kw_only=True)
@@ -114,6 +114,7 @@ class ProgressOptions:
 @dataclass(kw_only=True)
 class RunConfig(
     ProgressOptions,
+    MemoryOptions,
     PipelineOptions,
     OptimizerOptions,
     FreezeOptions,

@@ -82,6 +82,9 @@ class CausalLMStage(StageModel):
             if hasattr(text_model, name):
                 setattr(text_model, name, PassThrough())
 
+    def layer_list(self) -> list[tuple[int, torch.nn.Module]]:
+        return list(enumerate(self.whole.get_submodule(self.paths.layers)))
+
     def model_inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What of the micro-batch the model's forward takes, besides its first input."""
         return {name: value for name, value in batch.items() if name != "input_ids"}
@@ -89,7 +92,7 @@ class CausalLMStage(StageModel):
     def forward(self, hidden_or_ids: torch.Tensor, **batch: torch.Tensor) -> torch.Tensor:
         inputs = self.model_inputs(batch)
         inputs["input_ids" if self.is_first else "inputs_embeds"] = hidden_or_ids
-        if self.is_last:
+        if self.is_last and not self.logits_chunk:
             # the class's own forward: it may scale or cap the logits
             return self.whole(**inputs, use_cache=False).logits
         return self.whole.base_model(**inputs, use_cache=False).last_hidden_state

@@ -1,14 +1,16 @@
 """Evaluation inside training: the loss on held-out samples, through the same stages."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
+from stageline.modules.chunked_loss import ChunkedLoss
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
 
 IGNORE = -100
+Pieces = Iterator[tuple[torch.Tensor, MicroBatch]]  # logits with their part of a micro-batch
 
 
 @dataclass
@@ -40,6 +42,7 @@ def evaluate(
     """Runs all batches forward only.
 
     Args:
+        loss_fn: a loss_fn part, or a `ChunkedLoss` where the last stage gives hidden states.
         batches: lists of micro-batches; rows without a label weigh nothing.
         keep: how many rows' predicted tokens to return.
     """
@@ -47,13 +50,20 @@ def evaluate(
     predicted: list[list[int]] = []
     one = torch.ones((), device=runner.device)
 
-    def on_output(logits: torch.Tensor, batch: MicroBatch) -> None:
+    part, pieces = loss_fn, _one_piece
+    if isinstance(loss_fn, ChunkedLoss):
+        part, pieces = loss_fn.loss_fn, loss_fn.pieces
+
+    def on_output(output: torch.Tensor, batch: MicroBatch) -> None:
         labels = batch["labels"][:, 1:]
         is_target = labels != IGNORE
         if not bool(is_target.any()):
             return
-        guesses = logits[:, :-1].argmax(dim=-1)
-        sums[0] += loss_fn(logits, batch, num_targets=one).double().cpu()
+        found = []
+        for logits, piece in pieces(output, batch):
+            sums[0] += part(logits, piece, num_targets=one).double().cpu()
+            found.append(logits[:, :-1].argmax(dim=-1))
+        guesses = torch.cat(found, dim=1)
         sums[1] += ((guesses == labels) & is_target).sum().cpu()
         sums[2] += is_target.sum().cpu()
         for row in range(labels.shape[0]):
@@ -72,3 +82,7 @@ def evaluate(
         num_targets=int(targets),
         predicted=predicted,
     )
+
+
+def _one_piece(logits: torch.Tensor, batch: MicroBatch) -> Pieces:
+    yield logits, batch
