@@ -18,12 +18,7 @@ _streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 
 def is_worth_moving(tensor: torch.Tensor) -> bool:
     """Whether a saved tensor lies on a GPU and is large."""
-    return tensor.is_cuda and num_bytes(tensor) >= MIN_BYTES
-
-
-def num_bytes(tensor: torch.Tensor) -> int:
-    """The memory behind a tensor; an expanded one has less than its numbers would take."""
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+    return tensor.is_cuda and tensor.numel() * tensor.element_size() >= MIN_BYTES
 
 
 @contextmanager
@@ -69,7 +64,8 @@ class _WaitingRoom:
 
     def pack(self, tensor: torch.Tensor) -> "torch.Tensor | _Moved":
         storage = tensor.untyped_storage()
-        if storage.data_ptr() in self.held or not self.moves(tensor):
+        is_expanded = storage.nbytes() < tensor.numel() * tensor.element_size()
+        if storage.data_ptr() in self.held or is_expanded or not self.moves(tensor):
             return tensor
         alive = StorageWeakRef(storage)
         layout = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
@@ -98,6 +94,7 @@ class _Moved:
 
     def __init__(self, tensor: torch.Tensor, *, before: "weakref.ref[_Moved] | None") -> None:
         self.device = tensor.device
+        self.stride = tensor.stride()
         self.before = before
         self.on_device: torch.Tensor | None = None
         self.host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
@@ -114,7 +111,7 @@ class _Moved:
     def take(self) -> torch.Tensor:
         """The tensor on its device, ready for the current stream."""
         if self.device.type != "cuda":
-            return self.host.clone()
+            return self._restored()
         self.fetch()
         current = torch.cuda.current_stream(self.device)
         current.wait_event(self.fetched)
@@ -132,9 +129,14 @@ class _Moved:
         back = _stream(self.device, "in")
         back.wait_event(self.copied)
         with torch.cuda.stream(back):
-            self.on_device = torch.empty_like(self.host, device=self.device)
-            self.on_device.copy_(self.host, non_blocking=True)
+            self.on_device = self._restored()
         self.fetched = back.record_event()
+
+    def _restored(self) -> torch.Tensor:
+        # the strides too, which a slice loses in a copy: some kernels round differently by them
+        size, dtype = self.host.size(), self.host.dtype
+        tensor = torch.empty_strided(size, self.stride, dtype=dtype, device=self.device)
+        return tensor.copy_(self.host, non_blocking=True)
 
 
 def _stream(device: torch.device, direction: str) -> torch.cuda.Stream:
