@@ -228,8 +228,12 @@ class StageModel(nn.Module):
             self.set_submodule(prefix, wrapped)
 
     def layer_list(self) -> list[tuple[int, nn.Module]]:
-        """(index in the whole model, layer) of the split layers."""
-        raise NotImplementedError
+        """(index in the whole model, layer) of the split layers; others' may be among them."""
+        raise UserError(
+            f"{type(self).__name__} has no layer_list(), which --gradient-checkpointing and "
+            "--compile-layers change layer by layer: return [(index, layer), ...] from it, or "
+            "leave these options out."
+        )
 
     def enable_gradient_checkpointing(
         self, *, every: int = 1, mode: CheckpointMode = "full"

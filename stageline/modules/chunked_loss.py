@@ -31,13 +31,14 @@ class ChunkedLoss:
         chunk: tokens of a chunk.
 
     Raises:
-        UserError: the part has no `is_token_sum`.
+        UserError: the part has no `is_token_sum`, or the model no head of its own.
     """
 
     def __init__(
-        self, loss_fn: Callable[..., torch.Tensor], *, whole: PreTrainedModel, chunk: int
+        self, loss_fn: Callable[..., torch.Tensor], *, whole: PreTrainedModel | None, chunk: int
     ) -> None:
         check_token_sum(loss_fn)
+        head_of(whole)
         self.loss_fn = loss_fn
         self.whole = whole
         self.chunk = chunk
@@ -148,18 +149,19 @@ class Head(nn.Module):
         return logits_BCV
 
 
-def head_of(whole: PreTrainedModel) -> Head:
+def head_of(whole: PreTrainedModel | None) -> Head:
     """The head of a model, sharing its modules; the model itself is not changed.
 
     Raises:
         UserError: the model has no base model apart from its head.
     """
-    prefix = whole.base_model_prefix
-    if prefix not in whole._modules:
+    if whole is None or whole.base_model_prefix not in whole._modules:
+        name = "the stage model" if whole is None else type(whole).__name__
         raise UserError(
-            f"{type(whole).__name__} has no base model apart from its head, which --logits-chunk "
-            "needs in order to run the head alone: leave it out for this architecture."
+            f"{name} has no transformers model with a base model apart from its head, which "
+            "--logits-chunk needs in order to run the head alone: leave it out for this model."
         )
+    prefix = whole.base_model_prefix
     headed = copy.copy(whole)
     stub = _BaseStub()
     headed.__dict__["_modules"] = {**whole._modules, prefix: stub}

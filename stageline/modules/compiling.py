@@ -8,7 +8,7 @@ from torch import nn
 from stageline.modules.pass_through import PassThrough
 
 
-def compile_layers(layers: Iterable[tuple[int, nn.Module]]) -> None:
+def compile_layers(layers: Iterable[tuple[int, nn.Module]], *, backend: str = "inductor") -> None:
     """Compiles the forward of each layer. In place: no name of a parameter changes.
 
     Shapes are dynamic, since each micro-batch has a length of its own. A compiled layer is one
@@ -16,7 +16,8 @@ def compile_layers(layers: Iterable[tuple[int, nn.Module]]) -> None:
 
     Args:
         layers: (index in the whole model, layer); layers of other stages are passed over.
+        backend: of torch.compile.
     """
     for _, layer in layers:
         if not isinstance(layer, PassThrough):
-            layer.forward = torch.compile(layer.forward, dynamic=True)
+            layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)

@@ -257,8 +257,9 @@ def test_a_head_that_cannot_run_alone_is_refused():
     whole.forward = lambda **inputs: transformers.modeling_outputs.CausalLMOutputWithPast()
     with pytest.raises(UserError, match="does not call its base model"):
         head_of(whole)(torch.zeros(1, 3, 16))
-    with pytest.raises(UserError, match="no base model apart"):
-        head_of(whole.model)
+    for model in (whole.model, None):
+        with pytest.raises(UserError, match="a base model apart from its head"):
+            ChunkedLoss(sft, whole=model, chunk=4)
 
 
 def test_the_model_is_as_before():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from options.memory_options import check_memory
 from parse_args import parse_evaluate_args, parse_train_args
 from register import ALL_REGISTERS
 
@@ -59,6 +60,18 @@ def _error_of(words: list[str]) -> str:
         ("--lora-dropout 1", ["at least 0 and below 1"]),
         ("--warmup-steps 200 --total-steps 100", ["more than --total-steps 100"]),
         ("--min-lr 1 --learning-rate 0.1", ["--min-lr 1 is above --learning-rate 0.1"]),
+        ("--checkpoint-every 0", ["--checkpoint-every 0 is out of range", "at least 1"]),
+        ("--checkpoint-every 2", ["--checkpoint-every 2 came without --gradient-checkpointing"]),
+        (
+            "--checkpoint-mode operators",
+            ["--checkpoint-mode operators came without --gradient-checkpointing"],
+        ),
+        ("--checkpoint-mode some", ["--checkpoint-mode some has a wrong value", "'operators'"]),
+        (
+            "--compile-layers --gradient-checkpointing --checkpoint-mode operators",
+            ["--compile-layers and --checkpoint-mode operators", "Use --checkpoint-mode full"],
+        ),
+        ("--logits-chunk -1", ["--logits-chunk -1 is out of range"]),
         ("--partition 3,0", ["a stage without a layer"]),
         ("--partition 3,4 --num-stages 3", ["names 2 stages, --num-stages is 3"]),
         ("--partition 3,x", ["--partition 3,x has a wrong value"]),
@@ -140,6 +153,14 @@ def test_processes_must_be_a_multiple_of_stages(monkeypatch):
 def test_gpipe_needs_no_micro_batch_for_each_stage():
     words = "--schedule gpipe --batch-size 2 --micro-batch-size 2 --num-stages 2".split()
     assert parse_train_args([*TRAIN, *words]).run.num_micro_batches == 1
+
+
+def test_compiled_layers_have_no_split_backward_pass():
+    run = parse_train_args([*TRAIN, "--compile-layers"]).run
+    with pytest.raises(ValueError, match="makes both at once. Use --schedule 1f1b"):
+        check_memory(run, splits_backward=True)
+    run = parse_train_args([*TRAIN, "--gradient-checkpointing", "--offload-activations"]).run
+    check_memory(run, splits_backward=True)
 
 
 def test_errors_come_before_the_shelf_is_needed():
