@@ -30,3 +30,6 @@ def sft(
         logits_BTV.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
     )
     return total / num_targets
+
+
+sft.is_token_sum = True  # --logits-chunk may add it up from chunks of tokens

@@ -17,6 +17,7 @@ def adamw(
     beta1: float = 0.9,
     beta2: float = 0.999,
     eps: float = 1e-8,
+    fused: bool | None = None,
 ) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101); groups may set their own decay.
 
@@ -24,9 +25,17 @@ def adamw(
         beta1: decay of the mean of gradients.
         beta2: decay of the mean of their squares.
         eps: added to the root of the second moment.
+        fused: one kernel for the whole step; by default where all parameters are on a GPU.
     """
+    if fused is None:  # on a CPU it rounds differently
+        fused = all(weight.is_cuda for group in param_groups for weight in group["params"])
     return torch.optim.AdamW(
-        param_groups, lr=learning_rate, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay
+        param_groups,
+        lr=learning_rate,
+        betas=(beta1, beta2),
+        eps=eps,
+        weight_decay=weight_decay,
+        fused=fused or None,  # None: torch still takes its loop-free kernels on a GPU
     )
 
 

@@ -26,6 +26,7 @@ from options.checks import (
 from options.command_line import Given, by_name, read_config, read_words, typed
 from options.fields import OptionError, check_limits, expand_paths, option_groups
 from options.help_text import help_text, list_parts
+from options.memory_options import check_memory
 from options.part_options import ChosenPart, add_part_options
 from options.run_options import EvaluateConfig, RunConfig
 from options.values import convert, needs_value, option_types
@@ -123,6 +124,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
     check_batches(run)
     check_best(run)
     check_learning_rate(run)
+    check_memory(run)
     return TrainArguments(run=run, parts=parts, imports=imports)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import Dataset, Subset
 from transformers import AutoConfig
 
+from options.memory_options import check_memory
 from parse_args import TrainArguments, parse_train_args, save_config
 from register import engine_register, freeze_registers, import_shelf
 from stageline.checkpoint.save import save_split_model
@@ -28,6 +29,7 @@ from stageline.distributed.launch import launch_if_needed
 from stageline.distributed.process_group import DistributedContext, distributed_context
 from stageline.distributed.seeds import seed_everything
 from stageline.errors import UserError
+from stageline.modules.chunked_loss import ChunkedLoss, check_token_sum
 from stageline.pipeline.packing_check import check_packing
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import Schedule
@@ -76,6 +78,7 @@ def check_topology(arguments: TrainArguments) -> Topology:
         micro_batch_size=run.micro_batch_size,
         accumulate_steps=run.accumulate_steps,
     )
+    check_memory(run, splits_backward=topology.schedule.splits_backward)
     run.num_stages = topology.num_stages
     run.stages_per_rank = topology.num_stages // topology.num_ranks
     run.dp_degree = topology.dp_degree
@@ -130,6 +133,8 @@ def some_rows(dataset: Dataset, count: int | Literal["all"]) -> Dataset:
 def check_data(arguments: TrainArguments) -> Data:
     """Builds the datasets and refuses bad rows, images and tokenizers; loads no model."""
     run = arguments.run
+    if run.logits_chunk:
+        check_token_sum(arguments.parts["loss_fn"].part)
     data = Data(arguments)
     config = AutoConfig.from_pretrained(
         run.config_path or run.model_path, trust_remote_code=run.trust_remote_code
@@ -180,6 +185,9 @@ def train(
         models, device=context.device, group=context.pp_group, schedule=schedule
     )
     loss_fn = functools.partial(parts["loss_fn"].part, **parts["loss_fn"].kwargs)
+    if runner.local.has_last and run.logits_chunk:
+        whole = runner.local.models[-1].whole
+        loss_fn = ChunkedLoss(loss_fn, whole=whole, chunk=run.logits_chunk)
     timeline = StepTimeline(runner, step=min(run.timeline_step, run.total_steps) - 1)
     train_step = TrainStep(
         runner,
@@ -244,7 +252,8 @@ def build_stage(
     names = (
         "frozen_vit frozen_mlp frozen_llm frozen_lm_head vit_lora_num mlp_lora_num llm_lora_num "
         "lora_rank lora_alpha lora_dropout lora_target visual_gpu_ratio seed "
-        "gradient_checkpointing trust_remote_code"
+        "gradient_checkpointing checkpoint_every checkpoint_mode offload_activations "
+        "compile_layers logits_chunk trust_remote_code"
     )
     model, _, _ = part.part(
         config_path=run.config_path,

@@ -9,6 +9,7 @@ from typing import Literal
 
 from options.checkpoint_options import BestOptions
 from options.fields import option
+from options.memory_options import MemoryOptions
 from options.shape_options import ShapeOptions
 
 
@@ -113,7 +114,6 @@ class PipelineOptions:
     partition: Literal["uniform"] | list[int] = option(
         "uniform", "layers of each stage, 8,8,7,9; uniform: equal numbers"
     )
-    gradient_checkpointing: bool = option(False, "recompute activations in the backward pass")
 
 
 @dataclass(kw_only=True)
@@ -135,6 +135,7 @@ class ProgressOptions:
 class RunConfig(
     BestOptions,
     ProgressOptions,
+    MemoryOptions,
     PipelineOptions,
     OptimizerOptions,
     FreezeOptions,

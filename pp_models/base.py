@@ -17,6 +17,8 @@ from stageline.checkpoint.init import init_split_model
 from stageline.checkpoint.load import load_split_model
 from stageline.data.processor import get_pad_token_id, load_processor
 from stageline.errors import UserError
+from stageline.modules import compiling, offload
+from stageline.modules.checkpointing import CheckpointMode, checkpoint_layers, tower_layers
 from stageline.modules.lora import key_map_without_last_lora, wrap_linear
 from stageline.pipeline.partition import explicit_partition, layer_range, uniform_partition
 
@@ -33,7 +35,11 @@ class StageModel(nn.Module):
         whole: the pruned transformers model, or None for a subclass that builds its own modules.
         partition: layers per stage.
         layers: the global indices of this stage's layers.
+        logits_chunk: above 0 the last stage returns hidden states in the place of logits, and
+            the loss makes logits of so many tokens at a time (stageline/modules/chunked_loss.py).
     """
+
+    logits_chunk = 0
 
     def __init__(
         self,
@@ -226,12 +232,28 @@ class StageModel(nn.Module):
         if wrapped is not module:  # the part is a linear layer itself
             self.set_submodule(prefix, wrapped)
 
-    def enable_gradient_checkpointing(self) -> None:
-        """Recomputes each layer in the backward pass instead of keeping its activations."""
-        # reentrant checkpointing loses gradients on stages whose input is no leaf of the graph
-        self.whole.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": False}
+    def layer_list(self) -> list[tuple[int, nn.Module]]:
+        """(index in the whole model, layer) of the split layers; others' may be among them."""
+        raise UserError(
+            f"{type(self).__name__} has no layer_list(), which --gradient-checkpointing and "
+            "--compile-layers change layer by layer: return [(index, layer), ...] from it, or "
+            "leave these options out."
         )
+
+    def enable_gradient_checkpointing(
+        self, *, every: int = 1, mode: CheckpointMode = "full"
+    ) -> None:
+        """Recomputes layers in the backward pass instead of keeping their activations.
+
+        The layers of a vision tower too.
+
+        Args:
+            every: layers 0, n, 2 n, ... of the whole model, the same for every split.
+            mode: "operators" keeps the outputs of matrix products and attention.
+        """
+        layers = self.layer_list()
+        layers += tower_layers(self, but=[layer for _, layer in layers])
+        checkpoint_layers(layers, every=every, mode=mode)
 
     @classmethod
     def build(
@@ -246,6 +268,11 @@ class StageModel(nn.Module):
         device: torch.device | str = "cpu",
         seed: int = 0,
         gradient_checkpointing: bool = False,
+        checkpoint_every: int = 1,
+        checkpoint_mode: CheckpointMode = "full",
+        offload_activations: bool = False,
+        compile_layers: bool = False,
+        logits_chunk: int = 0,
         trust_remote_code: bool = False,
         model_types: tuple[str, ...] | None = None,
         **model_kwargs: object,
@@ -261,18 +288,7 @@ class StageModel(nn.Module):
             The stage on `device`, the processor, and the id of the padding token.
         """
         config_path = config_path or checkpoint_path
-        if config_path is None:
-            raise UserError(
-                "neither --model-path nor --config-path came: the model's config.json must lie in "
-                "one of them; --model-path continues from weights, --config-path starts at random."
-            )
-        config = AutoConfig.from_pretrained(config_path, trust_remote_code=trust_remote_code)
-        if model_types is not None and config.model_type not in model_types:
-            raise UserError(
-                f"{config_path} holds a model of type {config.model_type!r}, the chosen "
-                f"--train-model serves {' or '.join(model_types)}: choose the key of that "
-                "architecture, or a generic one (causal_lm, vision_language)."
-            )
+        config = _read_config(config_path, model_types, trust_remote_code=trust_remote_code)
         model = cls(config, stage=stage, num_stages=num_stages, dtype=dtype, **model_kwargs)
         if checkpoint_path is None:
             init_split_model(model, seed=seed, device=device, dtype=dtype)
@@ -280,9 +296,33 @@ class StageModel(nn.Module):
             load_split_model(model, checkpoint_path, device=device, dtype=dtype, seed=seed)
         model.frozen()
         model.train()
+        model.logits_chunk = logits_chunk
+        # from the inside out: what is compiled can be recomputed, what that keeps be offloaded
+        if compile_layers:
+            compiling.compile_layers(model.layer_list())
         if gradient_checkpointing:
-            model.enable_gradient_checkpointing()
+            model.enable_gradient_checkpointing(every=checkpoint_every, mode=checkpoint_mode)
+        if offload_activations:
+            offload.offload_activations(model)
         processor = load_processor(
             processor_path or checkpoint_path or config_path, trust_remote_code=trust_remote_code
         )
         return model, processor, get_pad_token_id(processor)
+
+
+def _read_config(
+    path: str | None, model_types: tuple[str, ...] | None, *, trust_remote_code: bool
+) -> PretrainedConfig:
+    if path is None:
+        raise UserError(
+            "neither --model-path nor --config-path came: the model's config.json must lie in "
+            "one of them; --model-path continues from weights, --config-path starts at random."
+        )
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if model_types is not None and config.model_type not in model_types:
+        raise UserError(
+            f"{path} holds a model of type {config.model_type!r}, the chosen "
+            f"--train-model serves {' or '.join(model_types)}: choose the key of that "
+            "architecture, or a generic one (causal_lm, vision_language)."
+        )
+    return config

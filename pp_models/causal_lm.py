@@ -91,6 +91,9 @@ class CausalLMStage(StageModel):
             if hasattr(text_model, name):
                 setattr(text_model, name, PassThrough())
 
+    def layer_list(self) -> list[tuple[int, torch.nn.Module]]:
+        return list(enumerate(self.whole.get_submodule(self.paths.layers)))
+
     def model_inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What of the micro-batch the model's forward takes, besides its first input."""
         inputs = {name: value for name, value in batch.items() if name != "input_ids"}
@@ -113,9 +116,10 @@ class CausalLMStage(StageModel):
         inputs = self.model_inputs(batch)
         inputs["input_ids" if self.is_first else "inputs_embeds"] = hidden_or_ids
         # on the last stage the class's own forward: it may scale or cap the logits
-        model = self.whole if self.is_last else self.whole.base_model
+        has_head = self.is_last and not self.logits_chunk
+        model = self.whole if has_head else self.whole.base_model
         outputs = model(**inputs, **self.flags, use_cache=False)
-        tensor = outputs.logits if self.is_last else outputs.last_hidden_state
+        tensor = outputs.logits if has_head else outputs.last_hidden_state
         if self.router_loss is None:
             return tensor
         statistics = self.router_loss.add(

@@ -1,15 +1,17 @@
 """Evaluation inside training: the loss on held-out samples, through the same stages."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
+from stageline.modules.chunked_loss import ChunkedLoss
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
 from stageline.training.step_loss import Output, logits_of
 
 IGNORE = -100
+Pieces = Iterator[tuple[torch.Tensor, MicroBatch]]  # logits with their part of a micro-batch
 
 
 @dataclass
@@ -41,6 +43,7 @@ def evaluate(
     """Runs all batches forward only.
 
     Args:
+        loss_fn: a loss_fn part, or a `ChunkedLoss` where the last stage gives hidden states.
         batches: lists of micro-batches; rows without a label weigh nothing. `loss_rows` [B] says
             which row of the dataset each one is; without it they come in its order.
         keep: how many rows' predicted tokens to return.
@@ -50,17 +53,23 @@ def evaluate(
     num_rows = 0
     one = torch.ones((), device=runner.device)
 
+    part, pieces = loss_fn, _one_piece
+    if isinstance(loss_fn, ChunkedLoss):
+        part, pieces = loss_fn.loss_fn, loss_fn.pieces
+
     def on_output(output: Output, batch: MicroBatch) -> None:
         nonlocal num_rows
-        logits = logits_of(output)
         labels = batch["labels"][:, 1:]
         in_order = torch.arange(num_rows, num_rows + len(labels))
         num_rows += len(labels)
         is_target = labels != IGNORE
         if not bool(is_target.any()):
             return
-        guesses = logits[:, :-1].argmax(dim=-1)
-        sums[0] += loss_fn(logits, batch, num_targets=one).double().cpu()
+        found = []
+        for logits, piece in pieces(logits_of(output), batch):
+            sums[0] += part(logits, piece, num_targets=one).double().cpu()
+            found.append(logits[:, :-1].argmax(dim=-1))
+        guesses = torch.cat(found, dim=1)
         sums[1] += ((guesses == labels) & is_target).sum().cpu()
         sums[2] += is_target.sum().cpu()
         for index, row in enumerate(batch.get("loss_rows", in_order).tolist()):
@@ -79,3 +88,7 @@ def evaluate(
         num_targets=int(targets),
         predicted=[by_row.get(row, []) for row in range(max(by_row, default=-1) + 1)],
     )
+
+
+def _one_piece(logits: torch.Tensor, batch: MicroBatch) -> Pieces:
+    yield logits, batch

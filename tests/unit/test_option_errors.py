@@ -2,6 +2,7 @@
 
 import pytest
 
+from options.memory_options import check_memory
 from parse_args import parse_evaluate_args, parse_train_args
 from register import ALL_REGISTERS
 
@@ -55,6 +56,18 @@ def _error_of(words: list[str]) -> str:
         ("--save-best score", ["--save-best score has a wrong value", "'token_accuracy'"]),
         ("--eval-samples -1", ["--eval-samples -1 is out of range", "at least 0"]),
         ("--eval-samples most", ["--eval-samples most has a wrong value", "'all'"]),
+        ("--checkpoint-every 0", ["--checkpoint-every 0 is out of range", "at least 1"]),
+        ("--checkpoint-every 2", ["--checkpoint-every 2 came without --gradient-checkpointing"]),
+        (
+            "--checkpoint-mode operators",
+            ["--checkpoint-mode operators came without --gradient-checkpointing"],
+        ),
+        ("--checkpoint-mode some", ["--checkpoint-mode some has a wrong value", "'operators'"]),
+        (
+            "--compile-layers --gradient-checkpointing --checkpoint-mode operators",
+            ["--compile-layers and --checkpoint-mode operators", "Use --checkpoint-mode full"],
+        ),
+        ("--logits-chunk -1", ["--logits-chunk -1 is out of range"]),
         ("--partition 3,0", ["a stage without a layer"]),
         ("--partition 3,4 --num-stages 3", ["names 2 stages, --num-stages is 3"]),
         ("--partition 3,x", ["--partition 3,x has a wrong value"]),
@@ -122,6 +135,14 @@ def test_an_empty_config_file_changes_nothing(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("# nothing\n")
     assert parse_train_args([*TRAIN, "--config", str(file)]).run == parse_train_args(TRAIN).run
+
+
+def test_compiled_layers_have_no_split_backward_pass():
+    run = parse_train_args([*TRAIN, "--compile-layers"]).run
+    with pytest.raises(ValueError, match="makes both at once. Use --schedule 1f1b"):
+        check_memory(run, splits_backward=True)
+    run = parse_train_args([*TRAIN, "--gradient-checkpointing", "--offload-activations"]).run
+    check_memory(run, splits_backward=True)
 
 
 def test_errors_come_before_the_shelf_is_needed():

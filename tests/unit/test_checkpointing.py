@@ -1,0 +1,291 @@
+"""Recomputed and offloaded activations: every gradient is equal to the last bit.
+
+The reference is the same stage without any lever; that it equals plain transformers is tested in
+tests/distributed/test_parity.py.
+"""
+
+import pytest
+import torch
+
+from loss_fn import sft
+from pp_models import CausalLMStage, VisionLanguageStage
+from pp_models.vision_language import MultimodalRotaryStage
+from stageline.checkpoint.init import init_split_model
+from stageline.modules.checkpointing import keep_products
+from stageline.modules.offload import is_worth_moving, offload_activations
+from stageline.modules.recompute import RecomputeError, recompute
+from stageline.testing.split_backward import plain_backward, split_backward
+from stageline.testing.tiny_batches import tiny_micro_batches
+from stageline.testing.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
+
+FAMILIES = DECODERS + VISION_LANGUAGE
+# names of dropouts differ by family; a family takes those it knows
+DROPOUTS = {"attention_dropout": 0.2, "resid_pdrop": 0.2, "attn_pdrop": 0.2, "hidden_dropout": 0.2}
+LORA = {"llm_lora_num": 1, "lora_rank": 2, "lora_dropout": 0.3, "frozen_lm_head": True}
+MODES = {
+    "every layer": {},
+    "every second": {"every": 2},
+    "operators": {"mode": "operators"},
+}
+
+
+def make_stage(family, *, stage=0, num_stages=1, dropout=True, attention=None, **options):
+    stage_class = VisionLanguageStage if family in VISION_LANGUAGE else CausalLMStage
+    stage_class = MultimodalRotaryStage if family == "qwen2_5_vl" else stage_class
+    config = tiny_config(family, **(DROPOUTS if dropout else {}))
+    model = stage_class(
+        config, stage=stage, num_stages=num_stages, attn_implementation=attention, **options
+    )
+    init_split_model(model, seed=1, device="cpu", dtype=torch.float32)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():  # biases and LoRA's second matrix start at zero, which hides mistakes
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    model.frozen()
+    return model.train()
+
+
+def run(model, family, backward=plain_backward, **kwargs):
+    """Loss and gradients of one micro-batch on a stage that is the last one."""
+    batch = tiny_micro_batches(family, lengths=(14,))[0]
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    first = batch["input_ids"]
+    if not model.is_first:
+        generator = torch.Generator().manual_seed(3)
+        first = torch.randn(2, 14, 16, generator=generator).requires_grad_()
+    torch.manual_seed(9)
+    loss = sft(model(first, **inputs), batch, num_targets=torch.tensor(7.0))
+    value = loss.item()
+    return value, backward(loss, None, hidden=first, model=model, **kwargs)
+
+
+def assert_equal(ours, theirs):
+    assert ours[0] == theirs[0]
+    assert ours[1].keys() == theirs[1].keys() and ours[1]
+    wrong = [name for name, grad in theirs[1].items() if not torch.equal(ours[1][name], grad)]
+    assert wrong == []
+
+
+def count_runs(model):
+    """How often the attention of each layer runs, by index."""
+    counts = {}
+    for index, layer in model.layer_list():
+        for name, module in layer.named_children():
+            if "attn" in name or "attention" in name.split("_")[:1]:
+
+                def count(*args, index=index):
+                    counts[index] = counts.get(index, 0) + 1
+
+                module.register_forward_hook(count)
+                break
+    return counts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recomputing_changes_no_bit(family):
+    expected = run(make_stage(family), family)
+    for options in MODES.values():
+        model = make_stage(family)
+        model.enable_gradient_checkpointing(**options)
+        assert_equal(run(model, family), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("options", [LORA, {"frozen_llm": True}], ids=["lora", "frozen"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_lora_and_frozen_parts(mode, options, attention):
+    make = {"attention": attention, **options}
+    for family in ("gpt2", "internvl"):
+        expected = run(make_stage(family, **make), family)
+        model = make_stage(family, **make)
+        model.enable_gradient_checkpointing(**MODES[mode])
+        assert_equal(run(model, family), expected)
+
+
+def test_dropout_acts_in_these_tests():
+    with_dropout = run(make_stage("llama"), "llama")
+    assert with_dropout[0] != run(make_stage("llama", dropout=False), "llama")[0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", DECODERS)
+def test_two_walks_through_one_graph(family, mode):
+    """Zero-bubble schedules: the gradient of the input first, those of the weights later."""
+    where = {"stage": 1, "num_stages": 2}
+    expected = run(make_stage(family, **where), family)
+    model = make_stage(family, **where)
+    model.enable_gradient_checkpointing(**MODES[mode])
+    counts = count_runs(model)
+    assert_equal(run(model, family, split_backward), expected)
+    every = MODES[mode].get("every", 1)
+    assert counts == {index: 2 if index % every == 0 else 1 for index in (2, 3)}
+
+
+def test_layers_are_counted_over_the_whole_model():
+    for stage, runs in ((0, {0: 2}), (1, {1: 1, 2: 1, 3: 2})):
+        model = make_stage("llama", stage=stage, num_stages=2, partition=[1, 3])
+        model.enable_gradient_checkpointing(every=3)
+        counts = count_runs(model)
+        batch = tiny_micro_batches("llama", lengths=(14,))[0]
+        first = torch.randn(2, 14, 16).requires_grad_() if stage else batch["input_ids"]
+        model(first, attention_mask=batch["attention_mask"]).sum().backward()
+        assert counts == runs
+
+
+def test_a_vision_tower_is_recomputed_too():
+    model = make_stage("internvl")
+    model.enable_gradient_checkpointing()
+    calls = []
+    tower = model.get_submodule(model.paths.vision_tower)
+    (first, *_) = [m for name, m in tower.named_modules() if name.endswith("layer.0.attention")]
+    first.register_forward_hook(lambda *args: calls.append(1))
+    run(model, "internvl")
+    assert len(calls) == 2
+
+
+def test_evaluation_recomputes_nothing_and_keeps_nothing():
+    model = make_stage("llama", dropout=False)
+    model.enable_gradient_checkpointing()
+    with torch.no_grad():
+        assert not model(tiny_micro_batches("llama", lengths=(14,))[0]["input_ids"]).requires_grad
+
+
+def test_what_a_layer_keeps():
+    """Saved for the backward pass inside a recomputed layer: nothing but its input."""
+    saved = {}
+    for name, options in {"none": None, **MODES}.items():
+        model = make_stage("llama", dropout=False)
+        if options is not None:
+            model.enable_gradient_checkpointing(**options)
+        saved[name] = bytes_saved(model)
+    hidden = 2 * 14 * 16 * 4
+    outside = saved["every layer"] - 4 * hidden
+    per_layer = (saved["none"] - outside) // 4
+    assert per_layer > 10 * hidden
+    assert saved["every second"] == outside + 2 * hidden + 2 * per_layer
+
+
+def bytes_saved(model):
+    held = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    sizes = []
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() not in held and tensor.is_floating_point():
+            sizes.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run(model, "llama", lambda *args, **kwargs: None)
+    return sum(sizes)
+
+
+def test_attention_with_dropout_is_not_kept():
+    """Its random numbers are drawn inside it: leaving it out would shift all later ones."""
+    operator = torch.ops.aten._scaled_dot_product_flash_attention.default
+    query = torch.zeros(1)
+    must = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+    assert keep_products(None, operator, query, query, query) == must
+    assert keep_products(None, operator, query, query, query, 0.0) == must
+    assert keep_products(None, operator, query, query, query, 0.1) != must
+    assert keep_products(None, operator, query, query, query, dropout_p=0.1) != must
+    assert keep_products(None, torch.ops.aten.bmm.default, query, query) != must
+
+
+def test_a_layer_that_changes_between_runs_is_refused():
+    calls = []
+
+    def layer(x):
+        calls.append(1)
+        return (x[: 2 if len(calls) == 1 else 3] ** 2).exp()
+
+    x = torch.randn(4, requires_grad=True)
+    with pytest.raises(RecomputeError, match="must do the same each time"):
+        recompute(layer, x).sum().backward()
+
+
+# -- offload -------------------------------------------------------------------------------
+
+
+class Moves:
+    """Takes every float tensor, as if it lay on a GPU, and counts."""
+
+    def __init__(self):
+        self.tensors = []
+
+    def __call__(self, tensor):
+        if tensor.is_floating_point():
+            self.tensors.append(tensor.data_ptr())
+        return tensor.is_floating_point()
+
+
+@pytest.mark.parametrize("checkpointing", [None, *MODES])
+@pytest.mark.parametrize("backward", [plain_backward, split_backward])
+def test_offloading_changes_no_bit(checkpointing, backward):
+    for family in ("llama", "gpt2", "mixtral"):
+        where = {"stage": 1, "num_stages": 2}
+        expected = run(make_stage(family, **where), family)
+        model = make_stage(family, **where)
+        if checkpointing is not None:
+            model.enable_gradient_checkpointing(**MODES[checkpointing])
+        moves = Moves()
+        offload_activations(model, moves=moves)
+        assert_equal(run(model, family, backward), expected)
+        assert moves.tensors
+        held = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        assert not held & set(moves.tensors), "parameters stay on the device"
+
+
+def test_with_checkpointing_the_inputs_of_layers_move():
+    model = make_stage("llama", stage=1, num_stages=2, frozen_lm_head=True, dropout=False)
+    model.enable_gradient_checkpointing()
+    moves = Moves()
+    offload_activations(model, moves=moves)
+    hidden = []
+    for _, layer in model.layer_list()[2:]:
+        layer.register_forward_pre_hook(lambda module, args: hidden.append(args[0].data_ptr()))
+    run(model, "llama")
+    assert set(hidden) <= set(moves.tensors)
+
+
+def test_an_activation_really_leaves_the_graph():
+    """What the graph held before is overwritten; the copy is what comes back."""
+    linear = torch.nn.Linear(3, 3)
+    offload_activations(linear, moves=Moves())
+    x = torch.ones(2, 3)
+    out = linear(x)
+    x.data.zero_()
+    out.sum().backward()
+    assert torch.equal(linear.weight.grad, torch.full((3, 3), 2.0))
+
+
+def test_memory_that_is_used_again_is_not_taken_for_the_old_tensor():
+    squares = torch.nn.Identity()
+    squares.forward = lambda x: sum((x * number).exp() for number in range(5))
+    offload_activations(squares, moves=Moves())
+    x = torch.ones(1000, requires_grad=True)
+    squares(x).sum().backward()
+    expected = sum(number * torch.tensor(float(number)).exp() for number in range(5))
+    torch.testing.assert_close(x.grad, expected.expand(1000))
+
+
+def test_nothing_moves_from_a_device_without_its_own_memory():
+    assert not is_worth_moving(torch.zeros(1 << 20))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_offloading_on_a_gpu():
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6))).cuda()
+    x = torch.randn(1024, 512, device="cuda", requires_grad=True)
+    model(x).exp().mean().backward()
+    expected = [x.grad.clone(), *(p.grad.clone() for p in model.parameters())]
+    x.grad = None
+    model.zero_grad()
+    offload_activations(model)
+    for _ in range(3):
+        model(x).exp().mean().backward()
+        for grad, ours in zip(
+            expected, [x.grad, *(p.grad for p in model.parameters())], strict=True
+        ):
+            assert torch.equal(grad, ours)
+        x.grad = None
+        model.zero_grad()
