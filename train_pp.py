@@ -42,7 +42,7 @@ def main() -> int:
     import_shelf(*(() if "--list" in sys.argv else SHELF))  # the list shows everything
     arguments = parse_train_args()
     freeze_registers()
-    launch_if_needed(arguments.run.num_stages)
+    launch_if_needed(arguments.run.num_stages, lost_after=arguments.run.lost_after)
     data = check_data(arguments)
     if arguments.run.check_only:
         return 0

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from options.fields import option
+from options.machine_options import MachineOptions
 
 
 @dataclass(kw_only=True)
@@ -113,6 +114,7 @@ class ProgressOptions:
 
 @dataclass(kw_only=True)
 class RunConfig(
+    MachineOptions,
     ProgressOptions,
     PipelineOptions,
     OptimizerOptions,

@@ -7,6 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from register import RegisterError
+from stageline.distributed import board as board_module
 from stageline.distributed import failure
 from stageline.errors import DataError, UserError
 
@@ -79,8 +80,8 @@ def test_anything_else_is_a_cause(error):
 
 
 def test_the_file_that_stands_in_for_a_lost_store_has_one_winner(tmp_path, monkeypatch):
-    monkeypatch.setattr(failure.tempfile, "gettempdir", lambda: str(tmp_path))
-    boards = [failure._FileBoard() for _ in range(3)]
+    monkeypatch.setattr(board_module.tempfile, "gettempdir", lambda: str(tmp_path))
+    boards = [board_module.FileBoard() for _ in range(3)]
     claims = [
         board.claim({"rank": str(rank), "code": rank + 5}, patience=0.0)
         for rank, board in enumerate(boards)
@@ -94,7 +95,7 @@ def test_the_store_has_one_winner(monkeypatch):
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(server.port))
-    boards = [failure._StoreBoard() for _ in range(2)]
+    boards = [board_module.StoreBoard() for _ in range(2)]
     claims = [
         board.claim({"rank": str(rank), "code": rank + 5}, patience=0.0)
         for rank, board in enumerate(boards)
