@@ -62,7 +62,7 @@ class NoBoard:
         """As `StoreBoard.is_first_to_hear`."""
         return False
 
-    def wait_heard(self, seconds: float) -> None:
+    def wait_heard(self, seconds: float, *, but: int | None) -> None:
         """There is nobody to wait for."""
 
 
@@ -93,9 +93,9 @@ class StoreBoard:
         """Whether no other rank of this machine has asked this before."""
         return self.store.add(self._heard(self.machine.index), 1) == 1
 
-    def wait_heard(self, seconds: float) -> None:
-        """Waits at most `seconds` for every other machine to ask `is_first_to_hear`."""
-        others = [i for i in range(self.machine.count) if i != self.machine.index]
+    def wait_heard(self, seconds: float, *, but: int | None) -> None:
+        """Waits at most `seconds` for the other machines, but one, to ask `is_first_to_hear`."""
+        others = set(range(self.machine.count)) - {self.machine.index, but}
         keys = [self._heard(index) for index in others]
         _wait_until(lambda: not keys or self.store.check(keys), seconds)
 
@@ -137,7 +137,7 @@ class FileBoard:
         """Never: all that read the file are on the machine of the claim."""
         return False
 
-    def wait_heard(self, seconds: float) -> None:
+    def wait_heard(self, seconds: float, *, but: int | None) -> None:
         """No other machine reads the file."""
 
 

@@ -19,7 +19,7 @@ from typing import NoReturn
 from stageline.distributed.board import claim_report
 from stageline.distributed.interrupt import INTERRUPTED, install_stop_handler, was_interrupted
 from stageline.distributed.lifeline import leave
-from stageline.distributed.machines import this_machine
+from stageline.distributed.machines import Machine, this_machine
 
 UNEXPECTED = 1
 SECONDS_FOR_THE_CAUSE = 2.0
@@ -112,9 +112,10 @@ def _end_failed(error: Exception) -> NoReturn:
     report, code = describe_failure(error)
     patience = 0.0
     if is_lost_connection(error):
-        # of several machines, the watch tells better who was lost
-        several = this_machine().count > 1
-        patience = SECONDS_FOR_THE_WATCH if several else SECONDS_FOR_THE_CAUSE
+        patience = SECONDS_FOR_THE_CAUSE
+        if this_machine().count > 1:  # the watch tells better who was lost
+            patience = SECONDS_FOR_THE_WATCH
+            report = report.replace(" failed first: ", " lost a neighbour that told no cause: ", 1)
     _end(report, code, patience=patience)
 
 
@@ -123,13 +124,14 @@ def _end_interrupted() -> NoReturn:
     _end(report, INTERRUPTED, patience=0.0)
 
 
-def end_lost(what: object, why: str) -> NoReturn:
+def end_lost(what: Machine | str, why: str) -> NoReturn:
     """Ends this process because another machine is gone, unless a rank there told the cause."""
     report = (
         f"lost contact with {what}: {why}. Its own output may say more; else it was switched off, "
         "killed, or cut off the network.\n"
     )
-    _end(report, UNEXPECTED, patience=SECONDS_FOR_THE_CAUSE)
+    lost = what.index if isinstance(what, Machine) else 0
+    _end(report, UNEXPECTED, patience=SECONDS_FOR_THE_CAUSE, lost=lost)
 
 
 def end_as_told() -> NoReturn:
@@ -137,7 +139,7 @@ def end_as_told() -> NoReturn:
     _end("ended because another rank had failed.\n", UNEXPECTED, patience=0.0)
 
 
-def _end(report: str, code: int, *, patience: float) -> NoReturn:
+def _end(report: str, code: int, *, patience: float, lost: int | None = None) -> NoReturn:
     """Reports unless another rank has the claim, then ends the process at once."""
     machine = this_machine()
     rank = os.environ.get("RANK", "0")
@@ -147,7 +149,7 @@ def _end(report: str, code: int, *, patience: float) -> NoReturn:
     with contextlib.suppress(Exception):  # the store may end with its machine at any time
         if winner is None:
             _print(report)
-            board.wait_heard(SECONDS_TO_BE_HEARD)
+            board.wait_heard(SECONDS_TO_BE_HEARD, but=lost)
             board.mark_reported()
         elif winner["machine"] == machine.index:
             # an agent ends all ranks as soon as one is gone: let the first one finish its report

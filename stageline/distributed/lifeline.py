@@ -98,7 +98,7 @@ def _listen() -> socket.socket:
 def _read_hello(connection: socket.socket, token: str) -> Machine | None:
     connection.settimeout(SECONDS_FOR_HELLO)
     try:
-        with connection.makefile("rb") as file:
+        with connection.makefile("rb", buffering=0) as file:  # a goodbye may follow at once
             hello = json.loads(file.readline(4096))
         return Machine(**hello["machine"]) if hello["token"] == token else None
     except (OSError, ValueError, TypeError, KeyError):

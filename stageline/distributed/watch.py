@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 SECONDS_BETWEEN_LOOKS = 0.5
+SECONDS_UNTIL_TIED = 0.1
 SECONDS_FOR_THE_LIFELINE = 4.0
 
 
@@ -37,25 +38,29 @@ def watch_machines(*, lost_after: float) -> None:
 
 def _watch(machine: Machine, lost_after: float) -> None:
     lifeline = _Lifeline(machine, lost_after)
-    store = _patiently_connect()
     try:
+        store = _patiently_connect(lost_after)
         while not is_leaving():
             if store.check([claim_key()]):
                 end_as_told()
             lifeline.tie(store)
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+            time.sleep(SECONDS_BETWEEN_LOOKS if lifeline.is_tied else SECONDS_UNTIL_TIED)
     except Exception as error:
         time.sleep(SECONDS_FOR_THE_LIFELINE)  # it tells better who was lost
         if machine.index and not is_leaving():
-            end_lost("the first machine", f"its store is gone ({error})")
+            end_lost("the first machine", f"its store does not answer ({error})")
 
 
-def _patiently_connect() -> "TCPStore":
-    """Below an agent that makes no store, rank 0 makes it, later."""
+def _patiently_connect(lost_after: float) -> "TCPStore":
+    """The store is there before the ranks, unless rank 0 has to make it."""
+    agents_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    deadline = time.monotonic() + lost_after if agents_store and lost_after else float("inf")
     while True:
         try:
             return connect_store()
-        except Exception:  # whoever needs the store will say so
+        except Exception:
+            if time.monotonic() > deadline:
+                raise
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
