@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 SECONDS_BETWEEN_LOOKS = 0.05
 SECONDS_TO_CONNECT = 3.0
+SECONDS_TO_DIE = 1.0
 
 
 def claim_key() -> str:
@@ -144,15 +145,19 @@ class FileBoard:
 Board = NoBoard | StoreBoard | FileBoard
 
 
-def claim_report(mine: dict, *, patience: float) -> tuple[Board, dict | None]:
+def claim_report(
+    mine: dict, *, patience: float, is_store_lost: bool = False
+) -> tuple[Board, dict | None]:
     """Claims the report on the best board there is; (the board, the claim that came before)."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return NoBoard(), None
     # two threads of one rank may claim: equal texts would both seem to be the first
     mine = {**mine, "claimant": f"{os.getpid()}_{threading.get_ident()}"}
     deadline = time.monotonic() + patience
+    if patience and not is_store_lost and this_machine().count > 1:
+        time.sleep(SECONDS_TO_DIE)  # a store that is about to end makes torch write of it
     try:
-        board = StoreBoard()
+        board = FileBoard() if is_store_lost else StoreBoard()
         return board, board.claim(mine, patience=deadline - time.monotonic())
     except Exception:  # the store died with its machine: the report must come out all the same
         file_board = FileBoard()

@@ -145,7 +145,9 @@ def _end(report: str, code: int, *, patience: float, lost: int | None = None) ->
     rank = os.environ.get("RANK", "0")
     headline = report.splitlines()[0]
     mine = {"rank": rank, "code": code, "machine": machine.index, "host": machine.host}
-    board, winner = claim_report({**mine, "headline": headline}, patience=patience)
+    board, winner = claim_report(
+        {**mine, "headline": headline}, patience=patience, is_store_lost=lost == 0
+    )
     with contextlib.suppress(Exception):  # the store may end with its machine at any time
         if winner is None:
             _print(report)
