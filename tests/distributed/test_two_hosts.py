@@ -58,7 +58,9 @@ def job(tmp_path_factory):
         *("--prompt", "question", "--prompt-fn", "fill", "--image-token", "none"),
         *("--collate-fn", "sft", "--loss-fn", "sft", "--batch-size", "8"),
         *("--micro-batch-size", "2", "--max-token-num", "64", "--warmup-steps", "1"),
-        *("--learning-rate", "1e-3", "--eval-samples", "0"),
+        # also what the recipe sets otherwise than the defaults: the run alone has to agree
+        *("--learning-rate", "1e-3", "--min-lr", "0", "--weight-decay", "0.01"),
+        *("--eval-samples", "0", "--eval-steps", "0"),
     ]
 
 
@@ -142,6 +144,8 @@ def test_a_run_on_two_hosts_has_the_losses_of_one(hosts, job, tmp_path):
     )
     assert len(losses(alone)) == 3 and losses(tmp_path / "run") == losses(alone)
     assert len(set(losses(alone))) == 3
+    configs = [(folder / "config.yaml").read_text() for folder in (alone, tmp_path / "run")]
+    assert configs[0] == configs[1].replace(str(tmp_path / "run"), str(alone))
     assert list((tmp_path / "run" / "checkpoints").glob("step-*/manifest.json"))
     assert "1 pipeline of 2 stages; between machines: 1 border (of stages 0|1)" in (
         logs[0].read_text()
