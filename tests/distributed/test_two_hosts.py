@@ -21,11 +21,12 @@ from two_hosts import MASTER_ADDR, ROOT, torchrun, two_hosts, why_not  # noqa: E
 
 ENTRY = Path(__file__).with_name("failing_entry.py")
 SECONDS = 60
+SECONDS_TO_START = 180
 REASON = why_not()
 
 pytestmark = [
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
-    pytest.mark.timeout(4 * SECONDS),
+    pytest.mark.timeout(2 * SECONDS_TO_START + SECONDS),
 ]
 
 
@@ -106,7 +107,7 @@ def start_entry(hosts, mode, folder, *, num_ranks=1, **environment):
 
 
 def wait_for(is_true, processes):
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + SECONDS_TO_START
     while not is_true():
         assert all(process.poll() is None for process in processes)
         assert time.monotonic() < deadline
@@ -132,7 +133,7 @@ def assert_lost(process, log, what, why):
 def test_a_run_on_two_hosts_has_the_losses_of_one(hosts, job, tmp_path):
     steps = ("--total-steps", "3")
     processes, logs = start_recipe(hosts, job, tmp_path, *steps)
-    codes = [process.wait(2 * SECONDS) for process in processes]
+    codes = [process.wait(SECONDS_TO_START) for process in processes]
     assert codes == [0, 0], logs[0].read_text() + logs[1].read_text()
     alone = tmp_path / "alone"
     subprocess.run(
@@ -140,7 +141,7 @@ def test_a_run_on_two_hosts_has_the_losses_of_one(hosts, job, tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         check=True,
-        timeout=2 * SECONDS,
+        timeout=SECONDS_TO_START,
     )
     assert len(losses(alone)) == 3 and losses(tmp_path / "run") == losses(alone)
     assert len(set(losses(alone))) == 3
@@ -179,7 +180,7 @@ def test_a_cut_cable_ends_both_hosts(hosts, tmp_path):
 
 def test_both_hosts_name_the_rank_that_failed_first(hosts, tmp_path):
     processes, logs = start_entry(hosts, "raise_on_1", tmp_path)
-    assert [process.wait(SECONDS) for process in processes] == [1, 1]
+    assert [process.wait(SECONDS_TO_START) for process in processes] == [1, 1]
     line = "rank 1 (stage 1) failed first: KeyError: 'boom on purpose'"
     assert said(logs[0])[0] == f"{line} [told by rank 1 on b]"
     assert said(logs[1])[0] == line
