@@ -52,7 +52,7 @@ def main() -> int:
     arguments = parse_train_args()
     freeze_registers()
     topology = check_topology(arguments)
-    launch_if_needed(topology.num_processes)
+    launch_if_needed(topology.num_processes, lost_after=arguments.run.lost_after)
     data = check_data(arguments)
     if arguments.run.check_only:
         return 0

@@ -9,6 +9,7 @@ from typing import Literal
 
 from options.checkpoint_options import BestOptions
 from options.fields import option
+from options.machine_options import MachineOptions
 from options.memory_options import MemoryOptions
 from options.shape_options import ShapeOptions
 
@@ -133,6 +134,7 @@ class ProgressOptions:
 
 @dataclass(kw_only=True)
 class RunConfig(
+    MachineOptions,
     BestOptions,
     ProgressOptions,
     MemoryOptions,

@@ -1,28 +1,32 @@
 """How a run ends. The rank that failed first reports; the others end quietly with its exit code.
 
 When one rank dies, its neighbours lose their connections and would report that instead of the
-cause. So a rank claims the report in a store that all ranks share, before its sockets close; one
-that merely lost a connection waits a moment for a better claim. Nothing is cleaned up on this path:
-tearing a process group down would close sockets before the cause is told.
+cause. So a rank claims the report on a board that all ranks share (board.py), before its sockets
+close; one that merely lost a connection waits a moment for a better claim. On each other machine
+one rank repeats the first line. Nothing is cleaned up on this path: tearing a process group down
+would close sockets before the cause is told.
 """
 
-import json
+import contextlib
 import os
 import re
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
-from pathlib import Path
 from typing import NoReturn
 
+from stageline.distributed.board import claim_report
 from stageline.distributed.interrupt import INTERRUPTED, install_stop_handler, was_interrupted
+from stageline.distributed.lifeline import leave
+from stageline.distributed.machines import Machine, this_machine
 
 UNEXPECTED = 1
 SECONDS_FOR_THE_CAUSE = 2.0
+SECONDS_FOR_THE_WATCH = 5.0
 SECONDS_FOR_THE_REPORT = 5.0
+SECONDS_TO_BE_HEARD = 3.0
+SECONDS_FOR_A_LINE = 0.5
 _LOST_CONNECTION = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket (timeout|closed)|"
     r"timed out|ncclremoteerror|ncclsystemerror|nccl communicator was aborted|"
@@ -53,6 +57,8 @@ def run_entry(main: Callable[[], int | None]) -> NoReturn:
         _end_failed(error.with_traceback(trace and trace.tb_next))  # less the frame of this file
     if was_interrupted() and not _has_agent():
         code = code or INTERRUPTED
+    if code == 0:
+        leave()
     # below an agent 0: at anything else it would end the ranks that are still saving
     sys.exit(code)
 
@@ -104,7 +110,12 @@ def _has_agent() -> bool:
 
 def _end_failed(error: Exception) -> NoReturn:
     report, code = describe_failure(error)
-    patience = SECONDS_FOR_THE_CAUSE if is_lost_connection(error) else 0.0
+    patience = 0.0
+    if is_lost_connection(error):
+        patience = SECONDS_FOR_THE_CAUSE
+        if this_machine().count > 1:  # the watch tells better who was lost
+            patience = SECONDS_FOR_THE_WATCH
+            report = report.replace(" failed first: ", " lost a neighbour that told no cause: ", 1)
     _end(report, code, patience=patience)
 
 
@@ -113,104 +124,46 @@ def _end_interrupted() -> NoReturn:
     _end(report, INTERRUPTED, patience=0.0)
 
 
-def _end(report: str, code: int, *, patience: float) -> NoReturn:
+def end_lost(what: Machine | str, why: str) -> NoReturn:
+    """Ends this process because another machine is gone, unless a rank there told the cause."""
+    report = (
+        f"lost contact with {what}: {why}. Its own output may say more; else it was switched off, "
+        "killed, or cut off the network.\n"
+    )
+    lost = what.index if isinstance(what, Machine) else 0
+    _end(report, UNEXPECTED, patience=SECONDS_FOR_THE_CAUSE, lost=lost)
+
+
+def end_as_told() -> NoReturn:
+    """Ends this process because a rank has claimed the report."""
+    _end("ended because another rank had failed.\n", UNEXPECTED, patience=0.0)
+
+
+def _end(report: str, code: int, *, patience: float, lost: int | None = None) -> NoReturn:
     """Reports unless another rank has the claim, then ends the process at once."""
-    board = _open_board()
-    winner = board.claim({"rank": os.environ.get("RANK", "0"), "code": code}, patience=patience)
-    if winner is None:
-        sys.stdout.flush()
-        print(("\n" if sys.stderr.isatty() else "") + report, end="", file=sys.stderr, flush=True)
-        board.mark_reported()
-        os._exit(code)
-    # an agent ends all ranks as soon as one is gone: let the first one finish its report
-    board.wait_reported(SECONDS_FOR_THE_REPORT)
+    machine = this_machine()
+    rank = os.environ.get("RANK", "0")
+    headline = report.splitlines()[0]
+    mine = {"rank": rank, "code": code, "machine": machine.index, "host": machine.host}
+    board, winner = claim_report(
+        {**mine, "headline": headline}, patience=patience, is_store_lost=lost == 0
+    )
+    with contextlib.suppress(Exception):  # the store may end with its machine at any time
+        if winner is None:
+            _print(report)
+            board.wait_heard(SECONDS_TO_BE_HEARD, but=lost)
+            board.mark_reported()
+        elif winner["machine"] == machine.index:
+            # an agent ends all ranks as soon as one is gone: let the first one finish its report
+            board.wait_reported(SECONDS_FOR_THE_REPORT)
+        elif board.is_first_to_hear():
+            _print(f"{winner['headline']} [told by rank {winner['rank']} on {winner['host']}]\n")
+        else:
+            time.sleep(SECONDS_FOR_A_LINE)
     sys.stdout.flush()
-    os._exit(winner["code"])
+    os._exit(code if winner is None else winner["code"])
 
 
-class _NoBoard:
-    """For a single process: always the first."""
-
-    def claim(self, mine: dict, *, patience: float) -> dict | None:
-        return None
-
-    def mark_reported(self) -> None:
-        return None
-
-    def wait_reported(self, seconds: float) -> None:
-        return None
-
-
-class _StoreBoard:
-    """The claim in the TCP store that the ranks met at; works across machines."""
-
-    def __init__(self) -> None:
-        from torch.distributed import TCPStore  # torch is slow to import: only when failing
-
-        self.key = f"stageline/failed_first/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        self.store = TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=3),
-        )
-
-    def claim(self, mine: dict, *, patience: float) -> dict | None:
-        """Claims the report, after `patience` seconds; the claim of the rank that has it."""
-        deadline = time.monotonic() + patience
-        while time.monotonic() < deadline and not self.store.check([self.key]):
-            time.sleep(0.05)
-        text = json.dumps(mine)
-        held = self.store.compare_set(self.key, "", text).decode()
-        return None if held == text else json.loads(held)
-
-    def mark_reported(self) -> None:
-        self.store.set(self.key + "/reported", "1")
-
-    def wait_reported(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and not self.store.check([self.key + "/reported"]):
-            time.sleep(0.05)
-
-
-class _FileBoard:
-    """The claim as a file, for the ranks of one machine whose store is gone."""
-
-    def __init__(self) -> None:
-        run_id = re.sub(r"\W", "_", os.environ.get("TORCHELASTIC_RUN_ID", "none"))
-        name = f"stageline_failed_first_{run_id}_{os.getppid()}.json"
-        self.path = Path(tempfile.gettempdir()) / name
-        self.reported = self.path.with_suffix(".reported")
-
-    def claim(self, mine: dict, *, patience: float) -> dict | None:
-        """As `_StoreBoard.claim`."""
-        deadline = time.monotonic() + patience
-        while time.monotonic() < deadline and not self.path.exists():
-            time.sleep(0.05)
-        draft = self.path.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(mine))
-        try:
-            os.link(draft, self.path)  # atomic, with its content
-        except FileExistsError:
-            return json.loads(self.path.read_text())
-        finally:
-            draft.unlink()
-        return None
-
-    def mark_reported(self) -> None:
-        self.reported.touch()
-
-    def wait_reported(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and not self.reported.exists():
-            time.sleep(0.05)
-
-
-def _open_board() -> _NoBoard | _StoreBoard | _FileBoard:
-    if _world_size() == 1:
-        return _NoBoard()
-    try:
-        return _StoreBoard()
-    except Exception:  # the store died with its host: the report must come out all the same
-        return _FileBoard()
+def _print(report: str) -> None:
+    sys.stdout.flush()
+    print(("\n" if sys.stderr.isatty() else "") + report, end="", file=sys.stderr, flush=True)

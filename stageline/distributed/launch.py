@@ -19,36 +19,43 @@ from typing import NoReturn
 
 from stageline.distributed.failure import UNEXPECTED
 from stageline.distributed.interrupt import INTERRUPTED, MIN_SECONDS_BETWEEN
+from stageline.distributed.watch import watch_machines
 
 WORKERS_FOLDER = "STAGELINE_WORKERS_FOLDER"
 
 
-def launch_if_needed(num_processes: int, *, argv: Sequence[str] | None = None) -> None:
+def launch_if_needed(
+    num_processes: int, *, argv: Sequence[str] | None = None, lost_after: float = 30.0
+) -> None:
     """Returns in a worker, and where one process is enough; otherwise starts workers and exits.
 
     Args:
         num_processes: workers, all on this machine.
         argv: what the workers run, the file first; by default what this process runs.
+        lost_after: below a torchrun on several machines, seconds without a sign of life after
+            which a machine is lost; 0: for ever.
 
     Raises:
         SystemExit: when the workers have ended, with the code of the run.
     """
     if "RANK" in os.environ:
         _register_worker()
+        watch_machines(lost_after=lost_after)
         return
     if num_processes > 1:
         _launch(num_processes, argv=list(sys.argv if argv is None else argv))
 
 
 def _register_worker() -> None:
-    """Leaves the process id for the launcher, who passes Ctrl-C on to it, and watches over him."""
+    """Watches over the launcher; leaves the process id for ours, who passes Ctrl-C on to it."""
     folder = os.environ.get(WORKERS_FOLDER)
+    if folder is not None or "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     if folder is None:
         return
     draft = Path(folder, f"{os.environ['RANK']}.draft")
     draft.write_text(str(os.getpid()))
     draft.replace(draft.with_suffix(".pid"))
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
 
 def _end_with(parent: int) -> None:

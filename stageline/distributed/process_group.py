@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from stageline.distributed.machines import this_machine
+from stageline.distributed.placement import explain_placement
 from stageline.errors import UserError
 
 
@@ -96,11 +98,23 @@ def distributed_context(
         mesh=mesh,
         device=chosen,
     )
+    _tell_placement(context)
     warm_up(context)
     yield context
     # not in a `finally`: after an exception closed sockets would make the neighbours report first
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _tell_placement(context: DistributedContext) -> None:
+    """Prints on the main rank which borders lie between machines, if there are several."""
+    machine = this_machine()
+    if machine.count == 1:
+        return
+    machines: list[int] = [0] * context.world_size
+    dist.all_gather_object(machines, machine.index)
+    if context.is_main:
+        print(explain_placement(machines, num_ranks=context.num_ranks), flush=True)
 
 
 def choose_device(

@@ -113,7 +113,7 @@ def slow_start(context: DistributedContext, folder: Path) -> None:
 def main() -> None:
     mode, folder, num_ranks = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     num_stages = int(sys.argv[4]) if len(sys.argv) > 4 else num_ranks
-    launch_if_needed(num_ranks)
+    launch_if_needed(num_ranks, lost_after=float(os.environ.get("LOST_AFTER", "30")))
     with distributed_context(num_ranks=num_stages, device="cpu", timeout=600) as context:
         name_stages([context.pp_rank])
         globals()[mode](context, folder)

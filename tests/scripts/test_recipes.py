@@ -13,7 +13,7 @@ from options.run_options import EvaluateConfig, RunConfig
 from register import ALL_REGISTERS
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted((ROOT / "scripts").glob("*.sh"))
+SCRIPTS = sorted([*(ROOT / "scripts").glob("*.sh"), *(ROOT / "scripts").glob("*.slurm")])
 EXPORT_OPTIONS = {"model-path", "output-path", "merge", "dtype", "verify", "trust-remote-code"}
 SPECIAL = {"config", "import", "help", "list"}
 PROGRAMS = {"train_pp.py": RunConfig, "evaluate.py": EvaluateConfig, "export.py": None}
@@ -51,7 +51,7 @@ def test_options_of_a_script_exist(path):
 
 
 def test_the_readme_names_scripts_that_exist():
-    names = re.findall(r"bash (scripts/\w+\.sh)", (ROOT / "README.md").read_text())
+    names = re.findall(r"(?:bash|sbatch) (scripts/\w+\.\w+)", (ROOT / "README.md").read_text())
     assert len(names) >= 4
     for name in names:
         assert (ROOT / name).is_file(), name

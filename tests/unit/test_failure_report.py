@@ -7,6 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from register import RegisterError
+from stageline.distributed import board as board_module
 from stageline.distributed import failure
 from stageline.errors import DataError, UserError
 
@@ -79,8 +80,8 @@ def test_anything_else_is_a_cause(error):
 
 
 def test_the_file_that_stands_in_for_a_lost_store_has_one_winner(tmp_path, monkeypatch):
-    monkeypatch.setattr(failure.tempfile, "gettempdir", lambda: str(tmp_path))
-    boards = [failure._FileBoard() for _ in range(3)]
+    monkeypatch.setattr(board_module.tempfile, "gettempdir", lambda: str(tmp_path))
+    boards = [board_module.FileBoard() for _ in range(3)]
     claims = [
         board.claim({"rank": str(rank), "code": rank + 5}, patience=0.0)
         for rank, board in enumerate(boards)
@@ -94,7 +95,7 @@ def test_the_store_has_one_winner(monkeypatch):
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(server.port))
-    boards = [failure._StoreBoard() for _ in range(2)]
+    boards = [board_module.StoreBoard() for _ in range(2)]
     claims = [
         board.claim({"rank": str(rank), "code": rank + 5}, patience=0.0)
         for rank, board in enumerate(boards)
@@ -102,3 +103,20 @@ def test_the_store_has_one_winner(monkeypatch):
     assert claims == [None, {"rank": "0", "code": 5}]
     boards[0].mark_reported()
     boards[1].wait_reported(60.0)
+
+
+def test_of_each_other_machine_one_rank_repeats_the_first_line(monkeypatch):
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "3")
+
+    def board_on(machine):
+        monkeypatch.setenv("GROUP_RANK", str(machine))
+        return board_module.StoreBoard()
+
+    claimant, *others = [board_on(machine) for machine in (0, 1, 1, 2)]
+    assert [board.is_first_to_hear() for board in others[:2]] == [True, False]
+    claimant.wait_heard(60.0, but=2)  # returns at once: machine 2 is the one that was lost
+    assert others[2].is_first_to_hear()
+    claimant.wait_heard(60.0, but=None)

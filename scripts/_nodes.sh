@@ -1,0 +1,65 @@
+# Sourced after _env.sh by recipes for several machines: checks what a machine has to be told, and
+# sets TORCHRUN, the command that takes the place of "$PYTHON". Every machine gets the same values,
+# but for NODE_RANK.
+#
+# NNODES                  machines of the run
+# NODE_RANK               the number of this one, from 0
+# MASTER_ADDR             address of machine 0, as the others see it
+# MASTER_PORT             a free port there                       (default: 29500)
+# NPROC_PER_NODE          processes here                          (default: GPUs, or else 1)
+# GLOO_SOCKET_IFNAME      network interface                       (default: the way to MASTER_ADDR)
+
+stageline_need() {
+    [ -n "${!1:-}" ] || stageline_fail "$1 is not set: $2 was expected, because the machines find" \
+        "each other by it. Start this script once on each machine, as in:" \
+        "NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash $0"
+}
+
+stageline_need_number() {
+    [[ "${!1}" =~ ^[0-9]+$ ]] && [ "${!1}" -ge "$2" ] && [ "${!1}" -le "$3" ] ||
+        stageline_fail "$1=${!1} does not fit: a whole number from $2 to $3 was expected. $4"
+}
+
+# The interface that leads to machine 0. Without it gloo takes the address of this machine's name,
+# which /etc/hosts often gives as 127.0.1.1.
+stageline_interface() {
+    local address
+    command -v ip >/dev/null 2>&1 || return 0
+    address="$(getent ahosts "$MASTER_ADDR" | awk 'NR == 1 { print $1 }')"
+    [ -n "$address" ] || return 0
+    if [ "$NODE_RANK" = 0 ]; then
+        ip -o addr show to "$address" | awk 'NR == 1 { print $2 }'
+    else
+        ip -o route get "$address" | sed -n 's/.* dev \([^ ]*\).*/\1/p'
+    fi
+}
+
+stageline_need NNODES "the number of machines"
+stageline_need NODE_RANK "the number of this machine, from 0"
+stageline_need MASTER_ADDR "the address of machine 0"
+: "${MASTER_PORT:=29500}"
+: "${NPROC_PER_NODE:=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 1)')}"
+stageline_need_number NNODES 1 100000 "Set it to the number of machines."
+stageline_need_number NODE_RANK 0 "$((NNODES - 1))" "With $NNODES machines they are 0 to $((NNODES - 1))."
+stageline_need_number MASTER_PORT 1 65535 "Any port that is free on machine 0 will do."
+stageline_need_number NPROC_PER_NODE 1 1000 "One process for each GPU of this machine is usual."
+
+if [ -z "${GLOO_SOCKET_IFNAME:-}" ]; then
+    GLOO_SOCKET_IFNAME="$(stageline_interface || true)"
+    [ -n "$GLOO_SOCKET_IFNAME" ] && export GLOO_SOCKET_IFNAME || unset GLOO_SOCKET_IFNAME
+fi
+# as torchrun does, without its words
+[ "$NPROC_PER_NODE" = 1 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# else torch's own warnings about lost connections come before the cause
+export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"
+stageline_say "machine $NODE_RANK of $NNODES, $NPROC_PER_NODE processes, machine 0 is" \
+    "$MASTER_ADDR:$MASTER_PORT, gloo on ${GLOO_SOCKET_IFNAME:-the address of its own name}"
+
+# The static rendezvous: rank 0 is on machine 0, ranks follow the machines' numbers, and nothing is
+# tried again after a failure.
+TORCHRUN=(
+    "$PYTHON" -m torch.distributed.run
+    --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC_PER_NODE"
+    --rdzv-backend static --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"
+    --max-restarts 0
+)

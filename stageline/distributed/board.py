@@ -1,0 +1,170 @@
+"""The board where ranks claim the report of a failure: one of them tells, the others read who.
+
+It is the TCP store that the ranks met at, which works across machines; where that is gone, a file,
+which works for the ranks of one machine.
+"""
+
+import json
+import os
+import re
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stageline.distributed.machines import this_machine
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+SECONDS_BETWEEN_LOOKS = 0.05
+SECONDS_TO_CONNECT = 3.0
+SECONDS_TO_DIE = 1.0
+
+
+def claim_key() -> str:
+    """Where in the store the claim of this run lies."""
+    return f"stageline/failed_first/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def connect_store(seconds: float = SECONDS_TO_CONNECT) -> "TCPStore":
+    """A connection of its own to the store of the run: another thread may wait in the group's.
+
+    Raises:
+        OSError, RuntimeError: nobody answers.
+    """
+    from torch.distributed import TCPStore  # torch is slow to import: only where it is needed
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # a failing TCPStore would write lines of its own before the report
+    socket.create_connection((address, port), timeout=seconds).close()
+    wait = timedelta(seconds=seconds)
+    return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=wait)
+
+
+class NoBoard:
+    """For a single process: always the first."""
+
+    def claim(self, mine: dict, *, patience: float) -> dict | None:
+        """As `StoreBoard.claim`."""
+        return None
+
+    def mark_reported(self) -> None:
+        """Nobody waits for it."""
+
+    def wait_reported(self, seconds: float) -> None:
+        """There is nobody to wait for."""
+
+    def is_first_to_hear(self) -> bool:
+        """As `StoreBoard.is_first_to_hear`."""
+        return False
+
+    def wait_heard(self, seconds: float, *, but: int | None) -> None:
+        """There is nobody to wait for."""
+
+
+class StoreBoard:
+    """The claim in the TCP store."""
+
+    def __init__(self) -> None:
+        self.key = claim_key()
+        self.machine = this_machine()
+        self.store = connect_store()
+
+    def claim(self, mine: dict, *, patience: float) -> dict | None:
+        """Claims the report, after `patience` seconds; the claim of the rank that has it."""
+        _wait_until(lambda: self.store.check([self.key]), patience)
+        text = json.dumps(mine)
+        held = self.store.compare_set(self.key, "", text).decode()
+        return None if held == text else json.loads(held)
+
+    def mark_reported(self) -> None:
+        """Lets the other ranks of this machine end."""
+        self.store.set(self.key + "/reported", "1")
+
+    def wait_reported(self, seconds: float) -> None:
+        """Waits at most `seconds` for `mark_reported`."""
+        _wait_until(lambda: self.store.check([self.key + "/reported"]), seconds)
+
+    def is_first_to_hear(self) -> bool:
+        """Whether no other rank of this machine has asked this before."""
+        return self.store.add(self._heard(self.machine.index), 1) == 1
+
+    def wait_heard(self, seconds: float, *, but: int | None) -> None:
+        """Waits at most `seconds` for the other machines, but one, to ask `is_first_to_hear`."""
+        others = set(range(self.machine.count)) - {self.machine.index, but}
+        keys = [self._heard(index) for index in others]
+        _wait_until(lambda: not keys or self.store.check(keys), seconds)
+
+    def _heard(self, machine: int) -> str:
+        return f"{self.key}/heard/{machine}"
+
+
+class FileBoard:
+    """The claim as a file, for the ranks of one machine whose store is gone."""
+
+    def __init__(self) -> None:
+        run_id = re.sub(r"\W", "_", os.environ.get("TORCHELASTIC_RUN_ID", "none"))
+        name = f"stageline_failed_first_{run_id}_{os.getppid()}.json"
+        self.path = Path(tempfile.gettempdir()) / name
+        self.reported = self.path.with_suffix(".reported")
+
+    def claim(self, mine: dict, *, patience: float) -> dict | None:
+        """As `StoreBoard.claim`."""
+        _wait_until(self.path.exists, patience)
+        draft = self.path.with_suffix(f".{os.getpid()}_{threading.get_ident()}")
+        draft.write_text(json.dumps(mine))
+        try:
+            os.link(draft, self.path)  # atomic, with its content
+        except FileExistsError:
+            return json.loads(self.path.read_text())
+        finally:
+            draft.unlink()
+        return None
+
+    def mark_reported(self) -> None:
+        """As `StoreBoard.mark_reported`."""
+        self.reported.touch()
+
+    def wait_reported(self, seconds: float) -> None:
+        """As `StoreBoard.wait_reported`."""
+        _wait_until(self.reported.exists, seconds)
+
+    def is_first_to_hear(self) -> bool:
+        """Never: all that read the file are on the machine of the claim."""
+        return False
+
+    def wait_heard(self, seconds: float, *, but: int | None) -> None:
+        """No other machine reads the file."""
+
+
+Board = NoBoard | StoreBoard | FileBoard
+
+
+def claim_report(
+    mine: dict, *, patience: float, is_store_lost: bool = False
+) -> tuple[Board, dict | None]:
+    """Claims the report on the best board there is; (the board, the claim that came before)."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return NoBoard(), None
+    # two threads of one rank may claim: equal texts would both seem to be the first
+    mine = {**mine, "claimant": f"{os.getpid()}_{threading.get_ident()}"}
+    deadline = time.monotonic() + patience
+    if patience and not is_store_lost and this_machine().count > 1:
+        time.sleep(SECONDS_TO_DIE)  # a store that is about to end makes torch write of it
+    try:
+        board = FileBoard() if is_store_lost else StoreBoard()
+        return board, board.claim(mine, patience=deadline - time.monotonic())
+    except Exception:  # the store died with its machine: the report must come out all the same
+        file_board = FileBoard()
+        return file_board, file_board.claim(mine, patience=deadline - time.monotonic())
+
+
+def _wait_until(is_true: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not is_true():
+        time.sleep(SECONDS_BETWEEN_LOOKS)

@@ -1,0 +1,137 @@
+"""The recipes for several machines: what they refuse, and a Slurm job with stand-ins for Slurm."""
+
+import json
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import parse_args
+
+from stageline.testing.tiny_models import tiny_config
+from stageline.testing.tiny_tokenizers import tiny_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = ROOT / "scripts" / "train_pp_multinode.sh"
+TOLD = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "localhost", "NPROC_PER_NODE": "1"}
+
+pytestmark = pytest.mark.skipif(
+    not (ROOT / ".venv").is_dir(), reason="the scripts' environment is not there"
+)
+
+
+def environment(**told):
+    unset = {"NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE", "NUM_STAGES"}
+    kept = {name: value for name, value in os.environ.items() if name not in unset}
+    return {**kept, **{name: value for name, value in told.items() if value is not None}}
+
+
+def run(command, **told):
+    return subprocess.run(
+        command, env=environment(**told), capture_output=True, text=True, timeout=280
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [
+        ({"NNODES": None}, "NNODES is not set"),
+        ({"NODE_RANK": None}, "NODE_RANK is not set"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
+        ({"NODE_RANK": "2"}, "NODE_RANK=2 does not fit: a whole number from 0 to 1"),
+        ({"NNODES": "two"}, "NNODES=two does not fit"),
+        ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0 does not fit"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT=http does not fit"),
+    ],
+)
+def test_what_a_machine_was_not_told_is_refused(changed, word):
+    done = run(["bash", str(RECIPE)], **{**TOLD, **changed})
+    assert done.returncode == 2
+    errors = done.stderr.splitlines()
+    assert len(errors) == 1 and errors[0].startswith("error: ") and word in errors[0]
+
+
+def test_torchrun_understands_the_command_and_is_not_to_try_again():
+    show = f'source "{ROOT}/scripts/_env.sh"; source "{ROOT}/scripts/_nodes.sh"; '
+    show += 'printf "%s\\n" "${TORCHRUN[@]}"'
+    done = run(["bash", "-c", show], **TOLD, MASTER_PORT="1234")
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.splitlines()
+    assert words[1:3] == ["-m", "torch.distributed.run"]
+    told = parse_args([*words[3:], "train_pp.py"])
+    assert (told.nnodes, told.node_rank, told.nproc_per_node) == ("2", 1, "1")
+    assert (told.rdzv_backend, told.master_addr, told.master_port) == ("static", "localhost", 1234)
+    assert told.max_restarts == 0
+
+
+def tiny_job(folder):
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(folder / "model")
+    tiny_config("llama", vocab_size=len(tokenizer)).save_pretrained(folder / "model")
+    rows = [{"id": str(i), "question": f"{i}?", "answer": f"{i}!"} for i in range(20)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        *("--train-model", "llama", "--config-path", str(folder / "model"), "--device", "cpu"),
+        *("--dataset", "jsonl", "--dataset-path", str(folder / "rows.jsonl")),
+        *("--prompt", "question", "--image-token", "none", "--total-steps", "1"),
+        *("--batch-size", "4", "--micro-batch-size", "2", "--warmup-steps", "0"),
+        *("--eval-samples", "0", "--output-dir", str(folder / "run")),
+    ]
+
+
+def stand_ins(folder):
+    """`scontrol` that names this machine, and `srun` that starts two tasks on it."""
+    folder.mkdir()
+    texts = {
+        "scontrol": '[ "$*" = "show hostnames node[1-2]" ] && echo localhost && echo other',
+        "srun": (
+            "while [[ $1 == --* ]]; do shift; done\n"
+            'for id in 0 1; do SLURM_NODEID=$id "$@" & done\nwait -n && wait -n'
+        ),
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return str(probe.getsockname()[1])
+
+
+def slurm(folder):
+    return {
+        "PATH": stand_ins(folder / "bin"),
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_JOB_ID": "77",
+        "NPROC_PER_NODE": "1",
+    }
+
+
+def spooled(folder):
+    """Slurm runs a copy of the file."""
+    copy = folder / "slurm_script"
+    copy.write_bytes((ROOT / "scripts" / "train_pp.slurm").read_bytes())
+    return ["bash", str(copy)]
+
+
+@pytest.mark.timeout(300)
+def test_a_slurm_job_of_two_machines_trains(tmp_path):
+    command = [*spooled(tmp_path), *tiny_job(tmp_path)]
+    done = run(command, **{**slurm(tmp_path), "MASTER_PORT": free_port()})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "machine 0 of 2" in done.stderr and "machine 1 of 2" in done.stderr
+    assert done.stdout.count("step 1/1: loss") == 1
+    assert (tmp_path / "run" / "checkpoints" / "step-00000001" / "manifest.json").is_file()
+
+
+def test_a_slurm_job_from_another_folder_is_refused(tmp_path):
+    told = {**slurm(tmp_path), "SLURM_SUBMIT_DIR": str(tmp_path)}
+    done = run(spooled(tmp_path), **told)
+    assert done.returncode == 2
+    assert f"error: {tmp_path} is not Stageline's folder" in done.stderr
