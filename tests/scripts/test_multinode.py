@@ -84,7 +84,11 @@ def stand_ins(folder):
     """`scontrol` that names this machine, and `srun` that starts two tasks on it."""
     folder.mkdir()
     texts = {
-        "scontrol": '[ "$*" = "show hostnames node[1-2]" ] && echo localhost && echo other',
+        # the pause: whoever reads the first line only has closed the pipe by then
+        "scontrol": (
+            '[ "$*" = "show hostnames node[1-2]" ] || exit 1\n'
+            "set -e; echo localhost; sleep 0.5; echo other"
+        ),
         "srun": (
             "while [[ $1 == --* ]]; do shift; done\n"
             'for id in 0 1; do SLURM_NODEID=$id "$@" & done\nwait -n && wait -n'
