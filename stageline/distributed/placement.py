@@ -1,8 +1,8 @@
 """Which borders of a pipeline lie between two machines. Pure integers: knows no ranks but numbers.
 
-Rank = replica * num_ranks + rank of the pipeline, and torchrun numbers the ranks machine by machine. So the
-neighbours of a pipeline are on one machine wherever its ranks fit on one. (Where ranks hold several
-stages in a round, the last rank also sends to the first.)
+Rank = replica * num_ranks + rank of the pipeline, and torchrun numbers the ranks machine by machine.
+So the neighbours of a pipeline are on one machine wherever its ranks fit on one. (Where ranks hold
+several stages in a round, the last rank also sends to the first.)
 """
 
 from collections.abc import Sequence

@@ -52,7 +52,7 @@ def test_after_an_exception_the_group_is_left_alone():
 
 def test_more_stages_than_processes_are_refused_before_a_group_is_made():
     with (
-        pytest.raises(UserError, match="1 processes can't hold pipelines of 2 stages"),
+        pytest.raises(UserError, match="1 processes can't hold pipelines of 2 ranks"),
         distributed_context(num_ranks=2, device="cpu"),
     ):
         pass
