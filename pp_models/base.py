@@ -55,6 +55,7 @@ class StageModel(nn.Module):
         lora_dropout: float = 0.0,
         lora_target: list[str] | None = None,
         dtype: torch.dtype = torch.float32,
+        is_piece: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
@@ -77,7 +78,12 @@ class StageModel(nn.Module):
         num_layers = self.num_layers()
         if partition is None:
             partition = uniform_partition(num_layers, num_stages, visual_gpu_ratio=visual_gpu_ratio)
-        self.partition = explicit_partition(partition, num_layers=num_layers, num_stages=num_stages)
+        self.partition = explicit_partition(
+            partition,
+            num_layers=num_layers,
+            num_stages=num_stages,
+            least=0 if is_piece else 1,
+        )
         self.layers = layer_range(self.partition, stage)
         self.whole: PreTrainedModel | None = None
         self.parameter_order: list[str] = []
@@ -135,6 +141,27 @@ class StageModel(nn.Module):
     def num_layers(self) -> int:
         """How many layers are split over the stages."""
         return self.text_config.num_hidden_layers
+
+    def layer_name(self, index: int) -> str:
+        """The module path of a layer, for the planner."""
+        count = self.num_layers()
+        lists = [
+            name
+            for name, module in self.named_modules()
+            if isinstance(module, nn.ModuleList) and len(module) == count
+        ]
+        if len(lists) != 1:
+            raise UserError(
+                f"{type(self).__name__} has {len(lists)} lists of {count} layers, the planner "
+                "looks for one: override layer_name(index) in the stage model, or give "
+                "--partition as numbers."
+            )
+        return f"{lists[0]}.{index}"
+
+    def layer_kind(self, index: int) -> object:
+        """What sets a layer apart from others with parameters of the same shapes."""
+        types = getattr(self.text_config, "layer_types", None)
+        return types[index] if types else None
 
     def get_example_output(
         self, micro_batch_size: int, max_token_num: int
@@ -201,6 +228,8 @@ class StageModel(nn.Module):
     def wrap_lora(self) -> None:
         """Wraps the linear layers of each part as often as its `*_lora_num` says."""
         for part, count in self.lora_nums.items():
+            if part == "llm" and not self.layers:
+                continue  # a piece without layers has nothing to wrap
             others = [
                 prefix
                 for other, prefixes in self.parts().items()
@@ -243,6 +272,7 @@ class StageModel(nn.Module):
         gradient_checkpointing: bool = False,
         trust_remote_code: bool = False,
         model_types: tuple[str, ...] | None = None,
+        is_piece: bool = False,
         **model_kwargs: object,
     ) -> tuple["StageModel", object, int]:
         """Builds one stage and fills it; the body of most train_model parts.
@@ -251,6 +281,8 @@ class StageModel(nn.Module):
 
         Args:
             model_types: the architectures that the chosen key serves; None: any.
+            is_piece: for the planner: a stage may be without layers, on the meta device it stays
+                without weights, and no processor is read.
 
         Returns:
             The stage on `device`, the processor, and the id of the padding token.
@@ -268,8 +300,13 @@ class StageModel(nn.Module):
                 f"--train-model serves {' or '.join(model_types)}: choose the key of that "
                 "architecture, or a generic one (causal_lm, vision_language)."
             )
-        model = cls(config, stage=stage, num_stages=num_stages, dtype=dtype, **model_kwargs)
-        if checkpoint_path is None:
+        pieces = {"is_piece": True} if is_piece else {}
+        model = cls(
+            config, stage=stage, num_stages=num_stages, dtype=dtype, **pieces, **model_kwargs
+        )
+        if is_piece and torch.device(device).type == "meta":
+            pass  # only looked at
+        elif checkpoint_path is None:
             init_split_model(model, seed=seed, device=device, dtype=dtype)
         else:
             load_split_model(model, checkpoint_path, device=device, dtype=dtype, seed=seed)
@@ -277,6 +314,8 @@ class StageModel(nn.Module):
         model.train()
         if gradient_checkpointing:
             model.enable_gradient_checkpointing()
+        if is_piece:
+            return model, None, 0
         processor = load_processor(
             processor_path or checkpoint_path or config_path, trust_remote_code=trust_remote_code
         )
