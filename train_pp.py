@@ -17,20 +17,27 @@ from transformers import AutoConfig
 from parse_args import TrainArguments, parse_train_args, save_config
 from register import engine_register, freeze_registers, import_shelf
 from stageline.checkpoint.save import save_split_model
+from stageline.data.example import example_micro_batch
 from stageline.data.loader import MicroBatchLoader
 from stageline.data.preflight import check_vocabulary, preflight
 from stageline.data.processor import get_pad_token_id, load_processor
 from stageline.distributed.failure import name_stages, run_entry
 from stageline.distributed.interrupt import stop_requested
 from stageline.distributed.launch import launch_if_needed
-from stageline.distributed.process_group import DistributedContext, distributed_context
+from stageline.distributed.process_group import (
+    DistributedContext,
+    choose_device,
+    distributed_context,
+)
 from stageline.distributed.seeds import seed_everything
 from stageline.errors import UserError
+from stageline.pipeline.device_memory import device_capacity
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import Schedule
 from stageline.pipeline.topology import Topology, resolve_topology
 from stageline.training.evaluation import evaluate
 from stageline.training.optimizer_groups import optimizer_groups
+from stageline.training.planner import PlannedRun, Planner, place_together
 from stageline.training.precision import LossScaler
 from stageline.training.report import RunReport, summarize_stage
 from stageline.training.step import TrainStep
@@ -45,10 +52,13 @@ def main() -> int:
     arguments = parse_train_args()
     freeze_registers()
     topology = check_topology(arguments)
-    launch_if_needed(topology.num_processes)
+    if not arguments.run.plan:
+        launch_if_needed(topology.num_processes)
     data = check_data(arguments)
     if arguments.run.check_only:
         return 0
+    if arguments.run.plan:
+        return show_plan(arguments, data, topology)
     return arguments.parts["engine"].part(arguments, data)
 
 
@@ -148,8 +158,64 @@ def pipeline(arguments: TrainArguments, data: Data) -> int:
     topology = check_topology(arguments)
     with distributed_context(num_ranks=topology.num_ranks, device=arguments.run.device) as context:
         name_stages(topology.schedule.stages_of(context.pp_rank))
+        place_layers(arguments, data, context, topology)
         train(arguments, data, context, topology.schedule)
     return 0
+
+
+def show_plan(arguments: TrainArguments, data: Data, topology: Topology) -> int:
+    """Prints what a run would be like; measures on this process's device, starts no other."""
+    if os.environ.get("RANK", "0") == "0":
+        device = choose_device(arguments.run.device, local_rank=0, local_world_size=1)
+        gib = arguments.run.device_memory
+        capacity = device_capacity(device, num_local_ranks=topology.num_processes, gib=gib)
+        planner = make_planner(arguments, data, topology, device)
+        capacities = (capacity,) * topology.num_ranks
+        print(planner.plan(arguments.run.partition, capacities), flush=True)
+    return 0
+
+
+def place_layers(
+    arguments: TrainArguments, data: Data, context: DistributedContext, topology: Topology
+) -> None:
+    """Settles the layers of each stage on all ranks; refuses a run that cannot fit."""
+    run = arguments.run
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    partition = place_together(
+        functools.partial(make_planner, arguments, data, topology, context.device),
+        run.partition,
+        capacity=device_capacity(
+            context.device, num_local_ranks=local_ranks, gib=run.device_memory
+        ),
+    )
+    if run.partition in ("parameters", "measured"):
+        run.partition = partition
+
+
+def make_planner(
+    arguments: TrainArguments, data: Data, topology: Topology, device: torch.device
+) -> Planner:
+    """The planner of this run; it measures on `device`."""
+    run, loss_fn = arguments.run, arguments.parts["loss_fn"]
+    return Planner(
+        functools.partial(build_part, arguments, checkpoint_path=None, is_piece=True),
+        PlannedRun(
+            topology.schedule,
+            num_samples=run.batch_size * run.accumulate_steps,
+            micro_batch_size=run.micro_batch_size,
+            shards=topology.dp_degree if run.dp_shard else 1,
+            visual_gpu_ratio=run.visual_gpu_ratio,
+        ),
+        micro_batch_of=functools.partial(
+            example_micro_batch,
+            data.train,
+            functools.partial(data.collate, stage=0),
+            seed=run.seed,
+        ),
+        loss_of=functools.partial(loss_fn.part, num_targets=torch.tensor(1.0), **loss_fn.kwargs),
+        make_optimizer=functools.partial(make_optimizer, arguments),
+        device=device,
+    )
 
 
 def train(
@@ -211,24 +277,33 @@ def build_stage(
     arguments: TrainArguments, context: DistributedContext, stage: int
 ) -> torch.nn.Module:
     """Calls the train_model part for one stage of this rank."""
+    run = arguments.run
+    return build_part(
+        arguments,
+        stage=stage,
+        num_stages=run.num_stages,
+        partition=run.partition if isinstance(run.partition, list) else None,
+        device=context.device,
+    )
+
+
+def build_part(arguments: TrainArguments, **changes: object) -> torch.nn.Module:
+    """Calls the train_model part with the options of the run, and `changes` of them."""
     run, part = arguments.run, arguments.parts["train_model"]
     names = (
         "frozen_vit frozen_mlp frozen_llm frozen_lm_head vit_lora_num mlp_lora_num llm_lora_num "
         "lora_rank lora_alpha lora_dropout lora_target visual_gpu_ratio seed "
         "gradient_checkpointing trust_remote_code"
     )
-    model, _, _ = part.part(
-        config_path=run.config_path,
-        processor_path=run.processor_path,
-        checkpoint_path=run.model_path,
-        stage=stage,
-        num_stages=run.num_stages,
-        partition=None if run.partition == "uniform" else run.partition,
-        dtype=DTYPES[run.precision],
-        device=context.device,
+    options = {
+        "config_path": run.config_path or run.model_path,
+        "processor_path": run.processor_path,
+        "checkpoint_path": run.model_path,
+        "dtype": DTYPES[run.precision],
         **{name: getattr(run, name) for name in names.split()},
         **part.kwargs,
-    )
+    }
+    model, _, _ = part.part(**{**options, **changes})
     return model
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from options.fields import option
+from options.plan_options import PlanOptions
 
 
 @dataclass(kw_only=True)
@@ -106,8 +107,10 @@ class PipelineOptions:
         None, "replicas of the pipeline; default: as many as the processes make", at_least=1
     )
     dp_shard: bool = option(False, "replicas share weights and optimizer state (FSDP2)")
-    partition: Literal["uniform"] | list[int] = option(
-        "uniform", "layers of each stage, 8,8,7,9; uniform: equal numbers"
+    partition: Literal["uniform", "parameters", "measured"] | list[int] = option(
+        "uniform",
+        "layers of each stage, 8,8,7,9; uniform: equal numbers; parameters: equal bytes; "
+        "measured: equal times on this device, within its memory",
     )
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass")
 
@@ -125,6 +128,7 @@ class ProgressOptions:
 @dataclass(kw_only=True)
 class RunConfig(
     ProgressOptions,
+    PlanOptions,
     PipelineOptions,
     OptimizerOptions,
     FreezeOptions,

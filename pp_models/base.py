@@ -288,18 +288,7 @@ class StageModel(nn.Module):
             The stage on `device`, the processor, and the id of the padding token.
         """
         config_path = config_path or checkpoint_path
-        if config_path is None:
-            raise UserError(
-                "neither --model-path nor --config-path came: the model's config.json must lie in "
-                "one of them; --model-path continues from weights, --config-path starts at random."
-            )
-        config = AutoConfig.from_pretrained(config_path, trust_remote_code=trust_remote_code)
-        if model_types is not None and config.model_type not in model_types:
-            raise UserError(
-                f"{config_path} holds a model of type {config.model_type!r}, the chosen "
-                f"--train-model serves {' or '.join(model_types)}: choose the key of that "
-                "architecture, or a generic one (causal_lm, vision_language)."
-            )
+        config = _read_config(config_path, trust_remote_code, model_types)
         pieces = {"is_piece": True} if is_piece else {}
         model = cls(
             config, stage=stage, num_stages=num_stages, dtype=dtype, **pieces, **model_kwargs
@@ -320,3 +309,21 @@ class StageModel(nn.Module):
             processor_path or checkpoint_path or config_path, trust_remote_code=trust_remote_code
         )
         return model, processor, get_pad_token_id(processor)
+
+
+def _read_config(
+    path: str | None, trust_remote_code: bool, model_types: tuple[str, ...] | None
+) -> PretrainedConfig:
+    if path is None:
+        raise UserError(
+            "neither --model-path nor --config-path came: the model's config.json must lie in "
+            "one of them; --model-path continues from weights, --config-path starts at random."
+        )
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if model_types is not None and config.model_type not in model_types:
+        raise UserError(
+            f"{path} holds a model of type {config.model_type!r}, the chosen "
+            f"--train-model serves {' or '.join(model_types)}: choose the key of that "
+            "architecture, or a generic one (causal_lm, vision_language)."
+        )
+    return config

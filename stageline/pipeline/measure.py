@@ -19,6 +19,7 @@ from stageline.pipeline.live_bytes import PeakBytes, SavedBytes, tensor_bytes
 from stageline.pipeline.outline import Outline
 from stageline.pipeline.stage_passes import MicroBatch, StagePasses, Tensors
 
+MOST_REPEATS, SHORT_SECONDS = 30, 0.1  # short passes are repeated more often
 LossOf = Callable[[torch.Tensor | Tensors, MicroBatch], torch.Tensor]
 
 
@@ -29,7 +30,7 @@ class Workload:
     Attributes:
         batch: a micro-batch as stage 0 gets it, pixels included.
         loss_of: (output of the last stage, micro-batch) -> loss.
-        repeats: timed passes; their median counts.
+        repeats: timed passes at least; their median counts.
     """
 
     batch: MicroBatch
@@ -143,7 +144,10 @@ class _Run:
     def time(self) -> dict[Kind, float]:
         """Median seconds of each pass that this piece has."""
         times: dict[Kind, list[float]] = {}
-        for index in range(self.repeats + 1):
+        start = time.perf_counter()
+        for index in range(MOST_REPEATS + 1):
+            if index > self.repeats and time.perf_counter() - start > SHORT_SECONDS:
+                break
             for kinds in self._sequences():
                 for kind in kinds:
                     seconds = self._timed(kind)

@@ -12,10 +12,26 @@ import torch
 from torch import nn
 
 from stageline.pipeline.cost import Cost
+from stageline.pipeline.live_bytes import tensor_bytes
 
 MakePiece = Callable[..., nn.Module]
 FIRST, MIDDLE, LAST = range(3)
 MASTER_BYTES = GRADIENT_BYTES = 4  # float32, whatever the weights are
+
+
+@dataclass(frozen=True)
+class ExamplePasses:
+    """What is known of activations without running anything.
+
+    Attributes:
+        border: (rows, tokens) -> bytes that travel between two stages.
+        widths: for each layer, numbers saved for each token; 0 where they are recomputed.
+        last_width: the same of head and norm.
+    """
+
+    border: Callable[[int, int], int]
+    widths: tuple[int, ...]
+    last_width: int
 
 
 @dataclass(frozen=True)
@@ -27,6 +43,7 @@ class Outline:
         first, layers, last: parameters of the items.
         kinds: for each layer the first one that is like it.
         tied: what first and last item both hold.
+        example: what passes keep, roughly.
     """
 
     make_piece: MakePiece
@@ -35,6 +52,7 @@ class Outline:
     last: Cost
     kinds: tuple[int, ...]
     tied: Cost
+    example: ExamplePasses
 
     @property
     def num_layers(self) -> int:
@@ -80,6 +98,7 @@ def outline_of(make_piece: MakePiece) -> Outline:
     ]
     first, last = (dict(end.named_parameters()) for end in ends)
     layers = [_below(whole, whole.layer_name(index)) for index in range(num_layers)]
+    recomputes = any(getattr(m, "gradient_checkpointing", False) for m in whole.modules())
     return Outline(
         make_piece=make_piece,
         first=parameter_cost(first.values()),
@@ -87,7 +106,21 @@ def outline_of(make_piece: MakePiece) -> Outline:
         last=parameter_cost(last.values()),
         kinds=_kinds(whole, layers, is_after_trained=any(p.requires_grad for p in first.values())),
         tied=parameter_cost(last[name] for name in first.keys() & last.keys()),
+        example=ExamplePasses(
+            border=lambda *shape: tensor_bytes(ends[1].get_example_input(*shape)),
+            widths=tuple(0 if recomputes else token_width(layer) for layer in layers),
+            last_width=token_width(last),
+        ),
     )
+
+
+def token_width(parameters: dict[str, torch.Tensor]) -> int:
+    """Numbers that matrices take and give for each token: about what their layer saves.
+
+    Experts count once each token, whatever their number.
+    """
+    plain = {name: p for name, p in parameters.items() if ".lora." not in name}
+    return sum(sum(p.shape[-2:]) for p in plain.values() if p.dim() in (2, 3))
 
 
 def parameter_cost(parameters: Iterable[torch.Tensor]) -> Cost:
