@@ -22,7 +22,7 @@ class Cost:
         num_parameters, num_trainable: elements.
         weights, gradients, masters: bytes; a parameter in half precision has a float32 master.
         saved: bytes that the backward pass waits for.
-        transient: the most bytes beyond those, at some moment of a pass.
+        transient: what the fullest moment of a pass has beyond those.
         trains: some parameter is trained.
     """
 
@@ -40,11 +40,15 @@ class Cost:
     trains: bool = False
 
     def __add__(self, other: "Cost") -> "Cost":
-        """Both on one stage: one pass after the other, so the larger transient counts."""
+        """Both on one stage, this one first.
+
+        Passes come one after the other, so the larger transient counts; that of the first item
+        comes when the other one has not saved yet, or is through with its backward pass.
+        """
         sums = {name: getattr(self, name) + getattr(other, name) for name in _SUMMED}
         return Cost(
             **sums,
-            transient=max(self.transient, other.transient),
+            transient=max(self.transient - other.saved, other.transient),
             trains=self.trains or other.trains,
         )
 
