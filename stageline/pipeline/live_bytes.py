@@ -21,29 +21,41 @@ class PeakBytes:
     """The most bytes that were alive inside, beyond those at the start.
 
     Attributes:
-        peak: bytes, valid after the block.
+        peak: bytes, valid after the block: since its start, or the last `lap`.
         kept: bytes more than at the start that live on at the end.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.peak = self.kept = 0
+        self._before = 0
+        self._live: _LiveBytes | None = None
 
     @contextmanager
     def watch(self) -> Iterator["PeakBytes"]:
         """Counts within this block."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            before = torch.cuda.memory_allocated(self.device)
+            self._before = torch.cuda.memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             yield self
-            torch.cuda.synchronize(self.device)
-            self.peak = torch.cuda.max_memory_allocated(self.device) - before
-            self.kept = torch.cuda.memory_allocated(self.device) - before
+            self.lap()
             return
-        with _LiveBytes() as live:
+        with _LiveBytes() as self._live:
             yield self
-        self.peak, self.kept = live.peak, live.alive
+        self.lap()
+
+    def lap(self) -> int:
+        """The peak until now; a new one is looked for from here on."""
+        if self._live is not None:
+            self.peak, self.kept = self._live.peak, self._live.alive
+            self._live.peak = self._live.alive
+            return self.peak
+        torch.cuda.synchronize(self.device)
+        self.peak = torch.cuda.max_memory_allocated(self.device) - self._before
+        self.kept = torch.cuda.memory_allocated(self.device) - self._before
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return self.peak
 
 
 class _LiveBytes(TorchDispatchMode):

@@ -170,20 +170,23 @@ class _Run:
         tensors = [*self.model.parameters(), *self.model.buffers()]
         saved = SavedBytes(iter(tensors))
         hooks = self._mark_shared(saved)
-        forward, backward = PeakBytes(self.device), PeakBytes(self.device)
-        with forward.watch(), saved.hooks():
-            self._forward()
+        meter = PeakBytes(self.device)
+        with meter.watch():
+            with saved.hooks():
+                self._forward()
+            forward_peak = meter.lap()
+            if self.computes:
+                self._backward(Kind.BACKWARD)
         for hook in hooks:
             hook.remove()
         if not self.computes:
-            return 0, 0, forward.peak
+            return 0, 0, forward_peak
         for value in self.inputs:  # kept until the backward pass, saved or not
             saved.add(value)
-        with backward.watch():
-            self._backward(Kind.BACKWARD)
-        # on the way forward the input was there before, so it is not in the peak
+        # the input was there before, so it is in no peak
         made = saved.own_bytes + saved.shared_bytes - tensor_bytes(self.inputs)
-        return saved.own_bytes, saved.shared_bytes, max(forward.peak - made, backward.peak, 0)
+        transient = max(forward_peak, meter.peak) - made
+        return saved.own_bytes, saved.shared_bytes, max(transient, 0)
 
     def _mark_shared(self, saved: SavedBytes) -> list[torch.utils.hooks.RemovableHandle]:
         """What a layer gets by name (masks, rotary tables) all layers of a stage get."""

@@ -48,9 +48,9 @@ def test_stage_0_of_1f1b_holds_p_micro_batches():
     )
     kept = 100 + 1 + 5  # layer, masks, and what is sent on
     assert [rank.activations for rank in memory] == [
-        4 * kept + 30,
-        3 * kept + 30,
-        2 * kept + 30,
+        4 * kept + 30 - 5,  # what is sent on comes after the layer's fullest moment
+        3 * kept + 30 - 5,
+        2 * kept + 30 - 5,
         101 + 30,  # the last stage sends nothing on
     ]
     # bf16: weights 2, float32 gradient and master 4 each, two moments of AdamW
@@ -72,7 +72,7 @@ def test_gpipe_holds_all_of_them():
         model(), [2, 2], make_schedule("gpipe", num_ranks=2), num_micro_batches=6,
         rules=MemoryRules(),
     )  # fmt: skip
-    assert [rank.activations for rank in memory] == [6 * 206 + 30, 6 * 201 + 30]
+    assert [rank.activations for rank in memory] == [6 * 206 + 30 - 5, 6 * 201 + 30]
 
 
 def test_a_large_update_counts_instead_of_activations():
