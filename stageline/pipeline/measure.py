@@ -65,6 +65,14 @@ def measure(outline: Outline, workload: Workload) -> ModelCosts:
     )
 
 
+def measure_stage(
+    model: nn.Module, workload: Workload, *, computes: bool = True, sends: bool
+) -> Cost:
+    """The seconds of a stage as a whole, for comparison with the sum of its items."""
+    with _Run(model, workload, computes=computes, sends=sends) as run:
+        return _cost_of(run.time())
+
+
 @dataclass(frozen=True)
 class _Found:
     """Attributes: shared: bytes saved that all layers of a stage have in common."""
@@ -86,17 +94,18 @@ def _measure_item(outline: Outline, item: int, workload: Workload) -> _Found:
     with _Run(piece, workload, computes=computes, sends=sends) as run:
         times = run.time()
         saved, shared, transient = run.weigh()
+    return _Found(replace(_cost_of(times), saved=saved, transient=transient), shared)
+
+
+def _cost_of(times: dict[Kind, float]) -> Cost:
     backward = times.get(Kind.BACKWARD, 0.0)
-    cost = Cost(
+    return Cost(
         forward=times[Kind.FORWARD],
         backward=backward,
         input_grad=times.get(Kind.INPUT_GRAD, 0.0),
         # without an input gradient all of the backward pass is weight gradients
         weight_grad=times.get(Kind.WEIGHT_GRAD, backward),
-        saved=saved,
-        transient=transient,
     )
-    return _Found(cost, shared)
 
 
 def _less(cost: Cost, overhead: Cost, facts: Cost) -> Cost:
@@ -199,11 +208,13 @@ class _Run:
         return [layer.register_forward_pre_hook(mark, with_kwargs=True) for layer in layers]
 
     def _timed(self, kind: Kind) -> float:
+        # on a CPU the time of this thread: what other programs take does not count
+        clock = time.perf_counter if self.device.type == "cuda" else time.thread_time
         self._synchronize()
-        start = time.perf_counter()
+        start = clock()
         self._forward() if kind == Kind.FORWARD else self._backward(kind)
         self._synchronize()
-        return time.perf_counter() - start
+        return clock() - start
 
     def _forward(self) -> None:
         self.passes.forward(0, self.inputs, self.batch, loss_of=self.loss_of)
