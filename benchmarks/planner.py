@@ -2,8 +2,8 @@
 
 `split`: uniform against measured on a model with a heavy vision tower and on one with a large
 vocabulary; the slowest stage (each stage timed alone, in turn) at p = 2 and 4, and the step that
-two ranks really run. `advice`: the advised way against every other one, run at p = 2, simulated
-from the times of whole stages at p = 4. Figures: benchmarks/planner_cpu_DATE.md.
+two ranks really run. `advice`: the advised way against every other one, simulated
+from the times of whole stages at p = 2 and 4, and at p = 2 run as well unless --rounds is 0. Figures: benchmarks/planner_cpu_DATE.md.
 Usage: planner.py split|advice [--rounds N]
 """
 
@@ -230,14 +230,14 @@ def compare_advice(rounds):
                 ways = every_way({size: planner.measured(size) for size in (1, 2)}, num_ranks)
                 if advised not in ways:
                     ways.append(advised)
-                if num_ranks == 2:
+                seconds = simulated(make, planner, ways, num_ranks)
+                report(label, num_ranks, ways, seconds, advised, how="simulated")
+                if num_ranks == 2 and rounds:
                     times = run_ranks(
                         seconds_of_steps, 2, config, ways, rounds, options, timeout=1200
                     )[0]
                     seconds = [statistics.median(t) for t in times]
-                else:
-                    seconds = simulated(make, planner, ways, num_ranks)
-                report(label, num_ranks, ways, seconds, advised)
+                    report(label, num_ranks, ways, seconds, advised, how="run")
 
 
 def simulated(make, planner, ways, num_ranks):
@@ -260,11 +260,12 @@ def simulated(make, planner, ways, num_ranks):
     return found
 
 
-def report(label, num_ranks, ways, seconds, advised):
+def report(label, num_ranks, ways, seconds, advised, *, how):
     order = sorted(range(len(ways)), key=seconds.__getitem__)
     place = ways.index(advised)
     figures = {
         "training": label,
+        "how": how,
         "p": num_ranks,
         "ways": len(ways),
         "advised": [advised, round(1e3 * seconds[place], 1)],

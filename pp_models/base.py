@@ -16,7 +16,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from stageline.checkpoint.init import init_split_model
 from stageline.checkpoint.load import load_split_model
 from stageline.data.processor import get_pad_token_id, load_processor
-from stageline.errors import UserError
+from stageline.errors import PlanError, UserError
 from stageline.modules.lora import key_map_without_last_lora, wrap_linear
 from stageline.pipeline.partition import explicit_partition, layer_range, uniform_partition
 
@@ -151,7 +151,7 @@ class StageModel(nn.Module):
             if isinstance(module, nn.ModuleList) and len(module) == count
         ]
         if len(lists) != 1:
-            raise UserError(
+            raise PlanError(
                 f"{type(self).__name__} has {len(lists)} lists of {count} layers, the planner "
                 "looks for one: override layer_name(index) in the stage model, or give "
                 "--partition as numbers."

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from stageline.errors import UserError
+from stageline.errors import PlanError, UserError
 from stageline.pipeline.advice import Choice, advise
 from stageline.pipeline.cost import ModelCosts
 from stageline.pipeline.estimate import estimate
@@ -86,12 +86,12 @@ class Planner:
         """The items of the model.
 
         Raises:
-            UserError: the model's part cannot be built in pieces.
+            PlanError: the model's part cannot be built in pieces.
         """
         try:
             return outline_of(self.make_piece)
         except (TypeError, AttributeError, NotImplementedError) as error:
-            raise UserError(
+            raise PlanError(
                 f"this --train-model can't be built in pieces ({error}), so it can't be measured: "
                 "its part must pass on is_piece and device as StageModel.build takes them. Use "
                 "--partition uniform or numbers."
@@ -119,8 +119,10 @@ class Planner:
                 torch.cuda.reset_peak_memory_stats(self.device)
         return self._measured[micro_batch_size]
 
-    def place(self, kind: PartitionKind, capacities: tuple[int, ...] | None = None) -> list[int]:
-        """Layers per stage.
+    def place(
+        self, kind: PartitionKind, capacities: tuple[int, ...] | None = None
+    ) -> list[int] | None:
+        """Layers per stage; None where a model that needs no plan cannot be taken to pieces.
 
         Args:
             capacities: bytes of each rank's device; None: not known, so all fits.
@@ -128,6 +130,11 @@ class Planner:
         Raises:
             UserError: a rank would need more memory than its device has.
         """
+        if kind == "uniform" or isinstance(kind, list):
+            try:
+                _ = self.outline
+            except PlanError:
+                return None
         needs_times = kind == "measured"
         costs = self.measured(self.run.micro_batch_size) if needs_times else self._estimated()
         placement = self._placement(costs, capacities)
@@ -202,7 +209,7 @@ class Planner:
 
 def place_together(
     make_planner: Callable[[], Planner], kind: PartitionKind, *, capacity: int
-) -> list[int]:
+) -> list[int] | None:
     """The partition of a run, the same on all ranks: rank 0 measures, the others take it over.
 
     Every rank calls this, with the capacity of its own device.
@@ -218,5 +225,4 @@ def place_together(
         # of the first pipeline; its replicas are taken to be alike
         found = [planner.place(kind, tuple(gathered[: planner.run.schedule.num_ranks]))]
     dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
-    assert found[0] is not None
     return found[0]

@@ -21,6 +21,7 @@ from stageline.testing.tiny_batches import drop_pixels, tiny_micro_batches
 from stageline.testing.tiny_checkpoints import auto_class
 from stageline.testing.tiny_models import VISION_LANGUAGE, tiny_config
 from stageline.training.optimizer_memory import probe_optimizer
+from stageline.training.planner import PlannedRun, Planner
 
 CPU = torch.device("cpu")
 
@@ -177,6 +178,24 @@ def test_live_bytes_are_freed_and_views_are_not_counted():
         del gone
         _ = kept.view(10, 100), old.view(10, 100), old.add_(1)
     assert (meter.peak, meter.kept) == (8000, 4000)
+
+
+def test_a_model_that_is_no_pieces_trains_unplanned():
+    def make(*, stage, num_stages, partition):  # takes no device: a part of a user's own
+        raise AssertionError("not called")
+
+    run = PlannedRun(make_schedule("1f1b", num_ranks=2), num_samples=4, micro_batch_size=2)
+    planner = Planner(
+        make,
+        run,
+        micro_batch_of=lambda rows: {},
+        loss_of=loss_of,
+        make_optimizer=lambda parameters: None,
+        device=CPU,
+    )
+    assert planner.place("uniform") is planner.place([2, 2]) is None
+    with pytest.raises(UserError, match="can't be built in pieces"):
+        planner.place("measured")
 
 
 def test_a_piece_may_be_empty_and_a_stage_may_not(tmp_path):
