@@ -2,8 +2,9 @@
 
 `split`: uniform against measured on a model with a heavy vision tower and on one with a large
 vocabulary; the slowest stage (each stage timed alone, in turn) at p = 2 and 4, and the step that
-two ranks really run. `advice`: the advised way against every other one, simulated
-from the times of whole stages at p = 2 and 4, and at p = 2 run as well unless --rounds is 0. Figures: benchmarks/planner_cpu_DATE.md.
+two ranks really run. `advice`: the advised way against every other one, simulated from the times
+of whole stages at p = 2 and 4, and at p = 2 run as well unless --rounds is 0.
+Figures: benchmarks/planner_cpu_DATE.md.
 Usage: planner.py split|advice [--rounds N]
 """
 
