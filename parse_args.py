@@ -55,7 +55,7 @@ EVALUATE_KEYS: dict[str, str | None] = {
     "metric": None,
 }
 SPECIAL = ("import", "config", "list", "help")  # answered before the options are known
-NOT_SAVED = ("check_only",)
+NOT_SAVED = ("check_only", "plan")
 
 
 @dataclass

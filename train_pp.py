@@ -7,44 +7,45 @@
 import functools
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
-
-import torch
-from torch.utils.data import Dataset, Subset
-from transformers import AutoConfig
 
 from options.memory_options import check_memory
 from parse_args import TrainArguments, parse_train_args, save_config
 from register import engine_register, freeze_registers, import_shelf
 from stageline.checkpoint.save import save_split_model
-from stageline.data.lengths import padding_argument
-from stageline.data.loader import MicroBatchLoader
-from stageline.data.preflight import check_vocabulary, preflight
-from stageline.data.processor import get_pad_token_id, load_processor
 from stageline.distributed.failure import name_stages, run_entry
 from stageline.distributed.interrupt import stop_requested
 from stageline.distributed.launch import launch_if_needed
-from stageline.distributed.process_group import DistributedContext, distributed_context
+from stageline.distributed.process_group import (
+    DistributedContext,
+    choose_device,
+    distributed_context,
+)
 from stageline.distributed.seeds import seed_everything
-from stageline.errors import UserError
-from stageline.modules.chunked_loss import ChunkedLoss, check_token_sum
-from stageline.pipeline.packing_check import check_packing
+from stageline.pipeline.device_memory import device_capacity
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import Schedule
 from stageline.pipeline.topology import Topology, resolve_topology
 from stageline.training.best import BestCheckpoint
 from stageline.training.evaluation import evaluate
-from stageline.training.optimizer_groups import optimizer_groups
+from stageline.training.planner import place_together
 from stageline.training.precision import LossScaler
 from stageline.training.report import RunReport, summarize_stage
 from stageline.training.step import StepResult, TrainStep
 from stageline.training.step_timeline import StepTimeline
 from stageline.training.trainer import Trainer, TrainOptions
+from train_parts import (
+    Data,
+    build_stages,
+    check_data,
+    make_learning_rate,
+    make_loader,
+    make_loss,
+    make_optimizer,
+    make_planner,
+)
 
 SHELF = ("pp_models", "prompt", "prompt_fn", "dataset", "loss_fn", "optimizer")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def main() -> int:
@@ -52,10 +53,13 @@ def main() -> int:
     arguments = parse_train_args()
     freeze_registers()
     topology = check_topology(arguments)
-    launch_if_needed(topology.num_processes, lost_after=arguments.run.lost_after)
+    if not arguments.run.plan:
+        launch_if_needed(topology.num_processes, lost_after=arguments.run.lost_after)
     data = check_data(arguments)
     if arguments.run.check_only:
         return 0
+    if arguments.run.plan:
+        return show_plan(arguments, data, topology)
     return arguments.parts["engine"].part(arguments, data)
 
 
@@ -85,118 +89,55 @@ def check_topology(arguments: TrainArguments) -> Topology:
     return topology
 
 
-class Data:
-    """Datasets, processor and collate function of a run, checked before any model is loaded."""
-
-    def __init__(self, arguments: TrainArguments) -> None:
-        run, parts = arguments.run, arguments.parts
-        path = run.processor_path or run.model_path or run.config_path
-        if path is None:
-            raise UserError(
-                "neither --model-path nor --config-path came: a folder with config.json and a "
-                "tokenizer was expected; --model-path continues from its weights, --config-path "
-                "starts at random."
-            )
-        self.processor = load_processor(path, trust_remote_code=run.trust_remote_code)
-        self.pad_token_id = get_pad_token_id(self.processor)
-        dataset = parts["dataset"]
-        make = functools.partial(dataset.part, dataset_path=run.dataset_path, **dataset.kwargs)
-        self.train = make(split="train")
-        self.test = some_rows(make(split="test"), run.eval_samples) if run.eval_samples else None
-        collate, prompt_fn = parts["collate_fn"], parts["prompt_fn"]
-        image_token = parts["image_token"]
-        self.texts = {
-            "prompt": parts["prompt"].part,
-            "prompt_fn": functools.partial(prompt_fn.part, **prompt_fn.kwargs),
-            "image_token": functools.partial(image_token.part, **image_token.kwargs),
-        }
-        self.collate: Callable = functools.partial(
-            collate.part,
-            **self.texts,
-            processor=self.processor,
-            pad_token_id=self.pad_token_id,
-            max_token_num=run.max_token_num,
-            num_stages=run.num_stages,
-            **padding_argument(collate.part, run.pad_to_multiple_of),
-            **collate.kwargs,
-        )
-
-
-def some_rows(dataset: Dataset, count: int | Literal["all"]) -> Dataset:
-    """At most `count` rows, spread evenly over the set."""
-    if count == "all":
-        return dataset
-    total = len(dataset)
-    return Subset(dataset, [i * total // min(count, total) for i in range(min(count, total))])
-
-
-def check_data(arguments: TrainArguments) -> Data:
-    """Builds the datasets and refuses bad rows, images and tokenizers; loads no model."""
-    run = arguments.run
-    if run.logits_chunk:
-        check_token_sum(arguments.parts["loss_fn"].part)
-    data = Data(arguments)
-    config = AutoConfig.from_pretrained(
-        run.config_path or run.model_path, trust_remote_code=run.trust_remote_code
-    )
-    vocab_size = getattr(config.get_text_config(decoder=True), "vocab_size", None)
-    if vocab_size is not None:
-        check_vocabulary(data.processor, vocab_size)
-    # a collate part of another kind than sft judges its rows by itself
-    if "overlong" not in arguments.parts["collate_fn"].kwargs:
-        return data
-    for dataset in [data.train] + ([data.test] if data.test is not None else []):
-        report = preflight(
-            dataset,
-            **data.texts,
-            processor=data.processor,
-            max_token_num=run.max_token_num,
-            overlong=arguments.parts["collate_fn"].kwargs["overlong"],
-            seed=run.seed,
-        )
-        if os.environ.get("RANK", "0") == "0":
-            print(report, flush=True)
-    return data
-
-
 @engine_register("pipeline")
 def pipeline(arguments: TrainArguments, data: Data) -> int:
     """Stages on a schedule, forward and backward in turn; one process and device per rank."""
     topology = check_topology(arguments)
     with distributed_context(num_ranks=topology.num_ranks, device=arguments.run.device) as context:
         name_stages(topology.schedule.stages_of(context.pp_rank))
+        place_layers(arguments, data, context, topology)
         train(arguments, data, context, topology.schedule)
     return 0
+
+
+def show_plan(arguments: TrainArguments, data: Data, topology: Topology) -> int:
+    """Prints what a run would be like; measures on this process's device, starts no other."""
+    if os.environ.get("RANK", "0") == "0":
+        device = choose_device(arguments.run.device, local_rank=0, local_world_size=1)
+        gib = arguments.run.device_memory
+        capacity = device_capacity(device, num_local_ranks=topology.num_processes, gib=gib)
+        planner = make_planner(arguments, data, topology, device)
+        capacities = (capacity,) * topology.num_ranks
+        print(planner.plan(arguments.run.partition, capacities), flush=True)
+    return 0
+
+
+def place_layers(
+    arguments: TrainArguments, data: Data, context: DistributedContext, topology: Topology
+) -> None:
+    """Settles the layers of each stage on all ranks; refuses a run that cannot fit."""
+    run = arguments.run
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    partition = place_together(
+        functools.partial(make_planner, arguments, data, topology, context.device),
+        run.partition,
+        capacity=device_capacity(
+            context.device, num_local_ranks=local_ranks, gib=run.device_memory
+        ),
+    )
+    if run.partition in ("parameters", "measured"):
+        run.partition = partition
 
 
 def train(
     arguments: TrainArguments, data: Data, context: DistributedContext, schedule: Schedule
 ) -> None:
     """Builds this rank's stages and runs the loop."""
-    run, parts = arguments.run, arguments.parts
+    run = arguments.run
     seed_everything(run.seed)
-    models = [
-        build_stage(arguments, context, stage) for stage in schedule.stages_of(context.pp_rank)
-    ]
-    if run.packing:
-        for model in models:
-            check_packing(model, rows=run.micro_batch_size, device=context.device)
+    models = build_stages(arguments, context, schedule)
     runner = PipelineRunner(
         models, device=context.device, group=context.pp_group, schedule=schedule
-    )
-    loss_fn = functools.partial(parts["loss_fn"].part, **parts["loss_fn"].kwargs)
-    if runner.local.has_last and run.logits_chunk:
-        whole = runner.local.models[-1].whole
-        loss_fn = ChunkedLoss(loss_fn, whole=whole, chunk=run.logits_chunk)
-    timeline = StepTimeline(runner, step=min(run.timeline_step, run.total_steps) - 1)
-    train_step = TrainStep(
-        runner,
-        make_optimizer=functools.partial(make_optimizer, arguments),
-        loss_fn=loss_fn,
-        learning_rate=make_learning_rate(arguments),
-        max_grad_norm=run.max_grad_norm,
-        scaler=LossScaler(enabled=run.fp16),
-        timeline=timeline,
     )
     folder = Path(run.output_dir)
     if context.is_main:
@@ -206,117 +147,81 @@ def train(
     )
     with report:
         report.show_plan([summarize_stage(model, context) for model in models])
-        loader = functools.partial(make_loader, arguments, data, context, schedule)
-        held_out = loader(data.test, is_evaluation=True) if data.test is not None else None
-        save = functools.partial(save_split_model, models, data.processor, group=context.pp_group)
-        best = BestCheckpoint(folder / "checkpoints", metric=run.save_best, save=save)
+        TrainingRun(arguments, data, context, runner, report).run()
 
-        def evaluate_now(step: int) -> None:
-            result = evaluate(runner, held_out, loss_fn=loss_fn, keep=report.num_pictures)
-            is_best = best.improves(result)
-            report.evaluated(
-                step, result, dataset=data.test, processor=data.processor, is_best=is_best
-            )
-            if is_best:
-                report.say(best.keep(step, result))
 
-        def on_step(step: int, result: StepResult, seconds: float) -> None:
-            report.stepped(step, result, seconds)
-            if step == timeline.step + 1:
-                report.timeline(step, *timeline.gather())
+class TrainingRun:
+    """The loop of a run, and what happens beside its steps."""
 
-        def save_now(step: int) -> None:
-            target = folder / "checkpoints" / f"step-{step:08d}"
-            save(target, step=step)
-            report.say(f"saved {target}")
+    def __init__(
+        self,
+        arguments: TrainArguments,
+        data: Data,
+        context: DistributedContext,
+        runner: PipelineRunner,
+        report: RunReport,
+    ) -> None:
+        run = self.options = arguments.run
+        self.data, self.runner, self.report = data, runner, report
+        self.loss_fn = make_loss(arguments, runner.local.models[-1])
+        self.timeline = StepTimeline(runner, step=min(run.timeline_step, run.total_steps) - 1)
+        self.train_step = TrainStep(
+            runner,
+            make_optimizer=functools.partial(make_optimizer, arguments),
+            loss_fn=self.loss_fn,
+            learning_rate=make_learning_rate(arguments),
+            max_grad_norm=run.max_grad_norm,
+            scaler=LossScaler(enabled=run.fp16),
+            timeline=self.timeline,
+        )
+        loader = functools.partial(make_loader, arguments, data, context, runner.schedule)
+        self.batches = loader(data.train, is_evaluation=False)
+        self.held_out = None if data.test is None else loader(data.test, is_evaluation=True)
+        self.checkpoints = Path(run.output_dir) / "checkpoints"
+        self.save = functools.partial(
+            save_split_model, runner.local.models, data.processor, group=context.pp_group
+        )
+        self.best = BestCheckpoint(self.checkpoints, metric=run.save_best, save=self.save)
 
+    def run(self) -> None:
+        """Trains to the end, or until somebody asks to stop."""
+        run = self.options
         trainer = Trainer(
-            train_step,
-            batches=iter(loader(data.train, is_evaluation=False)),
+            self.train_step,
+            batches=iter(self.batches),
             options=TrainOptions(run.total_steps, run.eval_steps, run.save_steps),
-            on_step=on_step,
-            evaluate=evaluate_now if held_out is not None else None,
-            save=save_now,
+            on_step=self.after_step,
+            evaluate=self.evaluate_now if self.held_out is not None else None,
+            save=self.save_now,
             stop_requested=stop_requested,
         )
         stop_requested()  # from here on Ctrl-C ends the run after a step, with a checkpoint
         if not trainer.run():
-            report.say("stopped before the last step; the checkpoint holds the weights")
+            self.report.say("stopped before the last step; the checkpoint holds the weights")
 
+    def after_step(self, step: int, result: StepResult, seconds: float) -> None:
+        """Logs a step; draws the one that was timed."""
+        self.report.stepped(step, result, seconds)
+        if step == self.timeline.step + 1:
+            self.report.timeline(step, *self.timeline.gather())
 
-def build_stage(
-    arguments: TrainArguments, context: DistributedContext, stage: int
-) -> torch.nn.Module:
-    """Calls the train_model part for one stage of this rank."""
-    run, part = arguments.run, arguments.parts["train_model"]
-    names = (
-        "frozen_vit frozen_mlp frozen_llm frozen_lm_head vit_lora_num mlp_lora_num llm_lora_num "
-        "lora_rank lora_alpha lora_dropout lora_target visual_gpu_ratio seed "
-        "gradient_checkpointing checkpoint_every checkpoint_mode offload_activations "
-        "compile_layers logits_chunk trust_remote_code"
-    )
-    model, _, _ = part.part(
-        config_path=run.config_path,
-        processor_path=run.processor_path,
-        checkpoint_path=run.model_path,
-        stage=stage,
-        num_stages=run.num_stages,
-        partition=None if run.partition == "uniform" else run.partition,
-        dtype=DTYPES[run.precision],
-        device=context.device,
-        **{name: getattr(run, name) for name in names.split()},
-        **part.kwargs,
-    )
-    return model
+    def evaluate_now(self, step: int) -> None:
+        """Evaluates on the held-out set; keeps the weights if they are the best."""
+        result = evaluate(
+            self.runner, self.held_out, loss_fn=self.loss_fn, keep=self.report.num_pictures
+        )
+        is_best = self.best.improves(result)
+        self.report.evaluated(
+            step, result, dataset=self.data.test, processor=self.data.processor, is_best=is_best
+        )
+        if is_best:
+            self.report.say(self.best.keep(step, result))
 
-
-def make_optimizer(
-    arguments: TrainArguments, parameters: dict[str, torch.nn.Parameter]
-) -> torch.optim.Optimizer | None:
-    """The optimizer part over this stage's trainable parameters; None where there are none."""
-    if not parameters:
-        return None
-    run, part = arguments.run, arguments.parts["optimizer"]
-    groups = optimizer_groups(parameters, weight_decay=run.weight_decay)
-    return part.part(
-        groups, learning_rate=run.learning_rate, weight_decay=run.weight_decay, **part.kwargs
-    )
-
-
-def make_learning_rate(arguments: TrainArguments) -> Callable[[int], float]:
-    """The lr_scheduler part: step -> learning rate."""
-    run, part = arguments.run, arguments.parts["lr_scheduler"]
-    names = "learning_rate min_lr warmup_steps warmup_start_lr total_steps"
-    return part.part(**{name: getattr(run, name) for name in names.split()}, **part.kwargs)
-
-
-def make_loader(
-    arguments: TrainArguments,
-    data: Data,
-    context: DistributedContext,
-    schedule: Schedule,
-    dataset: object,
-    *,
-    is_evaluation: bool,
-) -> MicroBatchLoader:
-    """Batches of micro-batches; the same samples on every stage, pixels on the first one."""
-    run = arguments.run
-    return MicroBatchLoader(
-        dataset,
-        collate=functools.partial(data.collate, stage=context.pp_rank),
-        batch_size=run.batch_size,
-        micro_batch_size=run.micro_batch_size,
-        accumulate_steps=1 if is_evaluation else run.accumulate_steps,
-        dp_rank=context.dp_rank,
-        dp_degree=context.num_replicas,
-        seed=run.seed,
-        num_workers=run.num_workers,
-        shuffle=not is_evaluation,
-        eval=is_evaluation,
-        order=run.micro_batch_order,
-        packing=run.max_token_num if run.packing and not is_evaluation else None,
-        legal_counts=schedule.legal_micro_batches,
-    )
+    def save_now(self, step: int) -> None:
+        """Saves a checkpoint."""
+        target = self.checkpoints / f"step-{step:08d}"
+        self.save(target, step=step)
+        self.report.say(f"saved {target}")
 
 
 if __name__ == "__main__":

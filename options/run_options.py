@@ -11,6 +11,7 @@ from options.checkpoint_options import BestOptions
 from options.fields import option
 from options.machine_options import MachineOptions
 from options.memory_options import MemoryOptions
+from options.plan_options import PlanOptions
 from options.shape_options import ShapeOptions
 
 
@@ -112,8 +113,10 @@ class PipelineOptions:
         None, "replicas of the pipeline; default: as many as the processes make", at_least=1
     )
     dp_shard: bool = option(False, "replicas share weights and optimizer state (FSDP2)")
-    partition: Literal["uniform"] | list[int] = option(
-        "uniform", "layers of each stage, 8,8,7,9; uniform: equal numbers"
+    partition: Literal["uniform", "parameters", "measured"] | list[int] = option(
+        "uniform",
+        "layers of each stage, 8,8,7,9; uniform: equal numbers; parameters: equal bytes; "
+        "measured: equal times on this device, within its memory",
     )
 
 
@@ -138,6 +141,7 @@ class RunConfig(
     BestOptions,
     ProgressOptions,
     MemoryOptions,
+    PlanOptions,
     PipelineOptions,
     OptimizerOptions,
     FreezeOptions,

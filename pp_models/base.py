@@ -16,7 +16,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from stageline.checkpoint.init import init_split_model
 from stageline.checkpoint.load import load_split_model
 from stageline.data.processor import get_pad_token_id, load_processor
-from stageline.errors import UserError
+from stageline.errors import PlanError, UserError
 from stageline.modules import compiling, offload
 from stageline.modules.checkpointing import CheckpointMode, checkpoint_layers, tower_layers
 from stageline.modules.lora import key_map_without_last_lora, wrap_linear
@@ -61,6 +61,7 @@ class StageModel(nn.Module):
         lora_dropout: float = 0.0,
         lora_target: list[str] | None = None,
         dtype: torch.dtype = torch.float32,
+        is_piece: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
@@ -83,7 +84,12 @@ class StageModel(nn.Module):
         num_layers = self.num_layers()
         if partition is None:
             partition = uniform_partition(num_layers, num_stages, visual_gpu_ratio=visual_gpu_ratio)
-        self.partition = explicit_partition(partition, num_layers=num_layers, num_stages=num_stages)
+        self.partition = explicit_partition(
+            partition,
+            num_layers=num_layers,
+            num_stages=num_stages,
+            least=0 if is_piece else 1,
+        )
         self.layers = layer_range(self.partition, stage)
         self.whole: PreTrainedModel | None = None
         self.parameter_order: list[str] = []
@@ -146,6 +152,27 @@ class StageModel(nn.Module):
     def num_layers(self) -> int:
         """How many layers are split over the stages."""
         return self.text_config.num_hidden_layers
+
+    def layer_name(self, index: int) -> str:
+        """The module path of a layer, for the planner."""
+        count = self.num_layers()
+        lists = [
+            name
+            for name, module in self.named_modules()
+            if isinstance(module, nn.ModuleList) and len(module) == count
+        ]
+        if len(lists) != 1:
+            raise PlanError(
+                f"{type(self).__name__} has {len(lists)} lists of {count} layers, the planner "
+                "looks for one: override layer_name(index) in the stage model, or give "
+                "--partition as numbers."
+            )
+        return f"{lists[0]}.{index}"
+
+    def layer_kind(self, index: int) -> object:
+        """What sets a layer apart from others with parameters of the same shapes."""
+        types = getattr(self.text_config, "layer_types", None)
+        return types[index] if types else None
 
     def get_example_output(
         self, micro_batch_size: int, max_token_num: int
@@ -212,6 +239,8 @@ class StageModel(nn.Module):
     def wrap_lora(self) -> None:
         """Wraps the linear layers of each part as often as its `*_lora_num` says."""
         for part, count in self.lora_nums.items():
+            if part == "llm" and not self.layers:
+                continue  # a piece without layers has nothing to wrap
             others = [
                 prefix
                 for other, prefixes in self.parts().items()
@@ -275,6 +304,7 @@ class StageModel(nn.Module):
         logits_chunk: int = 0,
         trust_remote_code: bool = False,
         model_types: tuple[str, ...] | None = None,
+        is_piece: bool = False,
         **model_kwargs: object,
     ) -> tuple["StageModel", object, int]:
         """Builds one stage and fills it; the body of most train_model parts.
@@ -283,14 +313,21 @@ class StageModel(nn.Module):
 
         Args:
             model_types: the architectures that the chosen key serves; None: any.
+            is_piece: for the planner: a stage may be without layers, on the meta device it stays
+                without weights, and no processor is read.
 
         Returns:
             The stage on `device`, the processor, and the id of the padding token.
         """
         config_path = config_path or checkpoint_path
         config = _read_config(config_path, model_types, trust_remote_code=trust_remote_code)
-        model = cls(config, stage=stage, num_stages=num_stages, dtype=dtype, **model_kwargs)
-        if checkpoint_path is None:
+        pieces = {"is_piece": True} if is_piece else {}
+        model = cls(
+            config, stage=stage, num_stages=num_stages, dtype=dtype, **pieces, **model_kwargs
+        )
+        if is_piece and torch.device(device).type == "meta":
+            pass  # only looked at
+        elif checkpoint_path is None:
             init_split_model(model, seed=seed, device=device, dtype=dtype)
         else:
             load_split_model(model, checkpoint_path, device=device, dtype=dtype, seed=seed)
@@ -304,6 +341,8 @@ class StageModel(nn.Module):
             model.enable_gradient_checkpointing(every=checkpoint_every, mode=checkpoint_mode)
         if offload_activations:
             offload.offload_activations(model)
+        if is_piece:
+            return model, None, 0
         processor = load_processor(
             processor_path or checkpoint_path or config_path, trust_remote_code=trust_remote_code
         )

@@ -65,6 +65,9 @@ class CausalLMStage(StageModel):
         """Whether embedding and head share their weight."""
         return bool(getattr(self.config, "tie_word_embeddings", False))
 
+    def layer_name(self, index: int) -> str:
+        return f"{self.paths.layers}.{index}"
+
     def prune(self, whole: PreTrainedModel) -> None:
         text_model = whole.get_submodule(self.paths.text_model)
         layers = whole.get_submodule(self.paths.layers)

@@ -11,6 +11,10 @@ class UserError(ValueError):
     exit_code = 2
 
 
+class PlanError(UserError):
+    """A model that the planner cannot take to pieces; it may train all the same."""
+
+
 class DataError(UserError):
     """A row or an image that cannot be used; the message names file and line."""
 

@@ -62,7 +62,8 @@ def materialise(
     made: dict[int, nn.Parameter] = {}
     whole = getattr(model, "whole", None)
     # what the library built in another dtype than the model's is meant so
-    built = HALF_AND_SINGLE if whole is None else (whole.dtype,)
+    is_bare = whole is None or next(whole.parameters(), None) is None
+    built = HALF_AND_SINGLE if is_bare else (whole.dtype,)
     for module in model.modules():
         for name, old in module._parameters.items():
             if old is None or not (old.is_meta or casts_others):

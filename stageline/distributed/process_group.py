@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from stageline.distributed.crossings import explain_placement
 from stageline.distributed.machines import this_machine
-from stageline.distributed.placement import explain_placement
 from stageline.errors import UserError
 
 

@@ -36,15 +36,21 @@ def uniform_partition(
     return _largest_remainder(num_layers, capacities)
 
 
-def explicit_partition(counts: list[int], *, num_layers: int, num_stages: int) -> list[int]:
-    """Checks layer counts that the user gave, such as `--partition 8,8,7,9`."""
+def explicit_partition(
+    counts: list[int], *, num_layers: int, num_stages: int, least: int = 1
+) -> list[int]:
+    """Checks layer counts that the user gave, such as `--partition 8,8,7,9`.
+
+    Args:
+        least: layers of a stage; 0 for the pieces that the planner measures.
+    """
     shown = ",".join(str(count) for count in counts)
     if len(counts) != num_stages:
         raise UserError(
             f"--partition {shown} names {len(counts)} stages, the run has {num_stages}: give one "
             "count per stage or change --num-stages."
         )
-    if min(counts) < 1 or sum(counts) != num_layers:
+    if min(counts) < least or sum(counts) != num_layers:
         raise UserError(
             f"--partition {shown} sums to {sum(counts)}, the model has {num_layers} layers: the "
             "counts must be at least 1 each and sum to the number of layers."

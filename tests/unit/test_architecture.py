@@ -17,12 +17,17 @@ SHELF = {
 }
 OPTIONS = {"parse_args", "options"}
 ENTRIES = {"train_pp", "evaluate", "serve", "corpus", "export"}
+# what an entry file hands work to, beside it
+ENTRY_HELPERS = {"train_parts"}
 # root name -> root names it may import; all but register may import third parties
 ROOT_ARROWS = {
     "register": set(),
     **{name: {"register", "stageline", name} for name in SHELF},
     **{name: {"register", *OPTIONS} for name in OPTIONS},
-    **{name: {"register", "stageline", *OPTIONS} for name in ENTRIES},
+    **{
+        name: {"register", "stageline", *OPTIONS, *ENTRY_HELPERS}
+        for name in ENTRIES | ENTRY_HELPERS
+    },
     "stageline": {"stageline"},
 }
 LOW = {"modules", "data"}

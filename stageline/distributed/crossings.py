@@ -1,7 +1,7 @@
 """Which borders of a pipeline lie between two machines. Pure integers: knows no ranks but numbers.
 
-Rank = replica * num_ranks + rank of the pipeline, and torchrun numbers the ranks machine by machine.
-So the neighbours of a pipeline are on one machine wherever its ranks fit on one. (Where ranks hold
+Rank = replica * num_ranks + rank of the pipeline, and torchrun numbers ranks machine by machine. So
+the neighbours of a pipeline are on one machine wherever its ranks fit on one. (Where ranks hold
 several stages in a round, the last rank also sends to the first.)
 """
 

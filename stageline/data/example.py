@@ -1,0 +1,28 @@
+"""A micro-batch to look at before a run: what the planner measures with."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from stageline.data.loader import MicroBatch, MicroBatchLoader
+
+NUM_EXAMPLES = 4
+
+
+def example_micro_batch(
+    dataset: Any,
+    collate: Callable[[Sequence[Any]], MicroBatch],
+    num_rows: int,
+    *,
+    seed: int = 0,
+) -> MicroBatch:
+    """The longest of the first few micro-batches that a run with this seed would see.
+
+    Args:
+        collate: of stage 0, so that pixels are in.
+    """
+    loader = MicroBatchLoader(
+        dataset, collate=collate, batch_size=num_rows, micro_batch_size=num_rows, seed=seed
+    )
+    examples = [step[0] for step in itertools.islice(loader, NUM_EXAMPLES)]
+    return max(examples, key=lambda batch: batch["input_ids"].shape[1])

@@ -1,0 +1,153 @@
+"""How many bytes of tensors live, on any device: what passes keep, and what they need beside it.
+
+On a GPU torch's own allocator tells. On a CPU every operation is watched, which takes time: bytes
+and seconds are measured in passes of their own.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.weak import WeakIdKeyDictionary
+
+from stageline.pipeline.stage_passes import Tensors
+
+
+class PeakBytes:
+    """The most bytes that were alive inside, beyond those at the start.
+
+    Attributes:
+        peak: bytes, valid after the block: since its start, or the last `lap`.
+        kept: bytes more than at the start that live on at the end.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.peak = self.kept = 0
+        self._before = 0
+        self._live: _LiveBytes | None = None
+
+    @contextmanager
+    def watch(self) -> Iterator["PeakBytes"]:
+        """Counts within this block."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            self._before = torch.cuda.memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            yield self
+            self.lap()
+            return
+        with _LiveBytes() as self._live:
+            yield self
+        self.lap()
+
+    def lap(self) -> int:
+        """The peak until now; a new one is looked for from here on."""
+        if self._live is not None:
+            self.peak, self.kept = self._live.peak, self._live.alive
+            self._live.peak = self._live.alive
+            return self.peak
+        torch.cuda.synchronize(self.device)
+        self.peak = torch.cuda.max_memory_allocated(self.device) - self._before
+        self.kept = torch.cuda.memory_allocated(self.device) - self._before
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return self.peak
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the storages that operations make, until they are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.peak = 0
+        self._known = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        for storage in _storages((args, kwargs)):
+            self._known.setdefault(storage, 0)  # it was there before: a parameter, an input
+        made = func(*args, **kwargs)
+        for storage in _storages(made):
+            if storage not in self._known:
+                size = storage.nbytes()
+                self._known[storage] = size
+                self.alive += size
+                weakref.finalize(storage, self._freed, size)
+        self.peak = max(self.peak, self.alive)
+        return made
+
+    def _freed(self, size: int) -> None:
+        self.alive -= size
+
+
+class SavedBytes:
+    """What autograd saves for the backward pass, each storage once.
+
+    Args:
+        owned: tensors that are there anyway: parameters and buffers.
+
+    Attributes:
+        shared: storages that other layers of the stage save as well.
+    """
+
+    def __init__(self, owned: Iterator[torch.Tensor]) -> None:
+        self._owned = {_key(tensor) for tensor in owned}
+        self._saved: dict[int, int] = {}
+        self.shared: set[int] = set()
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Counts within this block; a checkpoint counts what it saves by its own rules."""
+        return torch.autograd.graph.saved_tensors_hooks(self.add, lambda tensor: tensor)
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Counts a tensor unless its storage was counted."""
+        if _key(tensor) not in self._owned:
+            self._saved[_key(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    def share(self, values: object, *, is_held: bool) -> None:
+        """Marks all tensors in `values` as common to the layers of a stage.
+
+        Args:
+            is_held: they are kept in any case, to run the layer once more.
+        """
+        for tensor in _tensors(values):
+            self.shared.add(_key(tensor))
+            if is_held:
+                self.add(tensor)
+
+    @property
+    def own_bytes(self) -> int:
+        return sum(size for key, size in self._saved.items() if key not in self.shared)
+
+    @property
+    def shared_bytes(self) -> int:
+        return sum(size for key, size in self._saved.items() if key in self.shared)
+
+
+def tensor_bytes(tensors: Tensors | Iterator[torch.Tensor]) -> int:
+    """Bytes of the elements of tensors on any device, meta included."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _tensors(values: object) -> list[torch.Tensor]:
+    tensors = (value for value in tree_iter(values) if isinstance(value, torch.Tensor))
+    return [tensor for tensor in tensors if tensor.layout == torch.strided]
+
+
+def _storages(values: object) -> list[torch.UntypedStorage]:
+    return [tensor.untyped_storage() for tensor in _tensors(values)]

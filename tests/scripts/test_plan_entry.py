@@ -1,0 +1,65 @@
+"""`--plan`, measured and refused runs through the entry file, without any weights on disk."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from stageline.testing.tiny_models import tiny_config
+from stageline.testing.tiny_tokenizers import tiny_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A folder with config and tokenizer, whose weights cannot be read."""
+    folder = tmp_path / "model"
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(folder)
+    tiny_config("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
+    (folder / "model.safetensors").write_bytes(b"no weights")
+    lines = [{"id": str(i), "question": f"{i}?", "answer": f"{i}!"} for i in range(40)]
+    rows = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "rows.jsonl").write_text(rows)
+    return folder
+
+
+def train(model, *options, source="--config-path"):
+    command = [
+        *(sys.executable, str(ROOT / "train_pp.py"), "--train-model", "llama"),
+        *("--dataset", "jsonl", "--dataset-path", str(model.parent / "rows.jsonl")),
+        *("--prompt", "question", "--prompt-fn", "fill", "--image-token", "none"),
+        *("--collate-fn", "sft", source, str(model), "--num-stages", "2"),
+        *("--batch-size", "8", "--micro-batch-size", "2", "--total-steps", "1"),
+        *("--device", "cpu", "--output-dir", str(model.parent / "run"), *options),
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
+def test_plan_prints_and_stops_without_weights(model):
+    done = train(model, "--plan", "--partition", "parameters", source="--model-path")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for word in ("--schedule 1f1b, 2 stages on 2 ranks, 4 micro-batches", "0-1 (2)", "peak"):
+        assert word in done.stdout
+    assert "bubble" in done.stdout and "--micro-batch-size" in done.stdout
+    assert not (model.parent / "run").exists()
+
+
+def test_a_measured_run_trains_and_saves_its_numbers(model):
+    done = train(model, "--partition", "measured")
+    assert done.returncode == 0, done.stdout + done.stderr
+    saved = yaml.safe_load((model.parent / "run" / "config.yaml").read_text())
+    assert len(saved["partition"]) == 2 and sum(saved["partition"]) == 4
+
+
+@pytest.mark.parametrize("options", [(), ("--partition", "measured")])
+def test_a_run_that_cannot_fit_is_refused_with_figures(model, options):
+    done = train(model, "--device-memory", "0.0001", *options)
+    assert done.returncode == 2, done.stdout + done.stderr
+    for word in ("rank 0 needs", "rank 1 needs", "KiB", "--plan"):
+        assert word in done.stderr
+    assert "Traceback" not in done.stderr and not (model.parent / "run").exists()

@@ -1,0 +1,147 @@
+"""The planner's splits against brute force over all contiguous splits."""
+
+import math
+import random
+
+import pytest
+
+from stageline.pipeline.cost import Cost, ModelCosts
+from stageline.pipeline.memory_plan import MemoryRules
+from stageline.pipeline.partition_dp import (
+    best_split,
+    every_split,
+    num_splits,
+    smallest_maximum,
+)
+from stageline.pipeline.placement import Placement
+from stageline.pipeline.schedules import make_schedule
+
+
+def random_costs(rng, num_layers, *, saved=0, weights=0):
+    def item(scale):
+        forward = rng.uniform(0.5, 2) * scale
+        return Cost(
+            forward=forward,
+            backward=2 * forward,
+            input_grad=forward,
+            weight_grad=forward,
+            weights=int(weights * scale),
+            saved=int(saved * scale),
+            trains=True,
+        )
+
+    return ModelCosts(
+        overhead=Cost(forward=0.1),
+        first=item(rng.choice([0.1, 3])),
+        layers=tuple(item(rng.choice([1, 1, 2])) for _ in range(num_layers)),
+        last=item(rng.choice([0.5, 2])),
+        tied=Cost(),
+        border=0,
+        batch=0,
+        shape=(1, 1),
+    )
+
+
+def test_every_split_is_there_once():
+    splits = list(every_split(7, 3))
+    assert len(splits) == num_splits(7, 3) == 15
+    assert len({tuple(split) for split in splits}) == 15
+    assert all(sum(split) == 7 and min(split) >= 1 for split in splits)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_the_dearest_stage_is_the_smallest_possible(num_stages):
+    for seed in range(30):
+        rng = random.Random(seed)
+        num_layers = rng.randint(num_stages, 9)
+        table = {}
+
+        def cost(stage, start, end, table=table, rng=rng):
+            chance = math.inf if rng.random() < 0.15 else rng.uniform(1, 10)
+            return table.setdefault((stage, start, end), chance)
+
+        def dearest(split, cost=cost):
+            ends = [sum(split[: stage + 1]) for stage in range(len(split))]
+            return max(cost(stage, end - split[stage], end) for stage, end in enumerate(ends))
+
+        best = min(map(dearest, every_split(num_layers, num_stages)))
+        found = smallest_maximum(num_layers, num_stages, cost)
+        if math.isinf(best):
+            assert found is None
+        else:
+            assert found is not None and dearest(found) == best
+
+
+def test_among_equal_bests_the_others_are_even():
+    # layer 0 alone is the dearest whatever is done; the rest must not be lumped together
+    layers = [10, 1, 1, 1, 1, 1, 1]
+    found = smallest_maximum(7, 3, lambda stage, start, end: sum(layers[start:end]))
+    assert found == [1, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "limits"), [("1f1b", [400, 600, 900]), ("gpipe", [600, 750, 900])]
+)
+def test_by_seconds_is_the_best_split_that_fits(schedule, limits):
+    """Brute force under memory limits, with one stage a rank."""
+    limited = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        costs = random_costs(rng, 8, saved=10, weights=100)
+        capacities = tuple(rng.choice(limits) for _ in range(3))
+        placement = Placement(
+            costs,
+            make_schedule(schedule, num_ranks=3),
+            6,
+            rules=MemoryRules(optimizer_bytes=0),
+            capacities=capacities,
+        )
+        found = placement.expect(placement.by_seconds())
+        every = [placement.expect(split) for split in every_split(8, 3)]
+        fitting = [
+            e for e in every if all(r.peak <= c for r, c in zip(e.memory, capacities, strict=True))
+        ]
+        if fitting:
+            assert found.slowest == min(e.slowest for e in fitting)
+            limited += found.slowest > min(e.slowest for e in every)
+        else:  # the one that comes nearest is shown to the user
+            fullest = [
+                max(r.peak / c for r, c in zip(e.memory, capacities, strict=True)) for e in every
+            ]
+            own = max(r.peak / c for r, c in zip(found.memory, capacities, strict=True))
+            assert own == min(fullest)
+    assert limited > 3, "memory must have decided now and then"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages_per_rank"),
+    [("interleaved_1f1b", 2), ("zbv", 2), ("interleaved_zero_bubble", 3), ("looped_bfs", 2)],
+)
+def test_several_stages_a_rank_have_the_shortest_simulated_step(schedule, stages_per_rank):
+    for seed in range(4):
+        costs = random_costs(random.Random(seed), 8)
+        made = make_schedule(schedule, num_ranks=2, stages_per_rank=stages_per_rank)
+        placement = Placement(costs, made, 8)
+        best = min(placement.expect(s).seconds for s in every_split(8, made.num_stages))
+        assert placement.expect(placement.by_seconds()).seconds == best
+
+
+def test_too_many_splits_are_searched_from_the_best_start():
+    """A convex valley with one lowest place: single moves lead there."""
+    target = [5, 9, 2, 4, 7, 3]
+
+    def value(split):
+        return (0, sum((a - b) ** 2 for a, b in zip(split, target, strict=True)))
+
+    found = best_split([[5] * 6], value, bound=lambda split: (0, 0), most_splits=10)
+    assert found == target
+
+
+def test_parameters_evens_out_bytes():
+    costs = random_costs(random.Random(1), 9, weights=100)
+    placement = Placement(costs, make_schedule("1f1b", num_ranks=3), 6)
+
+    def largest(split):
+        return max(stage.weights for stage in costs.stages(split))
+
+    assert largest(placement.by_parameters()) == min(map(largest, every_split(9, 3)))

@@ -1,0 +1,205 @@
+"""What the planner measures, against plain transformers and against a whole stage that runs."""
+
+import functools
+
+import pytest
+import torch
+
+from loss_fn import sft
+from pp_models import CausalLMStage
+from pp_models.vision_language import VISION_LANGUAGE_MODELS
+from stageline.errors import UserError
+from stageline.pipeline.actions import Kind
+from stageline.pipeline.estimate import estimate
+from stageline.pipeline.live_bytes import PeakBytes
+from stageline.pipeline.measure import Workload, measure
+from stageline.pipeline.memory_plan import MemoryRules, rank_memory
+from stageline.pipeline.outline import outline_of
+from stageline.pipeline.schedules import make_schedule
+from stageline.pipeline.stage_passes import StagePasses
+from stageline.testing.tiny_batches import drop_pixels, tiny_micro_batches
+from stageline.testing.tiny_checkpoints import auto_class
+from stageline.testing.tiny_models import VISION_LANGUAGE, tiny_config
+from stageline.training.optimizer_memory import probe_optimizer
+from stageline.training.planner import PlannedRun, Planner
+
+CPU = torch.device("cpu")
+
+
+def maker(family, folder, *, tied=False, config=None, **options):
+    """Builds pieces and whole stages of a tiny model that has a config and no weights."""
+    (config or tiny_config(family, tied=tied)).save_pretrained(folder)
+    stage_class = VISION_LANGUAGE_MODELS[family][0] if family in VISION_LANGUAGE else CausalLMStage
+
+    def make(**kwargs):
+        paths = {"config_path": str(folder), "processor_path": None, "checkpoint_path": None}
+        return stage_class.build(**paths, is_piece=True, **options, **kwargs)[0]
+
+    return make
+
+
+def loss_of(output, batch):
+    return sft(output, batch, num_targets=torch.tensor(10.0))
+
+
+def workload(family):
+    batch = tiny_micro_batches(family, lengths=(20,))[0]
+    return Workload(batch, lambda model: loss_of, CPU, repeats=1)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "qwen3_moe", *VISION_LANGUAGE])
+def test_the_items_are_the_whole_model(family, tmp_path):
+    outline = outline_of(maker(family, tmp_path))
+    whole = auto_class(family).from_config(tiny_config(family))
+    items = sum((outline.first, *outline.layers), outline.last)
+    assert items.num_parameters == sum(p.numel() for p in whole.parameters())
+    assert items.weights == 4 * items.num_parameters == items.gradients
+    assert outline.tied.num_parameters == 0
+
+
+def test_a_tied_table_is_in_both_ends(tmp_path):
+    outline = outline_of(maker("llama", tmp_path, tied=True))
+    whole = auto_class("llama").from_config(tiny_config("llama", tied=True))
+    items = sum((outline.first, *outline.layers), outline.last)
+    assert outline.tied.num_parameters == whole.get_input_embeddings().weight.numel()
+    assert items.num_parameters - outline.tied.num_parameters == whole.num_parameters()
+
+
+def test_layers_of_one_kind_are_measured_once(tmp_path):
+    assert outline_of(maker("llama", tmp_path)).kinds == (0, 0, 0, 0)
+    # sliding and full attention in turn
+    assert outline_of(maker("gemma3", tmp_path)).kinds == (0, 1, 0, 1)
+    # the first layer with LoRA has nothing trained before it
+    assert outline_of(maker("llama", tmp_path, llm_lora_num=1)).kinds == (0, 1, 1, 1)
+
+
+def test_frozen_parts_have_no_backward_pass(tmp_path):
+    make = maker("internvl", tmp_path, frozen_vit=True, frozen_mlp=True, llm_lora_num=1)
+    make_all_frozen = functools.partial(make, frozen_llm=True)
+    costs = measure(outline_of(make), workload("internvl"))
+    assert costs.first.forward > 0 and costs.first.backward == costs.first.saved == 0
+    assert costs.layers[0].input_grad == 0 < costs.layers[0].backward  # nothing to send it to
+    assert costs.layers[1].input_grad > 0
+    assert costs.layers[1].gradients == 4 * costs.layers[1].num_trainable > 0
+    assert costs.layers[1].num_trainable < costs.layers[1].num_parameters / 2
+    assert make_all_frozen(stage=0, num_stages=1, partition=None, device="meta") is not None
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float32])
+def test_half_precision_has_masters(precision, tmp_path):
+    layer = outline_of(maker("llama", tmp_path, dtype=precision)).layers[0]
+    is_half = precision == torch.bfloat16
+    assert layer.weights == layer.num_parameters * (2 if is_half else 4)
+    assert layer.masters == (4 * layer.num_parameters if is_half else 0)
+
+
+def wide_config(family):
+    """Wide enough that activations count, not the odd bytes of masks."""
+    return tiny_config(family, hidden_size=64, intermediate_size=160, vocab_size=512)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora", "recomputed"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_predicted_activations_are_those_of_a_running_stage(kind, stage, tmp_path):
+    """The independent figure: live bytes while a real stage runs 1F1B's warm-up and a backward."""
+    options = {
+        "full": {},
+        "lora": {"llm_lora_num": 1},
+        "recomputed": {"gradient_checkpointing": True},
+    }[kind]
+    make = maker("llama", tmp_path, config=wide_config("llama"), **options)
+    costs = measure(outline_of(make), workload("llama"))
+    rules = MemoryRules(optimizer_bytes=8)
+    schedule = make_schedule("1f1b", num_ranks=2)
+    memory = rank_memory(costs, [2, 2], schedule, num_micro_batches=4, rules=rules)[stage]
+    model = make(stage=stage, num_stages=2, partition=[2, 2], device=CPU)
+    found = live_bytes_of(model, workload("llama").batch, in_flight=2 - stage)
+    assert memory.activations == pytest.approx(found, rel=0.1)
+    assert memory.weights == sum(p.numel() * 4 for p in model.parameters())
+
+
+def live_bytes_of(model, batch, *, in_flight):
+    passes = StagePasses(
+        model, computes_grad=True, sends_grad=model.stage > 0, saving=torch.enable_grad
+    )
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    shape = batch["input_ids"].shape
+    grads = None if model.is_last else tuple(map(filled, model.get_example_output(*shape)))
+
+    def forward(index):
+        came = (batch["input_ids"],) if model.is_first else received(model, shape)
+        own = inputs if model.is_first else drop_pixels(inputs)
+        loss = (lambda output: loss_of(output, batch)) if model.is_last else None
+        passes.forward(index, came, own, loss_of=loss)
+
+    forward(0)
+    passes.backward(0, Kind.BACKWARD, grads)  # gradients are there from now on
+    meter = PeakBytes(CPU)
+    with meter.watch():
+        for index in range(in_flight):
+            forward(index)
+        passes.backward(0, Kind.BACKWARD, grads)
+    return meter.peak
+
+
+def received(model, shape):
+    return tuple(map(filled, model.get_example_input(*shape)))
+
+
+def filled(meta):
+    return torch.randn(meta.shape, dtype=meta.dtype)
+
+
+def test_the_estimate_has_exact_weights_and_fair_activations(tmp_path):
+    outline = outline_of(maker("llama", tmp_path, config=wide_config("llama")))
+    batch = workload("llama")
+    measured, rough = measure(outline, batch), estimate(outline, shape=batch.shape)
+    for split in ([2, 2], [1, 3]):
+        for a, b in zip(measured.stages(split), rough.stages(split), strict=True):
+            assert (a.weights, a.gradients) == (b.weights, b.gradients)
+            assert 0.4 < b.saved / a.saved < 1.1
+
+
+def test_the_optimizer_is_asked_for_its_bytes():
+    def make(optimizer_class, **options):
+        return lambda parameters: optimizer_class(parameters.values(), lr=0.1, **options)
+
+    assert probe_optimizer(make(torch.optim.AdamW), CPU).state == 8
+    assert probe_optimizer(make(torch.optim.SGD), CPU).state == 0
+    assert probe_optimizer(make(torch.optim.SGD, momentum=0.9), CPU).state == 4
+
+
+def test_live_bytes_are_freed_and_views_are_not_counted():
+    old = torch.ones(1000)
+    meter = PeakBytes(CPU)
+    with meter.watch():
+        kept = old * 2
+        gone = kept + old
+        del gone
+        _ = kept.view(10, 100), old.view(10, 100), old.add_(1)
+    assert (meter.peak, meter.kept) == (8000, 4000)
+
+
+def test_a_model_that_is_no_pieces_trains_unplanned():
+    def make(*, stage, num_stages, partition):  # takes no device: a part of a user's own
+        raise AssertionError("not called")
+
+    run = PlannedRun(make_schedule("1f1b", num_ranks=2), num_samples=4, micro_batch_size=2)
+    planner = Planner(
+        make,
+        run,
+        micro_batch_of=lambda rows: {},
+        loss_for=lambda model: loss_of,
+        make_optimizer=lambda parameters: None,
+        device=CPU,
+    )
+    assert planner.place("uniform") is planner.place([2, 2]) is None
+    with pytest.raises(UserError, match="can't be built in pieces"):
+        planner.place("measured")
+
+
+def test_a_piece_may_be_empty_and_a_stage_may_not(tmp_path):
+    make = maker("llama", tmp_path)
+    assert len(make(stage=1, num_stages=3, partition=[2, 0, 2], device="meta").layers) == 0
+    with pytest.raises(UserError, match="at least 1"):
+        CausalLMStage(tiny_config("llama"), stage=1, num_stages=3, partition=[2, 0, 2])

@@ -1,0 +1,166 @@
+"""Memory of a rank and the advice, against cases computed by hand."""
+
+import pytest
+
+from stageline.pipeline.actions import Kind
+from stageline.pipeline.advice import advise
+from stageline.pipeline.cost import Cost, ModelCosts
+from stageline.pipeline.expect import expect, expected
+from stageline.pipeline.memory_plan import MemoryRules, rank_memory
+from stageline.pipeline.schedules import ideal_bubble, make_schedule
+
+LAYER = Cost(
+    forward=1.0,
+    backward=2.0,
+    input_grad=1.0,
+    weight_grad=1.0,
+    num_parameters=10,
+    num_trainable=10,
+    weights=20,
+    gradients=40,
+    masters=40,
+    saved=100,
+    transient=30,
+    trains=True,
+)
+
+
+NOTHING = Cost()
+
+
+def model(layer=LAYER, *, num_layers=4, first=NOTHING, last=NOTHING, tied=NOTHING):
+    return ModelCosts(
+        overhead=Cost(saved=1),
+        first=first,
+        layers=(layer,) * num_layers,
+        last=last,
+        tied=tied,
+        border=5,
+        batch=3,
+        shape=(1, 1),
+    )
+
+
+def test_stage_0_of_1f1b_holds_p_micro_batches():
+    rules = MemoryRules(optimizer_bytes=8, workspace=7)
+    memory = rank_memory(
+        model(), [1] * 4, make_schedule("1f1b", num_ranks=4), num_micro_batches=8, rules=rules
+    )
+    kept = 100 + 1 + 5  # layer, masks, and what is sent on
+    assert [rank.activations for rank in memory] == [
+        4 * kept + 30 - 5,  # what is sent on comes after the layer's fullest moment
+        3 * kept + 30 - 5,
+        2 * kept + 30 - 5,
+        101 + 30,  # the last stage sends nothing on
+    ]
+    # bf16: weights 2, float32 gradient and master 4 each, two moments of AdamW
+    assert memory[1].lasting == 20 + 40 + 40 + 80 + 7
+    assert [rank.inputs for rank in memory] == [8 * 3 + 5, 10, 10, 5]
+    assert memory[3].peak == memory[3].lasting + 5 + 131
+
+
+def test_a_passing_need_counts_beside_what_is_held_then():
+    # the head has let go of its 70 bytes when the layer before needs 90 more than it saved
+    layer, head = Cost(saved=10, transient=90), Cost(saved=70, transient=5)
+    both = layer + head
+    assert both.saved + both.transient == max(10 + 90, 80 + 5)
+    assert (layer + layer).saved + (layer + layer).transient == 20 + 90
+
+
+def test_gpipe_holds_all_of_them():
+    memory = rank_memory(
+        model(), [2, 2], make_schedule("gpipe", num_ranks=2), num_micro_batches=6,
+        rules=MemoryRules(),
+    )  # fmt: skip
+    assert [rank.activations for rank in memory] == [6 * 206 + 30 - 5, 6 * 201 + 30]
+
+
+def test_a_large_update_counts_instead_of_activations():
+    rules = MemoryRules(optimizer_bytes=0, update_bytes=1000)
+    memory = rank_memory(
+        model(), [2, 2], make_schedule("1f1b", num_ranks=2), num_micro_batches=2, rules=rules
+    )
+    assert memory[0].peak == memory[0].lasting + memory[0].inputs + 20 * 1000
+
+
+def test_replicas_share_what_lasts():
+    whole, half = (
+        rank_memory(
+            model(), [2, 2], make_schedule("1f1b", num_ranks=2), num_micro_batches=2,
+            rules=MemoryRules(optimizer_bytes=8, shards=shards),
+        )[0]
+        for shards in (1, 2)
+    )  # fmt: skip
+    assert half.lasting == whole.lasting / 2 and half.activations == whole.activations
+
+
+def test_a_tied_weight_on_one_rank_is_held_once():
+    table = Cost(num_parameters=50, num_trainable=50, weights=100, gradients=200, trains=True)
+    costs = model(first=table, last=table, tied=table)
+    rules = MemoryRules(optimizer_bytes=8)
+    apart = rank_memory(
+        costs, [2, 2], make_schedule("1f1b", num_ranks=2), num_micro_batches=4, rules=rules
+    )
+    assert [rank.weights for rank in apart] == [140, 140]
+    together = rank_memory(
+        costs, [1] * 4, make_schedule("zbv", num_ranks=2), num_micro_batches=4, rules=rules
+    )
+    assert [rank.weights for rank in together] == [140, 40]
+    assert together[0].optimizer == 8 * (50 + 20)
+
+
+def test_before_the_first_trained_item_nothing_is_kept():
+    frozen = Cost(forward=1.0, weights=20, num_parameters=10)
+    costs = ModelCosts(
+        overhead=Cost(), first=Cost(), layers=(frozen, LAYER), last=Cost(), tied=Cost(),
+        border=5, batch=0, shape=(1, 1),
+    )  # fmt: skip
+    schedule = make_schedule("1f1b", num_ranks=2)
+    found = expect(costs, [1, 1], schedule, num_micro_batches=4, rules=MemoryRules())
+    assert found.memory[0].activations == 0 and found.memory[0].gradients == 0
+    # rank 0: 4 forwards; rank 1 waits for the first, then 4 x (1 + 2)
+    assert found.seconds == 1 + 4 * 3
+
+
+def test_equal_stages_have_the_ideal_bubble():
+    schedule = make_schedule("1f1b", num_ranks=4)
+    durations = {(stage, Kind.FORWARD): 1.0 for stage in range(4)}
+    durations |= {(stage, Kind.BACKWARD): 2.0 for stage in range(4)}
+    step = expected(durations, schedule, 8)
+    assert step.seconds == (8 + 3) * 3
+    assert step.bubble == pytest.approx(ideal_bubble(num_stages=4, num_micro_batches=8))
+
+
+def best_seconds(layer, *names):
+    choices = advise(
+        {1: model(layer, num_layers=16)}, num_ranks=4, num_samples=8, rules=MemoryRules()
+    )
+    return [
+        min(c.expectation.seconds for c in choices if c.schedule.name == name) for name in names
+    ]
+
+
+def test_zero_bubble_gains_in_full_training_and_nothing_with_lora():
+    names = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble")
+    plain, interleaved, zero_bubble = best_seconds(LAYER, *names)
+    assert zero_bubble < interleaved < plain
+    # frozen weights: the backward pass is all input gradient
+    lora = Cost(forward=1.0, backward=1.0, input_grad=1.0, weight_grad=0.0, trains=True)
+    _, interleaved, zero_bubble = best_seconds(lora, *names)
+    assert zero_bubble >= interleaved
+
+
+def test_advice_puts_what_does_not_fit_last():
+    def ask(capacities):
+        return advise(
+            {1: model(num_layers=8)}, num_ranks=2, num_samples=8, rules=MemoryRules(),
+            capacities=capacities,
+        )  # fmt: skip
+
+    free = ask(None)
+    limit = min(choice.peak for choice in free)
+    tight = ask((limit, limit))
+    assert tight[0].overshoot == 0 and tight[0].peak <= limit
+    assert tight[-1].overshoot > 0
+    assert free[0].expectation.seconds < tight[0].expectation.seconds
+    assert "--schedule" in tight[0].options() and "--partition" in tight[0].options()
