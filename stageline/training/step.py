@@ -1,6 +1,7 @@
-"""One optimizer step over the pipeline: schedule, tied weights, norm, clipping, update.
+"""One optimizer step over the pipeline: schedule, replicas, tied weights, norm, clipping, update.
 
-Every rank calls `TrainStep` with the same micro-batches and gets the same result.
+Every rank of a pipeline calls `TrainStep` with the same micro-batches; replicas have others. All
+get the same result.
 """
 
 import math
@@ -15,6 +16,7 @@ from stageline.pipeline.ownership import Ownership
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
 from stageline.training.grad_norm import clip_gradients, global_grad_norm
 from stageline.training.precision import LossScaler, MasterWeights
+from stageline.training.replicas import Replicas
 
 IGNORE = -100
 
@@ -24,7 +26,7 @@ class StepResult:
     """What one optimizer step did; equal on all ranks.
 
     Attributes:
-        loss: the loss of the whole batch.
+        loss: the loss of the whole batch, of all replicas.
         grad_norm: before clipping; inf or nan when the step was skipped.
         num_tokens: real tokens, padding left out.
         num_targets: supervised tokens.
@@ -54,6 +56,7 @@ class TrainStep:
         learning_rate: step -> rate; the first step is 0.
         max_grad_norm: clip to this norm; 0 does not clip.
         scaler: loss scaling for fp16.
+        replicas: copies of the pipeline that share each step; None: there is one.
     """
 
     def __init__(
@@ -65,12 +68,14 @@ class TrainStep:
         learning_rate: Callable[[int], float],
         max_grad_norm: float = 1.0,
         scaler: LossScaler | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
         self.runner = runner
         self.loss_fn = loss_fn
         self.learning_rate = learning_rate
         self.max_grad_norm = max_grad_norm
         self.scaler = scaler or LossScaler(enabled=False)
+        self.replicas = replicas or Replicas()
         trainable = {
             name: parameter
             for name, parameter in runner.local.named_parameters().items()
@@ -91,7 +96,7 @@ class TrainStep:
         self, micro_batches: Sequence[MicroBatch], *, step: int, wants_stop: bool = False
     ) -> StepResult:
         """Runs step number `step` on the micro-batches of one global batch."""
-        num_targets = count_targets(micro_batches)
+        num_targets, num_tokens, num_samples = self._count(micro_batches)
         rate = self.learning_rate(step)
         self.weights.zero_grad()
         divisor = torch.tensor(float(num_targets), device=self.runner.device)
@@ -106,21 +111,44 @@ class TrainStep:
             loss=loss_value,
             grad_norm=grad_norm,
             learning_rate=rate,
-            num_tokens=sum(int(batch["attention_mask"].sum()) for batch in micro_batches),
+            num_tokens=num_tokens,
             num_targets=num_targets,
-            num_samples=sum(
-                int((batch["labels"] != IGNORE).any(dim=1).sum()) for batch in micro_batches
-            ),
+            num_samples=num_samples,
             is_skipped=is_skipped,
             wants_stop=stop_count > 0,
         )
 
+    def _count(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
+        """Targets, tokens and samples of the whole batch, over all replicas."""
+        counts = self.replicas.sum(
+            [
+                count_targets(micro_batches),
+                sum(int(batch["attention_mask"].sum()) for batch in micro_batches),
+                sum(int((batch["labels"] != IGNORE).any(dim=1).sum()) for batch in micro_batches),
+            ]
+        )
+        if counts[0] == 0:
+            raise UserError(
+                "a batch has no supervised token, so its loss is not defined: the template must "
+                "hold [ANSWER] (or another target) and max_token_num must leave room for it."
+            )
+        return counts
+
     def _update(self, rate: float) -> tuple[float, bool]:
-        """Norm, clipping and the optimizer's step; returns the norm and whether it was skipped."""
+        """Norm, clipping and the optimizer's step; returns the norm and whether it was skipped.
+
+        All replicas have the same gradients by then, to the bit, and so decide the same.
+        """
         parameters = self.weights.parameters
+        self.replicas.reduce_gradients(self.weights)
         self.ownership.sum_tied_gradients(parameters)
         self.scaler.unscale(parameters)
-        total_norm = global_grad_norm(parameters, ownership=self.ownership)
+        total_norm = global_grad_norm(
+            parameters,
+            ownership=self.ownership,
+            shares=self.weights.shares,
+            replica_group=self.replicas.group,
+        )
         norm = total_norm.item()
         is_skipped = not math.isfinite(norm)
         if not is_skipped:
@@ -139,19 +167,11 @@ class TrainStep:
         facts = torch.tensor([0.0, float(wants_stop)], device=self.runner.device)
         facts[0] = loss
         dist.all_reduce(facts, group=self.runner.group)
+        if self.replicas.size > 1:
+            dist.all_reduce(facts, group=self.replicas.group)
         return facts[0].item(), facts[1].item()
 
 
 def count_targets(micro_batches: Sequence[MicroBatch]) -> int:
-    """Supervised tokens of a batch; the first token of a row is never predicted.
-
-    Raises:
-        UserError: there is none, so the loss is not defined.
-    """
-    count = sum(int((batch["labels"][:, 1:] != IGNORE).sum()) for batch in micro_batches)
-    if count == 0:
-        raise UserError(
-            "a batch has no supervised token, so its loss is not defined: the template must hold "
-            "[ANSWER] (or another target) and max_token_num must leave room for it."
-        )
-    return count
+    """Supervised tokens of a batch; the first token of a row is never predicted."""
+    return sum(int((batch["labels"][:, 1:] != IGNORE).sum()) for batch in micro_batches)
