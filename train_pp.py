@@ -24,7 +24,7 @@ from stageline.distributed.failure import name_stages, run_entry
 from stageline.distributed.interrupt import stop_requested
 from stageline.distributed.launch import launch_if_needed
 from stageline.distributed.process_group import DistributedContext, distributed_context
-from stageline.distributed.seeds import seed_everything
+from stageline.distributed.seeds import replica_seed, seed_everything
 from stageline.errors import UserError
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import Schedule
@@ -32,7 +32,9 @@ from stageline.pipeline.topology import Topology, resolve_topology
 from stageline.training.evaluation import evaluate
 from stageline.training.optimizer_groups import optimizer_groups
 from stageline.training.precision import LossScaler
+from stageline.training.replicas import Replicas
 from stageline.training.report import RunReport, summarize_stage
+from stageline.training.sharding import ShardedReplicas
 from stageline.training.step import TrainStep
 from stageline.training.trainer import Trainer, TrainOptions
 
@@ -67,6 +69,11 @@ def check_topology(arguments: TrainArguments) -> Topology:
         world_size=int(world_size) if world_size else None,
     )
     topology.schedule.check(run.num_micro_batches)
+    if run.dp_shard and topology.dp_degree == 1:
+        raise UserError(
+            "--dp-shard came with one replica, two or more were expected: replicas share the "
+            "weights out among them. Add --dp-degree 2, or leave --dp-shard out."
+        )
     run.num_stages = topology.num_stages
     run.stages_per_rank = topology.num_stages // topology.num_ranks
     run.dp_degree = topology.dp_degree
@@ -157,10 +164,12 @@ def train(
 ) -> None:
     """Builds this rank's stages and runs the loop."""
     run, parts = arguments.run, arguments.parts
-    seed_everything(run.seed)
+    seed_everything(replica_seed(run.seed, context.dp_rank))
     models = [
         build_stage(arguments, context, stage) for stage in schedule.stages_of(context.pp_rank)
     ]
+    summaries = [summarize_stage(model, context) for model in models]
+    replicas = join_replicas(arguments, context, models)
     runner = PipelineRunner(
         models, device=context.device, group=context.pp_group, schedule=schedule
     )
@@ -172,6 +181,7 @@ def train(
         learning_rate=make_learning_rate(arguments),
         max_grad_norm=run.max_grad_norm,
         scaler=LossScaler(enabled=run.fp16),
+        replicas=replicas,
     )
     folder = Path(run.output_dir)
     if context.is_main:
@@ -180,17 +190,20 @@ def train(
         folder, context=context, total_steps=run.total_steps, log_steps=run.log_steps
     )
     with report:
-        report.show_plan([summarize_stage(model, context) for model in models])
+        report.show_plan(summaries)
         loader = functools.partial(make_loader, arguments, data, context)
         held_out = loader(data.test, is_evaluation=True) if data.test is not None else None
 
         def evaluate_now(step: int) -> None:
-            result = evaluate(runner, held_out, loss_fn=loss_fn, keep=report.num_pictures)
+            result = evaluate(
+                runner, held_out, loss_fn=loss_fn, keep=report.num_pictures, replicas=replicas
+            )
             report.evaluated(step, result, dataset=data.test, processor=data.processor)
 
         def save_now(step: int) -> None:
             target = folder / "checkpoints" / f"step-{step:08d}"
-            save_split_model(models, data.processor, target, group=context.pp_group, step=step)
+            groups = {"group": context.pp_group, "replicas": context.dp_group}
+            save_split_model(models, data.processor, target, step=step, **groups)
             report.say(f"saved {target}")
 
         trainer = Trainer(
@@ -230,6 +243,17 @@ def build_stage(
         **part.kwargs,
     )
     return model
+
+
+def join_replicas(
+    arguments: TrainArguments, context: DistributedContext, models: list[torch.nn.Module]
+) -> Replicas:
+    """Checks that all replicas start alike and, if asked to, shares their weights out."""
+    replicas = Replicas(context.dp_group, device=context.device)
+    replicas.check_equal(models)
+    if arguments.run.dp_shard:
+        return ShardedReplicas(models, mesh=context.mesh["dp"], device=context.device)
+    return replicas
 
 
 def make_optimizer(

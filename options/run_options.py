@@ -49,7 +49,7 @@ class TrainPathOptions:
 class BatchOptions:
     """Batches"""
 
-    batch_size: int = option(16, "samples of one schedule step", at_least=1)
+    batch_size: int = option(16, "samples of one schedule step, per replica", at_least=1)
     micro_batch_size: int = option(2, "samples that travel together", at_least=1)
     accumulate_steps: int = option(1, "batches of one optimizer step", at_least=1)
     max_token_num: int = option(512, "longest sample, in tokens", at_least=1)

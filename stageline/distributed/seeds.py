@@ -29,7 +29,7 @@ def derive_seed(seed: int, *names: int | str) -> int:
 
 
 def replica_seed(seed: int, dp_rank: int) -> int:
-    """The seed of a replica's global generators; the first one's is that of a run without others."""
+    """The seed of a replica's global generators; that of the first is the seed itself."""
     return seed if dp_rank == 0 else derive_seed(seed, "replica", dp_rank)
 
 

@@ -5,9 +5,13 @@ gradients are exchanged and summed before each optimizer step, so that both copi
 step, and it counts once in a norm.
 """
 
+import re
+
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from stageline.modules.lora import strip_lora
 
 
 class Ownership:
@@ -15,8 +19,8 @@ class Ownership:
 
     Args:
         named_parameters: this rank's trainable parameters by name.
-        order: the whole model's parameter names in its own order; names that are not in it
-            (LoRA) follow, by stage.
+        order: the whole model's parameter names in its own order; a LoRA's stand with the weight
+            beside it, other names that are not in it follow, by rank.
         group: the pipeline's process group.
 
     Attributes:
@@ -48,7 +52,7 @@ class Ownership:
         self.counted = counted_by_rank[self.rank]
         position = {name: index for index, name in enumerate(order)}
         keys = [
-            (position.get(name, len(order)), rank, index)
+            (position.get(_plain(name), len(order)), rank, index)
             for rank, rank_names in enumerate(counted_by_rank)
             for index, name in enumerate(rank_names)
         ]
@@ -85,3 +89,8 @@ class Ownership:
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         return received
+
+
+def _plain(name: str) -> str:
+    """A parameter's name in the model without LoRA; a LoRA's own have that of the weight beside."""
+    return re.sub(r"\.lora\.lora_[AB]\.weight$", ".weight", strip_lora(name))

@@ -30,7 +30,7 @@ class Replicas:
         self,
         group: dist.ProcessGroup | None = None,
         *,
-        device: torch.device = torch.device("cpu"),
+        device: torch.device | str = "cpu",
     ) -> None:
         self.group = group
         self.size = 1 if group is None else dist.get_world_size(group)
@@ -76,6 +76,9 @@ class Replicas:
                     "expected, because only gradients are exchanged. Give every machine the same "
                     "--model-path and the same versions of torch and transformers."
                 )
+
+    def end_weight_pass(self, model: nn.Module) -> None:
+        """Called behind each backward pass that computed a stage's weight gradients alone."""
 
     def reduce_gradients(self, weights: MasterWeights) -> None:
         """Adds up the gradients of all replicas; called once a step, after all backward passes."""

@@ -48,6 +48,11 @@ class ShardedReplicas(Replicas):
             parameter.register_post_accumulate_grad_hook(self._touched.add)
 
     @torch.no_grad()
+    def end_weight_pass(self, model: nn.Module) -> None:
+        """Adds the gradients up in float32 before the next pass adds to them in the half type."""
+        _end_backward(model)
+
+    @torch.no_grad()
     def reduce_gradients(self, weights: MasterWeights) -> None:
         """Reduces and shares out the gradients; takes the stages apart again."""
         self._fill_missing()
@@ -135,10 +140,13 @@ def _put_together(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _reduce(model: FSDPModule) -> None:
-    # what autograd calls at the end of a backward pass. It is called here, as torch's own pipeline
-    # does: passes that are split in two do not call it for the weights
-    end_backward = fully_shard.state(model)._root_post_backward_final_callback
-    end_backward()  # brings what such a pass left behind to the type of the sum
+    _end_backward(model)
     _set_last(model, True)
-    end_backward()
+    _end_backward(model)
     _set_last(model, False)
+
+
+def _end_backward(model: FSDPModule) -> None:
+    # autograd calls this at the end of each backward pass, but for those of the weights alone.
+    # torch's own pipeline calls it so too
+    fully_shard.state(model)._root_post_backward_final_callback()

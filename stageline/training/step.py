@@ -76,6 +76,8 @@ class TrainStep:
         self.max_grad_norm = max_grad_norm
         self.scaler = scaler or LossScaler(enabled=False)
         self.replicas = replicas or Replicas()
+        for passes in runner.passes.values():
+            passes.after_weights = self.replicas.end_weight_pass
         trainable = {
             name: parameter
             for name, parameter in runner.local.named_parameters().items()
