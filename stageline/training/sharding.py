@@ -140,7 +140,7 @@ def _put_together(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _reduce(model: FSDPModule) -> None:
-    _end_backward(model)
+    _end_backward(model)  # brings zeros that were filled in to the type of the other sums
     _set_last(model, True)
     _end_backward(model)
     _set_last(model, False)
