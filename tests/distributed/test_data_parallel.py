@@ -188,40 +188,37 @@ def train_both(rank, folder, options):
     return [Run(folder, **options, is_sharded=is_sharded).train() for is_sharded in (False, True)]
 
 
-def join_replicas(results):
-    """Puts shares together; what every replica holds whole must be equal on all."""
-    joined = []
-    for first, second in (results[0::2], results[1::2]):  # the ranks of a stage
-
-        def join(a, b, shares=tuple(first["shares"])):
-            assert set(a) == set(b)
-            for name in set(a) - set(shares):
-                assert torch.equal(a[name], b[name]), f"replicas differ in {name}"
-            return {n: torch.cat([a[n], b[n]]) if n in shares else a[n] for n in a}
-
-        steps = []
-        for ours, other in zip(first["steps"], second["steps"], strict=True):
-            assert (ours["loss"], ours["norm"]) == (other["loss"], other["norm"])
-            steps.append({**ours, "grads": join(ours["grads"], other["grads"])})
-        joined.append({"steps": steps, "weights": join(first["weights"], second["weights"])})
+def join(named, shares):
+    """One dict of all ranks': shares put together, copies of replicas and stages compared."""
+    joined = {}
+    for first, second, own in zip(
+        named[:2], named[2:], shares, strict=True
+    ):  # the ranks of a stage
+        assert set(first) == set(second)
+        for name in first:
+            tensor = torch.cat([first[name], second[name]]) if name in own else first[name]
+            assert name in own or torch.equal(tensor, second[name]), f"replicas differ in {name}"
+            assert torch.equal(joined.setdefault(name, tensor), tensor), f"copies of {name} differ"
     return joined
 
 
-def compare(stages, reference, *, bitwise):
-    """`stages`: what the ranks of one pipeline returned, shares put together."""
+def join_ranks(results):
+    """What all four ranks returned, as the reference returns it."""
+    shares = [result["shares"] for result in results[:2]]
+    steps = []
+    for of_ranks in zip(*(result["steps"] for result in results), strict=True):
+        assert len({(step["loss"], step["norm"]) for step in of_ranks}) == 1
+        steps.append({**of_ranks[0], "grads": join([step["grads"] for step in of_ranks], shares)})
+    return {"steps": steps, "weights": join([result["weights"] for result in results], shares)}
+
+
+def compare(ours, theirs, *, bitwise):
     tolerance = {"rtol": 0, "atol": 0} if bitwise else {"rtol": 1e-6, "atol": 1e-6}
-    assert {n for stage in stages for n in stage["weights"]} == set(reference["weights"])
-    for step, expected in enumerate(reference["steps"]):
-        assert {n for s in stages for n in s["steps"][step]["grads"]} == set(expected["grads"])
-        for stage in stages:
-            ours = stage["steps"][step]
-            assert ours["loss"] == pytest.approx(expected["loss"], rel=tolerance["rtol"])
-            assert ours["norm"] == pytest.approx(expected["norm"], rel=tolerance["rtol"])
-            for name, grad in ours["grads"].items():
-                torch.testing.assert_close(grad, expected["grads"][name], **tolerance, msg=name)
-    for stage in stages:
-        for name, weight in stage["weights"].items():
-            torch.testing.assert_close(weight, reference["weights"][name], **tolerance, msg=name)
+    torch.testing.assert_close(ours["weights"], theirs["weights"], **tolerance)
+    for step, expected in zip(ours["steps"], theirs["steps"], strict=True):
+        assert step["loss"] == pytest.approx(expected["loss"], rel=tolerance["rtol"])
+        assert step["norm"] == pytest.approx(expected["norm"], rel=tolerance["rtol"])
+        torch.testing.assert_close(step["grads"], expected["grads"], **tolerance)
 
 
 CASES = {
@@ -245,8 +242,8 @@ def test_replicas_equal_one_process(name, tmp_path):
     results = run_ranks(train_both, 4, tmp_path, options)
     replicated, sharded = ([result[kind] for result in results] for kind in (0, 1))
     assert not any(result["shares"] for result in replicated)
-    compare(join_replicas(replicated), reference, bitwise=not tied)
-    compare(join_replicas(sharded), reference, bitwise=False)
+    compare(join_ranks(replicated), reference, bitwise=not tied)
+    compare(join_ranks(sharded), reference, bitwise=False)
     whole_names = {n for r in sharded for n in r["weights"] if n not in r["shares"]}
     assert whole_names == ({"model.embed_tokens.weight"} if name == "zbv, tied" else set())
 
@@ -332,19 +329,9 @@ def train_in_bf16(rank, folder):
 def test_bf16_is_the_same_sharded_and_with_split_passes(tmp_path):
     build_whole(tmp_path)
     results = run_ranks(train_in_bf16, 4, tmp_path)
-    runs = [join_replicas([result[kind] for result in results]) for kind in range(4)]
-    merged = [
-        {
-            "steps": [
-                {**step, "grads": {n: g for s in stages for n, g in s["steps"][i]["grads"].items()}}
-                for i, step in enumerate(stages[0]["steps"])
-            ],
-            "weights": {n: w for stage in stages for n, w in stage["weights"].items()},
-        }
-        for stages in runs
-    ]
-    for other in merged[1:]:
-        compare([other], merged[0], bitwise=False)
+    runs = [join_ranks([result[kind] for result in results]) for kind in range(4)]
+    for other in runs[1:]:
+        compare(other, runs[0], bitwise=False)
 
 
 def evaluate_and_save(rank, folder, target, is_sharded, options):
@@ -393,10 +380,9 @@ def test_the_first_replica_saves_what_all_have_trained(kind, is_sharded, tmp_pat
         saved, before = peft.PeftModel.from_pretrained(saved, target), add_peft(before)
     found = {our_name(name): p for name, p in saved.named_parameters()}
     start = {our_name(name): p for name, p in before.named_parameters()}
-    for stage in join_replicas(results):
-        for name, weight in stage["weights"].items():
-            assert torch.equal(weight.to(saved.dtype), found[name]), name
-            assert not torch.equal(weight, start[name]), f"{name} has learnt nothing"
+    for name, weight in join_ranks(results)["weights"].items():
+        assert torch.equal(weight.to(saved.dtype), found[name]), name
+        assert not torch.equal(weight, start[name]), f"{name} has learnt nothing"
     assert saved.dtype == options.get("dtype", torch.float32)
     assert not list(tmp_path.glob("*.tmp-*"))
     assert all(result["figures"] == results[0]["figures"] for result in results)
