@@ -75,7 +75,7 @@ def test_replicas_train_and_save_what_one_process_does(kind, job, alone):
         for key in {"loss", "grad_norm"} & set(theirs):
             assert ours[key] == pytest.approx(theirs[key], rel=1e-6), key
     config = yaml.safe_load((job / kind / "config.yaml").read_text())
-    assert (config["dp_degree"], config["dp_shard"]) == (2, kind == "sharded")
+    assert (config["dp-degree"], config["dp-shard"]) == (2, kind == "sharded")
     assert (job / kind / "samples" / "step-00000003.png").is_file()
     for step in (2, 3):
         folders = [job / name / "checkpoints" / f"step-{step:08d}" for name in (kind, "alone")]
