@@ -2,10 +2,9 @@
 
 The reference is plain transformers (and peft): one process, the micro-batches of both replicas one
 by one. A sum of two numbers has no order, so replicas give the same result to the last bit, as long
-as the reference adds up the gradients of each replica's micro-batches first, and then the two sums.
-What differs in the last bits is compared to 1e-6: with sharded weights the gradient norm, which is
-made of sums of squares of the shares, and the weights, by clipping; weights that are tied across
-stages, whose gradient is a sum in another order.
+as the reference adds up each replica's gradients first, and then the two sums. What differs in the
+last bits is compared to 1e-6: with sharded weights the gradient norm, made of sums of squares of
+shares, and the weights, by clipping; the gradients of tied weights, a sum in another order.
 """
 
 import peft
@@ -56,8 +55,8 @@ def build_whole(folder, *, family="llama", tied=False):
     return whole.train()
 
 
-def add_peft(whole):
-    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", lora_dropout=0.0)
+def add_peft(whole, rank):
+    config = peft.LoraConfig(r=rank, lora_alpha=4, target_modules="all-linear", lora_dropout=0.0)
     whole = peft.get_peft_model(whole, config)
     fill_lora({our_name(name): p for name, p in whole.named_parameters()})
     return whole.train()
@@ -126,13 +125,17 @@ def reference_run(whole, family="llama"):
 # -- replicas ----------------------------------------------------------------------------------
 
 
-def build_stage(folder, family, stage, num_stages, *, dtype=torch.float32, **options):
+def build_stage(
+    folder, family, stage, num_stages, *, dtype=torch.float32, checkpointing=False, **options
+):
     stage_class = VisionLanguageStage if family in VISION_LANGUAGE else CausalLMStage
     config = AutoConfig.from_pretrained(folder)
     model = stage_class(config, stage=stage, num_stages=num_stages, dtype=dtype, **options)
     load_split_model(model, folder, device="cpu", dtype=dtype)
     fill_lora(dict(model.named_parameters()))
     model.frozen()
+    if checkpointing:
+        model.enable_gradient_checkpointing()
     return model.train()
 
 
@@ -224,9 +227,11 @@ def compare(ours, theirs, *, bitwise):
 CASES = {
     "1f1b": ({}, False),
     "1f1b, tied": ({}, True),
-    "1f1b, lora": (LORA, False),
+    # 3 rows of A for two replicas: unequal shares; 1 row: an empty one
+    "1f1b, lora, checkpointing": ({**LORA, "lora_rank": 3, "checkpointing": True}, False),
     "interleaved_1f1b": ({"schedule": "interleaved_1f1b"}, False),
-    "interleaved_1f1b, lora": ({"schedule": "interleaved_1f1b", **LORA}, False),
+    "interleaved_1f1b, lora": ({"schedule": "interleaved_1f1b", **LORA, "lora_rank": 1}, False),
+    "nothing trains on the first stage": ({"frozen_llm": True}, False),
     "interleaved_zero_bubble": ({"schedule": "interleaved_zero_bubble"}, False),
     "zbv, tied": ({"schedule": "zbv"}, True),  # both copies on one rank
     "pictures on one replica": ({"family": "llava"}, False),
@@ -238,7 +243,11 @@ def test_replicas_equal_one_process(name, tmp_path):
     options, tied = CASES[name]
     family = options.get("family", "llama")
     whole = build_whole(tmp_path, family=family, tied=tied)
-    reference = reference_run(add_peft(whole) if "llm_lora_num" in options else whole, family)
+    if "llm_lora_num" in options:
+        whole = add_peft(whole, options["lora_rank"])
+    elif "frozen_llm" in options:
+        whole.model.requires_grad_(False)
+    reference = reference_run(whole, family)
     results = run_ranks(train_both, 4, tmp_path, options)
     replicated, sharded = ([result[kind] for result in results] for kind in (0, 1))
     assert not any(result["shares"] for result in replicated)
@@ -254,9 +263,9 @@ def test_replicas_equal_one_process(name, tmp_path):
 class Collectives(TorchDispatchMode):
     """Counts the calls of c10d by name."""
 
-    def __init__(self):
-        super().__init__()
+    def __enter__(self):
         self.counts = {}
+        return super().__enter__()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "c10d":
@@ -273,7 +282,7 @@ def count_collectives(rank, folder, is_sharded, schedule):
         with Collectives() as mode:
             run.step(micro_batches, step=0)
         counts.append({n: c for n, c in mode.counts.items() if n not in ("send", "recv_")})
-    # the middle stages of four have nothing but layers
+    # middle stages have nothing but layers
     has_more = [model.is_first or model.is_last for model in run.models]
     return [counts, sum(len(model.blocks()) for model in run.models) + sum(has_more)]
 
@@ -377,7 +386,7 @@ def test_the_first_replica_saves_what_all_have_trained(kind, is_sharded, tmp_pat
     auto = transformers.AutoModelForCausalLM
     saved = auto.from_pretrained(base if kind == "lora" else target)
     if kind == "lora":
-        saved, before = peft.PeftModel.from_pretrained(saved, target), add_peft(before)
+        saved, before = peft.PeftModel.from_pretrained(saved, target), add_peft(before, 2)
     found = {our_name(name): p for name, p in saved.named_parameters()}
     start = {our_name(name): p for name, p in before.named_parameters()}
     for name, weight in join_ranks(results)["weights"].items():
