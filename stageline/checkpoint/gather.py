@@ -56,7 +56,7 @@ def _copies(sharded: dict[Place, nn.Parameter]) -> dict[Place, nn.Parameter]:
     copies = {}
     for (module, name), share in sharded.items():
         whole = module._parameters[name]
-        if isinstance(whole, DTensor):
+        if whole is None or isinstance(whole, DTensor):
             continue  # its module's turn comes
         if id(whole) not in made:
             copy = whole.detach().to("cpu", copy=True)

@@ -5,6 +5,7 @@ the library's own reverse conversion. A LoRA run becomes an adapter folder in th
 with the frozen base by reference. Not here: optimizer state.
 """
 
+import functools
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -64,18 +65,23 @@ def save_split_model(
     """
     stages = list(model) if isinstance(model, Sequence) else [model]
     folder = Path(folder).absolute()
-    options = {"base_path": base_path, "max_shard_bytes": max_shard_bytes}
+    write = functools.partial(
+        _save,
+        stages,
+        processor,
+        folder,
+        Ranks.of(group),
+        step=step,
+        base_path=base_path,
+        max_shard_bytes=max_shard_bytes,
+        facts=facts,
+    )
     if replicas is None:
-        _save(stages, processor, folder, Ranks.of(group), step=step, facts=facts, **options)
+        write()
         return folder
     among = Ranks.of(replicas)
-
-    def write() -> None:
-        if among.rank == 0:
-            _save(stages, processor, folder, Ranks.of(group), step=step, facts=facts, **options)
-
     with gathered(stages, keep=among.rank == 0):
-        among.together(write)
+        among.together(lambda: write() if among.rank == 0 else None)
     return folder
 
 

@@ -5,7 +5,7 @@ Not here: replicas that share their weights out among them (`sharding.py`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import nn
 from stageline.errors import UserError
 from stageline.training.precision import MasterWeights
 
+Number = TypeVar("Number", int, float)
 BUCKET_BYTES = 64 * 2**20  # large enough to be fast, small beside the weights
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -37,7 +38,7 @@ class Replicas:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.device = device
 
-    def sum(self, values: Sequence[float]) -> list[float]:
+    def sum(self, values: Sequence[Number]) -> list[Number]:
         """Adds numbers up over the replicas; integers stay exact."""
         if self.size == 1:
             return list(values)
