@@ -21,7 +21,8 @@ from stageline.distributed.process_group import (
     choose_device,
     distributed_context,
 )
-from stageline.distributed.seeds import seed_everything
+from stageline.distributed.seeds import replica_seed, seed_everything
+from stageline.errors import UserError
 from stageline.pipeline.device_memory import device_capacity
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import Schedule
@@ -30,7 +31,9 @@ from stageline.training.best import BestCheckpoint
 from stageline.training.evaluation import evaluate
 from stageline.training.planner import place_together
 from stageline.training.precision import LossScaler
+from stageline.training.replicas import Replicas
 from stageline.training.report import RunReport, summarize_stage
+from stageline.training.sharding import ShardedReplicas
 from stageline.training.step import StepResult, TrainStep
 from stageline.training.step_timeline import StepTimeline
 from stageline.training.trainer import Trainer, TrainOptions
@@ -83,6 +86,11 @@ def check_topology(arguments: TrainArguments) -> Topology:
         accumulate_steps=run.accumulate_steps,
     )
     check_memory(run, splits_backward=topology.schedule.splits_backward)
+    if run.dp_shard and topology.dp_degree == 1:
+        raise UserError(
+            "--dp-shard came with one replica, two or more were expected: replicas share the "
+            "weights out among them. Add --dp-degree 2, or leave --dp-shard out."
+        )
     run.num_stages = topology.num_stages
     run.stages_per_rank = topology.num_stages // topology.num_ranks
     run.dp_degree = topology.dp_degree
@@ -134,8 +142,10 @@ def train(
 ) -> None:
     """Builds this rank's stages and runs the loop."""
     run = arguments.run
-    seed_everything(run.seed)
+    seed_everything(replica_seed(run.seed, context.dp_rank))
     models = build_stages(arguments, context, schedule)
+    summaries = [summarize_stage(model, context) for model in models]
+    replicas = join_replicas(models, context, shards=run.dp_shard)
     runner = PipelineRunner(
         models, device=context.device, group=context.pp_group, schedule=schedule
     )
@@ -146,8 +156,19 @@ def train(
         folder, context=context, total_steps=run.total_steps, log_steps=run.log_steps
     )
     with report:
-        report.show_plan([summarize_stage(model, context) for model in models])
-        TrainingRun(arguments, data, context, runner, report).run()
+        report.show_plan(summaries)
+        TrainingRun(arguments, data, context, runner, replicas, report).run()
+
+
+def join_replicas(
+    models: list[torch.nn.Module], context: DistributedContext, *, shards: bool
+) -> Replicas:
+    """Checks that all replicas start alike and, if asked to, shares their weights out."""
+    replicas = Replicas(context.dp_group, device=context.device)
+    replicas.check_equal(models)
+    if shards:
+        return ShardedReplicas(models, mesh=context.mesh["dp"], device=context.device)
+    return replicas
 
 
 class TrainingRun:
@@ -159,10 +180,11 @@ class TrainingRun:
         data: Data,
         context: DistributedContext,
         runner: PipelineRunner,
+        replicas: Replicas,
         report: RunReport,
     ) -> None:
         run = self.options = arguments.run
-        self.data, self.runner, self.report = data, runner, report
+        self.data, self.runner, self.replicas, self.report = data, runner, replicas, report
         self.loss_fn = make_loss(arguments, runner.local.models[-1])
         self.timeline = StepTimeline(runner, step=min(run.timeline_step, run.total_steps) - 1)
         self.train_step = TrainStep(
@@ -173,13 +195,18 @@ class TrainingRun:
             max_grad_norm=run.max_grad_norm,
             scaler=LossScaler(enabled=run.fp16),
             timeline=self.timeline,
+            replicas=replicas,
         )
         loader = functools.partial(make_loader, arguments, data, context, runner.schedule)
         self.batches = loader(data.train, is_evaluation=False)
         self.held_out = None if data.test is None else loader(data.test, is_evaluation=True)
         self.checkpoints = Path(run.output_dir) / "checkpoints"
         self.save = functools.partial(
-            save_split_model, runner.local.models, data.processor, group=context.pp_group
+            save_split_model,
+            runner.local.models,
+            data.processor,
+            group=context.pp_group,
+            replicas=context.dp_group,
         )
         self.best = BestCheckpoint(self.checkpoints, metric=run.save_best, save=self.save)
 
@@ -208,7 +235,11 @@ class TrainingRun:
     def evaluate_now(self, step: int) -> None:
         """Evaluates on the held-out set; keeps the weights if they are the best."""
         result = evaluate(
-            self.runner, self.held_out, loss_fn=self.loss_fn, keep=self.report.num_pictures
+            self.runner,
+            self.held_out,
+            loss_fn=self.loss_fn,
+            keep=self.report.num_pictures,
+            replicas=self.replicas,
         )
         is_best = self.best.improves(result)
         self.report.evaluated(

@@ -54,7 +54,7 @@ class TrainPathOptions:
 class BatchOptions:
     """Batches"""
 
-    batch_size: int = option(16, "samples of one schedule step", at_least=1)
+    batch_size: int = option(16, "samples of one schedule step, per replica", at_least=1)
     micro_batch_size: int = option(
         2, "rows that travel together; of sorted ones the mean", at_least=1
     )

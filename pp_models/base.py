@@ -6,7 +6,6 @@ stage and the number of stages, and no process group.
 Shapes: B samples of a micro-batch, T tokens, H hidden size, V vocabulary.
 """
 
-import copy
 from collections.abc import Iterable
 
 import torch
@@ -134,6 +133,13 @@ class StageModel(nn.Module):
         """Module path prefixes of the parts `vit`, `mlp` (projector), `llm` and `lm_head`."""
         raise NotImplementedError
 
+    def blocks(self) -> list[nn.Module]:
+        """Modules with weights that are called one after the other: decoder layers.
+
+        With --dp-shard their weights are sent one by one, and all others in one piece.
+        """
+        return []
+
     # -- what follows from it --------------------------------------------------------------
 
     @property
@@ -180,7 +186,9 @@ class StageModel(nn.Module):
         """What this stage sends on: what the next stage expects. Empty on the last stage."""
         if self.is_last:
             return ()
-        successor = copy.copy(self)
+        # not copy.copy: FSDP, which shards stages, gives a class another __new__
+        successor = object.__new__(type(self))
+        successor.__dict__.update(self.__dict__)
         successor.stage = self.stage + 1
         return successor.get_example_input(micro_batch_size, max_token_num)
 

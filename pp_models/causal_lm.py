@@ -60,6 +60,10 @@ class CausalLMStage(StageModel):
             "lm_head": [self.paths.head] if self.paths.head else [],
         }
 
+    def blocks(self) -> list[torch.nn.Module]:
+        layers = self.get_submodule(self.paths.layers)
+        return [layers[index] for index in self.layers]
+
     @property
     def is_tied(self) -> bool:
         """Whether embedding and head share their weight."""

@@ -5,6 +5,7 @@ the library's own reverse conversion. A LoRA run becomes an adapter folder in th
 with the frozen base by reference. Not here: optimizer state.
 """
 
+import functools
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
+from stageline.checkpoint.gather import gathered
 from stageline.checkpoint.layout import draft_name, file_facts, publish, refuse_existing
 from stageline.checkpoint.save_adapter import merge_parts, trained_names, write_parts
 from stageline.checkpoint.shards import (
@@ -36,18 +38,21 @@ def save_split_model(
     folder: str | Path,
     *,
     group: dist.ProcessGroup | None = None,
+    replicas: dist.ProcessGroup | None = None,
     step: int | None = None,
     base_path: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     facts: dict[str, object] | None = None,
 ) -> Path:
-    """Saves the stages of all ranks of `group` as one folder; every rank of it calls this.
+    """Saves the stages of all ranks of `group` as one folder; every rank calls this.
 
     Args:
         model: this rank's stage, or stages.
         processor: tokenizer or processor to put beside the weights.
         folder: a new folder on a file system that all ranks share.
         group: the ranks of one pipeline; gloo where there is a choice. Needs no process group.
+        replicas: the ranks with the same stages, of which the first writes and the others wait; it
+            puts sharded weights together, a stage on its rank. None: there is one replica.
         step: for the manifest.
         base_path: of a LoRA run, the folder of the frozen model; None: where it was loaded from,
             and a base that started at random is saved too.
@@ -59,8 +64,38 @@ def save_split_model(
         OSError: a rank could not write; all ranks raise, the folder is not there.
     """
     stages = list(model) if isinstance(model, Sequence) else [model]
-    ranks = Ranks.of(group)
     folder = Path(folder).absolute()
+    write = functools.partial(
+        _save,
+        stages,
+        processor,
+        folder,
+        Ranks.of(group),
+        step=step,
+        base_path=base_path,
+        max_shard_bytes=max_shard_bytes,
+        facts=facts,
+    )
+    if replicas is None:
+        write()
+        return folder
+    among = Ranks.of(replicas)
+    with gathered(stages, keep=among.rank == 0):
+        among.together(lambda: write() if among.rank == 0 else None)
+    return folder
+
+
+def _save(
+    stages: list[nn.Module],
+    processor: object | None,
+    folder: Path,
+    ranks: Ranks,
+    *,
+    step: int | None,
+    base_path: str | None,
+    max_shard_bytes: int,
+    facts: dict[str, object] | None,
+) -> None:
     draft = folder.parent / ranks.gather(draft_name(folder))[0]
 
     def start() -> None:
@@ -87,7 +122,6 @@ def save_split_model(
             publish(draft, folder, facts={**manifest, **(facts or {})}, known=known)
 
     ranks.together(finish, draft)
-    return folder
 
 
 def _versions() -> dict[str, object]:

@@ -36,8 +36,11 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def together(self, function: Callable[[], Result], draft: Path) -> list[Result]:
+    def together(self, function: Callable[[], Result], draft: Path | None = None) -> list[Result]:
         """Runs a part of the work on every rank; what each returned.
+
+        Args:
+            draft: a folder to remove if a rank fails; the message names it.
 
         Raises:
             UserError, OSError: a rank failed; every rank raises, and the draft is removed.
@@ -51,9 +54,9 @@ class Ranks:
         failed = [(rank, *told[rank][2:]) for rank in range(self.size) if not told[rank][1]]
         if not failed:
             return [value for value, *_ in told]
-        if self.rank == 0:
-            discard(draft)
         rank, is_user_error, text = failed[0]
-        if is_user_error:
-            raise UserError(text) from error
-        raise OSError(f"saving to {draft} failed on rank {rank}: {text}") from error
+        if draft is not None:
+            text = text if is_user_error else f"saving to {draft} failed on rank {rank}: {text}"
+            if self.rank == 0:
+                discard(draft)
+        raise (UserError if is_user_error else OSError)(text) from error

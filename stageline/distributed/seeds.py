@@ -1,6 +1,7 @@
 """Seeds. Everything random follows from one number; no seed depends on a rank.
 
-A seed that depended on the rank would tie a run to its number of processes.
+A seed that depended on the rank would tie a run to its number of processes. Only replicas differ:
+they draw other dropout masks for their other samples.
 """
 
 import hashlib
@@ -25,6 +26,11 @@ def derive_seed(seed: int, *names: int | str) -> int:
     """
     text = "\x1f".join(f"{type(name).__name__}:{name}" for name in (seed, *names))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def replica_seed(seed: int, dp_rank: int) -> int:
+    """The seed of a replica's global generators; that of the first is the seed itself."""
+    return seed if dp_rank == 0 else derive_seed(seed, "replica", dp_rank)
 
 
 def derive_generator(

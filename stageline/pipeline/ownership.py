@@ -66,6 +66,8 @@ class Ownership:
             if self.rank not in ranks:
                 continue
             parameter = parameters[name]
+            if parameter.numel() == 0:
+                continue  # a share of a weight with fewer rows than replicas; peers have the same
             own = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
             received = self._exchange(own.contiguous(), [r for r in ranks if r != self.rank])
             copies = {**received, self.rank: own}

@@ -20,6 +20,10 @@ class StagePasses:
         computes_grad: something trains in this stage or before it; else no graph is made.
         sends_grad: something trains before it.
         saving: entered around each forward pass that keeps a graph.
+
+    Attributes:
+        after_weights: called with the model behind each pass for the weights alone, which autograd
+            does not tell the end of.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class StagePasses:
         self.computes_grad = computes_grad
         self.sends_grad = sends_grad
         self.saving = saving
+        self.after_weights: Callable[[nn.Module], None] | None = None
         self._kept: dict[int, tuple[Tensors, Tensors]] = {}
         self._weight_work: dict[int, list[dict]] = {}
 
@@ -90,6 +95,8 @@ class StagePasses:
             weights = list(self._weights())
             stage_backward_weight(iter(weights), self._weight_work.pop(index))
             _run_grad_hooks(weights)
+            if self.after_weights is not None:
+                self.after_weights(self.model)
             return ()
         inputs, outputs = self._kept.pop(index)
         roots, root_grads = _with_graph(outputs, grads)

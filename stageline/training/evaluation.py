@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from stageline.modules.chunked_loss import ChunkedLoss
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
+from stageline.training.replicas import Replicas
 from stageline.training.step_loss import Output, logits_of
 
 IGNORE = -100
@@ -39,14 +40,16 @@ def evaluate(
     *,
     loss_fn: Callable[..., torch.Tensor],
     keep: int = 0,
+    replicas: Replicas | None = None,
 ) -> EvalResult:
     """Runs all batches forward only.
 
     Args:
         loss_fn: a loss_fn part, or a `ChunkedLoss` where the last stage gives hidden states.
-        batches: lists of micro-batches; rows without a label weigh nothing. `loss_rows` [B] says
+        batches: lists of micro-batches of this replica; rows without a label weigh nothing. `loss_rows` [B] says
             which row of the dataset each one is; without it they come in its order.
         keep: how many rows' predicted tokens to return.
+        replicas: they share the rows out; figures are those of all.
     """
     sums = torch.zeros(3, dtype=torch.float64)  # loss, hits, targets
     predicted: dict[int, list[int]] = {}
@@ -81,7 +84,9 @@ def evaluate(
     shared = [sums.tolist(), predicted]
     if runner.schedule.num_ranks > 1:
         dist.broadcast_object_list(shared, src=runner.last_stage_rank, group=runner.group)
-    (loss, hits, targets), by_row = shared
+    told = (replicas or Replicas()).gather(shared)
+    loss, hits, targets = (sum(column) for column in zip(*(sums for sums, _ in told), strict=True))
+    by_row = {row: ids for _, rows in told for row, ids in rows.items()}
     return EvalResult(
         loss=loss / max(targets, 1.0),
         token_accuracy=hits / max(targets, 1.0),

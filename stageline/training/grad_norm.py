@@ -4,6 +4,8 @@ Norms are gathered per parameter and reduced in the order of the whole model on 
 of squares per rank would differ from the unsplit model in the last bits, and so would the weights.
 """
 
+from collections.abc import Collection
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,10 +15,19 @@ from stageline.pipeline.ownership import Ownership
 NO_GRADIENT = -1.0
 
 
-def global_grad_norm(parameters: dict[str, nn.Parameter], *, ownership: Ownership) -> torch.Tensor:
+def global_grad_norm(
+    parameters: dict[str, nn.Parameter],
+    *,
+    ownership: Ownership,
+    shares: Collection[str] = (),
+    replica_group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
     """The 2-norm over all gradients of all stages; the same scalar on every rank.
 
     A parameter without a gradient does not count, a tied one counts once.
+
+    Args:
+        shares: names of parameters of which the ranks of `replica_group` hold a share each.
     """
     device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
     longest = max(1, max(len(places) for places in ownership.model_order))
@@ -25,12 +36,22 @@ def global_grad_norm(parameters: dict[str, nn.Parameter], *, ownership: Ownershi
         grad = parameters[name].grad
         if grad is not None:
             own[index] = torch.linalg.vector_norm(grad.float())
+    places = [index for index, name in enumerate(ownership.counted) if name in shares]
+    if places:
+        own[places] = _join_norms(own[places], replica_group)
     gathered = [torch.empty_like(own) for _ in ownership.model_order]
     dist.all_gather(gathered, own, group=ownership.group)
     norms = torch.zeros(sum(len(places) for places in ownership.model_order), device=device)
     for rank_norms, places in zip(gathered, ownership.model_order, strict=True):
         norms[places] = rank_norms[: len(places)]
     return torch.linalg.vector_norm(norms[norms != NO_GRADIENT])
+
+
+def _join_norms(norms: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The norms of whole gradients from those of the shares of all ranks of `group`."""
+    squares = norms.double().square()  # in float32 large ones would overflow
+    dist.all_reduce(squares, group=group)
+    return torch.where(norms == NO_GRADIENT, norms, squares.sqrt().to(norms.dtype))
 
 
 def clip_gradients(

@@ -6,6 +6,7 @@ as soon as autograd has made it, so that many micro-batches do not lose small co
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 
@@ -13,15 +14,25 @@ HALF_TYPES = (torch.bfloat16, torch.float16)
 class MasterWeights:
     """The parameters that an optimizer sees, by name: masters of half ones, the others themselves.
 
+    Of a parameter that is shared out among replicas it sees this rank's share, a plain tensor.
+
     Args:
         named_parameters: the trainable parameters of a stage.
+
+    Attributes:
+        shares: names of those of which this rank has a share.
     """
 
     def __init__(self, named_parameters: dict[str, nn.Parameter]) -> None:
         self.model_parameters = named_parameters
         self.parameters: dict[str, nn.Parameter] = {}
+        self.shares: set[str] = set()
         for name, parameter in named_parameters.items():
-            if parameter.dtype in HALF_TYPES:
+            if isinstance(parameter, DTensor):
+                # the same memory: an update of the share is one of the parameter
+                self.parameters[name] = nn.Parameter(parameter.detach().to_local())
+                self.shares.add(name)
+            elif parameter.dtype in HALF_TYPES:
                 master = nn.Parameter(parameter.detach().float().clone())
                 parameter.register_post_accumulate_grad_hook(_adder_to(master))
                 self.parameters[name] = master
@@ -33,8 +44,14 @@ class MasterWeights:
         """Rounds the masters into the model after an optimizer step."""
         for name, parameter in self.model_parameters.items():
             master = self.parameters[name]
-            if master is not parameter:
+            if master is not parameter and name not in self.shares:
                 parameter.copy_(master)
+
+    def take_shares(self) -> None:
+        """Takes over the gradients of shares, once they are reduced."""
+        for name in self.shares:
+            grad = self.model_parameters[name].grad
+            self.parameters[name].grad = None if grad is None else grad.to_local()
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""

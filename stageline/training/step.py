@@ -1,6 +1,7 @@
-"""One optimizer step over the pipeline: schedule, tied weights, norm, clipping, update.
+"""One optimizer step over the pipeline: schedule, replicas, tied weights, norm, clipping, update.
 
-Every rank calls `TrainStep` with the same micro-batches and gets the same result.
+Every rank of a pipeline calls `TrainStep` with the same micro-batches; replicas have others. All
+get the same result.
 """
 
 import math
@@ -17,6 +18,7 @@ from stageline.pipeline.recorder import NO_RECORDER
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
 from stageline.training.grad_norm import clip_gradients, global_grad_norm
 from stageline.training.precision import LossScaler, MasterWeights
+from stageline.training.replicas import Replicas
 from stageline.training.step_loss import StepLoss
 from stageline.training.step_timeline import StepTimeline
 
@@ -28,7 +30,7 @@ class StepResult:
     """What one optimizer step did; equal on all ranks.
 
     Attributes:
-        loss: of the whole batch, what the loss_fn part says alone: comparable between models.
+        loss: of the whole batch, over all replicas, what the loss_fn part says alone: comparable between models.
         grad_norm: before clipping; inf or nan when the step was skipped.
         num_tokens: real tokens, padding left out.
         num_targets: supervised tokens.
@@ -62,6 +64,7 @@ class TrainStep:
         max_grad_norm: clip to this norm; 0 does not clip.
         scaler: loss scaling for fp16.
         timeline: times the passes of one of the steps.
+        replicas: copies of the pipeline that share each step; None: there is one.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class TrainStep:
         max_grad_norm: float = 1.0,
         scaler: LossScaler | None = None,
         timeline: StepTimeline | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
         self.runner = runner
         self.loss_fn = loss_fn
@@ -81,6 +85,9 @@ class TrainStep:
         self.max_grad_norm = max_grad_norm
         self.scaler = scaler or LossScaler(enabled=False)
         self.timeline = timeline
+        self.replicas = replicas or Replicas()
+        for passes in runner.passes.values():
+            passes.after_weights = self.replicas.end_weight_pass
         trainable = {
             name: parameter
             for name, parameter in runner.local.named_parameters().items()
@@ -101,13 +108,13 @@ class TrainStep:
         self, micro_batches: Sequence[MicroBatch], *, step: int, wants_stop: bool = False
     ) -> StepResult:
         """Runs step number `step` on the micro-batches of one global batch."""
-        num_targets = count_targets(micro_batches)
+        num_targets, num_tokens, num_samples = self._count(micro_batches)
         rate = self.learning_rate(step)
         self.weights.zero_grad()
         loss_of = StepLoss(
             self.loss_fn,
             num_targets=num_targets,
-            num_micro_batches=len(micro_batches),
+            num_micro_batches=len(micro_batches) * self.replicas.size,
             scale=self.scaler.scale,
             device=self.runner.device,
         )
@@ -121,20 +128,45 @@ class TrainStep:
             loss=loss,
             grad_norm=grad_norm,
             learning_rate=rate,
-            num_tokens=sum(int(batch["attention_mask"].sum()) for batch in micro_batches),
+            num_tokens=num_tokens,
             num_targets=num_targets,
-            num_samples=sum(count_samples(batch) for batch in micro_batches),
+            num_samples=num_samples,
             is_skipped=is_skipped,
             wants_stop=stop_count > 0,
             extra_loss=extra_loss,
         )
 
+    def _count(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
+        """Targets, tokens and samples of the whole batch, over all replicas."""
+        counts = self.replicas.sum(
+            [
+                count_targets(micro_batches),
+                sum(int(batch["attention_mask"].sum()) for batch in micro_batches),
+                sum(count_samples(batch) for batch in micro_batches),
+            ]
+        )
+        if counts[0] == 0:
+            raise UserError(
+                "a batch has no supervised token, so its loss is not defined: the template must "
+                "hold [ANSWER] (or another target) and max_token_num must leave room for it."
+            )
+        return counts
+
     def _update(self, rate: float) -> tuple[float, bool]:
-        """Norm, clipping and the optimizer's step; returns the norm and whether it was skipped."""
+        """Norm, clipping and the optimizer's step; returns the norm and whether it was skipped.
+
+        All replicas have the same gradients by then, to the bit, and so decide the same.
+        """
         parameters = self.weights.parameters
+        self.replicas.reduce_gradients(self.weights)
         self.ownership.sum_tied_gradients(parameters)
         self.scaler.unscale(parameters)
-        total_norm = global_grad_norm(parameters, ownership=self.ownership)
+        total_norm = global_grad_norm(
+            parameters,
+            ownership=self.ownership,
+            shares=self.weights.shares,
+            replica_group=self.replicas.group,
+        )
         norm = total_norm.item()
         is_skipped = not math.isfinite(norm)
         if not is_skipped:
@@ -153,19 +185,11 @@ class TrainStep:
         stop = torch.tensor(float(wants_stop), device=self.runner.device)
         facts = torch.stack([loss, extra_loss, stop])
         dist.all_reduce(facts, group=self.runner.group)
+        if self.replicas.size > 1:
+            dist.all_reduce(facts, group=self.replicas.group)
         return facts.tolist()
 
 
 def count_targets(micro_batches: Sequence[MicroBatch]) -> int:
-    """Supervised tokens of a batch; the first token of a row is never predicted.
-
-    Raises:
-        UserError: there is none, so the loss is not defined.
-    """
-    count = sum(int((batch["labels"][:, 1:] != IGNORE).sum()) for batch in micro_batches)
-    if count == 0:
-        raise UserError(
-            "a batch has no supervised token, so its loss is not defined: the template must hold "
-            "[ANSWER] (or another target) and max_token_num must leave room for it."
-        )
-    return count
+    """Supervised tokens of a batch; the first token of a row is never predicted."""
+    return sum(int((batch["labels"][:, 1:] != IGNORE).sum()) for batch in micro_batches)

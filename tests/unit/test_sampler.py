@@ -77,6 +77,20 @@ def test_replicas_share_a_step_and_join_to_the_whole(dp_degree):
         assert list(itertools.chain(*parts)) == step
 
 
+@pytest.mark.parametrize("dp_degree", [2, 3])
+def test_replicas_part_each_epoch_among_them(dp_degree):
+    seen = []
+    for epoch in range(2):
+        shares = []
+        for rank in range(dp_degree):
+            sampler = StepSampler(24, step_samples=4, dp_rank=rank, dp_degree=dp_degree, seed=1)
+            sampler.set_epoch(epoch)
+            shares.append(set(itertools.chain(*sampler)))
+        assert sum(map(len, shares)) == 24 and set.union(*shares) == set(range(24))
+        seen.append(shares)
+    assert seen[0] != seen[1], "another epoch parts them otherwise"
+
+
 def test_training_goes_on_from_any_step():
     full = _take(_loader(10), 7)
     for start in range(6):

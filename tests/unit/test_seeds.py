@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy
 import torch
 
-from stageline.distributed.seeds import derive_generator, derive_seed, seed_everything
+from stageline.distributed.seeds import derive_generator, derive_seed, replica_seed, seed_everything
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,3 +52,9 @@ def test_a_generator_leaves_the_global_one_alone():
     drawn = torch.rand(3, generator=derive_generator(0, "order"))
     assert torch.equal(torch.rand(3), expected)
     assert torch.equal(drawn, torch.rand(3, generator=derive_generator(0, "order")))
+
+
+def test_replicas_draw_other_dropout_and_the_first_the_usual_one():
+    seeds = [replica_seed(seed, dp_rank) for seed in (0, 1) for dp_rank in range(3)]
+    assert len(set(seeds)) == len(seeds)
+    assert (seeds[0], seeds[3]) == (0, 1)
