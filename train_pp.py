@@ -9,6 +9,8 @@ import os
 import sys
 from pathlib import Path
 
+import torch
+
 from options.memory_options import check_memory
 from parse_args import TrainArguments, parse_train_args, save_config
 from register import engine_register, freeze_registers, import_shelf

@@ -46,8 +46,9 @@ def evaluate(
 
     Args:
         loss_fn: a loss_fn part, or a `ChunkedLoss` where the last stage gives hidden states.
-        batches: lists of micro-batches of this replica; rows without a label weigh nothing. `loss_rows` [B] says
-            which row of the dataset each one is; without it they come in its order.
+        batches: lists of micro-batches of this replica; rows without a label weigh nothing.
+            `loss_rows` [B] says which row of the dataset each one is; without it they come in
+            its order.
         keep: how many rows' predicted tokens to return.
         replicas: they share the rows out; figures are those of all.
     """

@@ -30,7 +30,8 @@ class StepResult:
     """What one optimizer step did; equal on all ranks.
 
     Attributes:
-        loss: of the whole batch, over all replicas, what the loss_fn part says alone: comparable between models.
+        loss: of the whole batch, of all replicas; what the loss_fn part says alone, so that it can
+            be compared between models.
         grad_norm: before clipping; inf or nan when the step was skipped.
         num_tokens: real tokens, padding left out.
         num_targets: supervised tokens.
