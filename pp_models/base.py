@@ -39,6 +39,7 @@ class StageModel(nn.Module):
     """
 
     logits_chunk = 0
+    checkpoint_every = 1
 
     def __init__(
         self,
@@ -178,7 +179,7 @@ class StageModel(nn.Module):
     def layer_kind(self, index: int) -> object:
         """What sets a layer apart from others with parameters of the same shapes."""
         types = getattr(self.text_config, "layer_types", None)
-        return types[index] if types else None
+        return types[index] if types else None, index % self.checkpoint_every == 0
 
     def get_example_output(
         self, micro_batch_size: int, max_token_num: int
@@ -288,6 +289,7 @@ class StageModel(nn.Module):
             every: layers 0, n, 2 n, ... of the whole model, the same for every split.
             mode: "operators" keeps the outputs of matrix products and attention.
         """
+        self.checkpoint_every = every
         layers = self.layer_list()
         layers += tower_layers(self, but=[layer for _, layer in layers])
         checkpoint_layers(layers, every=every, mode=mode)
@@ -329,10 +331,8 @@ class StageModel(nn.Module):
         """
         config_path = config_path or checkpoint_path
         config = _read_config(config_path, model_types, trust_remote_code=trust_remote_code)
-        pieces = {"is_piece": True} if is_piece else {}
-        model = cls(
-            config, stage=stage, num_stages=num_stages, dtype=dtype, **pieces, **model_kwargs
-        )
+        model_kwargs |= {"is_piece": True} if is_piece else {}
+        model = cls(config, stage=stage, num_stages=num_stages, dtype=dtype, **model_kwargs)
         if is_piece and torch.device(device).type == "meta":
             pass  # only looked at
         elif checkpoint_path is None:

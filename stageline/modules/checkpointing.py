@@ -70,6 +70,12 @@ def checkpoint_layers(
     for index, layer in layers:
         if index % every == 0 and not isinstance(layer, PassThrough):
             layer.forward = functools.partial(recompute, layer.forward, contexts=CONTEXTS[mode])
+            layer.is_recomputed = True
+
+
+def recomputes(model: nn.Module) -> bool:
+    """Whether some layer of `model` is recomputed in the backward pass."""
+    return any(getattr(module, "is_recomputed", False) for module in model.modules())
 
 
 def tower_layers(model: nn.Module, *, but: Iterable[nn.Module]) -> list[tuple[int, nn.Module]]:

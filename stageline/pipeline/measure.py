@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from stageline.modules.checkpointing import recomputes
 from stageline.pipeline.actions import Kind
 from stageline.pipeline.cost import Cost, ModelCosts
 from stageline.pipeline.live_bytes import PeakBytes, SavedBytes, tensor_bytes
@@ -203,10 +204,10 @@ class _Run:
     def _mark_shared(self, saved: SavedBytes) -> list[torch.utils.hooks.RemovableHandle]:
         """What a layer gets by name (masks, rotary tables) all layers of a stage get."""
         layers = [self.model.get_submodule(self.model.layer_name(i)) for i in self.model.layers]
-        recomputes = any(getattr(m, "gradient_checkpointing", False) for m in self.model.modules())
+        is_recomputed = recomputes(self.model)
 
         def mark(module: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
-            saved.share((args[1:], _but_hidden(kwargs)), is_held=recomputes)
+            saved.share((args[1:], _but_hidden(kwargs)), is_held=is_recomputed)
 
         return [layer.register_forward_pre_hook(mark, with_kwargs=True) for layer in layers]
 

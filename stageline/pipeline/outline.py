@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from stageline.modules.checkpointing import recomputes
 from stageline.pipeline.cost import Cost
 from stageline.pipeline.live_bytes import tensor_bytes
 
@@ -98,7 +99,7 @@ def outline_of(make_piece: MakePiece) -> Outline:
     ]
     first, last = (dict(end.named_parameters()) for end in ends)
     layers = [_below(whole, whole.layer_name(index)) for index in range(num_layers)]
-    recomputes = any(getattr(m, "gradient_checkpointing", False) for m in whole.modules())
+    is_recomputed = recomputes(whole)
     return Outline(
         make_piece=make_piece,
         first=parameter_cost(first.values()),
@@ -108,7 +109,7 @@ def outline_of(make_piece: MakePiece) -> Outline:
         tied=parameter_cost(last[name] for name in first.keys() & last.keys()),
         example=ExamplePasses(
             border=lambda *shape: tensor_bytes(ends[1].get_example_input(*shape)),
-            widths=tuple(0 if recomputes else token_width(layer) for layer in layers),
+            widths=tuple(0 if is_recomputed else token_width(layer) for layer in layers),
             last_width=token_width(last),
         ),
     )

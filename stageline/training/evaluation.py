@@ -54,7 +54,8 @@ def evaluate(
     """
     sums = torch.zeros(3, dtype=torch.float64)  # loss, hits, targets
     predicted: dict[int, list[int]] = {}
-    num_rows = 0
+    replicas = replicas or Replicas()
+    num_rows = 0  # before the rows that come next, of all replicas
     one = torch.ones((), device=runner.device)
 
     part, pieces = loss_fn, _one_piece
@@ -81,11 +82,15 @@ def evaluate(
                 predicted[row] = guesses[index][is_target[index]].tolist()
 
     for micro_batches in batches:
+        step_rows = sum(len(batch["input_ids"]) for batch in micro_batches)
+        begin = num_rows
+        num_rows += replicas.rank * step_rows
         runner.evaluate(micro_batches, on_output=on_output)
+        num_rows = begin + replicas.size * step_rows
     shared = [sums.tolist(), predicted]
     if runner.schedule.num_ranks > 1:
         dist.broadcast_object_list(shared, src=runner.last_stage_rank, group=runner.group)
-    told = (replicas or Replicas()).gather(shared)
+    told = replicas.gather(shared)
     loss, hits, targets = (sum(column) for column in zip(*(sums for sums, _ in told), strict=True))
     by_row = {row: ids for _, rows in told for row, ids in rows.items()}
     return EvalResult(
