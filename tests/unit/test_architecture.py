@@ -23,6 +23,8 @@ ROOT_ARROWS = {
     **{name: {"register", "stageline", name} for name in SHELF},
     **{name: {"register", *OPTIONS} for name in OPTIONS},
     **{name: {"register", "stageline", *OPTIONS} for name in ENTRIES},
+    # checks with the very functions that train
+    "check_model": {"register", "stageline", "train_pp", *OPTIONS},
     "stageline": {"stageline"},
 }
 LOW = {"modules", "data"}
@@ -35,6 +37,7 @@ ROOM_ARROWS = {
     "inference": {*LOW},
     "training": {*MIDDLE, *LOW, "plotting"},
     "streaming": {*MIDDLE, *LOW},
+    "checking": {"training", *MIDDLE, *LOW},
     "pipeline": {*LOW},
     "checkpoint": {*LOW},
     "distributed": set(),
