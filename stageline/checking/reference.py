@@ -45,8 +45,10 @@ class PlainLoRA(nn.Module):
         return self.lora_module.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # the layer first: autograd adds up gradients of x in this order
+        result = self.lora_module(x)
         low = functional.linear(x, self.lora.lora_A.weight)
-        return self.lora_module(x) + functional.linear(low, self.lora.lora_B.weight) * self.scale
+        return result + functional.linear(low, self.lora.lora_B.weight) * self.scale
 
 
 def add_plain_lora(whole: nn.Module, like: nn.Module) -> None:

@@ -47,6 +47,14 @@ class LocalStages:
             named.update(model.named_parameters())
         return named
 
+    def stage_of(self) -> dict[str, int]:
+        """Parameter name -> its stage; of a shared one the first."""
+        stages: dict[str, int] = {}
+        for model in self.models:
+            for name, _ in model.named_parameters():
+                stages.setdefault(name, model.stage)
+        return stages
+
     def train(self, mode: bool = True) -> None:
         """Sets the mode of all stages."""
         for model in self.models:

@@ -5,9 +5,13 @@ gradients are exchanged and summed before each optimizer step, so that both copi
 step, and it counts once in a norm.
 """
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from stageline.modules.lora import is_lora_name, strip_lora
 
 
 class Ownership:
@@ -15,8 +19,9 @@ class Ownership:
 
     Args:
         named_parameters: this rank's trainable parameters by name.
-        order: the whole model's parameter names in its own order; names that are not in it
-            (LoRA) follow, by stage.
+        order: the whole model's parameter names in its own order. A LoRA comes with the layer
+            it is on; other names that are not in it follow, by stage.
+        stage_of: name -> stage, of this rank's names; None: a rank holds one stage.
         group: the pipeline's process group.
 
     Attributes:
@@ -29,6 +34,7 @@ class Ownership:
         named_parameters: dict[str, nn.Parameter],
         *,
         order: list[str],
+        stage_of: Mapping[str, int] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.group = group
@@ -46,13 +52,21 @@ class Ownership:
             for rank, rank_names in enumerate(names)
         ]
         self.counted = counted_by_rank[self.rank]
-        position = {name: index for index, name in enumerate(order)}
+        stages: list[Mapping[str, int] | None] = [None] * len(names)
+        dist.all_gather_object(stages, stage_of, group=group)
+        position = _positions(order)
+        # by stage, not by rank: with several stages a rank the two are different orders
         keys = [
-            (position.get(name, len(order)), rank, index)
+            (
+                position.get(_whole_name(name), len(order)),
+                (stages[rank] or {}).get(name, rank),
+                rank,
+                index,
+            )
             for rank, rank_names in enumerate(counted_by_rank)
             for index, name in enumerate(rank_names)
         ]
-        places = {key[1:]: place for place, key in enumerate(sorted(keys))}
+        places = {key[2:]: place for place, key in enumerate(sorted(keys))}
         self.model_order = [
             [places[rank, index] for index in range(len(rank_names))]
             for rank, rank_names in enumerate(counted_by_rank)
@@ -83,3 +97,15 @@ class Ownership:
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         return received
+
+
+def _positions(order: list[str]) -> dict[str, int]:
+    """Name of a parameter, or of a module with parameters of its own -> its place."""
+    places = {name.rpartition(".")[0]: index for index, name in enumerate(order)}
+    return {**places, **{name: index for index, name in enumerate(order)}}
+
+
+def _whole_name(name: str) -> str:
+    """Of a weight of an adapter, the module that it is on; else the name without adapters."""
+    plain = strip_lora(name)
+    return plain.rpartition(".lora.")[0] if is_lora_name(name) else plain

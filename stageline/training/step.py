@@ -79,7 +79,10 @@ class TrainStep:
         self.weights = MasterWeights(trainable)
         self.optimizer = make_optimizer(self.weights.parameters)
         self.ownership = Ownership(
-            trainable, order=runner.local.parameter_order, group=runner.group
+            trainable,
+            order=runner.local.parameter_order,
+            stage_of=runner.local.stage_of(),
+            group=runner.group,
         )
         if not any(self.ownership.names_by_rank):
             raise UserError(
