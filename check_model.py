@@ -168,7 +168,7 @@ def make_batches(
         parts = arguments.parts
     else:
         wanted, run.micro_batch_size, run.max_token_num = LEAST_MICRO_BATCHES, 2, 1 << 16
-        parts = {**picture_parts(config), **arguments.parts}
+        parts = {**arguments.parts, **picture_parts(arguments, config)}
     run.batch_size = schedule.legal_micro_batches(wanted) * run.micro_batch_size
     run.processor_path = source.processor_path
     changed = dataclasses.replace(arguments, run=run, parts=parts)
@@ -184,21 +184,25 @@ def make_batches(
     return batches
 
 
-def picture_parts(config: transformers.PretrainedConfig) -> dict[str, ChosenPart]:
-    """Parts that stand in for those of a dataset: random pictures, a question and an answer."""
+def picture_parts(
+    arguments: CheckArguments, config: transformers.PretrainedConfig
+) -> dict[str, ChosenPart]:
+    """Parts in place of those of a dataset: random pictures with a question and an answer."""
     size = getattr(config.vision_config, "image_size", None) or DEFAULT_PICTURE_SIZE
     size = max(size) if isinstance(size, list | tuple) else size
 
     def pictures(*, dataset_path: str | None, split: str) -> RandomPictures:
-        """Random pictures."""
         return RandomPictures(size=size)
 
+    chosen = {
+        "image_token": ChosenPart("image_token", "auto", image_token_register["auto"]),
+        "collate_fn": ChosenPart("collate_fn", "sft", collate_fn_register["sft"]),
+    }
     return {
         "dataset": ChosenPart("dataset", "random", pictures),
         "prompt": ChosenPart("prompt", "random", PICTURE_PROMPT),
         "prompt_fn": ChosenPart("prompt_fn", "fill", prompt_fn_register["fill"]),
-        "image_token": ChosenPart("image_token", "auto", image_token_register["auto"]),
-        "collate_fn": ChosenPart("collate_fn", "sft", collate_fn_register["sft"]),
+        **{name: arguments.parts.get(name, part) for name, part in chosen.items()},
     }
 
 

@@ -139,10 +139,10 @@ class SplitCheck:
         batches, config = self.batches(0), self.preparation.config
         loss = self.split.loss(batches)
         other = self.split.loss(change_first_token(batches, config))
-        self._row("first token changes the loss", loss != other, f"{loss:.6f} -> {other:.6f}")
+        self._add_change("first token changes the loss", loss, other)
         if self._first(has_pixels(batches)):
             other = self.split.loss(change_images(batches))
-            self._row("image changes the loss", loss != other, f"{loss:.6f} -> {other:.6f}")
+            self._add_change("image changes the loss", loss, other)
         elif getattr(config, "vision_config", None) is not None:
             missing = "there is no image: it takes a --dataset or a processor"
             self._row("image changes the loss", None, missing)
@@ -150,6 +150,10 @@ class SplitCheck:
             apart = abs(loss - self.split.loss(add_padding(batches)))
             fits = apart <= PADDING_TOLERANCE * (1 + abs(loss))
             self._row("padding changes nothing", fits, f"{apart:.1e} apart")
+
+    def _add_change(self, name: str, loss: float, other: float) -> None:
+        changed = loss != other and math.isfinite(loss) and math.isfinite(other)
+        self._row(name, changed, f"{loss:.6f} -> {other:.6f}")
 
     # -- steps -----------------------------------------------------------------------------
 
@@ -209,6 +213,7 @@ class SplitCheck:
     def _add_missing_gradients(self, steps: Steps) -> None:
         trained = [(fact.stage, name) for fact in self.facts for name in fact.trained]
         missing = [pair for pair in trained if pair not in steps.seen]
+        num_seen = len(trained) - len(missing)
         if self.preparation.is_library:
             had = {name for name, grad in self.reference.gradients().items() if grad is not None}
             unused = [name for _, name in missing if name not in had]
@@ -221,7 +226,7 @@ class SplitCheck:
         self._row(
             "trained ones have a gradient",
             not missing,
-            f"{len(trained) - len(missing)} of {len(trained)}",
+            f"{num_seen} of {len(trained)}",
             [f"{name} (stage {stage}) has none in any step" for stage, name in missing],
         )
 

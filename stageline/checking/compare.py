@@ -65,6 +65,8 @@ class Comparison:
 def measure(ours: torch.Tensor, theirs: torch.Tensor, *, tolerance: float) -> tuple[bool, float]:
     """Whether two tensors agree, and the greatest difference of two of their numbers.
 
+    NaN agrees with NaN: attention makes it in rows that are padding.
+
     Args:
         tolerance: absolute and relative; 0 asks for equal bits.
     """
@@ -72,9 +74,13 @@ def measure(ours: torch.Tensor, theirs: torch.Tensor, *, tolerance: float) -> tu
         return False, math.inf
     if torch.equal(ours, theirs):
         return True, 0.0
-    gap = (ours.double() - theirs.double()).abs()
+    both = ours.isnan() & theirs.isnan()
+    gap = (ours.double() - theirs.double()).abs().masked_fill(both, 0.0)
     largest = gap.max().item()
-    fits = tolerance > 0 and bool((gap <= tolerance * (1 + theirs.double().abs())).all())
+    if largest == 0.0:
+        return True, 0.0
+    limits = tolerance * (1 + theirs.double().abs().masked_fill(both, 0.0))
+    fits = tolerance > 0 and bool((gap <= limits).all())
     return fits, largest if math.isfinite(largest) else math.inf
 
 
