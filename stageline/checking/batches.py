@@ -40,7 +40,8 @@ def random_batches(
     """Micro-batches of random ids, each of another length; the last row of each is padded."""
     text = config.get_text_config(decoder=True)
     generator = torch.Generator().manual_seed(seed)
-    ordinary = [i for i in range(text.vocab_size) if i not in special_ids(config)]
+    special = special_ids(config)
+    ordinary = [i for i in range(text.vocab_size) if i not in special]
     choice = torch.tensor(ordinary or [0])
     pad = getattr(text, "pad_token_id", None)
     longest = getattr(text, "max_position_embeddings", None) or max(LENGTHS)

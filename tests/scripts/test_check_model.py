@@ -216,7 +216,8 @@ def test_the_entry_checks_the_part_of_the_guide(guide, tmp_path):
     assert "GruStage on one stage" in done.stdout and "float32" in done.stdout
     assert "passed: the split computes what the whole model computes" in done.stdout
     assert not (tmp_path / "runs").exists()
-    done = run_entry(tmp_path, "--check-tolerance", "1000", "--check-steps", "1")
+    blind = ("--check-tolerance", "1000", "--check-steps", "1")
+    done = run_entry(tmp_path, "--num-stages", "1", *blind)
     assert done.returncode == 1, done.stdout + done.stderr
     assert re.search(r"a broken split is seen +FAILED", done.stdout)
 
