@@ -70,9 +70,9 @@ class SplitCheck:
         self.whole, self.preparation, self.facts = whole, preparation, facts
         self.batches, self.report = batches, report
         held = [name for fact in facts for name in fact.names]
-        self.tolerance = tolerance
         if tolerance is None:
-            self.tolerance = TIED_TOLERANCE if len(held) > len(set(held)) else 0.0
+            tolerance = TIED_TOLERANCE if len(held) > len(set(held)) else 0.0
+        self.tolerance = tolerance
         self.reference: Reference | None = None
         if whole is not None:
             self.reference = Reference(
@@ -239,7 +239,8 @@ class SplitCheck:
         stage = len(self.facts) // 2
         told = self._all(self.split.break_one_number(stage))
         broken = next(text for text in told if text is not None)
-        steps = self._compare_steps([number])
+        # the batch that the number was chosen for: another may not use it
+        steps = self._compare_steps([number - 1])
         if self.reference is None:
             return
         seen = [

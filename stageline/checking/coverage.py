@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -27,7 +28,7 @@ class StageFacts:
     layers: int
 
 
-def stage_facts(model: nn.Module, files: Iterable[str]) -> StageFacts:
+def stage_facts(model: Any, files: Iterable[str]) -> StageFacts:
     """The facts of a stage model.
 
     Args:

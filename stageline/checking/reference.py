@@ -5,6 +5,7 @@ how stages are cut; a LoRA is added by a few lines of its own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,8 +29,8 @@ class PlainLoRA(nn.Module):
         self, module: nn.Module, *, down: torch.Tensor, up: torch.Tensor, scale: float
     ) -> None:
         super().__init__()
-        self.lora_module = module
-        self.lora = nn.Module()
+        self.lora_module: Any = module
+        self.lora: Any = nn.Module()
         for leaf, value in (("lora_A", down), ("lora_B", up)):
             layer = nn.Module()
             layer.weight = nn.Parameter(value.detach().clone())

@@ -2,7 +2,7 @@
 
 import json
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -92,5 +92,5 @@ class Report:
         return path
 
 
-def _wrapped(notes: object) -> list[str]:
+def _wrapped(notes: Iterable[str]) -> list[str]:
     return [line for note in notes for line in textwrap.wrap(note, 96, subsequent_indent="      ")]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -97,6 +97,7 @@ def prepare(
     auto_class = _choose_class(config, reference, trust_remote_code=trust_remote_code)
     processor, notes = _find_processor(source, folder, trust_remote_code=trust_remote_code)
     is_own = not notes
+    assert origin is not None  # read_config has refused that
     if layers is not None:
         before = cut_layers(config, layers)
         notes.append(
@@ -130,7 +131,7 @@ def _find_processor(
     source: Source, folder: Path, *, trust_remote_code: bool
 ) -> tuple[str, list[str]]:
     """The user's tokenizer or processor, or a stand-in and a note that says so."""
-    path = source.processor_path or source.model_path or source.config_path
+    path = source.processor_path or source.model_path or source.config_path or ""
     if has_processor(path, trust_remote_code=trust_remote_code):
         return path, []
     # in a folder of its own: beside a config the library would want the model's processor
@@ -141,7 +142,7 @@ def _find_processor(
 
 def _choose_class(
     config: PretrainedConfig, reference: ReferenceKind, *, trust_remote_code: bool
-) -> type | None:
+) -> Any:
     if reference == "part":
         return None
     auto_class = library_class(config, trust_remote_code=trust_remote_code)

@@ -29,7 +29,7 @@ class Split:
     def __init__(self, runner: PipelineRunner, *, loss_fn: Callable[..., torch.Tensor]) -> None:
         self.runner = runner
         self.group = runner.group
-        self.models: list[nn.Module] = list(runner.local)
+        self.models: list[Any] = list(runner.local)
         self.loss_fn = loss_fn
         self.train_step = TrainStep(
             runner,
@@ -59,7 +59,7 @@ class Split:
         """The hidden states that each stage sends on, as (stage, name, value)."""
         sent: list[tuple[int, str, torch.Tensor]] = []
 
-        def keep(model: nn.Module, _: Any, output: Any) -> None:
+        def keep(model: Any, _: Any, output: Any) -> None:
             value = output[0] if isinstance(output, tuple) else output
             sent.append((model.stage, border_name(model.stage), value))
 
@@ -91,8 +91,8 @@ class Split:
     def break_one_number(self, stage: int) -> str | None:
         """Changes one number of one matrix of a stage; says which, where that stage lies.
 
-        The one with the largest gradient, so that the change has an effect; it moves by as much
-        as the largest number of the matrix.
+        It moves by as much as the largest number of its matrix, and is the one whose move should
+        change the loss of the last step's batch most.
         """
         model = next((model for model in self.models if model.stage == stage), None)
         if model is None:
@@ -103,7 +103,7 @@ class Split:
 
         def pull(name: str) -> float:
             grad = updated[name].grad if name in updated else None
-            return 0.0 if grad is None else grad.abs().max().item()
+            return 0.0 if grad is None else (grad.abs().max() * matrices[name].abs().max()).item()
 
         name = max(matrices, key=lambda name: (pull(name), matrices[name].numel()))
         parameter = matrices[name]

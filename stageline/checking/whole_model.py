@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -84,7 +85,7 @@ def cut_layers(config: PretrainedConfig, layers: int) -> int:
     return before
 
 
-def library_class(config: PretrainedConfig, *, trust_remote_code: bool) -> type | None:
+def library_class(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:
     """The library's Auto class that builds this model, or None where it knows none."""
     choices = {
         "AutoModelForCausalLM": transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -129,7 +130,7 @@ def save_config(config: PretrainedConfig, origin: str, folder: Path) -> None:
 
 
 def save_random_library_model(
-    auto_class: type, config: PretrainedConfig, folder: Path, *, seed: int, trust_remote_code: bool
+    auto_class: Any, config: PretrainedConfig, folder: Path, *, seed: int, trust_remote_code: bool
 ) -> None:
     """A whole model of the library with random weights, saved by the library."""
     with torch.random.fork_rng():
@@ -162,8 +163,9 @@ def move_constants(model: nn.Module) -> None:
             parameter.add_(torch.randn_like(parameter) * 0.05)
 
 
-def weights_folder(model_path: str) -> Path:
+def weights_folder(model_path: str | None) -> Path:
     """The checkpoint that holds the model's weights; of an adapter, its base."""
+    assert model_path is not None  # a model without one has been given a folder
     checkpoint = find_checkpoint(model_path)
     return find_base(checkpoint) if (checkpoint / ADAPTER_CONFIG).exists() else checkpoint
 
@@ -174,7 +176,7 @@ def is_plain(checkpoint: Path) -> bool:
 
 
 def load_library_model(
-    auto_class: type,
+    auto_class: Any,
     config: PretrainedConfig,
     checkpoint: Path,
     *,
@@ -183,7 +185,7 @@ def load_library_model(
 ) -> PreTrainedModel:
     """The library's whole model with the weights of a checkpoint, in float32."""
     folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
-    options = {"attn_implementation": attn_implementation} if attn_implementation else {}
-    if trust_remote_code:
-        options["trust_remote_code"] = True
+    options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
+    if attn_implementation:
+        options["attn_implementation"] = attn_implementation
     return auto_class.from_pretrained(folder, config=config, dtype=torch.float32, **options)
