@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
+from options.check_options import CheckConfig
 from options.checks import (
     check_batches,
     check_best,
@@ -54,6 +55,8 @@ EVALUATE_KEYS: dict[str, str | None] = {
     "image_token": None,
     "metric": None,
 }
+# of a training run's keys, those that a check does without unless it gets a dataset
+DATA_KEYS = ("dataset", "prompt", "prompt_fn", "image_token", "collate_fn")
 SPECIAL = ("import", "config", "list", "help")  # answered before the options are known
 NOT_SAVED = ("check_only", "plan")
 
@@ -107,6 +110,13 @@ class EvaluateArguments(Arguments):
     run: EvaluateConfig
 
 
+@dataclass
+class CheckArguments(TrainArguments):
+    """What `check_model.py` runs: a training run's arguments and its own options."""
+
+    run: CheckConfig
+
+
 def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
     """Reads the options of a training run.
 
@@ -136,6 +146,25 @@ def parse_evaluate_args(argv: Sequence[str] | None = None) -> EvaluateArguments:
     check_limits(run)
     check_precision(run)
     return EvaluateArguments(run=run, parts=parts, imports=imports)
+
+
+def parse_check_args(argv: Sequence[str] | None = None) -> CheckArguments:
+    """Reads the options of a check, which are those of a training run and some of its own.
+
+    The keys that have to do with data may be left out; with --dataset they belong together.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    given = by_name(_with_configs(read_words(words)))
+    keys = {
+        name: key
+        for name, key in TRAIN_KEYS.items()
+        if name not in DATA_KEYS or name in given or {"dataset", "help"} & set(given)
+    }
+    run, parts, imports = _parse(words, CheckConfig, keys=keys)
+    check_limits(run)
+    check_precision(run)
+    check_partition(run)
+    return CheckArguments(run=run, parts=parts, imports=imports)
 
 
 def save_config(arguments: Arguments, path: str | Path) -> None:

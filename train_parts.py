@@ -28,6 +28,7 @@ from stageline.training.optimizer_groups import optimizer_groups
 from stageline.training.planner import PlannedRun, Planner
 from stageline.training.step_loss import StepLoss
 
+SHELF = ("pp_models", "prompt", "prompt_fn", "dataset", "loss_fn", "optimizer")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

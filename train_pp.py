@@ -40,6 +40,7 @@ from stageline.training.step import StepResult, TrainStep
 from stageline.training.step_timeline import StepTimeline
 from stageline.training.trainer import Trainer, TrainOptions
 from train_parts import (
+    SHELF,
     Data,
     build_stages,
     check_data,
@@ -49,8 +50,6 @@ from train_parts import (
     make_optimizer,
     make_planner,
 )
-
-SHELF = ("pp_models", "prompt", "prompt_fn", "dataset", "loss_fn", "optimizer")
 
 
 def main() -> int:

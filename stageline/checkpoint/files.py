@@ -95,21 +95,27 @@ def open_tensors(file: Path, device: torch.device | str = "cpu") -> safe_open:
 
 
 class LazyTensor:
-    """A tensor in a file, read when the library takes `[...]` of it, and only then."""
+    """A tensor in a file, read when the library takes `[...]` of it, and only then.
 
-    def __init__(self, file: safe_open, name: str) -> None:
+    Args:
+        taken: gets the name when the tensor is read.
+    """
+
+    def __init__(self, file: safe_open, name: str, taken: set[str]) -> None:
         self.file = file
         self.name = name
+        self.taken = taken
 
     def __getitem__(self, index: object) -> torch.Tensor:
         assert index is Ellipsis, "the library reads whole tensors unless it shards them"
+        self.taken.add(self.name)
         return self.file.get_tensor(self.name)
 
 
-def lazy_state(files: dict[str, Path]) -> dict[str, LazyTensor]:
-    """Name on disk -> tensor that is read when it is wanted."""
+def lazy_state(files: dict[str, Path], taken: set[str]) -> dict[str, LazyTensor]:
+    """Name on disk -> tensor that is read when it is wanted; `taken` gets what was read."""
     opened = {file: open_tensors(file) for file in sorted(set(files.values()))}
-    return {name: LazyTensor(opened[file], name) for name, file in files.items()}
+    return {name: LazyTensor(opened[file], name, taken) for name, file in files.items()}
 
 
 def list_names(names: list[str] | set[str], limit: int = 20) -> str:

@@ -31,6 +31,10 @@ from stageline.errors import UserError
 from stageline.modules.lora import WRAPPED, is_lora_name, strip_lora, unwrapped
 
 
+class CheckpointMismatch(UserError):
+    """The names or shapes in a checkpoint are not those of the model."""
+
+
 def load_split_model(
     model: nn.Module,
     checkpoint_path: str | Path,
@@ -49,8 +53,11 @@ def load_split_model(
         dtype: of the parameters.
         seed: of the outermost LoRA, which is in no checkpoint.
 
+    The model gets `loaded_from` and `keys_read`, the names on disk that were read for it.
+
     Raises:
-        UserError: names are missing, unexpected or of another shape; the message lists them.
+        CheckpointMismatch: names are missing, unexpected or of another shape; it lists them.
+        UserError: the files cannot be read, or leave a tensor without a value.
     """
     checkpoint = find_checkpoint(checkpoint_path)
     device = torch.device(device)
@@ -88,13 +95,14 @@ def _read_by_library(
     checkpoint: Path,
 ) -> None:
     whole_names: set[str] = set()
+    model.keys_read = set()
     stage_class = _pruning_class(model, whole_names)
     kwargs = {"device_map": {"": device}} if device.type != "cpu" else {}
     try:
         with _quiet(), returns_freed_memory():
             loaded, info = stage_class.from_pretrained(
                 None,
-                state_dict=lazy_state(files),
+                state_dict=lazy_state(files, model.keys_read),
                 config=copy.deepcopy(model.config),
                 dtype=dtype,
                 output_loading_info=True,
@@ -179,7 +187,7 @@ def _refuse(
     if wrong:
         problems.append(f"{len(wrong)} shapes differ: {list_names(wrong)}")
     if problems:
-        raise UserError(
+        raise CheckpointMismatch(
             f"{checkpoint} does not fit stage {model.stage} of {model.num_stages}: "
             f"{'; '.join(problems)}. Every weight of the stage was expected, with its shape, and "
             "no others: nothing may start at random unseen. Check that --model-path and "
@@ -277,6 +285,7 @@ def _read_by_names(
                     continue
                 value = value.to(dtype) if value.is_floating_point() else value
                 _put(model, name, value)
+    model.keys_read = {there for there in key_map.values() if there in files}
     _refuse(model, checkpoint, set(), set(), wrong)
     _finish_by_names(model, here, tied, device=device, dtype=dtype, done=set(key_map))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from options.check_options import CheckConfig
 from options.run_options import EvaluateConfig, RunConfig
 from register import ALL_REGISTERS
 
@@ -16,7 +17,12 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted([*(ROOT / "scripts").glob("*.sh"), *(ROOT / "scripts").glob("*.slurm")])
 EXPORT_OPTIONS = {"model-path", "output-path", "merge", "dtype", "verify", "trust-remote-code"}
 SPECIAL = {"config", "import", "help", "list"}
-PROGRAMS = {"train_pp.py": RunConfig, "evaluate.py": EvaluateConfig, "export.py": None}
+PROGRAMS = {
+    "train_pp.py": RunConfig,
+    "check_model.py": CheckConfig,
+    "evaluate.py": EvaluateConfig,
+    "export.py": None,
+}
 
 
 def known_options(program):

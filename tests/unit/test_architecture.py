@@ -16,7 +16,7 @@ SHELF = {
     *("dataset", "loss_fn", "metric", "optimizer"),
 }
 OPTIONS = {"parse_args", "options"}
-ENTRIES = {"train_pp", "evaluate", "serve", "corpus", "export"}
+ENTRIES = {"train_pp", "check_model", "evaluate", "serve", "corpus", "export"}
 # what an entry file hands work to, beside it
 ENTRY_HELPERS = {"train_parts"}
 # root name -> root names it may import; all but register may import third parties
@@ -40,6 +40,7 @@ ROOM_ARROWS = {
     "inference": {*LOW},
     "training": {*MIDDLE, *LOW, "plotting"},
     "streaming": {*MIDDLE, *LOW},
+    "checking": {"training", *MIDDLE, *LOW},
     "pipeline": {*LOW},
     "checkpoint": {*LOW},
     "distributed": set(),

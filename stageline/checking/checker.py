@@ -1,0 +1,296 @@
+"""Compares the stages of all ranks with the whole model on rank 0, and proves that it can fail.
+
+Every rank runs the same methods in the same order; rank 0 alone judges and reports.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stageline.checking.batches import (
+    MicroBatch,
+    add_padding,
+    change_first_token,
+    change_images,
+    has_pixels,
+)
+from stageline.checking.compare import Comparison, Difference, compare_named, numbers_agree
+from stageline.checking.coverage import StageFacts, check_keys, check_names, check_trained
+from stageline.checking.reference import Reference, model_inputs
+from stageline.checking.report import Report
+from stageline.checking.setup import Preparation, WholeModel
+from stageline.checking.split import Split, border_name
+
+TIED_TOLERANCE = 1e-6
+PADDING_TOLERANCE = 1e-5  # other shapes, so sums in another order
+
+
+@dataclass
+class Steps:
+    """What comparing optimizer steps found, on rank 0.
+
+    Attributes:
+        losses, norms: (ours, the whole model's) of each step.
+        seen: (stage, name) of parameters that had a gradient in some step.
+    """
+
+    losses: list[tuple[float, float]] = field(default_factory=list)
+    norms: list[tuple[float, float]] = field(default_factory=list)
+    gradients: Comparison = field(default_factory=Comparison)
+    seen: set[tuple[int, str]] = field(default_factory=set)
+
+
+class SplitCheck:
+    """One check.
+
+    Args:
+        split: the stages that this rank holds.
+        whole: on rank 0 the model to compare with, elsewhere None.
+        facts: of all stages.
+        batches: number of a step -> its micro-batches.
+        tolerance: None: 0, or 1e-6 where stages share a weight.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        *,
+        whole: WholeModel | None,
+        preparation: Preparation,
+        facts: Sequence[StageFacts],
+        batches: Callable[[int], list[MicroBatch]],
+        tolerance: float | None,
+        report: Report,
+    ) -> None:
+        self.split, self.group = split, split.group
+        self.whole, self.preparation, self.facts = whole, preparation, facts
+        self.batches, self.report = batches, report
+        held = [name for fact in facts for name in fact.names]
+        if tolerance is None:
+            tolerance = TIED_TOLERANCE if len(held) > len(set(held)) else 0.0
+        self.tolerance = tolerance
+        self.reference: Reference | None = None
+        if whole is not None:
+            self.reference = Reference(
+                whole.model,
+                forward=whole.forward,
+                loss_fn=split.loss_fn,
+                # a sum depends on its order; the library's own model has its own
+                order=None if preparation.is_library else held,
+            )
+
+    def run(self, *, steps: int) -> None:
+        """All checks, in the order of the table."""
+        self._check_coverage()
+        self._check_start()
+        self._check_borders()
+        self._check_inputs()
+        self._settle_mode()
+        self._check_steps(steps)
+        self._check_broken_split(steps)
+
+    # -- before the first step -------------------------------------------------------------
+
+    def _check_coverage(self) -> None:
+        if self.whole is None:
+            return
+        report, facts, tied = self.report, self.facts, self.whole.tied
+        files, passed_over = self.preparation.files, self.whole.passed_over
+        check_keys(report, facts, files=files, tied=tied, passed_over=passed_over)
+        check_names(report, facts, whole=self.reference.weights(), tied=tied)
+        check_trained(report, facts, trains=self.whole.trains)
+
+    def _check_start(self) -> None:
+        self._add("weights before step 1", self._compare_weights())
+
+    def _check_borders(self) -> None:
+        """Says at which stage a difference begins."""
+        if not self.preparation.is_library or len(self.facts) == 1:
+            return
+        batch = self.batches(0)[0]
+        own = self.split.borders(batch)
+        expected = None if self.reference is None else self._hidden_states(batch)
+        if self._first(expected) is None:
+            return  # a model that does not give them
+        found = compare_named(own, expected, tolerance=self.tolerance, group=self.group)
+        self._add("hidden states between stages", found)
+
+    @torch.no_grad()
+    def _hidden_states(self, batch: MicroBatch) -> dict[str, torch.Tensor] | None:
+        model = self.reference.model
+        was_training = model.training
+        model.eval()
+        output = model(**model_inputs(batch), use_cache=False, output_hidden_states=True)
+        model.train(was_training)
+        states = getattr(output, "hidden_states", None) or ()
+        layers = [fact.layers for fact in self.facts]
+        if len(states) != sum(layers) + 1:
+            return None
+        return {
+            border_name(stage): states[sum(layers[: stage + 1])] for stage in range(len(layers) - 1)
+        }
+
+    def _check_inputs(self) -> None:
+        """What a stage gets must reach the loss; padding must not."""
+        batches, config = self.batches(0), self.preparation.config
+        loss = self.split.loss(batches)
+        other = self.split.loss(change_first_token(batches, config))
+        self._add_change("first token changes the loss", loss, other)
+        if self._first(has_pixels(batches)):
+            other = self.split.loss(change_images(batches))
+            self._add_change("image changes the loss", loss, other)
+        elif getattr(config, "vision_config", None) is not None:
+            missing = "there is no image: it takes a --dataset or a processor"
+            self._row("image changes the loss", None, missing)
+        if all("attention_mask" in batch for batch in batches):
+            apart = abs(loss - self.split.loss(add_padding(batches)))
+            fits = apart <= PADDING_TOLERANCE * (1 + abs(loss))
+            self._row("padding changes nothing", fits, f"{apart:.1e} apart")
+
+    def _add_change(self, name: str, loss: float, other: float) -> None:
+        changed = loss != other and math.isfinite(loss) and math.isfinite(other)
+        self._row(name, changed, f"{loss:.6f} -> {other:.6f}")
+
+    # -- steps -----------------------------------------------------------------------------
+
+    def _settle_mode(self) -> None:
+        """Where something random acts in training (dropout), both sides are checked without it."""
+        is_random = False
+        if self.reference is not None:
+            first, second = (self.reference.loss(self.batches(0)[:1]) for _ in range(2))
+            is_random = first != second and not math.isnan(first)
+        if not self._first(is_random):
+            return
+        self.split.runner.local.train(False)
+        if self.reference is not None:
+            self.reference.model.eval()
+            self.report.notes.append(
+                "two forward passes in training mode differ (dropout): compared in evaluation mode"
+            )
+
+    def _check_steps(self, count: int) -> None:
+        steps = self._compare_steps(range(count))
+        weights = self._compare_weights()
+        if self.reference is None:
+            return
+        self._add_numbers(f"loss of {count} steps", steps.losses)
+        self._add_numbers(f"clip norm of {count} steps", steps.norms)
+        self._add(f"gradients of {count} steps", steps.gradients)
+        self._add_missing_gradients(steps)
+        self._add(f"weights after {count} steps", weights)
+
+    def _compare_steps(self, numbers: Sequence[int]) -> Steps:
+        steps = Steps()
+        for number in numbers:
+            batches = self.batches(number)
+            loss = norm = limit = 0.0
+            if self.reference is not None:
+                # to half of the norm of the first step: clipping must act
+                limit = None if number == 0 else self.split.train_step.max_grad_norm
+                loss, norm, limit = self.reference.step(batches, max_norm=limit)
+            result = self.split.step(batches, max_norm=self._first(limit))
+            expected = None if self.reference is None else self.reference.gradients()
+            own = self.split.gradients()
+            found = compare_named(own, expected, tolerance=self.tolerance, group=self.group)
+            have = self._all([(stage, name) for stage, name, grad in own if grad is not None])
+            steps.seen.update(pair for pairs in have for pair in pairs)
+            if found is not None:
+                steps.losses.append((result.loss, loss))
+                steps.norms.append((result.grad_norm, norm))
+                steps.gradients.merge(_at_step(found, number + 1))
+        return steps
+
+    def _compare_weights(self) -> Comparison | None:
+        expected = None if self.reference is None else self.reference.weights()
+        return compare_named(
+            self.split.weights(), expected, tolerance=self.tolerance, group=self.group
+        )
+
+    def _add_missing_gradients(self, steps: Steps) -> None:
+        trained = [(fact.stage, name) for fact in self.facts for name in fact.trained]
+        missing = [pair for pair in trained if pair not in steps.seen]
+        num_seen = len(trained) - len(missing)
+        if self.preparation.is_library:
+            had = {name for name, grad in self.reference.gradients().items() if grad is not None}
+            unused = [name for _, name in missing if name not in had]
+            missing = [(stage, name) for stage, name in missing if name in had]
+            if unused:
+                self.report.notes.append(
+                    f"{len(unused)} trained parameters get no gradient, neither here nor in the "
+                    f"library's model: {', '.join(unused[:4])}{' ...' if unused[4:] else ''}"
+                )
+        self._row(
+            "trained ones have a gradient",
+            not missing,
+            f"{num_seen} of {len(trained)}",
+            [f"{name} (stage {stage}) has none in any step" for stage, name in missing],
+        )
+
+    def _check_broken_split(self, number: int) -> None:
+        """The same comparison, on a split that is wrong on purpose, has to fail."""
+        name = "a broken split is seen"
+        if not self._first(self.report.passed):
+            self._row(name, None, "not needed: a difference was seen above")
+            return
+        stage = len(self.facts) // 2
+        told = self._all(self.split.break_one_number(stage))
+        broken = next(text for text in told if text is not None)
+        # the batch that the number was chosen for: another may not use it
+        steps = self._compare_steps([number - 1])
+        if self.reference is None:
+            return
+        seen = [
+            what
+            for what, pairs in (("loss", steps.losses), ("clip norm", steps.norms))
+            if not all(numbers_agree(*pair, tolerance=self.tolerance) for pair in pairs)
+        ]
+        if steps.gradients.differences:
+            seen.append(f"{len(steps.gradients.differences)} gradients")
+        figure = f"one number of {broken} (stage {stage}) changed: {', '.join(seen)} differ"
+        blind = f"the check cannot see a broken split: {broken} (stage {stage}) was changed"
+        self._row(name, bool(seen), figure if seen else blind)
+
+    # -- rank 0 and the others -------------------------------------------------------------
+
+    def _first(self, value: Any) -> Any:
+        """The value that rank 0 has, on all ranks."""
+        box = [value]
+        dist.broadcast_object_list(box, group=self.group, group_src=0)
+        return box[0]
+
+    def _all(self, value: Any) -> list[Any]:
+        """The values of all ranks, on all ranks."""
+        values: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def _row(
+        self, name: str, passed: bool | None, figure: str, details: Sequence[str] = ()
+    ) -> None:
+        self.report.add(name, passed, figure, details)
+
+    def _add(self, name: str, found: Comparison | None) -> None:
+        if found is not None:
+            self._row(name, found.is_equal, found.figure, [str(d) for d in found.differences])
+
+    def _add_numbers(self, name: str, pairs: Sequence[tuple[float, float]]) -> None:
+        apart = max(abs(ours - theirs) for ours, theirs in pairs)
+        wrong = [
+            f"step {step}: {ours!r} instead of {theirs!r}"
+            for step, (ours, theirs) in enumerate(pairs, start=1)
+            if not numbers_agree(ours, theirs, tolerance=self.tolerance)
+        ]
+        values = ", ".join(f"{ours:.6f}" for ours, _ in pairs[:3])
+        how = "equal to the bit" if apart == 0 else f"{apart:.1e} apart"
+        self._row(name, not wrong, f"{values}{' ...' if pairs[3:] else ''}: {how}", wrong)
+
+
+def _at_step(found: Comparison, step: int) -> Comparison:
+    found.differences = [
+        Difference(item.stage, item.name, f"step {step}: {item.what}") for item in found.differences
+    ]
+    return found

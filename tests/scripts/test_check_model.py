@@ -1,0 +1,271 @@
+"""check_model.py: right splits pass; each kind of wrong one fails, and the report says what."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+
+import check_model
+from parse_args import parse_check_args
+from pp_models import CausalLMStage
+from register import import_shelf, train_model_register
+from stageline.data.processor import save_processor
+from stageline.distributed.process_group import DistributedContext
+from stageline.errors import UserError
+from stageline.modules.pass_through import PassThrough
+from stageline.testing.ranks import run_ranks
+from stageline.testing.tiny_checkpoints import tiny_whole
+from stageline.testing.tiny_models import tiny_config
+from stageline.testing.tiny_processors import tiny_processor
+from stageline.testing.tiny_tokenizers import tiny_tokenizer
+
+import_shelf(*check_model.SHELF)
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = ROOT / "docs" / "add_a_model.md"
+
+
+def on_rank(rank, words, num_ranks):
+    arguments = parse_check_args(words)
+    schedule = check_model.resolve_schedule(arguments)
+    mesh = init_device_mesh("cpu", (1, num_ranks), mesh_dim_names=("dp", "pp"))
+    context = DistributedContext(
+        rank, rank, num_ranks, 1, 0, num_ranks, rank, mesh, torch.device("cpu")
+    )
+    return check_model.check(arguments, context, schedule)
+
+
+def check(folder, words, *, model=None):
+    """(exit code, report) of a check with these options, on forked ranks."""
+    options = [*words.split(), "--output-dir", str(folder / "out")]
+    if model is not None:
+        options += ["--model-path", str(model)]
+    schedule = check_model.resolve_schedule(parse_check_args(options))
+    codes = run_ranks(on_rank, schedule.num_ranks, options, schedule.num_ranks)
+    assert len(set(codes)) == 1
+    return codes[0], json.loads((folder / "out" / "check.json").read_text())
+
+
+def failed(report):
+    """Name -> what is said about it, of the rows that failed."""
+    return {
+        row["name"]: "\n".join([row["figure"], *row["details"]])
+        for row in report["checks"]
+        if row["result"] == "FAILED"
+    }
+
+
+def assert_passed(code, report):
+    assert (code, failed(report)) == (0, {}), report
+    assert report["passed"] and len(report["checks"]) >= 12
+    assert {row["result"] for row in report["checks"]} == {"ok"}
+
+
+@pytest.fixture
+def llama(tmp_path):
+    tiny_whole("llama", tmp_path / "llama", max_shard_size="1GB")
+    return tmp_path / "llama"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--num-stages 2",
+        "--num-stages 4 --schedule zbv --gradient-checkpointing",
+        # one norm over adapters and a head, with several stages a rank
+        "--num-stages 4 --schedule interleaved_1f1b --llm-lora-num 1 --lora-dropout 0.1",
+    ],
+)
+def test_a_right_split_passes(words, llama, tmp_path):
+    code, report = check(tmp_path, f"--train-model causal_lm {words}", model=llama)
+    assert_passed(code, report)
+    assert report["facts"]["compared with"].startswith("LlamaForCausalLM of transformers")
+    for row in report["checks"]:
+        if row["name"].startswith(("loss of", "gradients", "weights after", "clip norm")):
+            assert "equal to the bit" in row["figure"]
+
+
+def test_tied_weights_pass_within_the_tolerance(tmp_path):
+    tiny_whole("qwen3", tmp_path / "tied", tied=True)
+    words = "--train-model qwen3 --num-stages 3 --partition 1,2,1"
+    code, report = check(tmp_path, words, model=tmp_path / "tied")
+    assert_passed(code, report)
+    keys = next(row for row in report["checks"] if row["name"] == "keys of the checkpoint")
+    assert "1 tied" in keys["figure"]
+
+
+def test_a_vision_model_is_checked_with_random_pictures_and_fewer_layers(tmp_path):
+    processor = tiny_processor("internvl")
+    save_processor(processor, tmp_path / "model")
+    sizes = {"vocab_size": len(processor.tokenizer), "max_position_embeddings": 512}
+    tiny_config("internvl", **sizes).save_pretrained(tmp_path / "model")
+    words = f"--train-model internvl --config-path {tmp_path / 'model'} --check-layers 2"
+    code, report = check(tmp_path, words)
+    assert_passed(code, report)
+    assert "image changes the loss" in [row["name"] for row in report["checks"]]
+    assert "cut from 4 to 2 layers" in report["notes"][0]
+
+
+# -- parts with a mistake -----------------------------------------------------------------------
+
+
+class ForgetsALayer(CausalLMStage):
+    def prune(self, whole):
+        super().prune(whole)
+        if self.num_stages > 1:
+            whole.model.layers[2] = PassThrough()
+
+
+class ScalesAtTheBorder(CausalLMStage):
+    def forward(self, hidden_or_ids, **batch):
+        output = super().forward(hidden_or_ids, **batch)
+        return output if self.is_last else output * 1.001
+
+
+class CutsTheGraph(CausalLMStage):
+    def forward(self, hidden_or_ids, **batch):
+        cut = hidden_or_ids if self.is_first else hidden_or_ids.detach()
+        return super().forward(cut, **batch)
+
+
+class FreezesByStage(CausalLMStage):
+    def frozen(self):
+        super().frozen()
+        if self.stage == 1:
+            self.model.layers[3].mlp.up_proj.weight.requires_grad_(False)
+
+
+class LosesTheFirstToken(CausalLMStage):
+    """Each token sees itself alone, and the first one is another."""
+
+    def forward(self, hidden_or_ids, **batch):
+        if self.is_first:
+            hidden_or_ids = hidden_or_ids.clone()
+            hidden_or_ids[:, 0] = 9
+        return super().forward(hidden_or_ids, **batch)
+
+
+class SeesPadding(CausalLMStage):
+    def forward(self, hidden_or_ids, **batch):
+        output = super().forward(hidden_or_ids, **batch)
+        return output if self.is_last else output + output.mean(dim=1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("part", "row", "said"),
+    [
+        (ForgetsALayer, "parameter names", "model.layers.2.mlp.up_proj.weight is on no stage"),
+        (ForgetsALayer, "keys of the checkpoint", "model.layers.2.mlp.up_proj.weight belongs to"),
+        (ScalesAtTheBorder, "hidden states between stages", "stage 0 -> 1 (stage 0): "),
+        (CutsTheGraph, "gradients of 1 steps", "model.embed_tokens.weight (stage 0): step 1"),
+        (FreezesByStage, "same parameters trained", "layers.3.mlp.up_proj.weight (stage 1): froz"),
+        (LosesTheFirstToken, "first token changes the loss", "->"),
+        (SeesPadding, "padding changes nothing", "apart"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_wrong_part_fails_and_the_report_says_what(part, row, said, llama, tmp_path):
+    train_model_register["wrong"] = part.build
+    words = "--train-model wrong --num-stages 2 --check-steps 1"
+    code, report = check(tmp_path, words, model=llama)
+    assert code == 1 and not report["passed"]
+    assert said in failed(report)[row], report
+
+
+def test_another_models_part_can_be_compared_with_itself(llama, tmp_path):
+    """A part that is meant to differ from the library's model: --check-reference part."""
+    train_model_register["other"] = LosesTheFirstToken.build
+    words = "--train-model other --check-steps 1 --check-reference part"
+    code, report = check(tmp_path, words, model=llama)
+    assert code == 1 and list(failed(report)) == ["first token changes the loss"]
+
+
+# -- parts of a user, without a model of the library ----------------------------------------------
+
+
+@pytest.fixture
+def guide(tmp_path):
+    """The model folder of docs/add_a_model.md, and its file's text."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "my_model")
+    config = {"model_type": "gru_lm", "vocab_size": len(tokenizer)}
+    (tmp_path / "my_model" / "config.json").write_text(json.dumps(config))
+    return re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)[0]
+
+
+def run_entry(folder, *options):
+    command = [sys.executable, str(ROOT / "check_model.py"), "--import", "my_parts.py"]
+    return subprocess.run(
+        [*command, "--train-model", "gru_lm", "--config-path", "my_model", *options],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def test_the_entry_checks_the_part_of_the_guide(guide, tmp_path):
+    (tmp_path / "my_parts.py").write_text(guide)
+    done = run_entry(tmp_path, "--num-stages", "2", "--bf16")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "GruStage on one stage" in done.stdout and "float32" in done.stdout
+    assert "passed: the split computes what the whole model computes" in done.stdout
+    assert not (tmp_path / "runs").exists()
+    blind = ("--check-tolerance", "1000", "--check-steps", "1")
+    done = run_entry(tmp_path, "--num-stages", "1", *blind)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search(r"a broken split is seen +FAILED", done.stdout)
+
+
+def test_a_parameter_that_nothing_uses_is_named(guide, tmp_path):
+    part = guide.replace('"gru_lm"', '"gru_with_more"').replace(
+        "        self.to(self.dtype)",
+        "                self.unused = nn.Linear(3, 3)\n        self.to(self.dtype)",
+    )
+    (tmp_path / "my_parts_with_more.py").write_text(part)
+    config = (tmp_path / "my_model" / "config.json").read_text().replace("lm", "with_more")
+    (tmp_path / "my_model" / "config.json").write_text(config)
+    words = f"--import {tmp_path / 'my_parts_with_more.py'} --train-model gru_with_more"
+    code, report = check(tmp_path, f"{words} --config-path {tmp_path / 'my_model'}")
+    assert code == 1 and list(failed(report)) == ["trained ones have a gradient"]
+    assert "unused.weight (stage 1) has none" in failed(report)["trained ones have a gradient"]
+
+
+# -- checkpoints, tolerances, options -------------------------------------------------------------
+
+
+def test_a_key_too_many_fails(llama, tmp_path):
+    file = llama / "model.safetensors"
+    state = {**load_file(file), "adapter_of_mine.weight": torch.zeros(2)}
+    save_file(state, file, metadata={"format": "pt"})
+    code, report = check(tmp_path, "--train-model causal_lm", model=llama)
+    assert code == 1
+    assert "adapter_of_mine.weight" in failed(report)["checkpoint fits the model"]
+
+
+def test_a_check_that_sees_nothing_fails(llama, tmp_path):
+    words = "--train-model causal_lm --check-steps 1 --check-tolerance 1000"
+    code, report = check(tmp_path, words, model=llama)
+    assert code == 1 and list(failed(report)) == ["a broken split is seen"]
+    assert "cannot see a broken split" in failed(report)["a broken split is seen"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--partition 1,3 --check-layers 3", "--check-layers leaves 3"),
+        ("--check-layers 9", "more than the 4 layers"),
+        ("--num-stages 3 --schedule zbv", "--num-stages 3"),
+        ("--dataset jsonl", "--prompt is missing"),
+    ],
+)
+def test_mistakes_of_the_user_are_no_difference(words, said, llama, tmp_path):
+    with pytest.raises((UserError, ValueError, AssertionError), match=re.escape(said)) as caught:
+        check(tmp_path, f"--train-model causal_lm {words}", model=llama)
+    if not isinstance(caught.value, AssertionError):  # raised on a rank
+        assert caught.value.exit_code == 2
