@@ -134,7 +134,7 @@ class StageModel(nn.Module):
         """Module path prefixes of the parts `vit`, `mlp` (projector), `llm` and `lm_head`."""
         raise NotImplementedError
 
-    def blocks(self) -> list[nn.Module]:
+    def modules_to_shard(self) -> list[nn.Module]:
         """Modules with weights that are called one after the other: decoder layers.
 
         With --dp-shard their weights are sent one by one, and all others in one piece.

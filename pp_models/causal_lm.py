@@ -60,7 +60,7 @@ class CausalLMStage(StageModel):
             "lm_head": [self.paths.head] if self.paths.head else [],
         }
 
-    def blocks(self) -> list[torch.nn.Module]:
+    def modules_to_shard(self) -> list[torch.nn.Module]:
         layers = self.get_submodule(self.paths.layers)
         return [layers[index] for index in self.layers]
 

@@ -30,7 +30,8 @@ class ShardedReplicas(Replicas):
     that two stages of this rank share.
 
     Args:
-        models: the stages; `model.blocks()`, where there is one, names modules that are sent apart.
+        models: the stages; `model.modules_to_shard()`, where there is one, gives the modules whose
+            weights are sent on their own.
         mesh: the replicas, one axis.
     """
 
@@ -106,8 +107,8 @@ def _shard(model: nn.Module, mesh: DeviceMesh, kept_whole: set[nn.Parameter]) ->
         for parameter in model.parameters():
             if parameter.requires_grad and parameter not in kept_whole:
                 parameter.data = parameter.data.float()
-    blocks = model.blocks() if hasattr(model, "blocks") else []
-    for module in [*blocks, model]:
+    parts = model.modules_to_shard() if hasattr(model, "modules_to_shard") else []
+    for module in [*parts, model]:
         fully_shard(
             module,
             mesh=mesh,

@@ -284,7 +284,7 @@ def count_collectives(rank, folder, is_sharded, schedule):
         counts.append({n: c for n, c in mode.counts.items() if n not in ("send", "recv_")})
     # middle stages have nothing but layers
     has_more = [model.is_first or model.is_last for model in run.models]
-    return [counts, sum(len(model.blocks()) for model in run.models) + sum(has_more)]
+    return [counts, sum(len(model.modules_to_shard()) for model in run.models) + sum(has_more)]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
