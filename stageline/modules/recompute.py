@@ -100,14 +100,16 @@ class _Frame:
         """Second run: a tensor goes to its slot, if the graph still holds that."""
         slot = self.slots[self.num_made]() if self.num_made < len(self.slots) else None
         self.num_made += 1
+        # cut off: a node that holds its own output would hold itself, and is never freed
+        made = tensor.detach()
         if slot is not None:
             if (tensor.shape, tensor.dtype) != slot.looks:
                 came = f"{tuple(tensor.shape)} {tensor.dtype}"
                 raise RecomputeError(_MISMATCH.format(came, slot.looks))
-            slot.tensor = tensor.detach()
+            slot.tensor = made
         if self.num_made == len(self.slots):
             raise _AllMade
-        return tensor
+        return made
 
 
 _MISMATCH = (

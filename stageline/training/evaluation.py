@@ -52,42 +52,15 @@ def evaluate(
         keep: how many rows' predicted tokens to return.
         replicas: they share the rows out; figures are those of all.
     """
-    sums = torch.zeros(3, dtype=torch.float64)  # loss, hits, targets
-    predicted: dict[int, list[int]] = {}
     replicas = replicas or Replicas()
+    figures = _Figures(loss_fn, keep=keep, device=runner.device)
     num_rows = 0  # before the rows that come next, of all replicas
-    one = torch.ones((), device=runner.device)
-
-    part, pieces = loss_fn, _one_piece
-    if isinstance(loss_fn, ChunkedLoss):
-        part, pieces = loss_fn.loss_fn, loss_fn.pieces
-
-    def on_output(output: Output, batch: MicroBatch) -> None:
-        nonlocal num_rows
-        labels = batch["labels"][:, 1:]
-        in_order = torch.arange(num_rows, num_rows + len(labels))
-        num_rows += len(labels)
-        is_target = labels != IGNORE
-        if not bool(is_target.any()):
-            return
-        found = []
-        for logits, piece in pieces(logits_of(output), batch):
-            sums[0] += part(logits, piece, num_targets=one).double().cpu()
-            found.append(logits[:, :-1].argmax(dim=-1))
-        guesses = torch.cat(found, dim=1)
-        sums[1] += ((guesses == labels) & is_target).sum().cpu()
-        sums[2] += is_target.sum().cpu()
-        for index, row in enumerate(batch.get("loss_rows", in_order).tolist()):
-            if row < keep and bool(is_target[index].any()):
-                predicted[row] = guesses[index][is_target[index]].tolist()
-
     for micro_batches in batches:
         step_rows = sum(len(batch["input_ids"]) for batch in micro_batches)
-        begin = num_rows
-        num_rows += replicas.rank * step_rows
-        runner.evaluate(micro_batches, on_output=on_output)
-        num_rows = begin + replicas.size * step_rows
-    shared = [sums.tolist(), predicted]
+        figures.next_row = num_rows + replicas.rank * step_rows
+        runner.evaluate(micro_batches, on_output=figures.add)
+        num_rows += replicas.size * step_rows
+    shared = [figures.sums.tolist(), figures.predicted]
     if runner.schedule.num_ranks > 1:
         dist.broadcast_object_list(shared, src=runner.last_stage_rank, group=runner.group)
     told = replicas.gather(shared)
@@ -99,6 +72,47 @@ def evaluate(
         num_targets=int(targets),
         predicted=[by_row.get(row, []) for row in range(max(by_row, default=-1) + 1)],
     )
+
+
+class _Figures:
+    """Adds up what the last stage gives.
+
+    Attributes:
+        sums: loss, hits, targets.
+        predicted: row of the dataset -> predicted tokens, of the first `keep` rows.
+        next_row: the row that comes next, where the micro-batch does not say it.
+    """
+
+    def __init__(
+        self, loss_fn: Callable[..., torch.Tensor], *, keep: int, device: torch.device
+    ) -> None:
+        self.part, self.pieces = loss_fn, _one_piece
+        if isinstance(loss_fn, ChunkedLoss):
+            self.part, self.pieces = loss_fn.loss_fn, loss_fn.pieces
+        self.keep = keep
+        self.one = torch.ones((), device=device)
+        self.sums = torch.zeros(3, dtype=torch.float64)
+        self.predicted: dict[int, list[int]] = {}
+        self.next_row = 0
+
+    def add(self, output: Output, batch: MicroBatch) -> None:
+        """The output of one micro-batch."""
+        labels = batch["labels"][:, 1:]
+        in_order = torch.arange(self.next_row, self.next_row + len(labels))
+        self.next_row += len(labels)
+        is_target = labels != IGNORE
+        if not bool(is_target.any()):
+            return
+        found = []
+        for logits, piece in self.pieces(logits_of(output), batch):
+            self.sums[0] += self.part(logits, piece, num_targets=self.one).double().cpu()
+            found.append(logits[:, :-1].argmax(dim=-1))
+        guesses = torch.cat(found, dim=1)
+        self.sums[1] += ((guesses == labels) & is_target).sum().cpu()
+        self.sums[2] += is_target.sum().cpu()
+        for index, row in enumerate(batch.get("loss_rows", in_order).tolist()):
+            if row < self.keep and bool(is_target[index].any()):
+                self.predicted[row] = guesses[index][is_target[index]].tolist()
 
 
 def _one_piece(logits: torch.Tensor, batch: MicroBatch) -> Pieces:

@@ -14,6 +14,7 @@ from stageline.checkpoint.init import init_split_model
 from stageline.modules.checkpointing import keep_products
 from stageline.modules.offload import is_worth_moving, offload_activations
 from stageline.modules.recompute import RecomputeError, recompute
+from stageline.pipeline.live_bytes import PeakBytes
 from stageline.testing.split_backward import plain_backward, split_backward
 from stageline.testing.tiny_batches import tiny_micro_batches
 from stageline.testing.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
@@ -289,3 +290,21 @@ def test_offloading_on_a_gpu():
             assert torch.equal(grad, ours)
         x.grad = None
         model.zero_grad()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_made_anew_outlives_its_layer(mode):
+    """A node that holds its own output is a circle that no collector finds."""
+    model = make_stage("llama", dropout=False)
+    model.enable_gradient_checkpointing(**MODES[mode])
+    run(model, "llama")  # gradients are there from now on
+    meter = PeakBytes(torch.device("cpu"))
+    with meter.watch():
+        run(model, "llama")
+    plain = make_stage("llama", dropout=False)
+    run(plain, "llama")
+    reference = PeakBytes(torch.device("cpu"))
+    with reference.watch():
+        run(plain, "llama")
+    assert meter.kept == reference.kept
+    assert meter.peak < reference.peak
