@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import transformers
 
+import train_pp  # noqa: F401 - registers the engine that a training command names
 from options.part_options import ChosenPart
 from parse_args import CheckArguments, parse_check_args
 from register import (

@@ -28,6 +28,8 @@ ROOT_ARROWS = {
         name: {"register", "stageline", *OPTIONS, *ENTRY_HELPERS}
         for name in ENTRIES | ENTRY_HELPERS
     },
+    # takes the command of a training run, engine key included
+    "check_model": {"register", "stageline", "train_pp", *OPTIONS, *ENTRY_HELPERS},
     "stageline": {"stageline"},
 }
 LOW = {"modules", "data"}
