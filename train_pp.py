@@ -230,6 +230,8 @@ class TrainingRun:
     def after_step(self, step: int, result: StepResult, seconds: float) -> None:
         """Logs a step; draws the one that was timed."""
         self.report.stepped(step, result, seconds)
+        if step == 1:
+            self.report.transfers(self.runner.sent_bytes, self.runner.num_micro_batches)
         if step == self.timeline.step + 1:
             self.report.timeline(step, *self.timeline.gather())
 

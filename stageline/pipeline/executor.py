@@ -39,6 +39,9 @@ class Executor:
         passes: stage -> its passes.
         rank_of_stage: which rank of the pipeline holds each stage.
         group: the pipeline's process group.
+
+    Attributes:
+        sent_bytes: what the last run sent to other ranks, forward and back.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Executor:
         self.device = device
         self.group = group
         self.last = len(rank_of_stage) - 1
+        self.sent_bytes = 0
         self._moved: dict[int, tuple[MicroBatch, int]] = {}  # with the passes still to come
         self._coming: dict[Key, tuple[list[dist.Work], Tensors]] = {}
         self._here: dict[Key, Tensors] = {}  # made here, for a pass or a send of this rank
@@ -75,6 +79,7 @@ class Executor:
         Returns:
             The losses, in the order of the plan; none but on the rank of the last stage.
         """
+        self.sent_bytes = 0
         losses: list[torch.Tensor] = []
         for item in plan:
             if isinstance(item, Transfer):
@@ -178,6 +183,7 @@ class Executor:
     def _send(self, transfer: Transfer, most_unsent: int | None) -> None:
         key = (transfer.is_grad, transfer.stage, transfer.micro_batch)
         tensors = tuple(tensor.detach().contiguous() for tensor in self._here.pop(key))
+        self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
         works = [dist.isend(t, group=self.group, group_dst=transfer.peer) for t in tensors]
         self._going.append((works, tensors))
         while self._going and all(work.is_completed() for work in self._going[0][0]):

@@ -43,6 +43,7 @@ class PipelineRunner:
     Attributes:
         local: this rank's stages.
         flow: which stages have a backward pass.
+        num_micro_batches: of the last step.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class PipelineRunner:
             device=device,
             group=group,
         )
+        self.num_micro_batches = 0
         self._plans: dict[tuple[int, bool], Plan] = {}
 
     @property
@@ -83,6 +85,11 @@ class PipelineRunner:
         """The global rank that holds the last stage, where the losses are."""
         peer = self.schedule.last_stage_rank
         return peer if self.group is None else dist.get_global_rank(self.group, peer)
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank sent to others in the last step or evaluation, forward and back."""
+        return self._executor.sent_bytes
 
     def step(
         self,
@@ -99,7 +106,8 @@ class PipelineRunner:
         Returns:
             The summed loss, a scalar in float32; zero where the last stage is not.
         """
-        plan = self._plan(len(micro_batches), has_backward=True)
+        self.num_micro_batches = len(micro_batches)
+        plan = self._plan(self.num_micro_batches, has_backward=True)
         inputs = self._inputs(micro_batches, loss_fn)
         try:
             losses = self._executor.run(plan, inputs, recorder=recorder)

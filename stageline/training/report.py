@@ -14,7 +14,7 @@ from stageline.plotting.trace import write_trace
 from stageline.training.evaluation import EvalResult
 from stageline.training.memory import gather_peaks
 from stageline.training.run_log import RunLog, StepRecord
-from stageline.training.stage_table import StageSummary, format_stage_table
+from stageline.training.stage_table import StageSummary, format_stage_table, human_bytes
 from stageline.training.step import StepResult
 
 
@@ -137,6 +137,17 @@ class RunReport:
         )
         if self.context.is_main and result.predicted:
             self._draw_samples(step, result, dataset, processor)
+
+    def transfers(self, sent_bytes: int, num_micro_batches: int) -> None:
+        """After a step, what its ranks sent to each other; every rank calls this with its own."""
+        total = torch.tensor(sent_bytes, dtype=torch.int64, device=self.context.device)
+        dist.all_reduce(total, group=self.context.pp_group)
+        if int(total):
+            each = human_bytes(int(total) / num_micro_batches)
+            self.say(
+                f"between stages: {each} a micro-batch forward and back, hidden states alone "
+                f"({human_bytes(int(total))} in a step of {num_micro_batches})"
+            )
 
     def timeline(
         self,

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from stageline.errors import UserError
+from stageline.pipeline.border_bytes import border_bytes
 from stageline.pipeline.plan import grad_flow
 from stageline.pipeline.recorder import Recorder
 from stageline.pipeline.runner import PipelineRunner
@@ -180,6 +181,21 @@ def misplaced(rank):
 
 def test_stages_on_the_wrong_rank():
     assert run_ranks(misplaced, 2) == [True, True]
+
+
+def count_sent(rank):
+    stages, runner = make_runner(rank, "1f1b")
+    runner.step(micro_batches(0), loss_fn=loss_of)
+    shapes = [tuple(batch["input_ids"].shape) for batch in micro_batches(0)]
+    return runner.sent_bytes, border_bytes(stages[0], shapes)
+
+
+def test_what_is_sent_is_what_a_border_takes():
+    """Hidden states in their own type and what the model declares: no mask, no copy."""
+    results = run_ranks(count_sent, 2)
+    hidden = [2 * batch["input_ids"].shape[1] * WIDTH * 4 + 8 for batch in micro_batches(0)]
+    assert results[0] == (sum(hidden), hidden)  # forward
+    assert results[1] == (sum(hidden), [0] * len(hidden))  # back
 
 
 def record(rank, name):
