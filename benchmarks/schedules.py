@@ -1,7 +1,8 @@
 """How near the engine comes to each schedule's ideal: measured beside simulated step and bubble.
 
 `--stages sleep` (the default): every pass of a stage takes a fixed time asleep, so that four ranks
-fit on two cores and what is measured is the engine: its own work, its transfers, its waits.
+fit on two cores and what is measured is the engine: its own work, its transfers, its waits. The
+ideal is simulated from the time of a stage's passes by themselves, measured before.
 `--stages matmul`: real passes, at two ranks; the ideal is simulated from the passes' mean times.
 `ratio` is against that ideal. `engine` is against a replay of the schedule with the time that every
 single pass really took: what a busy machine adds to the passes themselves is not in it.
@@ -13,6 +14,7 @@ Figures: benchmarks/schedules_cpu_DATE.md. Usage:
 """
 
 import argparse
+import gc
 import os
 import statistics
 import sys
@@ -72,18 +74,26 @@ class Token:
         self.alive.now -= 1
 
 
+def pause(seconds: float) -> None:
+    """Sleeps, and spins at the end: a sleep alone takes up to 0.7 ms too long here."""
+    end = time.perf_counter() + seconds
+    time.sleep(max(0.0, seconds - 0.001))
+    while time.perf_counter() < end:
+        pass
+
+
 class InputPath(torch.autograd.Function):
     """Sleeps in the forward pass, and on the way of the input's gradient."""
 
     @staticmethod
     def forward(ctx, hidden, seconds):
         ctx.seconds = seconds
-        time.sleep(seconds)
+        pause(seconds)
         return hidden.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        time.sleep(ctx.seconds)
+        pause(ctx.seconds)
         return grad, None
 
 
@@ -97,7 +107,7 @@ class WeightPath(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        time.sleep(ctx.seconds)
+        pause(ctx.seconds)
         return grad, None, None
 
 
@@ -186,10 +196,28 @@ def measure(rank: int, options, cases: list[tuple[str, int]]) -> list[list[dict]
         ]
         runner = PipelineRunner(stages, device=torch.device("cpu"), schedule=schedule)
         runners[name] = (runner, alive)
+    dist.barrier()
+    alone = lone_passes(options.pass_ms / 1000)
     seen = []
     for _ in range(options.rounds + 1):  # the first one warms up
         seen.append([one_step(rank, *runners[name], count, options) for name, count in cases])
+    for step in (step for round_ in seen for step in round_):
+        step["alone"] = alone
     return seen[1:]
+
+
+def lone_passes(seconds: float) -> list[float]:
+    """Seconds of a forward and of a backward pass of one stage by itself, with no engine."""
+    stage = SleepStage(1, 3, seconds=seconds, alive=Alive())
+    took = []
+    for _ in range(10):
+        hidden = torch.zeros(1, TOKENS["sleep"], stage.width, requires_grad=True)
+        start = time.perf_counter()
+        output = stage(hidden)
+        middle = time.perf_counter()
+        output.backward(torch.ones_like(output))
+        took.append((middle - start, time.perf_counter() - middle))
+    return [statistics.median(times) for times in zip(*took[2:], strict=True)]
 
 
 def one_step(rank: int, runner: PipelineRunner, alive: Alive, count: int, options) -> dict:
@@ -198,7 +226,11 @@ def one_step(rank: int, runner: PipelineRunner, alive: Alive, count: int, option
     shape = (1, TOKENS[options.stages])
     batches = [{"input_ids": torch.randint(8, shape, generator=generator)} for _ in range(count)]
     recorder = Recorder(torch.device("cpu"), rank=rank)
+    gc.collect()
+    if not options.gc:  # as timeit does: a full collection takes 20 to 50 ms, in some step
+        gc.disable()
     alive.peak = alive.now
+    dist.barrier()
     start = torch.tensor(time.perf_counter() + 0.02, dtype=torch.float64)
     dist.broadcast(start, 0)
     time.sleep(max(0.0, start.item() - time.perf_counter()))
@@ -220,7 +252,11 @@ def judge(name: str, num_ranks: int, count: int, ranks: list[dict], options) -> 
     schedule = make_schedule(name, num_ranks=num_ranks)
     own = pass_times(events)
     if options.stages == "sleep":
-        times = {(s, k): options.pass_ms / 1000 for s in range(schedule.num_stages) for k in "FIW"}
+        forward, backward = (
+            statistics.mean(seen["alone"][place] for seen in ranks) for place in (0, 1)
+        )
+        one = {"F": forward, "I": backward / 2, "W": backward / 2}
+        times = {(s, k): one[k] for s in range(schedule.num_stages) for k in one}
     else:
         times = own
     orders = schedule.orders(count)
@@ -306,6 +342,9 @@ def on_cpu(options) -> None:
         cases = [(name, count) for count in NUM_MICRO_BATCHES[num_ranks] for name in names]
         results = run_ranks(measure, num_ranks, options, cases, timeout=1800)
         print_table(num_ranks, cases, results, options)
+        if options.stages == "sleep":
+            alone = [[round(1000 * t, 2) for t in rank[0][0]["alone"]] for rank in results]
+            print(f"ms of a forward and a backward pass alone, by rank: {alone}", flush=True)
     print(f"load of the machine at the end: {os.getloadavg()}")
 
 
@@ -353,6 +392,7 @@ def main() -> None:
     parser.add_argument("--schedules", help="some of them, with commas")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--pass-ms", type=float, default=30.0)
+    parser.add_argument("--gc", action="store_true", help="let Python collect during a step")
     parser.add_argument("--size", default="1b", help="on a GPU: a shape of gpu_training.py")
     options = parser.parse_args()
     on_gpu(options) if options.device == "cuda" else on_cpu(options)
