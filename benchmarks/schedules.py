@@ -74,26 +74,18 @@ class Token:
         self.alive.now -= 1
 
 
-def pause(seconds: float) -> None:
-    """Sleeps, and spins at the end: a sleep alone takes up to 0.7 ms too long here."""
-    end = time.perf_counter() + seconds
-    time.sleep(max(0.0, seconds - 0.001))
-    while time.perf_counter() < end:
-        pass
-
-
 class InputPath(torch.autograd.Function):
     """Sleeps in the forward pass, and on the way of the input's gradient."""
 
     @staticmethod
     def forward(ctx, hidden, seconds):
         ctx.seconds = seconds
-        pause(seconds)
+        time.sleep(seconds)
         return hidden.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        pause(ctx.seconds)
+        time.sleep(ctx.seconds)
         return grad, None
 
 
@@ -107,7 +99,7 @@ class WeightPath(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        pause(ctx.seconds)
+        time.sleep(ctx.seconds)
         return grad, None, None
 
 
@@ -226,8 +218,8 @@ def one_step(rank: int, runner: PipelineRunner, alive: Alive, count: int, option
     shape = (1, TOKENS[options.stages])
     batches = [{"input_ids": torch.randint(8, shape, generator=generator)} for _ in range(count)]
     recorder = Recorder(torch.device("cpu"), rank=rank)
-    gc.collect()
-    if not options.gc:  # as timeit does: a full collection takes 20 to 50 ms, in some step
+    if not options.gc:  # as timeit does
+        gc.collect()
         gc.disable()
     alive.peak = alive.now
     dist.barrier()
