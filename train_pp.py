@@ -93,7 +93,8 @@ def check_topology(arguments: TrainArguments) -> Topology:
             "weights out among them. Add --dp-degree 2, or leave --dp-shard out."
         )
     run.num_stages = topology.num_stages
-    run.stages_per_rank = topology.num_stages // topology.num_ranks
+    if not run.schedule.endswith(".csv"):  # a file may place other numbers on each rank
+        run.stages_per_rank = topology.num_stages // topology.num_ranks
     run.dp_degree = topology.dp_degree
     return topology
 

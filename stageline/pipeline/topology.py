@@ -1,8 +1,10 @@
 """How many stages, ranks and replicas a run has, from what was asked for. Starts no process."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from stageline.errors import UserError
+from stageline.pipeline.schedule_file import read_schedule_file
 from stageline.pipeline.schedules import Schedule, default_stages_per_rank, make_schedule
 
 
@@ -51,6 +53,8 @@ def resolve_topology(
     Raises:
         UserError: numbers that do not fit each other.
     """
+    if schedule.endswith(".csv"):
+        return _of_file(schedule, num_stages, stages_per_rank, dp_degree, world_size)
     per_rank = stages_per_rank or default_stages_per_rank(schedule)
     if num_stages is None:
         num_stages = per_rank * _ranks_of(world_size, dp_degree)
@@ -62,17 +66,40 @@ def resolve_topology(
             f"{' or '.join(str(n) for n in (below, below + per_rank) if n)}."
         )
     num_ranks = num_stages // per_rank
+    made = make_schedule(schedule, num_ranks=num_ranks, stages_per_rank=stages_per_rank)
+    return _with_replicas(made, dp_degree, world_size)
+
+
+def _of_file(
+    path: str,
+    num_stages: int | None,
+    stages_per_rank: int | None,
+    dp_degree: int | None,
+    world_size: int | None,
+) -> Topology:
+    """The file says how many ranks and stages there are; ranks may hold different numbers."""
+    num_ranks = len(read_schedule_file(Path(path)).orders)
+    made = make_schedule(path, num_ranks=num_ranks, stages_per_rank=stages_per_rank)
+    if num_stages not in (None, made.num_stages):
+        raise UserError(
+            f"--schedule {path} has {made.num_stages} stages on {num_ranks} ranks, --num-stages "
+            f"{num_stages} came: leave the option out, or change the file."
+        )
+    return _with_replicas(made, dp_degree, world_size)
+
+
+def _with_replicas(schedule: Schedule, dp_degree: int | None, world_size: int | None) -> Topology:
+    num_ranks = schedule.num_ranks
     if dp_degree is None:
         dp_degree = max(1, (world_size or num_ranks) // num_ranks)
     if world_size is not None and world_size != num_ranks * dp_degree:
         raise UserError(
             f"{world_size} processes were started, the run has {num_ranks * dp_degree}: "
-            f"{num_ranks} ranks (--num-stages {num_stages} / {per_rank} stages a rank) x "
-            f"{dp_degree} replicas (--dp-degree). Each rank has a process of its own: set "
-            "--num-stages, --dp-degree or torchrun --nproc-per-node accordingly."
+            f"{num_ranks} ranks ({schedule.num_stages} stages, --num-stages, by --schedule "
+            f"{schedule.name}) x {dp_degree} replicas (--dp-degree). Each rank has a process of "
+            "its own: set --num-stages, --dp-degree or torchrun --nproc-per-node accordingly."
         )
-    made = make_schedule(schedule, num_ranks=num_ranks, stages_per_rank=stages_per_rank)
-    return Topology(made, dp_degree)
+    return Topology(schedule, dp_degree)
 
 
 def _ranks_of(world_size: int | None, dp_degree: int | None) -> int:

@@ -39,8 +39,20 @@ def test_a_file_gives_stages_and_micro_batches(tmp_path):
     assert topology.num_ranks == 2 and not topology.schedule.splits_backward
     with pytest.raises(UserError, match="it runs 2 and no other number"):
         topology.schedule.check(4)
-    with pytest.raises(UserError, match="rows for 2 ranks, the run has 4"):
+    with pytest.raises(UserError, match="has 2 stages on 2 ranks, --num-stages 4 came"):
         resolve_topology(schedule=path, num_stages=4)
+    with pytest.raises(UserError, match="rows for 2 ranks, the run has 4"):
+        make_schedule(path, num_ranks=4)
+    assert resolve_topology(schedule=path, world_size=4).dp_degree == 2
+
+
+def test_ranks_of_a_file_may_hold_different_numbers_of_stages(tmp_path):
+    path = write(tmp_path, "0F0,0F1,1F0,1F1,1B0,0B0,1B1,0B1\n2F0,2B0,2F1,2B1\n")
+    topology = resolve_topology(schedule=path)
+    assert (topology.num_stages, topology.num_ranks) == (3, 2)
+    assert [topology.schedule.stages_of(rank) for rank in (0, 1)] == [[0, 1], [2]]
+    flow = grad_flow([True] * 3)
+    add_transfers(topology.schedule.orders(2), topology.schedule.rank_of_stage, flow)
 
 
 @pytest.mark.parametrize(
