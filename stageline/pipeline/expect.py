@@ -55,6 +55,7 @@ def expect(
         durations_of(stages),
         num_stages=len(stages),
         flow=flow_of(stages),
+        hand_over=costs.hand_over,
     )
     memory = rank_memory(
         costs, partition, schedule, num_micro_batches=num_micro_batches, rules=rules

@@ -15,7 +15,7 @@ from torch import nn
 
 from stageline.modules.checkpointing import recomputes
 from stageline.pipeline.actions import Kind
-from stageline.pipeline.cost import Cost, ModelCosts
+from stageline.pipeline.cost import Cost, ModelCosts, hand_over_seconds
 from stageline.pipeline.live_bytes import PeakBytes, SavedBytes, tensor_bytes
 from stageline.pipeline.outline import Outline
 from stageline.pipeline.stage_passes import MicroBatch, StagePasses, Tensors
@@ -62,6 +62,7 @@ def measure(outline: Outline, workload: Workload) -> ModelCosts:
         last=_less(ends[outline.num_layers + 1].cost, overhead, outline.last),
         tied=outline.tied,
         border=border,
+        hand_over=hand_over_seconds(workload.device.type, border),
         batch=tensor_bytes(iter(workload.batch.values())),
         shape=workload.shape,
     )

@@ -1,7 +1,7 @@
 """Plays a schedule through with given times: the ideal timeline, its bubble, what is kept alive.
 
-No time passes between ranks and none is lost on the host: what no implementation can be faster
-than. Pure arithmetic.
+Without `hand_over` no time passes between ranks and none is lost on the host: none can be faster.
+Pure arithmetic.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,6 +42,7 @@ def simulate(
     *,
     num_stages: int,
     flow: GradFlow | None = None,
+    hand_over: float = 0.0,
 ) -> Simulation:
     """Plays one step.
 
@@ -49,9 +50,12 @@ def simulate(
         orders: what each rank does, in order.
         durations: seconds of F, and of B or I and W, for each stage; a missing B is I + W.
         flow: which stages have a backward pass; None: all.
+        hand_over: seconds from the end of a pass to the start of one on another rank that needs
+            its result.
     """
     flow = flow or grad_flow([True] * num_stages)
     kept = drop_dead_backward(orders, flow)
+    rank_of_stage = {action.stage: rank for rank, order in enumerate(kept) for action in order}
     ends: dict[Action, float] = {}
     clocks = [0.0] * len(kept)
     places = [0] * len(kept)
@@ -62,7 +66,7 @@ def simulate(
         for rank, order in enumerate(kept):
             while places[rank] < len(order):
                 action = order[places[rank]]
-                ready = _ready_time(action, ends, num_stages)
+                ready = _ready_time(action, ends, rank_of_stage, hand_over)
                 if ready is None:
                     break
                 start = max(clocks[rank], ready)
@@ -92,14 +96,20 @@ def seconds_of(action: Action, durations: Durations) -> float:
     return durations[stage, kind]
 
 
-def _ready_time(action: Action, ends: Mapping[Action, float], num_stages: int) -> float | None:
-    """When the last thing that an action needs is done; None: not yet known."""
+def _ready_time(
+    action: Action,
+    ends: Mapping[Action, float],
+    rank_of_stage: Mapping[int, int],
+    hand_over: float,
+) -> float | None:
+    """When the last thing that an action needs is there; None: not yet known."""
     ready = 0.0
-    for ways in needs(action, num_stages):
-        found = [ends[way] for way in ways if way in ends]
+    for ways in needs(action, len(rank_of_stage)):
+        found = [way for way in ways if way in ends]
         if not found:
             return None
-        ready = max(ready, found[0])
+        is_near = rank_of_stage[found[0].stage] == rank_of_stage[action.stage]
+        ready = max(ready, ends[found[0]] + (0.0 if is_near else hand_over))
     return ready
 
 

@@ -145,7 +145,7 @@ def _state(memory: RankMemory) -> int:
 
 def _advice(expectation: Expectation, choices: Sequence[Choice]) -> list[str]:
     """The best ways with their gain over the planned one."""
-    lines = ["", "the same step on these ranks, by simulation (transfers not counted):"]
+    lines = ["", "the same step on these ranks, by simulation (hand-overs assumed):"]
     for choice in choices[:MOST_CHOICES]:
         gain = expectation.seconds / max(choice.expectation.seconds, 1e-12)
         fits = "" if not choice.overshoot else ", DOES NOT FIT"

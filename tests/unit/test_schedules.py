@@ -108,6 +108,19 @@ def test_the_slowest_stage_sets_the_pace(name, times):
         assert count * max(whole) <= seconds <= documented
 
 
+def test_hand_overs_cost_where_a_border_lies_between_ranks():
+    schedule = make_schedule("gpipe", num_ranks=3)
+    orders, times = schedule.orders(3), equal_times(3)
+    alone = simulate(orders, times, num_stages=3)
+    slow = simulate(orders, times, num_stages=3, hand_over=0.5)
+    # twice there and twice back while the pipeline fills and empties
+    assert slow.seconds == pytest.approx(alone.seconds + 4 * 0.5)
+    one_rank = make_schedule("zbv", num_ranks=1)
+    orders, times = one_rank.orders(2), equal_times(2)
+    near = simulate(orders, times, num_stages=2, hand_over=9.0)
+    assert near.seconds == simulate(orders, times, num_stages=2).seconds
+
+
 def test_zero_bubble_gains_lora_little():
     """Where weight gradients cost next to nothing there is nothing to fill the gaps with."""
 
