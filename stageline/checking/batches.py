@@ -10,11 +10,12 @@ import torch
 from torch.nn import functional
 from transformers import PretrainedConfig
 
+from stageline.data.batch import IGNORE
+
 MicroBatch = dict[str, torch.Tensor]
 LENGTHS = (14, 11, 19, 12, 17)
 ROWS = 2
 PADDED = 3  # tokens of padding at the end of the last row
-IGNORE = -100
 IMAGE_WORDS = ("image", "video", "vision", "audio")
 
 

@@ -20,10 +20,11 @@ from stageline.checking.batches import (
 )
 from stageline.checking.compare import Comparison, Difference, compare_named, numbers_agree
 from stageline.checking.coverage import StageFacts, check_keys, check_names, check_trained
-from stageline.checking.reference import Reference, model_inputs
+from stageline.checking.reference import Reference
 from stageline.checking.report import Report
 from stageline.checking.setup import Preparation, WholeModel
 from stageline.checking.split import Split, border_name
+from stageline.pipeline.stage_passes import model_inputs
 
 TIED_TOLERANCE = 1e-6
 PADDING_TOLERANCE = 1e-5  # other shapes, so sums in another order

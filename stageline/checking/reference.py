@@ -4,14 +4,16 @@ Micro-batches one by one, torch's own clipping, AdamW. Uses nothing of the pipel
 how stages are cut; a LoRA is added by a few lines of its own.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from stageline.data.batch import IGNORE
 from stageline.modules.lora import lora_stacks
+from stageline.pipeline.stage_passes import model_inputs
 from stageline.training.step_loss import Output, logits_of
 
 MicroBatch = dict[str, torch.Tensor]
@@ -20,7 +22,6 @@ WEIGHT_DECAY = 0.1
 # large: Adam divides by the gradient, so that of one near zero a rounding would become a step;
 # of a tied embedding of 136 M numbers, 1e-6 left weights 3e-6 apart
 EPS = 1e-4
-IGNORE = -100
 
 
 class PlainLoRA(nn.Module):
@@ -157,15 +158,6 @@ class Reference:
     def weights(self) -> dict[str, torch.Tensor]:
         """Name -> value of every parameter."""
         return dict(self.model.named_parameters())
-
-
-def model_inputs(batch: Mapping[str, torch.Tensor]) -> MicroBatch:
-    """What a model takes of a micro-batch: all but what is for the loss alone."""
-    return {
-        name: value
-        for name, value in batch.items()
-        if name != "labels" and not name.startswith("loss_")
-    }
 
 
 def run_library_model(model: nn.Module, inputs: MicroBatch) -> Output:

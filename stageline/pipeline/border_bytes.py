@@ -5,6 +5,8 @@ from typing import Protocol
 
 import torch
 
+from stageline.pipeline.live_bytes import tensor_bytes
+
 
 class Sender(Protocol):
     """What is asked of a stage model."""
@@ -22,7 +24,4 @@ def border_bytes(stage_model: Sender, shapes: Iterable[tuple[int, int]]) -> list
     Args:
         shapes: (rows, tokens) of each micro-batch: the shape of its input_ids.
     """
-    return [
-        sum(meta.numel() * meta.element_size() for meta in stage_model.get_example_output(*shape))
-        for shape in shapes
-    ]
+    return [tensor_bytes(stage_model.get_example_output(*shape)) for shape in shapes]

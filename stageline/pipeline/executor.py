@@ -10,7 +10,13 @@ import torch.distributed as dist
 from stageline.pipeline.actions import Action, Kind
 from stageline.pipeline.plan import Plan, Transfer
 from stageline.pipeline.recorder import NO_RECORDER, Recorder
-from stageline.pipeline.stage_passes import MicroBatch, StagePasses, Tensors, copy_metas
+from stageline.pipeline.stage_passes import (
+    MicroBatch,
+    StagePasses,
+    Tensors,
+    copy_metas,
+    model_inputs,
+)
 
 Key = tuple[bool, int, int]  # (is_grad, the stage whose pass it feeds, micro-batch)
 MOST_UNSENT = 2  # in forward-only runs: how far a rank may run ahead of a slower one
@@ -118,7 +124,7 @@ class Executor:
             made = self.passes[stage].forward(
                 index,
                 came,
-                _model_inputs(batch),
+                model_inputs(batch),
                 loss_of=(lambda output: inputs.loss_of(output, batch)) if is_last else None,
             )
         if is_last:
@@ -196,12 +202,3 @@ class Executor:
             works, _ = self._going.popleft()
             for work in works:
                 work.wait()
-
-
-def _model_inputs(batch: MicroBatch) -> MicroBatch:
-    """What the models get; labels and what begins with loss_ is for the loss alone."""
-    return {
-        name: value
-        for name, value in batch.items()
-        if name != "labels" and not name.startswith("loss_")
-    }

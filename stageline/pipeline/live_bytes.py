@@ -5,7 +5,7 @@ and seconds are measured in passes of their own.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,8 +13,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
-
-from stageline.pipeline.stage_passes import Tensors
 
 
 class PeakBytes:
@@ -135,7 +133,7 @@ class SavedBytes:
         return sum(size for key, size in self._saved.items() if key in self.shared)
 
 
-def tensor_bytes(tensors: Tensors | Iterator[torch.Tensor]) -> int:
+def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the elements of tensors on any device, meta included."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

@@ -32,11 +32,6 @@ class LocalStages:
         return [model.stage for model in self.models]
 
     @property
-    def has_last(self) -> bool:
-        """Whether the loss is computed here."""
-        return any(model.is_last for model in self.models)
-
-    @property
     def training(self) -> bool:
         return self.models[0].training
 

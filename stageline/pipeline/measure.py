@@ -18,7 +18,7 @@ from stageline.pipeline.actions import Kind
 from stageline.pipeline.cost import Cost, ModelCosts, hand_over_seconds
 from stageline.pipeline.live_bytes import PeakBytes, SavedBytes, tensor_bytes
 from stageline.pipeline.outline import Outline
-from stageline.pipeline.stage_passes import MicroBatch, StagePasses, Tensors
+from stageline.pipeline.stage_passes import MicroBatch, StagePasses, Tensors, model_inputs
 
 MOST_REPEATS, SHORT_SECONDS = 30, 0.1  # short passes are repeated more often
 LossOf = Callable[[torch.Tensor | Tensors, MicroBatch], torch.Tensor]
@@ -135,7 +135,12 @@ class _Run:
             model, computes_grad=computes, sends_grad=sends, saving=nullcontext
         )
         batch = {name: value.to(self.device) for name, value in workload.batch.items()}
-        self.batch = {name: value for name, value in batch.items() if self._is_input(name)}
+        # pixels are where the images are
+        self.batch = {
+            name: value
+            for name, value in model_inputs(batch).items()
+            if model.is_first or not name.startswith("pixel")
+        }
         self.inputs = self._random(model.get_example_input(*workload.shape))
         if model.is_first:
             self.inputs = (batch["input_ids"],)
@@ -239,11 +244,6 @@ class _Run:
             for meta in metas
             if meta.is_floating_point()
         )
-
-    def _is_input(self, name: str) -> bool:
-        """Labels are for the loss; pixels are where the images are."""
-        is_for_loss = name == "labels" or name.startswith("loss_")
-        return not is_for_loss and (self.model.is_first or not name.startswith("pixel"))
 
 
 def _but_hidden(kwargs: dict[str, object]) -> dict[str, object]:

@@ -133,7 +133,7 @@ def parameter_cost(parameters: Iterable[torch.Tensor]) -> Cost:
     return Cost(
         num_parameters=sum(parameter.numel() for parameter in found),
         num_trainable=num_trainable,
-        weights=sum(parameter.numel() * parameter.element_size() for parameter in found),
+        weights=tensor_bytes(found),
         gradients=num_trainable * GRADIENT_BYTES,
         masters=num_half * MASTER_BYTES,
         trains=bool(trained),

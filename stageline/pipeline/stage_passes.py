@@ -1,6 +1,6 @@
 """Forward and backward passes of one stage, micro-batch by micro-batch. Talks to no other rank."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -147,6 +147,15 @@ def _run_grad_hooks(weights: Sequence[nn.Parameter]) -> None:
         if weight.grad is not None:
             for hook in list((weight._post_accumulate_grad_hooks or {}).values()):
                 hook(weight)
+
+
+def model_inputs(batch: Mapping[str, torch.Tensor]) -> MicroBatch:
+    """What a model takes of a micro-batch: all but labels and what begins with loss_."""
+    return {
+        name: value
+        for name, value in batch.items()
+        if name != "labels" and not name.startswith("loss_")
+    }
 
 
 def copy_metas(metas: Sequence[torch.Tensor], device: torch.device) -> Tensors:

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from stageline.data.batch import IGNORE
 from stageline.modules.chunked_loss import ChunkedLoss
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
 from stageline.training.replicas import Replicas
 from stageline.training.step_loss import Output, logits_of
 
-IGNORE = -100
 Pieces = Iterator[tuple[torch.Tensor, MicroBatch]]  # logits with their part of a micro-batch
 
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from stageline.pipeline.live_bytes import tensor_bytes
 from stageline.pipeline.timeline import TimelineEvent, describe_timeline
 from stageline.plotting.pictures import caption, plot_predictions
 from stageline.plotting.timeline import plot_timeline
@@ -42,7 +43,7 @@ def summarize_stage(model: torch.nn.Module, context: Context) -> StageSummary:
         parts="+".join(held),
         num_parameters=sum(p.numel() for p in parameters.values()),
         num_trainable=sum(p.numel() for p in parameters.values() if p.requires_grad),
-        num_bytes=sum(p.numel() * p.element_size() for p in parameters.values()),
+        num_bytes=tensor_bytes(parameters.values()),
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from stageline.data.batch import IGNORE
 from stageline.data.packing import count_samples
 from stageline.errors import UserError
 from stageline.pipeline.ownership import Ownership
@@ -21,8 +22,6 @@ from stageline.training.precision import LossScaler, MasterWeights
 from stageline.training.replicas import Replicas
 from stageline.training.step_loss import StepLoss
 from stageline.training.step_timeline import StepTimeline
-
-IGNORE = -100
 
 
 @dataclass(frozen=True)
