@@ -94,6 +94,11 @@ def _read(text: str) -> list[_Fault]:
 _faults = _read(os.environ.get(VARIABLE, ""))
 
 
+def arm() -> None:
+    """Reads the environment anew: for a process that was forked after this file was imported."""
+    _faults[:] = _read(os.environ.get(VARIABLE, ""))
+
+
 def point(name: str) -> bool:
     """A place where a fault may be asked for.
 

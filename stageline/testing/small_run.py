@@ -1,0 +1,205 @@
+"""A small training run through the real entry file, for fault tests.
+
+`Job.run` starts it as a user does, which takes ten seconds: for what launchers have a part in.
+`Job.fork` forks ranks of this process, which has imported everything, and takes two.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from stageline.chaos import VARIABLE, arm
+from stageline.distributed.failure import run_entry
+from stageline.testing.tiny_models import tiny_config
+from stageline.testing.tiny_tokenizers import tiny_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+OPTIONS = (
+    "--train-model llama --dataset jsonl --prompt question --prompt-fn fill --image-token none "
+    "--collate-fn sft --batch-size 8 --micro-batch-size 2 --total-steps 12 --device cpu "
+    "--max-token-num 64 --learning-rate 1e-2 --eval-samples 0 --save-steps 2 --timeline-step 0"
+).split()
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a process ended.
+
+    Attributes:
+        seconds: from its start to its end.
+    """
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+class Job:
+    """A folder with a tiny llama, its tokenizer and 40 rows of unequal lengths."""
+
+    def __init__(self, folder: Path, *, family: str = "llama", num_rows: int = 40) -> None:
+        self.folder = folder
+        self.model = folder / "model"
+        self.rows = folder / "rows.jsonl"
+        tokenizer = tiny_tokenizer()
+        tokenizer.save_pretrained(self.model)
+        torch.manual_seed(1)
+        config = tiny_config(family, vocab_size=len(tokenizer))
+        AutoModelForCausalLM.from_config(config).save_pretrained(self.model)
+        rows = [
+            {"id": str(i), "question": f"{i}?", "answer": "!" * (1 + i % 7)}
+            for i in range(num_rows)
+        ]
+        self.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def command(
+        self, name: str, *options: str | Path | int, torchrun: tuple[str | int, ...] = ()
+    ) -> list[str]:
+        """The command line of a run into folder `name`.
+
+        Args:
+            torchrun: number of processes and further options of torchrun; by default our launcher
+                starts them.
+        """
+        launcher = (*TORCHRUN, *torchrun) if torchrun else ()
+        paths = ("--model-path", self.model, "--dataset-path", self.rows)
+        words = [sys.executable, *launcher, ROOT / "train_pp.py", *OPTIONS, *paths]
+        return list(map(str, [*words, "--output-dir", self.folder / name, *options]))
+
+    def start(
+        self,
+        name: str,
+        *options: str | Path | int,
+        chaos: str = "",
+        torchrun: tuple[str | int, ...] = (),
+    ) -> subprocess.Popen:
+        """Starts a run in a process group of its own; `finish` ends it."""
+        environment = {**os.environ, VARIABLE: chaos, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            self.command(name, *options, torchrun=torchrun),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        process.started_at = time.monotonic()
+        return process
+
+    def run(
+        self,
+        name: str,
+        *options: str | Path | int,
+        chaos: str = "",
+        torchrun: tuple[str | int, ...] = (),
+        timeout: float = 120,
+    ) -> Finished:
+        """Runs to the end."""
+        return finish(self.start(name, *options, chaos=chaos, torchrun=torchrun), timeout=timeout)
+
+    def fork(
+        self,
+        name: str,
+        *options: str | Path | int,
+        ranks: int = 2,
+        chaos: str = "",
+        timeout: float = 60,
+    ) -> Finished:
+        """Runs to the end in forked ranks, with one stage each unless `options` say otherwise.
+
+        Its code is that of the first rank that failed; 0 if none did.
+        """
+        words = self.command(name, "--num-stages", ranks, *options)[1:]
+        started = time.monotonic()
+        ended: list[int] = []
+        with tempfile.TemporaryDirectory() as folder, socket.create_server(("", 0)) as server:
+            port = server.getsockname()[1]
+            server.close()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            pids = {
+                _fork_rank(words, rank, ranks, port, chaos, Path(folder)): rank
+                for rank in range(ranks)
+            }
+            while pids and time.monotonic() - started < timeout:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid in pids:
+                    del pids[pid]
+                    ended.append(os.waitstatus_to_exitcode(status))
+                elif pid == 0:
+                    time.sleep(0.02)
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            out, err = (
+                "".join(Path(folder, f"{rank}.{kind}").read_text() for rank in range(ranks))
+                for kind in ("out", "err")
+            )
+        assert not pids, f"still running after {timeout} s:\n{out}\n{err}"
+        code = next((code for code in ended if code), 0)
+        return Finished(code, out, err, time.monotonic() - started)
+
+    def losses(self, name: str) -> dict[int, float]:
+        """Step -> loss as the log says it; of a step that was run again the last."""
+        lines = (self.folder / name / "log.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        return {r["step"]: r["loss"] for r in records if r["kind"] == "train"}
+
+    def checkpoints(self, name: str) -> list[str]:
+        """Names of what is called a checkpoint, in order."""
+        return sorted(p.name for p in (self.folder / name / "checkpoints").glob("step-????????"))
+
+
+def _fork_rank(words: list[str], rank: int, ranks: int, port: int, chaos: str, folder: Path) -> int:
+    import train_pp  # of the repository, which tests have on their path
+
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 70
+    try:
+        for number, kind in ((1, "out"), (2, "err")):
+            file = os.open(folder / f"{rank}.{kind}", os.O_CREAT | os.O_WRONLY, 0o600)
+            os.dup2(file, number)
+        sys.stdout = open(1, "w", buffering=1, closefd=False)
+        sys.stderr = open(2, "w", buffering=1, closefd=False)
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        os.environ.update({key: str(value) for key, value in names.items()})
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+        os.environ[VARIABLE] = chaos
+        arm()
+        sys.argv = words
+        torch.set_num_threads(1)
+        run_entry(train_pp.main)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def finish(process: subprocess.Popen, *, timeout: float = 120) -> Finished:
+    """Waits for a process that `Job.start` began; kills its group when it takes too long."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        raise AssertionError(f"still running after {timeout} s:\n{out}\n{err}") from None
+    return Finished(process.returncode, out, err, time.monotonic() - process.started_at)
