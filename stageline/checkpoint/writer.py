@@ -90,6 +90,7 @@ class CheckpointWriter:
         """
         self.finish()
         with doing("save"):
+            chaos.point("save")
             weights, state = self._copy()
         target = self.folder / step_name(step)
         if self.waits:
