@@ -141,7 +141,7 @@ def test_c07_output_dir_removed_while_running(job):
         *SHORT,
         ranks=1,
     )
-    assert done.code == 5 and "No such file" in done.err and str(folder) in done.err
+    assert done.code == 5 and "No such file" in done.err and str(folder) in done.err, done.err
 
 
 def test_c08_stopped_between_publishing_and_removing(job, undisturbed):
