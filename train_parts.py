@@ -129,9 +129,10 @@ def build_stages(
             adapter's base comes later, by `resume_step`.
     """
     run = arguments.run
-    weights = run.model_path
+    weights, processor = run.model_path, run.processor_path
     if point is not None:
         weights = str(point.folder) if point.base is None else run.model_path or point.base
+        processor = processor or run.model_path or run.config_path
     stages = [
         build_part(
             arguments,
@@ -139,6 +140,7 @@ def build_stages(
             num_stages=run.num_stages,
             partition=run.partition if isinstance(run.partition, list) else None,
             checkpoint_path=weights,
+            processor_path=processor,
             device=context.device,
         )
         for stage in schedule.stages_of(context.pp_rank)
