@@ -26,12 +26,12 @@ from stageline.distributed.process_group import (
     choose_device,
     distributed_context,
 )
-from stageline.distributed.seeds import replica_seed, seed_everything
 from stageline.errors import UserError
 from stageline.pipeline.device_memory import device_capacity
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import Schedule
 from stageline.pipeline.topology import Topology, resolve_topology
+from stageline.seeds import seed_everything
 from stageline.training.best import BestCheckpoint
 from stageline.training.evaluation import evaluate
 from stageline.training.planner import place_together
@@ -182,12 +182,16 @@ def train(
 ) -> None:
     """Builds this rank's stages and runs the loop."""
     run = arguments.run
-    seed_everything(replica_seed(run.seed, context.dp_rank))
+    seed_everything(run.seed)
     models = build_stages(arguments, context, schedule, point=point)
     summaries = [summarize_stage(model, context) for model in models]
     replicas = join_replicas(models, context, shards=run.dp_shard)
     runner = PipelineRunner(
-        models, device=context.device, group=context.pp_group, schedule=schedule
+        models,
+        device=context.device,
+        group=context.pp_group,
+        schedule=schedule,
+        seed=run.seed,
     )
     folder = Path(run.output_dir)
     if context.is_main:

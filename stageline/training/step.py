@@ -124,6 +124,7 @@ class TrainStep:
         recorder = NO_RECORDER
         if self.timeline is not None:
             recorder = self.timeline.recorder(step, num_micro_batches=len(micro_batches))
+        self.runner.seeds.begin(step, first_micro_batch=self.replicas.rank * len(micro_batches))
         self.runner.step(micro_batches, loss_fn=loss_of, recorder=StepProgress(recorder))
         with progress.doing("optimizer"):
             grad_norm, is_skipped = self._update(rate)
