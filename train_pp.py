@@ -19,6 +19,7 @@ from stageline import chaos, progress
 from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.together import Ranks
 from stageline.distributed.failure import name_stages, run_entry
+from stageline.distributed.failure_files import open_log, tell_run_folder
 from stageline.distributed.interrupt import stop_requested
 from stageline.distributed.launch import launch_if_needed
 from stageline.distributed.process_group import (
@@ -65,6 +66,8 @@ def main() -> int:
     arguments = parse_train_args()
     freeze_registers()
     topology = check_topology(arguments)
+    if not (arguments.run.plan or arguments.run.check_only):
+        tell_run_folder(arguments.run.output_dir)
     if not arguments.run.plan:
         launch_if_needed(topology.num_processes, lost_after=arguments.run.lost_after)
     data = check_data(arguments)
@@ -192,6 +195,7 @@ def train(
     folder = Path(run.output_dir)
     if context.is_main:
         save_config(arguments, folder / "config.yaml")
+    open_log()
     report = RunReport(
         folder,
         context=context,
