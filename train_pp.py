@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from options.checkpoint_options import leaves_course
-from options.memory_options import check_memory
+from options.memory_options import check_memory, memory_remedies
 from parse_args import TrainArguments, parse_train_args, save_config
 from register import engine_register, freeze_registers, import_shelf
 from stageline import chaos, progress
@@ -27,6 +27,7 @@ from stageline.distributed.process_group import (
     choose_device,
     distributed_context,
 )
+from stageline.distributed.record import on_full_memory
 from stageline.distributed.seeds import replica_seed, seed_everything
 from stageline.errors import UserError
 from stageline.pipeline.device_memory import device_capacity
@@ -35,6 +36,7 @@ from stageline.pipeline.schedules import Schedule
 from stageline.pipeline.topology import Topology, resolve_topology
 from stageline.training.best import BestCheckpoint
 from stageline.training.evaluation import evaluate
+from stageline.training.memory_account import MemoryAccount
 from stageline.training.planner import place_together
 from stageline.training.precision import LossScaler
 from stageline.training.replicas import Replicas
@@ -185,6 +187,9 @@ def train(
 ) -> None:
     """Builds this rank's stages and runs the loop."""
     run = arguments.run
+    remedies = memory_remedies(run, has_gpu=context.device.type == "cuda")
+    account = MemoryAccount(context.device, remedies)
+    on_full_memory(account.describe)
     seed_everything(replica_seed(run.seed, context.dp_rank))
     models = build_stages(arguments, context, schedule, point=point)
     summaries = [summarize_stage(model, context) for model in models]
@@ -205,7 +210,9 @@ def train(
     )
     with report:
         report.show_plan(summaries)
-        TrainingRun(arguments, data, context, runner, replicas, report, point).run()
+        training = TrainingRun(arguments, data, context, runner, replicas, report, point)
+        account.train_step = training.train_step
+        training.run()
 
 
 def join_replicas(

@@ -50,9 +50,10 @@ def connect_store(seconds: float = SECONDS_TO_CONNECT) -> "TCPStore":
 
 
 class _Ours:
-    """Whether the store at the address of the run may be its own."""
+    """Whether the store at the address of the run may be its own, and whether we left it."""
 
     store = True
+    is_left = False
 
 
 def disown_store() -> None:
@@ -83,6 +84,9 @@ class NoBoard:
 
     def wait_reported(self, seconds: float) -> None:
         """There is nobody to wait for."""
+
+    def leave(self, seconds: float) -> None:
+        """Nobody needs this process."""
 
     def is_first_to_hear(self) -> bool:
         """As `StoreBoard.is_first_to_hear`."""
@@ -131,6 +135,23 @@ class StoreBoard:
     def wait_reported(self, seconds: float) -> None:
         """Waits at most `seconds` for `mark_reported`."""
         _wait_until(lambda: self.store.check([self.key + "/reported"]), seconds)
+
+    def leave(self, seconds: float) -> None:
+        """Ends the use of the board; where this process is the store, at most `seconds` later.
+
+        With the store the others would lose what they read, and torch would write of it.
+        """
+        _Ours.is_left = True
+        time.sleep(2 * SECONDS_BETWEEN_LOOKS)  # until no other thread looks any more
+        self.store.add(self.key + "/gone", 1)
+        if os.environ.get("RANK", "0") == "0" and "TORCHELASTIC_RUN_ID" not in os.environ:
+            count = int(os.environ["WORLD_SIZE"])
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline and self._count_gone() < count:
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+
+    def _count_gone(self) -> int:
+        return self.store.add(self.key + "/gone", 0)
 
     def is_first_to_hear(self) -> bool:
         """Whether no other rank of this machine has asked this before."""
@@ -209,6 +230,9 @@ class FileBoard:
         """As `StoreBoard.wait_reported`."""
         _wait_until(self.reported.exists, seconds)
 
+    def leave(self, seconds: float) -> None:
+        """Files stay."""
+
     def is_first_to_hear(self) -> bool:
         """Never: all that read the file are on the machine of the claim."""
         return False
@@ -242,5 +266,5 @@ def claim_report(
 
 def _wait_until(is_true: Callable[[], bool], seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not is_true():
+    while time.monotonic() < deadline and (_Ours.is_left or not is_true()):
         time.sleep(SECONDS_BETWEEN_LOOKS)

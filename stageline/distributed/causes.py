@@ -52,6 +52,8 @@ def is_of_the_user(code: int) -> bool:
 
 def is_lost_connection(error: BaseException) -> bool:
     """Whether an exception tells of a neighbour's death, not of a cause."""
+    if any(isinstance(getattr(cause, "exit_code", None), int) for cause in chain(error)):
+        return False  # somebody found out what it means
     return any(
         isinstance(cause, ConnectionError)
         or type(cause).__name__ in ("DistBackendError", "DistNetworkError")

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from stageline.distributed.board import Board, claim_report
 from stageline.distributed.causes import is_lost_connection
-from stageline.distributed.failure_files import close_log, write_first, write_record
+from stageline.distributed.failure_files import close_log, read_first, write_first, write_record
 from stageline.distributed.interrupt import INTERRUPTED, install_stop_handler, was_interrupted
 from stageline.distributed.lifeline import leave
 from stageline.distributed.machines import Machine, this_machine
@@ -40,7 +40,17 @@ SECONDS_FOR_THE_REPORT = 5.0
 SECONDS_FOR_AN_EARLIER_ONE = 0.2
 SECONDS_TO_BE_HEARD = 3.0
 SECONDS_FOR_A_LINE = 0.5
+SECONDS_FOR_THE_OTHERS = 2.0
 TOLD, ENDED, STAGES = "told", "ended", "stages"  # notes for our launcher
+
+
+class _State:
+    """Whether a thread of this process tells a cause; the watches in other threads leave it to."""
+
+    has_cause = False
+
+
+_state = _State()
 
 
 def name_stages(stages: Sequence[int]) -> None:
@@ -86,7 +96,10 @@ def end_failed(error: BaseException) -> NoReturn:
     # the watch over several machines tells better who was lost
     has_watch = this_machine().count > 1
     who = f"rank {record.rank}" + (f" (stage {record.stage})" if record.stage is not None else "")
-    message = f"{who} lost a neighbour that told no cause: {record.message}"
+    message = (
+        f"{who} lost a neighbour that told no cause (the system may have ended it): "
+        f"{record.message}"
+    )
     patience = SECONDS_FOR_THE_WATCH if has_watch else SECONDS_FOR_THE_CAUSE
     _end(replace(record, message=message), patience=patience)
 
@@ -102,6 +115,8 @@ def end_lost(what: Machine | str, why: str) -> NoReturn:
         f"lost contact with {what}: {why}. Its own output may say more; else it was switched off, "
         "killed, or cut off the network."
     )
+    if _state.has_cause:
+        _wait_for_the_end()
     lost = what.index if isinstance(what, Machine) else 0
     record = record_here("crash", CRASH, message, is_secondary=True)
     _end(record, patience=SECONDS_FOR_THE_CAUSE, lost=lost)
@@ -109,8 +124,10 @@ def end_lost(what: Machine | str, why: str) -> NoReturn:
 
 def end_as_told() -> NoReturn:
     """Ends this process because a rank has claimed the report."""
-    message = "ended because another rank had failed."
-    _end(record_here("crash", CRASH, message, is_secondary=True), patience=0.0)
+    if not _state.has_cause:
+        message = "ended because another rank had failed."
+        _end(record_here("crash", CRASH, message, is_secondary=True), patience=0.0)
+    _wait_for_the_end()
 
 
 def _end(record: FailureRecord, *, patience: float, lost: int | None = None) -> NoReturn:
@@ -118,23 +135,29 @@ def _end(record: FailureRecord, *, patience: float, lost: int | None = None) -> 
     if not has_launcher():  # torchrun ends the ranks as soon as one is gone: first the report
         with contextlib.suppress(ValueError):  # not in another thread
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _state.has_cause = _state.has_cause or not record.is_secondary
     note(ENDED, record.code)
     record = write_record(record)
     board, winner = claim_report(record.as_dict(), patience=patience, is_store_lost=lost == 0)
     first = record
     with contextlib.suppress(Exception):  # the store may end with its machine at any time
         if winner is None:
-            first = _earliest(board, record)
-            _tell(first)
+            first = _tell(_earliest(board, record))
             board.wait_heard(SECONDS_TO_BE_HEARD, but=lost)
             board.mark_reported()
         else:
-            first = read_record(winner)
+            first = read_record(winner)  # where the store ends while the next line waits
             first = read_record(board.settled(SECONDS_FOR_THE_REPORT) or winner)
             _listen(board, first, is_near=winner["machine"] == record.machine)
+        board.leave(SECONDS_FOR_THE_OTHERS)
     close_log()
     sys.stdout.flush()
     os._exit(first.code)
+
+
+def _wait_for_the_end() -> NoReturn:
+    while True:
+        time.sleep(SECONDS_FOR_THE_REPORT)
 
 
 def _earliest(board: Board, mine: FailureRecord) -> FailureRecord:
@@ -149,12 +172,17 @@ def _earliest(board: Board, mine: FailureRecord) -> FailureRecord:
     return first
 
 
-def _tell(first: FailureRecord) -> None:
+def _tell(first: FailureRecord) -> FailureRecord:
+    """Reports, unless a cause was told before; what was told."""
+    told = read_first()
+    if first.is_secondary and told is not None and not told.is_secondary:
+        return told  # by a rank whose store ended with it
     note(TOLD, first.as_dict())
     # a launcher that is ours knows better how the neighbour ended
     if not (first.is_secondary and has_launcher()):
         write_first(first)
         _print(first.report())
+    return first
 
 
 def _listen(board: Board, first: FailureRecord, *, is_near: bool) -> None:

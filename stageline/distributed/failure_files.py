@@ -8,12 +8,13 @@ import contextlib
 import faulthandler
 import json
 import os
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
-from stageline.distributed.record import FailureRecord, this_attempt
+from stageline.distributed.record import FailureRecord, read_record, this_attempt
 from stageline.errors import UserError
 
 FILE = "failure.json"
@@ -112,6 +113,17 @@ def write_first(record: FailureRecord) -> None:
             _write(_run.folder / FILE, record)
 
 
+def read_first() -> FailureRecord | None:
+    """What failure.json tells of this start of the run; None if nothing was told yet."""
+    if _run.folder is None:
+        return None
+    try:
+        told = read_record(json.loads((_run.folder / FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return None
+    return told if told.attempt == this_attempt() else None
+
+
 def log_with_words(rank: int) -> str:
     """The path of a rank's log if there is something in it."""
     if _run.folder is None:
@@ -125,6 +137,6 @@ def _log_of(rank: int) -> Path:
 
 
 def _write(path: Path, record: FailureRecord) -> None:
-    draft = path.with_suffix(f".{os.getpid()}")
+    draft = path.with_suffix(f".{os.getpid()}_{threading.get_ident()}")
     draft.write_text(json.dumps(record.as_dict(), indent=1) + "\n", encoding="utf-8")
     draft.replace(path)
