@@ -183,7 +183,7 @@ def _location(error: BaseException) -> str:
 
 def _during() -> str:
     here = place()
-    if here.operation == "start" and here.step is None:
+    if here.operation == "start":
         return ""
     of = "" if here.micro_batch is None else f" of micro-batch {here.micro_batch}"
     return f" in {here.operation}{of}"

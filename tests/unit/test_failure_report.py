@@ -1,5 +1,6 @@
 """What a rank says about an exception, and which exceptions are only the echo of another."""
 
+import dataclasses
 import errno
 import os
 
@@ -8,7 +9,7 @@ import torch.distributed as dist
 
 from register import RegisterError
 from stageline.distributed import board as board_module
-from stageline.distributed import causes, record
+from stageline.distributed import causes, failure, record
 from stageline.errors import (
     CheckpointError,
     DataError,
@@ -126,6 +127,28 @@ def test_the_store_has_one_winner(monkeypatch):
     assert claims == [None, {"rank": 0, "code": 5}]
     boards[0].mark_reported()
     boards[1].wait_reported(60.0)
+
+
+@pytest.mark.parametrize("is_echo", [False, True])
+def test_the_earliest_cause_is_told_whoever_claims_first(is_echo, monkeypatch):
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    def claim(rank, time_ns, *, is_secondary=False):
+        monkeypatch.setenv("RANK", str(rank))
+        told = record.record_here("crash", 9, f"of rank {rank}", is_secondary=is_secondary)
+        told = dataclasses.replace(told, time_ns=time_ns)
+        board = board_module.StoreBoard()
+        return board, told, board.claim(told.as_dict(), patience=0.0)
+
+    first_board, later, held = claim(0, 5 if is_echo else 20, is_secondary=is_echo)
+    assert held is None
+    board, earlier, held = claim(1, 10)
+    assert held["rank"] == 0
+    assert failure._earliest(first_board, later) == earlier
+    assert record.read_record(board.settled(60.0)) == earlier
 
 
 def test_of_each_other_machine_one_rank_repeats_the_first_line(monkeypatch):
