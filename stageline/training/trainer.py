@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from stageline import progress
 from stageline.pipeline.runner import MicroBatch
 from stageline.training.step import StepResult, TrainStep
 
@@ -75,10 +76,11 @@ class Trainer:
             self.evaluate(0)
         for step in range(options.start_step, options.total_steps):
             start = time.perf_counter()
-            result = self.train_step(
-                next(self.batches), step=step, wants_stop=self.stop_requested()
-            )
+            with progress.doing("data"):
+                micro_batches = next(self.batches)
+            result = self.train_step(micro_batches, step=step, wants_stop=self.stop_requested())
             done = step + 1
+            progress.at_step(done)
             self.on_step(done, result, time.perf_counter() - start)
             self._check_finite(result, done)
             is_end = done == options.total_steps or result.wants_stop
