@@ -178,13 +178,13 @@ def check_files(
     for name in files if names is None else names:
         if name not in files:
             raise _damaged(folder / name, "is not in the manifest", "only files that are in it")
-        path, facts = inside(folder, name, told_by=folder / MANIFEST), files[name]
+        paths[inside(folder, name, told_by=folder / MANIFEST)] = files[name]
+    for path, facts in paths.items():
         if not path.is_file():
             raise _damaged(path, "is missing", f"{facts['size']} bytes")
         if path.stat().st_size != facts["size"]:
             found = f"is damaged: found {path.stat().st_size} bytes"
             raise _damaged(path, found, f"{facts['size']} bytes")
-        paths[path] = facts
     for path, facts in paths.items():
         found = _sha256(path)
         if found != facts["sha256"]:
