@@ -13,7 +13,6 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset, Subset
-from transformers import AutoConfig
 
 from parse_args import TrainArguments
 from stageline.checkpoint.together import Ranks
@@ -25,6 +24,7 @@ from stageline.data.preflight import check_vocabulary, preflight
 from stageline.data.processor import get_pad_token_id, load_processor
 from stageline.distributed.process_group import DistributedContext
 from stageline.errors import UserError
+from stageline.model_folder import load_config
 from stageline.modules.chunked_loss import ChunkedLoss, check_token_sum
 from stageline.pipeline.packing_check import check_packing
 from stageline.pipeline.schedules import Schedule
@@ -92,9 +92,7 @@ def check_data(arguments: TrainArguments) -> Data:
     if run.logits_chunk:
         check_token_sum(arguments.parts["loss_fn"].part)
     data = Data(arguments)
-    config = AutoConfig.from_pretrained(
-        run.config_path or run.model_path, trust_remote_code=run.trust_remote_code
-    )
+    config = load_config(run.config_path or run.model_path, trust_remote_code=run.trust_remote_code)
     vocab_size = getattr(config.get_text_config(decoder=True), "vocab_size", None)
     if vocab_size is not None:
         check_vocabulary(data.processor, vocab_size)
@@ -145,6 +143,10 @@ def build_stages(
         )
         for stage in schedule.stages_of(context.pp_rank)
     ]
+    for stage in stages:
+        note = getattr(stage, "cast_note", None)
+        if note and stage.stage == 0:
+            print(f"{run.model_path}: {note}", flush=True)
     if run.packing:
         for stage in stages:
             check_packing(stage, rows=run.micro_batch_size, device=context.device)

@@ -14,6 +14,7 @@ from pp_models.discover import EMBEDDING_DROPOUTS, POSITION_EMBEDDINGS, ModelPat
 from pp_models.packing import is_packed, without_masks
 from pp_models.router_loss import FLAG, RouterLoss, find_router_loss, has_routers
 from register import train_model_register
+from stageline.model_folder import has_trusted_code
 from stageline.modules.pass_through import PassThrough, ZeroEmbedding
 
 
@@ -39,7 +40,9 @@ class CausalLMStage(StageModel):
     ) -> None:
         super().__init__(config, **stage_kwargs)
         with torch.device("meta"):
-            kwargs = {"attn_implementation": attn_implementation} if attn_implementation else {}
+            kwargs: dict[str, object] = {"trust_remote_code": has_trusted_code(config)}
+            if attn_implementation:
+                kwargs["attn_implementation"] = attn_implementation
             whole = self.auto_class.from_config(config, dtype=self.dtype, **kwargs)
         self.paths = find_paths(whole)
         config_asks = bool(getattr(self.text_config, FLAG, False))

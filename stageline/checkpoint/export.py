@@ -11,14 +11,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from stageline.checkpoint.adapter import attach_adapter, find_base
 from stageline.checkpoint.files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
     find_checkpoint,
-    list_names,
 )
 from stageline.checkpoint.layout import (
     MANIFEST,
@@ -28,7 +27,9 @@ from stageline.checkpoint.layout import (
     refuse_existing,
     verify,
 )
+from stageline.checkpoint.whole import load_whole
 from stageline.errors import UserError
+from stageline.model_folder import load_config
 from stageline.modules.lora import merge_lora
 
 MAX_SHARD_SIZE = "5GB"
@@ -125,19 +126,11 @@ def load_plain(folder: Path, *, trust_remote_code: bool = False) -> nn.Module:
     if (folder / ADAPTER_CONFIG).exists():
         base = load_plain(find_base(folder), trust_remote_code=trust_remote_code)
         return attach_adapter(base, folder).eval()
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    config = load_config(folder, trust_remote_code=trust_remote_code)
     named = getattr(transformers, (config.architectures or [""])[0], None)
     kwargs = {} if named is not None else {"trust_remote_code": trust_remote_code}
     model_class = named or transformers.AutoModelForCausalLM
-    model, info = model_class.from_pretrained(
-        folder, dtype="auto", output_loading_info=True, local_files_only=True, **kwargs
-    )
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise UserError(
-            f"{folder} lacks {len(missing)} weights ({list_names(missing)}), all were expected: "
-            "transformers would start them at random. Use a checkpoint that is whole."
-        )
+    model = load_whole(model_class, folder, config, dtype="auto", **kwargs)
     return model.eval()
 
 

@@ -141,7 +141,7 @@ def test_missing_and_unexpected_names_are_listed(family, tmp_path):
     assert "1 names are missing: model." in str(caught.value)
     assert "layers.3.input_layernorm.weight" in str(caught.value)
     assert "1 names belong to no stage: adapter_of_mine.weight" in str(caught.value)
-    assert caught.value.exit_code == 2
+    assert caught.value.exit_code == 4
 
 
 def test_a_missing_expert_is_refused(tmp_path):
