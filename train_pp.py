@@ -154,6 +154,7 @@ def train(
     folder = Path(run.output_dir)
     if context.is_main:
         save_config(arguments, folder / "config.yaml")
+        data.bad_rows.write(folder / "bad_rows.jsonl")
     report = RunReport(
         folder, context=context, total_steps=run.total_steps, log_steps=run.log_steps
     )
