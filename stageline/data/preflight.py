@@ -74,8 +74,9 @@ def check_vocabulary(processor: Any, vocab_size: int) -> None:
         raise UserError(
             f"the tokenizer has {len(vocabulary)} tokens with ids up to {largest} ({token!r}), the "
             f"model's embedding has {vocab_size} rows. Each id needs a row, because looking it up "
-            "fails otherwise: use the tokenizer that belongs to the model (--processor-path), or "
-            "a config whose vocab_size is large enough."
+            "fails otherwise: use the tokenizer that belongs to the model (--processor-path), a "
+            "config whose vocab_size is large enough, or a checkpoint whose embedding was enlarged "
+            f"(resize_token_embeddings({largest + 1}) of the library, then save_pretrained)."
         )
 
 
@@ -107,7 +108,7 @@ def preflight(
     """
     if vocab_size is not None:
         check_vocabulary(processor, vocab_size)
-    bad_rows = bad_rows or BadRows()
+    bad_rows = BadRows() if bad_rows is None else bad_rows
     rows = list(range(len(dataset)))
     if len(rows) > limit and not bad_rows.limit:
         rows = sorted(random.Random(seed).sample(rows, limit))

@@ -179,7 +179,9 @@ def _no_list(path: Path, text: str) -> DataError:
 def _broken(path: Path, text: str, place: int, what: object, number: int) -> DataError:
     line = text.count("\n", 0, place) + 1
     column = place - text.rfind("\n", 0, place)
-    cut = " The file ends here: it may be cut short." if place >= len(text.rstrip()) else ""
+    cut = (
+        "" if text.rstrip().endswith("]") else " The file ends without a ']': it may be cut short."
+    )
     return DataError(
         f"{path}:{line}:{column}: {what} in row {number}, {_near(text, place)!r}.{cut} A JSON list "
         "of rows was expected: correct the row (a file of JSON lines ends in .jsonl)."
