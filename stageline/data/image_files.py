@@ -15,7 +15,7 @@ from stageline.data.images import bad_image, check_shape
 from stageline.errors import DataError
 
 # others have decoders that few people use and many have broken
-FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 
 
 class ImageFolders:
@@ -35,8 +35,9 @@ class ImageFolders:
         Raises:
             DataError: names the row.
         """
-        if os.path.isabs(name) or ".." in name.replace("\\", "/").split("/") or "\0" in name:
-            self._places(name, source)
+        is_plain = not os.path.isabs(name) and ".." not in name.split("/") and "\0" not in name
+        if not is_plain:
+            self._find(name, source)
 
     def open(self, name: str, *, source: str) -> Image.Image:
         """Opens an image without decoding it.
@@ -45,13 +46,12 @@ class ImageFolders:
             DataError: the name leads out of the folders, there is no such file, it is no picture,
                 or it is one of a size that is not taken.
         """
-        places = self._places(name, source)
-        path = next((place for place in places if _is_file(place)), None)
+        path, places = self._find(name, source)
         if path is None:
             raise DataError(
-                f"{source}: there is no image {name}. It was looked for at {', '.join(places)}. "
-                "Put the file there, or correct the row or the dataset's option for the folder of "
-                "images."
+                f"{source}: there is no image {name[:200]}. It was looked for at "
+                f"{', '.join(places)[:1000]}. Put the file there, or correct the row or the "
+                "dataset's option for the folder of images."
             )
         try:
             with warnings.catch_warnings():
@@ -59,22 +59,28 @@ class ImageFolders:
                 image = Image.open(path, formats=FORMATS)
         except Exception as error:  # Pillow's readers raise anything
             raise bad_image(path, _plain(error, path), name=source) from error
-        check_shape(image, name=source)
+        try:
+            check_shape(image, name=source)
+        except DataError:
+            image.close()
+            raise
         return image
 
-    def _places(self, name: str, source: str) -> list[str]:
-        """Where the file may be, links followed; all below the folders."""
-        found = []
-        for root in self._real_roots:
-            try:
-                place = os.path.realpath(os.path.join(root, name))
-            except (OSError, ValueError):  # a NUL in the name, or a name that is too long
-                continue
-            if any(_lies_below(place, folder) for folder in self._real_roots):
-                found.append(place)
-        if found:
-            return list(dict.fromkeys(found))
-        raise DataError(
+    def _find(self, name: str, source: str) -> tuple[str | None, list[str]]:
+        """The file, links followed, if there is one; and the places where it may be."""
+        places = [_real_path(os.path.join(root, name)) for root in self._real_roots]
+        allowed = list(dict.fromkeys(place for place in places if self._is_below(place)))
+        path = next((place for place in allowed if _is_file(place)), None)
+        if path is None and not all(self._is_below(place) for place in places):
+            raise self._leads_out(name, source)
+        return path, allowed
+
+    def _is_below(self, place: str) -> bool:
+        """Below any of the folders: "images" below the data may be a link to another disk."""
+        return any(place.startswith(root.rstrip(os.sep) + os.sep) for root in self._real_roots)
+
+    def _leads_out(self, name: str, source: str) -> DataError:
+        return DataError(
             f"{source}: the image name {name[:200]!r} leads out of the dataset's folders of images "
             f"({', '.join(map(str, self.roots))}). A file below them was expected, because rows "
             "that others wrote must not read other files of this machine: correct the row, or give "
@@ -82,8 +88,11 @@ class ImageFolders:
         )
 
 
-def _lies_below(place: str, folder: str) -> bool:
-    return place.startswith(folder.rstrip(os.sep) + os.sep)
+def _real_path(path: str) -> str:
+    try:
+        return os.path.realpath(path)
+    except (OSError, ValueError):  # a NUL in the name
+        return ""
 
 
 def _is_file(place: str) -> bool:
