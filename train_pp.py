@@ -204,6 +204,7 @@ def train(
     folder = Path(run.output_dir)
     if context.is_main:
         save_config(arguments, folder / "config.yaml")
+        data.bad_rows.write(folder / "bad_rows.jsonl")
     open_log()
     report = RunReport(
         folder,

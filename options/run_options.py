@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from options.checkpoint_options import CheckpointOptions
+from options.data_options import DataOptions
 from options.fields import option
 from options.machine_options import MachineOptions
 from options.memory_options import MemoryOptions
@@ -136,6 +137,7 @@ class ProgressOptions:
 
 @dataclass(kw_only=True)
 class RunConfig(
+    DataOptions,
     MachineOptions,
     CheckpointOptions,
     ProgressOptions,

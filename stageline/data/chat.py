@@ -99,7 +99,9 @@ class _Writer:
         Templates look for them; they are added tokens that are no special tokens.
         """
         added = self.tokenizer.added_tokens_decoder.values()
-        tags = [str(token) for token in added if not token.special and str(token).strip()]
+        reserved = TextEncoder.of(self.processor).reserved
+        texts = [str(token) for token in added if not token.special]
+        tags = [text for text in texts if text.strip() and text not in reserved]
         if not tags:
             return _stripped(text)
         pattern = r"(\s*(?:" + "|".join(map(re.escape, tags)) + r")\s*)"
