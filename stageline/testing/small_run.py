@@ -173,7 +173,8 @@ class Job:
 
 
 def _fork_rank(words: list[str], rank: int, ranks: int, port: int, chaos: str, folder: Path) -> int:
-    import train_pp  # of the repository, which tests have on their path
+    # once and before any test, so that what it registers stays: tests/chaos/conftest.py
+    main = sys.modules["train_pp"].main
 
     pid = os.fork()
     if pid:
@@ -192,7 +193,7 @@ def _fork_rank(words: list[str], rank: int, ranks: int, port: int, chaos: str, f
         arm()
         sys.argv = words
         torch.set_num_threads(1)
-        run_entry(train_pp.main)
+        run_entry(main)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     except BaseException:
