@@ -27,6 +27,7 @@ from options.checks import (
 from options.command_line import Given, by_name, read_config, read_words, typed
 from options.fields import OptionError, check_limits, expand_paths, option_groups
 from options.help_text import help_text, list_parts
+from options.limits import check_words
 from options.memory_options import check_memory
 from options.part_options import ChosenPart, add_part_options
 from options.run_options import EvaluateConfig, RunConfig
@@ -193,6 +194,8 @@ def _parse(
             their default values.
     """
     given = _with_configs(read_words(sys.argv[1:] if argv is None else argv))
+    for item in given:
+        check_words(typed(item.name), item.values)
     imports = [spec for item in given if item.name == "import" for spec in item.values]
     import_parts(dict.fromkeys(imports))
     options = by_name(given)
