@@ -34,7 +34,7 @@ def job(tmp_path_factory):
 def test_the_launcher_speaks_for_a_rank_that_said_nothing(job, do, words):
     name = do.replace(",value=", "_")
     fault = f"at=forward,rank=1,step=3,do={do}"
-    done = job.run(name, "--num-stages", 2, chaos=fault)
+    done = job.run(name, "--num-stages", 2, "--sync-save", chaos=fault)
     assert done.code == 9, done.err
     lines = done.err.splitlines()
     assert lines == [lines[0]] and lines[0].startswith(f"error[crash] rank=1 stage=1: {words}")
