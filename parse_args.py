@@ -28,6 +28,7 @@ from options.command_line import Given, by_name, read_config, read_words, typed
 from options.fields import OptionError, check_limits, expand_paths, option_groups
 from options.help_text import help_text, list_parts
 from options.memory_options import check_memory
+from options.number_options import check_numbers
 from options.part_options import ChosenPart, add_part_options
 from options.run_options import EvaluateConfig, RunConfig
 from options.values import convert, needs_value, option_types
@@ -135,6 +136,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
     check_best(run)
     check_learning_rate(run)
     check_memory(run)
+    check_numbers(run, shards=run.dp_shard)
     return TrainArguments(run=run, parts=parts, imports=imports)
 
 

@@ -36,6 +36,7 @@ from stageline.training.precision import LossScaler
 from stageline.training.replicas import Replicas
 from stageline.training.report import RunReport, summarize_stage
 from stageline.training.sharding import ShardedReplicas
+from stageline.training.skips import Skips
 from stageline.training.step import StepResult, TrainStep
 from stageline.training.step_timeline import StepTimeline
 from stageline.training.trainer import Trainer, TrainOptions
@@ -198,6 +199,12 @@ class TrainingRun:
             scaler=LossScaler(enabled=run.fp16),
             timeline=self.timeline,
             replicas=replicas,
+            skips=Skips(
+                max_in_a_row=run.max_skipped_steps,
+                spike_sigma=run.spike_sigma,
+                spike_action=run.spike_action,
+            ),
+            replay_steps=run.replay_steps,
         )
         loader = functools.partial(make_loader, arguments, data, context, runner.schedule)
         self.batches = loader(data.train, is_evaluation=False)

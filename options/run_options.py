@@ -11,6 +11,7 @@ from options.checkpoint_options import BestOptions
 from options.fields import option
 from options.machine_options import MachineOptions
 from options.memory_options import MemoryOptions
+from options.number_options import NumberOptions
 from options.plan_options import PlanOptions
 from options.shape_options import ShapeOptions
 
@@ -141,6 +142,7 @@ class RunConfig(
     BestOptions,
     ProgressOptions,
     MemoryOptions,
+    NumberOptions,
     PlanOptions,
     PipelineOptions,
     OptimizerOptions,
