@@ -25,6 +25,7 @@ from stageline.checkpoint.files import (
     open_tensors,
     weight_files,
 )
+from stageline.checkpoint.finite import check_finite
 from stageline.checkpoint.host_memory import returns_freed_memory
 from stageline.checkpoint.init import DONE, check_filled, init_lora, materialise, run_init
 from stageline.errors import UserError
@@ -58,6 +59,7 @@ def load_split_model(
     Raises:
         CheckpointMismatch: names are missing, unexpected or of another shape; it lists them.
         UserError: the files cannot be read, or leave a tensor without a value.
+        NonFiniteError: a weight is inf or nan.
     """
     checkpoint = find_checkpoint(checkpoint_path)
     device = torch.device(device)
@@ -79,7 +81,29 @@ def load_split_model(
     if adapter is not None:
         fill_earlier_lora(model, adapter)
     check_filled(model, f"reading {checkpoint_path}")
+    _check_numbers(model, files, key_map, checkpoint=checkpoint, adapter=adapter or checkpoint)
     model.loaded_from = str(checkpoint.resolve())
+
+
+def _check_numbers(
+    model: nn.Module,
+    files: dict[str, Path],
+    key_map: dict[str, str],
+    *,
+    checkpoint: Path,
+    adapter: Path,
+) -> None:
+    def place_of(name: str) -> str:
+        # names that the library converts are not in the files
+        folder = adapter if is_lora_name(name) else checkpoint
+        return f"{files.get(key_map.get(name, name), folder)}: "
+
+    check_finite(
+        model.named_parameters(),
+        what=f"weights of stage {model.stage} as they were read",
+        cure="Get these files anew, or start from another checkpoint.",
+        place_of=place_of,
+    )
 
 
 # -- through the library ---------------------------------------------------------------------

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from stageline.checkpoint.finite import is_finite
 from stageline.pipeline.actions import Action, Kind
 from stageline.pipeline.recorder import Recorder
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
@@ -205,17 +206,11 @@ class _Watch(Recorder):
         outputs = output if isinstance(output, tuple) else (output,)
         if action is None or self._has_found(False, action.stage):
             return
-        if not all(is_finite(value) for value in outputs if value.is_floating_point()):
+        if not all(map(is_finite, outputs)):
             self.found.append((False, action.stage, action.micro_batch, ""))
 
     def _has_found(self, is_backward: bool, stage: int) -> bool:
         return any(item[:2] == (is_backward, stage) for item in self.found)
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all values are numbers. One pass over them, unless their sum overflows."""
-    total = tensor.detach().sum(dtype=torch.float32 if tensor.element_size() < 8 else None)
-    return bool(total.isfinite()) or bool(tensor.isfinite().all())
 
 
 def _bad_losses(losses: Sequence[torch.Tensor], order: Sequence[int]) -> list[tuple[int, str]]:

@@ -281,13 +281,20 @@ class TrainStep:
         return culprit
 
     def _make_faults(self) -> None:
-        """For tests: an overflow, or a flipped bit, in the first gradient of this rank."""
-        grads = [p.grad for p in self.weights.parameters.values() if p.grad is not None]
-        if grads and chaos.point("gradient"):
-            grads[0].view(-1)[0] = torch.inf
-        if grads and chaos.point("flip"):
-            bits_of(grads[0]).view(-1)[0] ^= 1 << self._num_flips
-            self._num_flips += 1
+        """For tests: in what this rank has first."""
+        parameters = [p for p in self.weights.parameters.values() if p.grad is not None]
+        if not parameters:
+            return
+        first = parameters[0]
+        if chaos.point("gradient"):
+            first.grad.view(-1)[0] = torch.inf
+        if chaos.point("zero_gradient"):
+            for parameter in parameters:
+                parameter.grad.zero_()
+        for name, tensor in (("flip", first.grad), ("flip_weight", first)):
+            if chaos.point(name):
+                bits_of(tensor).view(-1)[0] ^= 1 << self._num_flips  # another one each time
+                self._num_flips += 1
 
     def _share(self, loss: torch.Tensor, extra_loss: torch.Tensor, wants_stop: bool) -> list[float]:
         """Sums over the ranks: the losses are zero on all but the last stage."""

@@ -56,6 +56,8 @@ class StepLoss:
         loss = self.loss_fn(logits_of(output), batch, num_targets=self.num_targets)
         if chaos.point("loss"):
             loss = loss * math.nan
+        if chaos.point("spike"):
+            loss = loss * 100
         self.loss = self.loss + loss.detach().float()
         if isinstance(output, tuple):
             extra_loss = output[1] / self.num_micro_batches
