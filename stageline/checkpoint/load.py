@@ -80,8 +80,8 @@ def load_split_model(
     _fill_fresh_lora(model, device=device, dtype=dtype, seed=seed, is_adapter=adapter is not None)
     if adapter is not None:
         fill_earlier_lora(model, adapter)
-    check_filled(model, f"reading {checkpoint_path}")
     _check_numbers(model, files, key_map, checkpoint=checkpoint, adapter=adapter or checkpoint)
+    check_filled(model, f"reading {checkpoint_path}")
     model.loaded_from = str(checkpoint.resolve())
 
 
@@ -98,8 +98,10 @@ def _check_numbers(
         folder = adapter if is_lora_name(name) else checkpoint
         return f"{files.get(key_map.get(name, name), folder)}: "
 
+    named = model.named_parameters()
     check_finite(
-        model.named_parameters(),
+        # what was never filled holds nan, too, and is reported after this
+        ((name, value) for name, value in named if name in key_map or is_lora_name(name)),
         what=f"weights of stage {model.stage} as they were read",
         cure="Get these files anew, or start from another checkpoint.",
         place_of=place_of,

@@ -86,6 +86,8 @@ class StepMaker(Dataset):
 class PackedStepMaker(StepMaker):
     """Several samples a row. All replicas make the same number of micro-batches.
 
+    `loss_packed_rows` says which rows of the dataset are in a micro-batch; stages do not get it.
+
     Each replica computes the lengths of all replicas' rows, so that none has to ask another.
 
     Args:
@@ -127,7 +129,12 @@ class PackedStepMaker(StepMaker):
         if self.is_sorted:
             groups = _in_order(groups, fill)
         return [
-            self.packed([[items[index] for index in bins[place]] for place in group])
+            {
+                **self.packed([[items[index] for index in bins[place]] for place in group]),
+                "loss_packed_rows": torch.tensor(
+                    [rows[index] for place in group for index in bins[place]], dtype=torch.int64
+                ),
+            }
             for group in groups
         ]
 

@@ -225,7 +225,11 @@ def _bad_losses(losses: Sequence[torch.Tensor], order: Sequence[int]) -> list[tu
 
 
 def _rows_of(micro_batches: Sequence[MicroBatch]) -> list[list[int]]:
-    return [batch["loss_rows"].tolist() if "loss_rows" in batch else [] for batch in micro_batches]
+    names = ("loss_rows", "loss_packed_rows")
+    return [
+        [row for name in names if name in batch for row in batch[name].tolist()]
+        for batch in micro_batches
+    ]
 
 
 def _name_batches(numbers: Sequence[int], rows: Sequence[Sequence[int]]) -> str:

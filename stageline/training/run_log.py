@@ -34,7 +34,7 @@ class StepRecord:
         peak_memory_bytes: of each stage since the start; empty: not known.
         router_loss: what balancing the experts adds to `loss`; 0 for models without, not shown.
         problem: what is wrong with the step; None: nothing.
-        rows: rows of the dataset in a skipped step.
+        rows: rows of the dataset in a step with a problem.
         skipped_in_a_row, num_skipped: up to this step, and since the start of the run.
         warnings: of this step.
     """
@@ -93,12 +93,11 @@ class StepRecord:
     def _troubles(self) -> dict[str, Any]:
         told: dict[str, Any] = {}
         if self.problem is not None:
-            told["problem"] = self.problem
-        if self.is_skipped:
-            told["skipped"] = {
-                "in_a_row": self.skipped_in_a_row,
-                "total": self.num_skipped,
+            told["trouble"] = {
+                "problem": self.problem,
                 "rows": list(self.rows),
+                "skipped_in_a_row": self.skipped_in_a_row,
+                "num_skipped": self.num_skipped,
             }
         if self.warnings:
             told["warnings"] = list(self.warnings)

@@ -51,7 +51,7 @@ class StepResult:
         extra_loss: what the model adds by itself, weight included (the router loss of a mixture
             of experts); not in `loss`, but trained on. 0 for models without.
         problem: why the step was skipped, or what is odd about it, with its place.
-        rows: rows of the dataset that a skipped step took, of all replicas.
+        rows: rows of the dataset that a step with a problem took, of all replicas.
         skipped_in_a_row, num_skipped: steps up to this one, and since the start of the run.
         warnings: things that do not stop a run.
     """
