@@ -70,6 +70,7 @@ class Replay:
         stage_of: dict[str, int],
         replicas: Replicas,
     ) -> None:
+        assert not (every and weights.shares), "gradients of shares are not there yet"
         self.runner = runner
         self.weights = weights
         self.every = every

@@ -5,6 +5,7 @@ get the same result.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -149,8 +150,12 @@ class TrainStep:
         passes = functools.partial(self._passes, micro_batches, num_targets=num_targets, step=step)
         loss_of = self.replay(passes, step=step) if self.replay.is_due(step) else passes()
         norm, norms = self._reduce()
-        loss, extra_loss, stop_count = self._share(loss_of.loss, loss_of.extra_loss, wants_stop)
+        loss, extra_loss, stop_count, no_number = self._share(
+            [loss_of.loss, loss_of.extra_loss, torch.tensor(float(wants_stop)), norm * 0]
+        )
         grad_norm = norm.item()
+        if math.isfinite(grad_norm):
+            grad_norm += no_number  # a number is one on every rank, or on none
         verdict = self.skips.judge(loss, extra_loss, grad_norm)
         culprit, warnings = Culprit(""), ()
         if verdict.problem is not None:
@@ -296,14 +301,13 @@ class TrainStep:
                 bits_of(tensor).view(-1)[0] ^= 1 << self._num_flips  # another one each time
                 self._num_flips += 1
 
-    def _share(self, loss: torch.Tensor, extra_loss: torch.Tensor, wants_stop: bool) -> list[float]:
-        """Sums over the ranks: the losses are zero on all but the last stage."""
-        stop = torch.tensor(float(wants_stop), device=self.runner.device)
-        facts = torch.stack([loss, extra_loss, stop])
-        dist.all_reduce(facts, group=self.runner.group)
+    def _share(self, facts: Sequence[torch.Tensor]) -> list[float]:
+        """Sums over all ranks: the losses are zero on all but the last stage."""
+        total = torch.stack([fact.to(self.runner.device) for fact in facts])
+        dist.all_reduce(total, group=self.runner.group)
         if self.replicas.size > 1:
-            dist.all_reduce(facts, group=self.replicas.group)
-        return facts.tolist()
+            dist.all_reduce(total, group=self.replicas.group)
+        return total.tolist()
 
 
 def count_targets(micro_batches: Sequence[MicroBatch]) -> int:
