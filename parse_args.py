@@ -29,6 +29,7 @@ from options.fields import OptionError, check_limits, expand_paths, option_group
 from options.help_text import help_text, list_parts
 from options.limits import check_words
 from options.memory_options import check_memory
+from options.number_options import check_numbers
 from options.part_options import ChosenPart, add_part_options
 from options.run_options import EvaluateConfig, RunConfig
 from options.values import convert, needs_value, option_types
@@ -136,6 +137,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
     check_best(run)
     check_learning_rate(run)
     check_memory(run)
+    check_numbers(run, shards=run.dp_shard)
     return TrainArguments(run=run, parts=parts, imports=imports)
 
 

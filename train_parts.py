@@ -318,7 +318,7 @@ def resume_step(train_step: TrainStep, point: ResumePoint) -> None:
     point.state.check_names(name for rank_names in names for name in rank_names)
     point.state.restore(train_step.optimizer, weights.parameters, rows=share_rows(weights))
     weights.write_back()
-    train_step.scaler.load_state_dict(point.state.facts["scaler"])
+    train_step.load_state_dict(point.state.facts["numbers"])
 
 
 def make_planner(

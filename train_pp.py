@@ -44,6 +44,7 @@ from stageline.training.report import RunReport, summarize_stage
 from stageline.training.resume import ResumePoint, check_same_run, clear_way, find_resume_point
 from stageline.training.run_folder import claim_run_folder
 from stageline.training.sharding import ShardedReplicas
+from stageline.training.skips import Skips
 from stageline.training.step import StepResult, TrainStep
 from stageline.training.step_timeline import StepTimeline
 from stageline.training.trainer import Trainer, TrainOptions
@@ -259,6 +260,12 @@ class TrainingRun:
             scaler=LossScaler(enabled=run.fp16),
             timeline=self.timeline,
             replicas=replicas,
+            skips=Skips(
+                max_in_a_row=run.max_skipped_steps,
+                spike_sigma=run.spike_sigma,
+                spike_action=run.spike_action,
+            ),
+            replay_steps=run.replay_steps,
         )
         loader = functools.partial(make_loader, arguments, data, context, runner.schedule)
         self.batches = loader(data.train, is_evaluation=False, start_step=self.start_step)
@@ -330,7 +337,7 @@ class TrainingRun:
         """Copies a checkpoint; it is written while training goes on."""
         facts = {
             "settings": settings(self.arguments, self.data),
-            "scaler": self.train_step.scaler.state_dict(),
+            "numbers": self.train_step.state_dict(),
         }
         self.writer.save(step, facts)
         self.tell_saved()

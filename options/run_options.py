@@ -12,6 +12,7 @@ from options.data_options import DataOptions
 from options.fields import option
 from options.machine_options import MachineOptions
 from options.memory_options import MemoryOptions
+from options.number_options import NumberOptions
 from options.plan_options import PlanOptions
 from options.shape_options import ShapeOptions
 
@@ -142,6 +143,7 @@ class RunConfig(
     CheckpointOptions,
     ProgressOptions,
     MemoryOptions,
+    NumberOptions,
     PlanOptions,
     PipelineOptions,
     OptimizerOptions,

@@ -27,6 +27,7 @@ from stageline.checkpoint.files import (
     read_tensor,
     weight_files,
 )
+from stageline.checkpoint.finite import check_finite
 from stageline.checkpoint.host_memory import returns_freed_memory
 from stageline.checkpoint.init import DONE, check_filled, init_lora, materialise, run_init
 from stageline.checkpoint.layout import check_read
@@ -65,6 +66,7 @@ def load_split_model(
             model has floats; it lists them.
         CheckpointError: a file is damaged, or differs from the folder's manifest.
         UserError: there is no such folder, or a tensor is left without a value.
+        NonFiniteError: a weight is inf or nan.
     """
     checkpoint = find_checkpoint(checkpoint_path)
     device = torch.device(device)
@@ -91,6 +93,7 @@ def load_split_model(
     read = {files[name] for name in model.keys_read}
     check_read([*read, *(adapter_files(adapter) if adapter is not None else [])])
     model.cast_note = cast_note(entries, model.keys_read, dtype)
+    _check_numbers(model, files, key_map, checkpoint=checkpoint, adapter=adapter or checkpoint)
     check_filled(model, f"reading {checkpoint_path}")
     model.loaded_from = str(checkpoint.resolve())
 
@@ -107,6 +110,29 @@ def _refuse_integers(model: nn.Module, checkpoint: Path, names: list[str]) -> No
             "without their scales. Use the checkpoint that was not quantised, or undo it with the "
             "program that did it."
         )
+
+
+def _check_numbers(
+    model: nn.Module,
+    files: dict[str, Path],
+    key_map: dict[str, str],
+    *,
+    checkpoint: Path,
+    adapter: Path,
+) -> None:
+    def place_of(name: str) -> str:
+        # names that the library converts are not in the files
+        folder = adapter if is_lora_name(name) else checkpoint
+        return f"{files.get(key_map.get(name, name), folder)}: "
+
+    named = model.named_parameters()
+    check_finite(
+        # what was never filled holds nan, too, and is reported after this
+        ((name, value) for name, value in named if name in key_map or is_lora_name(name)),
+        what=f"weights of stage {model.stage} as they were read",
+        cure="Get these files anew, or start from another checkpoint.",
+        place_of=place_of,
+    )
 
 
 # -- through the library ---------------------------------------------------------------------

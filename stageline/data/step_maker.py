@@ -117,6 +117,8 @@ class StepMaker(Dataset):
 class PackedStepMaker(StepMaker):
     """Several samples a row. All replicas make the same number of micro-batches.
 
+    `loss_packed_rows` says which rows of the dataset are in a micro-batch; stages do not get it.
+
     Each replica computes the lengths of all replicas' rows, so that none has to ask another.
 
     Args:
@@ -144,7 +146,7 @@ class PackedStepMaker(StepMaker):
 
     def make(self, step: int, shares: Shares) -> list[MicroBatch]:
         assert not any(None in share for share in shares), "evaluation is not packed"
-        items = self._read(step, shares)
+        rows, items = shares[self.dp_rank], self._read(step, shares)
         unread = [None] * len(items)
         lengths = [
             self._lengths(step, shares, replica, items if replica == self.dp_rank else unread)
@@ -162,7 +164,9 @@ class PackedStepMaker(StepMaker):
         made = []
         for place, group in enumerate(groups):
             self._seed_micro_batch(step, place, of=count)
-            made.append(self.packed([[items[index] for index in bins[row]] for row in group]))
+            batch = self.packed([[items[index] for index in bins[row]] for row in group])
+            members = [rows[index] for row in group for index in bins[row]]
+            made.append({**batch, "loss_packed_rows": torch.tensor(members, dtype=torch.int64)})
         return made
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from stageline.errors import UserError
 from stageline.modules.layer_seeds import LayerSeeds
+from stageline.pipeline.actions import Action, Kind
 from stageline.pipeline.borders import check_borders, describe_borders
 from stageline.pipeline.executor import MOST_UNSENT, Executor, StepInputs
 from stageline.pipeline.local_stages import LocalStages
@@ -96,6 +97,17 @@ class PipelineRunner:
     def sent_bytes(self) -> int:
         """What this rank sent to others in the last step or evaluation, forward and back."""
         return self._executor.sent_bytes
+
+    @property
+    def loss_order(self) -> list[int]:
+        """The micro-batches of the last step, in the order in which the last stage meets them."""
+        return [
+            item.micro_batch
+            for item in self._plan(self.num_micro_batches, has_backward=True)
+            if isinstance(item, Action)
+            and item.kind == Kind.FORWARD
+            and item.stage == self.schedule.num_stages - 1
+        ]
 
     def step(
         self,
