@@ -1,0 +1,148 @@
+"""Loads a folder in plain transformers, as a user of an exported model would. Knows no stages."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from stageline.checkpoint.adapter import attach_adapter, find_base
+from stageline.checkpoint.files import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    list_names,
+    open_tensors,
+    weight_files,
+)
+from stageline.errors import CheckpointError
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+def read_config(folder: Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The configuration of a model folder.
+
+    Raises:
+        CheckpointError: there is none, or it wants code that was not allowed.
+    """
+    try:
+        return AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError) as error:
+        runs = sorted(path.name for path in (folder / "checkpoints").glob("*"))
+        hint = f" Its checkpoints are {', '.join(runs)}: give one of them." if runs else ""
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{folder} holds no model configuration that can be read ({first}), config.json of a "
+            "model that transformers knows was expected: it says what the weights are. Give a "
+            "checkpoint's folder; --trust-remote-code allows code that a folder brings along."
+            f"{hint}"
+        ) from error
+
+
+def load_plain(
+    folder: Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The whole model of a folder on the CPU; an adapter is put on its base.
+
+    Args:
+        dtype: to load in; None: as the folder has it.
+
+    Raises:
+        CheckpointError: names in the folder are not those of the model: transformers would start
+            some weights at random, or drop some.
+    """
+    if (folder / ADAPTER_CONFIG).exists():
+        base = load_plain(find_base(folder), dtype=dtype, trust_remote_code=trust_remote_code)
+        return attach_adapter(base, folder).eval()
+    config = read_config(folder, trust_remote_code=trust_remote_code)
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    kwargs = {} if named is not None else {"trust_remote_code": trust_remote_code}
+    model_class: Any = named or transformers.AutoModelForCausalLM
+    try:
+        model, info = model_class.from_pretrained(
+            folder,
+            dtype=dtype or _dtype_of(folder),
+            output_loading_info=True,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # all of them are told below
+            **kwargs,
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{folder} cannot be loaded by transformers ({error}), a whole model folder was "
+            "expected. Copy it again, or use another checkpoint."
+        ) from error
+    _refuse_other_names(folder, info)
+    return model.eval()
+
+
+def _dtype_of(folder: Path) -> torch.dtype | str:
+    """The type of all weights; the configuration, which may say another, where they differ."""
+    found = tensor_dtypes(folder)
+    return found.pop() if len(found) == 1 else "auto"
+
+
+def load_with_peft(folder: Path, base: nn.Module) -> nn.Module | None:
+    """The base with an adapter put on by `peft`, in place; None where that is not installed."""
+    try:
+        from peft import PeftModel
+    except ImportError:
+        return None
+    return PeftModel.from_pretrained(base, folder).get_base_model().eval()
+
+
+def _refuse_other_names(folder: Path, info: dict[str, Any]) -> None:
+    wrong = [
+        f"{name} (file {list(found)}, model {list(expected)})"
+        for name, found, expected in info["mismatched_keys"]
+    ]
+    problems = [
+        f"{what} {len(names)} weights ({list_names(set(names))})"
+        for what, names in (
+            ("lacks", info["missing_keys"]),
+            ("has in addition", info["unexpected_keys"]),
+            ("has in another shape", wrong),
+        )
+        if names
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{folder} {' and '.join(problems)}, exactly those of its config.json were expected: "
+            "transformers would start some at random or drop them unseen. Use a checkpoint that "
+            "is whole, or mend its config.json."
+        )
+
+
+def tensor_dtypes(folder: Path) -> set[torch.dtype]:
+    """The floating-point types in a model or adapter folder; reads headers only."""
+    if (folder / ADAPTER_CONFIG).exists():
+        files = {folder / ADAPTER_FILE}
+    else:
+        files = set(weight_files(folder).values())
+    found = set()
+    for file in files:
+        with open_tensors(file) as tensors:
+            names = tensors.keys()
+            found |= {tensors.get_slice(name).get_dtype() for name in names}
+    return {_DTYPES[name] for name in found if name in _DTYPES}
+
+
+def weight_sizes(folder: Path) -> tuple[int, int]:
+    """Number of weights in a model folder and their bytes; reads headers only."""
+    count = num_bytes = 0
+    for file in sorted(set(weight_files(folder).values())):
+        num_bytes += file.stat().st_size
+        with open_tensors(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - no dict
+                count += torch.Size(tensors.get_slice(name).get_shape()).numel()
+    return count, num_bytes
