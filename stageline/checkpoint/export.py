@@ -4,7 +4,6 @@ Works in host memory with the whole model, on one process. The new folder is wri
 with the checkpoint, and gets its name when all is there. Not here: saving during a run.
 """
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from stageline import chaos
-from stageline.checkpoint.adapter import find_base
+from stageline.checkpoint.adapter import find_base, read_adapter_config
 from stageline.checkpoint.export_check import (
     TOLERANCE,
     ExportError,
@@ -30,16 +29,9 @@ from stageline.checkpoint.export_files import (
     write_card,
     write_model,
 )
+from stageline.checkpoint.export_target import check_target, publish_over
 from stageline.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FILE, find_checkpoint
-from stageline.checkpoint.layout import (
-    MANIFEST,
-    discard,
-    draft_name,
-    fsync_path,
-    publish,
-    refuse_existing,
-    verify,
-)
+from stageline.checkpoint.layout import MANIFEST, discard, draft_name, verify
 from stageline.checkpoint.model_card import ModelFacts, model_card
 from stageline.checkpoint.plain_model import load_plain, tensor_dtypes, weight_sizes
 from stageline.checkpoint.run_facts import read_run_facts
@@ -100,7 +92,7 @@ def export_folder(
     """
     source = find_checkpoint(source).resolve()
     target = Path(target).expanduser().absolute()
-    _check_target(source, target, overwrites=overwrites)
+    check_target(source, target, overwrites=overwrites)
     if (source / MANIFEST).exists():
         verify(source)
     is_adapter = (source / ADAPTER_CONFIG).exists()
@@ -111,41 +103,19 @@ def export_folder(
         )
     export = _Export(
         source,
+        target,
         base=find_base(source) if merge else None,
+        keeps_adapter=is_adapter and not merge,
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
         trust_remote_code=trust_remote_code,
     )
-    keeps_adapter = is_adapter and not merge
     why_not = lacks_memory(source, trust_remote_code=trust_remote_code) if verifies else None
-    draft = target.parent / draft_name(target)
-    verdict = None
-    try:
-        with storage_errors(target, export.num_bytes()):
-            chaos.point("file")
-            draft.mkdir(parents=True)
-            if keeps_adapter:
-                export.write_adapter(draft)
-            else:
-                export.write_model(draft)
-            export.write_rest(draft, name=target.name, keeps_adapter=keeps_adapter)
-        if verifies and why_not is None:
-            verdict = check_export(
-                source,
-                draft,
-                rounded_to=export.rounded_to(),
-                make_stages=make_stages,
-                trust_remote_code=trust_remote_code,
-            )
-        with storage_errors(target, export.num_bytes()):
-            _publish(draft, target, facts={"kind": "export"})
-    except BaseException:
-        discard(draft)
-        raise
+    checks = verifies and why_not is None
+    verdict = export.run(checks=checks, make_stages=make_stages)
     notes = [f"not compared: {why_not}"] if why_not else []
-    return ExportReport(
-        target, keeps_adapter, verdict, (*notes, *(verdict.notes if verdict else ()))
-    )
+    notes += verdict.notes if verdict else ()
+    return ExportReport(target, export.keeps_adapter, verdict, tuple(notes))
 
 
 @dataclass(frozen=True)
@@ -157,7 +127,9 @@ class _Export:
     """
 
     source: Path
+    target: Path
     base: Path | None
+    keeps_adapter: bool
     dtype: torch.dtype | None
     max_shard_bytes: int
     trust_remote_code: bool
@@ -166,18 +138,52 @@ class _Export:
     def model_folder(self) -> Path:
         return self.base or self.source
 
+    def run(self, *, checks: bool, make_stages: StageMaker | None) -> Verdict | None:
+        """Writes, compares and publishes; whatever goes wrong, the target is as it was."""
+        draft = self.target.parent / draft_name(self.target)
+        verdict = None
+        needed = self.num_bytes()
+        try:
+            with storage_errors(self.target, needed):
+                chaos.point("file")
+                draft.mkdir(parents=True)
+                self.write(draft)
+            if checks:
+                verdict = check_export(
+                    self.source,
+                    draft,
+                    rounded_to=self.rounded_to(),
+                    make_stages=make_stages,
+                    trust_remote_code=self.trust_remote_code,
+                )
+            with storage_errors(self.target, needed):
+                publish_over(draft, self.target, facts={"kind": "export"})
+        except BaseException:
+            discard(draft)
+            raise
+        return verdict
+
     def num_bytes(self) -> int:
         """About how much is written."""
-        if self.base is None and (self.source / ADAPTER_CONFIG).exists():
+        if self.keeps_adapter:
             file = self.source / ADAPTER_FILE
             return file.stat().st_size if file.exists() else 0
         count, num_bytes = weight_sizes(self.model_folder)
         return num_bytes if self.dtype is None else count * self.dtype.itemsize
 
-    def write_adapter(self, draft: Path) -> None:
-        write_adapter(self.source, draft, self.dtype)
+    def write(self, draft: Path) -> None:
+        """Writes all files but the manifest."""
+        if self.keeps_adapter:
+            write_adapter(self.source, draft, self.dtype)
+        else:
+            self.write_model(draft)
+        # what an adapter's folder lacks is its base's
+        for folder in filter(None, (self.base, self.source)):
+            copy_side_files(folder, draft, with_code=self.trust_remote_code)
+        self.write_card(draft)
 
     def write_model(self, draft: Path) -> None:
+        """The whole model; an adapter is added to it."""
         model = load_plain(self.source, trust_remote_code=self.trust_remote_code)
         if self.base is not None:
             if self.dtype is not None:
@@ -195,15 +201,19 @@ class _Export:
             keeps_code=self.trust_remote_code,
         )
 
-    def write_rest(self, draft: Path, *, name: str, keeps_adapter: bool) -> None:
-        """Tokenizer, processor and model card; what an adapter's folder lacks is its base's."""
-        for folder in filter(None, (self.base, self.source)):
-            copy_side_files(folder, draft, with_code=self.trust_remote_code)
+    def write_card(self, draft: Path) -> None:
+        """The model card, with what is known of the run around the source."""
         run = read_run_facts(self.source)
-        config = read_config_of_base(self.source, trust_remote_code=self.trust_remote_code)
-        kind = "adapter" if keeps_adapter else "model" if self.base is None else "merged"
-        base = find_base(self.source) if (self.source / ADAPTER_CONFIG).exists() else None
-        facts = ModelFacts.of(config, name=name, kind=kind, base=base)
+        is_adapter = (self.source / ADAPTER_CONFIG).exists()
+        kind = "adapter" if self.keeps_adapter else "merged" if is_adapter else "model"
+        try:
+            config = read_config_of_base(self.source, trust_remote_code=self.trust_remote_code)
+        except UserError:
+            if not self.keeps_adapter:
+                raise
+            config = None  # an adapter whose base is elsewhere
+        base = named_base(self.source) if is_adapter else None
+        facts = ModelFacts.of(config, name=self.target.name, kind=kind, base=base)
         write_card(model_card(facts, run), run.curve, draft)
 
     def rounded_to(self) -> torch.dtype | None:
@@ -216,46 +226,7 @@ class _Export:
         return next((half for half in HALVES if half in written), None)
 
 
-def _check_target(source: Path, target: Path, *, overwrites: bool) -> None:
-    """Refuses a target that is there, unless it may be replaced and is a model folder."""
-    if not overwrites or not target.exists():
-        refuse_existing(target)
-        return
-    kept = [source, *([find_base(source)] if (source / ADAPTER_CONFIG).exists() else [])]
-    held = [path for path in kept if path.resolve().is_relative_to(target.resolve())]
-    if held:
-        raise UserError(
-            f"--overwrite came with --output-path {target}, in which {held[0]} lies, which is "
-            "needed: another folder was expected, since this one is removed. Choose another."
-        )
-    is_model = any((target / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
-    if target.is_symlink() or not is_model:
-        raise UserError(
-            f"--overwrite came with --output-path {target}, which is no model folder: one with "
-            f"config.json or {ADAPTER_CONFIG} was expected, since all in it is removed. Choose "
-            "another folder."
-        )
-
-
-def _publish(draft: Path, target: Path, *, facts: dict[str, object]) -> None:
-    """Gives the draft its name; an old folder of that name goes when the new one is in place."""
-    if not target.exists():
-        publish(draft, target, facts=facts, known={})
-        return
-    ready = target.with_name(draft_name(target))
-    old = target.with_name(draft_name(target))
-    publish(draft, ready, facts=facts, known={})
-    try:
-        chaos.point("file")
-        target.rename(old)
-        try:
-            chaos.point("file")
-            ready.rename(target)
-        except BaseException:
-            old.rename(target)
-            raise
-    except BaseException:
-        discard(ready)
-        raise
-    fsync_path(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+def named_base(folder: Path) -> str | None:
+    """What an adapter folder calls its base, wherever that is."""
+    name = read_adapter_config(folder).get("base_model_name_or_path")
+    return str(name) if name else None

@@ -51,6 +51,10 @@ def fsync_path(path: Path) -> None:
 def file_facts(path: Path) -> dict[str, int | str]:
     """Size in bytes and sha256 of a file, which is made durable first."""
     fsync_path(path)
+    return _read_facts(path)
+
+
+def _read_facts(path: Path) -> dict[str, int | str]:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -122,7 +126,7 @@ def verify(folder: Path) -> dict[str, object]:
     manifest = read_manifest(folder)
     for name, facts in manifest["files"].items():
         path = folder / name
-        found = file_facts(path) if path.is_file() else None
+        found = _read_facts(path) if path.is_file() else None
         if found != facts:
             state = "is missing" if found is None else f"has {found['size']} bytes or other content"
             raise UserError(

@@ -4,7 +4,6 @@ Pure text: facts in, Markdown out.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import yaml
@@ -35,23 +34,23 @@ class ModelFacts:
 
     name: str
     kind: Kind
-    model_type: str
+    model_type: str | None
     class_name: str | None
     has_images: bool
     base: str | None = None
 
     @classmethod
     def of(
-        cls, config: PretrainedConfig, *, name: str, kind: Kind, base: Path | None
+        cls, config: PretrainedConfig | None, *, name: str, kind: Kind, base: str | None
     ) -> "ModelFacts":
-        """From the configuration of the model, of an adapter that of its base."""
+        """From the configuration of the model, of an adapter that of its base; None: unknown."""
         return cls(
             name=name,
             kind=kind,
-            model_type=config.model_type,
-            class_name=next(iter(config.architectures or []), None),
+            model_type=getattr(config, "model_type", None),
+            class_name=next(iter(getattr(config, "architectures", None) or []), None),
             has_images=getattr(config, "vision_config", None) is not None,
-            base=None if base is None else short_path(str(base)),
+            base=None if base is None else short_path(base),
         )
 
 
@@ -75,12 +74,12 @@ def base_of(model: ModelFacts, run: RunFacts) -> str | None:
 
 
 def _front_matter(model: ModelFacts, run: RunFacts) -> str:
-    tags = ["stageline", model.model_type, *(["lora"] if model.kind != "model" else [])]
+    tags = ["stageline", model.model_type, "lora" if model.kind != "model" else None]
     data: dict[str, Any] = {
         "base_model": base_of(model, run),
         "library_name": "peft" if model.kind == "adapter" else "transformers",
         "pipeline_tag": "image-text-to-text" if model.has_images else "text-generation",
-        "tags": tags,
+        "tags": [tag for tag in tags if tag],
         "datasets": [name] if (name := _dataset(run)) else None,
     }
     known = {name: value for name, value in data.items() if value is not None}
@@ -92,7 +91,8 @@ def _dataset(run: RunFacts) -> str | None:
 
 
 def _summary(model: ModelFacts, run: RunFacts) -> str:
-    lines = [f"{_WHAT[model.kind]} (`{model.model_type}`)."]
+    kind = f" (`{model.model_type}`)" if model.model_type else ""
+    lines = [f"{_WHAT[model.kind]}{kind}."]
     base = base_of(model, run)
     if base:
         lines.append(f"It started from `{base}`.")
