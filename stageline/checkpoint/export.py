@@ -29,8 +29,8 @@ from stageline.checkpoint.export_files import (
     write_card,
     write_model,
 )
-from stageline.checkpoint.export_target import check_target, publish_over
-from stageline.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FILE, find_checkpoint
+from stageline.checkpoint.export_target import check_target, find_source, publish_over
+from stageline.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FILE
 from stageline.checkpoint.layout import MANIFEST, discard, draft_name, verify
 from stageline.checkpoint.model_card import ModelFacts, model_card
 from stageline.checkpoint.plain_model import load_plain, tensor_dtypes, weight_sizes
@@ -90,7 +90,7 @@ def export_folder(
         StorageError: the new folder could not be written.
         ExportError: the result computes something else.
     """
-    source = find_checkpoint(source).resolve()
+    source = find_source(source)
     target = Path(target).expanduser().absolute()
     check_target(source, target, overwrites=overwrites)
     if (source / MANIFEST).exists():

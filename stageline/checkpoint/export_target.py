@@ -4,7 +4,7 @@ from pathlib import Path
 
 from stageline import chaos
 from stageline.checkpoint.adapter import find_base
-from stageline.checkpoint.files import ADAPTER_CONFIG
+from stageline.checkpoint.files import ADAPTER_CONFIG, find_checkpoint
 from stageline.checkpoint.layout import (
     discard,
     draft_name,
@@ -13,6 +13,25 @@ from stageline.checkpoint.layout import (
     refuse_existing,
 )
 from stageline.errors import UserError
+
+MODEL_FILES = ("config.json", ADAPTER_CONFIG)
+
+
+def find_source(path: str | Path) -> Path:
+    """The folder that is exported, with links followed: `best` may move meanwhile.
+
+    Raises:
+        UserError: there is none, or it is no model or adapter folder.
+    """
+    source = find_checkpoint(path).resolve()
+    if source.is_dir() and any((source / name).exists() for name in MODEL_FILES):
+        return source
+    held = sorted(item.name for item in (source / "checkpoints").glob("*"))
+    what = f"it holds the checkpoints {', '.join(held)}: give one of them" if held else "give one"
+    raise UserError(
+        f"--model-path {path} has no {' or '.join(MODEL_FILES)}, the folder of a model or an "
+        f"adapter was expected, because weights alone do not say what computes with them; {what}."
+    )
 
 
 def check_target(source: Path, target: Path, *, overwrites: bool) -> None:
@@ -31,11 +50,11 @@ def check_target(source: Path, target: Path, *, overwrites: bool) -> None:
             f"--overwrite came with --output-path {target}, in which {held[0]} lies, which is "
             "needed: another folder was expected, since this one is removed. Choose another."
         )
-    is_model = any((target / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
+    is_model = any((target / name).is_file() for name in MODEL_FILES)
     if target.is_symlink() or not is_model:
         raise UserError(
             f"--overwrite came with --output-path {target}, which is no model folder: one with "
-            f"config.json or {ADAPTER_CONFIG} was expected, since all in it is removed. Choose "
+            f"{' or '.join(MODEL_FILES)} was expected, since all in it is removed. Choose "
             "another folder."
         )
 

@@ -38,14 +38,11 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PretrainedC
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
     except (OSError, ValueError, KeyError) as error:
-        runs = sorted(path.name for path in (folder / "checkpoints").glob("*"))
-        hint = f" Its checkpoints are {', '.join(runs)}: give one of them." if runs else ""
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
             f"{folder} holds no model configuration that can be read ({first}), config.json of a "
             "model that transformers knows was expected: it says what the weights are. Give a "
             "checkpoint's folder; --trust-remote-code allows code that a folder brings along."
-            f"{hint}"
         ) from error
 
 
