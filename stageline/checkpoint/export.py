@@ -23,6 +23,7 @@ from stageline.checkpoint.export_check import (
 )
 from stageline.checkpoint.export_files import (
     copy_side_files,
+    open_to_readers,
     storage_errors,
     untie_changed_head,
     write_adapter,
@@ -215,6 +216,7 @@ class _Export:
         base = named_base(self.source) if is_adapter else None
         facts = ModelFacts.of(config, name=self.target.name, kind=kind, base=base)
         write_card(model_card(facts, run), run.curve, draft)
+        open_to_readers(draft)
 
     def rounded_to(self) -> torch.dtype | None:
         """The half type that weights are rounded to, if they are."""

@@ -137,3 +137,10 @@ def write_card(text: str, curve: Path | None, draft: Path) -> None:
     if curve is not None:
         chaos.point("file")
         shutil.copyfile(curve, draft / "loss.png")
+
+
+def open_to_readers(draft: Path) -> None:
+    """Gives weights the rights of the other files: safetensors writes for the owner alone."""
+    rights = (draft / "README.md").stat().st_mode
+    for path in draft.glob("*.safetensors"):
+        path.chmod(rights)

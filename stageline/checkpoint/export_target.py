@@ -1,5 +1,8 @@
 """The place of an exported folder: what may be replaced, and how the new one takes its name."""
 
+import ctypes
+import os
+import secrets
 from pathlib import Path
 
 from stageline import chaos
@@ -14,6 +17,7 @@ from stageline.checkpoint.layout import (
 )
 from stageline.errors import UserError
 
+_CURRENT_FOLDER, _EXCHANGE = -100, 2  # of renameat2, linux/fcntl.h
 MODEL_FILES = ("config.json", ADAPTER_CONFIG)
 
 
@@ -64,20 +68,35 @@ def publish_over(draft: Path, target: Path, *, facts: dict[str, object]) -> None
     if not target.exists():
         publish(draft, target, facts=facts, known={})
         return
-    ready, old = (target.with_name(draft_name(target)) for _ in range(2))
+    ready = target.with_name(draft_name(target))
     try:
         publish(draft, ready, facts=facts, known={})
         chaos.point("file")
-        target.rename(old)
+        old = ready if _exchange(ready, target) else _rename_in_turn(ready, target)
     except BaseException:
         discard(ready)
         raise
+    fsync_path(target.parent)  # before the old one goes
+    discard(old)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Two folders swap their names in one step, where the system can do that (Linux)."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    names = os.fsencode(one), os.fsencode(other)
+    return rename(_CURRENT_FOLDER, names[0], _CURRENT_FOLDER, names[1], _EXCHANGE) == 0
+
+
+def _rename_in_turn(ready: Path, target: Path) -> Path:
+    """Renames the old folder away and the new one in; where the old one is then."""
+    old = target.with_name(f"{target.name}.old-{secrets.token_hex(4)}")
+    target.rename(old)
     try:
         chaos.point("file")
         ready.rename(target)
     except BaseException:
         old.rename(target)
-        discard(ready)
         raise
-    fsync_path(target.parent)  # before the old one goes
-    discard(old)
+    return old

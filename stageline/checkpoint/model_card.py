@@ -169,7 +169,7 @@ def _figure(value: object) -> str:
 def _curve(run: RunFacts) -> str:
     """The picture, or a few steps of it as a table."""
     if run.curve is not None:
-        return "![Loss of each step](loss.png)\n"
+        return "![Loss of the run](loss.png)\n"
     known = [record for record in run.steps if is_number(record.get("loss"))]
     if len(known) < 2:
         return ""

@@ -198,3 +198,10 @@ def test_generation_settings_stay_as_they_are(tmp_path):
     report = export_folder(tmp_path / "base", tmp_path / "out", make_stages=make_stages)
     assert report.verdict is not None
     assert (tmp_path / "out" / "generation_config.json").read_text() == text
+
+
+def test_weights_may_be_read_by_those_who_may_read_the_rest(tmp_path):
+    tiny_whole("llama", tmp_path / "base")
+    export_folder(tmp_path / "base", tmp_path / "out", verifies=False)
+    rights = {path.stat().st_mode for path in (tmp_path / "out").iterdir()}
+    assert len(rights) == 1

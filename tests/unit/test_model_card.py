@@ -113,7 +113,7 @@ def test_the_card_of_a_run(tmp_path):
     assert "| last evaluation | 3 | 3.5 | 0.625 |" in text
     assert "| lowest evaluation loss | 2 | 3.25 | 0.5 |" in text
     assert "weights of the best loss" in text
-    assert "![Loss of each step](loss.png)" in text
+    assert "![Loss of the run](loss.png)" in text
     assert (tmp_path / "mine" / "loss.png").read_bytes() == b"a picture"
     assert "torch 2.13.0" in text
     assert "0.125" not in text  # of a step after this checkpoint
