@@ -28,6 +28,7 @@ from stageline.checkpoint.plain_model import (
     weight_sizes,
 )
 from stageline.checkpoint.probes import Inputs, make_probes
+from stageline.errors import CRASH
 
 # a checkpoint's folder -> its stages in float32 on the CPU, or why there are none
 StageMaker = Callable[[Path], Sequence[nn.Module] | str]
@@ -39,6 +40,9 @@ COMPUTE = torch.float32
 
 class ExportError(RuntimeError):
     """What was written does not compute what the checkpoint does."""
+
+    exit_code = CRASH
+    kind = "export"
 
 
 @dataclass(frozen=True)

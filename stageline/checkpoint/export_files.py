@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from stageline import chaos
-from stageline.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FILE
+from stageline.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FILE, open_tensors
 from stageline.errors import StorageError
 
 # what tokenizers, processors and templates of the library keep in files; nothing of a training
@@ -110,13 +110,14 @@ def write_adapter(source: Path, draft: Path, dtype: torch.dtype | None) -> None:
     base = str(config.get("base_model_name_or_path") or "")
     if base and not Path(base).expanduser().exists() and (source / base).exists():
         config["base_model_name_or_path"] = str((source / base).resolve())
-    chaos.point("file")
-    (draft / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    tensors = load_file(source / ADAPTER_FILE)
+    with open_tensors(source / ADAPTER_FILE) as file:
+        tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
     if dtype is not None:
         tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     chaos.point("file")
-    save_file(dict(sorted(tensors.items())), draft / ADAPTER_FILE, metadata={"format": "pt"})
+    (draft / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    chaos.point("file")
+    save_file(tensors, draft / ADAPTER_FILE, metadata={"format": "pt"})
 
 
 def copy_side_files(source: Path, draft: Path, *, with_code: bool) -> None:

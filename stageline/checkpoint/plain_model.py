@@ -1,5 +1,6 @@
 """Loads a folder in plain transformers, as a user of an exported model would. Knows no stages."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,9 @@ def load_with_peft(folder: Path, base: nn.Module) -> nn.Module | None:
         from peft import PeftModel
     except ImportError:
         return None
-    return PeftModel.from_pretrained(base, folder).get_base_model().eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # it asks transformers by an old name
+        return PeftModel.from_pretrained(base, folder).get_base_model().eval()
 
 
 def _refuse_other_names(folder: Path, info: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import sys
 
+import peft
 import pytest
 import torch
 import transformers
@@ -16,7 +17,7 @@ from stageline.checkpoint.export import ExportError, export_folder
 from stageline.checkpoint.host_memory import available_memory
 from stageline.checkpoint.layout import MANIFEST
 from stageline.data.processor import save_processor
-from stageline.errors import CheckpointError
+from stageline.errors import CheckpointError, UserError
 from stageline.testing.tiny_checkpoints import auto_class, tiny_whole
 from stageline.testing.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 from stageline.testing.tiny_processors import tiny_processor
@@ -150,8 +151,6 @@ def test_memory_is_counted_by_the_system():
 
 
 def test_an_adapter_without_peft(tmp_path, monkeypatch):
-    import peft
-
     tiny_whole("llama", tmp_path / "base")
     base = auto_class("llama").from_pretrained(tmp_path / "base")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
@@ -162,6 +161,20 @@ def test_an_adapter_without_peft(tmp_path, monkeypatch):
     for report in (with_peft, without):
         assert report.verdict.reference == "its 2 stages"
         assert report.verdict.difference < 1e-5
+
+
+def test_an_adapter_that_is_cut_or_gone_is_named(tmp_path):
+    tiny_whole("llama", tmp_path / "base")
+    base = auto_class("llama").from_pretrained(tmp_path / "base")
+    run = tmp_path / "run"
+    peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(run)
+    file = run / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-5])
+    for _ in range(2):
+        with pytest.raises(UserError, match=str(file)):
+            export_folder(run, tmp_path / "out", verifies=False)
+        file.unlink(missing_ok=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "run"]
 
 
 def test_files_of_tokenizers_come_along_and_those_of_training_do_not(tmp_path):
