@@ -185,10 +185,10 @@ class _Export:
 
     def write_model(self, draft: Path) -> None:
         """The whole model; an adapter is added to it."""
-        model = load_plain(self.source, trust_remote_code=self.trust_remote_code)
+        # a sum in another type than the base's is rounded once, to that type
+        sums = torch.float32 if self.base is not None and self.dtype is not None else None
+        model = load_plain(self.source, dtype=sums, trust_remote_code=self.trust_remote_code)
         if self.base is not None:
-            if self.dtype is not None:
-                model = model.float()  # the sum is rounded once, to the type that is asked for
             model = merge_lora(model)
             untie_changed_head(model)
         if self.dtype is not None:

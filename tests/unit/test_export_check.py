@@ -163,6 +163,25 @@ def test_an_adapter_without_peft(tmp_path, monkeypatch):
         assert report.verdict.difference < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (None, 5e-2), (torch.float16, 1e-2)]
+)
+def test_an_adapter_is_merged_as_exactly_as_the_type_allows(dtype, tolerance, tmp_path):
+    """Into a base in bfloat16, which the adapter, in float32, must not be rounded to."""
+    tiny_whole("llama", tmp_path / "base", dtype=torch.bfloat16)
+    base = auto_class("llama").from_pretrained(tmp_path / "base", dtype=torch.float32)
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    peft.get_peft_model(base, config).save_pretrained(tmp_path / "run")
+    report = export_folder(
+        tmp_path / "run", tmp_path / "out", merge=True, dtype=dtype, make_stages=make_stages
+    )
+    assert report.verdict.tolerance == tolerance
+    assert report.verdict.difference <= tolerance
+    assert dtype is torch.float32 or report.verdict.difference > 1e-5
+    found = auto_class("llama").from_pretrained(tmp_path / "out", dtype="auto")
+    assert found.dtype == (dtype or torch.bfloat16)
+
+
 def test_an_adapter_that_is_cut_or_gone_is_named(tmp_path):
     tiny_whole("llama", tmp_path / "base")
     base = auto_class("llama").from_pretrained(tmp_path / "base")
