@@ -167,7 +167,7 @@ def add_family(
             attn_implementation=attn_implementation, model_types=model_types, **kwargs
         )
 
-    _put_on_shelf(part, key, text)
+    _put_on_shelf(part, key, text, model_types)
 
 
 def add_mixture(
@@ -190,14 +190,17 @@ def add_mixture(
             **kwargs,
         )
 
-    _put_on_shelf(part, key, text, options=ROUTER_OPTIONS)
+    _put_on_shelf(part, key, text, model_types, options=ROUTER_OPTIONS)
 
 
-def _put_on_shelf(part: Callable, key: str, text: str, *, options: str = "") -> None:
+def _put_on_shelf(
+    part: Callable, key: str, text: str, model_types: tuple[str, ...], *, options: str = ""
+) -> None:
     arguments = f"attn_implementation: eager, sdpa or another of the library's.{options}"
     part.__doc__ = f"{text}\n\nArgs:\n    {arguments}"
     part.__name__ = part.__qualname__ = key
     part.__module__ = __name__
+    part.model_types = model_types  # tells export.py which key serves a folder
     train_model_register[key] = part
 
 

@@ -24,12 +24,18 @@ def check_weights(folder: Path) -> None:
 
 
 def load_whole(
-    auto_class: Any, folder: Path, config: PretrainedConfig, **options: object
+    auto_class: Any,
+    folder: Path,
+    config: PretrainedConfig,
+    *,
+    is_strict: bool = False,
+    **options: object,
 ) -> PreTrainedModel:
     """A whole model with every weight from the folder.
 
     Args:
         auto_class: an Auto class or a model class of the library.
+        is_strict: weights that the model has no place for are refused, too.
         options: of its `from_pretrained`.
 
     Raises:
@@ -61,6 +67,10 @@ def load_whole(
     ]
     if wrong:
         raise _does_not_fit(folder, f"{len(wrong)} shapes differ: {list_names(wrong)}")
+    unknown = info["unexpected_keys"]
+    if is_strict and unknown:
+        names = list_names(set(unknown))
+        raise _does_not_fit(folder, f"{len(unknown)} weights have no place in the model: {names}")
     return model
 
 
