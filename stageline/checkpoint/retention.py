@@ -26,7 +26,7 @@ def keep_last(folder: Path, count: int) -> list[str]:
     """
     chaos.point("retention")
     removed = []
-    for _, path in step_folders(folder)[count:]:
+    for _, path in reversed(step_folders(folder)[count:]):
         _remove(path)
         removed.append(path.name)
     return removed
@@ -60,6 +60,7 @@ def set_aside(folder: Path, *, after: int) -> list[Path]:
 
 
 def _remove(folder: Path) -> None:
+    chaos.point("file")
     gone = folder.with_name(draft_name(folder))
     with contextlib.suppress(OSError):  # somebody else may have removed it
         os.rename(folder, gone)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
+from stageline import chaos
 from stageline.checkpoint.gather import gathered
 from stageline.checkpoint.layout import draft_name, file_facts, publish, refuse_existing
 from stageline.checkpoint.save_adapter import (
@@ -75,6 +76,7 @@ def save_split_model(
     """
     stages = list(model) if isinstance(model, Sequence) else [model]
     folder = Path(folder).absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
     ranks = Ranks.of(group)
 
     def write() -> None:
@@ -110,7 +112,8 @@ def start_draft(folder: Path, ranks: Ranks) -> Path:
     def start() -> None:
         if ranks.rank == 0:
             refuse_existing(folder)
-            draft.mkdir(parents=True)
+            chaos.point("file")
+            draft.mkdir()
 
     ranks.together(start, draft)
     return draft
@@ -287,6 +290,7 @@ class WeightSaver:
 
 
 def _write_shard(shard: Shard, path: Path) -> tuple[dict, dict[str, int]]:
+    chaos.point("file")
     # contiguous one shard at a time: views of fused experts are not
     save_file({n: t.contiguous() for n, t in shard.items()}, path, metadata={"format": "pt"})
     return file_facts(path), {name: tensor.numel() for name, tensor in shard.items()}

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from stageline import chaos
 from stageline.checkpoint.adapter import (
     PEFT_PREFIX,
     STACK_FOLDER,
@@ -91,6 +92,7 @@ def write_part(share: AdapterShare, folder: Path) -> dict[str, object]:
     files = {}
     for level, tensors in share.tensors.items():
         if tensors:
+            chaos.point("file")
             files[level] = f"part-{share.stage:05d}-{level}.safetensors"
             save_file(tensors, folder / files[level])
     return {
@@ -113,6 +115,7 @@ def merge_parts(
     depth = max(part["depth"] for part in parts)
     modules = _outermost(sorted({name for part in parts for name in part["modules"]}))
     for level in _levels(depth):
+        chaos.point("file")
         target = folder if level == SUM else folder / STACK_FOLDER / str(level)
         target.mkdir(parents=True, exist_ok=True)
         tensors, facts = {}, {}
@@ -131,6 +134,7 @@ def merge_parts(
         save_file(dict(sorted(tensors.items())), target / ADAPTER_FILE, metadata={"format": "pt"})
         (target / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     for part in parts:
+        chaos.point("file")
         for file in part["files"].values():
             (folder / file).unlink()
 

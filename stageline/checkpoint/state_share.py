@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from stageline import chaos
 from stageline.errors import UserError
 
 WEIGHT = "weight"  # a parameter's own value, where the files of weights do not hold it to the bit
@@ -47,6 +48,7 @@ class StateShare:
     def write(self, path: Path) -> dict[str, dict[str, Any]]:
         """Writes the file, if there is anything; returns the index with its name in it."""
         if self.tensors:
+            chaos.point("file")
             tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
             save_file(tensors, path, metadata={"format": "pt"})
         for entry in self.index.values():

@@ -62,6 +62,7 @@ class CheckpointWriter:
         waits: bool = False,
     ) -> None:
         self.folder = folder.absolute()
+        self.folder.mkdir(parents=True, exist_ok=True)
         self.stages = list(stages)
         self.processor = processor
         self.optimizer = optimizer
@@ -198,6 +199,7 @@ class CheckpointWriter:
                     },
                     "parameters": _join_indexes([index for index, *_ in told]),
                 }
+                chaos.point("file")
                 text = json.dumps(saved, indent=1, allow_nan=False)
                 (folder / STATE_FILE).write_text(text + "\n")
 

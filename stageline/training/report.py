@@ -1,5 +1,6 @@
 """What a person sees of a training run: the stage plan, the bar, evaluations, pictures."""
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -84,7 +85,9 @@ class RunReport:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.log.close()
+        # after a failure its cause counts, not what closing the log meets
+        with contextlib.suppress(Exception) if error[0] else contextlib.nullcontext():
+            self.log.close()
 
     def say(self, text: str) -> None:
         """Prints on the main rank."""

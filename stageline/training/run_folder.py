@@ -40,7 +40,8 @@ def claim_run_folder(folder: Path, *, say: Callable[[str], None]) -> None:
             "expected: checkpoints and logs go there. Choose another one."
         ) from error
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # of this process alone: worker processes, which may outlive it, do not inherit this kind
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         raise UserError(
             f"--output-dir {folder} is in use by {_holder(file)}, a folder of its own was expected "
