@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from stageline import chaos
 from stageline.distributed.crossings import explain_placement
 from stageline.distributed.machines import this_machine
+from stageline.distributed.meeting import launchers_store
 from stageline.errors import UserError
 
 
@@ -182,8 +183,9 @@ def _init_group(rank: int, world_size: int, device: torch.device, *, timeout: fl
         torch.cuda.set_device(device)
     # gloo beside NCCL: small integers and objects travel without touching a GPU
     backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
-    # a lone process needs no address to meet at
-    store = dist.HashStore() if world_size == 1 and "MASTER_ADDR" not in os.environ else None
+    store = launchers_store(rank, world_size, timeout=timeout)
+    if world_size == 1 and "MASTER_ADDR" not in os.environ:
+        store = dist.HashStore()  # a lone process needs no address to meet at
     dist.init_process_group(
         backend,
         store=store,
