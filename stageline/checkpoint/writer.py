@@ -5,6 +5,8 @@ their training threads may talk at the same time. An error stops the run at the 
 """
 
 import json
+import os
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch import nn
 
 from stageline import chaos
 from stageline.checkpoint.gather import gathered
+from stageline.checkpoint.host_copies import HostCopies
 from stageline.checkpoint.layout import file_facts, verify
 from stageline.checkpoint.retention import keep_last, step_name
 from stageline.checkpoint.save import (
@@ -29,6 +32,8 @@ from stageline.checkpoint.state_load import STATE_FILE, STATE_FOLDER
 from stageline.checkpoint.state_share import Rows, StateShare, state_share
 from stageline.checkpoint.together import Ranks
 from stageline.progress import doing
+
+_NICE = 5  # where there is no core to spare, training goes first
 
 
 class CheckpointWriter:
@@ -76,6 +81,7 @@ class CheckpointWriter:
         self.saver = WeightSaver(self.stages if self.is_first else [], ranks=self.ranks)
         self.with_weights = with_weights or self.saver.is_adapter
         self._left_out = self._saved_by_earlier_stages()
+        self._copies = None if waits else HostCopies()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._said: list[str] = []
@@ -131,7 +137,7 @@ class CheckpointWriter:
         return {name for replica, names in earlier if replica == self.dp_rank for name in names}
 
     def _copy(self) -> tuple[WeightShare, StateShare]:
-        copies = not self.waits
+        copies = self._copies
         with gathered(self.stages, keep=self.is_first):
             weights = self.saver.share(copies=copies)
         state = state_share(
@@ -146,6 +152,8 @@ class CheckpointWriter:
         return weights, state
 
     def _try_to_write(self, *args: Any) -> None:
+        if sys.platform == "linux":  # there a thread has a priority of its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
             self._write(*args)
         except Exception as error:
