@@ -1,8 +1,9 @@
 """Where the ranks of one start meet: a part of the launcher's store that no earlier start has used.
 
-torchrun keeps one store over all its restarts (pytorch issue 135712), and torch writes the addresses of the ranks under
-the same names each time: a rank that is started anew would read those of dead ones. The count of
-restarts does not tell starts apart: on several machines it differs between them.
+torchrun keeps one store over all its restarts, and torch writes the addresses of the ranks under
+the same names each time (pytorch issues 135712, 167288): a rank that is started anew would read
+those of dead ones. The count of restarts does not tell starts apart: on several machines it differs
+between them.
 """
 
 import os

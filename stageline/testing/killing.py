@@ -4,6 +4,7 @@ A moment is drawn from all that a run goes through: its start, steps, the copyin
 its writing in the background, its publishing. What goes on is seen from outside, by the files.
 """
 
+import hashlib
 import os
 import random
 import re
@@ -17,6 +18,7 @@ from typing import Protocol
 
 from stageline.checkpoint.find import step_folders
 from stageline.checkpoint.layout import MANIFEST, verify
+from stageline.checkpoint.retention import step_name
 from stageline.testing.small_run import ForkedRun
 
 MOMENTS = ("start", "step", "copy", "write", "publish")
@@ -179,6 +181,15 @@ class Killer:
         _look_until(is_there[moment], run)
         longest = {"step": 0.1, "copy": 0.01, "write": 0.08, "publish": 0.002}[moment]
         time.sleep(self.random.uniform(0, longest))
+
+
+def last_tensors(folder: RunFolder, step: int) -> dict[str, str]:
+    """File -> hash of what a checkpoint holds of weights and optimizer state."""
+    checkpoint = folder.checkpoints / step_name(step)
+    return {
+        path.relative_to(checkpoint).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in checkpoint.rglob("*.safetensors")
+    }
 
 
 def _look_until(is_true: Callable[[], bool], run: Running) -> None:

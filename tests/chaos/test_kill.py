@@ -1,6 +1,5 @@
 """Ranks that are killed at random moments: the run goes on as if nothing had happened."""
 
-import hashlib
 from collections import Counter
 
 import pytest
@@ -12,6 +11,7 @@ from stageline.testing.killing import (
     RunFolder,
     kill_below_launcher,
     kill_by_hand,
+    last_tensors,
 )
 from stageline.testing.small_run import Job
 
@@ -29,19 +29,12 @@ def job(tmp_path_factory):
     return made
 
 
-def last_tensors(job: Job, name: str) -> dict[str, str]:
-    """File -> hash of what the last checkpoint holds of weights and optimizer state."""
-    folder = job.folder / name / "checkpoints" / f"step-{TOTAL_STEPS:08d}"
-    return {
-        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in folder.rglob("*.safetensors")
-    }
-
-
 def assert_same_run(job: Job, name: str) -> None:
-    tensors = last_tensors(job, name)
+    tensors, expected = (
+        last_tensors(RunFolder(job.folder / run), TOTAL_STEPS) for run in (name, "whole")
+    )
     assert len(tensors) == 4  # weights and state of two ranks
-    assert tensors == last_tensors(job, "whole")
+    assert tensors == expected
     losses = job.losses(name)
     assert sorted(losses) == list(range(1, TOTAL_STEPS + 1))
     assert losses == job.losses("whole")
