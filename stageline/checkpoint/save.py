@@ -17,6 +17,7 @@ from torch import nn
 
 from stageline import chaos
 from stageline.checkpoint.gather import gathered
+from stageline.checkpoint.host_copies import HostCopies
 from stageline.checkpoint.layout import draft_name, file_facts, publish, refuse_existing
 from stageline.checkpoint.save_adapter import (
     AdapterShare,
@@ -85,7 +86,7 @@ def save_split_model(
             stages, ranks=ranks, base_path=base_path, max_shard_bytes=max_shard_bytes, draft=draft
         )
         shares: list[WeightShare] = []
-        ranks.together(lambda: shares.append(saver.share(copies=False)), draft)
+        ranks.together(lambda: shares.append(saver.share()), draft)
         written, known = saver.write(shares[0], draft, folder)
         finish_draft(
             draft,
@@ -184,11 +185,12 @@ class WeightSaver:
         self._claimed_names = self._claimed(_all_names, draft)
         self._claimed_trained = self._claimed(trained_names, draft) if self.is_adapter else []
 
-    def share(self, *, copies: bool) -> WeightShare:
+    def share(self, *, copies: HostCopies | None = None) -> WeightShare:
         """What this rank saves, on this rank alone.
 
         Args:
-            copies: on the host and apart from the weights, so that training may go on.
+            copies: on the host and apart from the weights, so that training may go on; None: the
+                weights themselves.
         """
         if not self.is_adapter:
             return WeightShare(full=self._full(copies=copies))
@@ -196,7 +198,7 @@ class WeightSaver:
             adapter_share(stage, claimed=names)
             for stage, names in zip(self.stages, self._claimed_trained, strict=True)
         ]
-        base = self._full(copies=False) if self.base is None else {}  # it does not change
+        base = self._full(copies=None) if self.base is None else {}  # it does not change
         return WeightShare(full=base, adapters=adapters)
 
     def write(
@@ -235,11 +237,11 @@ class WeightSaver:
 
     # -- a model folder --------------------------------------------------------------------
 
-    def _full(self, *, copies: bool) -> dict[int, Shard]:
+    def _full(self, *, copies: HostCopies | None) -> dict[int, Shard]:
         states = {}
         for stage, names in zip(self.stages, self._claimed_names, strict=True):
             state = disk_state(stage, names)
-            states[stage.stage] = copy_state(state, stage) if copies else state
+            states[stage.stage] = copy_state(state, stage, copies) if copies else state
         return states
 
     def _write_full(self, share: WeightShare, folder: Path, draft: Path) -> Files:

@@ -13,9 +13,11 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
 from stageline.checkpoint.files import INDEX_FILE, SINGLE_FILE
+from stageline.checkpoint.host_copies import HostCopies
 from stageline.modules.lora import unwrapped
 
 Shard = dict[str, torch.Tensor]
+WEIGHTS = "weights"
 
 
 @torch.no_grad()
@@ -44,15 +46,21 @@ def disk_state(stage: nn.Module, claimed: set[str]) -> dict[str, torch.Tensor]:
         return revert_weight_conversion(stage.whole, own)
 
 
-def copy_state(state: dict[str, torch.Tensor], stage: nn.Module) -> dict[str, torch.Tensor]:
+def copy_state(
+    state: dict[str, torch.Tensor], stage: nn.Module, copies: HostCopies
+) -> dict[str, torch.Tensor]:
     """A state on the host that training does not change; what is no view of a weight stays."""
     weights = {
         value.untyped_storage().data_ptr()
         for value in (*stage.parameters(), *stage.buffers())
         if value.device.type == "cpu"
     }
+
+    def is_safe(value: torch.Tensor) -> bool:
+        return value.device.type == "cpu" and value.untyped_storage().data_ptr() not in weights
+
     return {
-        name: value.to("cpu", copy=value.untyped_storage().data_ptr() in weights)
+        name: value if is_safe(value) else copies.copy(f"{WEIGHTS}/{name}", value)
         for name, value in state.items()
     }
 

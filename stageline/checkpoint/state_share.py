@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from stageline import chaos
+from stageline.checkpoint.host_copies import HostCopies
 from stageline.errors import UserError
 
 WEIGHT = "weight"  # a parameter's own value, where the files of weights do not hold it to the bit
@@ -65,7 +66,7 @@ def state_share(
     left_out: Collection[str],
     is_first: bool,
     with_weights: bool,
-    copies: bool,
+    copies: HostCopies | None,
 ) -> StateShare:
     """Collects what this rank saves.
 
@@ -75,7 +76,7 @@ def state_share(
         left_out: names that another stage saves.
         is_first: of the replicas; others save their rows of shares alone.
         with_weights: the parameters themselves too.
-        copies: on the host and apart from training, which may go on.
+        copies: on the host and apart from training, which may go on; None: the tensors themselves.
 
     Raises:
         UserError: the optimizer keeps something that is neither tensor nor number.
@@ -98,7 +99,8 @@ def state_share(
             if not piece and not is_first:
                 continue
             entry["values"][key] = {**piece, **({"number": number} if number else {})}
-            share.tensors[f"{key}/{name}"] = tensor.to("cpu", copy=copies)
+            full_name = f"{key}/{name}"
+            share.tensors[full_name] = copies.copy(full_name, tensor) if copies else tensor.cpu()
         share.index[name] = entry
         if extras.get(id(parameter)):
             share.extras[name] = extras[id(parameter)]

@@ -6,6 +6,7 @@ their training threads may talk at the same time. An error stops the run at the 
 
 import json
 import os
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import nn
 
 from stageline import chaos
 from stageline.checkpoint.gather import gathered
+from stageline.checkpoint.host_copies import HostCopies
 from stageline.checkpoint.layout import file_facts, verify
 from stageline.checkpoint.retention import keep_last, replaced_name, step_name
 from stageline.checkpoint.save import (
@@ -31,6 +33,8 @@ from stageline.checkpoint.state_load import STATE_FILE, STATE_FOLDER
 from stageline.checkpoint.state_share import Rows, StateShare, state_share
 from stageline.checkpoint.together import Ranks
 from stageline.progress import doing
+
+_NICE = 5  # where there is no core to spare, training goes first
 
 
 class CheckpointWriter:
@@ -80,6 +84,7 @@ class CheckpointWriter:
         self._left_out = self._saved_by_earlier_stages()
         if self.saver.is_adapter and self.saver.base is None:
             self._save_base(self.folder.parent / BASE_FOLDER)
+        self._copies = None if waits else HostCopies()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._said: list[str] = []
@@ -146,7 +151,7 @@ class CheckpointWriter:
         self.saver.base = str(target)
 
     def _copy(self) -> tuple[WeightShare, StateShare]:
-        copies = not self.waits
+        copies = self._copies
         with gathered(self.stages, keep=self.is_first):
             weights = self.saver.share(copies=copies)
         state = state_share(
@@ -161,6 +166,8 @@ class CheckpointWriter:
         return weights, state
 
     def _try_to_write(self, *args: Any) -> None:
+        if sys.platform == "linux":  # there a thread has a priority of its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
             self._write(*args)
         except Exception as error:

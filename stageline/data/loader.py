@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from stageline.data.sampler import StepSampler
 from stageline.data.step_maker import MicroBatch, PackedStepMaker, StepMaker
+from stageline.data.workers import end_with_rank
 from stageline.errors import UserError
 from stageline.seeds import derive_seed
 
@@ -99,6 +100,7 @@ class MicroBatchLoader:
             sampler=_Shares(self),
             collate_fn=_as_it_is,
             num_workers=self.num_workers,
+            worker_init_fn=end_with_rank,
             # more would hold more steps, with their pixels, in memory
             prefetch_factor=1 if self.num_workers else None,
             # of its own: drawing from the global generator would shift dropout

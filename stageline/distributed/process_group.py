@@ -20,6 +20,7 @@ from stageline import chaos
 from stageline.distributed.board import disown_store
 from stageline.distributed.crossings import explain_placement
 from stageline.distributed.machines import this_machine
+from stageline.distributed.meeting import launchers_store
 from stageline.errors import UserError
 
 
@@ -206,13 +207,10 @@ def _meet(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """The store that the ranks exchange their addresses in."""
     if world_size == 1 and "MASTER_ADDR" not in os.environ:
         return dist.HashStore()  # a lone process needs no address to meet at
-    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
-    store.set_timeout(timeout)
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    # torchrun keeps its store when it starts ranks again: they would find the addresses of the
-    # dead. Not on several machines: their agents may count restarts differently
-    if restart != "0" and this_machine().count == 1:
-        store = dist.PrefixStore(f"restart_{restart}", store)
+    store = launchers_store(rank, world_size, timeout=timeout.total_seconds())
+    if store is None:
+        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+        store.set_timeout(timeout)
     return store
 
 

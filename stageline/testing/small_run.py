@@ -131,35 +131,15 @@ class Job:
         Its code is that of the first rank that failed; 0 if none did.
         """
         more = ("--sync-save",) if waits else ()
-        words = self.command(name, "--num-stages", ranks, *options, *more)[1:]
-        started = time.monotonic()
-        ended: list[int] = []
-        with tempfile.TemporaryDirectory() as folder, socket.create_server(("", 0)) as server:
-            port = server.getsockname()[1]
-            server.close()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            pids = {
-                _fork_rank(words, rank, ranks, port, chaos, Path(folder)): rank
-                for rank in range(ranks)
-            }
-            while pids and time.monotonic() - started < timeout:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if pid in pids:
-                    del pids[pid]
-                    ended.append(os.waitstatus_to_exitcode(status))
-                elif pid == 0:
-                    time.sleep(0.02)
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-            out, err = (
-                "".join(Path(folder, f"{rank}.{kind}").read_text() for rank in range(ranks))
-                for kind in ("out", "err")
-            )
-        assert not pids, f"still running after {timeout} s:\n{out}\n{err}"
-        code = next((code for code in ended if code), 0)
-        return Finished(code, out, err, time.monotonic() - started)
+        run = self.start_forked(name, *options, *more, ranks=ranks, chaos=chaos)
+        return run.wait(timeout)
+
+    def start_forked(
+        self, name: str, *options: str | Path | int, ranks: int = 2, chaos: str = ""
+    ) -> "ForkedRun":
+        """As `fork`, without waiting."""
+        words = self.command(name, "--num-stages", ranks, *options)[1:]
+        return ForkedRun(words, ranks=ranks, chaos=chaos)
 
     def losses(self, name: str) -> dict[int, float]:
         """Step -> loss as the log says it; of a step that was run again the last."""
@@ -170,6 +150,63 @@ class Job:
     def checkpoints(self, name: str) -> list[str]:
         """Names of what is called a checkpoint, in order."""
         return sorted(p.name for p in (self.folder / name / "checkpoints").glob("step-????????"))
+
+
+class ForkedRun:
+    """A run in forked ranks, without a launcher.
+
+    Attributes:
+        pids: rank -> process, of those that have not ended.
+        codes: exit codes in the order in which ranks ended; a signal is negative.
+    """
+
+    def __init__(self, words: list[str], *, ranks: int, chaos: str = "") -> None:
+        self.num_ranks = ranks
+        self.started_at = time.monotonic()
+        self.codes: list[int] = []
+        self._files = tempfile.TemporaryDirectory()
+        folder = Path(self._files.name)
+        with socket.create_server(("", 0)) as server:
+            port = server.getsockname()[1]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pids = {
+            rank: _fork_rank(words, rank, ranks, port, chaos, folder) for rank in range(ranks)
+        }
+
+    def is_running(self) -> bool:
+        """Whether some rank has not ended."""
+        for rank, pid in list(self.pids.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del self.pids[rank]
+                self.codes.append(os.waitstatus_to_exitcode(status))
+        return bool(self.pids)
+
+    def wait(self, timeout: float = 60) -> Finished:
+        """Waits until all ranks have ended; its code is that of the first that failed.
+
+        Raises:
+            AssertionError: some still run after `timeout` seconds; they are killed.
+        """
+        deadline = time.monotonic() + timeout
+        while self.is_running() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        late = dict(self.pids)
+        for pid in late.values():
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        seconds = time.monotonic() - self.started_at
+        out, err = (self._text(kind) for kind in ("out", "err"))
+        self._files.cleanup()
+        assert not late, f"ranks {sorted(late)} still run after {timeout} s:\n{out}\n{err}"
+        # one that was killed because it hung tells less than the others
+        code = next((c for c in self.codes if c > 0), next(filter(None, self.codes), 0))
+        return Finished(code, out, err, seconds)
+
+    def _text(self, kind: str) -> str:
+        files = [Path(self._files.name, f"{rank}.{kind}") for rank in range(self.num_ranks)]
+        return "".join(file.read_text() for file in files if file.exists())
 
 
 def _fork_rank(words: list[str], rank: int, ranks: int, port: int, chaos: str, folder: Path) -> int:
@@ -190,6 +227,7 @@ def _fork_rank(words: list[str], rank: int, ranks: int, port: int, chaos: str, f
         os.environ.update({key: str(value) for key, value in names.items()})
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
         os.environ[VARIABLE] = chaos
+        tempfile.tempdir = str(folder)  # ranks of the next run must not read what these leave
         arm()
         sys.argv = words
         torch.set_num_threads(1)

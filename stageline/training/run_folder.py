@@ -16,6 +16,15 @@ LOCK_FILE = "run.lock"
 _held: list[IO[str]] = []  # until the process ends: the kernel lets go of them, whatever happens
 
 
+def _let_go() -> None:
+    """Data workers outlive a killed rank by seconds; the lock must not."""
+    while _held:
+        _held.pop().close()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
 def claim_run_folder(folder: Path, *, say: Callable[[str], None]) -> None:
     """Makes the folder, locks it, and removes what a killed run left half-written.
 
