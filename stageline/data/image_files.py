@@ -109,6 +109,8 @@ def _plain(error: Exception, path: str) -> Exception:
     with open(path, "rb") as file:
         head = file.read(64)
     what = "it is empty" if not head else f"it begins with {head[:24]!r}"
+    if head.startswith((b"\x89PNG", b"\xff\xd8", b"GIF8", b"RIFF", b"BM")):
+        return type(error)("it begins as an image does, but its header is damaged or cut")
     if head.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
         what = "it is a web page or XML, as a failed download leaves"
     return type(error)(f"none of {', '.join(FORMATS)}: {what}")

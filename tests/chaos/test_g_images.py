@@ -92,6 +92,8 @@ BAD_FILES = {
     "g19_program_as_png": ("a.png", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9", "none"),
     "g20_truncated_jpeg": ("a.jpg", saved(noise(), "JPEG")[:1500], "a.jpg does not", "truncated"),
     "g20_truncated_png": ("a.png", saved(noise(), "PNG")[:2000], "a.png does not", "truncated"),
+    "g20_truncated_header": ("a.png", saved(noise(), "PNG")[:20], "a.png does not", "runcated"),
+    "g20_broken_header": ("a.png", saved(noise(), "PNG")[:30], "header is damaged or cut"),
     "g20_truncated_webp": ("a.webp", saved(noise(), "WEBP")[:800], "a.webp does not decode"),
     "g20_truncated_gif": ("a.gif", saved(noise(mode="P"), "GIF")[:1500], "a.gif does not decode"),
     "g20_flipped_png": (
