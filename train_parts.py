@@ -21,6 +21,7 @@ from stageline.checkpoint.writer import CheckpointWriter
 from stageline.data.bad_rows import BadRows, leaving_out
 from stageline.data.check_batch import CheckedCollate
 from stageline.data.example import example_micro_batch
+from stageline.data.fingerprint import data_fingerprint
 from stageline.data.lengths import padding_argument
 from stageline.data.loader import MicroBatchLoader
 from stageline.data.preflight import check_vocabulary, preflight
@@ -288,6 +289,7 @@ def settings(arguments: TrainArguments, data: Data) -> dict[str, object]:
         **arguments.as_config(),
         "samples of a step": run.batch_size * run.accumulate_steps * (run.dp_degree or 1),
         "training samples": len(data.train),
+        "training data": data_fingerprint(data.train),
     }
 
 

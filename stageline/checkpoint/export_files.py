@@ -12,12 +12,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from stageline import chaos
-from stageline.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FILE, open_tensors
+from stageline.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FILE, open_tensors, write_tensors
 from stageline.errors import StorageError
 
 # what tokenizers, processors and templates of the library keep in files; nothing of a training
@@ -116,8 +115,7 @@ def write_adapter(source: Path, draft: Path, dtype: torch.dtype | None) -> None:
         tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     chaos.point("file")
     (draft / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    chaos.point("file")
-    save_file(tensors, draft / ADAPTER_FILE, metadata={"format": "pt"})
+    write_tensors(tensors, draft / ADAPTER_FILE)
 
 
 def copy_side_files(source: Path, draft: Path, *, with_code: bool) -> None:

@@ -1,10 +1,14 @@
 """Which files of a checkpoint folder hold which tensors; reads headers, never whole files."""
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
+from stageline import chaos
 from stageline.checkpoint.header import read_header
 from stageline.checkpoint.paths import inside, refuse_outer_link
 from stageline.errors import CheckpointError, UserError
@@ -187,3 +191,21 @@ def list_names(names: list[str] | set[str], limit: int = 20) -> str:
     ordered = sorted(names)
     more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
     return ", ".join(ordered[:limit]) + more
+
+
+def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Writes a safetensors file, with the rights that other new files of this process get."""
+    chaos.point("file")
+    # contiguous one file at a time: views of fused experts are not
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(whole, path, metadata={"format": "pt"})
+    path.chmod(0o666 & ~_UMASK)  # safetensors writes for the owner alone
+
+
+def _read_umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+_UMASK = _read_umask()  # once: it is the whole process's while it is looked at

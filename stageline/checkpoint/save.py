@@ -7,15 +7,16 @@ while training goes on in writer.py.
 """
 
 import importlib.metadata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import nn
 
 from stageline import chaos
+from stageline.checkpoint.files import write_tensors
 from stageline.checkpoint.gather import gathered
 from stageline.checkpoint.host_copies import HostCopies
 from stageline.checkpoint.layout import draft_name, file_facts, publish, refuse_existing
@@ -150,6 +151,14 @@ class WeightShare:
 
     full: dict[int, Shard] = field(default_factory=dict)
     adapters: list[AdapterShare] = field(default_factory=list)
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All that is saved; what is trained beside adapters once for each of their levels."""
+        for state in self.full.values():
+            yield from state.items()
+        for adapter in self.adapters:
+            for tensors in adapter.tensors.values():
+                yield from tensors.items()
 
 
 class WeightSaver:
@@ -296,9 +305,7 @@ class WeightSaver:
 
 
 def _write_shard(shard: Shard, path: Path) -> tuple[dict, dict[str, int]]:
-    chaos.point("file")
-    # contiguous one shard at a time: views of fused experts are not
-    save_file({n: t.contiguous() for n, t in shard.items()}, path, metadata={"format": "pt"})
+    write_tensors(shard, path)
     return file_facts(path), {name: tensor.numel() for name, tensor in shard.items()}
 
 

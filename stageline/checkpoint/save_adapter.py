@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from stageline import chaos
@@ -16,7 +16,7 @@ from stageline.checkpoint.adapter import (
     adapter_tensors,
     peft_config,
 )
-from stageline.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FILE
+from stageline.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FILE, write_tensors
 from stageline.errors import UserError
 from stageline.modules.lora import WRAPPED, is_lora_name, lora_stacks, strip_lora
 
@@ -92,9 +92,8 @@ def write_part(share: AdapterShare, folder: Path) -> dict[str, object]:
     files = {}
     for level, tensors in share.tensors.items():
         if tensors:
-            chaos.point("file")
             files[level] = f"part-{share.stage:05d}-{level}.safetensors"
-            save_file(tensors, folder / files[level])
+            write_tensors(tensors, folder / files[level])
     return {
         "depth": share.depth,
         "dropout": share.dropout,
@@ -131,7 +130,7 @@ def merge_parts(
             modules_to_save=modules if has_extras else [],
             is_causal_lm=model_class.endswith(("ForCausalLM", "LMHeadModel")),
         )
-        save_file(dict(sorted(tensors.items())), target / ADAPTER_FILE, metadata={"format": "pt"})
+        write_tensors(dict(sorted(tensors.items())), target / ADAPTER_FILE)
         (target / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     for part in parts:
         chaos.point("file")

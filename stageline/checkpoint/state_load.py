@@ -4,19 +4,20 @@ Values are found by the parameter's name. Rows of parameters that were shared ou
 or cut anew, as this run needs them.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from stageline.checkpoint.files import list_names, open_tensors
+from stageline.checkpoint.paths import inside
 from stageline.checkpoint.state_share import WEIGHT, Rows
 from stageline.errors import CheckpointError
+from stageline.model_folder import read_json
 
 STATE_FOLDER = "training_state"
 STATE_FILE = "state.json"
@@ -45,7 +46,7 @@ class SavedState:
                 "Resume from a folder checkpoints/step-...; to start anew from these weights give "
                 "them as --model-path."
             )
-        saved = json.loads(path.read_text())
+        saved = read_json(path)
         self.facts: dict[str, Any] = saved["facts"]
         self.index: dict[str, dict[str, Any]] = saved["parameters"]
         self.extras: dict[str, dict[str, Any]] = saved["extras"]
@@ -144,15 +145,25 @@ class _Files:
         rows: Rows | None,
         shape: tuple[int, ...],
     ) -> torch.Tensor:
-        """A whole value, or the rows of it that are wanted."""
-        if "start" in pieces[0]:
-            first, count = (0, shape[0]) if rows is None else (rows.start, rows.count)
-            return self._join(key, pieces, first, first + count)
-        file = self._open(pieces[0])
-        value = file.get_slice(key)
-        if rows is not None and tuple(value.get_shape()) == shape:
-            return value[rows.start : rows.start + rows.count]
-        return file.get_tensor(key)
+        """A whole value, or the rows of it that are wanted.
+
+        Raises:
+            CheckpointError: a file was changed since it was verified.
+        """
+        try:
+            if "start" in pieces[0]:
+                first, count = (0, shape[0]) if rows is None else (rows.start, rows.count)
+                return self._join(key, pieces, first, first + count)
+            file = self._open(pieces[0])
+            value = file.get_slice(key)
+            if rows is not None and tuple(value.get_shape()) == shape:
+                return value[rows.start : rows.start + rows.count]
+            return file.get_tensor(key)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{self.folder / pieces[0]['file']} cannot be read ({error}), {key} was expected "
+                "in it: it was changed while it was read, or the disk fails. Use another one."
+            ) from error
 
     def _join(self, key: str, pieces: list[dict[str, Any]], first: int, end: int) -> torch.Tensor:
         parts = []
@@ -169,7 +180,8 @@ class _Files:
     def _open(self, piece: Mapping[str, Any]) -> safe_open:
         name = piece["file"]
         if name not in self.opened:
-            self.opened[name] = self.stack.enter_context(open_tensors(self.folder / name))
+            path = inside(self.folder, name, told_by=self.folder / STATE_FILE, is_plain=True)
+            self.opened[name] = self.stack.enter_context(open_tensors(path))
         return self.opened[name]
 
 

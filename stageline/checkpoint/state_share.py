@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
-from stageline import chaos
+from stageline.checkpoint.files import write_tensors
 from stageline.checkpoint.host_copies import HostCopies
 from stageline.errors import UserError
 
@@ -49,9 +48,7 @@ class StateShare:
     def write(self, path: Path) -> dict[str, dict[str, Any]]:
         """Writes the file, if there is anything; returns the index with its name in it."""
         if self.tensors:
-            chaos.point("file")
-            tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
-            save_file(tensors, path, metadata={"format": "pt"})
+            write_tensors(self.tensors, path)
         for entry in self.index.values():
             for piece in entry["values"].values():
                 piece["file"] = path.name

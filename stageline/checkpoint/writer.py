@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from stageline import chaos
+from stageline.checkpoint.finite import check_finite
 from stageline.checkpoint.gather import gathered
 from stageline.checkpoint.host_copies import HostCopies
 from stageline.checkpoint.layout import file_facts, verify
@@ -183,6 +184,7 @@ class CheckpointWriter:
     ) -> None:
         chaos.point("write")
         draft = start_draft(target, self.ranks)
+        self.ranks.together(lambda: self._check_numbers(weights, state, step), draft)
         written, known = self.saver.write(weights, draft, target)
         known = {**known, **self._write_state(state, draft, {**facts, "step": step})}
         finish_draft(
@@ -196,6 +198,13 @@ class CheckpointWriter:
         if self.ranks.rank == 0:
             self._said.append(f"saved {target}")
             self._thin_out(target)
+
+    def _check_numbers(self, weights: WeightShare, state: StateShare, step: int) -> None:
+        check_finite(
+            [*weights.named_tensors(), *state.tensors.items()],
+            what=f"weights and optimizer state after step {step}",
+            cure="Nothing was saved: resume from the checkpoint before.",
+        )
 
     def _write_state(self, share: StateShare, draft: Path, facts: dict[str, Any]) -> Files:
         folder = draft / STATE_FOLDER

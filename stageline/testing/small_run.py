@@ -6,6 +6,7 @@
 
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -20,7 +21,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from stageline.chaos import VARIABLE, arm
-from stageline.distributed.failure import run_entry
 from stageline.testing.tiny_models import tiny_config
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
@@ -210,9 +210,6 @@ class ForkedRun:
 
 
 def _fork_rank(words: list[str], rank: int, ranks: int, port: int, chaos: str, folder: Path) -> int:
-    # once and before any test, so that what it registers stays: tests/chaos/conftest.py
-    main = sys.modules["train_pp"].main
-
     pid = os.fork()
     if pid:
         return pid
@@ -231,7 +228,8 @@ def _fork_rank(words: list[str], rank: int, ranks: int, port: int, chaos: str, f
         arm()
         sys.argv = words
         torch.set_num_threads(1)
-        run_entry(main)
+        _forget_the_house()
+        runpy.run_path(words[0], run_name="__main__")
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     except BaseException:
@@ -240,6 +238,17 @@ def _fork_rank(words: list[str], rank: int, ranks: int, port: int, chaos: str, f
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _forget_the_house() -> None:
+    """Lets the entry file find empty registers: tests may have filled and restored them."""
+    for name, module in list(sys.modules.items()):
+        file = Path(getattr(module, "__file__", None) or "/")
+        if file.is_relative_to(ROOT):
+            first = file.relative_to(ROOT).parts[0]
+            if first.endswith(".py") or first in ("models", "pp_models", "options"):
+                del sys.modules[name]
+    sys.path.insert(0, str(ROOT))
 
 
 def finish(process: subprocess.Popen, *, timeout: float = 120) -> Finished:

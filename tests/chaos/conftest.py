@@ -1,3 +1,3 @@
-"""Imports the entry file once, before any test: forked runs start from here."""
+"""Imports what the entry file needs, once: forked runs start from there and take a second."""
 
 import train_pp  # noqa: F401

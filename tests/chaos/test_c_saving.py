@@ -17,7 +17,7 @@ from stageline.checkpoint.layout import verify
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.writer import CheckpointWriter
-from stageline.errors import StorageError
+from stageline.errors import NonFiniteError, StorageError
 from stageline.testing.small_run import Job, finish
 from stageline.testing.tiny_checkpoints import tiny_whole
 
@@ -324,3 +324,19 @@ def test_h12_a_folder_with_checkpoints_of_another_run(job, undisturbed):
 
 def test_storage_error_is_an_os_error():
     assert issubclass(StorageError, OSError) and StorageError.exit_code == 5
+
+
+@pytest.mark.parametrize("where", ["weight", "moment"])
+def test_c18_weights_that_are_no_numbers_are_not_saved(where, tmp_path):
+    """Refused with the tensor named, code 6; no folder, and the one before stays."""
+    writer, _ = make_writer(tmp_path)
+    save(writer, 1)
+    name, parameter = next(iter(writer.parameters.items()))
+    broken = parameter if where == "weight" else writer.optimizer.state[parameter]["exp_avg"]
+    with torch.no_grad():
+        broken.view(-1)[3] = float("nan")
+    with pytest.raises(NonFiniteError, match=name) as caught:
+        save(writer, 2)
+    assert caught.value.exit_code == 6
+    assert [path.name for path in writer.folder.iterdir()] == ["step-00000001"]
+    verify(writer.folder / "step-00000001")

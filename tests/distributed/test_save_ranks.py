@@ -73,7 +73,7 @@ def save_with_a_failing_rank(rank, base, folder, kind):
     if rank == 1 and kind == "weights":
         model.state_dict = lambda **kwargs: 1 / 0
     if rank == 1 and kind == "disk":
-        save.save_file = no_space
+        save.write_tensors = no_space
     if rank == 0 and kind == "exists":
         folder.mkdir()
     dist.barrier()

@@ -14,6 +14,7 @@ import train_pp  # noqa: F401 - registers the engine that config.yaml names
 from parse_args import parse_train_args
 from register import import_shelf
 from stageline.checkpoint.export import export_folder
+from stageline.checkpoint.layout import FORMAT_VERSION, content_sum
 from stageline.checkpoint.model_card import ModelFacts, model_card
 from stageline.checkpoint.run_facts import RunFacts, read_run_facts, short_path
 from stageline.data.processor import save_processor
@@ -75,7 +76,7 @@ def make_run(folder, *, step=3, best=False, curve=True):
         for path in checkpoint.iterdir()
     }
     manifest = {
-        "format_version": 1,
+        "format_version": FORMAT_VERSION,
         "kind": "full",
         "step": step,
         "versions": {"torch": "2.13.0", "transformers": "5.23.0"},
@@ -83,6 +84,7 @@ def make_run(folder, *, step=3, best=False, curve=True):
     }
     if best:
         manifest["best"] = {"metric": "loss", "step": step, "figures": {"loss": 3.5}}
+    manifest["sha256"] = content_sum(manifest)
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     return checkpoint
 
