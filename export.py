@@ -6,66 +6,209 @@ python export.py --model-path runs/x/checkpoints/step-100 --output-path my_model
 """
 
 import argparse
+import functools
+import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from register import import_shelf, train_model_register
 from stageline.distributed.failure import run_entry
+from stageline.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
+NUM_STAGES = 2  # that an export is compared with
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def parse_options() -> argparse.Namespace:
-    """The options of this entry; see --help."""
+def num_bytes(text: str) -> int:
+    """A number of bytes, alone or with a unit: 5GB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    unit = match[2].upper() if match else ""
+    if match is None or unit not in UNITS or float(match[1]) * UNITS[unit] < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size, a number of bytes such as 5000000000, 5GB or 4.5GiB was "
+            "expected: no file of weights gets greater than it"
+        )
+    return int(float(match[1]) * UNITS[unit])
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options of this entry."""
     parser = argparse.ArgumentParser(
         prog="export.py",
         description="Makes one plain Hugging Face folder of a checkpoint that a run saved.",
         allow_abbrev=False,
     )
-    parser.add_argument("--model-path", type=Path, required=True, help="the checkpoint's folder")
-    parser.add_argument("--output-path", type=Path, required=True, help="a new folder")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--model-path", type=Path, required=True, help="a checkpoint or any Hugging Face folder")
+    add("--output-path", type=Path, required=True, help="a new folder")
+    add(
         "--merge",
         action="store_true",
         help="add an adapter to its base model; else it is exported as an adapter for peft",
     )
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="of the exported weights (default: as they are)"
+    add("--dtype", choices=DTYPES, help="of the exported weights (default: as they are)")
+    add(
+        "--max-shard-size",
+        type=num_bytes,
+        default=num_bytes("5GB"),
+        metavar="SIZE",
+        help="largest file of weights, in bytes or as 5GB (default: 5GB)",
     )
-    parser.add_argument(
+    add(
         "--verify",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="load the result in plain transformers and compare logits (default: on)",
+        help="load the result in plain transformers and compare logits and generated tokens with "
+        "the stages' (default: on, where the host's memory is enough)",
     )
-    parser.add_argument(
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace the model folder at --output-path, once the new one is complete",
+    )
+    add(
         "--trust-remote-code",
         action="store_true",
-        help="run the Python code that a model folder brings along",
+        help="run the Python code that a model folder brings along, and copy it",
     )
-    return parser.parse_args()
+    return parser
 
 
 def main() -> None:
     """Exports and says what was written."""
-    options = parse_options()
+    options = make_parser().parse_args()
     # after the options: --help answers at once
     import torch
+    import transformers
 
     from stageline.checkpoint.export import export_folder
 
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if options.verify:
+        import_shelf("pp_models")
     report = export_folder(
         options.model_path,
         options.output_path,
         merge=options.merge,
         dtype=getattr(torch, options.dtype) if options.dtype else None,
+        max_shard_bytes=options.max_shard_size,
         verifies=options.verify,
+        overwrites=options.overwrite,
+        make_stages=functools.partial(make_stages, trust_remote_code=options.trust_remote_code),
         trust_remote_code=options.trust_remote_code,
     )
-    what = "adapter" if report.is_adapter else "model"
-    print(f"exported the {what} to {report.folder}")
-    if report.difference is not None:
+    print(f"exported the {'adapter' if report.is_adapter else 'model'} to {report.folder}")
+    verdict = report.verdict
+    if verdict is not None:
         print(
-            f"compared with the checkpoint: logits differ by {report.difference:.1e} of the largest"
+            f"compared with {verdict.reference} ({' and '.join(verdict.probes)}): logits differ by "
+            f"{verdict.difference:.1e} of the largest, {verdict.tolerance} is allowed; generated "
+            "tokens agree"
         )
+    for note in report.notes:
+        print(f"note: {note}")
+
+
+def make_stages(folder: Path, *, trust_remote_code: bool = False) -> "list[nn.Module] | str":
+    """The stages of a checkpoint as training builds them, or why there are none.
+
+    In float32 on the CPU, in evaluation mode.
+
+    Raises:
+        UserError: a checkpoint that a run saved does not fit its stages.
+    """
+    from stageline.checkpoint.adapter import find_base
+    from stageline.checkpoint.files import ADAPTER_CONFIG
+    from stageline.checkpoint.layout import MANIFEST
+    from stageline.model_folder import load_config
+
+    is_adapter = (folder / ADAPTER_CONFIG).exists()
+    base = find_base(folder) if is_adapter else folder
+    config = load_config(base, trust_remote_code=trust_remote_code)
+    key = stage_key(config)
+    if key is None:
+        return f"no train_model part is made for {(config.architectures or ['it'])[0]}"
+    build = functools.partial(
+        train_model_register[key],
+        config_path=str(base),
+        processor_path=None,
+        num_stages=min(NUM_STAGES, config.get_text_config(decoder=True).num_hidden_layers),
+        is_piece=True,  # needs no processor
+        trust_remote_code=trust_remote_code,
+    )
+    try:
+        options = lora_options(folder, build) if is_adapter else {}
+        return fill_stages(folder, functools.partial(build, **options))
+    except (UserError, ValueError) as error:
+        if (folder / MANIFEST).exists():
+            raise
+        return str(error)  # a folder from elsewhere may hold what no run would save
+
+
+def fill_stages(folder: Path, build: functools.partial) -> "list[nn.Module]":
+    """Builds each stage with the weights of a checkpoint."""
+    import torch
+
+    num_stages = build.keywords["num_stages"]
+    built = [
+        build(checkpoint_path=str(folder), stage=stage, dtype=torch.float32, device="cpu")
+        for stage in range(num_stages)
+    ]
+    return [model.eval() for model, _, _ in built]
+
+
+def stage_key(config: "PretrainedConfig") -> str | None:
+    """The key of the train_model part for a configuration: its family's, else a generic one."""
+    import transformers
+
+    kinds = {
+        "vision_language": transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        "causal_lm": transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+    }
+    for generic, classes in kinds.items():
+        if type(config) not in classes:
+            continue
+        name = classes[type(config)].__name__
+        if config.architectures and name not in config.architectures:
+            continue  # the same layers with another head: a classifier
+        families = (
+            key
+            for key, part in train_model_register.items()
+            if config.model_type in getattr(part, "model_types", ())
+        )
+        return next(families, generic)
+    return None
+
+
+def lora_options(folder: Path, build: functools.partial) -> dict[str, object]:
+    """How many adapters each part has in an adapter folder, and on which layers.
+
+    Ranks and scales are not among them: filling a stage sets those.
+    """
+    from stageline.checkpoint.adapter import read_stack
+
+    whole, _, _ = build(checkpoint_path=None, stage=0, device="meta")
+    counts: dict[str, int] = {}
+    for adapter in read_stack(folder):
+        for name in adapter.pairs:
+            counts[name] = counts.get(name, 0) + 1
+    depths: dict[str, int] = {}
+    for name, count in counts.items():
+        part = whole.part_of(name)
+        depths[f"{part}_lora_num"] = max(count, depths.get(f"{part}_lora_num", 0))
+    unknown = depths.keys() - {"vit_lora_num", "mlp_lora_num", "llm_lora_num"}
+    if unknown:
+        raise UserError(
+            f"{folder} has LoRA outside of vision tower, projector and language model: stages "
+            "have none there. Export with --no-verify."
+        )
+    return {**depths, "lora_target": sorted(counts)}
 
 
 if __name__ == "__main__":

@@ -27,7 +27,9 @@ from options.checks import (
 from options.command_line import Given, by_name, read_config, read_words, typed
 from options.fields import OptionError, check_limits, expand_paths, option_groups
 from options.help_text import help_text, list_parts
+from options.limits import check_words
 from options.memory_options import check_memory
+from options.number_options import check_numbers
 from options.part_options import ChosenPart, add_part_options
 from options.run_options import EvaluateConfig, RunConfig
 from options.values import convert, needs_value, option_types
@@ -135,6 +137,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
     check_best(run)
     check_learning_rate(run)
     check_memory(run)
+    check_numbers(run, shards=run.dp_shard)
     return TrainArguments(run=run, parts=parts, imports=imports)
 
 
@@ -193,6 +196,8 @@ def _parse(
             their default values.
     """
     given = _with_configs(read_words(sys.argv[1:] if argv is None else argv))
+    for item in given:
+        check_words(typed(item.name), item.values)
     imports = [spec for item in given if item.name == "import" for spec in item.values]
     import_parts(dict.fromkeys(imports))
     options = by_name(given)

@@ -13,18 +13,22 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset, Subset
-from transformers import AutoConfig
 
+from options.run_options import RunConfig
 from parse_args import TrainArguments
 from stageline.checkpoint.together import Ranks
 from stageline.checkpoint.writer import CheckpointWriter
+from stageline.data.bad_rows import BadRows, leaving_out
+from stageline.data.check_batch import CheckedCollate
 from stageline.data.example import example_micro_batch
 from stageline.data.lengths import padding_argument
 from stageline.data.loader import MicroBatchLoader
 from stageline.data.preflight import check_vocabulary, preflight
 from stageline.data.processor import get_pad_token_id, load_processor
+from stageline.data.sampler import StepSampler
 from stageline.distributed.process_group import DistributedContext
 from stageline.errors import UserError
+from stageline.model_folder import load_config
 from stageline.modules.chunked_loss import ChunkedLoss, check_token_sum
 from stageline.pipeline.packing_check import check_packing
 from stageline.pipeline.schedules import Schedule
@@ -57,8 +61,12 @@ class Data:
         self.pad_token_id = get_pad_token_id(self.processor)
         dataset = parts["dataset"]
         make = functools.partial(dataset.part, dataset_path=run.dataset_path, **dataset.kwargs)
-        self.train = make(split="train")
-        self.test = some_rows(make(split="test"), run.eval_samples) if run.eval_samples else None
+        self.bad_rows = BadRows(run.skip_bad_rows)
+        with leaving_out(self.bad_rows):
+            self.train = make(split="train")
+            self.test = make(split="test") if run.eval_samples else None
+        if self.test is not None:
+            self.test = some_rows(self.test, run.eval_samples)
         collate, prompt_fn = parts["collate_fn"], parts["prompt_fn"]
         image_token = parts["image_token"]
         self.texts = {
@@ -92,27 +100,63 @@ def check_data(arguments: TrainArguments) -> Data:
     if run.logits_chunk:
         check_token_sum(arguments.parts["loss_fn"].part)
     data = Data(arguments)
-    config = AutoConfig.from_pretrained(
-        run.config_path or run.model_path, trust_remote_code=run.trust_remote_code
-    )
+    config = load_config(run.config_path or run.model_path, trust_remote_code=run.trust_remote_code)
     vocab_size = getattr(config.get_text_config(decoder=True), "vocab_size", None)
     if vocab_size is not None:
         check_vocabulary(data.processor, vocab_size)
+        data.collate = CheckedCollate(data.collate, vocab_size)
     # a collate part of another kind than sft judges its rows by itself
-    if "overlong" not in arguments.parts["collate_fn"].kwargs:
-        return data
-    for dataset in [data.train] + ([data.test] if data.test is not None else []):
-        report = preflight(
-            dataset,
-            **data.texts,
-            processor=data.processor,
-            max_token_num=run.max_token_num,
-            overlong=arguments.parts["collate_fn"].kwargs["overlong"],
-            seed=run.seed,
-        )
-        if os.environ.get("RANK", "0") == "0":
-            print(report, flush=True)
+    if "overlong" in arguments.parts["collate_fn"].kwargs:
+        data.train = check_rows(arguments, data, data.train, vocab_size)
+        if data.test is not None:
+            data.test = check_rows(arguments, data, data.test, vocab_size)
+    report = left_over_rows(run, len(data.train))
+    if data.bad_rows.reasons:
+        report += f"{len(data.bad_rows)} bad rows are left out:\n{data.bad_rows.listed()}\n"
+    if os.environ.get("RANK", "0") == "0":
+        print(report, end="", flush=True)
     return data
+
+
+def check_rows(
+    arguments: TrainArguments, data: Data, dataset: Dataset, vocab_size: int | None
+) -> Dataset:
+    """The dataset without rows that are bad and may be left out."""
+    run = arguments.run
+    report = preflight(
+        dataset,
+        **data.texts,
+        processor=data.processor,
+        max_token_num=run.max_token_num,
+        overlong=arguments.parts["collate_fn"].kwargs["overlong"],
+        vocab_size=vocab_size,
+        bad_rows=data.bad_rows,
+        seed=run.seed,
+    )
+    if os.environ.get("RANK", "0") == "0":
+        print(report, flush=True)
+    if not report.bad:
+        return dataset
+    bad = set(report.bad)
+    return Subset(dataset, [row for row in range(len(dataset)) if row not in bad])
+
+
+def left_over_rows(run: RunConfig, num_rows: int) -> str:
+    """Says how many rows an epoch leaves out because steps are whole.
+
+    Raises:
+        UserError: there are too few rows for one step.
+    """
+    sampler = StepSampler(
+        num_rows,
+        step_samples=run.batch_size * run.accumulate_steps,
+        dp_degree=run.dp_degree or 1,
+        seed=run.seed,
+    )
+    rest = num_rows % (sampler.step_samples * sampler.dp_degree)
+    if rest == 0:
+        return ""
+    return f"{rest} of {num_rows} rows are left over in each epoch (others each time)\n"
 
 
 def build_stages(
@@ -129,9 +173,10 @@ def build_stages(
             adapter's base comes later, by `resume_step`.
     """
     run = arguments.run
-    weights = run.model_path
+    weights, processor = run.model_path, run.processor_path
     if point is not None:
         weights = str(point.folder) if point.base is None else run.model_path or point.base
+        processor = processor or run.model_path or run.config_path
     stages = [
         build_part(
             arguments,
@@ -139,10 +184,15 @@ def build_stages(
             num_stages=run.num_stages,
             partition=run.partition if isinstance(run.partition, list) else None,
             checkpoint_path=weights,
+            processor_path=processor,
             device=context.device,
         )
         for stage in schedule.stages_of(context.pp_rank)
     ]
+    for stage in stages:
+        note = getattr(stage, "cast_note", None)
+        if note and stage.stage == 0:
+            print(f"{run.model_path}: {note}", flush=True)
     if run.packing:
         for stage in stages:
             check_packing(stage, rows=run.micro_batch_size, device=context.device)
@@ -268,7 +318,7 @@ def resume_step(train_step: TrainStep, point: ResumePoint) -> None:
     point.state.check_names(name for rank_names in names for name in rank_names)
     point.state.restore(train_step.optimizer, weights.parameters, rows=share_rows(weights))
     weights.write_back()
-    train_step.scaler.load_state_dict(point.state.facts["scaler"])
+    train_step.load_state_dict(point.state.facts["numbers"])
 
 
 def make_planner(

@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 
 from options.checkpoint_options import leaves_course
-from options.memory_options import check_memory
+from options.memory_options import check_memory, memory_remedies
 from parse_args import TrainArguments, parse_train_args, save_config
 from register import engine_register, freeze_registers, import_shelf
 from stageline import chaos, progress
 from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.together import Ranks
 from stageline.distributed.failure import name_stages, run_entry
+from stageline.distributed.failure_files import open_log, tell_run_folder
 from stageline.distributed.interrupt import stop_requested
 from stageline.distributed.launch import launch_if_needed
 from stageline.distributed.process_group import (
@@ -26,14 +27,16 @@ from stageline.distributed.process_group import (
     choose_device,
     distributed_context,
 )
-from stageline.distributed.seeds import replica_seed, seed_everything
+from stageline.distributed.record import on_full_memory
 from stageline.errors import UserError
 from stageline.pipeline.device_memory import device_capacity
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import Schedule
 from stageline.pipeline.topology import Topology, resolve_topology
+from stageline.seeds import seed_everything
 from stageline.training.best import BestCheckpoint
 from stageline.training.evaluation import evaluate
+from stageline.training.memory_account import MemoryAccount
 from stageline.training.planner import place_together
 from stageline.training.precision import LossScaler
 from stageline.training.replicas import Replicas
@@ -41,6 +44,7 @@ from stageline.training.report import RunReport, summarize_stage
 from stageline.training.resume import ResumePoint, check_same_run, clear_way, find_resume_point
 from stageline.training.run_folder import claim_run_folder
 from stageline.training.sharding import ShardedReplicas
+from stageline.training.skips import Skips
 from stageline.training.step import StepResult, TrainStep
 from stageline.training.step_timeline import StepTimeline
 from stageline.training.trainer import Trainer, TrainOptions
@@ -65,6 +69,8 @@ def main() -> int:
     arguments = parse_train_args()
     freeze_registers()
     topology = check_topology(arguments)
+    if not (arguments.run.plan or arguments.run.check_only):
+        tell_run_folder(arguments.run.output_dir)
     if not arguments.run.plan:
         launch_if_needed(topology.num_processes, lost_after=arguments.run.lost_after)
     data = check_data(arguments)
@@ -182,16 +188,25 @@ def train(
 ) -> None:
     """Builds this rank's stages and runs the loop."""
     run = arguments.run
-    seed_everything(replica_seed(run.seed, context.dp_rank))
+    remedies = memory_remedies(run, has_gpu=context.device.type == "cuda")
+    account = MemoryAccount(context.device, remedies)
+    on_full_memory(account.describe)
+    seed_everything(run.seed)
     models = build_stages(arguments, context, schedule, point=point)
     summaries = [summarize_stage(model, context) for model in models]
     replicas = join_replicas(models, context, shards=run.dp_shard)
     runner = PipelineRunner(
-        models, device=context.device, group=context.pp_group, schedule=schedule
+        models,
+        device=context.device,
+        group=context.pp_group,
+        schedule=schedule,
+        seed=run.seed,
     )
     folder = Path(run.output_dir)
     if context.is_main:
         save_config(arguments, folder / "config.yaml")
+        data.bad_rows.write(folder / "bad_rows.jsonl")
+    open_log()
     report = RunReport(
         folder,
         context=context,
@@ -201,7 +216,9 @@ def train(
     )
     with report:
         report.show_plan(summaries)
-        TrainingRun(arguments, data, context, runner, replicas, report, point).run()
+        training = TrainingRun(arguments, data, context, runner, replicas, report, point)
+        account.train_step = training.train_step
+        training.run()
 
 
 def join_replicas(
@@ -243,6 +260,12 @@ class TrainingRun:
             scaler=LossScaler(enabled=run.fp16),
             timeline=self.timeline,
             replicas=replicas,
+            skips=Skips(
+                max_in_a_row=run.max_skipped_steps,
+                spike_sigma=run.spike_sigma,
+                spike_action=run.spike_action,
+            ),
+            replay_steps=run.replay_steps,
         )
         loader = functools.partial(make_loader, arguments, data, context, runner.schedule)
         self.batches = loader(data.train, is_evaluation=False, start_step=self.start_step)
@@ -314,7 +337,7 @@ class TrainingRun:
         """Copies a checkpoint; it is written while training goes on."""
         facts = {
             "settings": settings(self.arguments, self.data),
-            "scaler": self.train_step.scaler.state_dict(),
+            "numbers": self.train_step.state_dict(),
         }
         self.writer.save(step, facts)
         self.tell_saved()

@@ -1,20 +1,15 @@
 """The builder parts: a folder -> (model, processor, device_map)."""
 
-from pathlib import Path
-
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from register import builder_register
 from stageline.checkpoint.adapter import attach_adapter, find_base
+from stageline.checkpoint.whole import check_weights, load_whole
 from stageline.data.processor import load_processor
 from stageline.errors import UserError
 from stageline.inference.model_cutter import ModelCutter
+from stageline.model_folder import find_folder, load_config
 
 
 @builder_register("auto")
@@ -35,12 +30,13 @@ def auto(
         model_path: a model folder, or an adapter folder that names its base.
         attn_implementation: eager, sdpa or another of the library's.
     """
-    folder, processor_folder = Path(model_path), Path(model_path)
+    folder = processor_folder = find_folder(model_path)
     if (folder / "adapter_config.json").is_file():
         adapter_path, folder = adapter_path or str(folder), find_base(folder)
     if not (processor_folder / "tokenizer_config.json").is_file():
         processor_folder = folder
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    config = load_config(folder, trust_remote_code=trust_remote_code)
+    check_weights(folder)
     auto_class = _auto_class(config)
     options: dict[str, object] = {"trust_remote_code": trust_remote_code}
     if attn_implementation:
@@ -53,8 +49,10 @@ def auto(
         visual_gpu_ratio=visual_gpu_ratio,
         **options,
     )
-    model = auto_class.from_pretrained(
+    model = load_whole(
+        auto_class,
         folder,
+        config,
         dtype=dtype,
         # accelerate's hooks cost time and buy nothing on one CPU
         device_map=None if device_map == {"": "cpu"} else device_map,

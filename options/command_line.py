@@ -13,7 +13,9 @@ from typing import Any
 import yaml
 
 from options.fields import OptionError
+from options.limits import MAX_FILE_BYTES, check_value, read_yaml
 
+SHOWN = 200  # characters of a value in a message
 OPTION = re.compile(r"--[A-Za-z][\w.-]*\+?(=|$)")
 
 
@@ -27,7 +29,12 @@ class Given:
 
     def __str__(self) -> str:
         place = "" if self.origin == "command line" else f" (in {self.origin})"
-        return " ".join([typed(self.name), *self.values]) + place
+        return " ".join([typed(self.name), *map(shortened, self.values)]) + place
+
+
+def shortened(text: str) -> str:
+    """A value as messages show it."""
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
 
 
 def typed(name: str) -> str:
@@ -44,16 +51,16 @@ def read_words(words: Sequence[str]) -> list[Given]:
     """
     given: list[Given] = []
     for word in ["--help" if word == "-h" else word for word in words]:
-        if OPTION.match(word):
-            name, has_value, value = word[2:].partition("=")
+        name, has_value, value = word[2:].partition("=")
+        if OPTION.match(word) and len(name) <= SHOWN:
             values = [value] if has_value else []
             given.append(Given(_plain_name(name), values, "command line"))
         elif given and not word.startswith("--"):
             given[-1].values.append(word)
         else:
             raise OptionError(
-                f"{word!r} belongs to no option. Options were expected, --name value, because "
-                f"every value of a run has a name. Put the name before it, or see --help."
+                f"{shortened(word)!r} belongs to no option. Options were expected, --name value, "
+                f"because every value of a run has a name. Put the name before it, or see --help."
             )
     return given
 
@@ -67,7 +74,13 @@ def read_config(path: str | Path) -> list[Given]:
     path = Path(path).expanduser()
     how = "Write one option a line, as on the command line without the dashes: 'batch-size: 8'."
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise OptionError(
+                f"--config {path} has {size} bytes. At most {MAX_FILE_BYTES} were expected, "
+                f"because it holds options and no data. {how}"
+            )
+        content = read_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise OptionError(
             f"--config {path} can't be read: {error.strerror}. A YAML file with options was "
@@ -83,6 +96,8 @@ def read_config(path: str | Path) -> list[Given]:
             f"--config {path} holds a {type(content).__name__}. A mapping of options to values was "
             f"expected, because each value needs its option's name. {how}"
         )
+    for name, value in (content or {}).items():
+        check_value(value, typed(str(name)), str(path))
     return [
         Given(_plain_name(str(name)), _as_words(value, _plain_name(str(name))), str(path))
         for name, value in (content or {}).items()

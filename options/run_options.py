@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from options.checkpoint_options import CheckpointOptions
+from options.data_options import DataOptions
 from options.fields import option
 from options.machine_options import MachineOptions
 from options.memory_options import MemoryOptions
+from options.number_options import NumberOptions
 from options.plan_options import PlanOptions
 from options.shape_options import ShapeOptions
 
@@ -136,10 +138,12 @@ class ProgressOptions:
 
 @dataclass(kw_only=True)
 class RunConfig(
+    DataOptions,
     MachineOptions,
     CheckpointOptions,
     ProgressOptions,
     MemoryOptions,
+    NumberOptions,
     PlanOptions,
     PipelineOptions,
     OptimizerOptions,

@@ -10,10 +10,12 @@ from argparse import ArgumentError
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args, get_origin
 
+import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from options.command_line import Given, typed
 from options.fields import OptionError
+from options.limits import check_entries, read_yaml
 
 
 def option_types(parser: ArgumentParser) -> dict[str, Any]:
@@ -62,7 +64,8 @@ def _one_word(item: Given, hint: Any) -> str:
     choices = {choice for kind in options for choice in get_args(kind) if isinstance(choice, str)}
     if len(item.values) == 1 and (first.startswith("[") or first in {*choices, "null"}):
         return first
-    entries = [entry for value in item.values for entry in value.split(",") if entry]
+    entries = [entry for value in item.values if value for entry in value.split(",")]
+    check_entries(typed(item.name), entries)
     if any(str in get_args(kind) for kind in lists):
         return json.dumps(entries)
     return f"[{','.join(entries)}]"
@@ -107,7 +110,19 @@ def _explain(message: str, settings: Mapping[str, Given], hints: Mapping[str, An
     if match is None or item is None:
         return f"The options can't be read: {message}. See --help for their types and correct it."
     return (
-        f"{item} has a wrong value. Expected: {_type_name(hints[item.name])}, the type of this "
-        f"option, so that a slip is noticed before anything is loaded. Correct the value; --help "
-        f"lists all types."
+        f"{item} has a wrong value{_where(item.values)}. Expected: "
+        f"{_type_name(hints[item.name])}, the type of this option, so that a slip is noticed "
+        f"before anything is loaded. Correct the value; --help lists all types."
     )
+
+
+def _where(values: Sequence[str]) -> str:
+    """Which place of a list can't be read; empty for other values."""
+    text = values[0] if len(values) == 1 else ""
+    if text.startswith(("[", "{")):
+        try:
+            read_yaml(text)
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            return f" at character {mark.column + 1}" if mark else ""
+    return ""

@@ -10,12 +10,13 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from stageline.checkpoint.init import init_split_model
 from stageline.checkpoint.load import load_split_model
 from stageline.data.processor import get_pad_token_id, load_processor
 from stageline.errors import PlanError, UserError
+from stageline.model_folder import load_config
 from stageline.modules import compiling, offload
 from stageline.modules.checkpointing import CheckpointMode, checkpoint_layers, tower_layers
 from stageline.modules.lora import key_map_without_last_lora, wrap_linear
@@ -365,7 +366,7 @@ def _read_config(
             "neither --model-path nor --config-path came: the model's config.json must lie in "
             "one of them; --model-path continues from weights, --config-path starts at random."
         )
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    config = load_config(path, trust_remote_code=trust_remote_code)
     if model_types is not None and config.model_type not in model_types:
         raise UserError(
             f"{path} holds a model of type {config.model_type!r}, the chosen "

@@ -14,6 +14,7 @@ from pp_models.discover import EMBEDDING_DROPOUTS, POSITION_EMBEDDINGS, ModelPat
 from pp_models.packing import is_packed, without_masks
 from pp_models.router_loss import FLAG, RouterLoss, find_router_loss, has_routers
 from register import train_model_register
+from stageline.model_folder import has_trusted_code
 from stageline.modules.pass_through import PassThrough, ZeroEmbedding
 
 
@@ -39,7 +40,9 @@ class CausalLMStage(StageModel):
     ) -> None:
         super().__init__(config, **stage_kwargs)
         with torch.device("meta"):
-            kwargs = {"attn_implementation": attn_implementation} if attn_implementation else {}
+            kwargs: dict[str, object] = {"trust_remote_code": has_trusted_code(config)}
+            if attn_implementation:
+                kwargs["attn_implementation"] = attn_implementation
             whole = self.auto_class.from_config(config, dtype=self.dtype, **kwargs)
         self.paths = find_paths(whole)
         config_asks = bool(getattr(self.text_config, FLAG, False))
@@ -164,7 +167,7 @@ def add_family(
             attn_implementation=attn_implementation, model_types=model_types, **kwargs
         )
 
-    _put_on_shelf(part, key, text)
+    _put_on_shelf(part, key, text, model_types)
 
 
 def add_mixture(
@@ -187,14 +190,17 @@ def add_mixture(
             **kwargs,
         )
 
-    _put_on_shelf(part, key, text, options=ROUTER_OPTIONS)
+    _put_on_shelf(part, key, text, model_types, options=ROUTER_OPTIONS)
 
 
-def _put_on_shelf(part: Callable, key: str, text: str, *, options: str = "") -> None:
+def _put_on_shelf(
+    part: Callable, key: str, text: str, model_types: tuple[str, ...], *, options: str = ""
+) -> None:
     arguments = f"attn_implementation: eager, sdpa or another of the library's.{options}"
     part.__doc__ = f"{text}\n\nArgs:\n    {arguments}"
     part.__name__ = part.__qualname__ = key
     part.__module__ = __name__
+    part.model_types = model_types  # tells export.py which key serves a folder
     train_model_register[key] = part
 
 

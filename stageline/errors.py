@@ -4,7 +4,8 @@ A message has four parts: what came, what was expected, why, what to do. An entr
 without a traceback and ends with `exit_code`; `kind` is the word in brackets of its first line.
 
 Codes: 0 done, 2 usage, 3 data, 4 checkpoint, 5 storage, 6 non-finite, 7 memory, 8 hang, 9 crash,
-16 and 17 a step that cannot be reproduced, 130 interrupted (Ctrl-C), 143 preempted and saved.
+16 and 17 a step that cannot be reproduced (transient, or other bits each time), 130 interrupted
+(Ctrl-C), 143 preempted and saved.
 """
 
 CRASH = 9
@@ -63,3 +64,17 @@ class HangError(RuntimeError):
 
     exit_code = 8
     kind = "hang"
+
+
+class NotReproducible(ArithmeticError):
+    """A step gave other bits when it was run again, and the old or the new ones a third time."""
+
+    exit_code = 16
+    kind = "not-reproducible"
+
+
+class ResultRejected(NotReproducible):
+    """A step gave other bits each time it was run."""
+
+    exit_code = 17
+    kind = "rejected"

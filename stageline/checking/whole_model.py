@@ -16,12 +16,13 @@ import transformers
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from stageline.checkpoint.adapter import find_base
 from stageline.checkpoint.files import ADAPTER_CONFIG, SINGLE_FILE, find_checkpoint, weight_files
 from stageline.data.processor import load_processor
-from stageline.errors import UserError
+from stageline.errors import CheckpointError, UserError
+from stageline.model_folder import load_config
 from stageline.modules.lora import WRAPPED
 
 Build = Callable[..., nn.Module]
@@ -52,14 +53,7 @@ def read_config(path: str | None, *, trust_remote_code: bool) -> PretrainedConfi
             "neither --model-path nor --config-path came: the model's config.json must lie in one "
             "of them, because its split is what is checked. Give the same as for training."
         )
-    try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path} holds no config that can be read ({str(error).splitlines()[0]}). A folder "
-            "with config.json of a known model_type was expected: a type of your own is made known "
-            "by AutoConfig.register() in the file that you --import."
-        ) from error
+    return load_config(path, trust_remote_code=trust_remote_code)
 
 
 def cut_layers(config: PretrainedConfig, layers: int) -> int:
@@ -110,6 +104,8 @@ def has_processor(path: str | None, *, trust_remote_code: bool = False) -> bool:
         return False
     try:
         load_processor(path, trust_remote_code=trust_remote_code)
+    except CheckpointError:
+        raise  # there is one, and it is broken
     except (UserError, OSError, ValueError):
         return False
     return True
@@ -135,8 +131,9 @@ def save_random_library_model(
     """A whole model of the library with random weights, saved by the library."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        kwargs = {"trust_remote_code": True} if trust_remote_code else {}
-        whole = auto_class.from_config(config, dtype=torch.float32, **kwargs)
+        whole = auto_class.from_config(
+            config, dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
         move_constants(whole)
     whole.save_pretrained(folder)
 
@@ -185,7 +182,11 @@ def load_library_model(
 ) -> PreTrainedModel:
     """The library's whole model with the weights of a checkpoint, in float32."""
     folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
-    options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
+    options: dict[str, Any] = {
+        "trust_remote_code": trust_remote_code,
+        "local_files_only": True,
+        "use_safetensors": True,
+    }
     if attn_implementation:
         options["attn_implementation"] = attn_implementation
     return auto_class.from_pretrained(folder, config=config, dtype=torch.float32, **options)

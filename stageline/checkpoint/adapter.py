@@ -5,18 +5,17 @@ An adapter folder holds adapter_config.json and adapter_model.safetensors with n
 (ranks side by side), which `peft` can load, and `stack/0`, `stack/1` ... are the single ones.
 """
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from stageline.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FILE, list_names
-from stageline.errors import UserError
+from stageline.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FILE, list_names, read_tensors
+from stageline.errors import CheckpointError, UserError
+from stageline.model_folder import read_json
 from stageline.modules.lora import LoRALayer, LoRAWrapper, innermost, is_linear, lora_stacks
 
 PEFT_PREFIX = "base_model.model."
@@ -57,13 +56,13 @@ def find_base(folder: Path) -> Path:
     """The folder of the model that an adapter belongs to.
 
     Raises:
-        UserError: it is not on this machine.
+        CheckpointError: it is not on this machine.
     """
     named = read_adapter_config(folder).get("base_model_name_or_path") or ""
     for path in (Path(str(named)).expanduser(), folder / str(named)):
         if named and path.exists():
             return path
-    raise UserError(
+    raise CheckpointError(
         f"the adapter {folder} belongs to the model {named!r}, which is not on this machine: its "
         f"weights are the greater part. Put them there, or change base_model_name_or_path in "
         f"{folder / ADAPTER_CONFIG}."
@@ -73,20 +72,14 @@ def find_base(folder: Path) -> Path:
 def read_adapter_config(folder: Path) -> dict[str, object]:
     """adapter_config.json, refused where we would compute something else than `peft` does."""
     path = folder / ADAPTER_CONFIG
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise UserError(
-            f"{path} cannot be read ({error}), the JSON that peft writes was expected: it says how "
-            "the adapter is applied. Copy the adapter again."
-        ) from error
+    config = read_json(path)
     used = [name for name in _UNSUPPORTED if config.get(name)]
     if config.get("bias", "none") != "none":
         used.append(f"bias={config['bias']}")
     if config.get("peft_type") != "LORA":
         used.insert(0, f"peft_type={config.get('peft_type')}")
     if used:
-        raise UserError(
+        raise CheckpointError(
             f"{path} asks for {', '.join(used)}, plain LoRA was expected: another kind would be "
             "applied wrongly. Merge it into the model with peft (merge_and_unload) first."
         )
@@ -97,44 +90,81 @@ def read_adapter(folder: str | Path) -> Adapter:
     """Reads an adapter folder, of ours or of `peft`.
 
     Raises:
-        UserError: a file is missing or holds something else than plain LoRA.
+        CheckpointError: a file is missing, damaged or holds something else than plain LoRA.
     """
     folder = Path(folder)
     config = read_adapter_config(folder)
     file = folder / ADAPTER_FILE
     if not file.exists():
-        raise UserError(
+        raise CheckpointError(
             f"{file} is missing, the adapter's weights were expected in it: {ADAPTER_CONFIG} alone "
             "is no adapter. Copy the adapter again, with safetensors weights."
         )
     halves: dict[str, dict[str, torch.Tensor]] = {}
     extras = {}
-    for name, tensor in load_file(file).items():
+    for name, tensor in read_tensors(file).items():
         plain = name.removeprefix(PEFT_PREFIX)
         match = _PART.match(plain)
         if match:
             halves.setdefault(match["module"], {})[match["which"]] = tensor
         elif "lora_" in plain:
-            raise UserError(
+            raise CheckpointError(
                 f"{file} holds {name}, only lora_A and lora_B of linear layers were expected: "
                 "LoRA on embeddings or with magnitudes is not supported. Merge it with peft first."
             )
         else:
             extras[plain] = tensor
+    _check_numbers(config, folder / ADAPTER_CONFIG)
     broken = {module for module, half in halves.items() if len(half) != 2}
     if broken:
-        raise UserError(
+        raise CheckpointError(
             f"{file} lacks lora_A or lora_B of {list_names(broken)}, both were expected: one alone "
             "means nothing. Copy the adapter again."
         )
     pairs = {module: (half["A"], half["B"]) for module, half in halves.items()}
+    for module, (a, b) in pairs.items():
+        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or a.shape[0] == 0:
+            raise CheckpointError(
+                f"{file} holds for {module} lora_A {list(a.shape)} and lora_B {list(b.shape)}, "
+                "[rank, in] and [out, rank] were expected: they are multiplied. Copy the adapter "
+                "again."
+            )
     return Adapter(folder=folder, config=config, pairs=pairs, extras=extras)
+
+
+def _check_numbers(config: dict[str, object], path: Path) -> None:
+    """Refuses settings that `Adapter.scale` could not compute with."""
+    patterns = config.get("alpha_pattern") or {}
+    alphas = [config.get("lora_alpha")]
+    alphas += patterns.values() if isinstance(patterns, dict) else [patterns]
+    wrong = [alpha for alpha in alphas if not isinstance(alpha, int | float)]
+    try:
+        for pattern in patterns:
+            re.compile(pattern)
+    except re.error as error:
+        wrong.append(f"{pattern}: {error}")
+    if wrong:
+        raise CheckpointError(
+            f"{path} has {wrong[0]!r} for lora_alpha or in alpha_pattern, numbers by module were "
+            "expected: they scale the adapter. Copy the adapter again."
+        )
 
 
 def read_stack(folder: Path) -> list[Adapter]:
     """The adapters in a folder, innermost first; one, unless a run stacked several."""
-    single = sorted((folder / STACK_FOLDER).glob("*"), key=lambda path: int(path.name))
-    return [read_adapter(path) for path in single or [folder]]
+    return [read_adapter(path) for path in _stack_folders(folder)]
+
+
+def _stack_folders(folder: Path) -> list[Path]:
+    found = [path for path in (folder / STACK_FOLDER).glob("*") if path.name.isdecimal()]
+    return sorted(found, key=lambda path: int(path.name)) or [folder]
+
+
+def adapter_files(folder: Path) -> list[Path]:
+    """The files that `read_stack` reads."""
+    return [
+        path / name for path in _stack_folders(folder) for name in (ADAPTER_CONFIG, ADAPTER_FILE)
+    ]
 
 
 # -- into a model ------------------------------------------------------------------------------
@@ -151,7 +181,7 @@ def attach_adapter(hf_model: nn.Module, adapter_path: str | Path) -> nn.Module:
         The model; `stageline.modules.lora.merge_lora` makes it plain again.
 
     Raises:
-        UserError: the adapter names modules that the model has not.
+        CheckpointError: the adapter names modules that the model has not, or other shapes.
     """
     adapter = read_adapter(adapter_path)
     modules = dict(hf_model.named_modules())
@@ -161,6 +191,7 @@ def attach_adapter(hf_model: nn.Module, adapter_path: str | Path) -> nn.Module:
     for name, pair in adapter.pairs.items():
         parent, _, leaf = name.rpartition(".")
         wrapper = LoRAWrapper(modules[name], rank=1, alpha=1.0)
+        _check_shape(adapter, name, wrapper.lora)
         fill_layer(wrapper.lora, pair, adapter.scale(name))
         wrapper.train(modules[name].training)
         setattr(hf_model.get_submodule(parent), leaf, wrapper)
@@ -174,11 +205,23 @@ def _is_wrappable(module: nn.Module | None) -> bool:
 
 def _refuse_unknown(adapter: Adapter, unknown: set[str], model_name: str) -> None:
     if unknown:
-        raise UserError(
+        raise CheckpointError(
             f"the adapter {adapter.folder} has weights for {list_names(unknown)}, linear layers of "
             f"{model_name} were expected: left out, the model would answer differently. Use the "
             "adapter with the model it was trained on, with the same --*-lora-num and "
             "--lora-target."
+        )
+
+
+def _check_shape(adapter: Adapter, name: str, layer: LoRALayer) -> None:
+    a, b = adapter.pairs[name]
+    found = [a.shape[1], b.shape[0]]
+    expected = [layer.lora_A.in_features, layer.lora_B.out_features]
+    if found != expected:
+        raise CheckpointError(
+            f"{adapter.folder / ADAPTER_FILE} is for {name} with {found[0]} inputs and {found[1]} "
+            f"outputs, the model's has {expected[0]} and {expected[1]}: an adapter fits the model "
+            "it was trained on alone. Use it with that one."
         )
 
 
@@ -209,7 +252,8 @@ def fill_earlier_lora(model: nn.Module, folder: Path) -> None:
     With as many adapters as LoRAs the last one is filled too: that run goes on.
 
     Raises:
-        UserError: the counts do not fit, or the adapter has weights that no stage could hold.
+        UserError: the counts do not fit.
+        CheckpointError: the adapter has weights that no stage could hold.
     """
     adapters = read_stack(folder)
     stacks = lora_stacks(model)
@@ -228,6 +272,7 @@ def fill_earlier_lora(model: nn.Module, folder: Path) -> None:
                     f"last may be new. Set --llm-lora-num (or --vit-lora-num, --mlp-lora-num) to "
                     f"{count + 1}, or merge them with export.py --merge."
                 )
+            _check_shape(adapter, name, wrappers[level].lora)
             fill_layer(wrappers[level].lora, pair, adapter.scale(name))
         here = dict(model.named_parameters(remove_duplicate=False))
         plain = {name: adapter.extras[name] for name in adapter.extras if name in here}

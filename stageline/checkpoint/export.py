@@ -1,45 +1,48 @@
 """Makes one plain Hugging Face folder of a checkpoint: a whole model, or an adapter for `peft`.
 
-Works in host memory with the whole model, on one process. Not here: saving during a run.
+Works in host memory with the whole model, on one process. The new folder is written aside, compared
+with the checkpoint, and gets its name when all is there. Not here: saving during a run.
 """
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import transformers
-from safetensors.torch import load_file, save_file
-from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
-from stageline.checkpoint.adapter import attach_adapter, find_base
-from stageline.checkpoint.files import (
-    ADAPTER_CONFIG,
-    ADAPTER_FILE,
-    find_checkpoint,
-    list_names,
+from stageline import chaos
+from stageline.checkpoint.adapter import find_base, read_adapter_config
+from stageline.checkpoint.export_check import (
+    TOLERANCE,
+    ExportError,
+    StageMaker,
+    Verdict,
+    check_export,
+    lacks_memory,
+    read_config_of_base,
 )
-from stageline.checkpoint.layout import (
-    MANIFEST,
-    discard,
-    draft_name,
-    publish,
-    refuse_existing,
-    verify,
+from stageline.checkpoint.export_files import (
+    copy_side_files,
+    open_to_readers,
+    storage_errors,
+    untie_changed_head,
+    write_adapter,
+    write_card,
+    write_model,
 )
+from stageline.checkpoint.export_target import check_target, find_source, publish_over
+from stageline.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FILE
+from stageline.checkpoint.layout import MANIFEST, discard, draft_name, verify
+from stageline.checkpoint.model_card import ModelFacts, model_card
+from stageline.checkpoint.plain_model import load_plain, tensor_dtypes, weight_sizes
+from stageline.checkpoint.run_facts import read_run_facts
 from stageline.errors import UserError
 from stageline.modules.lora import merge_lora
 
-MAX_SHARD_SIZE = "5GB"
-# largest difference of a logit allowed, as a share of the largest logit
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-_COPIED_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".py"}
-_NOT_COPIED = {"config.json", "generation_config.json", MANIFEST, ADAPTER_CONFIG}
+__all__ = ["TOLERANCE", "ExportError", "ExportReport", "export_folder"]
 
-
-class ExportError(RuntimeError):
-    """What was written does not compute what the checkpoint does."""
+MAX_SHARD_BYTES = 5_000_000_000
+HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -49,12 +52,14 @@ class ExportReport:
     Attributes:
         folder: the new folder.
         is_adapter: an adapter, whose base is elsewhere.
-        difference: largest difference of a logit, as a share of the largest; None: not compared.
+        verdict: of the comparison with the checkpoint; None: not compared.
+        notes: what a person should know.
     """
 
     folder: Path
     is_adapter: bool
-    difference: float | None
+    verdict: Verdict | None
+    notes: tuple[str, ...] = ()
 
 
 def export_folder(
@@ -63,7 +68,10 @@ def export_folder(
     *,
     merge: bool = False,
     dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     verifies: bool = True,
+    overwrites: bool = False,
+    make_stages: StageMaker | None = None,
     trust_remote_code: bool = False,
 ) -> ExportReport:
     """Exports a checkpoint folder.
@@ -73,15 +81,19 @@ def export_folder(
         target: a new folder.
         merge: adds an adapter to its base; the result is a whole model.
         dtype: of the weights in the new folder; None: as they are.
-        verifies: loads the result in plain transformers and compares logits.
+        verifies: loads the result in plain transformers and compares logits and greedy tokens;
+            left out, with a note, where the host's memory is too small for it.
+        overwrites: a model folder that is there is replaced at the end.
+        make_stages: makes the stages that the result is compared with; None: plain transformers.
 
     Raises:
         UserError: the source is not whole, or the target exists.
+        StorageError: the new folder could not be written.
         ExportError: the result computes something else.
     """
-    source = find_checkpoint(source)
-    target = Path(target).absolute()
-    refuse_existing(target)
+    source = find_source(source)
+    target = Path(target).expanduser().absolute()
+    check_target(source, target, overwrites=overwrites)
     if (source / MANIFEST).exists():
         verify(source)
     is_adapter = (source / ADAPTER_CONFIG).exists()
@@ -90,107 +102,133 @@ def export_folder(
             f"--merge came with {source}, an adapter folder was expected: there is nothing to "
             "merge in a whole model. Leave --merge out."
         )
-    keeps_adapter = is_adapter and not merge
-    draft = target.parent / draft_name(target)
-    draft.mkdir(parents=True)
-    try:
-        expected = None
-        if verifies or not keeps_adapter:
-            model = load_plain(source, trust_remote_code=trust_remote_code)
-            expected = probe(model) if verifies else None
-            if not keeps_adapter:
-                _write_model(merge_lora(model), draft, dtype)
-            del model
-        if keeps_adapter:
-            _write_adapter(source, draft, dtype)
-        if merge:
-            _copy_side_files(find_base(source), draft)
-        _copy_side_files(source, draft)
-        difference = None
-        if expected is not None:
-            difference = _compare(draft, expected, dtype=dtype, trust_remote_code=trust_remote_code)
-        publish(draft, target, facts={"kind": "export"}, known={})
-    except BaseException:
-        discard(draft)
-        raise
-    return ExportReport(folder=target, is_adapter=keeps_adapter, difference=difference)
-
-
-def load_plain(folder: Path, *, trust_remote_code: bool = False) -> nn.Module:
-    """The whole model of a folder in plain transformers on the CPU; an adapter is put on its base.
-
-    Raises:
-        UserError: weights are missing in the folder.
-    """
-    if (folder / ADAPTER_CONFIG).exists():
-        base = load_plain(find_base(folder), trust_remote_code=trust_remote_code)
-        return attach_adapter(base, folder).eval()
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    named = getattr(transformers, (config.architectures or [""])[0], None)
-    kwargs = {} if named is not None else {"trust_remote_code": trust_remote_code}
-    model_class = named or transformers.AutoModelForCausalLM
-    model, info = model_class.from_pretrained(
-        folder, dtype="auto", output_loading_info=True, local_files_only=True, **kwargs
+    export = _Export(
+        source,
+        target,
+        base=find_base(source) if merge else None,
+        keeps_adapter=is_adapter and not merge,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        trust_remote_code=trust_remote_code,
     )
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise UserError(
-            f"{folder} lacks {len(missing)} weights ({list_names(missing)}), all were expected: "
-            "transformers would start them at random. Use a checkpoint that is whole."
+    why_not = lacks_memory(source, trust_remote_code=trust_remote_code) if verifies else None
+    checks = verifies and why_not is None
+    verdict = export.run(checks=checks, make_stages=make_stages)
+    notes = [f"not compared: {why_not}"] if why_not else []
+    notes += verdict.notes if verdict else ()
+    return ExportReport(target, export.keeps_adapter, verdict, tuple(notes))
+
+
+@dataclass(frozen=True)
+class _Export:
+    """One source and what is to become of it.
+
+    Attributes:
+        base: the model that the source, an adapter, is added to.
+    """
+
+    source: Path
+    target: Path
+    base: Path | None
+    keeps_adapter: bool
+    dtype: torch.dtype | None
+    max_shard_bytes: int
+    trust_remote_code: bool
+
+    @property
+    def model_folder(self) -> Path:
+        return self.base or self.source
+
+    def run(self, *, checks: bool, make_stages: StageMaker | None) -> Verdict | None:
+        """Writes, compares and publishes; whatever goes wrong, the target is as it was."""
+        draft = self.target.parent / draft_name(self.target)
+        verdict = None
+        needed = self.num_bytes()
+        try:
+            with storage_errors(self.target, needed):
+                chaos.point("file")
+                draft.mkdir(parents=True)
+                self.write(draft)
+            if checks:
+                verdict = check_export(
+                    self.source,
+                    draft,
+                    rounded_to=self.rounded_to(),
+                    make_stages=make_stages,
+                    trust_remote_code=self.trust_remote_code,
+                )
+            with storage_errors(self.target, needed):
+                publish_over(draft, self.target, facts={"kind": "export"})
+        except BaseException:
+            discard(draft)
+            raise
+        return verdict
+
+    def num_bytes(self) -> int:
+        """About how much is written."""
+        if self.keeps_adapter:
+            file = self.source / ADAPTER_FILE
+            return file.stat().st_size if file.exists() else 0
+        count, num_bytes = weight_sizes(self.model_folder)
+        return num_bytes if self.dtype is None else count * self.dtype.itemsize
+
+    def write(self, draft: Path) -> None:
+        """Writes all files but the manifest."""
+        if self.keeps_adapter:
+            write_adapter(self.source, draft, self.dtype)
+        else:
+            self.write_model(draft)
+        # what an adapter's folder lacks is its base's
+        for folder in filter(None, (self.base, self.source)):
+            copy_side_files(folder, draft, with_code=self.trust_remote_code)
+        self.write_card(draft)
+
+    def write_model(self, draft: Path) -> None:
+        """The whole model; an adapter is added to it."""
+        # a sum in another type than the base's is rounded once, to that type
+        sums = torch.float32 if self.base is not None and self.dtype is not None else None
+        model = load_plain(self.source, dtype=sums, trust_remote_code=self.trust_remote_code)
+        if self.base is not None:
+            model = merge_lora(model)
+            untie_changed_head(model)
+        if self.dtype is not None:
+            model = model.to(self.dtype)
+        generation = self.model_folder / GENERATION_CONFIG_NAME
+        write_model(
+            model,
+            draft,
+            generation=generation if generation.exists() else None,
+            max_shard_bytes=self.max_shard_bytes,
+            keeps_code=self.trust_remote_code,
         )
-    return model.eval()
+
+    def write_card(self, draft: Path) -> None:
+        """The model card, with what is known of the run around the source."""
+        run = read_run_facts(self.source)
+        is_adapter = (self.source / ADAPTER_CONFIG).exists()
+        kind = "adapter" if self.keeps_adapter else "merged" if is_adapter else "model"
+        try:
+            config = read_config_of_base(self.source, trust_remote_code=self.trust_remote_code)
+        except UserError:
+            if not self.keeps_adapter:
+                raise
+            config = None  # an adapter whose base is elsewhere
+        base = named_base(self.source) if is_adapter else None
+        facts = ModelFacts.of(config, name=self.target.name, kind=kind, base=base)
+        write_card(model_card(facts, run), run.curve, draft)
+        open_to_readers(draft)
+
+    def rounded_to(self) -> torch.dtype | None:
+        """The half type that weights are rounded to, if they are."""
+        before = tensor_dtypes(self.model_folder)
+        if self.base is not None:  # the sum is
+            written = before if self.dtype is None else {self.dtype}
+        else:
+            written = {self.dtype} if before != {self.dtype} else set()
+        return next((half for half in HALVES if half in written), None)
 
 
-@torch.no_grad()
-def probe(model: nn.Module) -> torch.Tensor:
-    """Logits [2, 12, V] in float32 of fixed token ids, without images."""
-    config = model.config
-    vocab_size = config.get_text_config(decoder=True).vocab_size
-    special = {
-        value
-        for one in (config, config.get_text_config(decoder=True))
-        for name, value in vars(one).items()
-        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
-    }
-    plain = torch.tensor([i for i in range(vocab_size) if i not in special])
-    chosen = torch.randint(len(plain), (2, 12), generator=torch.Generator().manual_seed(0))
-    ids = plain[chosen]
-    return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.float()
-
-
-def _compare(
-    draft: Path, expected: torch.Tensor, *, dtype: torch.dtype | None, trust_remote_code: bool
-) -> float:
-    model = load_plain(draft, trust_remote_code=trust_remote_code)
-    found = probe(model)
-    difference = ((found - expected).abs().max() / expected.abs().max()).item()
-    dtype = dtype or next(model.parameters()).dtype
-    if not difference <= TOLERANCE[dtype]:  # also when it is NaN
-        raise ExportError(
-            f"the exported model's logits differ from the checkpoint's by {difference:.2e} of the "
-            f"largest, at most {TOLERANCE[dtype]} was expected in {dtype}: what was written is "
-            "not the same model. Nothing was kept; export with --dtype float32, and report this."
-        )
-    return difference
-
-
-def _write_model(model: PreTrainedModel, draft: Path, dtype: torch.dtype | None) -> None:
-    if dtype is not None:
-        model = model.to(dtype)
-    model.save_pretrained(draft, max_shard_size=MAX_SHARD_SIZE)
-
-
-def _write_adapter(source: Path, draft: Path, dtype: torch.dtype | None) -> None:
-    shutil.copyfile(source / ADAPTER_CONFIG, draft / ADAPTER_CONFIG)
-    tensors = load_file(source / ADAPTER_FILE)
-    if dtype is not None:
-        tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    save_file(tensors, draft / ADAPTER_FILE, metadata={"format": "pt"})
-
-
-def _copy_side_files(source: Path, draft: Path) -> None:
-    """Copies tokenizer, processor and code files; what the library wrote itself stays."""
-    for path in sorted(source.iterdir()):
-        is_index = path.name.endswith(".index.json")
-        if path.suffix in _COPIED_SUFFIXES and path.name not in _NOT_COPIED and not is_index:
-            shutil.copyfile(path, draft / path.name)
+def named_base(folder: Path) -> str | None:
+    """What an adapter folder calls its base, wherever that is."""
+    name = read_adapter_config(folder).get("base_model_name_or_path")
+    return str(name) if name else None

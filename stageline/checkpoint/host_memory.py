@@ -1,9 +1,13 @@
-"""Makes the C library give freed host memory back while weights are read. Linux with glibc only."""
+"""Host memory: how much is left, and giving it back while weights are read.
+
+The second is for Linux with glibc only: elsewhere it does nothing.
+"""
 
 import ctypes
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _WHILE_LOADING = 1 << 16
@@ -29,3 +33,32 @@ def returns_freed_memory() -> Iterator[None]:
     finally:
         mallopt(_M_MMAP_THRESHOLD, _AFTERWARDS)
         mallopt(_M_TRIM_THRESHOLD, 2 * _AFTERWARDS)
+
+
+def available_memory() -> int | None:
+    """Bytes that this process may still take of the host, or of its container; None: not known."""
+    found = [
+        amount for amount in (_available_of_host(), _available_of_container()) if amount is not None
+    ]
+    return min(found, default=None)
+
+
+def _available_of_host() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        values = dict(line.split(":", 1) for line in lines)
+        return int(values["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def _available_of_container() -> int | None:
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit = int((folder / "memory.max").read_text())
+        used = int((folder / "memory.current").read_text())
+        facts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no container, or one without a limit
+        return None
+    # pages of files are given back when memory is wanted
+    return limit - used + int(facts.get("inactive_file", 0))

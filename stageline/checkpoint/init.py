@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from stageline.checkpoint.finite import is_finite
 from stageline.errors import UserError
 from stageline.modules.lora import (
     LoRALayer,
@@ -166,7 +167,7 @@ def check_filled(model: nn.Module, source: str) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if id(tensor) in adapters:
             continue
-        if tensor.is_meta or (tensor.is_floating_point() and bool(torch.isnan(tensor).any())):
+        if tensor.is_meta or (not is_finite(tensor) and bool(torch.isnan(tensor).any())):
             empty.append(name)
     if empty:
         raise UserError(

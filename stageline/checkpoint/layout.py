@@ -1,7 +1,7 @@
 """How a checkpoint folder comes to be: written aside, made durable, published by one rename.
 
-A folder with a manifest.json and without `.tmp-` in its name is whole. Knows files and hashes, and
-neither models nor ranks.
+A folder with a manifest.json and without `.tmp-` in its name is whole. The manifest has size and
+sha256 of every file, and its own sha256. Knows neither models nor ranks.
 """
 
 import hashlib
@@ -9,14 +9,17 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from stageline import chaos
-from stageline.errors import UserError
+from stageline.checkpoint.paths import inside
+from stageline.errors import CheckpointError, UserError
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+# files that loaders look for by name or by what they end with
+_LOADED_SUFFIXES = (".safetensors", ".index.json", "adapter_config.json")
 _CHUNK_BYTES = 1 << 22
 
 
@@ -51,11 +54,15 @@ def fsync_path(path: Path) -> None:
 def file_facts(path: Path) -> dict[str, int | str]:
     """Size in bytes and sha256 of a file, which is made durable first."""
     fsync_path(path)
+    return {"size": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
-    return {"size": path.stat().st_size, "sha256": digest.hexdigest()}
+    return digest.hexdigest()
 
 
 def publish(
@@ -78,6 +85,7 @@ def publish(
         **facts,
         "files": dict(sorted(files.items())),
     }
+    manifest["sha256"] = content_sum(manifest)
     chaos.point("file")
     # last: a torn write then leaves no valid manifest
     (draft / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
@@ -90,46 +98,150 @@ def publish(
     fsync_path(folder.parent)
 
 
+def content_sum(manifest: Mapping[str, object]) -> str:
+    """The sha256 of what a manifest says, in whatever way it is written; without its own."""
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
+    # once through JSON: tuples and numbers as keys are read back as lists and texts
+    content = json.loads(json.dumps(content))
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def read_manifest(folder: Path) -> dict[str, object]:
-    """The manifest of a published folder.
+    """The manifest of a published folder, in which not one bit has changed.
 
     Raises:
-        UserError: there is none, it is cut short, or from a newer version.
+        CheckpointError: there is none, it is cut short, changed, or of another format.
     """
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_text())
-        version = manifest["format_version"]
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path} cannot be read ({error!r}), the manifest of a whole checkpoint was expected: "
-            "it is written last, so the checkpoint is incomplete. Use an older one."
+        manifest = json.loads(path.read_bytes())
+        version, found = manifest["format_version"], content_sum(manifest)
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        why = error.strerror if isinstance(error, OSError) else repr(error)[:100]
+        raise CheckpointError(
+            f"{path} cannot be read ({why}), the manifest of a whole checkpoint was expected: it "
+            "is written last, so the checkpoint is incomplete. Use another one."
         ) from error
-    if version > FORMAT_VERSION:
-        raise UserError(
-            f"{path} has format version {version}, at most {FORMAT_VERSION} was expected: a newer "
-            "Stageline wrote it. Update Stageline."
+    if version != FORMAT_VERSION:
+        is_newer = isinstance(version, int) and version > FORMAT_VERSION
+        raise CheckpointError(
+            f"{path} has format version {version}, {FORMAT_VERSION} was expected: "
+            + (
+                "a newer Stageline wrote it. Update Stageline to one that reads version "
+                f"{version}, or use another checkpoint."
+                if is_newer
+                else "an older Stageline wrote it, or it was changed. Use another checkpoint."
+            )
+        )
+    if manifest.get("sha256") != found:
+        raise CheckpointError(
+            f"{path} has the sha256 {str(manifest.get('sha256'))[:12]}..., {found[:12]}... was "
+            "expected by its content: it was changed after it was saved. Use another checkpoint."
+        )
+    if not _lists_files(manifest):
+        raise CheckpointError(
+            f"{path} lists no files, each with size and sha256 was expected: it says nothing that "
+            "could be verified. Use another checkpoint."
         )
     return manifest
+
+
+def _lists_files(manifest: Mapping[str, object]) -> bool:
+    files = manifest.get("files")
+    return isinstance(files, dict) and all(
+        isinstance(facts, dict) and {"size", "sha256"} <= set(facts) for facts in files.values()
+    )
 
 
 def verify(folder: Path) -> dict[str, object]:
     """Compares every file with the manifest; returns the manifest.
 
     Raises:
-        UserError: a file is missing, cut short or changed.
+        CheckpointError: a file is missing, cut short, changed or was added.
     """
     manifest = read_manifest(folder)
-    for name, facts in manifest["files"].items():
-        path = folder / name
-        found = file_facts(path) if path.is_file() else None
-        if found != facts:
-            state = "is missing" if found is None else f"has {found['size']} bytes or other content"
-            raise UserError(
-                f"{path} {state}, {facts['size']} bytes with sha256 {facts['sha256'][:12]}... were "
-                "expected: it was cut short or changed after it was saved. Use another checkpoint."
-            )
+    refuse_added(folder, manifest)
+    check_files(folder, manifest)
     return manifest
+
+
+def check_files(
+    folder: Path, manifest: Mapping[str, object], names: Iterable[str] | None = None
+) -> None:
+    """Compares size and sha256 of files with the manifest, sizes of all of them first.
+
+    Args:
+        names: as in the manifest; None: all. Several ranks may share them out.
+
+    Raises:
+        CheckpointError: a file is missing, cut short, changed, outside, or not in the manifest.
+    """
+    files = manifest["files"]
+    paths: dict[Path, dict] = {}
+    for name in files if names is None else names:
+        if name not in files:
+            raise _damaged(folder / name, "is not in the manifest", "only files that are in it")
+        paths[inside(folder, name, told_by=folder / MANIFEST)] = files[name]
+    for path, facts in paths.items():
+        if not path.is_file():
+            raise _damaged(path, "is missing", f"{facts['size']} bytes")
+        if path.stat().st_size != facts["size"]:
+            found = f"is damaged: found {path.stat().st_size} bytes"
+            raise _damaged(path, found, f"{facts['size']} bytes")
+    for path, facts in paths.items():
+        found = _sha256(path)
+        if found != facts["sha256"]:
+            raise _damaged(
+                path, f"is damaged: found sha256 {found[:12]}...", f"{facts['sha256'][:12]}..."
+            )
+
+
+def check_read(paths: Iterable[Path]) -> None:
+    """Compares files that were read with the manifest of their folder, or of the one above.
+
+    Folders of other programs have none; then this does nothing.
+
+    Raises:
+        CheckpointError: as `check_files`.
+    """
+    by_home: dict[Path, list[str]] = {}
+    for path in paths:
+        home = next((home for home in (path.parent, path.parent.parent) if _is_ours(home)), None)
+        if home is not None:
+            by_home.setdefault(home, []).append(path.relative_to(home).as_posix())
+    for home, names in by_home.items():
+        check_files(home, read_manifest(home), sorted(names))
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a manifest lies there, also a broken one; `manifest.json` is a common name."""
+    try:
+        content = json.loads((folder / MANIFEST).read_bytes())
+    except OSError:
+        return False
+    except (ValueError, RecursionError):
+        return True
+    return isinstance(content, dict) and "format_version" in content
+
+
+def refuse_added(folder: Path, manifest: Mapping[str, object]) -> None:
+    """Refuses files that would be loaded though nobody saved them; others may lie there.
+
+    Raises:
+        CheckpointError: there is one.
+    """
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if path.name.endswith(_LOADED_SUFFIXES) and name not in manifest["files"]:
+            raise _damaged(path, "is not in the manifest", "only files that were saved with it")
+
+
+def _damaged(path: Path, found: str, expected: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} {found}, expected {expected}: {MANIFEST} says so, hence something changed after "
+        "it was saved. Use another checkpoint, or copy this one again."
+    )
 
 
 def discard(draft: Path) -> None:

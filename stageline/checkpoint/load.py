@@ -16,22 +16,27 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
-from stageline.checkpoint.adapter import fill_earlier_lora, find_base
+from stageline.checkpoint.adapter import adapter_files, fill_earlier_lora, find_base
+from stageline.checkpoint.dtypes import cast_note, entries_of, integer_weights
 from stageline.checkpoint.files import (
     ADAPTER_CONFIG,
     find_checkpoint,
     lazy_state,
     list_names,
     open_tensors,
+    read_tensor,
     weight_files,
 )
+from stageline.checkpoint.finite import check_finite
 from stageline.checkpoint.host_memory import returns_freed_memory
 from stageline.checkpoint.init import DONE, check_filled, init_lora, materialise, run_init
-from stageline.errors import UserError
+from stageline.checkpoint.layout import check_read
+from stageline.errors import CheckpointError, UserError
+from stageline.model_folder import read_json
 from stageline.modules.lora import WRAPPED, is_lora_name, strip_lora, unwrapped
 
 
-class CheckpointMismatch(UserError):
+class CheckpointMismatch(CheckpointError):
     """The names or shapes in a checkpoint are not those of the model."""
 
 
@@ -53,11 +58,15 @@ def load_split_model(
         dtype: of the parameters.
         seed: of the outermost LoRA, which is in no checkpoint.
 
-    The model gets `loaded_from` and `keys_read`, the names on disk that were read for it.
+    The model gets `loaded_from`, `keys_read`, the names on disk that were read for it, and
+    `cast_note`, a line to print where the weights were saved in another dtype.
 
     Raises:
-        CheckpointMismatch: names are missing, unexpected or of another shape; it lists them.
-        UserError: the files cannot be read, or leave a tensor without a value.
+        CheckpointMismatch: names are missing, unexpected, of another shape, or integers where the
+            model has floats; it lists them.
+        CheckpointError: a file is damaged, or differs from the folder's manifest.
+        UserError: there is no such folder, or a tensor is left without a value.
+        NonFiniteError: a weight is inf or nan.
     """
     checkpoint = find_checkpoint(checkpoint_path)
     device = torch.device(device)
@@ -65,6 +74,8 @@ def load_split_model(
     if adapter is not None:
         checkpoint = find_base(adapter)
     files = weight_files(checkpoint)
+    entries = entries_of(files)
+    _refuse_integers(model, checkpoint, integer_weights(entries, _leaves(model)))
     key_map = model.get_key_map_without_last_lora()
     if adapter is not None:
         key_map = {name: strip_lora(there) for name, there in key_map.items()}
@@ -78,8 +89,50 @@ def load_split_model(
     _fill_fresh_lora(model, device=device, dtype=dtype, seed=seed, is_adapter=adapter is not None)
     if adapter is not None:
         fill_earlier_lora(model, adapter)
+    # a stage looks at its own files: together the stages look at all of them
+    read = {files[name] for name in model.keys_read}
+    check_read([*read, *(adapter_files(adapter) if adapter is not None else [])])
+    model.cast_note = cast_note(entries, model.keys_read, dtype)
+    _check_numbers(model, files, key_map, checkpoint=checkpoint, adapter=adapter or checkpoint)
     check_filled(model, f"reading {checkpoint_path}")
     model.loaded_from = str(checkpoint.resolve())
+
+
+def _leaves(model: nn.Module) -> set[str]:
+    return {"weight", "bias"} | {name.rpartition(".")[2] for name, _ in model.named_parameters()}
+
+
+def _refuse_integers(model: nn.Module, checkpoint: Path, names: list[str]) -> None:
+    if names:
+        raise CheckpointMismatch(
+            f"{checkpoint} holds {len(names)} weights as integers: {list_names(names, 5)}; stage "
+            f"{model.stage} of {model.num_stages} expected floats: quantised weights mean nothing "
+            "without their scales. Use the checkpoint that was not quantised, or undo it with the "
+            "program that did it."
+        )
+
+
+def _check_numbers(
+    model: nn.Module,
+    files: dict[str, Path],
+    key_map: dict[str, str],
+    *,
+    checkpoint: Path,
+    adapter: Path,
+) -> None:
+    def place_of(name: str) -> str:
+        # names that the library converts are not in the files
+        folder = adapter if is_lora_name(name) else checkpoint
+        return f"{files.get(key_map.get(name, name), folder)}: "
+
+    named = model.named_parameters()
+    check_finite(
+        # what was never filled holds nan, too, and is reported after this
+        ((name, value) for name, value in named if name in key_map or is_lora_name(name)),
+        what=f"weights of stage {model.stage} as they were read",
+        cure="Get these files anew, or start from another checkpoint.",
+        place_of=place_of,
+    )
 
 
 # -- through the library ---------------------------------------------------------------------
@@ -109,8 +162,10 @@ def _read_by_library(
                 ignore_mismatched_sizes=True,  # reported below with all their names
                 **kwargs,
             )
+    except CheckpointError:
+        raise
     except (RuntimeError, OSError) as error:
-        raise UserError(
+        raise CheckpointMismatch(
             f"{checkpoint} does not fit stage {model.stage} of {type(model.whole).__name__}: "
             f"{error}. A checkpoint of the same architecture and configuration was expected."
         ) from error
@@ -118,7 +173,10 @@ def _read_by_library(
     _take(model, loaded, key_map, checkpoint=checkpoint)
     generation = checkpoint / GENERATION_CONFIG_NAME
     if generation.exists():
-        model.whole.generation_config = GenerationConfig.from_pretrained(checkpoint)
+        read_json(generation)
+        model.whole.generation_config = GenerationConfig.from_pretrained(
+            checkpoint, local_files_only=True
+        )
 
 
 def _pruning_class(model: nn.Module, whole_names: set[str]) -> type[PreTrainedModel]:
@@ -278,7 +336,7 @@ def _read_by_names(
     for file, pairs in by_file.items():
         with open_tensors(file, device) as tensors:
             for name, there in pairs:
-                value = tensors.get_tensor(there)
+                value = read_tensor(tensors, there, file)
                 if value.shape != here[name].shape:
                     found, expected = list(value.shape), list(here[name].shape)
                     wrong.append(f"{there} (file {found}, model {expected})")

@@ -18,6 +18,11 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def replaced_name(folder: Path) -> str:
+    """A fresh name for what is in the way and is not to be lost."""
+    return draft_name(folder).replace(".tmp-", ".replaced-")
+
+
 def keep_last(folder: Path, count: int) -> list[str]:
     """Removes all but the last `count` checkpoints; call it when the newest has verified.
 
@@ -53,9 +58,9 @@ def set_aside(folder: Path, *, after: int) -> list[Path]:
     renamed = []
     for step, path in step_folders(folder):
         if step > after:
-            target = draft_name(path).replace(".tmp-", ".replaced-")
-            os.rename(path, folder / target)
-            renamed.append(folder / target)
+            target = folder / replaced_name(path)
+            os.rename(path, target)
+            renamed.append(target)
     return renamed
 
 

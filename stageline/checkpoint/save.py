@@ -216,6 +216,10 @@ class WeightSaver:
         self._write_adapter(share, draft, base)
         return {"kind": "adapter", "base": base, **facts}, known
 
+    def write_base(self, draft: Path) -> Files:
+        """Writes the frozen weights alone, as a model folder; `base` is for the caller to set."""
+        return self._write_full(WeightShare(full=self._full(copies=False)), draft, draft)
+
     def _num_stages(self) -> int | None:
         return self.stages[0].num_stages if self.stages else None
 

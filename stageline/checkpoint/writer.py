@@ -18,8 +18,9 @@ from stageline import chaos
 from stageline.checkpoint.gather import gathered
 from stageline.checkpoint.host_copies import HostCopies
 from stageline.checkpoint.layout import file_facts, verify
-from stageline.checkpoint.retention import keep_last, step_name
+from stageline.checkpoint.retention import keep_last, replaced_name, step_name
 from stageline.checkpoint.save import (
+    BASE_FOLDER,
     Files,
     WeightSaver,
     WeightShare,
@@ -77,6 +78,8 @@ class CheckpointWriter:
         self.saver = WeightSaver(self.stages if self.is_first else [], ranks=self.ranks)
         self.with_weights = with_weights or self.saver.is_adapter
         self._left_out = self._saved_by_earlier_stages()
+        if self.saver.is_adapter and self.saver.base is None:
+            self._save_base(self.folder.parent / BASE_FOLDER)
         self._copies = None if waits else HostCopies()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -131,6 +134,17 @@ class CheckpointWriter:
         told = self.ranks.gather((self.dp_rank, list(self.parameters)))
         earlier = told[: self.ranks.rank]
         return {name for replica, names in earlier if replica == self.dp_rank for name in names}
+
+    def _save_base(self, target: Path) -> None:
+        """Frozen weights that started at random: once for all checkpoints of the run."""
+        if self.ranks.rank == 0 and target.exists():
+            os.rename(target, target.with_name(replaced_name(target)))
+        with gathered(self.stages, keep=self.is_first):
+            draft = start_draft(target, self.ranks)
+            known = self.saver.write_base(draft)
+        facts = {"kind": "base"}
+        finish_draft(draft, target, self.ranks, processor=self.processor, facts=facts, known=known)
+        self.saver.base = str(target)
 
     def _copy(self) -> tuple[WeightShare, StateShare]:
         copies = self._copies

@@ -14,6 +14,7 @@ from stageline.data.encode import TextEncoder
 from stageline.data.messages import Turn
 from stageline.data.processor import get_image_token, get_tokenizer
 from stageline.data.rendered import Piece, Rendered
+from stageline.data.template_trial import check_template
 from stageline.errors import UserError
 
 _Form = Literal["text", "list"]
@@ -40,6 +41,7 @@ def render_chat(
     Raises:
         UserError: there is no chat template, or it changes contents in a way that can't be
             followed.
+        CheckpointError: the template takes too long, too much memory, or tries to break out.
     """
     writer = _Writer(processor, for_generation=for_generation, options=dict(template_options or {}))
     has_images = any(piece.is_image for turn in turns for piece in turn.pieces)
@@ -74,6 +76,7 @@ class _Writer:
                 "writes turns: use --prompt-fn fill with a plain template, or put a "
                 "chat_template.jinja into the processor's folder."
             )
+        check_template(self.template, source=getattr(self.tokenizer, "name_or_path", ""))
 
     def __call__(self, messages: list[dict[str, Any]]) -> str:
         return self.tokenizer.apply_chat_template(
@@ -96,7 +99,9 @@ class _Writer:
         Templates look for them; they are added tokens that are no special tokens.
         """
         added = self.tokenizer.added_tokens_decoder.values()
-        tags = [str(token) for token in added if not token.special and str(token).strip()]
+        reserved = TextEncoder.of(self.processor).reserved
+        texts = [str(token) for token in added if not token.special]
+        tags = [text for text in texts if text.strip() and text not in reserved]
         if not tags:
             return _stripped(text)
         pattern = r"(\s*(?:" + "|".join(map(re.escape, tags)) + r")\s*)"

@@ -64,6 +64,13 @@ class Digits:
     def describe(self, index: int) -> str:
         return f"digits row {self.rows[index]}"
 
+    def fingerprint(self) -> str:
+        """Of the pixels as scikit-learn has them, the size and the rows of this split."""
+        digest = sha256(f"digits {self._image_size} ".encode())
+        for array in (self._pixels, self._labels, self.rows):
+            digest.update(array.tobytes())
+        return digest.hexdigest()
+
 
 @lru_cache(maxsize=1)
 def _load() -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray, numpy.ndarray]:

@@ -14,6 +14,7 @@ from typing import Any
 from stageline.data.plain_tokenizer import PlainTokenizer
 from stageline.data.processor import get_tokenizer
 from stageline.data.rendered import Piece, Rendered
+from stageline.data.structural import structural_tokens
 from stageline.errors import DataError, UserError
 
 
@@ -59,9 +60,10 @@ class Encoded:
 class TextEncoder:
     """Encodes with one tokenizer; use `TextEncoder.of`, which keeps one for each.
 
-    Reserved are the tokens that the tokenizer marks as special and those that its processor has
-    for images. Added tokens that are not special are ordinary text to the tokenizer's makers
-    (`<think>`, runs of spaces) and stay what they are wherever they occur.
+    Reserved are the tokens that the tokenizer marks as special, those that its processor has for
+    images, and those that its chat template writes around turns. Other added tokens that are not
+    special are ordinary text to the tokenizer's makers (`<think>`, runs of spaces) and stay what
+    they are wherever they occur.
 
     Args:
         processor: a processor with a fast tokenizer, or the tokenizer.
@@ -269,6 +271,7 @@ def _reserved_tokens(processor: Any) -> dict[str, int]:
             for name, value in vars(processor).items()
             if name.endswith("_token") and isinstance(value, str)
         )
+    texts.update(structural_tokens(processor))
     vocabulary = tokenizer.get_vocab()
     return {text: vocabulary[text] for text in sorted(texts) if text and text in vocabulary}
 

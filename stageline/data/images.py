@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageFile, ImageOps
 
 from stageline.data.processor import get_image_processor, get_image_token
 from stageline.data.rendered import Rendered
-from stageline.errors import DataError, UserError
+from stageline.errors import DataError
 
 Size = tuple[int, int]  # width, height
+MAX_PIXELS = 50_000_000  # 150 MB in RGB; a camera's largest common picture
+MAX_ASPECT = 200  # of the longer side to the shorter; what Qwen's processors take
 _ORIENTATION = 0x0112  # EXIF
 _HAS_ORIENTATION = ("JPEG", "MPO")
 _TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
@@ -169,8 +171,32 @@ def image_size(image: Image.Image) -> Size:
     return width, height
 
 
+def check_shape(image: Image.Image, *, name: str) -> None:
+    """Refuses by the header alone: more pixels than are decoded, or the shape of a thread.
+
+    Raises:
+        DataError: names row, file and size.
+    """
+    width, height = image.size
+    why = ""
+    if min(width, height) < 1:
+        why = "no pixels; at least one was expected"
+    elif width * height > MAX_PIXELS:
+        why = (
+            f"{width * height} pixels; at most {MAX_PIXELS} are decoded, because a small file may "
+            "unpack to all the memory of the machine"
+        )
+    elif max(width, height) > MAX_ASPECT * min(width, height):
+        why = f"sides of more than {MAX_ASPECT} to 1, of which scaling leaves nothing to see"
+    if why:
+        raise DataError(
+            f"{name}: the image {_file_of(image)} of {width} x {height} has {why}. Scale the "
+            "picture, or take the row out."
+        )
+
+
 def decode_image(image: Image.Image, *, name: str) -> Image.Image:
-    """The pixels in RGB, upright.
+    """The pixels in RGB, upright; of an animation the first frame.
 
     Args:
         name: the row that it belongs to, for the error.
@@ -178,23 +204,39 @@ def decode_image(image: Image.Image, *, name: str) -> Image.Image:
     Raises:
         DataError: names row, file and reason.
     """
+    check_image(image, name=name)
     try:
         upright = ImageOps.exif_transpose(image) if image.format in _HAS_ORIENTATION else image
+        if upright.mode.startswith("I;16"):  # convert() takes all above 255 for white
+            upright = upright.convert("I").point(lambda value: value * (1 / 256)).convert("L")
         return upright.convert("RGB")
     except Exception as error:  # decoders raise anything
-        raise bad_image(getattr(image, "filename", "") or "in memory", error, name=name) from error
+        raise bad_image(_file_of(image), error, name=name) from error
 
 
 def check_image(image: Image.Image, *, name: str) -> None:
-    """Decodes an image just to see that it can be.
+    """Decodes an image, so that one that cannot be is found.
 
     Raises:
         DataError: names row, file and reason.
     """
+    check_shape(image, name=name)
+    if image.mode in ("I", "F"):
+        raise DataError(
+            f"{name}: the image {_file_of(image)} has pixels of 32 bits (mode {image.mode}). 8 or "
+            "16 bits were expected, because it isn't known which of its values is white: save it "
+            "as a picture of 8 bits, or take the row out."
+        )
     try:
+        # where a part has switched it on, missing pixels would be gray without a word
+        ImageFile.LOAD_TRUNCATED_IMAGES = False
         image.load()  # no draft(): a dataset that keeps its images would train on small ones
     except Exception as error:  # decoders raise anything
-        raise bad_image(getattr(image, "filename", "") or "in memory", error, name=name) from error
+        raise bad_image(_file_of(image), error, name=name) from error
+
+
+def _file_of(image: Image.Image) -> object:
+    return getattr(image, "filename", "") or "in memory"
 
 
 def bad_image(file: object, error: Exception, *, name: str) -> DataError:
@@ -212,11 +254,12 @@ def expand_images(
     """Writes out the tokens of all images of one sample.
 
     Raises:
-        UserError: the number of image places differs from the number of images.
+        DataError: the number of image places differs from the number of images, or the processor
+            does not take an image of that size.
     """
     sizes = [image_size(image) for image in images or ()]
     if rendered.num_images != len(sizes):
-        raise UserError(
+        raise DataError(
             f"{name}: its text has {rendered.num_images} places for images, it came with "
             f"{len(sizes)} images. One place for each was expected, because image features are "
             "put where the places are: use one [IMAGE] in the --prompt (it stands for all images "
@@ -225,4 +268,11 @@ def expand_images(
     expander = ImageExpander.of(processor)
     if expander is None:
         return rendered
-    return expander.expand(rendered, sizes)
+    try:
+        return expander.expand(rendered, sizes)
+    except ValueError as error:  # processors have limits of their own
+        raise DataError(
+            f"{name}: {type(expander.processor).__name__} does not take images of "
+            f"{', '.join(f'{width} x {height}' for width, height in sizes)} ({error}). Scale the "
+            "pictures, or take the row out."
+        ) from error

@@ -1,6 +1,6 @@
-"""How many tokens a row has, before it is collated; asked of the collate part, once per row.
+"""What a collate part says of itself: the length of a row before it is collated, and more.
 
-A collate part says so with functions of its own, which get what the part itself gets:
+It does so with functions of its own, which get what the part itself gets:
 `part.length_of(images, sample, **common) -> int` and `part.packed(rows, **common) -> micro-batch`,
 where a row is a list of (images, sample).
 """
@@ -8,7 +8,6 @@ where a row is a list of (images, sample).
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 from stageline.errors import UserError
 
@@ -39,27 +38,3 @@ def padding_argument(collate: Callable, multiple_of: int) -> dict[str, int]:
         "pad_to_multiple_of. It was expected to, because it pads the rows: add the argument and "
         "hand it to collate_sft or pad_rows, use --collate-fn sft, or leave the option out."
     )
-
-
-class Lengths:
-    """The lengths of a dataset's rows, each computed when first asked for.
-
-    Args:
-        length_of: (images, sample) -> tokens.
-    """
-
-    def __init__(self, dataset: Any, length_of: Callable[..., int]) -> None:
-        self._dataset = dataset
-        self._length_of = length_of
-        self._known: dict[int, int] = {}
-
-    def of(self, row: int, item: tuple[Any, Any] | None = None) -> int:
-        """The length of a row.
-
-        Args:
-            item: the row's (images, sample), where it was read already.
-        """
-        if row not in self._known:
-            images, sample = self._dataset[row] if item is None else item
-            self._known[row] = self._length_of(images, sample)
-        return self._known[row]

@@ -13,6 +13,7 @@ from stageline.data.sampler import StepSampler
 from stageline.data.step_maker import MicroBatch, PackedStepMaker, StepMaker
 from stageline.data.workers import end_with_rank
 from stageline.errors import UserError
+from stageline.seeds import derive_seed
 
 
 class MicroBatchLoader:
@@ -78,6 +79,7 @@ class MicroBatchLoader:
         )
         options = {"collate": collate, "micro_batch_size": micro_batch_size, "dp_rank": dp_rank}
         options["is_sorted"] = order == "sorted"
+        options["seed"] = derive_seed(seed, "held out" if eval else "rows")
         self.step_maker = (
             StepMaker(dataset, **options)
             if packing is None
@@ -111,16 +113,16 @@ class MicroBatchLoader:
 
 
 class _Shares:
-    """The rows of each step, of all replicas: the sampler of a DataLoader."""
+    """Number and rows of each step, of all replicas: the sampler of a DataLoader."""
 
     def __init__(self, loader: MicroBatchLoader) -> None:
         self._loader = loader
 
-    def __iter__(self) -> Iterator[list[list[int | None]]]:
-        sampler = self._loader.sampler
+    def __iter__(self) -> Iterator[tuple[int, list[list[int | None]]]]:
+        sampler, start = self._loader.sampler, self._loader.start_step
         if self._loader.eval:
-            return sampler.epoch_shares()
-        return sampler.shares(self._loader.start_step)
+            return enumerate(sampler.epoch_shares())
+        return enumerate(sampler.shares(start), start)
 
 
 def _as_it_is(step: Any) -> Any:

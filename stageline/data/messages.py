@@ -132,7 +132,7 @@ def _piece(sample: Mapping[str, Any], place: str, part: Any, is_target: bool) ->
 def _bad_message(sample: Mapping[str, Any], what: str, expected: str) -> DataError:
     name = sample.get("source") or f"sample {sample.get('id', '?')}"
     return DataError(
-        f"{name}: {what}. Expected is {expected}, because the chat template is filled from role "
-        "and content alone (tool calls and separate reasoning are not supported; reasoning can "
-        "stand in the content as the model writes it): correct the row."
+        f"{name}: {what[:400]}. Expected is {expected}, because the chat template is filled from "
+        "role and content alone (tool calls and separate reasoning are not supported; reasoning "
+        "can stand in the content as the model writes it): correct the row."
     )

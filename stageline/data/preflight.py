@@ -1,15 +1,21 @@
 """Looks through the data before any model is loaded: the first bad row ends the run at once.
 
-Renders and tokenizes rows and decodes their images, on the CPU and without a process group.
+Renders and tokenizes rows and decodes their images, on the CPU and without a process group. Where
+bad rows may be left out, it looks at all of them, however long it takes: what is left has to be the
+same on every rank.
 """
 
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from stageline.data.batch import Images, sample_name
+from torch.utils.data import Subset
+
+from stageline.data.bad_rows import BadRows
+from stageline.data.batch import Images, Sample, sample_name
+from stageline.data.check_batch import check_encoded
 from stageline.data.collate import encode_for_training
 from stageline.data.images import check_image
 from stageline.data.limit import Overlong, limit_length
@@ -28,6 +34,8 @@ class PreflightReport:
         num_overlong: of those, longer than the limit (they are cut or dropped).
         longest: tokens of the longest one, before it is cut.
         num_tokens, num_targets: sums over the rows looked at.
+        what_if_overlong: what happens to those that are longer.
+        bad: numbers of the rows to leave out.
     """
 
     num_rows: int
@@ -36,15 +44,19 @@ class PreflightReport:
     longest: int
     num_tokens: int
     num_targets: int
+    what_if_overlong: str = "refused"
+    bad: list[int] = field(default_factory=list)
 
     def __str__(self) -> str:
         mean = self.num_tokens / max(self.num_checked, 1)
-        overlong = f", {self.num_overlong} too long" if self.num_overlong else ""
-        return (
+        share = 100 * self.num_targets / max(self.num_tokens, 1)
+        text = (
             f"{self.num_checked} of {self.num_rows} rows checked: {mean:.0f} tokens on average, "
-            f"{self.longest} at most, {100 * self.num_targets / max(self.num_tokens, 1):.0f} % "
-            f"learnt{overlong}"
+            f"{self.longest} at most, {share:.0f} % learnt"
         )
+        if self.num_overlong:
+            text += f", {self.num_overlong} too long ({self.what_if_overlong})"
+        return text + (f", {len(self.bad)} left out" if self.bad else "")
 
 
 def check_vocabulary(processor: Any, vocab_size: int) -> None:
@@ -62,8 +74,9 @@ def check_vocabulary(processor: Any, vocab_size: int) -> None:
         raise UserError(
             f"the tokenizer has {len(vocabulary)} tokens with ids up to {largest} ({token!r}), the "
             f"model's embedding has {vocab_size} rows. Each id needs a row, because looking it up "
-            "fails otherwise: use the tokenizer that belongs to the model (--processor-path), or "
-            "a config whose vocab_size is large enough."
+            "fails otherwise: use the tokenizer that belongs to the model (--processor-path), a "
+            "config whose vocab_size is large enough, or a checkpoint whose embedding was enlarged "
+            f"(resize_token_embeddings({largest + 1}) of the library, then save_pretrained)."
         )
 
 
@@ -77,6 +90,7 @@ def preflight(
     max_token_num: int,
     overlong: Overlong = "error",
     vocab_size: int | None = None,
+    bad_rows: BadRows | None = None,
     limit: int = 2000,
     seconds: float = 30.0,
     seed: int = 0,
@@ -85,6 +99,7 @@ def preflight(
 
     Args:
         vocab_size: rows of the model's embedding; None skips that check.
+        bad_rows: takes bad rows, if it takes any; then all rows are checked.
 
     Raises:
         DataError: for the first bad row: it does not render, has nothing to learn, is too long,
@@ -93,37 +108,66 @@ def preflight(
     """
     if vocab_size is not None:
         check_vocabulary(processor, vocab_size)
+    bad_rows = BadRows() if bad_rows is None else bad_rows
     rows = list(range(len(dataset)))
-    if len(rows) > limit:
+    if len(rows) > limit and not bad_rows.limit:
         rows = sorted(random.Random(seed).sample(rows, limit))
-    deadline = time.monotonic() + seconds
-    lengths: list[int] = []
-    num_targets = 0
+    deadline = time.monotonic() + (seconds if not bad_rows.limit else float("inf"))
+    check = _RowCheck(max_token_num, overlong, vocab_size)
+    texts = {"prompt": prompt, "prompt_fn": prompt_fn, "image_token": image_token}
+    bad: list[int] = []
     for row in rows:
-        images, sample = dataset[row]
-        encoded = encode_for_training(
-            images,
-            sample,
-            prompt=prompt,
-            prompt_fn=prompt_fn,
-            image_token=image_token,
-            processor=processor,
-        )
-        name = sample_name(sample)
-        limit_length(encoded, max_token_num=max_token_num, overlong=overlong, name=name, warn=False)
-        _check_images(images, name)
-        lengths.append(len(encoded))
-        num_targets += encoded.num_targets
+        try:
+            images, sample = dataset[row]
+            check(images, sample, processor=processor, **texts)
+        except DataError as error:
+            bad_rows.take(_source(dataset, row), error)
+            bad.append(row)
         if time.monotonic() > deadline:
             break
-    return PreflightReport(
-        num_rows=len(dataset),
-        num_checked=len(lengths),
-        num_overlong=sum(length > max_token_num for length in lengths),
-        longest=max(lengths, default=0),
-        num_tokens=sum(lengths),
-        num_targets=num_targets,
-    )
+    return check.report(len(dataset), bad)
+
+
+class _RowCheck:
+    """Looks at one row after the other, and counts."""
+
+    def __init__(self, max_token_num: int, overlong: Overlong, vocab_size: int | None) -> None:
+        self.max_token_num = max_token_num
+        self.overlong = overlong
+        self.vocab_size = vocab_size
+        self.lengths: list[int] = []
+        self.num_targets = 0
+
+    def __call__(self, images: Images, sample: Sample, **texts: Any) -> None:
+        name = sample_name(sample)
+        encoded = encode_for_training(images, sample, **texts)
+        if self.vocab_size is not None:
+            check_encoded(encoded.input_ids, self.vocab_size, name=name)
+        limit = {"max_token_num": self.max_token_num, "overlong": self.overlong}
+        limit_length(encoded, **limit, name=name, warn=False)
+        _check_images(images, name)
+        self.lengths.append(len(encoded))
+        self.num_targets += encoded.num_targets
+
+    def report(self, num_rows: int, bad: list[int]) -> PreflightReport:
+        cures = {"cut_prompt": "their prompts are cut", "drop": "dropped", "error": "refused"}
+        return PreflightReport(
+            num_rows=num_rows,
+            num_checked=len(self.lengths) + len(bad),
+            num_overlong=sum(length > self.max_token_num for length in self.lengths),
+            longest=max(self.lengths, default=0),
+            num_tokens=sum(self.lengths),
+            num_targets=self.num_targets,
+            what_if_overlong=cures[self.overlong],
+            bad=bad,
+        )
+
+
+def _source(dataset: Any, row: int) -> str:
+    """File and line of a row, so that one that is in two splits counts once."""
+    if isinstance(dataset, Subset):
+        return _source(dataset.dataset, dataset.indices[row])
+    return dataset.describe(row) if hasattr(dataset, "describe") else f"row {row}"
 
 
 def _check_images(images: Images, name: str) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
+from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 
-from stageline.errors import UserError
+from stageline.errors import CheckpointError, UserError
+from stageline.model_folder import check_bulky, check_folder, read_json
 
 # model_type -> processor class, for folders that do not name it
 _PROCESSOR_OF_MODEL = {
@@ -95,18 +96,20 @@ def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> Any:
         path: a folder that `save_pretrained` of the library or `save_processor` wrote.
 
     Raises:
-        UserError: the folder holds neither, or what it holds cannot be loaded.
+        UserError: the folder holds neither, or what it holds cannot be loaded, or it would run
+            code that nobody allowed.
+        CheckpointError: a file of it is broken.
     """
-    path = Path(path)
-    path = path.parent if path.is_file() else path
+    path = check_folder(path, trust_remote_code=trust_remote_code)
+    options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     try:
-        processor = AutoProcessor.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+        processor = AutoProcessor.from_pretrained(str(path), **options)
     except Exception as error:
-        processor = _load_without_video(path, error, trust_remote_code=trust_remote_code)
+        processor = _load_without_video(path, error, **options)
     if hasattr(processor, "convert_tokens_to_ids") or hasattr(processor, "tokenizer"):
         return processor
     try:  # an image processor alone is what AutoProcessor finds where the tokenizer is broken
-        return AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(str(path), **options)
     except Exception as error:
         raise _cannot_load(path, error) from error
 
@@ -147,7 +150,7 @@ def get_image_token(processor: Any) -> str | None:
     return getattr(processor, "image_token", None)
 
 
-def _load_without_video(path: Path, error: Exception, *, trust_remote_code: bool) -> Any:
+def _load_without_video(path: Path, error: Exception, **options: bool) -> Any:
     """Composes the processor where the library refused to, or raises `UserError`."""
     settings = _read_settings(path)
     class_name = settings.pop("processor_class", None) or _processor_of_model(path)
@@ -155,8 +158,8 @@ def _load_without_video(path: Path, error: Exception, *, trust_remote_code: bool
     if class_name is None or base is None or "video_processor" not in base.get_attributes():
         raise _cannot_load(path, error) from error
     try:
-        image_processor = _load_image_processor(path, settings)
-        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+        image_processor = _load_image_processor(path, settings, **options)
+        tokenizer = AutoTokenizer.from_pretrained(str(path), **options)
         template_file = path / "chat_template.jinja"
         template = template_file.read_text(encoding="utf-8") if template_file.is_file() else None
         return compose_processor(
@@ -175,10 +178,10 @@ def _load_without_video(path: Path, error: Exception, *, trust_remote_code: bool
         raise _cannot_load(path, second) from second
 
 
-def _load_image_processor(path: Path, settings: dict[str, Any]) -> Any:
+def _load_image_processor(path: Path, settings: dict[str, Any], **options: bool) -> Any:
     """The image processor of a folder, the Pillow one where torchvision is missing."""
     try:
-        return AutoImageProcessor.from_pretrained(str(path))
+        return AutoImageProcessor.from_pretrained(str(path), **options)
     except ImportError:  # in transformers 5.17 the choice itself needs torchvision
         own = settings.get("image_processor")
         if own is None:
@@ -204,8 +207,8 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 def _processor_of_model(path: Path) -> str | None:
     try:
-        return _PROCESSOR_OF_MODEL.get(AutoConfig.from_pretrained(str(path)).model_type)
-    except (OSError, ValueError):
+        return _PROCESSOR_OF_MODEL.get(read_json(path / "config.json").get("model_type"))
+    except CheckpointError:
         return None
 
 
@@ -218,6 +221,7 @@ def _allow_missing_num2words() -> None:
 
 
 def _cannot_load(path: Path, error: Exception) -> UserError:
+    check_bulky(path)
     files = sorted(item.name for item in path.glob("*")) if path.is_dir() else []
     return UserError(
         f"no tokenizer or processor could be loaded from {path} "

@@ -5,6 +5,7 @@ Each class says in its docstring how the files look; none of them is downloaded 
 
 import hashlib
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -115,7 +116,7 @@ class SpatialMM(RowsDataset):
             name = self._FILES[part]
             for row in read_rows(find_file(folder, (name, f"data/{name}"))):
                 data = {**row.data, "subset": part, "number": row.number}
-                rows.append(Row(data, row.source, len(rows) + 1))
+                rows.append(replace(row, data=data, number=len(rows) + 1))
         chosen = split_rows(
             rows, split=split, test_size=test_size, key=lambda row: row.text("image_name")
         )
@@ -223,7 +224,7 @@ class WhatsUp(RowsDataset):
 
     def _image_and_captions(self, row: Row) -> tuple[str, list[str]]:
         if isinstance(row.data, list):
-            number, *captions = row.data
+            number, *captions = row.data or [""]
             width = 12 if self._subset.startswith("coco") else 0
             image = f"{str(number).zfill(width)}.jpg"
         else:

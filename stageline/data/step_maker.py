@@ -1,6 +1,6 @@
 """Makes all micro-batches of one optimizer step: reads rows, arranges them by length, collates.
 
-Runs in a worker process of the loader. Knows neither epochs nor seeds.
+Runs in a worker process of the loader, and draws the same random numbers in any. Knows no epochs.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +17,10 @@ from stageline.data.arrange import (
     padded_cost,
 )
 from stageline.data.batch import IGNORE
-from stageline.data.lengths import Lengths, companion
+from stageline.data.lengths import companion
+from stageline.data.rows import Item, Rows
 from stageline.errors import UserError
+from stageline.seeds import derive_seed, host_state_kept, seed_host
 
 MicroBatch = dict[str, torch.Tensor]
 Shares = Sequence[Sequence[int | None]]  # the rows of each replica; None only fills up
@@ -32,6 +34,7 @@ class StepMaker(Dataset):
     Args:
         micro_batch_size: rows of a micro-batch; of sorted ones the mean.
         dp_rank: whose share is made.
+        seed: of what rows and the collate part draw at random.
     """
 
     def __init__(
@@ -42,34 +45,62 @@ class StepMaker(Dataset):
         micro_batch_size: int,
         dp_rank: int = 0,
         is_sorted: bool = True,
+        seed: int = 0,
     ) -> None:
-        self.dataset = dataset
         self.collate = collate
         self.micro_batch_size = micro_batch_size
         self.dp_rank = dp_rank
         self.is_sorted = is_sorted
+        self.seed = seed
         length_of = companion(collate, "length_of")
-        self.lengths = None if length_of is None else Lengths(dataset, length_of)
+        self.knows_lengths = length_of is not None
+        self.rows = Rows(dataset, length_of, seed=seed)
 
-    def __getitem__(self, shares: Shares) -> list[MicroBatch] | Exception:
+    def __getitem__(self, request: tuple[int, Shares]) -> list[MicroBatch] | Exception:
         try:
-            return self.make(shares)
+            with host_state_kept():
+                return self.make(*request)
         except Exception as error:
             return error  # raised in a worker, its traceback would bury the message
 
-    def make(self, shares: Shares) -> list[MicroBatch]:
+    def make(self, step: int, shares: Shares) -> list[MicroBatch]:
         """The micro-batches of this replica."""
         rows = shares[self.dp_rank]
-        items = [self.dataset[row or 0] for row in rows]
+        items = self._read(step, shares)
+        groups = self._groups(step, shares, items)
+        made = []
+        for place, group in enumerate(groups):
+            self._seed_micro_batch(step, place, of=len(groups))
+            made.append(
+                self._collate([items[index] for index in group], [rows[index] for index in group])
+            )
+        return made
+
+    def _read(self, step: int, shares: Shares) -> list[Item]:
+        first = _first_place(shares, self.dp_rank)
         return [
-            self._collate([items[index] for index in group], [rows[index] for index in group])
-            for group in self._groups(rows, items)
+            self.rows.read(row or 0, step, place)
+            for place, row in enumerate(shares[self.dp_rank], first)
         ]
 
-    def _groups(self, rows: Sequence[int | None], items: Sequence[Any]) -> list[list[int]]:
-        if not self.is_sorted or self.lengths is None:
+    def _lengths(
+        self, step: int, shares: Shares, replica: int, items: Sequence[Item | None]
+    ) -> list[int]:
+        first = _first_place(shares, replica)
+        return [
+            self.rows.length(row or 0, step, first + index, items[index])
+            for index, row in enumerate(shares[replica])
+        ]
+
+    def _seed_micro_batch(self, step: int, place: int, *, of: int) -> None:
+        """For what the collate part draws; all replicas make `of` micro-batches."""
+        seed_host(derive_seed(self.seed, "micro-batch", step, self.dp_rank * of + place))
+
+    def _groups(self, step: int, shares: Shares, items: Sequence[Item]) -> list[list[int]]:
+        rows = shares[self.dp_rank]
+        if not self.is_sorted or not self.knows_lengths:
             return _consecutive(range(len(rows)), self.micro_batch_size)
-        lengths = [self.lengths.of(row or 0, item) for row, item in zip(rows, items, strict=True)]
+        lengths = self._lengths(step, shares, self.dp_rank, items)
         return _in_order(group_by_length(lengths, len(rows) // self.micro_batch_size), lengths)
 
     def _collate(self, items: list[Any], rows: list[int | None]) -> MicroBatch:
@@ -85,6 +116,8 @@ class StepMaker(Dataset):
 
 class PackedStepMaker(StepMaker):
     """Several samples a row. All replicas make the same number of micro-batches.
+
+    `loss_packed_rows` says which rows of the dataset are in a micro-batch; stages do not get it.
 
     Each replica computes the lengths of all replicas' rows, so that none has to ask another.
 
@@ -103,7 +136,7 @@ class PackedStepMaker(StepMaker):
         self.capacity = capacity
         self.legal_counts = legal_counts
         packed = companion(self.collate, "packed")
-        if packed is None or self.lengths is None:
+        if packed is None or not self.knows_lengths:
             raise UserError(
                 "--packing was given, and the chosen --collate-fn has no `packed` and `length_of`. "
                 "Both were expected, because it decides how samples become rows: use --collate-fn "
@@ -111,12 +144,14 @@ class PackedStepMaker(StepMaker):
             )
         self.packed = packed
 
-    def make(self, shares: Shares) -> list[MicroBatch]:
+    def make(self, step: int, shares: Shares) -> list[MicroBatch]:
         assert not any(None in share for share in shares), "evaluation is not packed"
-        rows = shares[self.dp_rank]
-        items = [self.dataset[row] for row in rows]
-        known = dict(zip(rows, items, strict=True))
-        lengths = [[self.lengths.of(row, known.get(row)) for row in share] for share in shares]
+        rows, items = shares[self.dp_rank], self._read(step, shares)
+        unread = [None] * len(items)
+        lengths = [
+            self._lengths(step, shares, replica, items if replica == self.dp_rank else unread)
+            for replica in range(len(shares))
+        ]
         most_rows = max(len(pack(share, self.capacity)) for share in lengths)
         count = self.legal_counts(-(-most_rows // self.micro_batch_size))
         own = lengths[self.dp_rank]
@@ -126,10 +161,17 @@ class PackedStepMaker(StepMaker):
         groups = _consecutive(by_fill, self.micro_batch_size)
         if self.is_sorted:
             groups = _in_order(groups, fill)
-        return [
-            self.packed([[items[index] for index in bins[place]] for place in group])
-            for group in groups
-        ]
+        made = []
+        for place, group in enumerate(groups):
+            self._seed_micro_batch(step, place, of=count)
+            batch = self.packed([[items[index] for index in bins[row]] for row in group])
+            members = [rows[index] for row in group for index in bins[row]]
+            made.append({**batch, "loss_packed_rows": torch.tensor(members, dtype=torch.int64)})
+        return made
+
+
+def _first_place(shares: Shares, replica: int) -> int:
+    return sum(len(share) for share in shares[:replica])
 
 
 def _consecutive(indices: Sequence[int], size: int) -> list[list[int]]:

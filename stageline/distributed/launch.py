@@ -17,11 +17,11 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from stageline.distributed.failure import UNEXPECTED
 from stageline.distributed.interrupt import INTERRUPTED, MIN_SECONDS_BETWEEN
-from stageline.distributed.watch import watch_machines
-
-WORKERS_FOLDER = "STAGELINE_WORKERS_FOLDER"
+from stageline.distributed.verdict import judge
+from stageline.distributed.watch import watch_claims, watch_machines
+from stageline.distributed.worker_notes import WORKERS_FOLDER
+from stageline.errors import CRASH
 
 
 def launch_if_needed(
@@ -41,6 +41,7 @@ def launch_if_needed(
     if "RANK" in os.environ:
         _register_worker()
         watch_machines(lost_after=lost_after)
+        watch_claims()
         return
     if num_processes > 1:
         _launch(num_processes, argv=list(sys.argv if argv is None else argv))
@@ -62,7 +63,7 @@ def _end_with(parent: int) -> None:
     """Ends this process when its launcher was killed: nobody could stop it any more."""
     while os.getppid() == parent:
         time.sleep(1.0)
-    os._exit(UNEXPECTED)
+    os._exit(CRASH)
 
 
 def _launch(num_processes: int, *, argv: list[str]) -> NoReturn:
@@ -92,26 +93,14 @@ def _launch(num_processes: int, *, argv: list[str]) -> NoReturn:
             elastic_launch(config, sys.executable)("-u", *argv)
             code = 0
         except ChildFailedError as error:
-            code = _exit_code({rank: failure.exitcode for rank, failure in error.failures.items()})
+            failed = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
+            codes = {rank: failure.exitcode for rank, failure in failed}
+            code = judge(Path(folder), codes, num_processes=num_processes)
         except SignalException as error:
             code = 128 + error.sigval
-    if interrupts.first is not None and code in (0, UNEXPECTED, 128 + signal.SIGTERM, 137):
+    if interrupts.first is not None and code in (0, CRASH, 128 + signal.SIGTERM, 137):
         code = INTERRUPTED
     sys.exit(code)
-
-
-def _exit_code(codes: dict[int, int]) -> int:
-    """The run's exit code from those of the ranks that failed by themselves."""
-    said = [code for code in codes.values() if code > 0]
-    if said:
-        return said[0]  # ranks that end quietly take over the code of the first
-    # the launcher ends the rest by SIGTERM as soon as one is gone
-    causes = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes
-    for rank, code in causes.items():
-        name = signal.Signals(-code).name
-        hint = "; the system may have run out of memory" if name == "SIGKILL" else ""
-        print(f"rank {rank} failed first: it was ended by {name}{hint}.", file=sys.stderr)
-    return UNEXPECTED
 
 
 class _Interrupts:

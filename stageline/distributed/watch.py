@@ -6,16 +6,18 @@ rank that failed, the lifeline of a machine that is gone. Ending that process is
 launcher then ends the others of its machine.
 """
 
+import contextlib
 import os
 import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from stageline.distributed.board import claim_key, connect_store
+from stageline.distributed.board import FileBoard, claim_key, connect_store, disown_store
 from stageline.distributed.failure import end_as_told, end_lost
 from stageline.distributed.lifeline import is_leaving, open_hub, reach_hub
 from stageline.distributed.machines import Machine, this_machine
+from stageline.distributed.worker_notes import has_launcher
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -34,6 +36,29 @@ def watch_machines(*, lost_after: float) -> None:
     machine = this_machine()
     if machine.count > 1 and os.environ.get("LOCAL_RANK", "0") == "0":
         threading.Thread(target=_watch, args=(machine, lost_after), daemon=True).start()
+
+
+def watch_claims() -> None:
+    """Starts the watch of a process that no launcher looks after: it ends when another one fails.
+
+    It may wait where no lost connection would wake it, such as for ranks that never come.
+    """
+    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if not is_alone and not has_launcher() and "TORCHELASTIC_RUN_ID" not in os.environ:
+        threading.Thread(target=_watch_claims, daemon=True).start()
+
+
+def _watch_claims() -> None:
+    store, file = None, FileBoard()
+    while not is_leaving():
+        with contextlib.suppress(Exception):
+            store = store or connect_store()
+            if store.check([claim_key()]):
+                end_as_told()
+        if file.path.exists():
+            disown_store()
+            end_as_told()
+        time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
 def _watch(machine: Machine, lost_after: float) -> None:

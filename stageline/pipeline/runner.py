@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from stageline.errors import UserError
+from stageline.modules.layer_seeds import LayerSeeds
+from stageline.pipeline.actions import Action, Kind
 from stageline.pipeline.borders import check_borders, describe_borders
 from stageline.pipeline.executor import MOST_UNSENT, Executor, StepInputs
 from stageline.pipeline.local_stages import LocalStages
@@ -39,10 +41,12 @@ class PipelineRunner:
         schedule: a `Schedule`, or the name of one.
         saving: a context entered around each forward pass that keeps a graph, such as one that
             moves what is saved to host memory.
+        seed: of what training steps draw at random; None leaves the generators alone.
 
     Attributes:
         local: this rank's stages.
         flow: which stages have a backward pass.
+        seeds: is told which step begins; `step` ends it.
         num_micro_batches: of the last step.
     """
 
@@ -54,6 +58,7 @@ class PipelineRunner:
         group: dist.ProcessGroup | None = None,
         schedule: Schedule | str = "1f1b",
         saving: Callable[[], AbstractContextManager] = nullcontext,
+        seed: int | None = None,
     ) -> None:
         self.local = LocalStages(models)
         self.device = device
@@ -62,12 +67,14 @@ class PipelineRunner:
         self.schedule = _resolve(schedule, self.local, num_ranks=dist.get_world_size(group))
         self._check_placement()
         self.flow = self._learn_flow()
+        self.seeds = LayerSeeds(self.local, seed=seed, device=device)
         self.passes = {
             model.stage: StagePasses(
                 model,
                 computes_grad=self.flow.computes[model.stage],
                 sends_grad=self.flow.sends[model.stage],
                 saving=saving,
+                seeds=self.seeds,
             )
             for model in self.local
         }
@@ -91,6 +98,17 @@ class PipelineRunner:
         """What this rank sent to others in the last step or evaluation, forward and back."""
         return self._executor.sent_bytes
 
+    @property
+    def loss_order(self) -> list[int]:
+        """The micro-batches of the last step, in the order in which the last stage meets them."""
+        return [
+            item.micro_batch
+            for item in self._plan(self.num_micro_batches, has_backward=True)
+            if isinstance(item, Action)
+            and item.kind == Kind.FORWARD
+            and item.stage == self.schedule.num_stages - 1
+        ]
+
     def step(
         self,
         micro_batches: Sequence[MicroBatch],
@@ -113,6 +131,7 @@ class PipelineRunner:
             losses = self._executor.run(plan, inputs, recorder=recorder)
         finally:
             self._executor.clear()
+            self.seeds.end()
         # one by one, as a loop over micro-batches would add them
         return sum((loss.detach().float() for loss in losses), torch.zeros((), device=self.device))
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from stageline.modules.layer_seeds import NO_SEEDS, LayerSeeds
 from stageline.pipeline.actions import Kind
 
 Tensors = tuple[torch.Tensor, ...]
@@ -20,6 +21,7 @@ class StagePasses:
         computes_grad: something trains in this stage or before it; else no graph is made.
         sends_grad: something trains before it.
         saving: entered around each forward pass that keeps a graph.
+        seeds: settles what a forward pass draws at random.
 
     Attributes:
         after_weights: called with the model behind each pass for the weights alone, which autograd
@@ -33,11 +35,13 @@ class StagePasses:
         computes_grad: bool,
         sends_grad: bool,
         saving: Callable[[], AbstractContextManager],
+        seeds: LayerSeeds = NO_SEEDS,
     ) -> None:
         self.model = model
         self.computes_grad = computes_grad
         self.sends_grad = sends_grad
         self.saving = saving
+        self.seeds = seeds
         self.after_weights: Callable[[nn.Module], None] | None = None
         self._kept: dict[int, tuple[Tensors, Tensors]] = {}
         self._weight_work: dict[int, list[dict]] = {}
@@ -60,6 +64,7 @@ class StagePasses:
         Returns:
             What goes on to the next stage, cut off from the graph; on the last stage the loss.
         """
+        self.seeds.start(self.model, index)
         if not self.computes_grad or not torch.is_grad_enabled():
             with torch.no_grad():
                 return self._run(inputs, batch, loss_of)
@@ -78,6 +83,7 @@ class StagePasses:
     ) -> Tensors:
         output = self.model(*inputs, **batch)
         if loss_of is not None:
+            self.seeds.start_loss()
             output = loss_of(output)
         return output if isinstance(output, tuple) else (output,)
 

@@ -26,7 +26,7 @@ from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = (
-    "--train-model llama --dataset jsonl --prompt question --prompt-fn fill --image-token none "
+    "--dataset jsonl --prompt question --prompt-fn fill --image-token none "
     "--collate-fn sft --batch-size 8 --micro-batch-size 2 --total-steps 12 --device cpu "
     "--max-token-num 64 --learning-rate 1e-2 --eval-samples 0 --save-steps 2 --timeline-step 0"
 ).split()
@@ -48,16 +48,19 @@ class Finished:
 
 
 class Job:
-    """A folder with a tiny llama, its tokenizer and 40 rows of unequal lengths."""
+    """A folder with a tiny model, its tokenizer and 40 rows of unequal lengths."""
 
-    def __init__(self, folder: Path, *, family: str = "llama", num_rows: int = 40) -> None:
+    def __init__(
+        self, folder: Path, *, family: str = "llama", tied: bool = False, num_rows: int = 40
+    ) -> None:
         self.folder = folder
+        self.family = family
         self.model = folder / "model"
         self.rows = folder / "rows.jsonl"
         tokenizer = tiny_tokenizer()
         tokenizer.save_pretrained(self.model)
         torch.manual_seed(1)
-        config = tiny_config(family, vocab_size=len(tokenizer))
+        config = tiny_config(family, tied=tied, vocab_size=len(tokenizer))
         AutoModelForCausalLM.from_config(config).save_pretrained(self.model)
         rows = [
             {"id": str(i), "question": f"{i}?", "answer": "!" * (1 + i % 7)}
@@ -76,7 +79,8 @@ class Job:
         """
         launcher = (*TORCHRUN, *torchrun) if torchrun else ()
         paths = ("--model-path", self.model, "--dataset-path", self.rows)
-        words = [sys.executable, *launcher, ROOT / "train_pp.py", *OPTIONS, *paths]
+        model = ("--train-model", self.family)
+        words = [sys.executable, *launcher, ROOT / "train_pp.py", *model, *OPTIONS, *paths]
         return list(map(str, [*words, "--output-dir", self.folder / name, *options]))
 
     def start(
@@ -116,13 +120,19 @@ class Job:
         *options: str | Path | int,
         ranks: int = 2,
         chaos: str = "",
+        waits: bool = False,
         timeout: float = 60,
     ) -> Finished:
         """Runs to the end in forked ranks, with one stage each unless `options` say otherwise.
 
+        Args:
+            waits: for saves, so that a fault in a later step finds them published.
+
         Its code is that of the first rank that failed; 0 if none did.
         """
-        return self.start_forked(name, *options, ranks=ranks, chaos=chaos).wait(timeout)
+        more = ("--sync-save",) if waits else ()
+        run = self.start_forked(name, *options, *more, ranks=ranks, chaos=chaos)
+        return run.wait(timeout)
 
     def start_forked(
         self, name: str, *options: str | Path | int, ranks: int = 2, chaos: str = ""
@@ -200,7 +210,8 @@ class ForkedRun:
 
 
 def _fork_rank(words: list[str], rank: int, ranks: int, port: int, chaos: str, folder: Path) -> int:
-    import train_pp  # of the repository, which tests have on their path
+    # once and before any test, so that what it registers stays: tests/chaos/conftest.py
+    main = sys.modules["train_pp"].main
 
     pid = os.fork()
     if pid:
@@ -220,7 +231,7 @@ def _fork_rank(words: list[str], rank: int, ranks: int, port: int, chaos: str, f
         arm()
         sys.argv = words
         torch.set_num_threads(1)
-        run_entry(train_pp.main)
+        run_entry(main)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     except BaseException:

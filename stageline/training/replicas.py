@@ -65,7 +65,7 @@ class Replicas:
         if self.size == 1:
             return
         own = {
-            name: _checksum(parameter)
+            name: bit_sum(parameter).item()
             for model in models
             for name, parameter in model.named_parameters()
         }
@@ -114,10 +114,14 @@ class Replicas:
         return shared.bool().tolist()
 
 
-def _checksum(tensor: torch.Tensor) -> int:
-    """Of the bits, so that NaN equals itself."""
-    bits = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
-    return int(bits.sum(dtype=torch.int64))
+def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """A checksum, a scalar; of the bits, so that NaN equals itself."""
+    return bits_of(tensor).sum(dtype=torch.int64)
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers."""
+    return tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
 
 
 def _buckets(grads: Sequence[torch.Tensor], max_bytes: int) -> Iterator[list[torch.Tensor]]:

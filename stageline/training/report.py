@@ -116,6 +116,11 @@ class RunReport:
             is_skipped=result.is_skipped,
             peak_memory_bytes=tuple(self.peaks),
             router_loss=result.extra_loss,
+            problem=result.problem,
+            rows=result.rows,
+            skipped_in_a_row=result.skipped_in_a_row,
+            num_skipped=result.num_skipped,
+            warnings=result.warnings,
         )
         self.log.log_step(record)
 

@@ -31,9 +31,13 @@ class StepRecord:
         loss, grad_norm: of the whole batch, the norm before clipping; may be inf or nan.
         num_tokens, num_targets, num_samples: real tokens, supervised ones, and rows of the batch.
         seconds: from the batch to the updated weights.
-        is_skipped: no weight changed, since a gradient was not finite.
+        is_skipped: no weight changed, for the reason that `problem` gives.
         peak_memory_bytes: of each stage since the start; empty: not known.
         router_loss: what balancing the experts adds to `loss`; 0 for models without, not shown.
+        problem: what is wrong with the step; None: nothing.
+        rows: rows of the dataset in a step with a problem.
+        skipped_in_a_row, num_skipped: up to this step, and since the start of the run.
+        warnings: of this step.
     """
 
     step: int
@@ -47,6 +51,11 @@ class StepRecord:
     is_skipped: bool = False
     peak_memory_bytes: tuple[int, ...] = ()
     router_loss: float = 0.0
+    problem: str | None = None
+    rows: tuple[int, ...] = ()
+    skipped_in_a_row: int = 0
+    num_skipped: int = 0
+    warnings: tuple[str, ...] = ()
 
     @property
     def tokens_per_second(self) -> float:
@@ -66,7 +75,34 @@ class StepRecord:
             "seconds": round(self.seconds, 4),
             "is_skipped": self.is_skipped,
             "peak_memory_bytes": list(self.peak_memory_bytes),
+            **self._troubles(),
         }
+
+    def notes(self) -> list[str]:
+        """Lines for the screen about what is wrong with the step; mostly none."""
+        notes = list(self.warnings)
+        if self.is_skipped:
+            notes.insert(
+                0,
+                f"skipped, no weight changed ({self.skipped_in_a_row} in a row, "
+                f"{self.num_skipped} in all): {self.problem}",
+            )
+        elif self.problem is not None:
+            notes.insert(0, self.problem)
+        return notes
+
+    def _troubles(self) -> dict[str, Any]:
+        told: dict[str, Any] = {}
+        if self.problem is not None:
+            told["trouble"] = {
+                "problem": self.problem,
+                "rows": list(self.rows),
+                "skipped_in_a_row": self.skipped_in_a_row,
+                "num_skipped": self.num_skipped,
+            }
+        if self.warnings:
+            told["warnings"] = list(self.warnings)
+        return told
 
     def __str__(self) -> str:
         skipped = ", skipped" if self.is_skipped else ""
@@ -130,8 +166,11 @@ class RunLog:
         if not self.is_main:
             return
         is_end = record.step in (self.start_step + 1, self.total_steps)
-        if is_end or record.step % self.log_steps == 0:
+        notes = record.notes()
+        if is_end or notes or record.step % self.log_steps == 0:
             self._write("train", record.step, record.figures())
+        for note in notes:
+            self.print(f"step {record.step}/{self.total_steps}: {note}")
         if self._has_bar:
             self._bar.set_postfix_str(str(record), refresh=False)
             self._bar.update(record.step - self._bar.n)

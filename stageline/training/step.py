@@ -4,23 +4,36 @@ Every rank of a pipeline calls `TrainStep` with the same micro-batches; replicas
 get the same result.
 """
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from stageline import progress
+from stageline import chaos, progress
 from stageline.data.batch import IGNORE
 from stageline.data.packing import count_samples
 from stageline.errors import UserError
+from stageline.modules.random_state import RandomState
 from stageline.pipeline.ownership import Ownership
-from stageline.pipeline.recorder import NO_RECORDER
+from stageline.pipeline.recorder import NO_RECORDER, Recorder
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
-from stageline.training.grad_norm import clip_gradients, global_grad_norm
+from stageline.training.agreement import check_agreement
+from stageline.training.culprit import Culprit, Detective
+from stageline.training.grad_norm import (
+    clip_gradients,
+    gather_norms,
+    gather_owners,
+    stages_without_gradient,
+    total_norm,
+)
 from stageline.training.precision import LossScaler, MasterWeights
-from stageline.training.replicas import Replicas
+from stageline.training.replay import Replay
+from stageline.training.replicas import Replicas, bits_of
+from stageline.training.skips import Skips, Verdict
 from stageline.training.step_loss import StepLoss
 from stageline.training.step_progress import StepProgress, begin_step
 from stageline.training.step_timeline import StepTimeline
@@ -33,14 +46,18 @@ class StepResult:
     Attributes:
         loss: of the whole batch, of all replicas; what the loss_fn part says alone, so that it can
             be compared between models.
-        grad_norm: before clipping; inf or nan when the step was skipped.
+        grad_norm: before clipping; may be inf or nan when the step was skipped.
         num_tokens: real tokens, padding left out.
         num_targets: supervised tokens.
         num_samples: samples with at least one of them.
-        is_skipped: a gradient was not finite, so no weight changed.
+        is_skipped: the loss or a gradient was not finite, or a spike; no weight changed.
         wants_stop: some rank was asked to stop (Ctrl-C).
         extra_loss: what the model adds by itself, weight included (the router loss of a mixture
             of experts); not in `loss`, but trained on. 0 for models without.
+        problem: why the step was skipped, or what is odd about it, with its place.
+        rows: rows of the dataset that a step with a problem took, of all replicas.
+        skipped_in_a_row, num_skipped: steps up to this one, and since the start of the run.
+        warnings: things that do not stop a run.
     """
 
     loss: float
@@ -52,6 +69,11 @@ class StepResult:
     is_skipped: bool
     wants_stop: bool
     extra_loss: float = 0.0
+    problem: str | None = None
+    rows: tuple[int, ...] = ()
+    skipped_in_a_row: int = 0
+    num_skipped: int = 0
+    warnings: tuple[str, ...] = ()
 
 
 class TrainStep:
@@ -67,6 +89,8 @@ class TrainStep:
         scaler: loss scaling for fp16.
         timeline: times the passes of one of the steps.
         replicas: copies of the pipeline that share each step; None: there is one.
+        skips: decides which steps change no weight, and counts them.
+        replay_steps: every so many steps one is run twice and compared; 0: never.
     """
 
     def __init__(
@@ -80,6 +104,8 @@ class TrainStep:
         scaler: LossScaler | None = None,
         timeline: StepTimeline | None = None,
         replicas: Replicas | None = None,
+        skips: Skips | None = None,
+        replay_steps: int = 0,
     ) -> None:
         self.runner = runner
         self.loss_fn = loss_fn
@@ -88,13 +114,11 @@ class TrainStep:
         self.scaler = scaler or LossScaler(enabled=False)
         self.timeline = timeline
         self.replicas = replicas or Replicas()
+        self.skips = skips or Skips()
         for passes in runner.passes.values():
             passes.after_weights = self.replicas.end_weight_pass
-        trainable = {
-            name: parameter
-            for name, parameter in runner.local.named_parameters().items()
-            if parameter.requires_grad
-        }
+        named = runner.local.named_parameters().items()
+        trainable = {name: parameter for name, parameter in named if parameter.requires_grad}
         self.weights = MasterWeights(trainable)
         self.optimizer = make_optimizer(self.weights.parameters)
         self.ownership = Ownership(
@@ -105,14 +129,83 @@ class TrainStep:
                 "every parameter of every stage is frozen, so nothing can be trained: drop a "
                 "--frozen-* option or add LoRA (--llm-lora-num 1)."
             )
+        stage_of = {
+            name: model.stage
+            for model in reversed(runner.local.models)  # what two share belongs to the first
+            for name, _ in model.named_parameters()
+            if name in trainable
+        }
+        self.owners = gather_owners(self.ownership, stage_of)
+        self.detective = Detective(runner, owners=self.owners, replicas=self.replicas)
+        self.replay = Replay(
+            runner, self.weights, every=replay_steps, stage_of=stage_of, replicas=self.replicas
+        )
+        self._stages_told: set[int] = set()
+        self._num_flips = 0
 
     def __call__(
         self, micro_batches: Sequence[MicroBatch], *, step: int, wants_stop: bool = False
     ) -> StepResult:
         """Runs step number `step` on the micro-batches of one global batch."""
-        begin_step(step)
+        begin_step(step, micro_batches)
+        check_agreement(micro_batches, group=self.runner.group)
         num_targets, num_tokens, num_samples = self._count(micro_batches)
         rate = self.learning_rate(step)
+        random_state = RandomState(self.runner.device)
+        passes = functools.partial(self._passes, micro_batches, num_targets=num_targets, step=step)
+        loss_of = self.replay(passes, step=step) if self.replay.is_due(step) else passes()
+        norm, norms = self._reduce()
+        loss, extra_loss, stop_count, no_number = self._share(
+            [loss_of.loss, loss_of.extra_loss, torch.tensor(float(wants_stop)), norm * 0]
+        )
+        grad_norm = norm.item()
+        if math.isfinite(grad_norm):
+            grad_norm += no_number  # a number is one on every rank, or on none
+        verdict = self.skips.judge(loss, extra_loss, grad_norm)
+        culprit, warnings = Culprit(""), ()
+        if verdict.problem is not None:
+            with random_state.replayed():
+                culprit = self._find(micro_batches, verdict, loss_of, norms, passes)
+        if not verdict.is_skipped:
+            warnings = self._zero_gradients(norms)
+            with progress.doing("optimizer"):
+                self._update(rate, norm)
+        self.scaler.update(overflowed=not verdict.is_finite)
+        return StepResult(
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=rate,
+            num_tokens=num_tokens,
+            num_targets=num_targets,
+            num_samples=num_samples,
+            is_skipped=verdict.is_skipped,
+            wants_stop=stop_count > 0,
+            extra_loss=extra_loss,
+            problem=culprit.text or None,
+            rows=culprit.rows,
+            skipped_in_a_row=self.skips.in_a_row,
+            num_skipped=self.skips.total,
+            warnings=warnings,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the numbers of later steps depend on, besides weights and optimizer."""
+        return {"skips": self.skips.state_dict(), "scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `state_dict` gave."""
+        self.skips.load_state_dict(state["skips"])
+        self.scaler.load_state_dict(state["scaler"])
+
+    def _passes(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        recorder: Recorder | None = None,
+        *,
+        num_targets: int,
+        step: int,
+    ) -> StepLoss:
+        """Forward and backward of all micro-batches, from gradients of zero on."""
         self.weights.zero_grad()
         loss_of = StepLoss(
             self.loss_fn,
@@ -121,24 +214,14 @@ class TrainStep:
             scale=self.scaler.scale,
             device=self.runner.device,
         )
-        recorder = NO_RECORDER
-        if self.timeline is not None:
-            recorder = self.timeline.recorder(step, num_micro_batches=len(micro_batches))
+        if recorder is None:
+            recorder = NO_RECORDER
+            if self.timeline is not None:
+                recorder = self.timeline.recorder(step, num_micro_batches=len(micro_batches))
+        self.runner.seeds.begin(step, first_micro_batch=self.replicas.rank * len(micro_batches))
         self.runner.step(micro_batches, loss_fn=loss_of, recorder=StepProgress(recorder))
-        with progress.doing("optimizer"):
-            grad_norm, is_skipped = self._update(rate)
-        loss, extra_loss, stop_count = self._share(loss_of.loss, loss_of.extra_loss, wants_stop)
-        return StepResult(
-            loss=loss,
-            grad_norm=grad_norm,
-            learning_rate=rate,
-            num_tokens=num_tokens,
-            num_targets=num_targets,
-            num_samples=num_samples,
-            is_skipped=is_skipped,
-            wants_stop=stop_count > 0,
-            extra_loss=extra_loss,
-        )
+        self._make_faults()
+        return loss_of
 
     def _count(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
         """Targets, tokens and samples of the whole batch, over all replicas."""
@@ -156,42 +239,91 @@ class TrainStep:
             )
         return counts
 
-    def _update(self, rate: float) -> tuple[float, bool]:
-        """Norm, clipping and the optimizer's step; returns the norm and whether it was skipped.
+    def _reduce(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds gradients up; returns their norm and those of all parameters.
 
-        All replicas have the same gradients by then, to the bit, and so decide the same.
+        All replicas have the same gradients afterwards, to the bit, and so decide the same.
         """
         parameters = self.weights.parameters
         self.replicas.reduce_gradients(self.weights)
         self.ownership.sum_tied_gradients(parameters)
         self.scaler.unscale(parameters)
-        total_norm = global_grad_norm(
+        norms = gather_norms(
             parameters,
             ownership=self.ownership,
             shares=self.weights.shares,
             replica_group=self.replicas.group,
         )
-        norm = total_norm.item()
-        is_skipped = not math.isfinite(norm)
-        if not is_skipped:
-            if self.max_grad_norm > 0:
-                clip_gradients(parameters, max_norm=self.max_grad_norm, total_norm=total_norm)
-            if self.optimizer is not None:
-                for group in self.optimizer.param_groups:
-                    group["lr"] = rate
-                self.optimizer.step()
-                self.weights.write_back()
-        self.scaler.update(overflowed=is_skipped)
-        return norm, is_skipped
+        return total_norm(norms), norms
 
-    def _share(self, loss: torch.Tensor, extra_loss: torch.Tensor, wants_stop: bool) -> list[float]:
-        """Sums over the ranks: the losses are zero on all but the last stage."""
-        stop = torch.tensor(float(wants_stop), device=self.runner.device)
-        facts = torch.stack([loss, extra_loss, stop])
-        dist.all_reduce(facts, group=self.runner.group)
+    def _update(self, rate: float, norm: torch.Tensor) -> None:
+        """Clipping and the optimizer's step."""
+        if self.max_grad_norm > 0:
+            clip_gradients(self.weights.parameters, max_norm=self.max_grad_norm, total_norm=norm)
+        if self.optimizer is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+            self.weights.write_back()
+
+    def _zero_gradients(self, norms: torch.Tensor) -> tuple[str, ...]:
+        """Warnings about stages that train and got no gradient; each stage once."""
+        if len(self._stages_told) == self.runner.schedule.num_stages:
+            return ()
+        stages = set(stages_without_gradient(norms.tolist(), self.owners)) - self._stages_told
+        self._stages_told |= stages
+        return tuple(
+            f"all gradients of stage {stage} are zero, so it learns nothing from this step: look "
+            "for frozen or disconnected parts, or a loss that does not depend on it"
+            for stage in sorted(stages)
+        )
+
+    def _find(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        verdict: Verdict,
+        loss_of: StepLoss,
+        norms: torch.Tensor,
+        passes: Callable[[Recorder], StepLoss],
+    ) -> Culprit:
+        """What is told about an odd step; drops the gradients if they are not to be used."""
+        # an overflow of scaled gradients is no fault, and shares have been given away
+        can_repeat = not (verdict.is_finite or self.scaler.enabled or self.weights.shares)
+        culprit = self.detective.find(
+            micro_batches,
+            verdict.problem or "",
+            losses=loss_of.each,
+            norms=norms.tolist(),
+            run_again=passes if can_repeat else None,
+            gradients=self.weights.parameters,
+        )
+        if verdict.is_skipped:
+            self.weights.zero_grad()
+        return culprit
+
+    def _make_faults(self) -> None:
+        """For tests: in what this rank has first."""
+        parameters = [p for p in self.weights.parameters.values() if p.grad is not None]
+        if not parameters:
+            return
+        first = parameters[0]
+        if chaos.point("gradient"):
+            first.grad.view(-1)[0] = torch.inf
+        if chaos.point("zero_gradient"):
+            for parameter in parameters:
+                parameter.grad.zero_()
+        for name, tensor in (("flip", first.grad), ("flip_weight", first)):
+            if chaos.point(name):
+                bits_of(tensor).view(-1)[0] ^= 1 << self._num_flips  # another one each time
+                self._num_flips += 1
+
+    def _share(self, facts: Sequence[torch.Tensor]) -> list[float]:
+        """Sums over all ranks: the losses are zero on all but the last stage."""
+        total = torch.stack([fact.to(self.runner.device) for fact in facts])
+        dist.all_reduce(total, group=self.runner.group)
         if self.replicas.size > 1:
-            dist.all_reduce(facts, group=self.replicas.group)
-        return facts.tolist()
+            dist.all_reduce(total, group=self.replicas.group)
+        return total.tolist()
 
 
 def count_targets(micro_batches: Sequence[MicroBatch]) -> int:

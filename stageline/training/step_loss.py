@@ -1,5 +1,6 @@
 """The loss of one optimizer step, as the last stage adds it up: tokens and extra loss apart."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -31,6 +32,7 @@ class StepLoss:
     Attributes:
         loss: the sum of what `loss_fn` returned, a scalar in float32.
         extra_loss: the mean of the extra losses; 0 for models without.
+        each: the loss of every micro-batch in the order of the calls, extra loss included.
     """
 
     def __init__(
@@ -48,15 +50,21 @@ class StepLoss:
         self.scale = scale
         self.loss = torch.zeros((), device=device)
         self.extra_loss = torch.zeros((), device=device)
+        self.each: list[torch.Tensor] = []
 
     def __call__(self, output: Output, batch: MicroBatch) -> torch.Tensor:
         here = progress.place()
         with progress.doing("loss", stage=here.stage, micro_batch=here.micro_batch):
-            chaos.point("loss")
+            is_nan = chaos.point("loss")
             loss = self.loss_fn(logits_of(output), batch, num_targets=self.num_targets)
+        if is_nan:
+            loss = loss * math.nan
+        if chaos.point("spike"):
+            loss = loss * 100
         self.loss = self.loss + loss.detach().float()
         if isinstance(output, tuple):
             extra_loss = output[1] / self.num_micro_batches
             self.extra_loss = self.extra_loss + extra_loss.detach().float()
             loss = loss + extra_loss
+        self.each.append(loss.detach())
         return loss * self.scale

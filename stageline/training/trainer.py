@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from stageline import progress
 from stageline.pipeline.runner import MicroBatch
 from stageline.training.step import StepResult, TrainStep
-
-MAX_SKIPPED_STEPS = 20
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,6 @@ class Trainer:
         self.evaluate = evaluate
         self.save = save
         self.stop_requested = stop_requested
-        self.skipped_in_a_row = 0
 
     def run(self) -> bool:
         """Runs all steps.
@@ -68,19 +66,21 @@ class Trainer:
             False when it was asked to stop before the last step; the weights are saved then too.
 
         Raises:
-            FloatingPointError: too many steps in a row had gradients that are not finite.
+            NonFiniteError: too many steps in a row were skipped.
         """
         options = self.options
         if self.evaluate is not None and options.start_step == 0:
             self.evaluate(0)
         for step in range(options.start_step, options.total_steps):
+            progress.at_step(step)
             start = time.perf_counter()
-            result = self.train_step(
-                next(self.batches), step=step, wants_stop=self.stop_requested()
-            )
+            with progress.doing("data"):
+                micro_batches = next(self.batches)
+            result = self.train_step(micro_batches, step=step, wants_stop=self.stop_requested())
             done = step + 1
+            progress.at_step(done)
             self.on_step(done, result, time.perf_counter() - start)
-            self._check_finite(result, done)
+            self.train_step.skips.check(result.problem, step=done)
             is_end = done == options.total_steps or result.wants_stop
             if self.evaluate is not None and _is_due(done, options.eval_steps, is_end):
                 self.evaluate(done)
@@ -89,15 +89,6 @@ class Trainer:
             if result.wants_stop:
                 return done == options.total_steps
         return True
-
-    def _check_finite(self, result: StepResult, done: int) -> None:
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.is_skipped else 0
-        if self.skipped_in_a_row == MAX_SKIPPED_STEPS:
-            raise FloatingPointError(
-                f"the gradient norm was not finite in {MAX_SKIPPED_STEPS} steps in a row up to "
-                f"step {done} (last loss {result.loss}): lower --learning-rate, use --bf16 "
-                "instead of --fp16, or look at the data of these steps."
-            )
 
 
 def _is_due(done: int, interval: int, is_end: bool) -> bool:

@@ -65,7 +65,7 @@ def test_e02_three_resumes_in_a_chain(job, straight):
     """Killed three times, each time resumed from the newest checkpoint."""
     for number, step in enumerate((3, 7, 9)):
         options = ("--resume", "auto") if number else ()
-        assert job.fork("chain", *options, ranks=1, chaos=KILL.format(step)).code != 0
+        assert job.fork("chain", *options, ranks=1, chaos=KILL.format(step), waits=True).code != 0
     done = job.fork("chain", "--resume", "auto", ranks=1)
     assert done.code == 0 and "step-00000008: 8 of 12 steps are done" in done.out
     assert job.losses("chain") == job.losses("straight")
@@ -93,7 +93,7 @@ def test_resumed_with_options(case, job):
     options = OPTIONS[case]
     whole, parts = f"{case}-whole", f"{case}-parts"
     assert job.fork(whole, *options, ranks=1).code == 0
-    assert job.fork(parts, *options, ranks=1, chaos=KILL.format(7)).code != 0
+    assert job.fork(parts, *options, ranks=1, chaos=KILL.format(7), waits=True).code != 0
     done = job.fork(parts, *options, "--resume", "auto", ranks=1)
     assert done.code == 0 and "6 of 12 steps are done" in done.out, done.err
     assert job.losses(parts) == job.losses(whole)
@@ -177,7 +177,9 @@ def test_d12_two_stages_then_four_then_one_and_back(job, straight):
         (2, 9, ("--num-stages", 4, "--stages-per-rank", 2, "--schedule", "interleaved_1f1b")),
     ):
         resume = ("--resume", "auto") if step > 3 else ()
-        done = job.fork("moves", *resume, *options, ranks=ranks, chaos=KILL.format(step))
+        done = job.fork(
+            "moves", *resume, *options, ranks=ranks, chaos=KILL.format(step), waits=True
+        )
         assert done.code != 0
     done = job.fork(
         "moves",
@@ -210,8 +212,8 @@ def test_d12_replicas_come_and_go(shards, job):
     assert job.fork(f"alone-{shards}", *order, ranks=1).code == 0
     name = f"replicas-{shards}"
     two = ("--num-stages", 1, "--dp-degree", 2, "--batch-size", 4, *["--dp-shard"][: int(shards)])
-    assert job.fork(name, *order, ranks=1, chaos=KILL.format(3)).code != 0
-    again = job.fork(name, *order, *two, "--resume", "auto", chaos=KILL.format(7))
+    assert job.fork(name, *order, ranks=1, chaos=KILL.format(3), waits=True).code != 0
+    again = job.fork(name, *order, *two, "--resume", "auto", chaos=KILL.format(7), waits=True)
     assert "2 of 12 steps are done" in again.out, again.err
     done = job.fork(name, *order, "--resume", "auto", ranks=1)
     assert done.code == 0 and "6 of 12" in done.out, done.err
@@ -225,7 +227,7 @@ def test_d12_sharded_masters(precision, job):
     """Float32 masters of a half-precision run, from shares to whole ones and on."""
     name = f"masters{precision}"
     two = ("--num-stages", 1, "--dp-degree", 2, "--batch-size", 4, "--dp-shard")
-    assert job.fork(name, precision, *two, chaos=KILL.format(5)).code != 0
+    assert job.fork(name, precision, *two, chaos=KILL.format(5), waits=True).code != 0
     folder = job.folder / name / "checkpoints" / "step-00000004"
     masters = {k: v for k, v in tensors_joined(folder).items() if k.startswith("weight/")}
     assert masters and all(v.dtype == torch.float32 for v in masters.values())
@@ -266,7 +268,7 @@ def test_lora_on_lora(job):
         job.model,
     )
     assert job.fork("second", *options, ranks=1).code == 0
-    assert job.fork("second-parts", *options, ranks=2, chaos=KILL.format(7)).code != 0
+    assert job.fork("second-parts", *options, ranks=2, chaos=KILL.format(7), waits=True).code != 0
     done = job.fork("second-parts", *options, "--resume", "auto", ranks=1)
     assert done.code == 0, done.err
     assert job.losses("second-parts") == job.losses("second")

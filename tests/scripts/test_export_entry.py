@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import peft
+import pytest
 
+from export import make_parser, num_bytes
 from stageline.testing.tiny_checkpoints import auto_class, tiny_whole
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,8 +31,56 @@ def test_the_entry_file(tmp_path):
     done = run_entry_file(*options, "--dtype", "float16")
     assert done.returncode == 0, done.stderr
     assert f"exported the model to {tmp_path / 'out'}" in done.stdout
-    assert "logits differ by" in done.stdout
+    assert "compared with its 2 stages (text): logits differ by" in done.stdout
+    assert "generated tokens agree" in done.stdout
+    assert "%|" not in done.stderr  # no bars
     again = run_entry_file(*options)
     assert again.returncode == 2
     assert "exists, a new folder was expected" in again.stderr
     assert "Traceback" not in again.stderr
+    sharded = run_entry_file(*options, "--overwrite", "--max-shard-size", "20KB", "--no-verify")
+    assert sharded.returncode == 0, sharded.stderr
+    assert "logits" not in sharded.stdout
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("5GB", 5 * 10**9), ("123456", 123456), ("1.5MiB", 1572864), ("20 kb", 20000)],
+)
+def test_sizes(text, expected):
+    assert num_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GB", "5 bananas", "-1", "0", "0.1", "1e9"])
+def test_what_is_no_size(text, capsys):
+    with pytest.raises(SystemExit) as ended:
+        make_parser().parse_args(
+            ["--model-path", "a", "--output-path", "b", f"--max-shard-size={text}"]
+        )
+    assert ended.value.code == 2
+    assert "is no size" in capsys.readouterr().err
+
+
+def test_a_run_folder_is_told_from_a_checkpoint(tmp_path):
+    (tmp_path / "x" / "checkpoints" / "best").mkdir(parents=True)
+    done = run_entry_file("--model-path", tmp_path / "x", "--output-path", tmp_path / "out")
+    assert done.returncode == 2
+    assert "it holds the checkpoints best" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_code_of_a_model_folder_runs_by_the_flag_alone(tmp_path):
+    tiny_whole("llama", tmp_path / "base")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    config["model_type"] = "mine"
+    config["auto_map"] = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.Mine"}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    canary = tmp_path / "canary"
+    (tmp_path / "base" / "mine.py").write_text(f"open({str(canary)!r}, 'w')")
+    done = run_entry_file("--model-path", tmp_path / "base", "--output-path", tmp_path / "out")
+    assert done.returncode == 4
+    assert "--trust-remote-code" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not canary.exists()

@@ -238,8 +238,8 @@ def test_jsonl_files_fields_and_splits(tmp_path):
     other = part(split="test", test_path=str(file), **options)
     assert len(other) == len(part(split="train", test_path=str(file), **options)) == 50
     # a row more does not move the others
-    write_lines(file, [*rows, rows[0]])
     kept = {train[i][1]["id"] for i in range(45)}
+    write_lines(file, [*rows, rows[0]])
     longer = part(split="train", test_size=5, **options)
     assert len(kept & {longer[i][1]["id"] for i in range(46)}) >= 44
 
@@ -281,7 +281,7 @@ def test_bad_line_17_is_named(tmp_path, line, reason):
     file = tmp_path / "file.jsonl"
     good = b'{"question": "q", "answer": "a"}\n'
     file.write_bytes(good * 15 + b"\n" + line + b"\n" + good)
-    with pytest.raises(DataError, match=rf"file\.jsonl:17: .*{reason}") as caught:
+    with pytest.raises(DataError, match=rf"file\.jsonl:17:(\d+:)? .*{reason}") as caught:
         dataset_register["jsonl"](dataset_path=str(file))
     assert caught.value.exit_code == 3
 

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from pp_models import CausalLMStage
 from stageline.checkpoint import export
-from stageline.checkpoint.export import ExportError, export_folder, load_plain, probe
+from stageline.checkpoint.export import ExportError, export_folder
 from stageline.checkpoint.files import weight_files
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
@@ -39,7 +39,7 @@ def test_a_full_run_becomes_one_model(tied, tmp_path):
     run = saved_run(tmp_path, tied=tied)
     report = export_folder(run, tmp_path / "out")
     assert not report.is_adapter
-    assert report.difference == 0.0
+    assert report.verdict.difference == 0.0
     whole = auto_class("llama").from_pretrained(tmp_path / "out")
     expected = auto_class("llama").from_pretrained(run).state_dict()
     for name, tensor in whole.state_dict().items():
@@ -51,7 +51,7 @@ def test_a_full_run_becomes_one_model(tied, tmp_path):
 def test_merge_gives_a_model_without_adapter(tmp_path):
     run = saved_run(tmp_path, num_loras=1)
     report = export_folder(run, tmp_path / "out", merge=True)
-    assert 0.0 < report.difference < 1e-5
+    assert 0.0 < report.verdict.difference < 1e-5
     assert not (tmp_path / "out" / "adapter_config.json").exists()
     base = auto_class("llama").from_pretrained(tmp_path / "base")
     adapted = peft.PeftModel.from_pretrained(base, run).eval()
@@ -70,28 +70,26 @@ def test_an_adapter_stays_one(tmp_path):
     assert report.is_adapter
     tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-    assert torch.equal(
-        probe(load_plain(tmp_path / "out")).argmax(), probe(load_plain(run)).argmax()
-    )
+    assert 0.0 < report.verdict.difference < 5e-2
 
 
 def test_dtype_of_a_whole_model(tmp_path):
     run = saved_run(tmp_path, family="mixtral")
     report = export_folder(run, tmp_path / "out", dtype=torch.bfloat16)
-    assert 0.0 < report.difference < 5e-2
+    assert 0.0 < report.verdict.difference < 5e-2
     whole = auto_class("mixtral").from_pretrained(tmp_path / "out", dtype="auto")
     assert {parameter.dtype for parameter in whole.parameters()} == {torch.bfloat16}
 
 
 def test_an_export_that_computes_something_else_is_thrown_away(tmp_path, monkeypatch):
     run = saved_run(tmp_path, num_loras=1)
-    write = export._write_model
+    write = export.write_model
 
-    def write_wrong(model, draft, dtype):
+    def write_wrong(model, *args, **kwargs):
         model.model.layers[2].mlp.up_proj.weight.data.mul_(1.5)
-        write(model, draft, dtype)
+        write(model, *args, **kwargs)
 
-    monkeypatch.setattr(export, "_write_model", write_wrong)
+    monkeypatch.setattr(export, "write_model", write_wrong)
     with pytest.raises(ExportError, match="logits differ from the checkpoint's by"):
         export_folder(run, tmp_path / "out", merge=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "run"]

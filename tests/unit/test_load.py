@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from pp_models import CausalLMStage, StageModel, VisionLanguageStage
 from stageline.checkpoint.load import load_split_model
-from stageline.errors import UserError
+from stageline.errors import NonFiniteError, UserError
 from stageline.testing.tiny_checkpoints import tiny_whole
 from stageline.testing.tiny_models import DECODERS, VISION_LANGUAGE
 
@@ -141,7 +141,7 @@ def test_missing_and_unexpected_names_are_listed(family, tmp_path):
     assert "1 names are missing: model." in str(caught.value)
     assert "layers.3.input_layernorm.weight" in str(caught.value)
     assert "1 names belong to no stage: adapter_of_mine.weight" in str(caught.value)
-    assert caught.value.exit_code == 2
+    assert caught.value.exit_code == 4
 
 
 def test_a_missing_expert_is_refused(tmp_path):
@@ -165,7 +165,7 @@ def test_other_shapes_are_listed(tmp_path):
 def test_nan_is_refused(tmp_path):
     tiny_whole("llama", tmp_path, max_shard_size="1GB")
     rewrite(tmp_path, lambda state: state["model.norm.weight"].fill_(torch.nan))
-    with pytest.raises(UserError, match="model.norm.weight"):
+    with pytest.raises(NonFiniteError, match="model.norm.weight .*model.safetensors: 16 nan"):
         load(tmp_path)
 
 

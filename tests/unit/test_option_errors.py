@@ -56,6 +56,11 @@ def _error_of(words: list[str]) -> str:
         ("--save-best score", ["--save-best score has a wrong value", "'token_accuracy'"]),
         ("--eval-samples -1", ["--eval-samples -1 is out of range", "at least 0"]),
         ("--eval-samples most", ["--eval-samples most has a wrong value", "'all'"]),
+        ("--max-skipped-steps 0", ["--max-skipped-steps 0 is out of range", "at least 1"]),
+        ("--spike-sigma -1", ["--spike-sigma -1 is out of range"]),
+        ("--spike-action skip", ["--spike-action skip came without --spike-sigma", "Add"]),
+        ("--spike-sigma 6 --spike-action stop", ["--spike-action stop has a wrong", "'skip'"]),
+        ("--replay-steps 5 --dp-shard", ["--replay-steps 5 and --dp-shard", "Leave one"]),
         ("--checkpoint-every 0", ["--checkpoint-every 0 is out of range", "at least 1"]),
         ("--checkpoint-every 2", ["--checkpoint-every 2 came without --gradient-checkpointing"]),
         (

@@ -197,6 +197,36 @@ def test_a_skipped_step_says_so():
     assert record(1, seconds=0.0).tokens_per_second == 0.0
 
 
+def test_troubles_are_said_and_logged_whatever_the_interval(tmp_path, capsys):
+    log = RunLog(tmp_path, total_steps=100, log_steps=50)
+    for step in range(1, 8):
+        log.log_step(record(step))
+    bad = {"problem": "the loss is nan", "rows": (3, 7), "skipped_in_a_row": 2, "num_skipped": 5}
+    log.log_step(record(8, math.nan, is_skipped=True, **bad))
+    log.log_step(record(9, problem="a spike", rows=(1,)))
+    log.log_step(record(10, warnings=("stage 1 learns nothing",)))
+    log.close()
+    lines = {line["step"]: line for line in read_lines(tmp_path)}
+    assert sorted(lines) == [1, 8, 9, 10]
+    assert lines[8]["trouble"] == {
+        "problem": "the loss is nan",
+        "rows": [3, 7],
+        "skipped_in_a_row": 2,
+        "num_skipped": 5,
+    }
+    assert lines[8]["is_skipped"] and lines[8]["non_finite"] == {"loss": "nan"}
+    assert lines[9]["trouble"]["problem"] == "a spike" and not lines[9]["is_skipped"]
+    assert lines[9]["trouble"]["rows"] == [1] and "trouble" not in lines[10]
+    assert lines[10]["warnings"] == ["stage 1 learns nothing"]
+    out = capsys.readouterr().out
+    for line in (
+        "step 8/100: skipped, no weight changed (2 in a row, 5 in all): the loss is nan",
+        "step 9/100: a spike",
+        "step 10/100: stage 1 learns nothing",
+    ):
+        assert line in out
+
+
 @pytest.mark.parametrize("num_steps", [1, 7, 50, 51, 450, 100_000, 123_456_789])
 def test_lines_are_few_and_not_too_few(num_steps):
     count = num_steps / line_interval(num_steps)

@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import numpy
+import pytest
 import torch
 
-from stageline.distributed.seeds import derive_generator, derive_seed, replica_seed, seed_everything
+from stageline.seeds import HostState, derive_seed, host_state_kept, mix_seed, seed_everything
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,9 +32,7 @@ def test_derived_seeds_differ_by_purpose_and_not_by_process():
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
     # hash() of a string changes from process to process; this must not
-    script = (
-        "from stageline.distributed.seeds import derive_seed; print(derive_seed(0, 'order', 1))"
-    )
+    script = "from stageline.seeds import derive_seed; print(derive_seed(0, 'order', 1))"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True
     )
@@ -45,16 +44,29 @@ def test_names_do_not_run_together():
     assert derive_seed(0, 1, 2) != derive_seed(0, 12)
 
 
-def test_a_generator_leaves_the_global_one_alone():
-    torch.manual_seed(0)
-    expected = torch.rand(3)
-    torch.manual_seed(0)
-    drawn = torch.rand(3, generator=derive_generator(0, "order"))
-    assert torch.equal(torch.rand(3), expected)
-    assert torch.equal(drawn, torch.rand(3, generator=derive_generator(0, "order")))
+def test_mixed_seeds_differ_also_in_the_bits_that_torch_takes():
+    seeds = [mix_seed(base, index) for base in (0, 1, 2**63 - 1) for index in range(2000)]
+    assert len(set(seeds)) == len({seed % 2**32 for seed in seeds}) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    # of SplitMix64, as its authors give it (https://prng.di.unimi.it/splitmix64.c), halved
+    assert mix_seed(1234567, 0) == 6457827717110365317 >> 1
 
 
-def test_replicas_draw_other_dropout_and_the_first_the_usual_one():
-    seeds = [replica_seed(seed, dp_rank) for seed in (0, 1) for dp_rank in range(3)]
-    assert len(set(seeds)) == len(seeds)
-    assert (seeds[0], seeds[3]) == (0, 1)
+def test_states_of_the_host_are_put_back():
+    def draw() -> tuple:
+        return random.random(), numpy.random.rand(), torch.rand(()).item()
+
+    seed_everything(3)
+    expected = draw()
+    seed_everything(3)
+    with host_state_kept():
+        draw()
+    assert draw() == expected
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand, lambda: torch.rand(())])
+def test_a_draw_is_noticed(draw):
+    state = HostState()
+    assert state.is_current()
+    draw()
+    assert not state.is_current()

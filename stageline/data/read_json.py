@@ -1,0 +1,194 @@
+"""Rows of JSON-lines files and JSON lists, each with its place for error messages."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stageline.data.bad_rows import current_bad_rows
+from stageline.data.json_text import BadJson, end_of_one, parse_json, parse_one, skip_blanks
+from stageline.data.row_files import MAX_LINE_BYTES, RowFile, RowFileReader
+from stageline.errors import DataError
+
+_BOM = b"\xef\xbb\xbf"
+_CUT = " The file ends here without a line break: it may be cut short."
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row as it stands in a file.
+
+    Attributes:
+        data: the object, or the list of a format that has lists.
+        source: file and line (JSON lines), or file and number of the row (JSON).
+        number: line or row, from 1.
+        file: the file as it was when the row was read.
+    """
+
+    data: Any
+    source: str
+    number: int
+    file: RowFile | None = None
+
+    def text(self, field: str) -> str:
+        """The text of a field.
+
+        Raises:
+            DataError: it is missing or no text.
+        """
+        value = self.data.get(field)
+        if isinstance(value, str):
+            return value
+        what = "is missing" if value is None else f"is {repr(value)[:60]}"
+        raise DataError(
+            f"{self.source}: the field {field!r} {what}. Text was expected, because the prompt is "
+            f"made from it; the row has the fields {', '.join(sorted(self.data)) or 'none'}. "
+            "Correct the row."
+        )
+
+
+def read_rows(path: Path, *, may_be_lists: bool = False) -> list[Row]:
+    """All rows of a `.json` file (a list) or a file of JSON lines.
+
+    Args:
+        may_be_lists: a row may be a list instead of an object.
+
+    Raises:
+        DataError: names file and line of the first row that is no JSON object or list, unless
+            such rows may be left out (bad_rows.py); or the file is of another kind, or is empty.
+        UserError: there is no such file.
+    """
+    reader = RowFileReader(path)
+    read = _read_json if path.suffix == ".json" else _read_json_lines
+    found = []
+    for data, source, number in read(reader):
+        if isinstance(data, dict) or (may_be_lists and isinstance(data, list)):
+            found.append((data, source, number))
+            continue
+        error = DataError(
+            f"{source}: the row is {repr(data)[:60]}. A JSON object was expected, because its "
+            "fields are the sample: correct the row."
+        )
+        current_bad_rows().take(source, error)
+    file = reader.done()
+    if not found:
+        why = "is empty" if file.size == 0 else f"has no rows in its {file.size} bytes"
+        raise DataError(f"{path} {why}. At least one was expected: check --dataset-path.")
+    return [Row(data, source, number, file) for data, source, number in found]
+
+
+def _read_json_lines(reader: RowFileReader) -> Iterator[tuple[Any, str, int]]:
+    for number, start, line in reader.lines():
+        source = f"{reader.path}:{number}"
+        try:
+            text = _decode_line(line, start, source)
+            if text.strip():
+                yield _parse_line(text, line, source), source, number
+        except DataError as error:
+            current_bad_rows().take(source, error)
+
+
+def _decode_line(line: bytes, start: int, source: str) -> str:
+    if len(line) > MAX_LINE_BYTES:
+        raise DataError(
+            f"{source}: the line has more than {MAX_LINE_BYTES >> 20} MiB. One sample a line was "
+            "expected, and none is that long: the line breaks may be missing (a JSON list belongs "
+            "into a .json file). Write one object a line."
+        )
+    try:
+        return line.removeprefix(_BOM).decode("utf-8")
+    except UnicodeDecodeError as error:
+        place = error.start + len(line) - len(line.removeprefix(_BOM))
+        raise DataError(
+            f"{source}: not UTF-8: byte 0x{error.object[error.start]:02x} at byte {start + place} "
+            f"of the file ({error.reason}). UTF-8 was expected, because JSON is written in it: "
+            "save the file as UTF-8, or correct the line."
+        ) from error
+
+
+def _parse_line(text: str, line: bytes, source: str) -> Any:
+    try:
+        return parse_json(text)
+    except BadJson as error:
+        column = "" if error.place is None else f":{error.place + 1}"
+        cut = "" if line.endswith((b"\n", b"\r")) else _CUT
+        raise DataError(
+            f"{source}{column}: {error} in {_near(text, error.place)!r}.{cut} One JSON object a "
+            "line was expected, because each line is a sample: correct or delete the line."
+        ) from None
+
+
+def _read_json(reader: RowFileReader) -> Iterator[tuple[Any, str, int]]:
+    path = reader.path
+    content = reader.whole()
+    try:
+        text = content.removeprefix(_BOM).decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise DataError(
+            f"{path}:{line}: not UTF-8: byte 0x{error.object[error.start]:02x} at byte "
+            f"{error.start} of the file ({error.reason}). UTF-8 was expected, because JSON is "
+            "written in it: save the file as UTF-8."
+        ) from error
+    place = skip_blanks(text, 0)
+    if place == len(text):
+        return
+    if text[place] != "[":
+        raise _no_list(path, text)
+    yield from _elements(path, text, place + 1)
+
+
+def _elements(path: Path, text: str, place: int) -> Iterator[tuple[Any, str, int]]:
+    """The elements of a list, one after the other, so that a bad one can be named."""
+    number = 0
+    place = skip_blanks(text, place)
+    is_over = text.startswith("]", place)
+    while not is_over:
+        number += 1
+        source = f"{path}: row {number}"
+        try:
+            value, place = parse_one(text, place)
+            yield value, source, number
+        except BadJson as error:
+            end = end_of_one(text, place)
+            bad = _broken(path, text, place if error.place is None else error.place, error, number)
+            if end is None:  # nobody knows where the next row begins
+                raise bad from None
+            current_bad_rows().take(source, bad)
+            place = end
+        place = skip_blanks(text, place)
+        is_over = text.startswith("]", place)
+        if not is_over and not text.startswith(",", place):
+            raise _broken(path, text, place, "no JSON (a ',' or ']' is missing)", number)
+        place = skip_blanks(text, place + 1)
+    if place < len(text):
+        raise _broken(path, text, place, "no JSON (something follows the list)", number)
+
+
+def _no_list(path: Path, text: str) -> DataError:
+    try:
+        kind = type(parse_json(text)).__name__
+    except BadJson as error:
+        return _broken(path, text, error.place or 0, error, 1)
+    return DataError(
+        f"{path} holds a JSON {kind}. A list of rows was expected, because each element is a "
+        "sample: put the rows into one list."
+    )
+
+
+def _broken(path: Path, text: str, place: int, what: object, number: int) -> DataError:
+    line = text.count("\n", 0, place) + 1
+    column = place - text.rfind("\n", 0, place)
+    cut = (
+        "" if text.rstrip().endswith("]") else " The file ends without a ']': it may be cut short."
+    )
+    return DataError(
+        f"{path}:{line}:{column}: {what} in row {number}, {_near(text, place)!r}.{cut} A JSON list "
+        "of rows was expected: correct the row (a file of JSON lines ends in .jsonl)."
+    )
+
+
+def _near(text: str, place: int | None) -> str:
+    """Some of the text before a place; its beginning where none is known."""
+    end = 60 if place is None else place + 20
+    return text[max(end - 60, 0) : end].strip()

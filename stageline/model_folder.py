@@ -1,0 +1,158 @@
+"""Looks at a model folder before the library does: broken JSON, code of its own, no folder at all.
+
+All that loads a config, tokenizer or processor comes by here. The library would run code or ask for
+leave on the terminal, and look up on the network what is no folder.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+
+from stageline.errors import CheckpointError, UserError
+
+# what the library reads settings from; config.5.0.0.json may stand in for config.json
+_SETTINGS = ("config*.json", "*_config.json", "chat_template.json")
+# large, and without code: looked at only when something failed
+_BULKY = ("tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json")
+_KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation")
+
+
+def find_folder(path: str | Path, *, option: str = "--model-path") -> Path:
+    """The folder of a model on this machine; of a file, the folder it lies in.
+
+    Raises:
+        UserError: nothing is there. Names of models on the internet are not looked up.
+    """
+    found = Path(path).expanduser()
+    if not found.exists():
+        raise UserError(
+            f"{path} is no folder of this machine, a model's folder was expected in {option}: "
+            "models are read from here only, nothing is fetched over the network. Download it "
+            f"first (`hf download {path} --local-dir FOLDER`, if it is the name of a model) and "
+            "give its folder."
+        )
+    return found.parent if found.is_file() else found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object in a file of a model folder.
+
+    Raises:
+        CheckpointError: it is missing, is no JSON, or no object.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise _broken(path, error.strerror) from error
+    except (ValueError, RecursionError) as error:
+        raise _broken(path, str(error)[:100]) from error
+    if not isinstance(content, dict):
+        raise _broken(path, f"it holds a {type(content).__name__}")
+    return content
+
+
+def _broken(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be read ({why}), a JSON object was expected: it was cut short or changed, "
+        "or is something else by that name. Copy it again."
+    )
+
+
+def check_folder(path: str | Path, *, trust_remote_code: bool) -> Path:
+    """Refuses a folder with broken settings, or with code that nobody allowed; returns it.
+
+    Raises:
+        UserError: no folder, or its settings name Python code and `trust_remote_code` is off.
+        CheckpointError: a JSON file is broken.
+    """
+    folder = find_folder(path)
+    for file in sorted({file for pattern in _SETTINGS for file in folder.glob(pattern)}):
+        code = sorted(set(_code_names(read_json(file))))
+        if code and not trust_remote_code:
+            raise _has_code(file, code)
+    return folder
+
+
+def check_bulky(folder: Path) -> None:
+    """Names the broken one of the files that `check_folder` leaves out.
+
+    Raises:
+        CheckpointError: one is no JSON.
+    """
+    for name in _BULKY:
+        if (folder / name).is_file():
+            read_json(folder / name)
+
+
+def _code_names(value: object) -> Iterator[str]:
+    """The code that settings name, at any depth: sub-configs and parts have an auto_map each."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            yield from _leaves(value.get("auto_map"))
+            # "org/name" in place of sdpa is a compiled kernel that the library would fetch
+            kernels = [leaf for key in _KERNELS for leaf in _leaves(value.get(key))]
+            yield from (name for name in kernels if "/" in name)
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+
+
+def _leaves(value: object) -> list[str]:
+    if isinstance(value, dict):
+        return [leaf for one in value.values() for leaf in _leaves(one)]
+    if isinstance(value, list):
+        return [leaf for one in value for leaf in _leaves(one)]
+    return [] if value is None else [str(value)]
+
+
+def _has_code(file: Path, code: list[str]) -> UserError:
+    return UserError(
+        f"{file} names code of its own in auto_map ({', '.join(code)[:200]}), a model, tokenizer "
+        "and processor of the library were expected: code from elsewhere can do anything, so it "
+        "is not run unasked. If you have read it and trust it, give --trust-remote-code; if the "
+        "library has this architecture too, take auto_map out of the file, and its own is used."
+    )
+
+
+def load_config(path: str | Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The model's config, from this machine alone.
+
+    Raises:
+        UserError: no folder, code that nobody allowed, or a model that the library does not know.
+        CheckpointError: config.json is missing, broken or has wrong values.
+    """
+    folder = check_folder(path, trust_remote_code=trust_remote_code)
+    file = folder / "config.json"
+    if not file.exists():
+        raise UserError(
+            f"{folder} holds no config.json, the folder of a model was expected: it says what the "
+            "model is. Give the folder that has it, of a model in the library's format."
+        )
+    settings = read_json(file)
+    try:
+        return AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except Exception as error:  # wrong values raise what they like
+        kind = settings.get("model_type")
+        is_unknown = isinstance(kind, str) and kind not in CONFIG_MAPPING
+        raise (UserError if is_unknown else CheckpointError)(
+            f"{file} holds no config that can be read ({_first_line(error)}). A folder with "
+            "config.json of a known model_type was expected: a type of your own is made known by "
+            "AutoConfig.register() in the file that you --import."
+        ) from error
+
+
+def has_trusted_code(config: object) -> bool:
+    """Whether a config came with code: `load_config` lets such a one pass by the flag only."""
+    return bool(getattr(config, "auto_map", None))
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

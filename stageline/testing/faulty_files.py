@@ -1,0 +1,55 @@
+"""Makes files of a model folder faulty, and looks at how they are refused. For fault tests."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+
+from stageline.errors import UserError
+
+
+def refused(call: Callable[[], object], *words: object, code: int = 4) -> str:
+    """The message of the error that `call` raises; asserts its exit code and what it says."""
+    try:
+        call()
+    except UserError as error:
+        message = str(error)
+        assert error.exit_code == code, message
+        for word in words:
+            assert str(word) in message, f"{word} is not in: {message}"
+        return message
+    raise AssertionError("nothing was refused")
+
+
+def flip(path: Path, position: int, bit: int = 0) -> None:
+    """Turns one bit of a file; once more turns it back."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes the object in a JSON file; where there is none, an empty one."""
+    content = json.loads(path.read_text()) if path.exists() else {}
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def rewrite(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes the tensors in a safetensors file."""
+    state = load_file(file)
+    change(state)
+    save_file(state, file, metadata={"format": "pt"})
+
+
+class Canary:
+    """An object whose pickle makes a folder when it is opened."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return (os.mkdir, (str(self.path),))

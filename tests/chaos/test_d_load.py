@@ -1,0 +1,309 @@
+"""Faults in the files of a checkpoint: each is refused with exit code 4, file and tensor named."""
+
+import os
+import shutil
+import struct
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+import train_pp  # noqa: F401  now: what a test registers goes after it
+from pp_models import CausalLMStage
+from stageline.checkpoint.adapter import attach_adapter
+from stageline.checkpoint.files import weight_files
+from stageline.checkpoint.find import find_latest, no_checkpoint_left, skip_lines
+from stageline.checkpoint.layout import FORMAT_VERSION, MANIFEST, content_sum, read_manifest, verify
+from stageline.checkpoint.load import load_split_model
+from stageline.checkpoint.save import save_split_model
+from stageline.errors import CheckpointError
+from stageline.modules.lora import is_lora_name
+from stageline.testing.faulty_files import edit, flip, refused, rewrite
+from stageline.testing.small_run import Job
+from stageline.testing.tiny_checkpoints import tiny_whole
+
+SHARD = "model-00002-of-00002.safetensors"
+
+
+def load(folder, path=None, *, stage=1, num_stages=2, dtype=torch.float32, **kwargs):
+    config = AutoConfig.from_pretrained(folder)
+    model = CausalLMStage(config, stage=stage, num_stages=num_stages, dtype=dtype, **kwargs)
+    load_split_model(model, path or folder, device="cpu", dtype=dtype)
+    return model
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory):
+    """A model folder as a run saves it: two shards, and the weights of a whole llama."""
+    folder = tmp_path_factory.mktemp("originals")
+    tiny_whole("llama", folder / "whole", max_shard_size="1GB")
+    stages = [load(folder / "whole", stage=stage) for stage in range(2)]
+    save_split_model(stages, None, folder / "saved", step=2)
+    return folder
+
+
+@pytest.fixture
+def saved(originals, tmp_path):
+    return shutil.copytree(originals / "saved", tmp_path / "saved")
+
+
+@pytest.fixture
+def whole(originals, tmp_path):
+    """A folder of another program: one file, no manifest."""
+    return shutil.copytree(originals / "whole", tmp_path / "whole")
+
+
+def edit_manifest(folder, change, *, signs=True):
+    def both(manifest):
+        change(manifest)
+        if signs:
+            manifest["sha256"] = content_sum(manifest)
+
+    edit(folder / MANIFEST, both)
+
+
+def save_adapter(whole, folder):
+    stages = [load(whole, stage=stage, llm_lora_num=1) for stage in range(2)]
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            parameter.requires_grad_(is_lora_name(name))
+    return save_split_model(stages, None, folder, base_path=str(whole))
+
+
+# -- bytes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", ["one byte", "half", "all"])
+@pytest.mark.parametrize("folder", ["saved", "whole"])
+def test_d01_a_truncated_shard_is_named_with_both_sizes(folder, cut, request):
+    folder = request.getfixturevalue(folder)
+    file = next(path for path in sorted(folder.glob("*.safetensors"), reverse=True))
+    size = file.stat().st_size
+    left = {"one byte": size - 1, "half": size // 2, "all": 0}[cut]
+    os.truncate(file, left)
+    refused(lambda: load(folder), file, f"expected {size if left else 8} bytes", f"found {left}")
+    if (folder / MANIFEST).exists():
+        refused(lambda: verify(folder), file, f"found {left} bytes", f"expected {size} bytes")
+
+
+def test_d01_a_run_on_a_truncated_file_ends_with_code_4(tmp_path):
+    job = Job(tmp_path)
+    file = job.model / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 1)
+    ended = job.fork("out")
+    assert ended.code == 4
+    assert str(file) in ended.err and "expected" in ended.err
+    assert "Traceback" not in ended.err
+    assert ended.seconds < 30
+    assert not job.checkpoints("out")
+
+
+def test_d02_a_bit_flipped_in_the_data_is_caught(saved):
+    for position in (-1, -1000):
+        flip(saved / SHARD, position)
+        refused(lambda: verify(saved), saved / SHARD, "sha256")
+        refused(lambda: load(saved), saved / SHARD, "sha256")
+        load(saved, stage=0)  # reads the other shard alone
+        flip(saved / SHARD, position)
+    verify(saved)
+    load(saved)
+
+
+def test_d02_a_bit_flipped_in_an_adapter_is_caught(whole, tmp_path):
+    folder = save_adapter(whole, tmp_path / "adapter")
+    load(whole, folder, llm_lora_num=1)
+    flip(folder / "adapter_model.safetensors", -1)
+    refused(lambda: load(whole, folder, llm_lora_num=1), "adapter_model.safetensors", "sha256")
+
+
+def test_d03_a_bit_flipped_in_a_header_is_caught(saved):
+    file = saved / SHARD
+    length = struct.unpack("<Q", file.read_bytes()[:8])[0] + 8
+    for position in (0, 3, 7, 8, 9, *range(10, length, max(1, length // 40)), length - 1):
+        flip(file, position, bit=position % 8)
+        refused(lambda: verify(saved), file, "sha256")
+        refused(lambda: load(saved))
+        flip(file, position, bit=position % 8)
+    verify(saved)
+
+
+def test_d03_every_bit_of_the_manifest_counts(saved):
+    manifest = saved / MANIFEST
+    before = manifest.read_bytes()
+    for position in range(len(before)):
+        changed = bytearray(before)
+        changed[position] ^= 1 << (position % 8)
+        manifest.write_bytes(changed)
+        refused(lambda: read_manifest(saved), manifest)
+    manifest.write_bytes(before)
+    verify(saved)
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+def test_d04_a_missing_shard_is_named(saved):
+    (saved / SHARD).unlink()
+    for stage in range(2):
+        refused(lambda stage=stage: load(saved, stage=stage), saved / SHARD, "is missing")
+    refused(lambda: verify(saved), saved / SHARD, "is missing")
+
+
+@pytest.mark.parametrize("content", [None, b"", b"[]", b'{"format_version": 2', b"\xff\xfe{}"])
+def test_d05_a_folder_without_a_whole_manifest_is_incomplete(content, saved):
+    older = shutil.copytree(saved, saved.parent / "step-00000002")
+    newer = saved.rename(saved.parent / "step-00000004")
+    if content is None:
+        (newer / MANIFEST).unlink()
+    else:
+        (newer / MANIFEST).write_bytes(content)
+    refused(lambda: verify(newer), newer / MANIFEST, "incomplete")
+    found, skipped = find_latest(saved.parent)
+    assert found == older
+    assert [path for path, _ in skipped] == [newer]
+    assert "incomplete" in skipped[0][1]
+
+
+@pytest.mark.parametrize("kind", ["missing", "extra"])
+def test_d06_a_tensor_that_is_missing_or_extra_is_listed(kind, whole):
+    name = "model.layers.3.mlp.up_proj.weight"
+
+    def change(state):
+        if kind == "missing":
+            del state[name]
+        else:
+            state["one.more.weight"] = torch.zeros(2)
+
+    rewrite(whole / "model.safetensors", change)
+    refused(lambda: load(whole), whole, name if kind == "missing" else "one.more.weight")
+
+
+def test_d06_an_index_that_promises_what_no_file_holds(saved):
+    def change(index):
+        index["weight_map"]["model.layers.9.mlp.up_proj.weight"] = SHARD
+
+    edit(saved / "model.safetensors.index.json", change)
+    refused(lambda: weight_files(saved), saved / SHARD, "model.layers.9.mlp.up_proj.weight")
+
+
+def test_d07_another_shape_is_told_with_both(whole):
+    name = "model.layers.3.mlp.up_proj.weight"
+    shape = list(load_file(whole / "model.safetensors")[name].shape)
+
+    def change(state):
+        state[name] = torch.zeros(shape[0] + 1, shape[1])
+
+    rewrite(whole / "model.safetensors", change)
+    refused(lambda: load(whole), name, [shape[0] + 1, shape[1]], shape)
+
+
+def test_d07_an_adapter_of_a_wider_model_is_refused(whole, tmp_path):
+    folder = save_adapter(whole, tmp_path / "adapter")
+    (folder / MANIFEST).unlink()
+    name = "base_model.model.model.layers.3.mlp.up_proj.lora_A.weight"
+
+    def widen(state):
+        state[name] = torch.cat([state[name]] * 2, dim=1)
+
+    rewrite(folder / "adapter_model.safetensors", widen)
+    base = tiny_whole("llama")
+    for call in (lambda: load(whole, folder, llm_lora_num=1), lambda: attach_adapter(base, folder)):
+        refused(call, "adapter_model.safetensors", "model.layers.3.mlp.up_proj", "inputs")
+
+
+def test_d08_integers_in_place_of_weights_are_refused_and_floats_are_cast_aloud(whole):
+    assert load(whole).cast_note is None
+    half = load(whole, dtype=torch.bfloat16)
+    assert "saved in float32 and are kept in bfloat16" in half.cast_note
+    name = "model.layers.3.mlp.up_proj.weight"
+
+    def quantise(state):
+        state[name] = state[name].to(torch.int8)
+
+    rewrite(whole / "model.safetensors", quantise)
+    refused(lambda: load(whole), whole, f"{name} (I8)", "not quantised")
+
+
+# -- which checkpoint ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def three(saved):
+    """Checkpoints of steps 2, 4 and 6; the oldest was changed last, the clock went backwards."""
+    folders = [
+        shutil.copytree(saved, saved.parent / "checkpoints" / f"step-{step:08d}")
+        for step in (2, 4, 6)
+    ]
+    for number, folder in enumerate(folders):
+        os.utime(folder, (10_000 - number, 10_000 - number))
+    (folders[0].parent / "step-00000008.tmp-1a2b3c4d").mkdir()
+    (folders[0].parent / "best-step-00000009").mkdir()
+    return folders
+
+
+def spoil(folder, kind):
+    if kind == "cut":
+        os.truncate(folder / SHARD, 100)
+    elif kind == "flipped":
+        flip(folder / SHARD, -1)
+    elif kind == "gone":
+        (folder / SHARD).unlink()
+    elif kind == "unfinished":
+        (folder / MANIFEST).unlink()
+    elif kind == "empty":
+        shutil.rmtree(folder)
+        folder.mkdir()
+    elif kind == "a file":
+        shutil.rmtree(folder)
+        folder.write_text("")
+
+
+KINDS = ["cut", "flipped", "gone", "unfinished", "empty", "a file"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_d10_the_newest_whole_one_is_found_and_both_are_named(kind, three):
+    assert find_latest(three[0].parent) == (three[2], [])
+    spoil(three[2], kind)
+    found, skipped = find_latest(three[0].parent)
+    assert found == three[1]
+    (line,) = skip_lines(found, skipped)
+    assert "step-00000006 is skipped" in line
+    assert "step-00000004 is used in its place" in line
+    refused(lambda: verify(three[2]), three[2])  # a path that is given never falls back
+    for folder in three[:2]:
+        verify(folder)
+
+
+def test_d11_none_left_is_an_error_with_every_reason(three):
+    for folder, kind in zip(three, ("cut", "flipped", "unfinished"), strict=True):
+        spoil(folder, kind)
+    found, skipped = find_latest(three[0].parent)
+    assert found is None
+    error = no_checkpoint_left(skipped)
+    assert error.exit_code == 4
+    for folder in three:
+        assert folder.name in str(error)
+    assert "incomplete" in str(error) and "sha256" in str(error) and "100 bytes" in str(error)
+    assert find_latest(three[0].parent / "nothing") == (None, [])
+
+
+def test_d11_another_way_to_verify_may_be_given(three):
+    seen = []
+
+    def verify_together(folder):
+        seen.append(folder.name)
+        if len(seen) == 1:
+            raise CheckpointError("rank 3 says no")
+
+    assert find_latest(three[0].parent, verify=verify_together)[0] == three[1]
+    assert seen == ["step-00000006", "step-00000004"]
+
+
+@pytest.mark.parametrize("version", [FORMAT_VERSION + 1, FORMAT_VERSION + 40, 1, "2", None])
+def test_d14_another_format_says_which_version_is_needed(version, saved):
+    edit_manifest(saved, lambda manifest: manifest.update(format_version=version))
+    message = refused(lambda: verify(saved), f"format version {version}", FORMAT_VERSION)
+    is_newer = isinstance(version, int) and version > FORMAT_VERSION
+    assert ("Update Stageline" in message) is is_newer

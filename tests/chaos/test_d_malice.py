@@ -1,0 +1,224 @@
+"""Malice in the files of a checkpoint, and files that are none: refused with exit code 4."""
+
+import json
+import os
+import pickle
+import re
+import shutil
+import struct
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from pp_models import CausalLMStage
+from stageline.checkpoint import files as checkpoint_files
+from stageline.checkpoint.files import find_checkpoint, weight_files
+from stageline.checkpoint.header import MAX_HEADER_BYTES, read_header
+from stageline.checkpoint.layout import MANIFEST, content_sum, verify
+from stageline.checkpoint.load import load_split_model
+from stageline.checkpoint.save import save_split_model
+from stageline.testing.faulty_files import Canary, edit, refused
+from stageline.testing.tiny_checkpoints import tiny_whole
+
+SHARD = "model-00002-of-00002.safetensors"
+
+
+def load(folder, path=None, *, stage=1, num_stages=2, dtype=torch.float32, **kwargs):
+    config = AutoConfig.from_pretrained(folder)
+    model = CausalLMStage(config, stage=stage, num_stages=num_stages, dtype=dtype, **kwargs)
+    load_split_model(model, path or folder, device="cpu", dtype=dtype)
+    return model
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory):
+    """A model folder as a run saves it: two shards, and the weights of a whole llama."""
+    folder = tmp_path_factory.mktemp("originals")
+    tiny_whole("llama", folder / "whole", max_shard_size="1GB")
+    stages = [load(folder / "whole", stage=stage) for stage in range(2)]
+    save_split_model(stages, None, folder / "saved", step=2)
+    return folder
+
+
+@pytest.fixture
+def saved(originals, tmp_path):
+    return shutil.copytree(originals / "saved", tmp_path / "saved")
+
+
+@pytest.fixture
+def whole(originals, tmp_path):
+    """A folder of another program: one file, no manifest."""
+    return shutil.copytree(originals / "whole", tmp_path / "whole")
+
+
+def with_header(path, header, data=b""):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def edit_manifest(folder, change, *, signs=True):
+    def both(manifest):
+        change(manifest)
+        if signs:
+            manifest["sha256"] = content_sum(manifest)
+
+    edit(folder / MANIFEST, both)
+
+
+# -- malice --------------------------------------------------------------------------------------
+
+
+def test_d15_pickles_beside_the_weights_are_never_opened(saved, tmp_path):
+    canary = tmp_path / "canary"
+    content = pickle.dumps(Canary(canary))
+    names = ("pytorch_model.bin", "optimizer.pt", ".metadata", "rng_state.pth", "a.ckpt")
+    for name in (*names, "training_args.bin"):
+        (saved / name).write_bytes(content)
+    verify(saved)
+    load(saved)
+    for name in names:
+        if name != ".metadata":
+            refused(lambda name=name: find_checkpoint(saved / name), name, "is never opened")
+    for name in names:
+        shutil.copy(saved / name, saved / "model.safetensors.new")
+        refused(lambda: read_header(saved / "model.safetensors.new"), "pickle")
+    assert not canary.exists()
+    pickle.loads(content)
+    assert canary.exists()  # it would have shown
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "deep/model.safetensors", "a.index.json"])
+def test_d15_files_that_nobody_saved_are_not_loaded(name, saved):
+    (saved / "deep").mkdir()
+    shutil.copy(saved / SHARD, saved / name)
+    refused(lambda: verify(saved), saved / name, "not in the manifest")
+    (saved / name).unlink()
+    (saved / "notes.txt").write_text("a note may lie here")
+    verify(saved)
+
+
+@pytest.mark.parametrize(
+    "name", ["../whole/model.safetensors", "/etc/passwd", "deep/../../x", "..", "", "a\\b", "a\0b"]
+)
+def test_d16_names_that_lead_out_of_the_folder_are_refused(name, saved):
+    def point(index):
+        index["weight_map"]["model.norm.weight"] = name
+
+    edit(saved / "model.safetensors.index.json", point)
+    refused(lambda: weight_files(saved), "index.json", repr(name), "plain file name")
+    edit_manifest(saved, lambda m: m["files"].update({name: {"size": 1, "sha256": "0"}}))
+    refused(lambda: verify(saved), MANIFEST, repr(name), "below its folder")
+
+
+def test_d16_links_that_lead_out_of_the_folder_are_refused(saved, whole, tmp_path):
+    shutil.move(saved / SHARD, tmp_path / "elsewhere")
+    (saved / SHARD).symlink_to(tmp_path / "elsewhere")
+    for call in (lambda: weight_files(saved), lambda: verify(saved)):
+        refused(call, saved / SHARD, tmp_path / "elsewhere", "leads out of its folder")
+    shutil.move(whole / "model.safetensors", tmp_path / "elsewhere")
+    (whole / "model.safetensors").symlink_to(tmp_path / "elsewhere")
+    refused(lambda: weight_files(whole), "model.safetensors", "leads out of its folder")
+
+
+def test_d16_links_within_the_folder_and_within_a_cache_are_followed(originals, whole, tmp_path):
+    linked = tmp_path / "linked"
+    linked.symlink_to(whole)
+    load(linked)
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    blobs = tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, path in enumerate(whole.iterdir()):
+        shutil.copy(path, blobs / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    load(snapshot)
+
+
+def entry(start, end, shape=(2,), dtype="F32"):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+
+
+HEADERS = {
+    "length 2^63": (struct.pack("<Q", 1 << 63) + b"{}", f"{1 << 63} bytes"),
+    "length above the cap": (
+        struct.pack("<Q", MAX_HEADER_BYTES + 1) + b"{}",
+        f"at most {MAX_HEADER_BYTES}",
+    ),
+    "length above the file": (struct.pack("<Q", 1000) + b"{}", "expected 1008 bytes"),
+    "too short": (b"abc", "found 3"),
+    "overlap": ({"a": entry(0, 8), "b": entry(4, 12)}, "'b' overlaps"),
+    "same place": ({"a": entry(0, 8), "b": entry(0, 8)}, "'b' overlaps"),
+    "hole": ({"a": entry(0, 8), "b": entry(9, 17)}, "'b' leaves a hole"),
+    "beyond the end": ({"a": entry(0, 8), "b": entry(8, 16)}, "found 8 bytes|by its header"),
+    "data that belongs to none": ({"a": entry(0, 4, (1,))}, "by its header"),
+    "backwards": ({"a": entry(8, 0)}, "expected at 0"),
+    "negative": ({"a": entry(-8, 0)}, "offsets"),
+    "overflow": ({"a": entry(0, 8, (1 << 62, 1 << 62))}, "overflows"),
+    "overflow with a zero": ({"a": entry(0, 8, (1 << 62, 1 << 62, 0))}, "overflows"),
+    "wrong size": ({"a": entry(0, 8, (3,))}, "expected 12 bytes, found 8"),
+    "unknown dtype": ({"a": entry(0, 8, dtype="F31")}, "unknown dtype 'F31'"),
+    "a float as length": ({"a": entry(0, 8, (2.0,))}, "shape"),
+    "a truth as length": ({"a": entry(0, 8, (True, 2))}, "shape"),
+    "doubled name": (
+        b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},'
+        b'"a":{"dtype":"I32","shape":[2],"data_offsets":[0,8]}}',
+        "'a' twice",
+    ),
+    "not UTF-8": (b'{"\xff":1}', "UTF-8"),
+    "no JSON": (b"{]", "no JSON"),
+    "nesting": (b'{"a":' + b"[" * 200_000, "no JSON"),
+    "a list": (b"[]", "does not begin with"),
+    "NaN": (b'{"a":NaN}', "NaN"),
+    "metadata": ({"__metadata__": {"a": 1}, "a": entry(0, 8)}, "__metadata__"),
+    "HTML": (b"<!DOCTYPE html><html><body>404</body></html>", "looks like HTML"),
+    "LFS pointer": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+        "Git LFS pointer",
+    ),
+    "zip": (b"PK\x03\x04" + bytes(100), "zip archive"),
+    "GGUF": (b"GGUF" + bytes(100), "GGUF"),
+    "zeros": (bytes(100), "begins with zeros"),
+    "JSON": (b'{"error": "not found"}', "JSON"),
+}
+RAW = {"length", "too", "HTML", "LFS", "zip", "GGUF", "zeros", "JSON"}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_d17_false_headers_are_refused_before_anything_is_allocated(case, tmp_path):
+    header, words = HEADERS[case]
+    file = tmp_path / "model.safetensors"
+    if case.split()[0] in RAW and isinstance(header, bytes):
+        file.write_bytes(header)
+    else:
+        with_header(file, header, bytes(8))
+    message = refused(lambda: weight_files(tmp_path), file)
+    assert re.search(words, message), message
+
+
+def test_d18_a_file_that_is_cut_while_it_is_read_ends_with_a_message(whole, monkeypatch):
+    """Mapped, it would end the process by a bus error, without a word."""
+    file = whole / "model.safetensors"
+    read, size = checkpoint_files.read_tensor, file.stat().st_size
+
+    def cut_then_read(*arguments):
+        os.truncate(file, size // 4)
+        return read(*arguments)
+
+    monkeypatch.setattr(checkpoint_files, "read_tensor", cut_then_read)
+    refused(lambda: load(whole), file, "the tensor model.", "cut short or changed while")
+
+
+def test_d19_a_folder_a_pipe_or_nothing_in_place_of_a_file(whole, tmp_path):
+    refused(lambda: find_checkpoint(tmp_path / "gone"), tmp_path / "gone", code=2)
+    file = whole / "model.safetensors"
+    refused(lambda: read_header(tmp_path / "gone.safetensors"), "gone.safetensors", "No such file")
+    file.unlink()
+    message = refused(lambda: weight_files(whole), whole, "neither", "config.json")
+    assert "os error" not in message
+    file.mkdir()
+    refused(lambda: weight_files(whole), file, "it is a folder")
+    file.rmdir()
+    os.mkfifo(file)
+    refused(lambda: weight_files(whole), file, "a pipe")

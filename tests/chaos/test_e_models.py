@@ -1,0 +1,103 @@
+"""Resuming other models: tied weights, experts, a frozen tower, adapters over a random start."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from stageline.checkpoint.layout import verify
+from stageline.testing.small_run import Job
+from stageline.testing.tiny_models import tiny_config
+from stageline.testing.tiny_processors import tiny_processor
+
+KILL = "at=step,step={},do=sigkill"
+RESUME = ("--resume", "auto")
+
+
+def tensors(folder):
+    verify(folder)
+    return {
+        f"{path.parent.name if path.parent != folder else ''}/{name}": value
+        for path in folder.rglob("*.safetensors")
+        for name, value in load_file(path).items()
+    }
+
+
+def last(job, name, step=12):
+    return job.folder / name / "checkpoints" / f"step-{step:08d}"
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gemma2"])
+def test_d12_tied_weights_and_experts_over_other_stages(family, tmp_path):
+    """Two stages, then one, then three: as one stage throughout, but for the order of sums."""
+    job = Job(tmp_path, family=family, tied=family != "mixtral")
+    assert job.fork("whole", ranks=1).code == 0
+    assert job.fork("parts", ranks=2, chaos=KILL.format(3), waits=True).code != 0
+    assert job.fork("parts", *RESUME, ranks=1, chaos=KILL.format(7), waits=True).code != 0
+    done = job.fork("parts", *RESUME, ranks=3)
+    assert done.code == 0 and "6 of 12 steps are done" in done.out, done.err
+    assert job.losses("parts") == pytest.approx(job.losses("whole"), rel=1e-5)
+    ours, theirs = tensors(last(job, "parts")), tensors(last(job, "whole"))
+    assert ours.keys() == theirs.keys(), "tied weights and their moments are saved once"
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_tied_weights_stay_equal_to_the_bit_on_the_same_stages(tmp_path):
+    """Both copies of a tied weight, and their moments, come from one."""
+    job = Job(tmp_path, tied=True)
+    assert job.fork("whole", ranks=2).code == 0
+    assert job.fork("parts", ranks=2, chaos=KILL.format(5), waits=True).code != 0
+    assert job.fork("parts", *RESUME, ranks=2).code == 0
+    ours, theirs = tensors(last(job, "parts")), tensors(last(job, "whole"))
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+    assert job.losses("parts") == job.losses("whole")
+
+
+def test_an_adapter_over_a_base_that_started_at_random(tmp_path):
+    """The base is saved once, beside the checkpoints, and comes from there."""
+    job = Job(tmp_path)
+    start = ("--model-path", "", "--config-path", job.model, "--llm-lora-num", 1)
+    assert job.fork("whole", *start, ranks=2).code == 0
+    assert job.fork("parts", *start, ranks=2, chaos=KILL.format(7), waits=True).code != 0
+    done = job.fork("parts", *start, *RESUME, ranks=1)
+    assert done.code == 0, done.err
+    assert job.losses("parts") == job.losses("whole")
+    ours, theirs = tensors(last(job, "parts")), tensors(last(job, "whole"))
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+    bases = [job.folder / name / "base" for name in ("whole", "parts")]
+    whole, parts = map(tensors, bases)
+    assert len(whole) > 20 and all(torch.equal(parts[name], whole[name]) for name in whole)
+    for name in ("whole", "parts"):
+        manifest = json.loads((last(job, name) / "manifest.json").read_text())
+        assert manifest["base"] == str(job.folder / name / "base")
+
+
+def test_e12_a_frozen_tower(tmp_path):
+    """A vision-language model on pictures: equal after a resume, the tower as it was."""
+    job = Job(tmp_path)
+    job.family = "internvl"
+    processor = tiny_processor("internvl")
+    folder = tmp_path / "vlm"
+    processor.save_pretrained(folder)
+    config = tiny_config("internvl", vocab_size=len(processor.tokenizer))
+    config.save_pretrained(folder)
+    options = (
+        *("--model-path", "", "--config-path", folder, "--dataset", "digits", "--frozen-vit"),
+        *("--prompt", "digits", "--image-token", "auto", "--dataset-path", "", "--batch-size", 8),
+        *("--max-token-num", 96, "--total-steps", 4, "--save-steps", 2),
+    )
+    whole = job.fork("whole", *options, ranks=1)
+    assert whole.code == 0, whole.err
+    assert job.fork("parts", *options, ranks=2, chaos=KILL.format(3), waits=True).code != 0
+    done = job.fork("parts", *options, *RESUME, ranks=1)
+    assert done.code == 0 and "2 of 4 steps are done" in done.out, done.err
+    assert job.losses("parts") == job.losses("whole")
+    before = tensors(last(job, "whole", 2))
+    ours, theirs = tensors(last(job, "parts", 4)), tensors(last(job, "whole", 4))
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+    moved = {name for name in theirs if not torch.equal(before[name], theirs[name])}
+    assert any("language_model" in name for name in moved)
+    tower = [name for name in theirs if "vision" in name]
+    assert tower and not moved & set(tower)

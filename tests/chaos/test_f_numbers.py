@@ -1,0 +1,337 @@
+"""Numbers that go wrong: weights take no harm, all ranks agree, the message says where it was."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from loss_fn import sft
+from pp_models import CausalLMStage
+from stageline.checkpoint.init import init_split_model
+from stageline.pipeline.runner import PipelineRunner
+from stageline.testing.ranks import run_ranks
+from stageline.testing.small_run import Job
+from stageline.testing.tiny_batches import tiny_micro_batches
+from stageline.testing.tiny_models import tiny_config
+from stageline.training.skips import Skips
+from stageline.training.step import TrainStep
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """A job whose run `whole` nothing has disturbed."""
+    job = Job(tmp_path_factory.mktemp("job"))
+    assert (
+        job.fork("whole", "--total-steps", 6, "--save-steps", 1, "--lr-scheduler", "cosine").code
+        == 0
+    )
+    return job
+
+
+def weights(job, name, checkpoint):
+    folder = job.folder / name / "checkpoints" / checkpoint
+    return {
+        key: value
+        for file in folder.glob("*.safetensors")
+        for key, value in load_file(file).items()
+    }
+
+
+def assert_equal(ours, theirs):
+    assert ours and ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def records(job, name):
+    lines = (job.folder / name / "log.jsonl").read_text().splitlines()
+    return {r["step"]: r for r in map(json.loads, lines) if r["kind"] == "train"}
+
+
+FAULTS = {
+    "f01": (
+        "at=loss,rank=1,step=3,count=2,do=value",
+        ["step 4 was skipped", "the loss is nan in micro-batch 1 (rows "],
+    ),
+    "f02": (
+        "at=gradient,rank=0,step=3,do=value",
+        ["step 4 was skipped", "model.embed_tokens.weight (stage 0, rank 0)", "inf", "1 of 39"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_stops_at_the_first_before_the_update(job, case):
+    chaos, words = FAULTS[case]
+    options = ("--max-skipped-steps", 1, "--total-steps", 6, "--save-steps", 1)
+    ended = job.fork(case, *options, chaos=chaos)
+    assert ended.code == 6 and ended.seconds < 30
+    for word in [*words, "checkpoints are as they were", "--max-skipped-steps"]:
+        assert word in ended.err
+    assert job.checkpoints(case) == [f"step-0000000{step}" for step in (1, 2, 3)]
+    for name in job.checkpoints(case):
+        assert_equal(weights(job, case, name), weights(job, "whole", name))
+    record = records(job, case)[4]
+    rows = record["trouble"]["rows"]
+    assert record["is_skipped"] and len(set(rows)) == 8
+    if case == "f01":
+        assert f"(rows {rows[2]}, {rows[3]})" in record["trouble"]["problem"], (
+            "those of micro-batch 1"
+        )
+
+
+def test_f01_on_one_of_two_replicas(job):
+    options = ("--num-stages", 1, "--dp-degree", 2, "--max-skipped-steps", 1)
+    ended = job.fork("replica", *options, chaos="at=loss,rank=1,step=1,do=value")
+    assert ended.code == 6
+    assert "the loss is nan in micro-batch 0" in ended.err and "of replica 1" in ended.err
+    assert len(set(records(job, "replica")[2]["trouble"]["rows"])) == 16, "rows of both"
+
+
+def test_f03_a_skipped_step_is_counted_and_changes_nothing(job):
+    faults = [f"at=loss,rank=1,step={step},do=value" for step in (1, 3, 4)]
+    options = ("--total-steps", 6, "--save-steps", 1)
+    ended = job.fork("skip", *options, chaos=";".join(faults))
+    assert ended.code == 0, ended.err
+    told = records(job, "skip")
+    assert [told[step]["is_skipped"] for step in range(1, 7)] == [0, 1, 0, 1, 1, 0]
+    counts = [told[step]["trouble"] for step in (2, 4, 5)]
+    assert [(count["skipped_in_a_row"], count["num_skipped"]) for count in counts] == [
+        (1, 1),
+        (1, 2),
+        (2, 3),
+    ]
+    assert "step 5/6: skipped, no weight changed (2 in a row, 3 in all)" in ended.out
+    for before, after in ((1, 2), (3, 4), (4, 5)):
+        old, new = (weights(job, "skip", f"step-0000000{step}") for step in (before, after))
+        assert_equal(old, new)
+    assert not torch.equal(
+        *(weights(job, "skip", f"step-0000000{s}")["model.norm.weight"] for s in (5, 6))
+    )
+
+
+def test_f03_too_many_in_a_row(job):
+    faults = [f"at=gradient,rank=1,step={step},do=value" for step in (1, 3, 4, 5)]
+    options = ("--total-steps", 9, "--save-steps", 2, "--max-skipped-steps", 3)
+    ended = job.fork("row", *options, chaos=";".join(faults))
+    assert ended.code == 6
+    assert "3 steps in a row up to step 6 were skipped" in ended.err
+    assert job.checkpoints("row") == ["step-00000002", "step-00000004"]
+
+
+def test_f04_a_micro_batch_without_targets_weighs_nothing(job, tmp_path):
+    rows = job.rows.read_text().splitlines()[:7]
+    silent = json.dumps({"id": "7", "question": "?" * 100, "answer": "!"})  # too long, so dropped
+    for name, lines in (("with", [*rows, silent]), ("without", rows)):
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+        size = ("--batch-size", len(lines), "--micro-batch-size", 1, "--total-steps", 3)
+        data = ("--dataset-path", tmp_path / name, "--collate-fn.overlong", "drop")
+        ended = job.fork(name, *size, *data, "--dataset.test_size", 0)
+        assert ended.code == 0, ended.err
+    ours, theirs = job.losses("with"), job.losses("without")
+    assert all(math.isfinite(loss) for loss in ours.values())
+    assert list(ours.values()) == pytest.approx(list(theirs.values()), rel=1e-6)
+    told = records(job, "with")[1], records(job, "without")[1]
+    assert told[0]["num_targets"] == told[1]["num_targets"]
+    assert told[0]["num_samples"] == told[1]["num_samples"] == 7
+
+
+def test_f05_nan_is_not_hidden(job):
+    options = ("--total-steps", 9, "--log-steps", 9)
+    ended = job.fork("log", *options, chaos="at=loss,rank=1,step=4,do=value")
+    told = records(job, "log")
+    assert sorted(told) == [1, 5, 9], "a skipped step is logged whatever the interval"
+    assert told[5]["loss"] is None and told[5]["non_finite"]["loss"] == "nan"
+    assert "step 5/9: skipped" in ended.out and "the loss is nan" in ended.out
+
+
+@pytest.mark.parametrize("action", ["warn", "skip"])
+def test_f06_a_spike(job, action):
+    name = f"spike-{action}"
+    options = ("--total-steps", 20, "--save-steps", 1, "--spike-sigma", 6, "--spike-action", action)
+    ended = job.fork(name, *options, chaos="at=spike,rank=1,step=17,do=value")
+    assert ended.code == 0, ended.err
+    told = records(job, name)
+    assert "is a spike, more than 6 standard deviations" in told[18]["trouble"]["problem"]
+    assert [step for step in told if "trouble" in told[step]] == [18]
+    assert told[18]["is_skipped"] == (action == "skip")
+    before, after = (weights(job, name, f"step-000000{step}") for step in (17, 18))
+    is_same = all(torch.equal(before[key], after[key]) for key in before)
+    assert is_same == (action == "skip")
+
+
+def test_f06_a_resumed_run_decides_the_same():
+    losses = [2.0 + 0.01 * (step % 7) for step in range(30)] + [2.2, 2.0, math.nan, 2.2, 3.0]
+    straight = Skips(spike_sigma=4, spike_action="skip")
+    whole = [straight.judge(loss, 0.0, 1.0) for loss in losses]
+    assert {verdict.is_skipped for verdict in whole[:30]} == {False}
+    assert [verdict.is_skipped for verdict in whole[30:]] == [True, False, True, True, True]
+    for cut in (10, 20, 31, 33):
+        first = Skips(spike_sigma=4, spike_action="skip")
+        for loss in losses[:cut]:
+            first.judge(loss, 0.0, 1.0)
+        second = Skips(spike_sigma=4, spike_action="skip")
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert [second.judge(loss, 0.0, 1.0) for loss in losses[cut:]] == whole[cut:]
+        assert second.state_dict() == straight.state_dict()
+
+
+REPLAYS = {
+    "once": ("at=flip,rank=1,step=3,do=value", 16, ["stage 1 on rank 1", "with the second"]),
+    "later": (
+        "at=flip,rank=0,step=3,count=2,do=value",
+        16,
+        ["stage 0 on rank 0", "with the first"],
+    ),
+    "always": (
+        ";".join(["at=flip,rank=0,step=3,do=value"] * 2),
+        17,
+        ["stage 0 on rank 0", "model.embed_tokens.weight", "differed from both"],
+    ),
+    "weight": (
+        "at=flip_weight,rank=1,step=3,do=value",
+        16,
+        ["stage 1 on rank 1: a weight changed", "model.layers.2.self_attn.q_proj.weight"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REPLAYS)
+def test_f07_replay(job, case):
+    chaos, code, words = REPLAYS[case]
+    name = f"flip-{case}"
+    options = ("--total-steps", 6, "--save-steps", 1, "--replay-steps", 2)
+    ended = job.fork(name, *options, chaos=chaos)
+    assert ended.code == code and ended.seconds < 30
+    for word in ["step 4", *words]:
+        assert word in ended.err
+    assert job.checkpoints(name) == [f"step-0000000{step}" for step in (1, 2, 3)]
+    assert_equal(*(weights(job, run, "step-00000003") for run in (name, "whole")))
+
+
+@pytest.mark.parametrize("options", [(), ("--bf16",)], ids=["fp32", "bf16"])
+def test_f07_replaying_changes_no_number(job, options):
+    lora = ("--llm-lora-num", 1, "--lora-dropout", 0.5, "--total-steps", 5, "--save-steps", 0)
+    names = [f"{kind}{len(options)}" for kind in ("once", "twice")]
+    for name, replay in zip(names, (0, 1), strict=True):
+        ended = job.fork(name, *lora, *options, "--replay-steps", replay)
+        assert ended.code == 0, ended.err
+    assert job.losses(names[0]) == job.losses(names[1])
+
+
+def test_f08_a_stage_that_learns_nothing_is_named_once(job):
+    faults = [f"at=zero_gradient,rank=1,step={step},do=value" for step in (1, 2)]
+    ended = job.fork("zero", "--total-steps", 4, chaos=";".join(faults))
+    assert ended.code == 0, ended.err
+    assert ended.out.count("all gradients of stage 1 are zero") == 1
+    assert "all gradients of stage 0" not in ended.out
+    assert [step for step, r in records(job, "zero").items() if "warnings" in r] == [2]
+
+
+def test_d20_nan_in_loaded_weights(job, tmp_path):
+    file = tmp_path / "model" / "model.safetensors"
+    file.parent.mkdir()
+    for path in job.model.iterdir():
+        (file.parent / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(file)
+    name = "model.layers.3.mlp.up_proj.weight"
+    tensors[name][0, 0] = math.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    ended = job.fork("nan", "--model-path", file.parent)
+    assert ended.code == 6
+    for word in (name, str(file), "1 nan, 0 inf", "stage 1"):
+        assert word in ended.err
+    assert job.checkpoints("nan") == []
+
+
+# -- without the entry file ------------------------------------------------------------------
+
+
+def build(rank, num_ranks, **options):
+    stage = CausalLMStage(tiny_config("llama"), stage=rank, num_stages=num_ranks)
+    init_split_model(stage, seed=1, device="cpu", dtype=torch.float32)
+    stage.frozen()
+    stage.train()
+    runner = PipelineRunner(stage, device=torch.device("cpu"))
+    return TrainStep(
+        runner,
+        make_optimizer=lambda named: torch.optim.AdamW(named.values(), lr=1e-2),
+        learning_rate=lambda step: 1e-2,
+        **options,
+    )
+
+
+def state(step):
+    moments = step.optimizer.state_dict()["state"]
+    tensors = list(step.weights.parameters.values())
+    tensors += [value for entry in moments.values() for value in entry.values()]
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def skip_one(rank, num_ranks, kind):
+    """Steps with a good batch, a bad one, a good one; the bad one is the row that starts with 5."""
+
+    def loss_fn(logits, batch, *, num_targets):
+        loss = sft(logits, batch, num_targets=num_targets)
+        if "loss_is_bad" not in batch:
+            return loss
+        if kind == "loss":
+            return loss * math.inf
+        return loss + (logits.sum() * 0).sqrt()  # its value is 0, its derivative nan
+
+    step = build(rank, num_ranks, loss_fn=loss_fn)
+    batches = [dict(batch) for batch in tiny_micro_batches("llama")]
+    for index, batch in enumerate(batches):
+        rows = len(batch["input_ids"])
+        batch["loss_rows"] = torch.arange(rows) + 10 * index
+    bad = [dict(batch) for batch in batches]
+    bad[1]["loss_is_bad"] = torch.ones(1)
+    results = [step(batches, step=0)]
+    before = state(step)
+    results.append(step(bad, step=1))
+    after = state(step)
+    results.append(step(batches, step=2))
+    return {
+        "unchanged": all(map(torch.equal, before, after)) and len(before) == len(after),
+        "moved": not all(map(torch.equal, after, state(step))),
+        "told": [[r.loss, r.is_skipped, r.problem or "", list(r.rows)] for r in results],
+    }
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["loss", "gradient"])
+def test_f02_f03_all_stages_skip_together_and_know_the_micro_batch(kind, num_ranks):
+    results = run_ranks(skip_one, num_ranks, num_ranks, kind)
+    assert all(result == results[0] for result in results)
+    good, bad, again = results[0]["told"]
+    assert [good[1], bad[1], again[1]] == [False, True, False]
+    assert results[0]["unchanged"] and results[0]["moved"]
+    assert "micro-batch 1 (rows 10, 11" in bad[2] and bad[3][0] == 0
+    if kind == "loss":
+        assert math.isinf(bad[0])
+    else:
+        assert math.isfinite(bad[0]), "finite, and skipped all the same"
+        assert f"lm_head.weight (stage {num_ranks - 1}, rank {num_ranks - 1})" in bad[2]
+
+
+def replay_with_accidents(rank, num_ranks):
+    """One stage's forward gives other bits in its second run; then in each run."""
+    told = []
+    for changes in ((0.0, 1e-3, 0.0), (0.0, 1e-3, 2e-3)):
+        step = build(rank, num_ranks, loss_fn=sft, replay_steps=1)
+        runs = iter(change for change in changes for _ in tiny_micro_batches("llama"))
+        if rank == 1:
+            (model,) = step.runner.local.models
+            model.register_forward_hook(lambda m, a, out, r=runs: out + next(r))
+        try:
+            step(tiny_micro_batches("llama"), step=0)
+        except ArithmeticError as error:
+            told.append([error.exit_code, str(error)])
+    return told
+
+
+def test_f07_names_the_stage_where_it_began():
+    for result in run_ranks(replay_with_accidents, 3, 3):
+        assert [code for code, _ in result] == [16, 17]
+        assert all("stage 1 on rank 1: its output" in text for _, text in result)

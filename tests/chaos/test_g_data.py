@@ -1,0 +1,256 @@
+"""Bad data (cases G): each is one DataError that names file and place, before it is trained on."""
+
+import gzip
+import json
+import os
+
+import pytest
+from torch.utils.data import Subset
+
+from register import dataset_register, import_shelf
+from stageline.data.bad_rows import BadRows, leaving_out
+from stageline.data.fingerprint import data_fingerprint
+from stageline.data.read_json import read_rows
+from stageline.errors import DataError
+from stageline.testing.peak_memory import peak_rise
+from stageline.testing.tiny_datasets import write_json, write_lines
+
+import_shelf("dataset")
+GOOD = b'{"question": "q", "answer": "a"}\n'
+
+
+def rows_of(number):
+    return [{"question": f"q{i}", "answer": f"a{i}"} for i in range(number)]
+
+
+def refused(file, *words, **options):
+    """The dataset of the file is refused with exit code 3 and all the words."""
+    with pytest.raises(DataError) as caught:
+        dataset_register["jsonl"](dataset_path=str(file), test_size=0, **options)
+    assert (caught.value.exit_code, caught.value.kind) == (3, "data")
+    for word in (file.name, *words):
+        assert word in str(caught.value)
+    assert len(str(caught.value)) < 1500, "a message, not the data"
+
+
+BAD_LINES = {
+    "g01_broken_line": (b'{"question": "q", "answer": }\n', ":3:29: no JSON"),
+    "g01_two_values_in_a_line": (b'{"answer": "a"} {"answer": "a"}\n', ":3:17: no JSON"),
+    "g01_line_of_a_python_dict": (b"{'question': 'q'}\n", ":3:2: no JSON"),
+    "g03_invalid_utf8": (b'{"question": "\xff", "answer": "a"}\n', ":3:", "not UTF-8", "byte 80 "),
+    "g06_key_missing": (b'{"question": "q"}\n', ":3:", "'answer' is missing"),
+    "g06_no_object": (b"5\n", ":3:", "the row is 5", "object was expected"),
+    "g06_wrong_type": (b'{"question": "q", "answer": {"a": 1}}\n', ":3:", "'answer'"),
+    "g06_image_is_a_number": (b'{"answer": "a", "image": 5}\n', ":3:", "image is 5"),
+    "g07_nan": (b'{"answer": NaN}\n', ":3: NaN is no number"),
+    "g07_infinity": (b'{"answer": [-Infinity]}\n', ":3: -Infinity is no number"),
+    "g07_too_large_a_number": (b'{"answer": 1e999}\n', ":3: the number 1e999 is too large"),
+    "g08_deep_list": (b'{"answer": ' + b"[" * 100_000 + b"\n", ":3:", "nested deeper"),
+    "g08_deep_object": (b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"\n", "nested deeper"),
+    "g08_nested_as_deep_as_python_reads": (
+        b'{"answer": "a", "x": ' + b"[" * 300 + b"]" * 300 + b"}\n", ":3:", "nested deeper",
+    ),
+    "g08_integer_of_5000_digits": (
+        b'{"answer": ' + b"7" * 5000 + b"}\n", ":3:", "an integer of 5000 digits",
+    ),
+    "g08_line_of_40_mb": (
+        b'{"question": "' + b"x" * 40_000_000 + b'", "answer": "a"}\n', ":3:", "more than 32 MiB",
+    ),
+    "g09_lone_surrogate": (b'{"question": "q\\ud83d", "answer": "a"}\n', "\\ud83d", "'question'"),
+    "g09_surrogate_in_a_list": (b'{"x": [{"y": "\\uDE00"}], "answer": "a"}\n', "\\ude00", "'y'"),
+    "g09_nul": (b'{"question": "q\\u0000", "answer": "a"}\n', ":3:", "a NUL", "'question'"),
+    "g09_raw_nul": (b'{"question": "q\x00", "answer": "a"}\n', ":3:", "no JSON"),
+    "g10_duplicate_key": (b'{"answer": "a", "answer": "b"}\n', ":3:", "'answer' comes twice"),
+    "g10_duplicate_key_below": (b'{"answer": "a", "x": {"k": 1, "k": 2}}\n', ":3:", "'k' comes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_LINES)
+def test_bad_line(case, tmp_path):
+    """A bad line of JSON: refused by file, line and column, byte or key."""
+    line, *words = BAD_LINES[case]
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(GOOD * 2 + line + GOOD)
+    refused(file, *words)
+    # the same file is taken where one bad row may be left out; two are too many for one
+    with leaving_out(BadRows(1)) as bad:
+        dataset = dataset_register["jsonl"](dataset_path=str(file), test_size=0)
+    assert len(dataset) == 3 and list(bad.reasons) == [f"{file}:3"]
+    file.write_bytes(GOOD * 2 + line + GOOD + line)
+    with leaving_out(BadRows(1)), pytest.raises(DataError, match="more than 1 bad rows"):
+        dataset_register["jsonl"](dataset_path=str(file), test_size=0)
+
+
+def test_g02_last_line_cut(tmp_path):
+    """The last line of a file is cut: refused, with the hint that the file may be cut short."""
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes((GOOD * 3)[:-8])
+    refused(file, ":3:", "may be cut short")
+    file.write_bytes((GOOD * 3)[:-1])
+    assert len(read_rows(file)) == 3, "a missing line break alone is no cut"
+    file.write_bytes(GOOD + b'{"answer": \n' + GOOD[:-1])
+    with pytest.raises(DataError) as caught:
+        read_rows(file)
+    assert "cut short" not in str(caught.value)
+
+
+def test_g02_list_cut(tmp_path):
+    """A JSON list ends in the middle: refused with line and column, the file may be cut short."""
+    file = tmp_path / "rows.json"
+    write_json(file, rows_of(5))
+    file.write_bytes(file.read_bytes()[:-20])
+    refused(file, "rows.json:1:", "row 5", "may be cut short")
+
+
+def test_g04_bom(tmp_path):
+    """A byte order mark before the first line: accepted, and places stay right."""
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + GOOD * 2)
+    assert [sorted(row.data) for row in read_rows(file)] == [["answer", "question"]] * 2
+    file.write_bytes(b"\xef\xbb\xbf" + b'{"answer": "\xff"}\n')
+    refused(file, ":1:", "byte 15 ")
+    listed = tmp_path / "rows.json"
+    listed.write_bytes(b"\xef\xbb\xbf" + json.dumps(rows_of(2)).encode())
+    assert len(read_rows(listed)) == 2
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+@pytest.mark.parametrize("content", [b"", b"\n \r\n\n", b"\xef\xbb\xbf"])
+def test_g05_empty_file(content, name, tmp_path):
+    """An empty file or one of blanks: refused by name."""
+    file = tmp_path / name
+    file.write_bytes(content)
+    refused(file, "is empty" if not content else f"has no rows in its {len(content)} bytes")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[{"answer": "a"},\n {"answer": NaN}]', ("rows.json:2:2: NaN", "row 2")),
+        ('[{"answer": "a"},\n {"answer": "a", "answer": "b"}]', ("comes twice", "row 2")),
+        ('[{"answer": "a"},\n {"answer": "\\u0000"}]', ("a NUL", "row 2")),
+        ('[{"answer": "a"},\n 5]', ("row 2: the row is 5",)),
+        ('[{"answer": "a"}\n {"answer": "b"}]', ("rows.json:2:2: no JSON", "',' or ']'")),
+        ('[{"answer": "a"}] x', ("rows.json:1:19: no JSON", "follows the list")),
+        ('{"answer": "a"}', ("holds a JSON dict",)),
+        ('{"answer": ', ("rows.json:1:12", "cut short")),
+        ("[" * 100_000, ("nested deeper", "row 1")),
+    ],
+    ids=lambda value: None if isinstance(value, tuple) else "",
+)
+def test_g07_bad_element_of_a_list(text, words, tmp_path):
+    """A bad element of a JSON list: refused by file, line, column and row."""
+    file = tmp_path / "rows.json"
+    file.write_text(text)
+    refused(file, *words)
+
+
+def test_g07_bad_elements_may_be_left_out(tmp_path):
+    """Refused elements of a list that are JSON all the same: left out where asked."""
+    file = tmp_path / "rows.json"
+    bad = ('{"a": NaN}', '{"a": 1, "a": 2}', '{"a": "\\ud800"}', "5", f'{{"a": {"7" * 5000}}}')
+    file.write_text("[" + ", ".join(['{"answer": "a"}', *bad, '{"answer": "b"}']) + "]")
+    with leaving_out(BadRows(5)) as found:
+        rows = read_rows(file)
+    assert [row.number for row in rows] == [1, 7] and len(found) == 5
+
+
+def test_g08_long_line_takes_little_memory(tmp_path):
+    """A line of 150 MB: refused with less than 100 MiB of memory."""
+    file = tmp_path / "rows.jsonl"
+    with file.open("wb") as out:
+        out.write(GOOD + b'{"question": "')
+        for _ in range(15):
+            out.write(b"x" * 10_000_000)
+        out.write(b'"}\n' + GOOD)
+
+    def read():
+        with leaving_out(BadRows(1)) as bad:
+            assert len(read_rows(file)) == 2 and list(bad.reasons) == [f"{file}:2"]
+
+    assert peak_rise(read) < 100
+    assert peak_rise(lambda: file.read_bytes()) > 120, "the measure sees a whole read"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("rows.jsonl.gz", gzip.compress(GOOD), ("gzip", "gunzip")),
+        ("rows.jsonl", gzip.compress(GOOD)[:20], ("gzip", "first bytes")),
+        ("rows.json", b"PK\x03\x04rest", ("zip", "unzip")),
+        ("rows.jsonl.zst", b"\x28\xb5\x2f\xfdrest", ("zstandard",)),
+        ("rows.gz", b"no gzip at all", ("gzip", "its name")),
+    ],
+)
+def test_g11_compressed_file(name, content, words, tmp_path):
+    """A compressed file: not read, refused by its first bytes or its name; nothing is unpacked."""
+    file = tmp_path / name
+    file.write_bytes(content)
+    refused(file, *words)
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.parquet", b"PAR1.."), ("a.jsonl", b"PAR1..")])
+def test_g12_parquet(name, content, tmp_path):
+    """A parquet file: not read, refused by name with the way to JSON lines."""
+    file = tmp_path / name
+    file.write_bytes(content)
+    refused(file, "parquet", "JSON lines")
+
+
+def dataset(folder, rows):
+    file = folder / "rows.jsonl"
+    write_lines(file, rows)
+    return dataset_register["jsonl"](dataset_path=str(file), test_size=0)
+
+
+def grown(file):
+    with file.open("ab") as out:
+        out.write(GOOD)
+
+
+def touched(file):
+    os.utime(file, ns=(1, 1))
+
+
+@pytest.mark.parametrize("change", [grown, touched, os.remove])
+def test_g18_file_changed_during_the_run(change, tmp_path):
+    """A data file changes during the run: its next row is refused, both states are named."""
+    rows = dataset(tmp_path, rows_of(5))
+    file = tmp_path / "rows.jsonl"
+    size = file.stat().st_size
+    assert rows[1][1]["answer"] == "a1"
+    change(file)
+    with pytest.raises(DataError) as caught:
+        rows[1]
+    words = {
+        grown: ("changed while it was in use", f"had {size} bytes", f"has {size + len(GOOD)}"),
+        touched: ("changed while it was in use", "0.000000 s"),
+        os.remove: ("cannot be found any more",),
+    }
+    for word in (str(file), *words[change]):
+        assert word in str(caught.value)
+    assert caught.value.exit_code == 3
+
+
+def test_g18_fingerprint_of_data(tmp_path):
+    """The fingerprint follows from the rows alone: not from their folder, but from each byte."""
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    same = [dataset(tmp_path / name, rows_of(40)) for name in "ab"]
+    touched(tmp_path / "b" / "rows.jsonl")
+    assert data_fingerprint(same[0]) == data_fingerprint(same[1])
+    others = [
+        dataset(tmp_path / "c", rows_of(41)),
+        dataset(tmp_path / "c", rows_of(39) + [{"question": "q39", "answer": "a38"}]),
+        dataset_register["jsonl"](dataset_path=str(tmp_path / "a/rows.jsonl"), test_size=5),
+        dataset_register["jsonl"](
+            dataset_path=str(tmp_path / "a/rows.jsonl"), test_size=5, split="test"
+        ),
+        Subset(same[0], range(39)),
+        Subset(same[0], [1, 0, *range(2, 40)]),
+        dataset_register["digits"](split="test"),
+        dataset_register["digits"](split="train"),
+    ]
+    found = {data_fingerprint(item) for item in [same[0], *others]}
+    assert len(found) == 9 and None not in found
+    assert data_fingerprint([1, 2]) is None, "a part that offers none"

@@ -1,0 +1,297 @@
+"""Bad images (cases G19 to G24): named with their row, and nothing is decoded that may not be."""
+
+import io
+import struct
+import warnings
+import zlib
+
+import numpy
+import pytest
+from PIL import Image, ImageFile
+
+from prompt_fn import auto, fill
+from register import dataset_register, import_shelf
+from stageline.data.bad_rows import BadRows
+from stageline.data.collate import collate_sft
+from stageline.data.images import MAX_PIXELS, ImageExpander, check_image, decode_image
+from stageline.data.preflight import preflight
+from stageline.errors import DataError
+from stageline.testing.peak_memory import peak_rise
+from stageline.testing.tiny_datasets import write_lines
+from stageline.testing.tiny_processors import tiny_processor
+
+import_shelf("dataset")
+
+
+def png(width, height, *, bits=1):
+    """A whole gray PNG of zeros; it packs to a thousandth of its pixels."""
+
+    def chunk(kind, data):
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    packer, row = zlib.compressobj(9), bytes(1 + (width * bits + 7) // 8)
+    body = b"".join(packer.compress(row) for _ in range(height)) + packer.flush()
+    header = struct.pack(">IIBBBBB", width, height, bits, 0, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+    )
+
+
+def saved(image, kind, **options):
+    out = io.BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+def noise(size=(60, 50), mode="RGB"):
+    values = numpy.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=numpy.uint8)
+    return Image.fromarray(values).convert(mode)
+
+
+def dataset(folder, name, content=None, **options):
+    """One row with that image name; the file is written where there is content."""
+    if content is not None:
+        (folder / name).write_bytes(content)
+    file = folder / "rows.jsonl"
+    write_lines(file, [{"question": "q", "answer": "a", "image": name}])
+    return dataset_register["jsonl"](dataset_path=str(file), test_size=0, **options)
+
+
+def look(rows, **options):
+    """The look through the data before a model is loaded."""
+    return preflight(
+        rows,
+        prompt="[IMAGE][QUESTION] [ANSWER]",
+        prompt_fn=fill,
+        image_token=auto,
+        processor=tiny_processor("llava"),
+        max_token_num=400,
+        **options,
+    )
+
+
+def refused(rows, *words):
+    """The look refuses the row, with exit code 3 and all words; it may be left out."""
+    with pytest.raises(DataError) as caught:
+        look(rows)
+    assert caught.value.exit_code == 3
+    for word in ("rows.jsonl:1", *words):
+        assert word in str(caught.value)
+    bad = BadRows(1)
+    assert look(rows, bad_rows=bad).bad == [0] and len(bad) == 1
+
+
+BAD_FILES = {
+    "g19_missing": ("gone.jpg", None, "there is no image gone.jpg"),
+    "g19_empty": ("a.png", b"", "a.png does not decode", "it is empty"),
+    "g19_html_as_jpg": ("a.jpg", b"<!DOCTYPE html><html>404", "a.jpg does not decode", "web page"),
+    "g19_text_as_png": ("a.png", b"version https://git-lfs", "it begins with b'version https:"),
+    "g19_other_format": ("a.tiff", saved(noise(), "TIFF"), "none of PNG, JPEG"),
+    "g19_program_as_png": ("a.png", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9", "none"),
+    "g20_truncated_jpeg": ("a.jpg", saved(noise(), "JPEG")[:1500], "a.jpg does not", "truncated"),
+    "g20_truncated_png": ("a.png", saved(noise(), "PNG")[:2000], "a.png does not", "truncated"),
+    "g20_truncated_header": ("a.png", saved(noise(), "PNG")[:20], "a.png does not", "runcated"),
+    "g20_broken_header": ("a.png", saved(noise(), "PNG")[:30], "header is damaged or cut"),
+    "g20_truncated_webp": ("a.webp", saved(noise(), "WEBP")[:800], "a.webp does not decode"),
+    "g20_truncated_gif": ("a.gif", saved(noise(mode="P"), "GIF")[:1500], "a.gif does not decode"),
+    "g20_flipped_png": (
+        "a.png", saved(noise(), "PNG").replace(b"IDAT", b"IDAT\x00\x01", 1), "a.png does not",
+    ),
+    "g21_bomb_20000": ("a.png", png(20000, 20000), "a.png does not", "400000000 pixels"),
+    "g21_bomb_10000": ("a.png", png(10000, 10000), "a.png of 10000 x 10000", "100000000 pixels"),
+    "g22_0x0": ("a.png", png(0, 0), "a.png does not decode"),
+    "g22_1x30000": ("a.png", png(1, 30000), "a.png of 1 x 30000", "more than 200 to 1"),
+    "g22_30000x1": ("a.png", png(30000, 1), "a.png of 30000 x 1", "more than 200 to 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_image(case, tmp_path):
+    """A bad image file: the row, the file and the reason are named, before a model is loaded."""
+    name, content, *words = BAD_FILES[case]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        refused(dataset(tmp_path, name, content), *words)
+
+
+def test_g20_truncated_though_a_part_allowed_it(tmp_path, monkeypatch):
+    """A part that lets Pillow fill up cut images: they are refused all the same."""
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    refused(dataset(tmp_path, "a.jpg", saved(noise(), "JPEG")[:1500]), "truncated")
+
+
+@pytest.mark.parametrize("side", [20000, 10000])
+def test_g21_bomb_takes_no_memory(side, tmp_path):
+    """A bomb of 20000 or 10000 squared: refused with less than 200 MiB; decoded it takes more."""
+    rows = dataset(tmp_path, "a.png", png(side, side))
+
+    def check():
+        with pytest.raises(DataError, match="pixels"):
+            look(rows)
+
+    def decode():
+        Image.MAX_IMAGE_PIXELS = None
+        Image.open(tmp_path / "a.png").convert("RGB")
+
+    assert peak_rise(check) < 200
+    if side == 10000:
+        assert peak_rise(decode) > 250, "the measure sees a decoded image"
+
+
+def test_g21_bomb_from_any_dataset():
+    """An image that a dataset opened by itself: the limit holds there too."""
+    image = Image.open(io.BytesIO(png(8000, 8000)))
+    for function in (check_image, decode_image):
+        with pytest.raises(DataError, match=rf"row 5: .*64000000 pixels; at most {MAX_PIXELS}"):
+            function(image, name="row 5")
+
+
+def _gradient_16():
+    return Image.fromarray((numpy.arange(4096, dtype=numpy.uint16) * 16).reshape(64, 64))
+
+
+TAKEN = {
+    "g22_1x1": (lambda: png(1, 1), (1, 1), None),
+    "g22_cmyk": (lambda: saved(noise(mode="CMYK"), "JPEG"), (60, 50), None),
+    "g22_16_bit": (lambda: saved(_gradient_16(), "PNG"), (64, 64), numpy.arange(4096) // 16),
+    "g22_palette": (lambda: saved(noise(mode="P"), "PNG"), (60, 50), None),
+    "g22_one_bit": (lambda: png(40, 40), (40, 40), numpy.zeros(1600)),
+    "g22_animated_gif": (
+        lambda: saved(Image.new("L", (30, 20), 10), "GIF", save_all=True,
+                      append_images=[Image.new("L", (30, 20), 200)]),
+        (30, 20), numpy.full(600, 10),
+    ),
+    "g22_animated_png": (
+        lambda: saved(Image.new("L", (30, 20), 10), "PNG", save_all=True,
+                      append_images=[Image.new("L", (30, 20), 200)]),
+        (30, 20), numpy.full(600, 10),
+    ),
+    "g22_animated_webp": (
+        lambda: saved(Image.new("RGB", (30, 20), (9, 9, 9)), "WEBP", save_all=True, lossless=True,
+                      append_images=[Image.new("RGB", (30, 20), (200, 0, 0))]),
+        (30, 20), numpy.full(600, 9),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TAKEN)
+def test_unusual_image(case, tmp_path):
+    """An unusual image: taken, converted to RGB of 8 bits; of an animation the first frame."""
+    make, size, values = TAKEN[case]
+    rows = dataset(tmp_path, "a.png", make())
+    assert look(rows).num_checked == 1
+    image = decode_image(rows[0][0][0], name="row")
+    assert (image.mode, image.size) == ("RGB", size)
+    if values is not None:
+        found = numpy.asarray(image)[..., 0].ravel().astype(int)
+        assert numpy.abs(found - values).max() <= 1
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_g22_32_bit(mode):
+    """Pixels of 32 bits, of which nobody knows what is white: refused by name."""
+    for function in (check_image, decode_image):
+        with pytest.raises(DataError, match=rf"row 5: .*32 bits \(mode {mode}\)"):
+            function(Image.new(mode, (4, 4)), name="row 5")
+
+
+def test_g22_a_processors_own_limit(tmp_path, monkeypatch):
+    """A size that the processor alone refuses: the row is named."""
+    rows = dataset(tmp_path, "a.png", png(40, 20))
+    processor = tiny_processor("qwen2_5_vl")
+
+    def refuse(*args):
+        raise ValueError("too flat")
+
+    monkeypatch.setattr(ImageExpander, "_run", refuse)
+    with pytest.raises(DataError, match=r"rows.jsonl:1.*40 x 20 \(too flat"):
+        collate_sft(
+            [rows[0]], prompt="[IMAGE][ANSWER]", prompt_fn=fill, image_token=auto,
+            processor=processor, pad_token_id=0, max_token_num=99, stage=1,
+        )  # fmt: skip
+
+
+# -- names that lead elsewhere -----------------------------------------------------------------
+
+
+@pytest.fixture
+def house(tmp_path):
+    """A data folder, and a picture outside of it that no row may reach."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "outside").mkdir()
+    noise().save(tmp_path / "outside" / "secret.png")
+    return tmp_path
+
+
+ESCAPES = {
+    "g23_parent": "../outside/{}.png",
+    "g23_etc_passwd": "../../../../../../../../../etc/{}",
+    "g23_absolute": "{root}/outside/{}.png",
+    "g23_absolute_dots": "{root}/data/../outside/{}.png",
+    "g23_there_and_back": "images/../../outside/{}.png",
+}
+
+
+@pytest.mark.parametrize("case", ESCAPES)
+def test_name_that_leads_out(case, house):
+    """An image name that leads out of the data: refused, in the same words if there is no file."""
+    said = []
+    for name in ("passwd", "nobody") if "passwd" in case else ("secret", "absent"):
+        path = ESCAPES[case].format(name, root=house)
+        with pytest.raises(DataError) as caught:
+            dataset(house / "data", path)
+        assert "rows.jsonl:1: the image name" in str(caught.value)
+        assert "leads out of the dataset's folders" in str(caught.value)
+        said.append(str(caught.value).replace(name, "X"))
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("target", ["secret.png", "absent.png"])
+def test_g23_link_that_leads_out(target, house):
+    """A link in the data folder to a file elsewhere: refused, whether or not the file exists."""
+    (house / "data" / "a.png").symlink_to(house / "outside" / target)
+    rows = dataset(house / "data", "a.png")
+    refused(rows, "'a.png' leads out")
+    (house / "data" / "below").symlink_to(house / "outside")
+    refused(dataset(house / "data", f"below/{target}"), "leads out")
+
+
+def test_g23_names_that_stay(house):
+    """Names that stay below the data, and folders that are links themselves: taken."""
+    (house / "data" / "images").symlink_to(house / "outside")  # pictures on another disk
+    noise().save(house / "data" / "a.png")
+    (house / "data" / "below").mkdir()
+    (house / "data" / "b.png").symlink_to(house / "data" / "a.png")
+    for name in (
+        "a.png", "b.png", "./a.png", "below/../a.png", "secret.png", "images/secret.png",
+        f"{house}/data/a.png", f"{house}/outside/secret.png",
+    ):  # fmt: skip
+        assert dataset(house / "data", name)[0][0][0].size == (60, 50), name
+    elsewhere = dataset(
+        house / "data", f"{house}/outside/secret.png", image_path=f"{house}/outside"
+    )
+    assert elsewhere[0][0][0].size == (60, 50)
+    with pytest.raises(DataError, match="leads out"):
+        dataset(house / "data", f"{house}/data/a.png", image_path=f"{house}/outside")
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a/" * 3000 + "b.png", "http://host/a.png", "."])
+def test_g23_names_that_are_none(name, tmp_path):
+    """Names that no file can have: refused by row, no trace of the file system's errors."""
+    with pytest.raises(DataError, match="rows.jsonl:1"):
+        look(dataset(tmp_path, name))
+
+
+def test_g24_places_and_images(tmp_path):
+    """More or fewer places for images than images: the sample is named with both numbers."""
+    rows = dataset(tmp_path, "a.png", saved(noise(), "PNG"))
+    for prompt, places in (("[ANSWER]", 0), ("[IMAGE][IMAGE][ANSWER]", 2)):
+        with pytest.raises(
+            DataError, match=rf"rows.jsonl:1: sample rows-1: .*{places} places.*1 im"
+        ):
+            preflight(
+                rows, prompt=prompt, prompt_fn=fill, image_token=auto,
+                processor=tiny_processor("llava"), max_token_num=99,
+            )  # fmt: skip

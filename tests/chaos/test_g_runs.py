@@ -1,0 +1,93 @@
+"""Bad rows in whole runs of two ranks (cases G): both refuse, or leave out, the same rows."""
+
+import json
+import subprocess
+import sys
+
+from stageline.testing.small_run import Job
+
+GROW_AFTER_A_CHECKPOINT = """
+import pathlib, sys, time
+for _ in range(600):
+    time.sleep(0.1)
+    if list(pathlib.Path(sys.argv[1]).glob("step-????????")):
+        pathlib.Path(sys.argv[2]).open("a").write('{"question": "q", "answer": "a"}\\n')
+        break
+"""
+
+
+def _spoil(job, lines):
+    """Writes bad lines over good ones: no JSON, no question, too long."""
+    rows = job.rows.read_text().splitlines()
+    for line, kind in lines.items():
+        rows[line - 1] = {
+            "no JSON": '{"question": ',
+            "no question": '{"id": "n", "answer": "a"}',
+            "long": json.dumps({"id": "l", "question": "7 " * 99, "answer": "a"}),
+        }[kind]
+    job.rows.write_text("\n".join(rows) + "\n")
+
+
+def test_g01_a_bad_line_ends_the_run(tmp_path):
+    """A bad line in a run of two ranks: exit code 3, the line named once, nothing saved."""
+    job = Job(tmp_path)
+    _spoil(job, {17: "no JSON"})
+    done = job.fork("run", "--total-steps", 2)
+    assert done.code == 3, done.err
+    assert done.err.count(f"{job.rows}:17") == 1 and "Traceback" not in done.err
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert done.seconds < 30
+
+
+def test_g01_bad_rows_are_left_out_and_listed(tmp_path):
+    """Bad rows within --skip-bad-rows: listed, and the run is that without them, bit for bit."""
+    job = Job(tmp_path, num_rows=48)
+    options = ("--total-steps", 5, "--dataset.test_size", 0)
+    _spoil(job, {5: "no JSON", 20: "no question", 33: "long"})
+    done = job.fork("run", *options, "--skip-bad-rows", 3)
+    assert done.code == 0, done.err
+    assert "3 bad rows are left out" in done.out and "5 of 45 rows are left over" in done.out
+    listed = [json.loads(line) for line in (tmp_path / "run/bad_rows.jsonl").open()]
+    assert [item["source"] for item in listed] == [f"{job.rows}:{n}" for n in (5, 20, 33)]
+    for item, reason in zip(listed, ("no JSON", "needs text", "--max-token-num 64"), strict=True):
+        assert reason in item["reason"] and item["reason"] in done.out
+    rows = job.rows.read_text().splitlines()
+    job.rows.write_text(
+        "".join(f"{row}\n" for n, row in enumerate(rows, 1) if n not in (5, 20, 33))
+    )
+    assert job.fork("clean", *options).code == 0
+    assert not (tmp_path / "clean/bad_rows.jsonl").exists()
+    assert job.losses("run") == job.losses("clean") and len(job.losses("run")) == 5
+
+
+def test_g01_one_bad_row_too_many(tmp_path):
+    """One bad row more than --skip-bad-rows: exit code 3, all of them listed."""
+    job = Job(tmp_path)
+    _spoil(job, {5: "no JSON", 20: "no question", 33: "long"})
+    done = job.fork("run", "--total-steps", 2, "--skip-bad-rows", 2)
+    assert done.code == 3, done.err
+    assert "more than 2 bad rows" in done.err
+    assert all(f"{job.rows}:{line}" in done.err for line in (5, 20, 33))
+
+
+def test_g18_file_changes_while_it_trains(tmp_path):
+    """The data file changes in the middle of a run: exit code 3, checkpoints before it are kept."""
+    job = Job(tmp_path)
+    words = (str(tmp_path / "run" / "checkpoints"), str(job.rows))
+    watcher = subprocess.Popen([sys.executable, "-c", GROW_AFTER_A_CHECKPOINT, *words])
+    try:
+        done = job.fork("run", "--total-steps", 100_000, "--save-steps", 20)
+    finally:
+        watcher.kill()
+        watcher.wait()
+    assert done.code == 3, done.err
+    assert f"{job.rows} changed while it was in use" in done.err
+    assert job.checkpoints("run")
+
+
+def test_g25_fewer_rows_than_a_step(tmp_path):
+    """Fewer rows than a step takes: refused with both numbers before a model is built."""
+    job = Job(tmp_path, num_rows=7)
+    done = job.fork("run", "--dataset.test_size", 0)
+    assert done.code == 2, done.err
+    assert "7 rows" in done.err and "takes 8" in done.err and "parameters" not in done.out

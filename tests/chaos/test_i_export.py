@@ -1,0 +1,340 @@
+"""Export under faults (I8 to I10): whatever happens, the target is absent or complete."""
+
+import hashlib
+import json
+import os
+import resource
+import shutil
+import traceback
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, modeling_utils
+
+from pp_models import CausalLMStage
+from stageline import chaos
+from stageline.checkpoint import export_target
+from stageline.checkpoint.export import export_folder
+from stageline.checkpoint.files import weight_files
+from stageline.checkpoint.layout import verify
+from stageline.checkpoint.load import load_split_model
+from stageline.checkpoint.save import save_split_model
+from stageline.errors import CheckpointError, StorageError, UserError
+from stageline.testing.tiny_checkpoints import auto_class, tiny_whole
+from stageline.testing.tiny_models import tiny_config
+
+MOST_OPERATIONS = 60
+KILLED = 137
+# name -> (LoRAs of the run, options of the export)
+KINDS = {
+    "model": (0, {"max_shard_bytes": 9000}),
+    "adapter": (1, {}),
+    "merged": (1, {"merge": True}),
+    "over_another": (0, {"overwrites": True}),
+}
+
+
+def save_run(folder, *, num_loras=0):
+    """What a run of two stages saves, in the folder of a run."""
+    base = folder / "base"
+    tiny_whole("llama", base)
+    (base / "tokenizer_config.json").write_text("{}")
+    stages = []
+    for stage in range(2):
+        config = AutoConfig.from_pretrained(base)
+        model = CausalLMStage(config, stage=stage, num_stages=2, llm_lora_num=num_loras)
+        load_split_model(model, base, device="cpu", dtype=torch.float32)
+        model.frozen()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+        stages.append(model)
+    return save_split_model(stages, None, folder / "x" / "checkpoints" / "step-00000001", step=1)
+
+
+@pytest.fixture(autouse=True)
+def _no_bars():
+    transformers.logging.disable_progress_bar()
+    yield
+    transformers.logging.enable_progress_bar()
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def job(request, tmp_path_factory):
+    """A saved run, the options of its export, and the files of an export without faults."""
+    num_loras, options = KINDS[request.param]
+    folder = tmp_path_factory.mktemp("export")
+    run = save_run(folder, num_loras=num_loras)
+    target = folder / "made" / "out"
+    export_folder(run, target, **options)
+    expected = digests(target)
+    old = None
+    if options.get("overwrites"):
+        export_folder(run, folder / "made" / "old", dtype=torch.bfloat16, verifies=False)
+        old = folder / "made" / "old"
+    return run, options, expected, old
+
+
+def digests(folder):
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def fork_export(run, target, fault, *, limit=None, **options):
+    """Exports in a forked process with a fault; its exit code."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    code = 70
+    try:
+        os.environ[chaos.VARIABLE] = fault
+        chaos.arm()
+        write = modeling_utils.safe_save_file
+        modeling_utils.safe_save_file = lambda *args, **kwargs: (
+            chaos.point("file"),
+            write(*args, **kwargs),
+        )
+        if limit:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        export_folder(run, target, verifies=False, **options)
+        code = 0
+    except StorageError as error:
+        print(error, flush=True)
+        code = error.exit_code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def prepare(folder, old):
+    """The place of the export, with an old one in it or without."""
+    target = folder / "out"
+    if old is not None:
+        shutil.copytree(old, target)
+    return target
+
+
+def test_i08_export_killed_at_every_file_operation(job, tmp_path):
+    run, options, expected, old = job
+    for count in range(1, MOST_OPERATIONS):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        target = prepare(folder, old)
+        code = fork_export(run, target, f"at=file,count={count},do=exit", **options)
+        if target.exists():
+            verify(target)
+            assert digests(target) in ([expected] if old is None else [expected, digests(old)])
+        else:
+            assert old is None  # the old and the new one swap their names in one step
+        if code == 0:
+            break
+        assert code == KILLED
+        if old is not None or not target.exists():
+            export_folder(run, target, verifies=False, **options)  # again, beside what was left
+        assert digests(target) == expected
+    assert code == 0, "it never came to its end"
+    assert digests(target) == expected
+    assert count > 8
+    assert [path.name for path in folder.iterdir()] == ["out"]
+
+
+def test_i08_killed_while_replacing_on_a_system_that_cannot_swap(tmp_path, monkeypatch):
+    """There the target may be absent for a moment; the old one lies beside it, whole."""
+    monkeypatch.setattr(export_target, "_exchange", lambda one, other: False)
+    run = save_run(tmp_path)
+    target = tmp_path / "made" / "out"
+    export_folder(run, target, dtype=torch.float16, verifies=False)
+    old = digests(target)
+    was_absent = False
+    for count in range(1, MOST_OPERATIONS):
+        code = fork_export(run, target, f"at=file,count={count},do=exit", overwrites=True)
+        if not target.exists():
+            was_absent = True
+            (aside,) = (tmp_path / "made").glob("out.old-*")
+            assert digests(aside) == old
+            aside.rename(target)
+        verify(target)
+        if digests(target) != old:
+            break
+        assert code == KILLED
+    assert was_absent
+    assert digests(target) != old
+
+
+def test_i08_disk_full_at_every_file_operation(job, tmp_path, monkeypatch):
+    run, options, expected, old = job
+    for count in range(1, MOST_OPERATIONS):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        target = prepare(folder, old)
+        monkeypatch.setenv(chaos.VARIABLE, f"at=file,count={count},do=enospc")
+        chaos.arm()
+        try:
+            export_folder(run, target, verifies=False, **options)
+            break
+        except StorageError as error:
+            assert error.exit_code == 5
+            assert str(target) in str(error)
+            assert "No space left on device" in str(error)
+            assert "bytes were needed" in str(error)
+            assert "are free there" in str(error)
+        finally:
+            monkeypatch.delenv(chaos.VARIABLE)
+            chaos.arm()
+        if target.exists():
+            verify(target)
+            assert digests(target) in ([expected] if old is None else [expected, digests(old)])
+        left = [path.name for path in folder.iterdir() if path != target]
+        assert left == [] or digests(target) == expected
+    else:
+        raise AssertionError("it never came to its end")
+    assert digests(target) == expected
+
+
+def test_i08_a_file_that_does_not_fit(tmp_path, capfd):
+    run = save_run(tmp_path)
+    code = fork_export(run, tmp_path / "made" / "out", "", limit=8000)
+    assert code == 5
+    assert list((tmp_path / "made").iterdir()) == []
+    told = capfd.readouterr().out
+    assert "could not be written" in told
+    assert "File too large" in told
+    verify(run)
+
+
+def test_i08_re_import_is_bitwise(tmp_path):
+    """Export -> import -> save -> export: the weight files are the same to the byte."""
+    run = save_run(tmp_path)
+    export_folder(run, tmp_path / "first")
+    stages = []
+    for stage in range(2):
+        config = AutoConfig.from_pretrained(tmp_path / "first")
+        stages.append(CausalLMStage(config, stage=stage, num_stages=2))
+        load_split_model(stages[-1], tmp_path / "first", device="cpu", dtype=torch.float32)
+    for model in stages:
+        for name, value in model.state_dict().items():
+            file = weight_files(run)[name]
+            assert torch.equal(value, load_file(file)[name])
+    again = save_split_model(stages, None, tmp_path / "again", step=1)
+    export_folder(again, tmp_path / "second")
+    weights = [name for name in digests(tmp_path / "first") if name.endswith(".safetensors")]
+    assert weights == ["model.safetensors"]
+    for name in [*weights, "config.json", "generation_config.json"]:
+        first, second = (tmp_path / path / name for path in ("first", "second"))
+        assert first.read_bytes() == second.read_bytes()
+
+
+def test_i08_an_adapter_comes_back_bitwise(tmp_path):
+    run = save_run(tmp_path, num_loras=1)
+    export_folder(run, tmp_path / "first")
+    export_folder(tmp_path / "first", tmp_path / "second")
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        first, second = (tmp_path / path / name for path in ("first", "second"))
+        assert first.read_bytes() == second.read_bytes()
+    name = "adapter_model.safetensors"
+    assert (tmp_path / "first" / name).read_bytes() == (run / name).read_bytes()
+
+
+def test_i09_a_target_that_exists_is_refused(tmp_path):
+    run = save_run(tmp_path)
+    out = tmp_path / "out"
+    export_folder(run, out, dtype=torch.float16, verifies=False)
+    before = digests(out)
+    with pytest.raises(UserError, match="exists, a new folder was expected") as told:
+        export_folder(run, out)
+    assert told.value.exit_code == 2
+    assert digests(out) == before
+    export_folder(run, out, overwrites=True)
+    assert digests(out) != before
+    verify(out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "out", "x"]
+
+
+def test_i09_what_is_no_model_or_is_needed_is_never_replaced(tmp_path):
+    run = save_run(tmp_path, num_loras=1)
+    papers = tmp_path / "papers"
+    papers.mkdir()
+    (papers / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match="is no model folder"):
+        export_folder(run, papers, overwrites=True)
+    for needed in (run, run.parents[1], tmp_path / "base"):
+        with pytest.raises(UserError, match="which is needed"):
+            export_folder(run, needed, overwrites=True)
+    assert (papers / "thesis.tex").read_text() == "years of work"
+    verify(run)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_i10_tied_weights_keep_their_keys(tied, tmp_path):
+    tiny_whole("llama", tmp_path / "base", tied=tied)
+    export_folder(tmp_path / "base", tmp_path / "first")
+    export_folder(tmp_path / "first", tmp_path / "second")
+    keys = set(weight_files(tmp_path / "base"))
+    assert ("lm_head.weight" in keys) is not tied
+    assert set(weight_files(tmp_path / "first")) == keys == set(weight_files(tmp_path / "second"))
+
+
+def test_i10_a_tied_head_that_was_stored_twice_is_stored_once(tmp_path):
+    tiny_whole("llama", tmp_path / "base", tied=True, max_shard_size="1GB")
+    file = tmp_path / "base" / "model.safetensors"
+    state = load_file(file)
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    save_file(state, file, metadata={"format": "pt"})
+    export_folder(tmp_path / "base", tmp_path / "out")
+    assert set(weight_files(tmp_path / "out")) == set(state) - {"lm_head.weight"}
+
+
+def test_i10_heads_of_another_class_are_kept(tmp_path):
+    torch.manual_seed(0)
+    config = tiny_config("gpt2", num_labels=3)
+    whole = transformers.GPT2DoubleHeadsModel(config)
+    whole.save_pretrained(tmp_path / "base")
+    report = export_folder(tmp_path / "base", tmp_path / "out")
+    assert set(weight_files(tmp_path / "out")) == set(weight_files(tmp_path / "base"))
+    assert any("multiple_choice_head" in name for name in weight_files(tmp_path / "out"))
+    assert report.verdict.difference == 0.0
+
+
+def test_i10_a_head_that_the_model_does_not_have_is_not_dropped_unseen(tmp_path):
+    tiny_whole("llama", tmp_path / "base", max_shard_size="1GB")
+    file = tmp_path / "base" / "model.safetensors"
+    state = load_file(file)
+    save_file({**state, "value_head.weight": torch.ones(1, 16)}, file, metadata={"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"in addition 1 weights \(value_head.weight\)"
+    ) as told:
+        export_folder(tmp_path / "base", tmp_path / "out")
+    assert told.value.exit_code == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+@pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings")
+def test_i10_a_changed_head_of_tied_weights_is_untied(tmp_path):
+    """`peft` stores a head that was trained whole, though the base shares it with the input."""
+    tiny_whole("llama", tmp_path / "base", tied=True)
+    run = save_run_with_head(tmp_path)
+    export_folder(run, tmp_path / "out", merge=True)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["tie_word_embeddings"] is False
+    assert "lm_head.weight" in weight_files(tmp_path / "out")
+
+
+def save_run_with_head(tmp_path):
+    import peft
+
+    base = auto_class("llama").from_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False
+    )
+    model = peft.get_peft_model(base, config)
+    with torch.no_grad():
+        model.get_base_model().lm_head.modules_to_save.default.weight.add_(0.3)
+    model.save_pretrained(tmp_path / "run")
+    return tmp_path / "run"

@@ -1,0 +1,313 @@
+"""Faults in model folders: code of their own, pickles, templates, broken settings, hub names."""
+
+import json
+import os
+import pickle
+import shutil
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+import models
+import train_pp  # noqa: F401  now: what a test registers goes after it
+from pp_models import CausalLMStage
+from stageline.checkpoint.export import load_plain
+from stageline.checkpoint.files import weight_files
+from stageline.checkpoint.load import load_split_model
+from stageline.data import template_trial
+from stageline.data.chat import render_chat
+from stageline.data.messages import Turn
+from stageline.data.processor import load_processor
+from stageline.data.rendered import Piece
+from stageline.data.template_trial import check_template
+from stageline.errors import UserError
+from stageline.model_folder import load_config
+from stageline.testing.faulty_files import Canary, edit, refused, rewrite
+from stageline.testing.small_run import Job
+from stageline.testing.tiny_checkpoints import tiny_whole
+from stageline.testing.tiny_tokenizers import tiny_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("original")
+    tiny_whole("llama", folder, max_shard_size="30KB")
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(original, tmp_path):
+    return shutil.copytree(original, tmp_path / "model")
+
+
+@pytest.fixture
+def no_questions(monkeypatch):
+    """Fails where somebody is asked on the terminal."""
+
+    def asked(prompt=""):
+        raise AssertionError(f"asked on the terminal: {prompt}")
+
+    monkeypatch.setattr("builtins.input", asked)
+
+
+@pytest.fixture
+def canary(folder, monkeypatch, tmp_path):
+    """A folder that is there once the code of the model folder has run."""
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
+    path = tmp_path / "canary"
+    code = f"""
+        import os
+        os.makedirs({str(path)!r}, exist_ok=True)
+        from transformers import PretrainedConfig
+        class Config(PretrainedConfig):
+            model_type = "canary"
+    """
+    lines = [line.strip() for line in code.strip().splitlines()]
+    text = "\n".join([*lines[:-1], "    " + lines[-1]])
+    (folder / "canary.py").write_text(text + "\n")
+    return path
+
+
+def everything(folder):
+    """All ways by which a model folder is read."""
+    config = AutoConfig.for_model("llama")
+    return {
+        "config": lambda: load_config(folder),
+        "processor": lambda: load_processor(folder),
+        "builder": lambda: models.builders.auto(str(folder), device="cpu"),
+        "export": lambda: load_plain(folder),
+        "stage": lambda: CausalLMStage.build(
+            config_path=str(folder),
+            processor_path=None,
+            checkpoint_path=str(folder),
+            stage=0,
+            num_stages=2,
+        ),
+        "weights": lambda: load_split_model(
+            CausalLMStage(config, stage=0, num_stages=2),
+            folder,
+            device="cpu",
+            dtype=torch.float32,
+        ),
+    }
+
+
+# -- code ----------------------------------------------------------------------------------------
+
+
+WAYS = ["config", "processor", "builder", "export", "stage"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_i01_code_of_a_model_runs_by_the_flag_alone(way, folder, canary, no_questions):
+    def name_code(config):
+        config["model_type"] = "canary"
+        config["auto_map"] = {"AutoConfig": "canary.Config"}
+
+    edit(folder / "config.json", name_code)
+    started = time.monotonic()
+    refused(
+        everything(folder)[way], folder / "config.json", "canary.Config", "--trust-remote", code=2
+    )
+    assert time.monotonic() - started < 30  # the library asks, and waits 15 s for an answer
+    assert not canary.exists()
+
+
+def test_i01_with_the_flag_it_runs(folder, canary, no_questions):
+    def name_code(config):
+        config["model_type"] = "canary"
+        config["auto_map"] = {"AutoConfig": "canary.Config"}
+
+    edit(folder / "config.json", name_code)
+    assert type(load_config(folder, trust_remote_code=True)).__name__ == "Config"
+    assert canary.exists()
+
+
+def test_i01_a_run_ends_with_code_2(tmp_path):
+    job = Job(tmp_path)
+    edit(job.model / "config.json", lambda c: c.update(auto_map={"AutoModel": "canary.Model"}))
+    (job.model / "canary.py").write_text(f"import os; os.mkdir({str(tmp_path / 'canary')!r})\n")
+    ended = job.fork("out", ranks=1)
+    assert ended.code == 2
+    assert "canary.Model" in ended.err and "Traceback" not in ended.err
+    assert not (tmp_path / "canary").exists()
+
+
+CODE_IN = {
+    "a sub-config": ("config.json", {"text_config": {"auto_map": {"AutoConfig": "canary.C"}}}),
+    "a list in it": ("config.json", {"parts": [{"auto_map": {"AutoConfig": "canary.C"}}]}),
+    "another's repository": ("config.json", {"auto_map": {"AutoModel": "a/b--canary.C"}}),
+    "the tokenizer": ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["canary.C", None]}}),
+    "the tokenizer, old": ("tokenizer_config.json", {"auto_map": ["canary.C", None]}),
+    "the processor": ("processor_config.json", {"auto_map": {"AutoProcessor": "canary.C"}}),
+    "a part of it": (
+        "processor_config.json",
+        {"image_processor": {"auto_map": {"AutoImageProcessor": "canary.C"}}},
+    ),
+    "images": ("preprocessor_config.json", {"auto_map": {"AutoImageProcessor": "canary.C"}}),
+    "videos": ("video_preprocessor_config.json", {"auto_map": {"AutoVideoProcessor": "canary.C"}}),
+    "a config by version": ("config.4.0.0.json", {"auto_map": {"AutoConfig": "canary.C"}}),
+    "a kernel": ("config.json", {"attn_implementation": "canary.C/kernels"}),
+}
+
+
+@pytest.mark.parametrize("place", CODE_IN)
+def test_i02_code_named_elsewhere_runs_by_the_flag_alone(place, folder, canary, no_questions):
+    name, content = CODE_IN[place]
+    edit(folder / name, lambda settings: settings.update(content))
+    for way in WAYS:
+        refused(everything(folder)[way], folder / name, "canary.C", code=2)
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "a.pt"])
+def test_i03_pickles_are_refused_with_the_way_to_convert_them(name, folder, tmp_path):
+    for file in folder.glob("model*"):
+        file.unlink()
+    (folder / name).write_bytes(pickle.dumps(Canary(tmp_path / "canary")))
+    for way in ("weights", "stage", "builder", "export"):
+        refused(everything(folder)[way], folder, name, "save_pretrained", "is never opened")
+    assert not (tmp_path / "canary").exists()
+
+
+# -- templates -----------------------------------------------------------------------------------
+
+
+TEMPLATES = {
+    "escape": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "inside of Python"),
+    "escape by globals": (
+        "{{ cycler.__init__.__globals__.os.system('touch CANARY') }}",
+        "inside of Python",
+    ),
+    "endless loop": (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "did not end within 1 s",
+    ),
+    "endless output": (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{{ b }}{% endfor %}{% endfor %}",
+        "more than 1000000 characters",
+    ),
+    "10^9 characters": ("{{ 'x' * 10**9 }}", "more than 280 MB"),
+    "doubling": (
+        "{% set n = namespace(s='xx') %}{% for i in range(40) %}{% set n.s = n.s ~ n.s %}"
+        "{% endfor %}{{ n.s }}",
+        "more than 280 MB",
+    ),
+    "padding": ("{{ '%1000000000d' % 1 }}", "more than 280 MB"),
+    "many characters": ("{{ 'x' * 10**8 }}", "characters|280 MB"),
+}
+
+
+@pytest.mark.parametrize("case", TEMPLATES)
+def test_i04_a_template_that_misbehaves_is_refused(case, tmp_path):
+    template, words = TEMPLATES[case]
+    tokenizer = tiny_tokenizer(chat_template=template.replace("CANARY", str(tmp_path / "canary")))
+    turns = [Turn("user", (Piece("q", is_user=True),)), Turn("assistant", (Piece("a"),), True)]
+    started = time.monotonic()
+    message = refused(lambda: render_chat(turns, tokenizer), "chat template")
+    assert any(word in message for word in words.split("|")), message
+    assert time.monotonic() - started < 30
+    assert not (tmp_path / "canary").exists()
+    assert template_trial.CPU_SECONDS <= 1.0 and template_trial.NUM_BYTES <= 300e6
+
+
+def test_i04_a_good_template_is_tried_once(monkeypatch):
+    started = []
+    run = template_trial.subprocess.run
+    monkeypatch.setattr(
+        template_trial.subprocess, "run", lambda *a, **k: started.append(1) or run(*a, **k)
+    )
+    good = "{% for m in messages %}{{ m.content }}{% generation %}!{% endgeneration %}{% endfor %}"
+    for _ in range(3):
+        check_template({"default": good, "strict": "{{ raise_exception('no') }}"}, source="here")
+        check_template(None, source="here")
+    assert len(started) == 2
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+BROKEN = {
+    "config.json": WAYS,
+    "generation_config.json": WAYS,
+    "tokenizer_config.json": ["processor", "stage", "builder"],
+    "tokenizer.json": ["processor", "stage", "builder"],
+    "preprocessor_config.json": ["processor", "builder"],
+    "model.safetensors.index.json": ["weights", "stage", "builder", "export"],
+}
+
+
+@pytest.mark.parametrize("content", [b'{"a": 1', b"", b"[1]", b"\xff\xfe", b"[" * 100_000])
+@pytest.mark.parametrize("name", BROKEN)
+def test_i05_a_broken_file_is_named(name, content, folder):
+    (folder / name).write_bytes(content)
+    for way in BROKEN[name]:
+        refused(everything(folder)[way], folder / name)
+
+
+@pytest.mark.parametrize(
+    "values", [{"hidden_size": "many"}, {"num_hidden_layers": -1}, {"rope_parameters": 3}]
+)
+def test_i05_wrong_values_in_a_config_name_the_file(values, folder):
+    edit(folder / "config.json", lambda config: config.update(values))
+    try:
+        load_config(folder)
+    except UserError as error:  # the library takes some of these
+        assert error.exit_code == 4 and str(folder / "config.json") in str(error)
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.2-1B", "gpt2", "/no/such/folder"])
+def test_i06_a_name_on_the_hub_is_refused_without_looking_there(name, monkeypatch):
+    calls = []
+
+    def called(*arguments, **options):
+        calls.append(arguments)
+        raise OSError("no network in this test")
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(socket, "getaddrinfo", called)
+    monkeypatch.setattr(socket.socket, "connect", called)
+    started = time.monotonic()
+    for way, load in everything(name).items():
+        if way != "export":  # takes a Path that find_checkpoint has looked at
+            refused(load, name, "this machine", code=2)
+    assert time.monotonic() - started < 30
+    assert calls == []
+
+
+@pytest.mark.parametrize("fault", ["missing", "cut", "flipped name", "lost tensor", "shape"])
+def test_i07_evaluation_names_the_file(fault, folder):
+    file = sorted(folder.glob("model-00002-of-*"))[0]
+    if fault == "missing":
+        file.unlink()
+    elif fault == "cut":
+        os.truncate(file, file.stat().st_size - 1)
+    elif fault == "flipped name":
+        content = bytearray(file.read_bytes())
+        content[content.index(b"model.")] ^= 1
+        file.write_bytes(content)
+    elif fault == "lost tensor":
+        index = folder / "model.safetensors.index.json"
+        holder = folder / json.loads(index.read_text())["weight_map"]["model.norm.weight"]
+        rewrite(holder, lambda state: state.pop("model.norm.weight"))
+        edit(index, lambda content: content["weight_map"].pop("model.norm.weight"))
+    else:
+        edit(folder / "config.json", lambda config: config.update(intermediate_size=40))
+    words = {"lost tensor": ("model.norm.weight",), "shape": ("up_proj", "40")}
+    for way in ("builder", "export"):
+        refused(everything(folder)[way], *words.get(fault, (file,)))
+
+
+def test_i07_a_whole_folder_loads(folder):
+    model, _, device_map = models.builders.auto(str(folder), device="cpu")
+    assert device_map == {"": "cpu"}
+    assert set(weight_files(folder)) == set(model.state_dict())
