@@ -5,8 +5,6 @@ their training threads may talk at the same time. An error stops the run at the 
 """
 
 import json
-import os
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,8 +32,6 @@ from stageline.checkpoint.state_load import STATE_FILE, STATE_FOLDER
 from stageline.checkpoint.state_share import Rows, StateShare, state_share
 from stageline.checkpoint.together import Ranks
 from stageline.progress import doing
-
-_NICE = 5  # where there is no core to spare, training goes first
 
 
 class CheckpointWriter:
@@ -167,8 +163,6 @@ class CheckpointWriter:
         return weights, state
 
     def _try_to_write(self, *args: Any) -> None:
-        if sys.platform == "linux":  # there a thread has a priority of its own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
             self._write(*args)
         except Exception as error:
