@@ -14,6 +14,7 @@ import torch
 from options.memory_options import check_memory
 from parse_args import TrainArguments, parse_train_args, save_config
 from register import engine_register, freeze_registers, import_shelf
+from stageline import chaos, progress
 from stageline.checkpoint.save import save_split_model
 from stageline.distributed.failure import name_stages, run_entry
 from stageline.distributed.interrupt import stop_requested
@@ -230,7 +231,9 @@ class TrainingRun:
 
     def after_step(self, step: int, result: StepResult, seconds: float) -> None:
         """Logs a step; draws the one that was timed."""
-        self.report.stepped(step, result, seconds)
+        with progress.doing("log"):
+            chaos.point("log")
+            self.report.stepped(step, result, seconds)
         if step == 1:
             self.report.transfers(self.runner.sent_bytes, self.runner.num_micro_batches)
         if step == self.timeline.step + 1:
@@ -238,13 +241,15 @@ class TrainingRun:
 
     def evaluate_now(self, step: int) -> None:
         """Evaluates on the held-out set; keeps the weights if they are the best."""
-        result = evaluate(
-            self.runner,
-            self.held_out,
-            loss_fn=self.loss_fn,
-            keep=self.report.num_pictures,
-            replicas=self.replicas,
-        )
+        with progress.doing("evaluation"):
+            chaos.point("evaluation")
+            result = evaluate(
+                self.runner,
+                self.held_out,
+                loss_fn=self.loss_fn,
+                keep=self.report.num_pictures,
+                replicas=self.replicas,
+            )
         is_best = self.best.improves(result)
         self.report.evaluated(
             step, result, dataset=self.data.test, processor=self.data.processor, is_best=is_best

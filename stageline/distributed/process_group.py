@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from stageline import chaos
 from stageline.distributed.crossings import explain_placement
 from stageline.distributed.machines import this_machine
 from stageline.errors import UserError
@@ -73,6 +74,7 @@ def distributed_context(
     Raises:
         UserError: processes and ranks do not fit, or there are too few GPUs.
     """
+    chaos.point("start")
     rank, local_rank, world_size = _read_environment(os.environ)
     if world_size % num_ranks:
         raise UserError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from stageline import progress
 from stageline.pipeline.actions import Action, Kind
 from stageline.pipeline.plan import Plan, Transfer
 from stageline.pipeline.recorder import NO_RECORDER, Recorder
@@ -200,5 +201,6 @@ class Executor:
     def _wait_for_sends(self, most: int) -> None:
         while len(self._going) > most:
             works, _ = self._going.popleft()
-            for work in works:
-                work.wait()
+            with progress.doing("receivers", is_waiting=True):
+                for work in works:
+                    work.wait()

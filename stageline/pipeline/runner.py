@@ -122,6 +122,7 @@ class PipelineRunner:
         micro_batches: Sequence[MicroBatch],
         *,
         on_output: Callable[[Output, MicroBatch], None],
+        recorder: Recorder = NO_RECORDER,
     ) -> None:
         """Forward only, any number of micro-batches; no graph and no output is kept.
 
@@ -137,7 +138,8 @@ class PipelineRunner:
         self.local.train(False)
         plan = self._plan(len(micro_batches), has_backward=False)
         try:
-            self._executor.run(plan, self._inputs(micro_batches, take), most_unsent=MOST_UNSENT)
+            inputs = self._inputs(micro_batches, take)
+            self._executor.run(plan, inputs, most_unsent=MOST_UNSENT, recorder=recorder)
         finally:
             self._executor.clear()
             self.local.train(was_training)

@@ -11,6 +11,7 @@ from stageline.modules.chunked_loss import ChunkedLoss
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
 from stageline.training.replicas import Replicas
 from stageline.training.step_loss import Output, logits_of
+from stageline.training.step_progress import StepProgress
 
 Pieces = Iterator[tuple[torch.Tensor, MicroBatch]]  # logits with their part of a micro-batch
 
@@ -54,11 +55,12 @@ def evaluate(
     """
     replicas = replicas or Replicas()
     figures = _Figures(loss_fn, keep=keep, device=runner.device)
+    recorder = StepProgress(forward="evaluation")
     num_rows = 0  # before the rows that come next, of all replicas
     for micro_batches in batches:
         step_rows = sum(len(batch["input_ids"]) for batch in micro_batches)
         figures.next_row = num_rows + replicas.rank * step_rows
-        runner.evaluate(micro_batches, on_output=figures.add)
+        runner.evaluate(micro_batches, on_output=figures.add, recorder=recorder)
         num_rows += replicas.size * step_rows
     shared = [figures.sums.tolist(), figures.predicted]
     if runner.schedule.num_ranks > 1:

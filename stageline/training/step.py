@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from stageline import progress
 from stageline.data.batch import IGNORE
 from stageline.data.packing import count_samples
 from stageline.errors import UserError
@@ -21,6 +22,7 @@ from stageline.training.grad_norm import clip_gradients, global_grad_norm
 from stageline.training.precision import LossScaler, MasterWeights
 from stageline.training.replicas import Replicas
 from stageline.training.step_loss import StepLoss
+from stageline.training.step_progress import StepProgress, begin_step
 from stageline.training.step_timeline import StepTimeline
 
 
@@ -108,6 +110,7 @@ class TrainStep:
         self, micro_batches: Sequence[MicroBatch], *, step: int, wants_stop: bool = False
     ) -> StepResult:
         """Runs step number `step` on the micro-batches of one global batch."""
+        begin_step(step)
         num_targets, num_tokens, num_samples = self._count(micro_batches)
         rate = self.learning_rate(step)
         self.weights.zero_grad()
@@ -121,8 +124,9 @@ class TrainStep:
         recorder = NO_RECORDER
         if self.timeline is not None:
             recorder = self.timeline.recorder(step, num_micro_batches=len(micro_batches))
-        self.runner.step(micro_batches, loss_fn=loss_of, recorder=recorder)
-        grad_norm, is_skipped = self._update(rate)
+        self.runner.step(micro_batches, loss_fn=loss_of, recorder=StepProgress(recorder))
+        with progress.doing("optimizer"):
+            grad_norm, is_skipped = self._update(rate)
         loss, extra_loss, stop_count = self._share(loss_of.loss, loss_of.extra_loss, wants_stop)
         return StepResult(
             loss=loss,

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from stageline import chaos, progress
 from stageline.pipeline.runner import MicroBatch
 
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -49,7 +50,10 @@ class StepLoss:
         self.extra_loss = torch.zeros((), device=device)
 
     def __call__(self, output: Output, batch: MicroBatch) -> torch.Tensor:
-        loss = self.loss_fn(logits_of(output), batch, num_targets=self.num_targets)
+        here = progress.place()
+        with progress.doing("loss", stage=here.stage, micro_batch=here.micro_batch):
+            chaos.point("loss")
+            loss = self.loss_fn(logits_of(output), batch, num_targets=self.num_targets)
         self.loss = self.loss + loss.detach().float()
         if isinstance(output, tuple):
             extra_loss = output[1] / self.num_micro_batches
