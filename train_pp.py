@@ -12,12 +12,13 @@ from pathlib import Path
 import torch
 
 from options.memory_options import check_memory
+from options.run_options import RunConfig
 from parse_args import TrainArguments, parse_train_args, save_config
 from register import engine_register, freeze_registers, import_shelf
 from stageline import chaos, progress
 from stageline.checkpoint.save import save_split_model
 from stageline.distributed.failure import name_stages, run_entry
-from stageline.distributed.interrupt import stop_requested
+from stageline.distributed.guard import GuardRules
 from stageline.distributed.launch import launch_if_needed
 from stageline.distributed.process_group import (
     DistributedContext,
@@ -25,6 +26,7 @@ from stageline.distributed.process_group import (
     distributed_context,
 )
 from stageline.distributed.seeds import replica_seed, seed_everything
+from stageline.distributed.stop import stop_requested
 from stageline.errors import UserError
 from stageline.pipeline.device_memory import device_capacity
 from stageline.pipeline.runner import PipelineRunner
@@ -59,13 +61,23 @@ def main() -> int:
     freeze_registers()
     topology = check_topology(arguments)
     if not arguments.run.plan:
-        launch_if_needed(topology.num_processes, lost_after=arguments.run.lost_after)
+        launch_if_needed(topology.num_processes, rules=guard_rules(arguments.run))
     data = check_data(arguments)
     if arguments.run.check_only:
         return 0
     if arguments.run.plan:
         return show_plan(arguments, data, topology)
     return arguments.parts["engine"].part(arguments, data)
+
+
+def guard_rules(run: RunConfig) -> GuardRules:
+    """When the guard of a rank ends the run."""
+    return GuardRules(
+        hang_timeout=run.hang_timeout,
+        stop_deadline=run.stop_deadline,
+        lost_after=run.lost_after,
+        folder=Path(run.output_dir),
+    )
 
 
 def check_topology(arguments: TrainArguments) -> Topology:
@@ -104,7 +116,12 @@ def check_topology(arguments: TrainArguments) -> Topology:
 def pipeline(arguments: TrainArguments, data: Data) -> int:
     """Stages on a schedule, forward and backward in turn; one process and device per rank."""
     topology = check_topology(arguments)
-    with distributed_context(num_ranks=topology.num_ranks, device=arguments.run.device) as context:
+    with distributed_context(
+        num_ranks=topology.num_ranks,
+        device=arguments.run.device,
+        # the guard tells better what hangs than an exchange that ran out of time
+        timeout=max(600.0, arguments.run.hang_timeout + 120.0),
+    ) as context:
         name_stages(topology.schedule.stages_of(context.pp_rank))
         place_layers(arguments, data, context, topology)
         train(arguments, data, context, topology.schedule)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from options.checkpoint_options import BestOptions
+from options.fault_options import FaultOptions
 from options.fields import option
 from options.machine_options import MachineOptions
 from options.memory_options import MemoryOptions
@@ -137,6 +138,7 @@ class ProgressOptions:
 
 @dataclass(kw_only=True)
 class RunConfig(
+    FaultOptions,
     MachineOptions,
     BestOptions,
     ProgressOptions,

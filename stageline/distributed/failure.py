@@ -16,10 +16,13 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
+from stageline.distributed import stop
 from stageline.distributed.board import claim_report
-from stageline.distributed.interrupt import INTERRUPTED, install_stop_handler, was_interrupted
 from stageline.distributed.lifeline import leave
 from stageline.distributed.machines import Machine, this_machine
+from stageline.distributed.neighbours import end_the_rest
+from stageline.errors import INTERRUPTED, PREEMPTED, HangError
+from stageline.progress import Place, place
 
 UNEXPECTED = 1
 SECONDS_FOR_THE_CAUSE = 2.0
@@ -45,9 +48,10 @@ def run_entry(main: Callable[[], int | None]) -> NoReturn:
     """Runs an entry file's `main` and ends the process.
 
     Exit codes: what `main` returns (None is 0); an exception's `exit_code` (2 for a wrong option, 3
-    for bad data), printed without a traceback; 130 after Ctrl-C; 1 for anything else.
+    for bad data), printed without a traceback; 130 and 143 after a signal that asks for a stop,
+    once every rank has saved; 1 for anything else.
     """
-    install_stop_handler()
+    stop.install_stop_handler(end_stopped)
     try:
         code = main() or 0
     except KeyboardInterrupt:
@@ -55,11 +59,9 @@ def run_entry(main: Callable[[], int | None]) -> NoReturn:
     except Exception as error:
         trace = error.__traceback__
         _end_failed(error.with_traceback(trace and trace.tb_next))  # less the frame of this file
-    if was_interrupted() and not _has_agent():
-        code = code or INTERRUPTED
-    if code == 0:
+    code = code or stop.stop_code()
+    if code in (0, INTERRUPTED, PREEMPTED):
         leave()
-    # below an agent 0: at anything else it would end the ranks that are still saving
     sys.exit(code)
 
 
@@ -104,10 +106,6 @@ def _world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _has_agent() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
 def _end_failed(error: Exception) -> NoReturn:
     report, code = describe_failure(error)
     patience = 0.0
@@ -120,8 +118,33 @@ def _end_failed(error: Exception) -> NoReturn:
 
 
 def _end_interrupted() -> NoReturn:
-    report = "Interrupted before the first step; nothing was saved.\n"
-    _end(report, INTERRUPTED, patience=0.0)
+    _end(stop.words_before_the_first_step(), stop.stop_code() or INTERRUPTED, patience=0.0)
+
+
+def end_stopped(report: str, code: int) -> NoReturn:
+    """Ends all ranks at once because of a signal, without waiting for a save."""
+    _end(report, code, patience=0.0)
+
+
+def end_overdue(what: str, code: int) -> NoReturn:
+    """Ends all ranks because the stop that a signal asked for takes too long."""
+    _end(_line("stopped", os.environ.get("RANK", "0"), place(), what), code, patience=0.0)
+
+
+def end_hung(what: str, *, rank: int, where: Place) -> NoReturn:
+    """Ends all ranks because `rank` makes no progress.
+
+    Args:
+        where: what it did last.
+    """
+    _end(_line(HangError.kind, rank, where, what), HangError.exit_code, patience=0.0)
+
+
+def _line(kind: str, rank: int | str, where: Place, what: str) -> str:
+    """`error[hang] rank=1 stage=1 step=3: ...`; what is not known is left out."""
+    facts = {"rank": rank, "stage": where.stage, "step": where.step}
+    told = "".join(f" {name}={value}" for name, value in facts.items() if value is not None)
+    return f"error[{kind}]{told}: {what}\n"
 
 
 def end_lost(what: Machine | str, why: str) -> NoReturn:
@@ -141,6 +164,7 @@ def end_as_told() -> NoReturn:
 
 def _end(report: str, code: int, *, patience: float, lost: int | None = None) -> NoReturn:
     """Reports unless another rank has the claim, then ends the process at once."""
+    stop.begin_to_end()
     machine = this_machine()
     rank = os.environ.get("RANK", "0")
     headline = report.splitlines()[0]
@@ -153,11 +177,13 @@ def _end(report: str, code: int, *, patience: float, lost: int | None = None) ->
             _print(report)
             board.wait_heard(SECONDS_TO_BE_HEARD, but=lost)
             board.mark_reported()
+            end_the_rest()
         elif winner["machine"] == machine.index:
             # an agent ends all ranks as soon as one is gone: let the first one finish its report
             board.wait_reported(SECONDS_FOR_THE_REPORT)
         elif board.is_first_to_hear():
             _print(f"{winner['headline']} [told by rank {winner['rank']} on {winner['host']}]\n")
+            end_the_rest()
         else:
             time.sleep(SECONDS_FOR_A_LINE)
     sys.stdout.flush()

@@ -14,36 +14,34 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 from stageline.distributed.failure import UNEXPECTED
-from stageline.distributed.interrupt import INTERRUPTED, MIN_SECONDS_BETWEEN
-from stageline.distributed.watch import watch_machines
+from stageline.distributed.guard import GuardRules, start_guard
+from stageline.distributed.neighbours import WORKERS_FOLDER
+from stageline.distributed.pass_on import SignalsForWorkers
 
-WORKERS_FOLDER = "STAGELINE_WORKERS_FOLDER"
+DEFAULT_RULES = GuardRules()
 
 
 def launch_if_needed(
-    num_processes: int, *, argv: Sequence[str] | None = None, lost_after: float = 30.0
+    num_processes: int, *, argv: Sequence[str] | None = None, rules: GuardRules = DEFAULT_RULES
 ) -> None:
     """Returns in a worker, and where one process is enough; otherwise starts workers and exits.
 
     Args:
         num_processes: workers, all on this machine.
         argv: what the workers run, the file first; by default what this process runs.
-        lost_after: below a torchrun on several machines, seconds without a sign of life after
-            which a machine is lost; 0: for ever.
+        rules: of the guard that each worker, or the lone process, starts.
 
     Raises:
         SystemExit: when the workers have ended, with the code of the run.
     """
     if "RANK" in os.environ:
         _register_worker()
-        watch_machines(lost_after=lost_after)
-        return
-    if num_processes > 1:
-        _launch(num_processes, argv=list(sys.argv if argv is None else argv))
+    elif num_processes > 1:
+        _launch(num_processes, argv=list(sys.argv if argv is None else argv), rules=rules)
+    start_guard(rules)
 
 
 def _register_worker() -> None:
@@ -65,7 +63,7 @@ def _end_with(parent: int) -> None:
     os._exit(UNEXPECTED)
 
 
-def _launch(num_processes: int, *, argv: list[str]) -> NoReturn:
+def _launch(num_processes: int, *, argv: list[str], rules: GuardRules) -> NoReturn:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -74,7 +72,9 @@ def _launch(num_processes: int, *, argv: list[str]) -> NoReturn:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: processes share the cores
     with tempfile.TemporaryDirectory(prefix="stageline_") as folder:
         os.environ[WORKERS_FOLDER] = folder
-        interrupts = _Interrupts(Path(folder), num_processes)
+        signals = SignalsForWorkers(
+            Path(folder), num_processes=num_processes, patience=rules.stop_deadline
+        )
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -85,9 +85,9 @@ def _launch(num_processes: int, *, argv: list[str]) -> NoReturn:
             local_addr="localhost",  # the machine's own name need not resolve
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
-            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
+            signals_to_handle="SIGQUIT",
         )
-        signal.signal(signal.SIGINT, interrupts.on_signal)
+        signals.install()
         try:
             elastic_launch(config, sys.executable)("-u", *argv)
             code = 0
@@ -95,9 +95,7 @@ def _launch(num_processes: int, *, argv: list[str]) -> NoReturn:
             code = _exit_code({rank: failure.exitcode for rank, failure in error.failures.items()})
         except SignalException as error:
             code = 128 + error.sigval
-    if interrupts.first is not None and code in (0, UNEXPECTED, 128 + signal.SIGTERM, 137):
-        code = INTERRUPTED
-    sys.exit(code)
+    sys.exit(signals.code_of(code))
 
 
 def _exit_code(codes: dict[int, int]) -> int:
@@ -112,36 +110,6 @@ def _exit_code(codes: dict[int, int]) -> int:
         hint = "; the system may have run out of memory" if name == "SIGKILL" else ""
         print(f"rank {rank} failed first: it was ended by {name}{hint}.", file=sys.stderr)
     return UNEXPECTED
-
-
-class _Interrupts:
-    """Passes Ctrl-C on to the workers: they have sessions of their own, no key press gets there."""
-
-    def __init__(self, folder: Path, num_processes: int) -> None:
-        self.folder = folder
-        self.num_processes = num_processes
-        self.first: float | None = None
-
-    def on_signal(self, signum: int, frame: FrameType | None) -> None:
-        from torch.distributed.elastic.multiprocessing import SignalException
-
-        now = time.monotonic()
-        if self.first is None:
-            self.first = now
-            pids = [int(path.read_text()) for path in self.folder.glob("*.pid")]
-            if len(pids) < self.num_processes:  # still starting: there is nothing to save
-                raise SignalException("interrupted at the start", sigval=signal.SIGTERM)
-            for pid in pids:
-                _send(pid)
-        elif now - self.first >= MIN_SECONDS_BETWEEN:
-            raise SignalException("interrupted twice", sigval=signal.SIGKILL)
-
-
-def _send(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGINT)
-    except ProcessLookupError:  # it has just ended
-        return
 
 
 def _silence(*prefixes: str) -> None:

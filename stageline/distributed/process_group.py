@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from stageline import chaos
 from stageline.distributed.crossings import explain_placement
 from stageline.distributed.machines import this_machine
+from stageline.distributed.stop import settle, stop_code
 from stageline.errors import UserError
 
 
@@ -105,7 +106,15 @@ def distributed_context(
     yield context
     # not in a `finally`: after an exception closed sockets would make the neighbours report first
     dist.barrier()
+    _agree_on_the_end()
     dist.destroy_process_group()
+
+
+def _agree_on_the_end() -> None:
+    """All ranks learn the exit code after a signal to one; what they had to save is saved."""
+    code = torch.tensor(stop_code())
+    dist.all_reduce(code, op=dist.ReduceOp.MAX)
+    settle(int(code))
 
 
 def _tell_placement(context: DistributedContext) -> None:

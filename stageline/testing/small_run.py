@@ -149,7 +149,8 @@ class Job:
                 for kind in ("out", "err")
             )
         assert not pids, f"still running after {timeout} s:\n{out}\n{err}"
-        code = next((code for code in ended if code), 0)
+        # one that was killed because it hung tells less than the others
+        code = next((code for code in ended if code > 0), next(filter(None, ended), 0))
         return Finished(code, out, err, time.monotonic() - started)
 
     def losses(self, name: str) -> dict[int, float]:

@@ -188,10 +188,11 @@ class TrainStep:
         """Sums over the ranks: the losses are zero on all but the last stage."""
         stop = torch.tensor(float(wants_stop), device=self.runner.device)
         facts = torch.stack([loss, extra_loss, stop])
-        dist.all_reduce(facts, group=self.runner.group)
-        if self.replicas.size > 1:
-            dist.all_reduce(facts, group=self.replicas.group)
-        return facts.tolist()
+        with progress.doing("the other ranks at the end of a step", is_waiting=True):
+            dist.all_reduce(facts, group=self.runner.group)
+            if self.replicas.size > 1:
+                dist.all_reduce(facts, group=self.replicas.group)
+            return facts.tolist()
 
 
 def count_targets(micro_batches: Sequence[MicroBatch]) -> int:

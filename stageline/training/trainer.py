@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from stageline import chaos, progress
 from stageline.pipeline.runner import MicroBatch
 from stageline.training.step import StepResult, TrainStep
 
@@ -75,9 +76,10 @@ class Trainer:
             self.evaluate(0)
         for step in range(options.start_step, options.total_steps):
             start = time.perf_counter()
-            result = self.train_step(
-                next(self.batches), step=step, wants_stop=self.stop_requested()
-            )
+            with progress.doing("data"):
+                chaos.point("data")
+                batch = next(self.batches)
+            result = self.train_step(batch, step=step, wants_stop=self.stop_requested())
             done = step + 1
             self.on_step(done, result, time.perf_counter() - start)
             self._check_finite(result, done)
@@ -85,7 +87,9 @@ class Trainer:
             if self.evaluate is not None and _is_due(done, options.eval_steps, is_end):
                 self.evaluate(done)
             if self.save is not None and _is_due(done, options.save_steps, is_end):
-                self.save(done)
+                with progress.doing("save"):
+                    chaos.point("save")
+                    self.save(done)
             if result.wants_stop:
                 return done == options.total_steps
         return True
