@@ -3,7 +3,8 @@
 STAGELINE_CHAOS="at=forward,rank=1,step=3,do=sigkill" lets rank 1 kill itself when it comes to the
 point `forward` with 3 optimizer steps done. Keys: `at` (a point's name), `do` (see ACTIONS), and
 optionally `rank`, `step`, `count` (the how-manieth time that all else fits; default 1), `restart`
-(torchrun's restart count; default any), `value` (of `exit`). Several faults are divided by ";".
+(torchrun's restart count; default any), `value` (of `exit`; seconds of `sleep`).
+Several faults are divided by ";".
 """
 
 import errno
@@ -54,6 +55,7 @@ ACTIONS: dict[str, Callable[[int], None]] = {
     "sigterm": lambda value: os.kill(os.getpid(), signal.SIGTERM),
     "sigusr1": lambda value: os.kill(os.getpid(), signal.SIGUSR1),
     "sigint": lambda value: os.kill(os.getpid(), signal.SIGINT),
+    "sleep": lambda value: time.sleep(value),
     "hang": lambda value: time.sleep(3600),
     "hold_gil": _hold_gil,
 }

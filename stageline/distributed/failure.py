@@ -20,7 +20,7 @@ from stageline.distributed import stop
 from stageline.distributed.board import claim_report
 from stageline.distributed.lifeline import leave
 from stageline.distributed.machines import Machine, this_machine
-from stageline.distributed.neighbours import end_the_rest
+from stageline.distributed.neighbours import end_helpers, end_the_rest
 from stageline.errors import INTERRUPTED, PREEMPTED, HangError
 from stageline.progress import Place, place
 
@@ -164,7 +164,7 @@ def end_as_told() -> NoReturn:
 
 def _end(report: str, code: int, *, patience: float, lost: int | None = None) -> NoReturn:
     """Reports unless another rank has the claim, then ends the process at once."""
-    stop.begin_to_end()
+    stop.hold_main_thread()
     machine = this_machine()
     rank = os.environ.get("RANK", "0")
     headline = report.splitlines()[0]
@@ -172,6 +172,7 @@ def _end(report: str, code: int, *, patience: float, lost: int | None = None) ->
     board, winner = claim_report(
         {**mine, "headline": headline}, patience=patience, is_store_lost=lost == 0
     )
+    stop.begin_to_end()  # not before: while it waits for a cause, a launcher may know one
     with contextlib.suppress(Exception):  # the store may end with its machine at any time
         if winner is None:
             _print(report)
@@ -186,6 +187,7 @@ def _end(report: str, code: int, *, patience: float, lost: int | None = None) ->
             end_the_rest()
         else:
             time.sleep(SECONDS_FOR_A_LINE)
+    end_helpers()
     sys.stdout.flush()
     os._exit(code if winner is None else winner["code"])
 

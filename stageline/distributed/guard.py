@@ -9,7 +9,7 @@ import atexit
 import os
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -167,7 +167,8 @@ class _Guard:
             f"{what}. If it is only slow, raise --hang-timeout {self.rules.hang_timeout:g} above "
             f"the longest pass, compile or save; else look at what it waits for.{stacks}",
             rank=verdict.beat.rank,
-            where=verdict.beat.place,
+            # the last beat of a rank that hangs may be older than its step
+            where=replace(verdict.beat.place, step=progress.place().step),
         )
 
     def _check_deadline(self) -> None:

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from stageline.distributed.failure import UNEXPECTED
 from stageline.distributed.guard import GuardRules, start_guard
-from stageline.distributed.neighbours import WORKERS_FOLDER
+from stageline.distributed.neighbours import WORKERS_FOLDER, die_with_parent
 from stageline.distributed.pass_on import SignalsForWorkers
 
 DEFAULT_RULES = GuardRules()
@@ -51,6 +51,7 @@ def _register_worker() -> None:
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     if folder is None:
         return
+    die_with_parent()
     draft = Path(folder, f"{os.environ['RANK']}.draft")
     draft.write_text(str(os.getpid()))
     draft.replace(draft.with_suffix(".pid"))

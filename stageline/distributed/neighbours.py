@@ -6,6 +6,7 @@ rank that reports a failure is quicker.
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import signal
 import time
@@ -20,6 +21,7 @@ from stageline.errors import PREEMPTED
 WORKERS_FOLDER = "STAGELINE_WORKERS_FOLDER"
 SECONDS_TO_LEAVE = 3.0
 SECONDS_BETWEEN_LOOKS = 0.05
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,19 @@ def end_the_rest(*, seconds: float = SECONDS_TO_LEAVE) -> list[int]:
         with contextlib.suppress(OSError):
             os.kill(process.pid, signal.SIGKILL)
     return [process.rank for process in left]
+
+
+def end_helpers() -> None:
+    """Kills what this process has started to load data; it may hang, and would outlive us."""
+    for child in multiprocessing.active_children():
+        with contextlib.suppress(Exception):
+            child.kill()
+
+
+def die_with_parent() -> None:
+    """Lets the system kill this process as soon as its parent ends, also if it hangs."""
+    with contextlib.suppress(Exception):  # Linux only; others are left to what looks at getppid
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def die_by_sigterm() -> NoReturn:

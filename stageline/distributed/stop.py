@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
 
-from stageline.distributed.neighbours import die_by_sigterm, has_lost_one
+from stageline.distributed.neighbours import die_by_sigterm, die_with_parent, has_lost_one
 from stageline.errors import INTERRUPTED, PREEMPTED
 
 CODES = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: PREEMPTED, signal.SIGUSR1: PREEMPTED}
@@ -35,7 +35,7 @@ class _Stop:
         is_read: somebody looks at the flag after each step.
         signum, asked_at: the first signal, of this rank or another, and when it was heard of.
         times: when each signal first came to this process.
-        is_raised: the main thread was interrupted.
+        is_raised: the main thread was interrupted, or is not to be.
         code: the exit code that all ranks have agreed on; signals mean nothing any more.
     """
 
@@ -113,6 +113,11 @@ def settle(code: int) -> None:
     _ending.set()
 
 
+def hold_main_thread() -> None:
+    """No signal interrupts the main thread from here on: it is about to report."""
+    _stop.is_raised = True
+
+
 def begin_to_end() -> None:
     """Signals are passed over from here on: this process reports, and ends."""
     _ending.set()
@@ -172,6 +177,7 @@ def _forget_in_child() -> None:
     """A forked helper, one that loads data, would write its signals into our socket."""
     if _installed_by != os.getppid():
         return
+    die_with_parent()
     with contextlib.suppress(ValueError):  # forked by another thread than the main one
         signal.set_wakeup_fd(-1)
         # a terminal and Slurm signal helpers too; the main process decides when they end

@@ -38,7 +38,7 @@ class StepResult:
         num_targets: supervised tokens.
         num_samples: samples with at least one of them.
         is_skipped: a gradient was not finite, so no weight changed.
-        wants_stop: some rank was asked to stop (Ctrl-C).
+        wants_stop: some rank was asked to stop, by a signal.
         extra_loss: what the model adds by itself, weight included (the router loss of a mixture
             of experts); not in `loss`, but trained on. 0 for models without.
     """
@@ -107,9 +107,17 @@ class TrainStep:
             )
 
     def __call__(
-        self, micro_batches: Sequence[MicroBatch], *, step: int, wants_stop: bool = False
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        step: int,
+        stop_requested: Callable[[], bool] = lambda: False,
     ) -> StepResult:
-        """Runs step number `step` on the micro-batches of one global batch."""
+        """Runs step number `step` on the micro-batches of one global batch.
+
+        Args:
+            stop_requested: asked at the end of the step, so that it is the last one.
+        """
         begin_step(step)
         num_targets, num_tokens, num_samples = self._count(micro_batches)
         rate = self.learning_rate(step)
@@ -127,7 +135,9 @@ class TrainStep:
         self.runner.step(micro_batches, loss_fn=loss_of, recorder=StepProgress(recorder))
         with progress.doing("optimizer"):
             grad_norm, is_skipped = self._update(rate)
-        loss, extra_loss, stop_count = self._share(loss_of.loss, loss_of.extra_loss, wants_stop)
+        loss, extra_loss, stop_count = self._share(
+            loss_of.loss, loss_of.extra_loss, wants_stop=stop_requested()
+        )
         return StepResult(
             loss=loss,
             grad_norm=grad_norm,
@@ -184,7 +194,9 @@ class TrainStep:
         self.scaler.update(overflowed=is_skipped)
         return norm, is_skipped
 
-    def _share(self, loss: torch.Tensor, extra_loss: torch.Tensor, wants_stop: bool) -> list[float]:
+    def _share(
+        self, loss: torch.Tensor, extra_loss: torch.Tensor, *, wants_stop: bool
+    ) -> list[float]:
         """Sums over the ranks: the losses are zero on all but the last stage."""
         stop = torch.tensor(float(wants_stop), device=self.runner.device)
         facts = torch.stack([loss, extra_loss, stop])

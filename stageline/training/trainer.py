@@ -79,7 +79,7 @@ class Trainer:
             with progress.doing("data"):
                 chaos.point("data")
                 batch = next(self.batches)
-            result = self.train_step(batch, step=step, wants_stop=self.stop_requested())
+            result = self.train_step(batch, step=step, stop_requested=self.stop_requested)
             done = step + 1
             self.on_step(done, result, time.perf_counter() - start)
             self._check_finite(result, done)
