@@ -58,7 +58,7 @@ EVALUATE_KEYS: dict[str, str | None] = {
 # of a training run's keys, those that a check does without unless it gets a dataset
 DATA_KEYS = ("dataset", "prompt", "prompt_fn", "image_token", "collate_fn")
 SPECIAL = ("import", "config", "list", "help")  # answered before the options are known
-NOT_SAVED = ("check_only", "plan")
+NOT_SAVED = ("check_only", "plan", "resume", "allow_changes")
 
 
 @dataclass

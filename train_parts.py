@@ -6,13 +6,18 @@ Knows the options and the contract of each register; train_pp.py puts the object
 import functools
 import os
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import Dataset, Subset
 from transformers import AutoConfig
 
 from parse_args import TrainArguments
+from stageline.checkpoint.together import Ranks
+from stageline.checkpoint.writer import CheckpointWriter
 from stageline.data.example import example_micro_batch
 from stageline.data.lengths import padding_argument
 from stageline.data.loader import MicroBatchLoader
@@ -26,9 +31,13 @@ from stageline.pipeline.schedules import Schedule
 from stageline.pipeline.topology import Topology
 from stageline.training.optimizer_groups import optimizer_groups
 from stageline.training.planner import PlannedRun, Planner
+from stageline.training.resume import ResumePoint
+from stageline.training.sharding import share_rows
+from stageline.training.step import TrainStep
 from stageline.training.step_loss import StepLoss
 
 SHELF = ("pp_models", "prompt", "prompt_fn", "dataset", "loss_fn", "optimizer")
+LONGEST_SAVE = timedelta(hours=2)  # that a rank waits for the others while they write
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -107,16 +116,29 @@ def check_data(arguments: TrainArguments) -> Data:
 
 
 def build_stages(
-    arguments: TrainArguments, context: DistributedContext, schedule: Schedule
+    arguments: TrainArguments,
+    context: DistributedContext,
+    schedule: Schedule,
+    *,
+    point: ResumePoint | None = None,
 ) -> list[torch.nn.Module]:
-    """Calls the train_model part for each stage of this rank."""
+    """Calls the train_model part for each stage of this rank.
+
+    Args:
+        point: a checkpoint in which whole models are. What is trained besides the weights of an
+            adapter's base comes later, by `resume_step`.
+    """
     run = arguments.run
+    weights = run.model_path
+    if point is not None:
+        weights = str(point.folder) if point.base is None else run.model_path or point.base
     stages = [
         build_part(
             arguments,
             stage=stage,
             num_stages=run.num_stages,
             partition=run.partition if isinstance(run.partition, list) else None,
+            checkpoint_path=weights,
             device=context.device,
         )
         for stage in schedule.stages_of(context.pp_rank)
@@ -186,6 +208,7 @@ def make_loader(
     dataset: object,
     *,
     is_evaluation: bool,
+    start_step: int = 0,
 ) -> MicroBatchLoader:
     """Batches of micro-batches; the same samples on every stage, pixels on the first one."""
     run = arguments.run
@@ -199,12 +222,53 @@ def make_loader(
         dp_degree=context.num_replicas,
         seed=run.seed,
         num_workers=run.num_workers,
+        start_step=start_step,
         shuffle=not is_evaluation,
         eval=is_evaluation,
         order=run.micro_batch_order,
         packing=run.max_token_num if run.packing and not is_evaluation else None,
         legal_counts=schedule.legal_micro_batches,
     )
+
+
+def settings(arguments: TrainArguments, data: Data) -> dict[str, object]:
+    """What decides the course of training; saved with a checkpoint, compared when it is resumed."""
+    run = arguments.run
+    return {
+        **arguments.as_config(),
+        "samples of a step": run.batch_size * run.accumulate_steps * (run.dp_degree or 1),
+        "training samples": len(data.train),
+    }
+
+
+def make_writer(
+    arguments: TrainArguments, data: Data, context: DistributedContext, train_step: TrainStep
+) -> CheckpointWriter:
+    """What saves the checkpoints of the run, over a process group of its own."""
+    run, weights = arguments.run, train_step.weights
+    return CheckpointWriter(
+        Path(run.output_dir) / "checkpoints",
+        stages=train_step.runner.local.models,
+        processor=data.processor,
+        optimizer=train_step.optimizer,
+        parameters=weights.parameters,
+        rows=share_rows(weights),
+        with_weights=run.precision != "fp32",
+        group=dist.new_group(backend="gloo", timeout=LONGEST_SAVE),
+        dp_rank=context.dp_rank,
+        keep=run.keep_last,
+        waits=run.sync_save,
+    )
+
+
+def resume_step(train_step: TrainStep, point: ResumePoint) -> None:
+    """Gives optimizer, masters and adapters back what the checkpoint knows of them."""
+    weights = train_step.weights
+    names = Ranks.of(train_step.runner.group).gather(list(weights.parameters))
+    point.state.check_names(name for rank_names in names for name in rank_names)
+    point.state.restore(train_step.optimizer, weights.parameters, rows=share_rows(weights))
+    weights.write_back()
+    train_step.scaler.load_state_dict(point.state.facts["scaler"])
 
 
 def make_planner(

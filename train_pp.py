@@ -11,12 +11,14 @@ from pathlib import Path
 
 import torch
 
+from options.checkpoint_options import leaves_course
 from options.memory_options import check_memory
 from options.run_options import RunConfig
 from parse_args import TrainArguments, parse_train_args, save_config
 from register import engine_register, freeze_registers, import_shelf
 from stageline import chaos, progress
 from stageline.checkpoint.save import save_split_model
+from stageline.checkpoint.together import Ranks
 from stageline.distributed.failure import name_stages, run_entry
 from stageline.distributed.guard import GuardRules
 from stageline.distributed.launch import launch_if_needed
@@ -38,6 +40,8 @@ from stageline.training.planner import place_together
 from stageline.training.precision import LossScaler
 from stageline.training.replicas import Replicas
 from stageline.training.report import RunReport, summarize_stage
+from stageline.training.resume import ResumePoint, check_same_run, clear_way, find_resume_point
+from stageline.training.run_folder import claim_run_folder
 from stageline.training.sharding import ShardedReplicas
 from stageline.training.step import StepResult, TrainStep
 from stageline.training.step_timeline import StepTimeline
@@ -52,6 +56,9 @@ from train_parts import (
     make_loss,
     make_optimizer,
     make_planner,
+    make_writer,
+    resume_step,
+    settings,
 )
 
 
@@ -123,8 +130,9 @@ def pipeline(arguments: TrainArguments, data: Data) -> int:
         timeout=max(600.0, arguments.run.hang_timeout + 120.0),
     ) as context:
         name_stages(topology.schedule.stages_of(context.pp_rank))
+        point = open_run_folder(arguments, data, context)
         place_layers(arguments, data, context, topology)
-        train(arguments, data, context, topology.schedule)
+        train(arguments, data, context, topology.schedule, point)
     return 0
 
 
@@ -138,6 +146,31 @@ def show_plan(arguments: TrainArguments, data: Data, topology: Topology) -> int:
         capacities = (capacity,) * topology.num_ranks
         print(planner.plan(arguments.run.partition, capacities), flush=True)
     return 0
+
+
+def open_run_folder(
+    arguments: TrainArguments, data: Data, context: DistributedContext
+) -> ResumePoint | None:
+    """Takes the run folder for this run; finds where it goes on, if it does."""
+    run = arguments.run
+    folder = Path(run.output_dir).absolute()
+    say = functools.partial(print, flush=True) if context.is_main else lambda line: None
+    ranks = Ranks.of(None)
+    ranks.together(lambda: claim_run_folder(folder, say=say) if context.is_main else None)
+    point = find_resume_point(run.resume, folder / "checkpoints", ranks=ranks, say=say)
+    if point is None:
+        return None
+    check_same_run(
+        point.state.facts["settings"],
+        settings(arguments, data),
+        may_change=leaves_course,
+        allows_changes=run.allow_changes,
+        say=say,
+    )
+    if context.is_main:
+        clear_way(point, folder / "checkpoints", say=say)
+    say(f"resumed from {point.folder}: {point.step} of {run.total_steps} steps are done")
+    return point
 
 
 def place_layers(
@@ -158,12 +191,16 @@ def place_layers(
 
 
 def train(
-    arguments: TrainArguments, data: Data, context: DistributedContext, schedule: Schedule
+    arguments: TrainArguments,
+    data: Data,
+    context: DistributedContext,
+    schedule: Schedule,
+    point: ResumePoint | None,
 ) -> None:
     """Builds this rank's stages and runs the loop."""
     run = arguments.run
     seed_everything(replica_seed(run.seed, context.dp_rank))
-    models = build_stages(arguments, context, schedule)
+    models = build_stages(arguments, context, schedule, point=point)
     summaries = [summarize_stage(model, context) for model in models]
     replicas = join_replicas(models, context, shards=run.dp_shard)
     runner = PipelineRunner(
@@ -173,11 +210,15 @@ def train(
     if context.is_main:
         save_config(arguments, folder / "config.yaml")
     report = RunReport(
-        folder, context=context, total_steps=run.total_steps, log_steps=run.log_steps
+        folder,
+        context=context,
+        total_steps=run.total_steps,
+        start_step=point.step if point else 0,
+        log_steps=run.log_steps,
     )
     with report:
         report.show_plan(summaries)
-        TrainingRun(arguments, data, context, runner, replicas, report).run()
+        TrainingRun(arguments, data, context, runner, replicas, report, point).run()
 
 
 def join_replicas(
@@ -202,9 +243,12 @@ class TrainingRun:
         runner: PipelineRunner,
         replicas: Replicas,
         report: RunReport,
+        point: ResumePoint | None,
     ) -> None:
         run = self.options = arguments.run
+        self.arguments = arguments
         self.data, self.runner, self.replicas, self.report = data, runner, replicas, report
+        self.start_step = point.step if point else 0
         self.loss_fn = make_loss(arguments, runner.local.models[-1])
         self.timeline = StepTimeline(runner, step=min(run.timeline_step, run.total_steps) - 1)
         self.train_step = TrainStep(
@@ -218,17 +262,22 @@ class TrainingRun:
             replicas=replicas,
         )
         loader = functools.partial(make_loader, arguments, data, context, runner.schedule)
-        self.batches = loader(data.train, is_evaluation=False)
+        self.batches = loader(data.train, is_evaluation=False, start_step=self.start_step)
         self.held_out = None if data.test is None else loader(data.test, is_evaluation=True)
-        self.checkpoints = Path(run.output_dir) / "checkpoints"
-        self.save = functools.partial(
+        self.checkpoints = Path(run.output_dir).absolute() / "checkpoints"
+        self.writer = make_writer(arguments, data, context, self.train_step)
+        if point is not None:
+            resume_step(self.train_step, point)
+        save = functools.partial(
             save_split_model,
             runner.local.models,
             data.processor,
             group=context.pp_group,
             replicas=context.dp_group,
         )
-        self.best = BestCheckpoint(self.checkpoints, metric=run.save_best, save=self.save)
+        self.best = BestCheckpoint(
+            self.checkpoints, metric=run.save_best, save=save, start_step=self.start_step
+        )
 
     def run(self) -> None:
         """Trains to the end, or until somebody asks to stop."""
@@ -236,22 +285,26 @@ class TrainingRun:
         trainer = Trainer(
             self.train_step,
             batches=iter(self.batches),
-            options=TrainOptions(run.total_steps, run.eval_steps, run.save_steps),
+            options=TrainOptions(run.total_steps, run.eval_steps, run.save_steps, self.start_step),
             on_step=self.after_step,
             evaluate=self.evaluate_now if self.held_out is not None else None,
             save=self.save_now,
             stop_requested=stop_requested,
         )
         stop_requested()  # from here on Ctrl-C ends the run after a step, with a checkpoint
-        if not trainer.run():
-            self.report.say("stopped before the last step; the checkpoint holds the weights")
+        is_done = trainer.run()
+        self.writer.finish()
+        self.tell_saved()
+        if not is_done:
+            self.report.say("stopped before the last step; --resume auto goes on from there")
 
     def after_step(self, step: int, result: StepResult, seconds: float) -> None:
         """Logs a step; draws the one that was timed."""
         with progress.doing("log"):
             chaos.point("log")
             self.report.stepped(step, result, seconds)
-        if step == 1:
+            self.tell_saved()
+        if step == self.start_step + 1:
             self.report.transfers(self.runner.sent_bytes, self.runner.num_micro_batches)
         if step == self.timeline.step + 1:
             self.report.timeline(step, *self.timeline.gather())
@@ -275,10 +328,18 @@ class TrainingRun:
             self.report.say(self.best.keep(step, result))
 
     def save_now(self, step: int) -> None:
-        """Saves a checkpoint."""
-        target = self.checkpoints / f"step-{step:08d}"
-        self.save(target, step=step)
-        self.report.say(f"saved {target}")
+        """Copies a checkpoint; it is written while training goes on."""
+        facts = {
+            "settings": settings(self.arguments, self.data),
+            "scaler": self.train_step.scaler.state_dict(),
+        }
+        self.writer.save(step, facts)
+        self.tell_saved()
+
+    def tell_saved(self) -> None:
+        """Says what was saved since the last call; raises if it could not be."""
+        for line in self.writer.news():
+            self.report.say(line)
 
 
 if __name__ == "__main__":

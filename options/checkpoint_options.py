@@ -1,4 +1,4 @@
-"""Options about which weights of a training run are kept."""
+"""Options about which weights of a training run are kept, and about going on with a run."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -7,9 +7,43 @@ from options.fields import option
 
 
 @dataclass(kw_only=True)
-class BestOptions:
-    """Best checkpoint"""
+class CheckpointOptions:
+    """Checkpoints"""
 
+    save_steps: int = option(0, "optimizer steps between checkpoints; 0: at the end", at_least=0)
     save_best: Literal["none", "loss", "token_accuracy"] = option(
         "none", "keep the weights with the best held-out figure as checkpoints/best"
     )
+    keep_last: int = option(0, "how many checkpoints stay, besides the best; 0: all", at_least=0)
+    sync_save: bool = option(
+        False, "write checkpoints before training goes on; needs no copy in host memory"
+    )
+    resume: str | None = option(
+        None, "auto: go on from the newest whole checkpoint of --output-dir; or the path of one"
+    )
+    allow_changes: bool = option(
+        False, "resume although settings that decide the course of training differ"
+    )
+
+
+# options that leave losses and weights as they are, but for the order of sums
+FREE_ON_RESUME = frozenset(
+    # files: their contents are compared, not where they lie
+    "import model_path config_path processor_path dataset_path output_dir trust_remote_code "
+    # machine and pipeline
+    "device num_workers num_stages stages_per_rank schedule dp_degree dp_shard partition "
+    "visual_gpu_ratio device_memory lost_after hang_timeout stop_deadline "
+    # the product of these is compared
+    "batch_size accumulate_steps "
+    # memory
+    "gradient_checkpointing checkpoint_every checkpoint_mode offload_activations compile_layers "
+    "logits_chunk "
+    # progress and checkpoints
+    "log_steps eval_steps eval_samples timeline_step save_steps save_best keep_last sync_save "
+    "resume allow_changes max_skipped_steps replay_steps".split()
+)
+
+
+def leaves_course(name: str) -> bool:
+    """Whether an option, as a config file spells it, may differ between a run and its resume."""
+    return name.replace("-", "_") in FREE_ON_RESUME

@@ -7,7 +7,7 @@ parse_args.py. Options of one part are not here: they are the signature of that 
 from dataclasses import dataclass
 from typing import Literal
 
-from options.checkpoint_options import BestOptions
+from options.checkpoint_options import CheckpointOptions
 from options.fault_options import FaultOptions
 from options.fields import option
 from options.machine_options import MachineOptions
@@ -133,14 +133,13 @@ class ProgressOptions:
     timeline_step: int = option(
         3, "optimizer step whose passes are timed and drawn (timeline.png); 0: none", at_least=0
     )
-    save_steps: int = option(0, "optimizer steps between checkpoints; 0: at the end", at_least=0)
 
 
 @dataclass(kw_only=True)
 class RunConfig(
     FaultOptions,
     MachineOptions,
-    BestOptions,
+    CheckpointOptions,
     ProgressOptions,
     MemoryOptions,
     PlanOptions,

@@ -3,8 +3,8 @@
 STAGELINE_CHAOS="at=forward,rank=1,step=3,do=sigkill" lets rank 1 kill itself when it comes to the
 point `forward` with 3 optimizer steps done. Keys: `at` (a point's name), `do` (see ACTIONS), and
 optionally `rank`, `step`, `count` (the how-manieth time that all else fits; default 1), `restart`
-(torchrun's restart count; default any), `value` (of `exit`; seconds of `sleep`).
-Several faults are divided by ";".
+(torchrun's restart count; default any), `value` (of `exit`, `sleep` and `limit_files`). Several
+faults are divided by ";".
 """
 
 import errno
@@ -37,6 +37,12 @@ def _raise_no_memory(value: int) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory (a fault was asked for)")
 
 
+def _limit_files(value: int) -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (value, value))
+
+
 def _hold_gil(value: int) -> None:
     import re
 
@@ -55,9 +61,10 @@ ACTIONS: dict[str, Callable[[int], None]] = {
     "sigterm": lambda value: os.kill(os.getpid(), signal.SIGTERM),
     "sigusr1": lambda value: os.kill(os.getpid(), signal.SIGUSR1),
     "sigint": lambda value: os.kill(os.getpid(), signal.SIGINT),
-    "sleep": lambda value: time.sleep(value),
     "hang": lambda value: time.sleep(3600),
     "hold_gil": _hold_gil,
+    "sleep": time.sleep,
+    "limit_files": _limit_files,
 }
 
 

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from stageline import chaos
 from stageline.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -39,6 +40,7 @@ def refuse_existing(folder: Path) -> None:
 
 def fsync_path(path: Path) -> None:
     """Makes a file's content, or a folder's entries, survive a power cut."""
+    chaos.point("file")
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -76,12 +78,14 @@ def publish(
         **facts,
         "files": dict(sorted(files.items())),
     }
+    chaos.point("file")
     # last: a torn write then leaves no valid manifest
     (draft / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     fsync_path(draft / MANIFEST)
     for path in [*draft.rglob("*"), draft]:
         if path.is_dir():
             fsync_path(path)
+    chaos.point("file")
     os.rename(draft, folder)
     fsync_path(folder.parent)
 

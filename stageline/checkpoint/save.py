@@ -2,23 +2,32 @@
 
 A full fine-tune becomes a model folder: each stage writes its own shards with names as on disk, by
 the library's own reverse conversion. A LoRA run becomes an adapter folder in the format of `peft`,
-with the frozen base by reference. Not here: optimizer state.
+with the frozen base by reference. What else a run needs to go on is in training_state.py, saving
+while training goes on in writer.py.
 """
 
-import functools
 import importlib.metadata
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
+from stageline import chaos
 from stageline.checkpoint.gather import gathered
 from stageline.checkpoint.layout import draft_name, file_facts, publish, refuse_existing
-from stageline.checkpoint.save_adapter import merge_parts, trained_names, write_parts
+from stageline.checkpoint.save_adapter import (
+    AdapterShare,
+    adapter_share,
+    merge_parts,
+    trained_names,
+    write_part,
+)
 from stageline.checkpoint.shards import (
     Shard,
+    copy_state,
     disk_state,
     save_config,
     save_processor,
@@ -30,6 +39,8 @@ from stageline.checkpoint.together import Ranks
 from stageline.modules.lora import lora_stacks, unwrapped
 
 MAX_SHARD_BYTES = 5_000_000_000
+BASE_FOLDER = "base"
+Files = dict[str, dict]  # path below the folder -> size and sha256
 
 
 def save_split_model(
@@ -61,21 +72,30 @@ def save_split_model(
 
     Raises:
         UserError: the folder exists, or a trained weight has no place in an adapter.
-        OSError: a rank could not write; all ranks raise, the folder is not there.
+        StorageError: a rank could not write; all ranks raise, the folder is not there.
     """
     stages = list(model) if isinstance(model, Sequence) else [model]
     folder = Path(folder).absolute()
-    write = functools.partial(
-        _save,
-        stages,
-        processor,
-        folder,
-        Ranks.of(group),
-        step=step,
-        base_path=base_path,
-        max_shard_bytes=max_shard_bytes,
-        facts=facts,
-    )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    ranks = Ranks.of(group)
+
+    def write() -> None:
+        draft = start_draft(folder, ranks)
+        saver = WeightSaver(
+            stages, ranks=ranks, base_path=base_path, max_shard_bytes=max_shard_bytes, draft=draft
+        )
+        shares: list[WeightShare] = []
+        ranks.together(lambda: shares.append(saver.share(copies=False)), draft)
+        written, known = saver.write(shares[0], draft, folder)
+        finish_draft(
+            draft,
+            folder,
+            ranks,
+            processor=processor,
+            facts={**written, "step": step, **(facts or {})},
+            known=known,
+        )
+
     if replicas is None:
         write()
         return folder
@@ -85,41 +105,35 @@ def save_split_model(
     return folder
 
 
-def _save(
-    stages: list[nn.Module],
-    processor: object | None,
-    folder: Path,
-    ranks: Ranks,
-    *,
-    step: int | None,
-    base_path: str | None,
-    max_shard_bytes: int,
-    facts: dict[str, object] | None,
-) -> None:
+def start_draft(folder: Path, ranks: Ranks) -> Path:
+    """Makes the folder in which all ranks write, under another name than `folder`."""
     draft = folder.parent / ranks.gather(draft_name(folder))[0]
 
     def start() -> None:
         if ranks.rank == 0:
             refuse_existing(folder)
-            draft.mkdir(parents=True)
+            chaos.point("file")
+            draft.mkdir()
 
     ranks.together(start, draft)
-    known: dict[str, dict] = {}
-    manifest = {"kind": "full", "step": step, "num_stages": stages[0].num_stages, **_versions()}
-    if any(ranks.gather(any(lora_stacks(stage) for stage in stages))):
-        base = base_path or next((path for path in ranks.gather(_base_of(stages)) if path), None)
-        if base is None:
-            base = str(folder / "base")
-            known = _save_full(stages, draft / "base", ranks, draft, max_shard_bytes)
-        manifest |= {"kind": "adapter", "base": base}
-        _save_adapter(stages, draft, base, ranks)
-    else:
-        known = _save_full(stages, draft, ranks, draft, max_shard_bytes)
+    return draft
+
+
+def finish_draft(
+    draft: Path,
+    folder: Path,
+    ranks: Ranks,
+    *,
+    processor: object | None,
+    facts: dict[str, object],
+    known: Files,
+) -> None:
+    """Writes the manifest when all ranks are done, and gives the folder its name."""
 
     def finish() -> None:
         if ranks.rank == 0:
             save_processor(processor, draft)
-            publish(draft, folder, facts={**manifest, **(facts or {})}, known=known)
+            publish(draft, folder, facts={**facts, **_versions()}, known=known)
 
     ranks.together(finish, draft)
 
@@ -129,84 +143,163 @@ def _versions() -> dict[str, object]:
     return {"versions": {name: importlib.metadata.version(name) for name in packages}}
 
 
-def _base_of(stages: list[nn.Module]) -> str | None:
+@dataclass(frozen=True)
+class WeightShare:
+    """What one rank saves of the weights: stage -> tensors by name on disk, stages' adapters."""
+
+    full: dict[int, Shard] = field(default_factory=dict)
+    adapters: list[AdapterShare] = field(default_factory=list)
+
+
+class WeightSaver:
+    """Saves the weights of this rank's stages together with those of the other ranks.
+
+    Every rank makes one and calls the same methods. Who saves which tied weight is learned once.
+
+    Args:
+        stages: of this rank; empty on a rank that only takes part.
+        ranks: those that save one folder.
+        draft: removed if a rank fails here.
+
+    Attributes:
+        is_adapter: some stage has LoRA, so that an adapter folder is written.
+        base: of an adapter, the folder of the frozen model; None: it is saved too.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        *,
+        ranks: Ranks,
+        base_path: str | None = None,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        draft: Path | None = None,
+    ) -> None:
+        self.stages = list(stages)
+        self.ranks = ranks
+        self.max_shard_bytes = max_shard_bytes
+        self.is_adapter = any(ranks.gather(any(lora_stacks(stage) for stage in self.stages)))
+        found = [path for path in ranks.gather(_base_of(self.stages)) if path]
+        self.base = base_path or next(iter(found), None)
+        self._claimed_names = self._claimed(_all_names, draft)
+        self._claimed_trained = self._claimed(trained_names, draft) if self.is_adapter else []
+
+    def share(self, *, copies: bool) -> WeightShare:
+        """What this rank saves, on this rank alone.
+
+        Args:
+            copies: on the host and apart from the weights, so that training may go on.
+        """
+        if not self.is_adapter:
+            return WeightShare(full=self._full(copies=copies))
+        adapters = [
+            adapter_share(stage, claimed=names)
+            for stage, names in zip(self.stages, self._claimed_trained, strict=True)
+        ]
+        base = self._full(copies=False) if self.base is None else {}  # it does not change
+        return WeightShare(full=base, adapters=adapters)
+
+    def write(
+        self, share: WeightShare, draft: Path, folder: Path
+    ) -> tuple[dict[str, object], Files]:
+        """Writes a share of each rank; returns facts for the manifest, and what is hashed."""
+        facts = {"num_stages": self._num_stages()}
+        if not self.is_adapter:
+            return {"kind": "full", **facts}, self._write_full(share, draft, draft)
+        known: Files = {}
+        base = self.base
+        if base is None:
+            base = str(folder / BASE_FOLDER)
+            known = self._write_full(share, draft / BASE_FOLDER, draft)
+        self._write_adapter(share, draft, base)
+        return {"kind": "adapter", "base": base, **facts}, known
+
+    def _num_stages(self) -> int | None:
+        return self.stages[0].num_stages if self.stages else None
+
+    def _claimed(
+        self, names_of: Callable[[nn.Module], list[str]], draft: Path | None
+    ) -> list[set[str]]:
+        """For each stage here, the names that an earlier stage saves."""
+        stages, ranks = self.stages, self.ranks
+        told = ranks.together(lambda: [(stage.stage, names_of(stage)) for stage in stages], draft)
+        everything = [pair for pairs in told for pair in pairs]
+        return [
+            {name for index, names in everything if index < stage.stage for name in names}
+            for stage in stages
+        ]
+
+    # -- a model folder --------------------------------------------------------------------
+
+    def _full(self, *, copies: bool) -> dict[int, Shard]:
+        states = {}
+        for stage, names in zip(self.stages, self._claimed_names, strict=True):
+            state = disk_state(stage, names)
+            states[stage.stage] = copy_state(state, stage) if copies else state
+        return states
+
+    def _write_full(self, share: WeightShare, folder: Path, draft: Path) -> Files:
+        """Writes shards, index and config."""
+        planned: dict[int, list[Shard]] = {}
+
+        def plan() -> dict[int, int]:
+            folder.mkdir(parents=True, exist_ok=True)
+            for index, state in share.full.items():
+                planned[index] = split_state(state, self.max_shard_bytes)
+            return {index: len(shards) for index, shards in planned.items()}
+
+        told = self.ranks.together(plan, draft)
+        counts = {k: v for entry in told for k, v in entry.items()}
+        keys = [(index, k) for index in sorted(counts) for k in range(counts[index])]
+        names = {key: shard_name(number, len(keys)) for number, key in enumerate(keys, start=1)}
+
+        def write() -> dict[str, tuple[dict, dict[str, int]]]:
+            written = {}
+            for index, shards in planned.items():
+                for position, shard in enumerate(shards):
+                    name = names[index, position]
+                    written[name] = _write_shard(shard, folder / name)
+            for stage in self.stages:
+                if stage.stage == 0:
+                    save_config(stage, folder)
+            return written
+
+        told = self.ranks.together(write, draft)
+        written = {k: v for entry in told for k, v in entry.items()}
+        if self.ranks.rank == 0 and len(names) > 1:
+            write_index(folder, written)
+        return {
+            (folder / name).relative_to(draft).as_posix(): facts
+            for name, (facts, _) in written.items()
+        }
+
+    # -- an adapter folder -----------------------------------------------------------------
+
+    def _write_adapter(self, share: WeightShare, draft: Path, base: str) -> None:
+        told = self.ranks.together(
+            lambda: [write_part(adapter, draft) for adapter in share.adapters], draft
+        )
+        parts = [part for entry in told for part in entry]
+
+        def merge() -> None:
+            if self.ranks.rank == 0:
+                model_class = type(self.stages[0].whole).__name__
+                merge_parts(parts, draft, base=base, model_class=model_class)
+
+        self.ranks.together(merge, draft)
+
+
+def _write_shard(shard: Shard, path: Path) -> tuple[dict, dict[str, int]]:
+    chaos.point("file")
+    # contiguous one shard at a time: views of fused experts are not
+    save_file({n: t.contiguous() for n, t in shard.items()}, path, metadata={"format": "pt"})
+    return file_facts(path), {name: tensor.numel() for name, tensor in shard.items()}
+
+
+def _base_of(stages: Sequence[nn.Module]) -> str | None:
     return next((path for s in stages if (path := getattr(s, "loaded_from", None))), None)
 
 
 def _all_names(stage: nn.Module) -> list[str]:
     with unwrapped(stage):
         return list(stage.state_dict())
-
-
-def _names_of_earlier_stages(
-    stages: list[nn.Module], ranks: Ranks, draft: Path, *, by: Callable[[nn.Module], list[str]]
-) -> list[set[str]]:
-    """For each stage here, the names that an earlier stage saves: tied weights are saved once."""
-    told = ranks.together(lambda: [(stage.stage, by(stage)) for stage in stages], draft)
-    everything = [pair for pairs in told for pair in pairs]
-    return [
-        {name for index, names in everything if index < stage.stage for name in names}
-        for stage in stages
-    ]
-
-
-# -- a model folder ----------------------------------------------------------------------------
-
-
-def _save_full(
-    stages: list[nn.Module], folder: Path, ranks: Ranks, draft: Path, max_shard_bytes: int
-) -> dict[str, dict]:
-    """Writes shards, index and config; returns file -> size and sha256, relative to the draft."""
-    claimed = _names_of_earlier_stages(stages, ranks, draft, by=_all_names)
-    planned: dict[int, list[Shard]] = {}
-
-    def plan() -> dict[int, int]:
-        folder.mkdir(parents=True, exist_ok=True)
-        for stage, names in zip(stages, claimed, strict=True):
-            planned[stage.stage] = split_state(disk_state(stage, names), max_shard_bytes)
-        return {index: len(shards) for index, shards in planned.items()}
-
-    counts = {k: v for entry in ranks.together(plan, draft) for k, v in entry.items()}
-    keys = [(index, k) for index in sorted(counts) for k in range(counts[index])]
-    names = {key: shard_name(number, len(keys)) for number, key in enumerate(keys, start=1)}
-
-    def write() -> dict[str, tuple[dict, dict[str, int]]]:
-        written = {}
-        for index, shards in planned.items():
-            for position, shard in enumerate(shards):
-                name = names[index, position]
-                # contiguous one shard at a time: views of fused experts are not
-                state = {key: value.contiguous() for key, value in shard.items()}
-                save_file(state, folder / name, metadata={"format": "pt"})
-                sizes = {key: value.numel() for key, value in shard.items()}
-                written[name] = (file_facts(folder / name), sizes)
-        for stage in stages:
-            if stage.stage == 0:
-                save_config(stage, folder)
-        return written
-
-    written = {k: v for entry in ranks.together(write, draft) for k, v in entry.items()}
-    if ranks.rank == 0 and len(names) > 1:
-        write_index(folder, written)
-    return {(folder / k).relative_to(draft).as_posix(): facts for k, (facts, _) in written.items()}
-
-
-# -- an adapter folder -------------------------------------------------------------------------
-
-
-def _save_adapter(stages: list[nn.Module], draft: Path, base: str, ranks: Ranks) -> None:
-    trained = _names_of_earlier_stages(stages, ranks, draft, by=trained_names)
-
-    def write() -> list[dict]:
-        return [
-            write_parts(stage, draft, claimed=names)
-            for stage, names in zip(stages, trained, strict=True)
-        ]
-
-    parts = [part for entry in ranks.together(write, draft) for part in entry]
-
-    def merge() -> None:
-        if ranks.rank == 0:
-            merge_parts(parts, draft, base=base, model_class=type(stages[0].whole).__name__)
-
-    ranks.together(merge, draft)

@@ -1,11 +1,14 @@
 """Writes an adapter folder: each stage its part, then all parts as one. Knows no ranks."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from stageline import chaos
 from stageline.checkpoint.adapter import (
     PEFT_PREFIX,
     STACK_FOLDER,
@@ -39,30 +42,70 @@ def trained_names(stage: nn.Module) -> list[str]:
     return names
 
 
-def write_parts(stage: nn.Module, folder: Path, *, claimed: set[str]) -> dict[str, object]:
-    """Writes this stage's share of every adapter; returns what `merge_parts` needs to know.
+@dataclass(frozen=True)
+class AdapterShare:
+    """What one stage saves of the adapters: copies on the host, which training does not change.
+
+    Attributes:
+        depth: adapters stacked on the layer that has most.
+        tensors, facts: level -> tensors by name in the file, what `peft_config` takes.
+        modules: modules that were trained whole.
+    """
+
+    stage: int
+    depth: int
+    dropout: float
+    tensors: dict[int, dict[str, torch.Tensor]]
+    facts: dict[int, dict[str, tuple[int, float, bool]]]
+    modules: list[str]
+
+
+def adapter_share(stage: nn.Module, *, claimed: set[str]) -> AdapterShare:
+    """Copies this stage's share of every adapter.
 
     Args:
-        claimed: trained names that an earlier stage writes.
+        claimed: trained names that an earlier stage saves.
     """
     stacks = lora_stacks(stage)
     depth = max((len(wrappers) for wrappers in stacks.values()), default=0)
     extras = [name for name in trained_names(stage) if name not in claimed]
-    part = {"stage": stage.stage, "depth": depth, "files": {}, "facts": {}, "dropout": 0.0}
-    for level in [SUM, *range(depth)] if depth > 1 else [SUM]:
+    parameters = dict(stage.named_parameters(remove_duplicate=False))
+    tensors, facts = {}, {}
+    for level in _levels(depth):
         chosen = None if level == SUM else level
-        tensors = adapter_tensors(stage, level=chosen)
+        state = {
+            name: value.to("cpu") for name, value in adapter_tensors(stage, level=chosen).items()
+        }
         if level in (SUM, depth - 1):
-            parameters = dict(stage.named_parameters(remove_duplicate=False))
-            tensors |= {PEFT_PREFIX + n: parameters[n].detach().clone() for n in extras}
-        part["facts"][level] = adapter_facts(stage, level=chosen)
-        if tensors:
-            part["files"][level] = f"part-{stage.stage:05d}-{level}.safetensors"
-            save_file(tensors, folder / part["files"][level])
+            for name in extras:
+                state[PEFT_PREFIX + name] = parameters[name].detach().to("cpu", copy=True)
+        tensors[level], facts[level] = state, adapter_facts(stage, level=chosen)
+    dropout = 0.0
     for wrappers in stacks.values():
-        part["dropout"] = getattr(wrappers[-1].lora.dropout, "p", 0.0)
-    part["modules"] = sorted({name.rpartition(".")[0] for name in extras})
-    return part
+        dropout = getattr(wrappers[-1].lora.dropout, "p", 0.0)
+    modules = sorted({name.rpartition(".")[0] for name in extras})
+    return AdapterShare(stage.stage, depth, dropout, tensors, facts, modules)
+
+
+def write_part(share: AdapterShare, folder: Path) -> dict[str, object]:
+    """Writes a stage's share; returns what `merge_parts` needs to know."""
+    files = {}
+    for level, tensors in share.tensors.items():
+        if tensors:
+            chaos.point("file")
+            files[level] = f"part-{share.stage:05d}-{level}.safetensors"
+            save_file(tensors, folder / files[level])
+    return {
+        "depth": share.depth,
+        "dropout": share.dropout,
+        "facts": share.facts,
+        "modules": share.modules,
+        "files": files,
+    }
+
+
+def _levels(depth: int) -> list[int]:
+    return [SUM, *range(depth)] if depth > 1 else [SUM]
 
 
 def merge_parts(
@@ -71,7 +114,8 @@ def merge_parts(
     """Makes one adapter of the stages' parts, and one per level where adapters are stacked."""
     depth = max(part["depth"] for part in parts)
     modules = _outermost(sorted({name for part in parts for name in part["modules"]}))
-    for level in [SUM, *range(depth)] if depth > 1 else [SUM]:
+    for level in _levels(depth):
+        chaos.point("file")
         target = folder if level == SUM else folder / STACK_FOLDER / str(level)
         target.mkdir(parents=True, exist_ok=True)
         tensors, facts = {}, {}
@@ -90,6 +134,7 @@ def merge_parts(
         save_file(dict(sorted(tensors.items())), target / ADAPTER_FILE, metadata={"format": "pt"})
         (target / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     for part in parts:
+        chaos.point("file")
         for file in part["files"].values():
             (folder / file).unlink()
 

@@ -24,6 +24,8 @@ def disk_state(stage: nn.Module, claimed: set[str]) -> dict[str, torch.Tensor]:
 
     Args:
         claimed: names in memory that an earlier stage saves: a tied weight is saved once.
+
+    Tensors are those of the stage or views of them, wherever the names on disk allow it.
     """
     with unwrapped(stage):
         state = stage.state_dict(keep_vars=True)
@@ -40,6 +42,19 @@ def disk_state(stage: nn.Module, claimed: set[str]) -> dict[str, torch.Tensor]:
             own.pop(name, None)
         # the public save_pretrained writes nothing on ranks other than 0
         return revert_weight_conversion(stage.whole, own)
+
+
+def copy_state(state: dict[str, torch.Tensor], stage: nn.Module) -> dict[str, torch.Tensor]:
+    """A state on the host that training does not change; what is no view of a weight stays."""
+    weights = {
+        value.untyped_storage().data_ptr()
+        for value in (*stage.parameters(), *stage.buffers())
+        if value.device.type == "cpu"
+    }
+    return {
+        name: value.to("cpu", copy=value.untyped_storage().data_ptr() in weights)
+        for name, value in state.items()
+    }
 
 
 def split_state(state: dict[str, torch.Tensor], max_bytes: int) -> list[Shard]:

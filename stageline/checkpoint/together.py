@@ -1,15 +1,23 @@
 """Ranks that write one folder: they gather plain values, and fail together or not at all."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from stageline import progress
 from stageline.checkpoint.layout import discard
-from stageline.errors import UserError
+from stageline.errors import (
+    CheckpointError,
+    DataError,
+    NonFiniteError,
+    StorageError,
+    UserError,
+)
 
 Result = TypeVar("Result")
 
@@ -45,20 +53,67 @@ class Ranks:
             draft: a folder to remove if a rank fails; the message names it.
 
         Raises:
-            UserError, OSError: a rank failed; every rank raises, and the draft is removed.
+            UserError, StorageError, RuntimeError: a rank failed; every rank raises the same, and
+                the draft is removed.
         """
         result, error = None, None
         try:
             result = function()
         except Exception as caught:
             error = caught
-        told = self.gather((result, error is None, isinstance(error, UserError), str(error)))
-        failed = [(rank, *told[rank][2:]) for rank in range(self.size) if not told[rank][1]]
+        told = self.gather((result, None if error is None else Told.of(error, draft)))
+        failed = [(rank, said) for rank, (_, said) in enumerate(told) if said is not None]
         if not failed:
-            return [value for value, *_ in told]
-        rank, is_user_error, text = failed[0]
-        if draft is not None:
-            text = text if is_user_error else f"saving to {draft} failed on rank {rank}: {text}"
-            if self.rank == 0:
-                discard(draft)
-        raise (UserError if is_user_error else OSError)(text) from error
+            return [value for value, _ in told]
+        if draft is not None and self.rank == 0:
+            discard(draft)
+        rank, said = failed[0]
+        raise said.as_error(rank, draft) from error
+
+
+@dataclass(frozen=True)
+class Told:
+    """An error in words that travel to other ranks.
+
+    Attributes:
+        kind: name of the class that every rank raises.
+        space: what the disk had to say, if it was the disk.
+    """
+
+    kind: str
+    text: str
+    space: str = ""
+
+    @classmethod
+    def of(cls, error: Exception, draft: Path | None) -> "Told":
+        """Tells what went wrong on this rank."""
+        if isinstance(error, UserError | NonFiniteError):
+            return cls(type(error).__name__, str(error))
+        if isinstance(error, OSError | SafetensorError):
+            return cls("StorageError", str(error), "" if draft is None else _space(draft))
+        return cls("RuntimeError", f"{type(error).__name__}: {error}")
+
+    def as_error(self, rank: int, draft: Path | None) -> Exception:
+        """The error that every rank raises."""
+        if self.kind in _PASSED_ON:
+            return _PASSED_ON[self.kind](self.text)
+        what = "" if draft is None else f"saving to {draft} failed on "
+        text = f"{what}rank {rank}: {self.text}{self.space}"
+        if self.kind != "StorageError":
+            return RuntimeError(text)
+        return StorageError(f"{text}. What was saved before is as it was. Make room, then resume.")
+
+
+_PASSED_ON: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (UserError, DataError, CheckpointError, NonFiniteError)
+}
+
+
+def _space(draft: Path) -> str:
+    """Bytes written of a draft, and bytes free where it lies."""
+    written = sum(path.stat().st_size for path in draft.rglob("*") if path.is_file())
+    try:
+        free = f"{shutil.disk_usage(draft.parent).free:,}"
+    except OSError:
+        free = "unknown"  # the folder itself is gone
+    return f" ({written:,} bytes of it were written, {free} bytes are free)"

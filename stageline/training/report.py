@@ -51,6 +51,7 @@ class RunReport:
     """Reports a run into its folder and onto the screen; a context manager.
 
     Args:
+        start_step: steps done before.
         log_steps: every how many steps one is written to the log.
         num_pictures: held-out samples whose predictions are kept at each evaluation.
     """
@@ -61,6 +62,7 @@ class RunReport:
         *,
         context: Context,
         total_steps: int,
+        start_step: int = 0,
         log_steps: int = 1,
         num_pictures: int = 24,
         memory_every: int = 10,
@@ -70,7 +72,11 @@ class RunReport:
         self.num_pictures = num_pictures
         self.memory_every = memory_every
         self.log = RunLog(
-            folder, total_steps=total_steps, is_main=context.is_main, log_steps=log_steps
+            folder,
+            total_steps=total_steps,
+            start_step=start_step,
+            is_main=context.is_main,
+            log_steps=log_steps,
         )
         self.peaks: list[int] = []
 

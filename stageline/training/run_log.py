@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
+from stageline.errors import StorageError
 from stageline.plotting.curves import plot_loss
 from stageline.training.stage_table import human_memory
 
@@ -172,12 +173,18 @@ class RunLog:
 
     def _write(self, kind: str, step: int, figures: Mapping[str, Any]) -> None:
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **finite(figures)}
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
-        if self._events is None:
-            return
-        for name, value in scalars(figures).items():
-            self._events.add_scalar(f"{kind}/{name}", value, step)
+        try:
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.flush()
+            if self._events is not None:
+                for name, value in scalars(figures).items():
+                    self._events.add_scalar(f"{kind}/{name}", value, step)
+        except OSError as error:
+            raise StorageError(
+                f"the log in {self.folder} cannot be written ({error}), a folder with room was "
+                "expected: it was removed, or the disk is full. The checkpoints there are as they "
+                "were. Make room, then resume."
+            ) from error
 
 
 def finite(figures: Mapping[str, Any]) -> dict[str, Any]:

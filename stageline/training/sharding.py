@@ -16,7 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from stageline.checkpoint.state_share import Rows
 from stageline.pipeline.local_stages import LocalStages
 from stageline.training.precision import HALF_TYPES, MasterWeights
 from stageline.training.replicas import Replicas
@@ -76,6 +78,18 @@ class ShardedReplicas(Replicas):
             if is_anywhere and not is_here:
                 parameter.grad = torch.zeros_like(parameter)
         self._touched.clear()
+
+
+def share_rows(weights: MasterWeights) -> dict[str, Rows]:
+    """Which rows of its parameters this rank holds, of those that are shared out."""
+    rows = {}
+    for name in weights.shares:
+        parameter = weights.model_parameters[name]
+        local, start = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+        rows[name] = Rows(start[0], local[0], tuple(parameter.shape))
+    return rows
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:

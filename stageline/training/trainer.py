@@ -87,9 +87,7 @@ class Trainer:
             if self.evaluate is not None and _is_due(done, options.eval_steps, is_end):
                 self.evaluate(done)
             if self.save is not None and _is_due(done, options.save_steps, is_end):
-                with progress.doing("save"):
-                    chaos.point("save")
-                    self.save(done)
+                self.save(done)
             if result.wants_stop:
                 return done == options.total_steps
         return True

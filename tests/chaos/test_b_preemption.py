@@ -93,7 +93,7 @@ def test_b02_b03_b07_a_signal_to_one_rank_in_a_step(job, do, rank):
 
 
 def test_b04_sigterm_during_a_save_lets_it_end(job):
-    done = job.fork("b04", chaos="at=save,rank=1,step=3,do=sigterm")
+    done = job.fork("b04", chaos="at=write,rank=1,count=2,do=sigterm")
     assert done.code == 143, done.err
     assert_kept(job, "b04", 2, 4, 5)
     assert_goes_on_bitwise(job, "b04")
@@ -134,7 +134,7 @@ def test_b08_sigterm_before_the_first_step(job, rank):
 
 def test_b09_sigkill_before_the_save_ends(job):
     # after step 3, where no save is due but the one that the signal asks for
-    chaos = "at=forward,rank=1,step=2,do=sigterm;at=save,rank=1,step=2,do=sigkill"
+    chaos = "at=forward,rank=1,step=2,do=sigterm;at=write,rank=1,count=2,do=sigkill"
     done = job.fork("b09", chaos=chaos)
     assert done.code not in (0, 130, 143) and done.seconds < SECONDS
     assert_kept(job, "b09", 2)

@@ -1,6 +1,8 @@
 """Several ranks write one folder: together, or not at all."""
 
+import errno
 import json
+import os
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from pp_models import CausalLMStage
+from stageline.checkpoint import save
 from stageline.checkpoint.layout import verify
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
@@ -28,7 +31,7 @@ def load(rank, folder, num_stages, **kwargs):
     return model
 
 
-def save(rank, base, folder, num_stages, num_loras):
+def save_stage(rank, base, folder, num_stages, num_loras):
     model = load(rank, base, num_stages, llm_lora_num=num_loras)
     save_split_model(model, None, folder, step=2)
     assert folder.exists()  # on every rank, when it returns
@@ -47,9 +50,9 @@ def test_three_ranks_write_what_one_process_writes(family, num_loras, tmp_path):
     base = tmp_path / "base"
     if num_loras == 2:
         base = tmp_path / "first"
-        run_ranks(save, 2, tmp_path / "base", base, 2, 1)
+        run_ranks(save_stage, 2, tmp_path / "base", base, 2, 1)
         (base / "config.json").write_bytes((tmp_path / "base" / "config.json").read_bytes())
-    states = run_ranks(save, 3, base, tmp_path / "ranks", 3, num_loras)
+    states = run_ranks(save_stage, 3, base, tmp_path / "ranks", 3, num_loras)
     stages = [load(stage, base, 3, llm_lora_num=num_loras) for stage in range(3)]
     save_split_model(stages, None, tmp_path / "single", step=2)
     verify(tmp_path / "ranks")
@@ -61,16 +64,22 @@ def test_three_ranks_write_what_one_process_writes(family, num_loras, tmp_path):
                 assert torch.equal(tensor, whole[name]), name
 
 
+def no_space(*args, **kwargs):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def save_with_a_failing_rank(rank, base, folder, kind):
     model = load(rank, base, 2)
     if rank == 1 and kind == "weights":
         model.state_dict = lambda **kwargs: 1 / 0
+    if rank == 1 and kind == "disk":
+        save.save_file = no_space
     if rank == 0 and kind == "exists":
         folder.mkdir()
     dist.barrier()
     try:
         save_split_model(model, None, folder)
-    except (OSError, UserError) as error:
+    except (OSError, UserError, RuntimeError) as error:
         return [type(error).__name__, str(error)]
     return ["saved", ""]
 
@@ -78,7 +87,8 @@ def save_with_a_failing_rank(rank, base, folder, kind):
 @pytest.mark.parametrize(
     ("kind", "error", "text"),
     [
-        ("weights", "OSError", "failed on rank 1: division by zero"),
+        ("weights", "RuntimeError", "failed on rank 1: ZeroDivisionError: division by zero"),
+        ("disk", "StorageError", "failed on rank 1: [Errno 28] No space left on device"),
         ("exists", "UserError", "exists, a new folder was expected"),
     ],
 )
@@ -93,7 +103,7 @@ def test_when_one_rank_fails_all_do(kind, error, text, tmp_path):
 
 def test_the_manifest_tells_the_run(tmp_path):
     tiny_whole("llama", tmp_path / "base")
-    run_ranks(save, 2, tmp_path / "base", tmp_path / "out", 2, 0)
+    run_ranks(save_stage, 2, tmp_path / "base", tmp_path / "out", 2, 0)
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert (manifest["step"], manifest["num_stages"], manifest["kind"]) == (2, 2, "full")
     on_disk = {path.name for path in (tmp_path / "out").iterdir()} - {"manifest.json"}

@@ -1,0 +1,227 @@
+"""Saves a run while it goes on: copies to the host at once, writes in the background.
+
+At most one checkpoint is being written. Ranks agree over a process group of their own, so that
+their training threads may talk at the same time. An error stops the run at the next step.
+"""
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from stageline import chaos
+from stageline.checkpoint.gather import gathered
+from stageline.checkpoint.layout import file_facts, verify
+from stageline.checkpoint.retention import keep_last, step_name
+from stageline.checkpoint.save import (
+    Files,
+    WeightSaver,
+    WeightShare,
+    finish_draft,
+    start_draft,
+)
+from stageline.checkpoint.state_load import STATE_FILE, STATE_FOLDER
+from stageline.checkpoint.state_share import Rows, StateShare, state_share
+from stageline.checkpoint.together import Ranks
+from stageline.progress import doing
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run; every rank makes one and calls the same methods.
+
+    Args:
+        folder: gets step-00000010 and the like.
+        stages: of this rank, filled and wrapped; weights that replicas share out are gathered.
+        parameters: what the optimizer updates, by name.
+        rows: of parameters of which this rank holds a share.
+        with_weights: save `parameters` to the bit, beside the weights in their own type.
+        group: all ranks, over gloo, used by nobody else; None: this process is alone.
+        dp_rank: only the first replica writes what all of them have.
+        keep: how many checkpoints stay; 0: all.
+        waits: write before training goes on; needs no copies.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        stages: Sequence[nn.Module],
+        processor: object | None,
+        optimizer: torch.optim.Optimizer | None,
+        parameters: Mapping[str, nn.Parameter],
+        rows: Mapping[str, Rows],
+        with_weights: bool,
+        group: dist.ProcessGroup | None = None,
+        dp_rank: int = 0,
+        keep: int = 0,
+        waits: bool = False,
+    ) -> None:
+        self.folder = folder.absolute()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.stages = list(stages)
+        self.processor = processor
+        self.optimizer = optimizer
+        self.parameters = dict(parameters)
+        self.rows = dict(rows)
+        self.dp_rank = dp_rank
+        self.is_first = dp_rank == 0
+        self.keep = keep
+        self.waits = waits
+        self.ranks = Ranks.of(group)
+        self.saver = WeightSaver(self.stages if self.is_first else [], ranks=self.ranks)
+        self.with_weights = with_weights or self.saver.is_adapter
+        self._left_out = self._saved_by_earlier_stages()
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._said: list[str] = []
+
+    def save(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Saves the state after `step` optimizer steps.
+
+        Args:
+            facts: what the run needs besides to go on, as JSON can say it.
+
+        Raises:
+            StorageError, UserError: this or the checkpoint before could not be written.
+        """
+        self.finish()
+        with doing("save"):
+            chaos.point("save")
+            weights, state = self._copy()
+        target = self.folder / step_name(step)
+        if self.waits:
+            self._write(target, step, weights, state, facts)
+            return
+        self._thread = threading.Thread(
+            target=self._try_to_write, args=(target, step, weights, state, facts), daemon=True
+        )
+        self._thread.start()
+
+    def news(self) -> list[str]:
+        """Lines about what was saved since the last call; raises what went wrong."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        said, self._said = self._said, []
+        return said
+
+    def finish(self) -> None:
+        """Waits until nothing is being written.
+
+        Raises:
+            StorageError, UserError: it could not be written.
+        """
+        if self._thread is not None:
+            with doing("checkpoint to be written", is_waiting=True):
+                self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _saved_by_earlier_stages(self) -> set[str]:
+        """Tied weights lie on two ranks under one name; their states are equal."""
+        told = self.ranks.gather((self.dp_rank, list(self.parameters)))
+        earlier = told[: self.ranks.rank]
+        return {name for replica, names in earlier if replica == self.dp_rank for name in names}
+
+    def _copy(self) -> tuple[WeightShare, StateShare]:
+        copies = not self.waits
+        with gathered(self.stages, keep=self.is_first):
+            weights = self.saver.share(copies=copies)
+        state = state_share(
+            self.optimizer,
+            self.parameters,
+            rows=self.rows,
+            left_out=self._left_out,
+            is_first=self.is_first,
+            with_weights=self.with_weights,
+            copies=copies,
+        )
+        return weights, state
+
+    def _try_to_write(self, *args: Any) -> None:
+        try:
+            self._write(*args)
+        except Exception as error:
+            self._error = error
+
+    def _write(
+        self,
+        target: Path,
+        step: int,
+        weights: WeightShare,
+        state: StateShare,
+        facts: Mapping[str, Any],
+    ) -> None:
+        chaos.point("write")
+        draft = start_draft(target, self.ranks)
+        written, known = self.saver.write(weights, draft, target)
+        known = {**known, **self._write_state(state, draft, {**facts, "step": step})}
+        finish_draft(
+            draft,
+            target,
+            self.ranks,
+            processor=self.processor,
+            facts={**written, "step": step},
+            known=known,
+        )
+        if self.ranks.rank == 0:
+            self._said.append(f"saved {target}")
+            self._thin_out(target)
+
+    def _write_state(self, share: StateShare, draft: Path, facts: dict[str, Any]) -> Files:
+        folder = draft / STATE_FOLDER
+        path = folder / f"rank-{self.ranks.rank:05d}.safetensors"
+
+        def write() -> tuple[dict, dict, Files, str | None]:
+            folder.mkdir(exist_ok=True)
+            index = share.write(path)
+            name = path.relative_to(draft).as_posix()
+            files = {name: file_facts(path)} if path.exists() else {}
+            kind = None if self.optimizer is None else type(self.optimizer).__name__
+            return index, share.extras, files, kind
+
+        told = self.ranks.together(write, draft)
+
+        def join() -> None:
+            if self.ranks.rank == 0:
+                saved = {
+                    "facts": facts,
+                    "optimizer": next((kind for *_, kind in told if kind), None),
+                    "extras": {
+                        name: more for _, extras, *_ in told for name, more in extras.items()
+                    },
+                    "parameters": _join_indexes([index for index, *_ in told]),
+                }
+                chaos.point("file")
+                text = json.dumps(saved, indent=1, allow_nan=False)
+                (folder / STATE_FILE).write_text(text + "\n")
+
+        self.ranks.together(join, draft)
+        return {name: facts for _, _, files, _ in told for name, facts in files.items()}
+
+    def _thin_out(self, newest: Path) -> None:
+        """Removes older checkpoints, once the newest is known to be readable."""
+        if not self.keep:
+            return
+        verify(newest)
+        removed = keep_last(self.folder, self.keep)
+        if removed:
+            self._said.append(f"removed {', '.join(removed)} (--keep-last {self.keep})")
+
+
+def _join_indexes(indexes: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """parameter -> shape and, for each value, its pieces over all ranks."""
+    joined: dict[str, dict[str, Any]] = {}
+    for index in indexes:
+        for name, entry in index.items():
+            mine = joined.setdefault(name, {"shape": entry["shape"], "values": {}})
+            for key, piece in entry["values"].items():
+                mine["values"].setdefault(key, []).append(piece)
+    return joined

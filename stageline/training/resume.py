@@ -1,0 +1,137 @@
+"""Where a run goes on: the checkpoint, what it knows, and whether this is the same run.
+
+Every rank calls these together; the first one reads and verifies.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stageline.checkpoint.find import find_latest, no_checkpoint_left, skip_lines, step_folders
+from stageline.checkpoint.layout import verify
+from stageline.checkpoint.retention import set_aside
+from stageline.checkpoint.state_load import SavedState
+from stageline.checkpoint.together import Ranks
+from stageline.errors import UserError
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A whole checkpoint with a training state.
+
+    Attributes:
+        base: of an adapter checkpoint, the folder of its frozen model; else None.
+    """
+
+    folder: Path
+    state: SavedState
+    base: str | None
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return int(self.state.facts["step"])
+
+
+def find_resume_point(
+    wanted: str | None, checkpoints: Path, *, ranks: Ranks, say: Callable[[str], None]
+) -> ResumePoint | None:
+    """The checkpoint that `--resume` means; None where a run starts anew.
+
+    Args:
+        wanted: "auto", the path of a checkpoint, or None.
+        checkpoints: the folder of this run's checkpoints.
+
+    Raises:
+        UserError: there are checkpoints and nobody asked to resume.
+        CheckpointError: none of them is whole, or the one asked for is not.
+    """
+
+    def find() -> tuple[str | None, dict[str, Any]]:
+        if ranks.rank != 0:
+            return None, {}
+        folder = _find(wanted, checkpoints, say)
+        return (None, {}) if folder is None else (str(folder), verify(folder))
+
+    folder, manifest = ranks.together(find)[0]
+    if folder is None:
+        return None
+    base = manifest.get("base") if manifest.get("kind") == "adapter" else None
+    return ResumePoint(Path(folder), SavedState(Path(folder)), base)
+
+
+def _find(wanted: str | None, checkpoints: Path, say: Callable[[str], None]) -> Path | None:
+    if wanted is None:
+        _refuse_others(checkpoints)
+        return None
+    if wanted != AUTO:
+        folder = Path(wanted).expanduser().absolute()
+        if not folder.is_dir():
+            raise UserError(
+                f"--resume {wanted} is no folder, a checkpoint (.../checkpoints/step-00000010) or "
+                "auto was expected: auto takes the newest whole one of --output-dir."
+            )
+        return folder
+    found, skipped = find_latest(checkpoints)
+    for line in skip_lines(found, skipped):
+        say(line)
+    if found is None and skipped:
+        raise no_checkpoint_left(skipped)
+    if found is None:
+        say(f"--resume auto: no checkpoint in {checkpoints} yet, training starts at step 0")
+    return found
+
+
+def _refuse_others(checkpoints: Path) -> None:
+    there = step_folders(checkpoints)
+    if there:
+        raise UserError(
+            f"{checkpoints} holds {len(there)} checkpoints of another run, up to "
+            f"{there[0][1].name}; an --output-dir without any was expected: two runs in one folder "
+            "would mix. Continue that run with --resume auto, or choose another --output-dir."
+        )
+
+
+def clear_way(point: ResumePoint, checkpoints: Path, *, say: Callable[[str], None]) -> None:
+    """Renames later checkpoints in the run's own folder: this run will write those steps anew."""
+    for path in set_aside(checkpoints, after=point.step):
+        say(f"kept a checkpoint of a later step as {path.name}, this run comes by there again")
+
+
+def check_same_run(
+    saved: Mapping[str, Any],
+    current: Mapping[str, Any],
+    *,
+    may_change: Callable[[str], bool],
+    allows_changes: bool,
+    say: Callable[[str], None],
+) -> None:
+    """Compares what decides the course of training.
+
+    Args:
+        saved, current: option -> value as the config file has it, and other facts.
+        may_change: whether an option leaves the course as it is.
+        allows_changes: differences are told and nothing more.
+
+    Raises:
+        UserError: something differs; all of it is listed.
+    """
+    differences = [
+        f"{name}: {saved.get(name)!r} then, {current.get(name)!r} now"
+        for name in sorted({*saved, *current})
+        if not may_change(name) and saved.get(name) != current.get(name)
+    ]
+    if not differences:
+        return
+    listed = "\n".join(f"  {line}" for line in differences)
+    if allows_changes:
+        say(f"resumed with other settings, so the course is another one:\n{listed}")
+        return
+    raise UserError(
+        f"the checkpoint is of a run with {len(differences)} other settings, the same ones were "
+        "expected: resumed with others it would not be the run that was begun. Use those of that "
+        f"run, or add --allow-changes if you mean it.\n{listed}"
+    )

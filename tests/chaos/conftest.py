@@ -1,0 +1,3 @@
+"""Imports the entry file once, before any test: forked runs start from here."""
+
+import train_pp  # noqa: F401

@@ -1,0 +1,326 @@
+"""Saving: whatever stops it, the last good checkpoint survives and is found."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from pp_models import CausalLMStage
+from stageline.checkpoint.layout import verify
+from stageline.checkpoint.load import load_split_model
+from stageline.checkpoint.save import save_split_model
+from stageline.checkpoint.writer import CheckpointWriter
+from stageline.errors import StorageError
+from stageline.testing.small_run import Job, finish
+from stageline.testing.tiny_checkpoints import tiny_whole
+
+SHORT = ("--total-steps", 4, "--save-steps", 2)
+RESUME = ("--resume", "auto")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    return Job(tmp_path_factory.mktemp("job"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(job):
+    assert job.fork("undisturbed", *SHORT, ranks=1).code == 0
+    return files(job.folder / "undisturbed" / "checkpoints" / "step-00000004")
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """The tensors of a checkpoint as they are on disk."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*.safetensors")}
+
+
+def checkpoints(job, name):
+    return job.folder / name / "checkpoints"
+
+
+def assert_whole(job, name, *expected):
+    """All that is called a checkpoint verifies; these are there."""
+    assert job.checkpoints(name) == [f"step-{step:08d}" for step in expected]
+    for step in expected:
+        verify(checkpoints(job, name) / f"step-{step:08d}")
+
+
+def assert_goes_on(job, name, undisturbed, ranks=1, **kwargs):
+    """Resuming gives the losses and weights of a run that nothing happened to."""
+    done = job.fork(name, *SHORT, *RESUME, ranks=ranks, **kwargs)
+    assert done.code == 0, done.err
+    assert job.losses(name) == job.losses("undisturbed")
+    assert_whole(job, name, 2, 4)
+    if ranks == 1:
+        assert files(checkpoints(job, name) / "step-00000004") == undisturbed
+    assert not list(checkpoints(job, name).glob("*.tmp-*"))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_c01_c02_stopped_at_each_file_operation(rank, job, undisturbed):
+    """The k-th operation on files is the last one, for each k of two checkpoints, on each rank."""
+    ranks = rank + 1
+    stops = 0
+    for count in range(1, 100, 1 if rank == 0 else 5):
+        name = f"sweep-{rank}-{count}"
+        fault = f"at=file,rank={rank},count={count},do=exit"
+        done = job.fork(name, *SHORT, "--sync-save", ranks=ranks, chaos=fault)
+        if done.code == 0:
+            break
+        stops += 1
+        whole = [int(text[5:]) for text in job.checkpoints(name)]
+        assert whole in ([], [2], [2, 4]), whole
+        assert_whole(job, name, *whole)
+        assert_goes_on(job, name, undisturbed, ranks=ranks)
+        shutil.rmtree(job.folder / name)
+    assert stops >= (12 if rank == 0 else 1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        pytest.param("at=save,rank=1,do=limit_files,value=3000", "File too large", id="c04_limit"),
+        pytest.param("at=file,rank=1,count=2,do=enospc", "No space left", id="c05_disk_full"),
+        pytest.param("at=file,rank=0,count=9,do=enospc", "No space left", id="c05_on_rank_0"),
+    ],
+)
+def test_no_room(fault, words, job, undisturbed):
+    """A rank cannot write: all stop with code 5, with rank, path and bytes; resumable."""
+    name = f"room-{abs(hash(fault))}"
+    assert job.fork(name, "--total-steps", 2, "--allow-changes", ranks=2).code == 0
+    options = (*SHORT, *RESUME, "--allow-changes")
+    done = job.fork(name, *options, ranks=2, chaos=fault)
+    assert done.code == 5, done.err
+    rank = fault.partition("rank=")[2][0]
+    assert words in done.err and f"failed on rank {rank}" in done.err
+    assert str(checkpoints(job, name)) in done.err and "bytes are free" in done.err
+    assert "Traceback" not in done.err
+    assert_whole(job, name, 2)
+    assert job.fork(name, *options, ranks=2).code == 0
+    assert_whole(job, name, 2, 4)
+
+
+def test_c06_output_dir_cannot_be_written(job, tmp_path):
+    """A file in the way, or a folder that takes no files: refused before training starts."""
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/stageline")):
+        done = job.fork("unused", "--output-dir", folder, ranks=1)
+        assert done.code == 2 and str(folder) in done.err and "step 1/" not in done.out
+        assert "Traceback" not in done.err
+
+
+VANDAL = """
+import os, shutil
+from register import lr_scheduler_register
+
+@lr_scheduler_register("vandal")
+def vandal(learning_rate, min_lr, warmup_steps, warmup_start_lr, total_steps, folder: str):
+    def rate(step):
+        if step == 3:
+            shutil.rmtree(folder)
+        return learning_rate
+    return rate
+"""
+
+
+def test_c07_output_dir_removed_while_running(job):
+    """It is gone when a checkpoint is due: code 5, the folder named."""
+    part = job.folder / "vandal_part.py"
+    part.write_text(VANDAL)
+    folder = job.folder / "removed"
+    done = job.fork(
+        "removed",
+        *("--import", part, "--lr-scheduler", "vandal", "--lr-scheduler.folder", folder),
+        *SHORT,
+        ranks=1,
+    )
+    assert done.code == 5 and "No such file" in done.err and str(folder) in done.err
+
+
+def test_c08_stopped_between_publishing_and_removing(job, undisturbed):
+    """Both checkpoints are whole; the next run removes the old one."""
+    keep = ("--keep-last", 1)
+    fault = "at=retention,count=2,do=exit"
+    assert job.fork("between", *SHORT, *keep, ranks=1, chaos=fault).code == 137
+    assert_whole(job, "between", 2, 4)
+    done = job.fork("between", *RESUME, *keep, "--total-steps", 6, "--allow-changes", ranks=1)
+    assert done.code == 0 and "removed step-00000002, step-00000004" in done.out
+    assert_whole(job, "between", 6)
+
+
+def test_c09_the_old_one_stays_until_the_new_one_verified(tmp_path, monkeypatch):
+    """The newest is damaged on its way to the disk: the one before is not removed."""
+    writer, _ = make_writer(tmp_path, keep=1)
+    save(writer, 1)
+    finish_draft = CheckpointWriter._write.__globals__["finish_draft"]
+
+    def damage(draft, folder, *args, **kwargs):
+        finish_draft(draft, folder, *args, **kwargs)
+        path = folder / "model.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+
+    monkeypatch.setitem(CheckpointWriter._write.__globals__, "finish_draft", damage)
+    with pytest.raises(Exception, match="model.safetensors"):
+        save(writer, 2)
+    assert sorted(path.name for path in writer.folder.iterdir()) == [
+        "step-00000001",
+        "step-00000002",
+    ]
+    verify(writer.folder / "step-00000001")
+
+
+def test_c10_leftovers_are_removed_at_the_start(job):
+    """Drafts of a killed run go, and the bytes that frees are told."""
+    draft = checkpoints(job, "leftovers") / "step-00000002.tmp-0a1b2c3d"
+    draft.mkdir(parents=True)
+    (draft / ".tmpAbCdEf").write_bytes(b"x" * 12345)
+    done = job.fork("leftovers", *SHORT, ranks=1)
+    assert done.code == 0 and "12,345 bytes freed" in done.out and not draft.exists()
+
+
+def test_c11_a_step_that_exists_is_kept_aside(job, undisturbed):
+    """Resumed from an older one: later ones get another name and are not written into."""
+    shutil.copytree(job.folder / "undisturbed", job.folder / "again")
+    old = checkpoints(job, "again") / "step-00000002"
+    later = files(checkpoints(job, "again") / "step-00000004")
+    done = job.fork("again", *SHORT, "--resume", old, ranks=1)
+    assert done.code == 0, done.err
+    (aside,) = checkpoints(job, "again").glob("step-00000004.replaced-*")
+    assert files(aside) == later
+    assert_whole(job, "again", 2, 4)
+
+
+def make_writer(folder: Path, **options):
+    """A writer over a tiny model and its optimizer after one step."""
+    if not (folder / "base").exists():
+        tiny_whole("llama", folder / "base")
+    config = AutoModelForCausalLM.from_pretrained(folder / "base").config
+    model = CausalLMStage(config, stage=0, num_stages=1)
+    load_split_model(model, folder / "base", device="cpu", dtype=torch.float32)
+    parameters = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW(parameters.values(), lr=0.1)
+    step(parameters, optimizer)
+    writer = CheckpointWriter(
+        folder / "checkpoints",
+        stages=[model],
+        processor=None,
+        optimizer=optimizer,
+        parameters=parameters,
+        rows={},
+        with_weights=False,
+        **options,
+    )
+    return writer, lambda: step(parameters, optimizer)
+
+
+def step(parameters, optimizer) -> None:
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def save(writer, number: int) -> None:
+    writer.save(number, {})
+    writer.finish()
+
+
+def test_c12_the_file_holds_the_values_of_the_save(tmp_path, monkeypatch):
+    """Weights and moments change right after save(), before anything is written."""
+    writer, train = make_writer(tmp_path)
+    save(writer, 1)
+    monkeypatch.setenv("STAGELINE_CHAOS", "at=write,do=sleep,value=1")
+    from stageline import chaos
+
+    chaos.arm()
+    writer.save(2, {})
+    for _ in range(3):
+        train()
+    writer.finish()
+    monkeypatch.setenv("STAGELINE_CHAOS", "")
+    chaos.arm()
+    save(writer, 3)
+    one, two, three = (files(writer.folder / f"step-{n:08d}") for n in (1, 2, 3))
+    assert one == two
+    assert one.keys() == three.keys() and all(one[name] != three[name] for name in one)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_c13_an_error_in_the_background_stops_the_run(ranks, job):
+    """Raised at the next step, with the message of the writer; code 5."""
+    done = job.fork(f"background-{ranks}", ranks=ranks, chaos="at=file,count=25,rank=0,do=enospc")
+    assert done.code == 5, done.err
+    assert "No space left" in done.err
+    assert_whole(job, f"background-{ranks}", 2)
+
+
+def test_c14_the_end_waits_for_a_save(job):
+    """The last checkpoint is being written when training ends: it is there."""
+    done = job.fork("slow", *SHORT, ranks=1, chaos="at=write,count=2,do=sleep,value=2")
+    assert done.code == 0 and "step-00000004" in done.out
+    assert_whole(job, "slow", 2, 4)
+
+
+def test_c15_a_second_run_in_the_same_folder(job):
+    """Refused with process and machine of the first, which goes on."""
+    first = job.start("shared", "--num-stages", 1, chaos="at=step,step=3,do=sleep,value=6")
+    lock = job.folder / "shared" / "run.lock"
+    while not (lock.exists() and lock.stat().st_size):
+        time.sleep(0.1)
+        assert first.poll() is None, first.communicate()
+    done = job.fork("shared", ranks=1)
+    assert done.code == 2 and f"process {first.pid} on {os.uname().nodename}" in done.err
+    assert finish(first).code == 0
+
+
+def test_c15_a_killed_run_holds_no_lock(job):
+    """Its data workers may live on for a moment; the folder is free all the same."""
+    chaos = "at=step,step=3,do=sigkill"
+    assert job.fork("killed", "--num-workers", 2, ranks=1, chaos=chaos).code == -signal.SIGKILL
+    assert job.fork("killed", "--num-workers", 2, *RESUME, ranks=1).code == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_c16_every_parameter_of_every_stage_is_there(ranks, job):
+    """Weights and moments: the names of the whole model, each once."""
+    name = f"all-{ranks}"
+    assert job.fork(name, *SHORT, ranks=ranks).code == 0
+    folder = checkpoints(job, name) / "step-00000004"
+    whole = dict(AutoModelForCausalLM.from_pretrained(job.model).named_parameters())
+    names = [n for path in folder.glob("*.safetensors") for n in load_file(path)]
+    assert sorted(names) == sorted(whole)
+    state = json.loads((folder / "training_state" / "state.json").read_text())["parameters"]
+    assert state.keys() == whole.keys()
+    for parameter, entry in state.items():
+        assert tuple(entry["shape"]) == whole[parameter].shape
+        assert entry["values"].keys() == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_c17_saved_loaded_and_saved_again(job, undisturbed, tmp_path):
+    """The same bytes in every file of weights."""
+    source = checkpoints(job, "undisturbed") / "step-00000004"
+    config = AutoModelForCausalLM.from_pretrained(source).config
+    model = CausalLMStage(config, stage=0, num_stages=1)
+    load_split_model(model, source, device="cpu", dtype=torch.float32)
+    again = save_split_model(model, None, tmp_path / "again")
+    weights = {name: data for name, data in undisturbed.items() if "/" not in name}
+    assert files(again) == weights and weights
+
+
+def test_h12_a_folder_with_checkpoints_of_another_run(job, undisturbed):
+    """Not written into unless it is resumed."""
+    done = job.fork("undisturbed", ranks=1)
+    assert done.code == 2 and "--resume auto" in done.err and "step-00000004" in done.err
+    assert files(checkpoints(job, "undisturbed") / "step-00000004") == undisturbed
+
+
+def test_storage_error_is_an_os_error():
+    assert issubclass(StorageError, OSError) and StorageError.exit_code == 5

@@ -1,0 +1,273 @@
+"""Resuming is exact: the same losses, weights, optimizer state and samples as without a stop."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from stageline.checkpoint.layout import verify
+from stageline.testing.small_run import Job
+
+STEPS = 12
+KILL = "at=step,step={},do=sigkill"
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    return Job(tmp_path_factory.mktemp("job"))
+
+
+@pytest.fixture(scope="module")
+def straight(job):
+    """A run without a stop, on one stage, with a checkpoint after each step."""
+    done = job.fork("straight", "--save-steps", 1, ranks=1)
+    assert done.code == 0, done.err
+    return job.folder / "straight" / "checkpoints"
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Everything in the safetensors files of a checkpoint, by name; of any number of ranks."""
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.rglob("*.safetensors")):
+        kind = path.parent.name if path.parent != folder else ""
+        for name, value in load_file(path).items():
+            assert f"{kind}/{name}" not in found, "saved twice"
+            found[f"{kind}/{name}"] = value
+    return found
+
+
+def assert_same(ours: Path, theirs: Path) -> None:
+    """The same checkpoint, to the bit, however it is divided into files."""
+    verify(ours)
+    mine, expected = tensors(ours), tensors(theirs)
+    assert mine.keys() == expected.keys()
+    assert [name for name in mine if not torch.equal(mine[name], expected[name])] == []
+
+
+def last(job, name):
+    return job.folder / name / "checkpoints" / f"step-{STEPS:08d}"
+
+
+@pytest.mark.parametrize("step", range(1, STEPS))
+def test_e01_resumed_at_each_step(step, job, straight):
+    """Resumed after each step of a run in turn; epochs end at 4 and 8 (E3)."""
+    name = f"from-{step}"
+    done = job.fork(name, "--resume", straight / f"step-{step:08d}", "--save-steps", 6, ranks=1)
+    assert done.code == 0, done.err
+    expected = job.losses("straight")
+    assert job.losses(name) == {k: v for k, v in expected.items() if k > step}
+    assert_same(last(job, name), last(job, "straight"))
+
+
+def test_e02_three_resumes_in_a_chain(job, straight):
+    """Killed three times, each time resumed from the newest checkpoint."""
+    for number, step in enumerate((3, 7, 9)):
+        options = ("--resume", "auto") if number else ()
+        assert job.fork("chain", *options, ranks=1, chaos=KILL.format(step)).code != 0
+    done = job.fork("chain", "--resume", "auto", ranks=1)
+    assert done.code == 0 and "step-00000008: 8 of 12 steps are done" in done.out
+    assert job.losses("chain") == job.losses("straight")
+    assert_same(last(job, "chain"), last(job, "straight"))
+
+
+OPTIONS = {
+    "e04_data_workers": ("--num-workers", 2),
+    "e05_accumulation": ("--accumulate-steps", 2, "--batch-size", 4),
+    "e06_warm_up_and_decay": ("--warmup-steps", 5, "--weight-decay", 0.3, "--max-grad-norm", 0.5),
+    "e07_dropout": ("--llm-lora-num", 1, "--lora-dropout", 0.3),
+    "e13_bf16_masters": ("--bf16",),
+    "e13_fp16_scale": ("--fp16",),
+    "packed": ("--packing",),
+    "recomputed": ("--gradient-checkpointing",),
+    "frozen": ("--frozen-lm-head",),
+    "lora": ("--llm-lora-num", 1),
+    "waits": ("--sync-save",),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_resumed_with_options(case, job):
+    """Killed at step 7, resumed from 6: equal to a run that was not."""
+    options = OPTIONS[case]
+    whole, parts = f"{case}-whole", f"{case}-parts"
+    assert job.fork(whole, *options, ranks=1).code == 0
+    assert job.fork(parts, *options, ranks=1, chaos=KILL.format(7)).code != 0
+    done = job.fork(parts, *options, "--resume", "auto", ranks=1)
+    assert done.code == 0 and "6 of 12 steps are done" in done.out, done.err
+    assert job.losses(parts) == job.losses(whole)
+    assert_same(last(job, parts), last(job, whole))
+
+
+def test_e08_other_intervals_change_nothing(job, straight):
+    """Evaluation, log and checkpoint intervals are no part of the course."""
+    done = job.fork(
+        "intervals",
+        *("--eval-samples", 4, "--eval-steps", 3, "--save-steps", 5, "--log-steps", 2),
+        ranks=1,
+    )
+    assert done.code == 0, done.err
+    expected = job.losses("straight")
+    assert job.losses("intervals").items() <= expected.items()
+    assert_same(last(job, "intervals"), last(job, "straight"))
+
+
+RECORDING = """
+import json, os
+from register import dataset_register
+
+class Recorded:
+    def __init__(self, path, split):
+        with open(path) as file:
+            self.rows = [json.loads(line) for line in file]
+        self.path = path
+    def __len__(self):
+        return len(self.rows)
+    def __getitem__(self, index):
+        with open(os.environ["RECORD"], "a") as file:
+            file.write(self.rows[index]["id"] + "\\n")
+        return [], self.rows[index]
+
+@dataset_register("recorded")
+def recorded(dataset_path, split):
+    return Recorded(dataset_path, split)
+"""
+
+
+def test_e09_each_sample_once_in_the_same_order(job, monkeypatch):
+    """The rows that were read, step by step, over a kill and a resume."""
+    part = job.folder / "recorded_part.py"
+    part.write_text(RECORDING)
+    options = ("--import", part, "--dataset", "recorded", "--max-token-num", 256)
+
+    def rows(name, *more, chaos=""):
+        record = job.folder / f"{name}.txt"
+        record.unlink(missing_ok=True)
+        monkeypatch.setenv("RECORD", str(record))
+        run = name.partition("+")[0]
+        job.fork(run, *options, *more, ranks=1, chaos=chaos)
+        return record.read_text().split()[-8 * STEPS :]
+
+    whole = rows("rows-whole")
+    first = rows("rows-parts", chaos=KILL.format(7))
+    rest = rows("rows-parts+", "--resume", "auto")[-8 * (STEPS - 6) :]
+    assert len(whole) == 8 * STEPS
+    assert rest == whole[8 * 6 :] and whole[: 8 * 6] == first[-8 * 8 : -8 * 2]
+    for epoch in range(2):
+        seen = whole[40 * epoch : 40 * (epoch + 1)]
+        assert len(set(seen)) == len(seen), "a row came twice in an epoch"
+
+
+def test_e10_and_e11_stages_change_nothing(job, straight):
+    """The same run again and with 2 and 3 stages: equal to the bit."""
+    for name, ranks in (("again", 1), ("two", 2), ("three", 3)):
+        done = job.fork(name, ranks=ranks)
+        assert done.code == 0, done.err
+        assert job.losses(name) == job.losses("straight")
+        assert_same(last(job, name), last(job, "straight"))
+
+
+def test_d12_two_stages_then_four_then_one_and_back(job, straight):
+    """Resumed on another number of stages and another schedule each time; moments by name."""
+    for ranks, step, options in (
+        (2, 3, ()),
+        (4, 5, ("--schedule", "gpipe")),
+        (1, 7, ()),
+        (2, 9, ("--num-stages", 4, "--stages-per-rank", 2, "--schedule", "interleaved_1f1b")),
+    ):
+        resume = ("--resume", "auto") if step > 3 else ()
+        done = job.fork("moves", *resume, *options, ranks=ranks, chaos=KILL.format(step))
+        assert done.code != 0
+    done = job.fork(
+        "moves",
+        "--resume",
+        "auto",
+        "--num-stages",
+        4,
+        "--schedule",
+        "zbv",
+        "--stages-per-rank",
+        2,
+        ranks=2,
+    )
+    assert done.code == 0, done.err
+    assert job.losses("moves") == job.losses("straight")
+    assert_same(last(job, "moves"), last(job, "straight"))
+
+
+def assert_close(ours: Path, theirs: Path, rtol: float) -> None:
+    mine, expected = tensors(ours), tensors(theirs)
+    assert mine.keys() == expected.keys()
+    for name in mine:
+        torch.testing.assert_close(mine[name], expected[name], rtol=rtol, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["replicated", "sharded"])
+def test_d12_replicas_come_and_go(shards, job):
+    """One process, then two replicas, then one: the same samples, losses equal but for rounding."""
+    order = ("--micro-batch-order", "given")
+    assert job.fork(f"alone-{shards}", *order, ranks=1).code == 0
+    name = f"replicas-{shards}"
+    two = ("--num-stages", 1, "--dp-degree", 2, "--batch-size", 4, *["--dp-shard"][: int(shards)])
+    assert job.fork(name, *order, ranks=1, chaos=KILL.format(3)).code != 0
+    again = job.fork(name, *order, *two, "--resume", "auto", chaos=KILL.format(7))
+    assert "2 of 12 steps are done" in again.out, again.err
+    done = job.fork(name, *order, "--resume", "auto", ranks=1)
+    assert done.code == 0 and "6 of 12" in done.out, done.err
+    expected = job.losses(f"alone-{shards}")
+    assert job.losses(name) == pytest.approx(expected, rel=1e-5)
+    assert_close(last(job, name), last(job, f"alone-{shards}"), rtol=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["--bf16", "--fp16"])
+def test_d12_sharded_masters(precision, job):
+    """Float32 masters of a half-precision run, from shares to whole ones and on."""
+    name = f"masters{precision}"
+    two = ("--num-stages", 1, "--dp-degree", 2, "--batch-size", 4, "--dp-shard")
+    assert job.fork(name, precision, *two, chaos=KILL.format(5)).code != 0
+    folder = job.folder / name / "checkpoints" / "step-00000004"
+    masters = {k: v for k, v in tensors_joined(folder).items() if k.startswith("weight/")}
+    assert masters and all(v.dtype == torch.float32 for v in masters.values())
+    assert any(not torch.equal(v, v.bfloat16().float()) for v in masters.values())
+    done = job.fork(
+        name, precision, "--resume", "auto", "--total-steps", 4, "--allow-changes", ranks=1
+    )
+    assert done.code == 0 and "4 of 4 steps are done" in done.out, done.err
+    done = job.fork(name, precision, "--resume", "auto", ranks=2)
+    assert done.code == 0 and "4 of 12" in done.out, done.err
+
+
+def tensors_joined(folder: Path) -> dict[str, torch.Tensor]:
+    """The training state with rows of several ranks put together, read by hand."""
+    index = json.loads((folder / "training_state" / "state.json").read_text())["parameters"]
+    found = {}
+    for name, entry in index.items():
+        for key, pieces in entry["values"].items():
+            parts = [
+                load_file(folder / "training_state" / piece["file"])[f"{key}/{name}"]
+                for piece in sorted(pieces, key=lambda piece: piece.get("start", 0))
+            ]
+            found[f"{key}/{name}"] = torch.cat(parts) if "start" in pieces[0] else parts[0]
+    return found
+
+
+def test_lora_on_lora(job):
+    """A second adapter on a first one: killed and resumed on another number of stages."""
+    assert job.fork("first", "--llm-lora-num", 1, ranks=1).code == 0
+    options = (
+        "--model-path",
+        last(job, "first"),
+        "--llm-lora-num",
+        2,
+        "--processor-path",
+        job.model,
+        "--config-path",
+        job.model,
+    )
+    assert job.fork("second", *options, ranks=1).code == 0
+    assert job.fork("second-parts", *options, ranks=2, chaos=KILL.format(7)).code != 0
+    done = job.fork("second-parts", *options, "--resume", "auto", ranks=1)
+    assert done.code == 0, done.err
+    assert job.losses("second-parts") == job.losses("second")
+    assert_same(last(job, "second-parts"), last(job, "second"))
