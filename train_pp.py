@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from options.checkpoint_options import leaves_course
-from options.memory_options import check_memory
+from options.memory_options import check_memory, memory_remedies
 from options.run_options import RunConfig
 from parse_args import TrainArguments, parse_train_args, save_config
 from register import engine_register, freeze_registers, import_shelf
@@ -20,6 +20,7 @@ from stageline import chaos, progress
 from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.together import Ranks
 from stageline.distributed.failure import name_stages, run_entry
+from stageline.distributed.failure_files import open_log, tell_run_folder
 from stageline.distributed.guard import GuardRules
 from stageline.distributed.launch import launch_if_needed
 from stageline.distributed.process_group import (
@@ -27,6 +28,7 @@ from stageline.distributed.process_group import (
     choose_device,
     distributed_context,
 )
+from stageline.distributed.record import on_full_memory
 from stageline.distributed.seeds import replica_seed, seed_everything
 from stageline.distributed.stop import stop_requested
 from stageline.errors import UserError
@@ -36,6 +38,7 @@ from stageline.pipeline.schedules import Schedule
 from stageline.pipeline.topology import Topology, resolve_topology
 from stageline.training.best import BestCheckpoint
 from stageline.training.evaluation import evaluate
+from stageline.training.memory_account import MemoryAccount
 from stageline.training.planner import place_together
 from stageline.training.precision import LossScaler
 from stageline.training.replicas import Replicas
@@ -67,6 +70,8 @@ def main() -> int:
     arguments = parse_train_args()
     freeze_registers()
     topology = check_topology(arguments)
+    if not (arguments.run.plan or arguments.run.check_only):
+        tell_run_folder(arguments.run.output_dir)
     if not arguments.run.plan:
         launch_if_needed(topology.num_processes, rules=guard_rules(arguments.run))
     data = check_data(arguments)
@@ -199,6 +204,9 @@ def train(
 ) -> None:
     """Builds this rank's stages and runs the loop."""
     run = arguments.run
+    remedies = memory_remedies(run, has_gpu=context.device.type == "cuda")
+    account = MemoryAccount(context.device, remedies)
+    on_full_memory(account.describe)
     seed_everything(replica_seed(run.seed, context.dp_rank))
     models = build_stages(arguments, context, schedule, point=point)
     summaries = [summarize_stage(model, context) for model in models]
@@ -209,6 +217,7 @@ def train(
     folder = Path(run.output_dir)
     if context.is_main:
         save_config(arguments, folder / "config.yaml")
+    open_log()
     report = RunReport(
         folder,
         context=context,
@@ -218,7 +227,9 @@ def train(
     )
     with report:
         report.show_plan(summaries)
-        TrainingRun(arguments, data, context, runner, replicas, report, point).run()
+        training = TrainingRun(arguments, data, context, runner, replicas, report, point)
+        account.train_step = training.train_step
+        training.run()
 
 
 def join_replicas(

@@ -1,9 +1,12 @@
 """The options that trade time for memory, and what they must be together."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from options.fields import OptionError, option
+
+if TYPE_CHECKING:
+    from options.run_options import RunConfig
 
 
 @dataclass(kw_only=True)
@@ -57,3 +60,21 @@ def check_memory(run: MemoryOptions, *, splits_backward: bool = False) -> None:
             "than those of inputs. A compiled layer makes both at once. Use --schedule 1f1b, or "
             "leave --compile-layers out."
         )
+
+
+def memory_remedies(run: "RunConfig", *, has_gpu: bool) -> list[str]:
+    """What a run without memory can still change, the cheapest first; no option that is on."""
+    is_of_every = run.gradient_checkpointing and run.checkpoint_every == 1
+    candidates = {
+        f"a smaller --micro-batch-size (now {run.micro_batch_size})": run.micro_batch_size > 1,
+        "--gradient-checkpointing": not run.gradient_checkpointing,
+        "--checkpoint-every 1": run.gradient_checkpointing and not is_of_every,
+        "--checkpoint-mode full": run.checkpoint_mode != "full",
+        "--dp-shard": (run.dp_degree or 1) > 1 and not run.dp_shard,
+        "--logits-chunk 1024": not run.logits_chunk,
+        "--offload-activations": has_gpu and not run.offload_activations,
+        f"more --num-stages (now {run.num_stages})": True,
+        f"a smaller --max-token-num (now {run.max_token_num})": True,
+        "--bf16": not (run.bf16 or run.fp16),
+    }
+    return [what for what, is_open in candidates.items() if is_open]

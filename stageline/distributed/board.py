@@ -4,9 +4,11 @@ It is the TCP store that the ranks met at, which works across machines; where th
 which works for the ranks of one machine.
 """
 
+import contextlib
 import json
 import os
 import re
+import shutil
 import socket
 import tempfile
 import threading
@@ -16,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stageline.distributed.machines import this_machine
+from stageline.distributed.machines import process_started_at, this_machine
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_LOOKS = 0.05
 SECONDS_TO_CONNECT = 3.0
 SECONDS_TO_DIE = 1.0
+SECONDS_OF_A_START = 5.0  # between the processes of one machine
 
 
 def claim_key() -> str:
@@ -46,6 +49,18 @@ def connect_store(seconds: float = SECONDS_TO_CONNECT) -> "TCPStore":
     return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=wait)
 
 
+class _Ours:
+    """Whether the store at the address of the run may be its own, and whether we left it."""
+
+    store = True
+    is_left = False
+
+
+def disown_store() -> None:
+    """Tells that the address of the run is another program's: no claim may go there."""
+    _Ours.store = False
+
+
 class NoBoard:
     """For a single process: always the first."""
 
@@ -53,11 +68,25 @@ class NoBoard:
         """As `StoreBoard.claim`."""
         return None
 
+    def claims(self) -> list[dict]:
+        """As `StoreBoard.claims`."""
+        return []
+
+    def settle(self, first: dict) -> None:
+        """Nobody waits for it."""
+
+    def settled(self, seconds: float) -> dict | None:
+        """There is nobody to wait for."""
+        return None
+
     def mark_reported(self) -> None:
         """Nobody waits for it."""
 
     def wait_reported(self, seconds: float) -> None:
         """There is nobody to wait for."""
+
+    def leave(self, seconds: float) -> None:
+        """Nobody needs this process."""
 
     def is_first_to_hear(self) -> bool:
         """As `StoreBoard.is_first_to_hear`."""
@@ -77,10 +106,27 @@ class StoreBoard:
 
     def claim(self, mine: dict, *, patience: float) -> dict | None:
         """Claims the report, after `patience` seconds; the claim of the rank that has it."""
-        _wait_until(lambda: self.store.check([self.key]), patience)
         text = json.dumps(mine)
+        if not mine.get("is_secondary"):
+            self.store.set(self._claim_of(mine["rank"]), text)
+        _wait_until(lambda: self.store.check([self.key]), patience)
         held = self.store.compare_set(self.key, "", text).decode()
         return None if held == text else json.loads(held)
+
+    def claims(self) -> list[dict]:
+        """What all ranks that failed so far claim; more may come for a moment."""
+        names = map(self._claim_of, range(int(os.environ["WORLD_SIZE"])))
+        return [json.loads(self.store.get(name)) for name in names if self.store.check([name])]
+
+    def settle(self, first: dict) -> None:
+        """Tells the others which claim was the earliest."""
+        self.store.set(self.key + "/first", json.dumps(first))
+
+    def settled(self, seconds: float) -> dict | None:
+        """Waits at most `seconds` for what `settle` tells."""
+        name = self.key + "/first"
+        _wait_until(lambda: self.store.check([name]), seconds)
+        return json.loads(self.store.get(name)) if self.store.check([name]) else None
 
     def mark_reported(self) -> None:
         """Lets the other ranks of this machine end."""
@@ -89,6 +135,23 @@ class StoreBoard:
     def wait_reported(self, seconds: float) -> None:
         """Waits at most `seconds` for `mark_reported`."""
         _wait_until(lambda: self.store.check([self.key + "/reported"]), seconds)
+
+    def leave(self, seconds: float) -> None:
+        """Ends the use of the board; where this process is the store, at most `seconds` later.
+
+        With the store the others would lose what they read, and torch would write of it.
+        """
+        _Ours.is_left = True
+        time.sleep(2 * SECONDS_BETWEEN_LOOKS)  # until no other thread looks any more
+        self.store.add(self.key + "/gone", 1)
+        if os.environ.get("RANK", "0") == "0" and "TORCHELASTIC_RUN_ID" not in os.environ:
+            count = int(os.environ["WORLD_SIZE"])
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline and self._count_gone() < count:
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+
+    def _count_gone(self) -> int:
+        return self.store.add(self.key + "/gone", 0)
 
     def is_first_to_hear(self) -> bool:
         """Whether no other rank of this machine has asked this before."""
@@ -100,6 +163,9 @@ class StoreBoard:
         keys = [self._heard(index) for index in others]
         _wait_until(lambda: not keys or self.store.check(keys), seconds)
 
+    def _claim_of(self, rank: int) -> str:
+        return f"{self.key}/claim/{rank}"
+
     def _heard(self, machine: int) -> str:
         return f"{self.key}/heard/{machine}"
 
@@ -109,15 +175,29 @@ class FileBoard:
 
     def __init__(self) -> None:
         run_id = re.sub(r"\W", "_", os.environ.get("TORCHELASTIC_RUN_ID", "none"))
-        name = f"stageline_failed_first_{run_id}_{os.getppid()}.json"
-        self.path = Path(tempfile.gettempdir()) / name
+        port = os.environ.get("MASTER_PORT", "0")
+        name = f"stageline_failed_first_{run_id}_{port}_{os.getppid()}"
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self.path = Path(tempfile.gettempdir()) / f"{name}_{restart}.json"
         self.reported = self.path.with_suffix(".reported")
+        self.first = self.path.with_suffix(".first")
+        self._forget_earlier_runs()
+
+    def _forget_earlier_runs(self) -> None:
+        """A shell that starts one run after another is the same parent."""
+        for path in self.path.parent.glob(f"{self.path.stem}.*"):
+            with contextlib.suppress(OSError):
+                if path.stat().st_mtime < process_started_at() - SECONDS_OF_A_START:
+                    path.unlink()
 
     def claim(self, mine: dict, *, patience: float) -> dict | None:
         """As `StoreBoard.claim`."""
-        _wait_until(self.path.exists, patience)
         draft = self.path.with_suffix(f".{os.getpid()}_{threading.get_ident()}")
         draft.write_text(json.dumps(mine))
+        if not mine.get("is_secondary"):
+            copy = Path(shutil.copy(draft, draft.with_suffix(draft.suffix + "_copy")))
+            copy.replace(self.path.with_suffix(f".claim{mine['rank']}"))
+        _wait_until(self.path.exists, patience)
         try:
             os.link(draft, self.path)  # atomic, with its content
         except FileExistsError:
@@ -126,6 +206,22 @@ class FileBoard:
             draft.unlink()
         return None
 
+    def claims(self) -> list[dict]:
+        """As `StoreBoard.claims`."""
+        found = self.path.parent.glob(f"{self.path.stem}.claim*")
+        return [json.loads(path.read_text()) for path in sorted(found)]
+
+    def settle(self, first: dict) -> None:
+        """As `StoreBoard.settle`."""
+        draft = self.first.with_suffix(".first_draft")
+        draft.write_text(json.dumps(first))
+        draft.replace(self.first)
+
+    def settled(self, seconds: float) -> dict | None:
+        """As `StoreBoard.settled`."""
+        _wait_until(self.first.exists, seconds)
+        return json.loads(self.first.read_text()) if self.first.exists() else None
+
     def mark_reported(self) -> None:
         """As `StoreBoard.mark_reported`."""
         self.reported.touch()
@@ -133,6 +229,9 @@ class FileBoard:
     def wait_reported(self, seconds: float) -> None:
         """As `StoreBoard.wait_reported`."""
         _wait_until(self.reported.exists, seconds)
+
+    def leave(self, seconds: float) -> None:
+        """Files stay."""
 
     def is_first_to_hear(self) -> bool:
         """Never: all that read the file are on the machine of the claim."""
@@ -153,6 +252,7 @@ def claim_report(
         return NoBoard(), None
     # two threads of one rank may claim: equal texts would both seem to be the first
     mine = {**mine, "claimant": f"{os.getpid()}_{threading.get_ident()}"}
+    is_store_lost = is_store_lost or _Ours.store is False
     deadline = time.monotonic() + patience
     if patience and not is_store_lost and this_machine().count > 1:
         time.sleep(SECONDS_TO_DIE)  # a store that is about to end makes torch write of it
@@ -166,5 +266,5 @@ def claim_report(
 
 def _wait_until(is_true: Callable[[], bool], seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not is_true():
+    while time.monotonic() < deadline and (_Ours.is_left or not is_true()):
         time.sleep(SECONDS_BETWEEN_LOOKS)

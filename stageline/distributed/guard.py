@@ -28,7 +28,6 @@ from stageline.errors import HangError
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_UNTIL_TIED = 0.1
 SECONDS_FOR_THE_LIFELINE = 4.0
-SECONDS_FOR_OWN_REPORT = 15.0
 
 
 @dataclass(frozen=True)
@@ -119,8 +118,6 @@ class _Guard:
         )
 
     def _leave_as_told(self, claim: dict) -> NoReturn:
-        if int(claim["rank"]) == self.rank:
-            time.sleep(SECONDS_FOR_OWN_REPORT)  # the main thread reports, and ends the process
         if claim["code"] == HangError.exit_code:
             write_stacks()
         end_as_told()

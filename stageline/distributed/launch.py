@@ -6,7 +6,6 @@ adds: the exit code of the rank that failed first, one clean Ctrl-C, and no text
 
 import logging
 import os
-import signal
 import sys
 import tempfile
 import threading
@@ -16,10 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from stageline.distributed.failure import UNEXPECTED
 from stageline.distributed.guard import GuardRules, start_guard
-from stageline.distributed.neighbours import WORKERS_FOLDER, die_with_parent
+from stageline.distributed.neighbours import die_with_parent
 from stageline.distributed.pass_on import SignalsForWorkers
+from stageline.distributed.verdict import judge
+from stageline.distributed.worker_notes import WORKERS_FOLDER
+from stageline.errors import CRASH
 
 DEFAULT_RULES = GuardRules()
 
@@ -61,7 +62,7 @@ def _end_with(parent: int) -> None:
     """Ends this process when its launcher was killed: nobody could stop it any more."""
     while os.getppid() == parent:
         time.sleep(1.0)
-    os._exit(UNEXPECTED)
+    os._exit(CRASH)
 
 
 def _launch(num_processes: int, *, argv: list[str], rules: GuardRules) -> NoReturn:
@@ -93,24 +94,12 @@ def _launch(num_processes: int, *, argv: list[str], rules: GuardRules) -> NoRetu
             elastic_launch(config, sys.executable)("-u", *argv)
             code = 0
         except ChildFailedError as error:
-            code = _exit_code({rank: failure.exitcode for rank, failure in error.failures.items()})
+            failed = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
+            codes = {rank: failure.exitcode for rank, failure in failed}
+            code = judge(Path(folder), codes, num_processes=num_processes)
         except SignalException as error:
             code = 128 + error.sigval
     sys.exit(signals.code_of(code))
-
-
-def _exit_code(codes: dict[int, int]) -> int:
-    """The run's exit code from those of the ranks that failed by themselves."""
-    said = [code for code in codes.values() if code > 0]
-    if said:
-        return said[0]  # ranks that end quietly take over the code of the first
-    # the launcher ends the rest by SIGTERM as soon as one is gone
-    causes = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes
-    for rank, code in causes.items():
-        name = signal.Signals(-code).name
-        hint = "; the system may have run out of memory" if name == "SIGKILL" else ""
-        print(f"rank {rank} failed first: it was ended by {name}{hint}.", file=sys.stderr)
-    return UNEXPECTED
 
 
 def _silence(*prefixes: str) -> None:

@@ -2,8 +2,11 @@
 
 import os
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+_IMPORTED_AT = time.time()
 
 
 @dataclass(frozen=True)
@@ -39,3 +42,14 @@ def this_machine(environment: Mapping[str, str] = os.environ) -> Machine:
         first_rank=rank - int(environment.get("LOCAL_RANK", rank)),
         num_ranks=int(environment.get("LOCAL_WORLD_SIZE", environment.get("WORLD_SIZE", "1"))),
     )
+
+
+def process_started_at() -> float:
+    """When this process began, on the clock of `time.time`; where /proc is not, a bit too late."""
+    try:
+        with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
+            ticks = int(stat.read().rpartition(")")[2].split()[19])
+            age = float(uptime.read().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+        return time.time() - age
+    except (OSError, ValueError, IndexError):
+        return _IMPORTED_AT

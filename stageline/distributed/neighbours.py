@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from stageline.distributed.stacks import fetch_stacks
+from stageline.distributed.worker_notes import WORKERS_FOLDER
 from stageline.errors import PREEMPTED
 
-WORKERS_FOLDER = "STAGELINE_WORKERS_FOLDER"
 SECONDS_TO_LEAVE = 3.0
 SECONDS_BETWEEN_LOOKS = 0.05
 PR_SET_PDEATHSIG = 1

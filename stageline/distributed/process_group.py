@@ -5,6 +5,7 @@ A single process gets a group of its own, so that one stage runs the same code a
 """
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stageline import chaos
+from stageline.distributed.board import disown_store
 from stageline.distributed.crossings import explain_placement
 from stageline.distributed.machines import this_machine
 from stageline.distributed.stop import settle, stop_code
@@ -103,7 +105,13 @@ def distributed_context(
     )
     _tell_placement(context)
     warm_up(context)
-    yield context
+    try:
+        yield context
+    except SystemExit as error:
+        raise RuntimeError(
+            f"sys.exit({error.code!r}) was called in the middle of the run, which the other ranks "
+            "go on with: return from main, or raise an error"
+        ) from error
     # not in a `finally`: after an exception closed sockets would make the neighbours report first
     dist.barrier()
     _agree_on_the_end()
@@ -193,11 +201,29 @@ def _init_group(rank: int, world_size: int, device: torch.device, *, timeout: fl
     backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
     # a lone process needs no address to meet at
     store = dist.HashStore() if world_size == 1 and "MASTER_ADDR" not in os.environ else None
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout),
-        device_id=device if is_cuda else None,
-    )
+    with _naming_the_port():
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout),
+            device_id=device if is_cuda else None,
+        )
+
+
+@contextmanager
+def _naming_the_port() -> Iterator[None]:
+    """Says in our words that another program listens where the ranks were to meet."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:  # torch's own error is a RuntimeError
+        if not re.search("EADDRINUSE|address already in use", str(error), re.IGNORECASE):
+            raise
+        disown_store()
+        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        raise UserError(
+            f"port {port} of {address} (MASTER_PORT) is in use by another program; a free one was "
+            "expected, because the ranks of this run meet there. Choose another MASTER_PORT, or "
+            "start the run without torchrun, which finds a free one."
+        ) from error

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-FOLDER = "stacks"
+FOLDER = "failures"  # beside the other accounts of a failure
 SECONDS_TO_WRITE = 0.3
 _run_folder: Path | None = None
 
@@ -73,4 +73,4 @@ def fetch_stacks(offers: Mapping[int, tuple[int, int]]) -> None:
 
 def _file(folder: Path, rank: int | str) -> Path:
     (folder / FOLDER).mkdir(parents=True, exist_ok=True)
-    return folder / FOLDER / f"rank-{rank}.txt"
+    return folder / FOLDER / f"rank-{rank}.stacks"

@@ -162,7 +162,7 @@ def _heed(signum: signal.Signals, leave: Leave) -> None:
         ask(signum)
     elif now - first >= MIN_SECONDS_BETWEEN:
         words = f"Ended at once by a second {signum.name}, without saving"
-        leave(f"{words}; what was saved before is kept.\n", CODES[signum])
+        leave(f"{words}; what was saved before is kept.", CODES[signum])
 
 
 def words_before_the_first_step() -> str:
@@ -170,7 +170,7 @@ def words_before_the_first_step() -> str:
     how = "Interrupted"
     if _stop.signum not in (None, signal.SIGINT):
         how = f"Stopped by {name_of(_stop.signum)}"
-    return f"{how} before the first step; nothing was saved.\n"
+    return f"{how} before the first step; nothing was saved."
 
 
 def _forget_in_child() -> None:

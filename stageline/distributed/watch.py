@@ -9,8 +9,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from stageline.distributed.board import claim_key, connect_store
-from stageline.distributed.failure import end_lost
+from stageline.distributed.board import FileBoard, claim_key, connect_store, disown_store
+from stageline.distributed.failure import end_as_told, end_lost
 from stageline.distributed.lifeline import open_hub, reach_hub
 from stageline.distributed.machines import Machine
 
@@ -21,8 +21,12 @@ SECONDS_BETWEEN_TRIALS = 0.2
 
 
 def patiently_connect(lost_after: float) -> "TCPStore":
-    """The store is there before the ranks, unless rank 0 has to make it."""
+    """The store is there before the ranks, unless rank 0 has to make it.
+
+    Where a rank failed before there was a store, this process ends.
+    """
     agents_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    file = FileBoard()
     deadline = time.monotonic() + lost_after if agents_store and lost_after else float("inf")
     while True:
         try:
@@ -30,6 +34,9 @@ def patiently_connect(lost_after: float) -> "TCPStore":
         except Exception:
             if time.monotonic() > deadline:
                 raise
+            if file.path.exists():
+                disown_store()
+                end_as_told()
             time.sleep(SECONDS_BETWEEN_TRIALS)
 
 

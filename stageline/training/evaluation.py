@@ -9,6 +9,7 @@ import torch.distributed as dist
 from stageline.data.batch import IGNORE
 from stageline.modules.chunked_loss import ChunkedLoss
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
+from stageline.training.agreement import check_agreement
 from stageline.training.replicas import Replicas
 from stageline.training.step_loss import Output, logits_of
 from stageline.training.step_progress import StepProgress
@@ -60,6 +61,7 @@ def evaluate(
     for micro_batches in batches:
         step_rows = sum(len(batch["input_ids"]) for batch in micro_batches)
         figures.next_row = num_rows + replicas.rank * step_rows
+        check_agreement(micro_batches, group=runner.group)
         runner.evaluate(micro_batches, on_output=figures.add, recorder=recorder)
         num_rows += replicas.size * step_rows
     shared = [figures.sums.tolist(), figures.predicted]

@@ -18,6 +18,7 @@ from stageline.errors import UserError
 from stageline.pipeline.ownership import Ownership
 from stageline.pipeline.recorder import NO_RECORDER
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
+from stageline.training.agreement import check_agreement
 from stageline.training.grad_norm import clip_gradients, global_grad_norm
 from stageline.training.precision import LossScaler, MasterWeights
 from stageline.training.replicas import Replicas
@@ -118,7 +119,8 @@ class TrainStep:
         Args:
             stop_requested: asked at the end of the step, so that it is the last one.
         """
-        begin_step(step)
+        begin_step(step, micro_batches)
+        check_agreement(micro_batches, group=self.runner.group)
         num_targets, num_tokens, num_samples = self._count(micro_batches)
         rate = self.learning_rate(step)
         self.weights.zero_grad()

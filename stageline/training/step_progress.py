@@ -3,13 +3,15 @@
 It stands before the recorder of the timeline, which sees the same passes: most steps have none.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from stageline import chaos, progress
 from stageline.pipeline.actions import Action, Kind
 from stageline.pipeline.recorder import NO_RECORDER, Recorder
+from stageline.pipeline.runner import MicroBatch
 
+_shapes: list[tuple[int, ...]] = []
 OPERATIONS = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
@@ -52,7 +54,13 @@ class StepProgress(Recorder):
             yield
 
 
-def begin_step(step: int) -> None:
-    """Notes how many optimizer steps are done when the next one begins."""
+def begin_step(step: int, micro_batches: Sequence[MicroBatch] = ()) -> None:
+    """Notes how many optimizer steps are done when the next one begins, and what it is made of."""
     progress.at_step(step)
+    _shapes[:] = [tuple(batch["input_ids"].shape) for batch in micro_batches]
     chaos.point("step")
+
+
+def current_shapes() -> list[tuple[int, ...]]:
+    """[rows, tokens] of each micro-batch of the running step."""
+    return list(_shapes)

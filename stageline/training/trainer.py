@@ -78,9 +78,10 @@ class Trainer:
             start = time.perf_counter()
             with progress.doing("data"):
                 chaos.point("data")
-                batch = next(self.batches)
-            result = self.train_step(batch, step=step, stop_requested=self.stop_requested)
+                micro_batches = next(self.batches)
+            result = self.train_step(micro_batches, step=step, stop_requested=self.stop_requested)
             done = step + 1
+            progress.at_step(done)
             self.on_step(done, result, time.perf_counter() - start)
             self._check_finite(result, done)
             is_end = done == options.total_steps or result.wants_stop

@@ -87,7 +87,8 @@ def test_b02_b03_b07_a_signal_to_one_rank_in_a_step(job, do, rank):
     name = f"{do}_{rank}"
     done = job.fork(name, chaos=f"at=backward,rank={rank},step=4,do={do}")
     assert done.code == (130 if do == "sigint" else 143), done.err
-    assert done.err.count("Stopping after this step") == 1
+    # rank 0 may be through before it hears why
+    assert done.err.count("Stopping after this step") <= 1 and "error" not in done.err
     assert_kept(job, name, 2, 4, 5)
     assert_goes_on_bitwise(job, name)
 

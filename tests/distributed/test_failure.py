@@ -36,6 +36,10 @@ def _first_line(stderr: str) -> str:
     return stderr.strip().splitlines()[0]
 
 
+def _last_line(stderr: str) -> str:
+    return stderr.strip().splitlines()[-1]
+
+
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_a_run_without_failure_ends_with_0_and_no_words(tmp_path, num_ranks):
     done = _run("ok", tmp_path, num_ranks=num_ranks)
@@ -46,10 +50,10 @@ def test_a_run_without_failure_ends_with_0_and_no_words(tmp_path, num_ranks):
 @pytest.mark.parametrize("mode", ["raise_on_1", "close_then_raise_on_1"])
 def test_an_exception_on_rank_1_ends_all_and_is_the_only_report(tmp_path, mode):
     done = _run(mode, tmp_path, num_ranks=3)
-    assert done.returncode == 1
-    assert _first_line(done.stderr) == (
-        "rank 1 (stage 1) failed first: KeyError: 'boom on purpose'"
-    )
+    assert done.returncode == 9
+    line = "error[crash] rank=1 stage=1: KeyError: 'boom on purpose' at failing_entry.py:"
+    assert _first_line(done.stderr).startswith(line)
+    assert _last_line(done.stderr) == _first_line(done.stderr)
     assert done.stderr.count("Traceback") == 1
     assert "failing_entry.py" in done.stderr
     assert "onnection" not in done.stderr and "===" not in done.stderr
@@ -59,42 +63,43 @@ def test_below_torchrun_the_cause_comes_first_too(tmp_path):
     done = _run("raise_on_1", tmp_path, num_ranks=3, prefix=[*TORCHRUN, "3"])
     assert done.returncode == 1
     said = [line for line in done.stderr.splitlines() if "torch/distributed/run.py" not in line]
-    assert "rank 1 (stage 1) failed first: KeyError: 'boom on purpose'" in said[:3]
+    line = "error[crash] rank=1 stage=1: KeyError: 'boom on purpose'"
+    assert any(words.startswith(line) for words in said[:3])
     assert "Connection closed" not in done.stderr
 
 
 def test_what_the_schedule_wrapped_is_named_by_its_cause(tmp_path):
     done = _run("wrapped_on_1", tmp_path)
-    assert done.returncode == 1
-    assert _first_line(done.stderr) == (
-        "rank 1 (stage 1) failed first: IndexError: index 7 is out of range"
-    )
+    assert done.returncode == 9
+    line = "error[crash] rank=1 stage=1: IndexError: index 7 is out of range"
+    assert _first_line(done.stderr).startswith(line)
 
 
 def test_an_error_that_all_ranks_hit_is_printed_once(tmp_path):
     done = _run("user_error", tmp_path, num_ranks=3)
     assert done.returncode == 2
-    assert done.stderr == "error: --batch-size 7 is wrong on every rank\n"
+    assert done.stderr == "error[usage]: --batch-size 7 is wrong on every rank\n"
 
 
 def test_an_error_of_the_data_ends_with_3(tmp_path):
     done = _run("data_error_on_1", tmp_path)
     assert done.returncode == 3
-    assert done.stderr == "error: rows.jsonl:17 is no JSON\n"
+    assert done.stderr == "error[data] rank=1 stage=1: rows.jsonl:17 is no JSON\n"
 
 
-@pytest.mark.parametrize(("mode", "code"), [("raise_on_0", 1), ("user_error", 2)])
+@pytest.mark.parametrize(("mode", "code"), [("raise_on_0", 9), ("user_error", 2)])
 def test_a_single_process_reports_the_same_way(tmp_path, mode, code):
     done = _run(mode, tmp_path, num_ranks=1)
     assert done.returncode == code
-    wanted = "failed: KeyError: 'boom alone'" if code == 1 else "error: --batch-size 7"
+    wanted = "error[crash]: KeyError: 'boom alone'" if code == 9 else "error[usage]: --batch-size 7"
     assert _first_line(done.stderr).startswith(wanted)
 
 
 def test_a_killed_rank_is_named_with_its_signal(tmp_path):
     done = _run("killed_on_1", tmp_path, num_ranks=3)
-    assert done.returncode == 1
-    assert _first_line(done.stderr).startswith("rank 1 failed first: it was ended by SIGKILL")
+    assert done.returncode == 9
+    words = "error[crash] rank=1 stage=1: killed by signal 9 (SIGKILL; the system may have run out"
+    assert done.stderr.startswith(words) and done.stderr.count("\n") == 1
     assert "Traceback" not in done.stderr
 
 

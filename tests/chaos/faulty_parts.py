@@ -1,0 +1,103 @@
+"""Parts that fail on some rank at some step, as the variable FAULTS says. For chaos tests.
+
+FAULTS='{"1": {"step": 2, "do": "longer"}}': what rank 1 does when it collates step 2, from 0 on.
+"""
+
+import json
+import os
+import resource
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dataset import sft
+from pp_models import CausalLMStage
+from register import collate_fn_register, train_model_register
+from stageline.progress import place
+
+WORDS = ("input_ids", "labels", "attention_mask", "position_ids")
+
+
+@train_model_register("two_dtypes")
+def two_dtypes(*, stage, dtype, **kwargs):
+    """A llama whose second stage computes in another type than the first."""
+    return CausalLMStage.build(stage=stage, dtype=torch.bfloat16 if stage else dtype, **kwargs)
+
+
+class _Calls:
+    step = count = 0
+
+
+@collate_fn_register("faulty")
+def faulty(samples, **kwargs):
+    """As sft, until the step of the fault."""
+    batch = sft(samples, **kwargs)
+    here = place()
+    if here.operation != "data":  # some ranks look at rows before the loop
+        return batch
+    step = here.step or 0
+    _Calls.count = _Calls.count + 1 if step == _Calls.step else 1
+    _Calls.step = step
+    fault = json.loads(os.environ["FAULTS"]).get(os.environ.get("RANK", "0"))
+    return ACTIONS[fault["do"]](batch) if fault and fault["step"] == step else batch
+
+
+def _widths(batch, change):
+    return {name: change(value) if name in WORDS else value for name, value in batch.items()}
+
+
+def longer(batch):
+    return _widths(batch, lambda value: torch.cat([value, value[:, -1:]], dim=1))
+
+
+def shorter(batch):
+    return _widths(batch, lambda value: value[:, :-1])
+
+
+def ragged(batch):
+    return longer(batch) if _Calls.count == 3 else batch
+
+
+def retyped(batch):
+    return {**batch, "input_ids": batch["input_ids"].int()}
+
+
+def other_tokens(batch):
+    return {**batch, "input_ids": batch["input_ids"].roll(1)}
+
+
+def fail(batch):
+    raise KeyError("the first cause")
+
+
+def fail_later(batch):
+    first = Path(os.environ["FIRST"])  # what the other rank writes before anything else
+    while not first.exists():
+        time.sleep(0.01)
+    raise KeyError("the second cause")
+
+
+def clean_up_slowly(batch):
+    try:
+        raise KeyError("the cause")
+    finally:
+        dist.destroy_process_group()  # the others lose their connection first
+        time.sleep(0.7)
+
+
+def fill_memory(batch):
+    with open("/proc/self/statm") as statm:
+        held = int(statm.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + 256 * 2**20, resource.RLIM_INFINITY))
+    torch.empty(3 * 2**30, dtype=torch.uint8)
+
+
+ACTIONS = {
+    function.__name__: function
+    for function in (
+        *(longer, shorter, ragged, retyped, other_tokens),
+        *(fail, fail_later, clean_up_slowly, fill_memory),
+    )
+}

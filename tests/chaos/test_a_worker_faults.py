@@ -1,0 +1,161 @@
+"""Chaos, group A: a rank fails in training. One report names it, no rank waits, nothing is lost."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import train_pp  # noqa: F401 - its engines, before a fixture keeps registers as they are
+from stageline.testing.small_run import Finished, Job
+
+PARTS = Path(__file__).with_name("faulty_parts.py")
+SECONDS = 30  # ten after the fault are promised; the machine may be slow
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    return Job(tmp_path_factory.mktemp("job"))
+
+
+@pytest.fixture
+def name(request):
+    """Of the run folder of this test."""
+    return "".join(letter if letter.isalnum() else "_" for letter in request.node.name)
+
+
+def told(job: Job, name: str) -> dict:
+    return json.loads((job.folder / name / "failure.json").read_text())
+
+
+def assert_reported(done: Finished, line: str, *words: str, code: int = 9) -> None:
+    """One line, first and last on stderr; no traceback of any rank beside it."""
+    assert done.code == code, done.err
+    lines = done.err.splitlines()
+    assert lines[0].startswith(line), done.err
+    assert lines[-1] == lines[0] and done.err.count("error[") == 1
+    for word in words:
+        assert word in lines[0]
+    assert "Traceback" not in done.err and "onnection" not in done.err
+    assert done.seconds < SECONDS
+
+
+def assert_kept(job: Job, name: str, steps: int) -> None:
+    """The checkpoint of that step is whole: each file that its manifest names is there."""
+    assert job.checkpoints(name)[-1] == f"step-{steps:08d}"
+    for folder in (job.folder / name / "checkpoints").iterdir():
+        assert (folder / "manifest.json").is_file(), "half a checkpoint"
+        assert list(folder.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("at", "rank"),
+    [
+        pytest.param("forward", 1, id="a01_last_stage"),
+        *(pytest.param("forward", 0, id=f"a02_first_stage_{i}") for i in range(3)),
+        pytest.param("backward", 1, id="a04_backward"),
+        pytest.param("loss", 1, id="a05_loss"),
+        pytest.param("log", 0, id="a18_log"),
+        pytest.param("evaluation", 0, id="a18_evaluation"),
+    ],
+)
+def test_an_exception_names_its_rank_and_place(job, name, at, rank):
+    options = ("--eval-samples", 4, "--eval-steps", 3) if at == "evaluation" else ()
+    done = job.fork(name, *options, chaos=f"at={at},rank={rank},step=3,do=raise")
+    line = f"error[crash] rank={rank} stage={rank} step="
+    assert_reported(done, line, "a fault was asked for", f"in {at}")
+    record = told(job, name)
+    step = 2 if at == "evaluation" else 3
+    assert (record["rank"], record["stage"], record["kind"]) == (rank, rank, "crash")
+    assert record["step"] in (step, 3) and record["operation"] == at
+    assert "InjectedError" in record["traceback"] and record["host"]
+    assert "InjectedError" in Path(record["log"]).read_text()
+    assert record["log"] in done.err
+    assert_kept(job, name, 2)
+
+
+def test_a03_ranks_that_wait_for_each_other_end(job, name):
+    done = job.fork(name, ranks=3, chaos="at=forward,rank=2,step=3,do=raise")
+    assert_reported(done, "error[crash] rank=2 stage=2 step=3: ")
+    assert_kept(job, name, 2)
+
+
+def test_a09_an_early_sys_exit_is_an_error(job, name):
+    done = job.fork(name, chaos="at=forward,rank=1,step=3,do=sys_exit,value=0")
+    assert_reported(done, "error[crash] rank=1 stage=1 step=3: ", "sys.exit(0) was called")
+    assert_kept(job, name, 2)
+
+
+@pytest.mark.parametrize("turn", range(3))
+def test_a14_slow_cleanup_does_not_hide_the_rank(job, name, turn, monkeypatch):
+    monkeypatch.setenv("FAULTS", json.dumps({"1": {"step": 3, "do": "clean_up_slowly"}}))
+    done = job.fork(name, "--import", PARTS, "--collate-fn", "faulty")
+    assert_reported(done, "error[crash] rank=1 stage=1 step=", "KeyError: 'the cause'")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a15_a_fault_before_the_ranks_have_met(job, name, rank):
+    done = job.fork(name, chaos=f"at=start,rank={rank},do=raise")
+    assert_reported(done, f"error[crash] rank={rank}: ", "a fault was asked for")
+    assert job.checkpoints(name) == []
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a17_of_two_faults_the_earlier_one_is_told(job, name, first, monkeypatch):
+    faults = {str(first): {"step": 3, "do": "fail"}, str(1 - first): {"step": 3}}
+    faults[str(1 - first)]["do"] = "fail_later"
+    record = job.folder / name / "failures" / f"rank-{first}.json"
+    monkeypatch.setenv("FIRST", str(record))
+    monkeypatch.setenv("FAULTS", json.dumps(faults))
+    done = job.fork(name, "--import", PARTS, "--collate-fn", "faulty")
+    assert_reported(done, f"error[crash] rank={first} stage={first}", "the first cause")
+    records = [json.loads(p.read_text()) for p in (job.folder / name / "failures").glob("*.json")]
+    causes = [record for record in records if not record["is_secondary"]]
+    assert told(job, name)["time_ns"] == min(record["time_ns"] for record in causes)
+
+
+@pytest.mark.parametrize("do", ["longer", "shorter", "ragged", "retyped", "other_tokens"])
+def test_a20_other_micro_batches_on_a_rank_are_refused(job, name, do, monkeypatch):
+    monkeypatch.setenv("FAULTS", json.dumps({"1": {"step": 2, "do": do}}))
+    index = 2 if do == "ragged" else 0
+    done = job.fork(name, "--import", PARTS, "--collate-fn", "faulty")
+    assert_reported(done, "error[data] ", f"micro-batches {index} of one step", "on rank 0", code=3)
+    words = {"retyped": "int32", "other_tokens": "contents"}
+    assert words.get(do, "input_ids (2, ") in done.err
+    assert told(job, name)["step"] == 2
+    assert_kept(job, name, 2)
+    assert len(job.losses(name)) == 2  # nothing was computed on the wrong data
+
+
+def test_a21_stages_of_different_types_are_refused_when_they_are_built(job, name):
+    done = job.fork(name, "--import", PARTS, "--train-model", "two_dtypes")
+    assert_reported(done, "error[usage]: stage 0 sends ", "float32", "bfloat16", code=2)
+    assert not (job.folder / name / "failure.json").exists()  # a wrong option, not a failed run
+
+
+def test_f09_a_full_device_is_told_with_what_fills_it(job, name):
+    options = ("--gradient-checkpointing",)
+    done = job.fork(name, *options, chaos="at=forward,rank=1,step=3,count=2,do=oom")
+    line = "error[memory] rank=1 stage=1 step=3: out of memory in forward of micro-batch 1"
+    parts = ("It has 2 x ", "weights", "gradients", "optimizer state", "activations", "the peak")
+    assert_reported(done, line, *parts, "a smaller --micro-batch-size (now 2)", code=7)
+    remedies = done.err.partition("What helps: ")[2].split(";")
+    assert len(remedies) == 3 and "--gradient-checkpointing" not in done.err
+    assert told(job, name)["kind"] == "memory"
+    assert_kept(job, name, 2)
+
+
+def test_f10_memory_of_the_host_is_told_in_bytes(job, name, monkeypatch):
+    monkeypatch.setenv("FAULTS", json.dumps({"1": {"step": 3, "do": "fill_memory"}}))
+    done = job.fork(name, "--import", PARTS, "--collate-fn", "faulty")
+    assert_reported(done, "error[memory] rank=1 stage=1", f"({3 * 2**30} bytes)", code=7)
+    assert_kept(job, name, 2)
+
+
+def test_the_files_of_an_earlier_failure_are_gone_after_a_good_run(job, name):
+    folder = job.folder / name
+    assert job.fork(name, chaos="at=forward,rank=1,step=0,do=raise").code == 9
+    assert (folder / "failure.json").exists() and (folder / "failures").exists()
+    assert job.fork(name, "--total-steps", 1).code == 0
+    assert not (folder / "failure.json").exists() and not (folder / "failures").exists()
