@@ -115,8 +115,8 @@ def end_overdue(message: str, code: int) -> NoReturn:
     _end(record_here("stopped", code, message), patience=0.0)
 
 
-def end_hung(message: str, *, rank: int, where: Place) -> NoReturn:
-    """Ends all ranks because `rank` makes no progress.
+def end_hung(message: str, *, rank: int, stages: tuple[int, ...], where: Place) -> NoReturn:
+    """Ends all ranks because `rank`, which runs `stages`, makes no progress.
 
     Args:
         where: what it did last.
@@ -125,7 +125,7 @@ def end_hung(message: str, *, rank: int, where: Place) -> NoReturn:
     blamed = replace(
         record,
         rank=rank,
-        stages=() if where.stage is None else (where.stage,),
+        stages=stages,
         stage=where.stage,
         step=where.step,
         micro_batch=where.micro_batch,

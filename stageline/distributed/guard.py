@@ -21,8 +21,9 @@ from stageline.distributed.heartbeat import Beat, Verdict, Watcher, describe
 from stageline.distributed.lifeline import is_leaving
 from stageline.distributed.machines import this_machine
 from stageline.distributed.neighbours import remember, this_process
+from stageline.distributed.record import own_stages
 from stageline.distributed.stacks import keep_stacks_in, offer_stacks, write_stacks
-from stageline.distributed.watch import Lifeline, patiently_connect
+from stageline.distributed.watch import Lifeline, end_if_filed, patiently_connect
 from stageline.errors import HangError
 
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -76,6 +77,7 @@ class _Guard:
         try:
             bulletin = self._bulletin()
             while not self._is_over():
+                end_if_filed()
                 self._look(bulletin)
                 is_tied = self.lifeline.is_tied
                 self.dismissed.wait(SECONDS_BETWEEN_LOOKS if is_tied else SECONDS_UNTIL_TIED)
@@ -112,6 +114,7 @@ class _Guard:
             number=self.num_beats,
             host=self.machine.host,
             machine=self.machine.index,
+            stages=own_stages(),
             process=self.process,
             place=place,
             age=time.monotonic() - place.since,
@@ -164,6 +167,7 @@ class _Guard:
             f"{what}. If it is only slow, raise --hang-timeout {self.rules.hang_timeout:g} above "
             f"the longest pass, compile or save; else look at what it waits for.{stacks}",
             rank=verdict.beat.rank,
+            stages=verdict.beat.stages,
             # the last beat of a rank that hangs may be older than its step
             where=replace(verdict.beat.place, step=progress.place().step),
         )

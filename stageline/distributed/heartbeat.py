@@ -22,6 +22,7 @@ class Beat:
     Attributes:
         number: counts the beats of a rank.
         machine: number of its machine.
+        stages: of the model, that it runs.
         place: what it does; `since` is of its own clock and says only whether something changed.
         age: seconds that it has done that.
     """
@@ -30,6 +31,7 @@ class Beat:
     number: int
     host: str
     machine: int
+    stages: tuple[int, ...]
     process: Process
     place: Place
     age: float
@@ -43,7 +45,7 @@ class Beat:
         """What `to_json` gave."""
         told = json.loads(text)
         place, process = Place(**told.pop("place")), Process(**told.pop("process"))
-        return cls(place=place, process=process, **told)
+        return cls(place=place, process=process, stages=tuple(told.pop("stages")), **told)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ A rank that waits for a neighbour on a machine that vanished would wait for the 
 group. One process per machine keeps a connection to the first machine, which tells that it is gone.
 """
 
+import functools
 import os
 import sys
 import time
@@ -13,6 +14,7 @@ from stageline.distributed.board import FileBoard, claim_key, connect_store, dis
 from stageline.distributed.failure import end_as_told, end_lost
 from stageline.distributed.lifeline import open_hub, reach_hub
 from stageline.distributed.machines import Machine
+from stageline.distributed.worker_notes import has_launcher
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -23,10 +25,9 @@ SECONDS_BETWEEN_TRIALS = 0.2
 def patiently_connect(lost_after: float) -> "TCPStore":
     """The store is there before the ranks, unless rank 0 has to make it.
 
-    Where a rank failed before there was a store, this process ends.
+    Where a rank failed before there was one, this process ends.
     """
     agents_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    file = FileBoard()
     deadline = time.monotonic() + lost_after if agents_store and lost_after else float("inf")
     while True:
         try:
@@ -34,10 +35,26 @@ def patiently_connect(lost_after: float) -> "TCPStore":
         except Exception:
             if time.monotonic() > deadline:
                 raise
-            if file.path.exists():
-                disown_store()
-                end_as_told()
+            end_if_filed()
             time.sleep(SECONDS_BETWEEN_TRIALS)
+
+
+@functools.cache
+def _file_board() -> FileBoard:
+    return FileBoard()
+
+
+def end_if_filed() -> None:
+    """Ends this process if another one of this machine failed before there was a store.
+
+    Below a launcher the store is there before the ranks.
+    """
+    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if is_alone or has_launcher() or "TORCHELASTIC_RUN_ID" in os.environ:
+        return
+    if _file_board().path.exists():
+        disown_store()
+        end_as_told()
 
 
 class Lifeline:

@@ -22,7 +22,7 @@ LIMIT = 10.0
 
 def beat(rank, operation="forward", *, age, waits=False, number=1):
     place = Place(operation, 3, rank, 2, waits)
-    return Beat(rank, number, "host", 0, Process(rank, 100 + rank, 7, 5), place, age)
+    return Beat(rank, number, "host", 0, (rank,), Process(rank, 100 + rank, 7, 5), place, age)
 
 
 def beats(*given):
