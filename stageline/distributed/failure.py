@@ -166,18 +166,20 @@ def _end(record: FailureRecord, *, patience: float, lost: int | None = None) -> 
     record = write_record(record)
     board, winner = claim_report(record.as_dict(), patience=patience, is_store_lost=lost == 0)
     stop.begin_to_end()  # not before: while it waits for a cause, a launcher may know one
-    first = record
+    first, sees_to_the_rest = record, winner is None
     with contextlib.suppress(Exception):  # the store may end with its machine at any time
         if winner is None:
             first = _tell(_earliest(board, record))
             board.wait_heard(SECONDS_TO_BE_HEARD, but=lost)
             board.mark_reported()
-            end_the_rest()
         else:
             first = read_record(winner)  # where the store ends while the next line waits
             first = read_record(board.settled(SECONDS_FOR_THE_REPORT) or winner)
-            _listen(board, first, is_near=winner["machine"] == record.machine)
+            is_near = winner["machine"] == record.machine
+            sees_to_the_rest = _listen(board, first, is_near=is_near)
         board.leave(SECONDS_FOR_THE_OTHERS)
+    if sees_to_the_rest:
+        end_the_rest()
     end_helpers()
     close_log()
     sys.stdout.flush()
@@ -214,16 +216,21 @@ def _tell(first: FailureRecord) -> FailureRecord:
     return first
 
 
-def _listen(board: Board, first: FailureRecord, *, is_near: bool) -> None:
-    """Lets the rank that has the claim finish its report; repeats its line on another machine."""
+def _listen(board: Board, first: FailureRecord, *, is_near: bool) -> bool:
+    """Lets the rank that has the claim finish its report; repeats its line on another machine.
+
+    Returns:
+        Whether this rank is the one that sees to the end of the others of its machine.
+    """
     if is_near:
         # an agent ends all ranks as soon as one is gone
         board.wait_reported(SECONDS_FOR_THE_REPORT)
     elif board.is_first_to_hear():
         _print(f"{first.headline} [told by rank {first.rank} on {first.host}]\n")
-        end_the_rest()
+        return True
     else:
         time.sleep(SECONDS_FOR_A_LINE)
+    return False
 
 
 def _print(report: str) -> None:
