@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from stageline.distributed import stop
 from stageline.distributed.board import Board, claim_report
@@ -85,10 +85,14 @@ def run_entry(main: Callable[[], int | None]) -> NoReturn:
     sys.exit(code)
 
 
-def end_failed(error: BaseException) -> NoReturn:
-    """Ends this process because of an exception, in any of its threads."""
+def end_failed(error: BaseException, **about: Any) -> NoReturn:
+    """Ends this process because of an exception, in any of its threads.
+
+    Args:
+        about: fields of the record, where another rank is to blame: rank, stages, stage, step ...
+    """
     if not is_lost_connection(error):
-        _end(record_of(error), patience=0.0)
+        _end(replace(record_of(error), **about), patience=0.0)
     record = record_of(error, is_secondary=True)
     # the watch over several machines tells better who was lost
     has_watch = this_machine().count > 1

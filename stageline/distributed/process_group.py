@@ -199,9 +199,8 @@ def _init_group(rank: int, world_size: int, device: torch.device, *, timeout: fl
         torch.cuda.set_device(device)
     # gloo beside NCCL: small integers and objects travel without touching a GPU
     backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
-    # a lone process needs no address to meet at
-    store = dist.HashStore() if world_size == 1 and "MASTER_ADDR" not in os.environ else None
     with _naming_the_port():
+        store = _meet(rank, world_size, timedelta(seconds=timeout))
         dist.init_process_group(
             backend,
             store=store,
@@ -210,6 +209,20 @@ def _init_group(rank: int, world_size: int, device: torch.device, *, timeout: fl
             timeout=timedelta(seconds=timeout),
             device_id=device if is_cuda else None,
         )
+
+
+def _meet(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """The store that the ranks exchange their addresses in."""
+    if world_size == 1 and "MASTER_ADDR" not in os.environ:
+        return dist.HashStore()  # a lone process needs no address to meet at
+    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # torchrun keeps its store when it starts ranks again: they would find the addresses of the
+    # dead. Not on several machines: their agents may count restarts differently
+    if restart != "0" and this_machine().count == 1:
+        store = dist.PrefixStore(f"restart_{restart}", store)
+    return store
 
 
 @contextmanager

@@ -1,0 +1,87 @@
+"""Chaos, group A: what a launcher has a part in. A rank that says nothing, ports, restarts."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import train_pp  # noqa: F401 - its engines, before a fixture keeps registers as they are
+from stageline.testing.small_run import Job, finish
+
+ENTRY = Path(__file__).resolve().parents[1] / "distributed" / "failing_entry.py"
+ROOT = ENTRY.parents[2]
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    return Job(tmp_path_factory.mktemp("job"))
+
+
+@pytest.mark.parametrize(
+    ("do", "words"),
+    [
+        pytest.param("sigkill", "killed by signal 9 (SIGKILL; the system may", id="a06_sigkill"),
+        pytest.param("sigsegv", "killed by signal 11 (SIGSEGV; threads: ", id="a07_sigsegv"),
+        pytest.param("exit,value=3", "ended with exit status 3 in the middle", id="a08_exit_3"),
+        pytest.param("exit,value=0", "ended with exit status 0 in the middle", id="a09_exit_0"),
+    ],
+)
+def test_the_launcher_speaks_for_a_rank_that_said_nothing(job, do, words):
+    name = do.replace(",value=", "_")
+    fault = f"at=forward,rank=1,step=3,do={do}"
+    done = job.run(name, "--num-stages", 2, "--sync-save", chaos=fault)
+    assert done.code == 9, done.err
+    lines = done.err.splitlines()
+    assert lines == [lines[0]] and lines[0].startswith(f"error[crash] rank=1 stage=1: {words}")
+    assert job.checkpoints(name) == ["step-00000002"]
+    assert (job.folder / name / "failure.json").is_file()
+    if do == "sigsegv":
+        log = (job.folder / name / "failures" / "rank-1.log").read_text()
+        assert "Fatal Python error: Segmentation fault" in log and "train_pp.py" in log
+
+
+def test_a16_a_port_in_use_is_named():
+    with socket.create_server(("localhost", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        names = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        names |= {"PYTHONPATH": str(ROOT), "TMPDIR": os.environ.get("TMPDIR", "/tmp")}
+        done = subprocess.run(
+            [sys.executable, str(ENTRY), "ok", "/nowhere", "2"],
+            env={**os.environ, **names},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"error[usage]: port {port} of localhost (MASTER_PORT) is in use")
+    assert "Traceback" not in done.stderr
+
+
+def test_a22_a_restarted_run_ends_as_if_nothing_had_happened(job):
+    options = ("--num-stages", 2, "--total-steps", 8)
+    alone = job.fork("alone", "--total-steps", 8)
+    assert alone.code == 0
+    fault = "at=step,rank=1,step=5,restart=0,do=sigkill"
+    torchrun = (2, "--max-restarts", 1)
+    done = job.run("again", *options, "--resume", "auto", chaos=fault, torchrun=torchrun)
+    assert done.code == 0, done.err
+    assert job.losses("again") == job.losses("alone")  # to the bit
+    assert job.checkpoints("again") == job.checkpoints("alone")
+    assert not (job.folder / "again" / "failure.json").exists()  # the last attempt was good
+
+
+def test_a23_a_run_that_fails_at_every_start_ends(job):
+    fault = "at=step,rank=1,do=raise"
+    torchrun = (2, "--max-restarts", 1)
+    done = finish(job.start("loop", "--resume", "auto", chaos=fault, torchrun=torchrun))
+    assert done.code != 0
+    line = "error[crash] rank=1 stage=1 step=0: stageline.chaos.InjectedError"
+    assert done.err.count(line) == 2  # once for each start
+    record = (job.folder / "loop" / "failure.json").read_text()
+    assert "InjectedError" in record and '/1"' in record  # of the last attempt
