@@ -13,6 +13,7 @@ import torch
 
 from options.checkpoint_options import leaves_course
 from options.memory_options import check_memory, memory_remedies
+from options.run_options import RunConfig
 from parse_args import TrainArguments, parse_train_args, save_config
 from register import engine_register, freeze_registers, import_shelf
 from stageline import chaos, progress
@@ -20,7 +21,7 @@ from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.together import Ranks
 from stageline.distributed.failure import name_stages, run_entry
 from stageline.distributed.failure_files import open_log, tell_run_folder
-from stageline.distributed.interrupt import stop_requested
+from stageline.distributed.guard import GuardRules
 from stageline.distributed.launch import launch_if_needed
 from stageline.distributed.process_group import (
     DistributedContext,
@@ -28,6 +29,7 @@ from stageline.distributed.process_group import (
     distributed_context,
 )
 from stageline.distributed.record import on_full_memory
+from stageline.distributed.stop import stop_requested
 from stageline.errors import UserError
 from stageline.pipeline.device_memory import device_capacity
 from stageline.pipeline.runner import PipelineRunner
@@ -72,13 +74,23 @@ def main() -> int:
     if not (arguments.run.plan or arguments.run.check_only):
         tell_run_folder(arguments.run.output_dir)
     if not arguments.run.plan:
-        launch_if_needed(topology.num_processes, lost_after=arguments.run.lost_after)
+        launch_if_needed(topology.num_processes, rules=guard_rules(arguments.run))
     data = check_data(arguments)
     if arguments.run.check_only:
         return 0
     if arguments.run.plan:
         return show_plan(arguments, data, topology)
     return arguments.parts["engine"].part(arguments, data)
+
+
+def guard_rules(run: RunConfig) -> GuardRules:
+    """When the guard of a rank ends the run."""
+    return GuardRules(
+        hang_timeout=run.hang_timeout,
+        stop_deadline=run.stop_deadline,
+        lost_after=run.lost_after,
+        folder=Path(run.output_dir),
+    )
 
 
 def check_topology(arguments: TrainArguments) -> Topology:
@@ -117,7 +129,12 @@ def check_topology(arguments: TrainArguments) -> Topology:
 def pipeline(arguments: TrainArguments, data: Data) -> int:
     """Stages on a schedule, forward and backward in turn; one process and device per rank."""
     topology = check_topology(arguments)
-    with distributed_context(num_ranks=topology.num_ranks, device=arguments.run.device) as context:
+    with distributed_context(
+        num_ranks=topology.num_ranks,
+        device=arguments.run.device,
+        # the guard tells better what hangs than an exchange that ran out of time
+        timeout=max(600.0, arguments.run.hang_timeout + 120.0),
+    ) as context:
         name_stages(topology.schedule.stages_of(context.pp_rank))
         point = open_run_folder(arguments, data, context)
         place_layers(arguments, data, context, topology)

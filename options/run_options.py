@@ -9,6 +9,7 @@ from typing import Literal
 
 from options.checkpoint_options import CheckpointOptions
 from options.data_options import DataOptions
+from options.fault_options import FaultOptions
 from options.fields import option
 from options.machine_options import MachineOptions
 from options.memory_options import MemoryOptions
@@ -139,6 +140,7 @@ class ProgressOptions:
 @dataclass(kw_only=True)
 class RunConfig(
     DataOptions,
+    FaultOptions,
     MachineOptions,
     CheckpointOptions,
     ProgressOptions,

@@ -7,6 +7,7 @@
 # MASTER_ADDR             address of machine 0, as the others see it
 # MASTER_PORT             a free port there                       (default: 29500)
 # NPROC_PER_NODE          processes here                          (default: GPUs, or else 1)
+# SHUTDOWN_TIMEOUT        seconds for a save after a signal       (default: 150)
 # GLOO_SOCKET_IFNAME      network interface                       (default: the way to MASTER_ADDR)
 
 stageline_need() {
@@ -62,4 +63,7 @@ TORCHRUN=(
     --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC_PER_NODE"
     --rdzv-backend static --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"
     --max-restarts 0
+    # Slurm's early signal is passed on, and ranks that save are not killed after 30 s
+    --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
+    --shutdown-timeout "${SHUTDOWN_TIMEOUT:-150}"
 )

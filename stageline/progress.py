@@ -3,6 +3,7 @@
 One record for the process, exchanged as a whole, so that another thread reads it without a lock.
 """
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,11 +56,15 @@ def doing(
     micro_batch: int | None = None,
     is_waiting: bool = False,
 ) -> Iterator[None]:
-    """Notes an operation; afterwards what was noted before, begun anew.
+    """Notes an operation of the main thread; afterwards what was noted before, begun anew.
 
-    After an exception the note stays: it says where the failure happened.
+    After an exception the note stays: it says where the failure happened. Other threads, which
+    write checkpoints for example, leave no notes.
     """
     global _place
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = _place
     _place = Place(operation, before.step, stage, micro_batch, is_waiting, time.monotonic())
     yield

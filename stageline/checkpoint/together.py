@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from safetensors import SafetensorError
 
+from stageline import progress
 from stageline.checkpoint.layout import discard
 from stageline.errors import (
     CheckpointError,
@@ -41,7 +42,8 @@ class Ranks:
         if self.size == 1:
             return [value]
         values: list[Result] = [value] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        with progress.doing("the ranks that save", is_waiting=True):
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def together(self, function: Callable[[], Result], draft: Path | None = None) -> list[Result]:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader
 
+from stageline import chaos
 from stageline.data.sampler import StepSampler
 from stageline.data.step_maker import MicroBatch, PackedStepMaker, StepMaker
 from stageline.data.workers import end_with_rank
@@ -126,4 +127,5 @@ class _Shares:
 
 
 def _as_it_is(step: Any) -> Any:
+    chaos.point("loader")  # where it is loaded: here, or in a helper
     return step

@@ -17,12 +17,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from stageline.distributed import stop
 from stageline.distributed.board import Board, claim_report
 from stageline.distributed.causes import is_lost_connection
 from stageline.distributed.failure_files import close_log, read_first, write_first, write_record
-from stageline.distributed.interrupt import INTERRUPTED, install_stop_handler, was_interrupted
 from stageline.distributed.lifeline import leave
 from stageline.distributed.machines import Machine, this_machine
+from stageline.distributed.neighbours import end_helpers, end_the_rest
 from stageline.distributed.record import (
     FailureRecord,
     first_of,
@@ -32,7 +33,8 @@ from stageline.distributed.record import (
     tell_stages,
 )
 from stageline.distributed.worker_notes import has_launcher, note
-from stageline.errors import CRASH
+from stageline.errors import CRASH, INTERRUPTED, PREEMPTED, HangError
+from stageline.progress import Place
 
 SECONDS_FOR_THE_CAUSE = 2.0
 SECONDS_FOR_THE_WATCH = 5.0
@@ -64,9 +66,10 @@ def run_entry(main: Callable[[], int | None]) -> NoReturn:
 
     Exit codes: what `main` returns (None is 0); an exception's `exit_code` (2 for a wrong option, 3
     for bad data; stageline/errors.py has all), printed without a traceback; 7 where memory is
-    full; 130 after Ctrl-C; 9 for anything else.
+    full; 130 and 143 after a signal that asks for a stop, once every rank has saved; 9 for
+    anything else.
     """
-    install_stop_handler()
+    stop.install_stop_handler(end_stopped)
     try:
         code = main() or 0
     except KeyboardInterrupt:
@@ -74,18 +77,12 @@ def run_entry(main: Callable[[], int | None]) -> NoReturn:
     except Exception as error:
         trace = error.__traceback__
         end_failed(error.with_traceback(trace and trace.tb_next))  # less the frame of this file
+    code = code or stop.stop_code()
     note(ENDED, code)
     close_log()
-    if was_interrupted() and not _has_agent():
-        code = code or INTERRUPTED
-    if code == 0:
+    if code in (0, INTERRUPTED, PREEMPTED):
         leave()
-    # below an agent 0: at anything else it would end the ranks that are still saving
     sys.exit(code)
-
-
-def _has_agent() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def end_failed(error: BaseException, **about: Any) -> NoReturn:
@@ -109,8 +106,36 @@ def end_failed(error: BaseException, **about: Any) -> NoReturn:
 
 
 def _end_interrupted() -> NoReturn:
-    said = "Interrupted before the first step; nothing was saved."
-    _end(record_here("", INTERRUPTED, said), patience=0.0)
+    end_stopped(stop.words_before_the_first_step(), stop.stop_code() or INTERRUPTED)
+
+
+def end_stopped(message: str, code: int) -> NoReturn:
+    """Ends all ranks at once because of a signal, without waiting for a save."""
+    _end(record_here("", code, message), patience=0.0)
+
+
+def end_overdue(message: str, code: int) -> NoReturn:
+    """Ends all ranks because the stop that a signal asked for takes too long."""
+    _end(record_here("stopped", code, message), patience=0.0)
+
+
+def end_hung(message: str, *, rank: int, stages: tuple[int, ...], where: Place) -> NoReturn:
+    """Ends all ranks because `rank`, which runs `stages`, makes no progress.
+
+    Args:
+        where: what it did last.
+    """
+    record = record_here(HangError.kind, HangError.exit_code, message)
+    blamed = replace(
+        record,
+        rank=rank,
+        stages=stages,
+        stage=where.stage,
+        step=where.step,
+        micro_batch=where.micro_batch,
+        operation=where.operation,
+    )
+    _end(blamed, patience=0.0)
 
 
 def end_lost(what: Machine | str, why: str) -> NoReturn:
@@ -136,6 +161,7 @@ def end_as_told() -> NoReturn:
 
 def _end(record: FailureRecord, *, patience: float, lost: int | None = None) -> NoReturn:
     """Reports unless another rank has the claim, then ends the process at once."""
+    stop.hold_main_thread()
     if not has_launcher():  # torchrun ends the ranks as soon as one is gone: first the report
         with contextlib.suppress(ValueError):  # not in another thread
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -143,7 +169,8 @@ def _end(record: FailureRecord, *, patience: float, lost: int | None = None) -> 
     note(ENDED, record.code)
     record = write_record(record)
     board, winner = claim_report(record.as_dict(), patience=patience, is_store_lost=lost == 0)
-    first = record
+    stop.begin_to_end()  # not before: while it waits for a cause, a launcher may know one
+    first, sees_to_the_rest = record, winner is None
     with contextlib.suppress(Exception):  # the store may end with its machine at any time
         if winner is None:
             first = _tell(_earliest(board, record))
@@ -152,8 +179,12 @@ def _end(record: FailureRecord, *, patience: float, lost: int | None = None) -> 
         else:
             first = read_record(winner)  # where the store ends while the next line waits
             first = read_record(board.settled(SECONDS_FOR_THE_REPORT) or winner)
-            _listen(board, first, is_near=winner["machine"] == record.machine)
+            is_near = winner["machine"] == record.machine
+            sees_to_the_rest = _listen(board, first, is_near=is_near)
         board.leave(SECONDS_FOR_THE_OTHERS)
+    if sees_to_the_rest:
+        end_the_rest()
+    end_helpers()
     close_log()
     sys.stdout.flush()
     os._exit(first.code)
@@ -189,15 +220,21 @@ def _tell(first: FailureRecord) -> FailureRecord:
     return first
 
 
-def _listen(board: Board, first: FailureRecord, *, is_near: bool) -> None:
-    """Lets the rank that has the claim finish its report; repeats its line on another machine."""
+def _listen(board: Board, first: FailureRecord, *, is_near: bool) -> bool:
+    """Lets the rank that has the claim finish its report; repeats its line on another machine.
+
+    Returns:
+        Whether this rank is the one that sees to the end of the others of its machine.
+    """
     if is_near:
         # an agent ends all ranks as soon as one is gone
         board.wait_reported(SECONDS_FOR_THE_REPORT)
     elif board.is_first_to_hear():
         _print(f"{first.headline} [told by rank {first.rank} on {first.host}]\n")
+        return True
     else:
         time.sleep(SECONDS_FOR_A_LINE)
+    return False
 
 
 def _print(report: str) -> None:

@@ -21,6 +21,7 @@ from stageline.distributed.board import disown_store
 from stageline.distributed.crossings import explain_placement
 from stageline.distributed.machines import this_machine
 from stageline.distributed.meeting import launchers_store
+from stageline.distributed.stop import settle, stop_code
 from stageline.errors import UserError
 
 
@@ -114,7 +115,15 @@ def distributed_context(
         ) from error
     # not in a `finally`: after an exception closed sockets would make the neighbours report first
     dist.barrier()
+    _agree_on_the_end()
     dist.destroy_process_group()
+
+
+def _agree_on_the_end() -> None:
+    """All ranks learn the exit code after a signal to one; what they had to save is saved."""
+    code = torch.tensor(stop_code())
+    dist.all_reduce(code, op=dist.ReduceOp.MAX)
+    settle(int(code))
 
 
 def _tell_placement(context: DistributedContext) -> None:

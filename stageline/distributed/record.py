@@ -104,6 +104,11 @@ def tell_stages(stages: Sequence[int]) -> None:
     _stages[:] = stages
 
 
+def own_stages() -> tuple[int, ...]:
+    """What `tell_stages` told."""
+    return tuple(_stages)
+
+
 def on_full_memory(describe: Callable[[], str]) -> None:
     """Registers what tells, where memory is full, what fills it and what to do; the last wins."""
     _describers[:] = [describe]

@@ -51,7 +51,7 @@ class StepResult:
         num_targets: supervised tokens.
         num_samples: samples with at least one of them.
         is_skipped: the loss or a gradient was not finite, or a spike; no weight changed.
-        wants_stop: some rank was asked to stop (Ctrl-C).
+        wants_stop: some rank was asked to stop, by a signal.
         extra_loss: what the model adds by itself, weight included (the router loss of a mixture
             of experts); not in `loss`, but trained on. 0 for models without.
         problem: why the step was skipped, or what is odd about it, with its place.
@@ -144,9 +144,17 @@ class TrainStep:
         self._num_flips = 0
 
     def __call__(
-        self, micro_batches: Sequence[MicroBatch], *, step: int, wants_stop: bool = False
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        step: int,
+        stop_requested: Callable[[], bool] = lambda: False,
     ) -> StepResult:
-        """Runs step number `step` on the micro-batches of one global batch."""
+        """Runs step number `step` on the micro-batches of one global batch.
+
+        Args:
+            stop_requested: asked at the end of the step, so that it is the last one.
+        """
         begin_step(step, micro_batches)
         check_agreement(micro_batches, group=self.runner.group)
         num_targets, num_tokens, num_samples = self._count(micro_batches)
@@ -155,8 +163,9 @@ class TrainStep:
         passes = functools.partial(self._passes, micro_batches, num_targets=num_targets, step=step)
         loss_of = self.replay(passes, step=step) if self.replay.is_due(step) else passes()
         norm, norms = self._reduce()
+        stop = torch.tensor(float(stop_requested()))
         loss, extra_loss, stop_count, no_number = self._share(
-            [loss_of.loss, loss_of.extra_loss, torch.tensor(float(wants_stop)), norm * 0]
+            [loss_of.loss, loss_of.extra_loss, stop, norm * 0]
         )
         grad_norm = norm.item()
         if math.isfinite(grad_norm):
@@ -320,10 +329,11 @@ class TrainStep:
     def _share(self, facts: Sequence[torch.Tensor]) -> list[float]:
         """Sums over all ranks: the losses are zero on all but the last stage."""
         total = torch.stack([fact.to(self.runner.device) for fact in facts])
-        dist.all_reduce(total, group=self.runner.group)
-        if self.replicas.size > 1:
-            dist.all_reduce(total, group=self.replicas.group)
-        return total.tolist()
+        with progress.doing("the other ranks at the end of a step", is_waiting=True):
+            dist.all_reduce(total, group=self.runner.group)
+            if self.replicas.size > 1:
+                dist.all_reduce(total, group=self.replicas.group)
+            return total.tolist()
 
 
 def count_targets(micro_batches: Sequence[MicroBatch]) -> int:

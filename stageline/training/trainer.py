@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from stageline import progress
+from stageline import chaos, progress
 from stageline.pipeline.runner import MicroBatch
 from stageline.training.step import StepResult, TrainStep
 
@@ -75,8 +75,9 @@ class Trainer:
             progress.at_step(step)
             start = time.perf_counter()
             with progress.doing("data"):
+                chaos.point("data")
                 micro_batches = next(self.batches)
-            result = self.train_step(micro_batches, step=step, wants_stop=self.stop_requested())
+            result = self.train_step(micro_batches, step=step, stop_requested=self.stop_requested)
             done = step + 1
             progress.at_step(done)
             self.on_step(done, result, time.perf_counter() - start)

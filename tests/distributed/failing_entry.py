@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from stageline.distributed.failure import name_stages, run_entry
-from stageline.distributed.interrupt import stop_requested
+from stageline.distributed.guard import GuardRules
 from stageline.distributed.launch import launch_if_needed
 from stageline.distributed.process_group import DistributedContext, distributed_context
+from stageline.distributed.stop import stop_requested
 from stageline.errors import DataError, UserError
 
 
@@ -113,7 +114,9 @@ def slow_start(context: DistributedContext, folder: Path) -> None:
 def main() -> None:
     mode, folder, num_ranks = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     num_stages = int(sys.argv[4]) if len(sys.argv) > 4 else num_ranks
-    launch_if_needed(num_ranks, lost_after=float(os.environ.get("LOST_AFTER", "30")))
+    told = {name: os.environ.get(name.upper()) for name in ("lost_after", "stop_deadline")}
+    rules = GuardRules(**{name: float(value) for name, value in told.items() if value})
+    launch_if_needed(num_ranks, rules=rules)
     with distributed_context(num_ranks=num_stages, device="cpu", timeout=600) as context:
         name_stages([context.pp_rank])
         globals()[mode](context, folder)

@@ -309,7 +309,7 @@ def overflow_on_one_rank(rank, folder):
     for is_sharded in (False, True):
         run = Run(folder, is_sharded=is_sharded, loss_fn=loss_fn, dtype=torch.float16, scale=8.0)
         before = {n: p.detach().clone() for n, p in run.step.weights.parameters.items()}
-        result = run.step(run.batches(0), step=0, wants_stop=rank == 2)
+        result = run.step(run.batches(0), step=0, stop_requested=lambda: rank == 2)
         after = run.step.weights.parameters
         moved = [n for n in before if not torch.equal(before[n], after[n])]
         told.append([result.is_skipped, result.wants_stop, run.step.scaler.scale, len(moved)])

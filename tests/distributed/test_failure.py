@@ -103,10 +103,12 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def _start(mode: str, folder: Path, *, prefix: list[str] | None = None) -> subprocess.Popen:
+def _start(
+    mode: str, folder: Path, *, prefix: list[str] | None = None, **environment: str
+) -> subprocess.Popen:
     process = subprocess.Popen(
         [*(prefix or [sys.executable]), str(ENTRY), mode, str(folder), "2"],
-        env=_environment(),
+        env=_environment() | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -184,11 +186,13 @@ def test_ctrl_c_before_the_first_step_ends_at_once(tmp_path):
     assert _processes_of(tmp_path) == []
 
 
-def test_sigterm_to_the_launcher_ends_its_workers(tmp_path):
-    process = _start("never_stop_in_a_wait", tmp_path)
+def test_sigterm_to_the_launcher_ends_workers_that_do_not_stop(tmp_path):
+    process = _start("never_stop_in_a_wait", tmp_path, STOP_DEADLINE="1")
     process.terminate()
     _, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 143, err
+    assert "error[stopped]" in err and "asked for a stop 1 s ago" in err
+    assert "The last checkpoint is what counts" in err
     assert _processes_of(tmp_path) == []
 
 

@@ -1,0 +1,190 @@
+"""Signals that ask for a stop: SIGINT (Ctrl-C), SIGTERM, and SIGUSR1, the early one of Slurm.
+
+The first asks the run to save after the step that goes on; a second of its kind ends it at once.
+Python runs handlers between bytecodes, and none runs while the main thread waits inside gloo. So
+the system's part of a handler writes a byte into a socket, and a thread of its own reads it.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FrameType
+
+from stageline.distributed.neighbours import die_by_sigterm, die_with_parent, has_lost_one
+from stageline.errors import INTERRUPTED, PREEMPTED
+
+CODES = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: PREEMPTED, signal.SIGUSR1: PREEMPTED}
+# a terminal and a launcher may both pass on one key press, Slurm and torchrun one signal
+MIN_SECONDS_BETWEEN = 1.0
+# before the first step the main thread is interrupted, unless it is inside a library
+SECONDS_TO_UNWIND = 2.0
+Leave = Callable[[str, int], object]
+
+
+@dataclass
+class _Stop:
+    """What was asked for.
+
+    Attributes:
+        is_read: somebody looks at the flag after each step.
+        signum, asked_at: the first signal, of this rank or another, and when it was heard of.
+        times: when each signal first came to this process.
+        is_raised: the main thread was interrupted, or is not to be.
+        code: the exit code that all ranks have agreed on; signals mean nothing any more.
+    """
+
+    is_read: bool = False
+    signum: int | None = None
+    asked_at: float = 0.0
+    times: dict[int, float] = field(default_factory=dict)
+    is_raised: bool = False
+    code: int | None = None
+
+
+_stop = _Stop()
+_ending = threading.Event()
+_installed_by: int | None = None
+
+
+def install_stop_handler(leave: Leave) -> None:
+    """Makes signals set the flag that `stop_requested()` reads.
+
+    Args:
+        leave: ends the process, with a report and an exit code; called from another thread.
+    """
+    global _stop, _installed_by
+    _stop = _Stop()
+    _ending.clear()
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    for signum in CODES:
+        signal.signal(signum, _interrupt_the_start)
+    signal.set_wakeup_fd(sender.detach(), warn_on_full_buffer=False)
+    threading.Thread(target=_listen, args=(receiver, leave), daemon=True).start()
+    if _installed_by is None:
+        os.register_at_fork(after_in_child=_forget_in_child)
+    _installed_by = os.getpid()
+
+
+def release_signals() -> None:
+    """Takes the handlers away: for a process that turns out to be a launcher."""
+    _ending.set()
+    signal.set_wakeup_fd(-1)
+
+
+def stop_requested() -> bool:
+    """Whether a clean stop was asked for. Until it is first called, a signal ends the run."""
+    _stop.is_read = True
+    return _stop.signum is not None
+
+
+def asked() -> tuple[int, float] | None:
+    """The signal that asked for a stop, and when; unlike `stop_requested()` it promises nothing."""
+    return None if _stop.signum is None else (_stop.signum, _stop.asked_at)
+
+
+def ask(signum: int) -> None:
+    """Sets the flag, if it is not set; rank 0 says so."""
+    if _stop.signum is not None:
+        return
+    _stop.asked_at = time.monotonic()
+    _stop.signum = signum
+    if _stop.is_read and os.environ.get("RANK", "0") == "0":
+        again = "Ctrl-C again" if signum == signal.SIGINT else f"a second {name_of(signum)}"
+        _say(f"Stopping after this step; {again} ends at once without saving.")
+
+
+def stop_code() -> int:
+    """The exit code that follows from what was asked for; 0 if nothing was."""
+    if _stop.code is not None:
+        return _stop.code
+    return 0 if _stop.signum is None else CODES[signal.Signals(_stop.signum)]
+
+
+def settle(code: int) -> None:
+    """Notes what the ranks have agreed on at the end: from here on signals are passed over."""
+    _stop.code = code
+    _ending.set()
+
+
+def hold_main_thread() -> None:
+    """No signal interrupts the main thread from here on: it is about to report."""
+    _stop.is_raised = True
+
+
+def begin_to_end() -> None:
+    """Signals are passed over from here on: this process reports, and ends."""
+    _ending.set()
+
+
+def is_ending() -> bool:
+    """Whether signals are passed over, as the process is about to end."""
+    return _ending.is_set()
+
+
+def name_of(signum: int) -> str:
+    """`SIGTERM`."""
+    return signal.Signals(signum).name
+
+
+def _interrupt_the_start(signum: int, frame: FrameType | None) -> None:
+    """Runs in the main thread, as soon as Python code does."""
+    if not (_stop.is_read or _stop.is_raised or _ending.is_set()):
+        _stop.is_raised = True
+        ask(signum)
+        raise KeyboardInterrupt
+
+
+def _listen(receiver: socket.socket, leave: Leave) -> None:
+    while True:
+        for number in receiver.recv(64):
+            if number in CODES and not _ending.is_set():
+                _heed(signal.Signals(number), leave)
+
+
+def _heed(signum: signal.Signals, leave: Leave) -> None:
+    if signum == signal.SIGTERM and has_lost_one():
+        die_by_sigterm()  # a launcher ends the ranks that are left; it knows the cause
+    now = time.monotonic()
+    first = _stop.times.setdefault(signum, now)
+    if not _stop.is_read:
+        ask(signum)
+        time.sleep(SECONDS_TO_UNWIND)
+        if not _stop.is_read and not _ending.is_set():
+            leave(words_before_the_first_step(), CODES[signum])
+    elif first == now:
+        ask(signum)
+    elif now - first >= MIN_SECONDS_BETWEEN:
+        words = f"Ended at once by a second {signum.name}, without saving"
+        leave(f"{words}; what was saved before is kept.", CODES[signum])
+
+
+def words_before_the_first_step() -> str:
+    """What a run says that was stopped while it started."""
+    how = "Interrupted"
+    if _stop.signum not in (None, signal.SIGINT):
+        how = f"Stopped by {name_of(_stop.signum)}"
+    return f"{how} before the first step; nothing was saved."
+
+
+def _forget_in_child() -> None:
+    """A forked helper, one that loads data, would write its signals into our socket."""
+    if _installed_by != os.getppid():
+        return
+    die_with_parent()
+    with contextlib.suppress(ValueError):  # forked by another thread than the main one
+        signal.set_wakeup_fd(-1)
+        # a terminal and Slurm signal helpers too; the main process decides when they end
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _say(message: str) -> None:
+    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"\n{message}\n".encode())

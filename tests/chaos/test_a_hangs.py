@@ -1,0 +1,165 @@
+"""Cases A10-A13 and A19, and G28: ranks that hang, are stopped, or lose their launcher or helpers.
+
+The timeout of an exchange is 600 s, and a process that is stopped costs torchrun 30 s more: both
+would be noticed.
+"""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from stageline.checkpoint.layout import verify
+from stageline.testing.small_run import Job, finish
+
+LIMIT = ("--hang-timeout", 3, "--sync-save")
+SECONDS = 30  # the contract is the limit and 10 s; a slow machine may take longer
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    return Job(tmp_path_factory.mktemp("hangs"))
+
+
+def assert_kept(job, name, *steps):
+    """The checkpoints of these steps are there, and whole."""
+    assert job.checkpoints(name) == [f"step-{step:08d}" for step in steps]
+    for checkpoint in job.checkpoints(name):
+        verify(job.folder / name / "checkpoints" / checkpoint)
+
+
+def stacks(job, name):
+    """Rank -> stacks that were written."""
+    files = (job.folder / name / "failures").glob("rank-*.stacks")
+    return {int(file.stem.removeprefix("rank-")): file.read_text() for file in files}
+
+
+def processes_of(folder):
+    """Live processes with this folder in their command line."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(folder) in file.read_text():
+                found.append(int(file.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a10_a_rank_that_sleeps_for_ever_is_blamed(job, ranks):
+    name = f"a10_{ranks}"
+    done = job.fork(name, *LIMIT, ranks=ranks, chaos="at=forward,rank=1,step=3,do=hang")
+    assert done.code == 8 and done.seconds < SECONDS
+    first = done.err.strip().splitlines()[0]
+    assert first.startswith("error[hang] rank=1 stage=1 step=3: no progress for ")
+    assert " in forward of micro-batch 0 on stage 1 of rank 1" in first
+    assert "rank 0 is waiting for gradients of micro-batch 0 on stage 0" in first
+    assert "--hang-timeout 3" in first
+    assert done.err.count("error[") == 1 and "Traceback" not in done.err
+    assert_kept(job, name, 2)
+    told = stacks(job, name)
+    assert sorted(told) == list(range(ranks))
+    assert "chaos.py" in told[1] and "chaos.py" not in told[0]
+
+
+@pytest.mark.parametrize(
+    ("at", "words"),
+    [
+        ("backward", "in backward of micro-batch 0 on stage 0 of rank 0"),
+        ("save", "in save of rank 0"),
+        ("log", "in log of rank 0"),
+    ],
+)
+def test_a10_whatever_the_rank_does(job, at, words):
+    done = job.fork(f"a10_{at}", *LIMIT, chaos=f"at={at},rank=0,step=2,do=hang")
+    assert done.code == 8, done.err
+    assert words in done.err and "error[hang] rank=0" in done.err
+
+
+def test_a10_a_lone_process_is_looked_after_too(job):
+    done = job.fork("a10_1", *LIMIT, ranks=1, chaos="at=forward,step=3,do=hang")
+    assert done.code == 8 and done.seconds < SECONDS
+    assert re.match(r"error\[hang\] step=3: no progress for \d s in forward of micro", done.err)
+    assert_kept(job, "a10_1", 2)
+
+
+def test_a10_without_a_limit_nobody_is_blamed(job):
+    chaos = "at=forward,rank=1,step=3,do=sleep,value=4"
+    done = job.fork("a10_0", "--hang-timeout", 0, "--total-steps", 5, chaos=chaos)
+    assert (done.code, done.err) == (0, "")
+
+
+@pytest.mark.parametrize("do", ["sigstop", "hold_gil"])
+def test_a11_a12_a_rank_that_is_stopped_or_holds_the_lock_is_blamed_and_killed(job, do):
+    done = job.fork(do, *LIMIT, chaos=f"at=forward,rank=1,step=3,do={do}")
+    assert done.code == 8 and done.seconds < SECONDS
+    first = done.err.strip().splitlines()[0]
+    assert first.startswith("error[hang] rank=1 stage=1 step=3: no sign of life from rank 1 (pro")
+    assert_kept(job, do, 2)
+    # C code does not keep a process from telling where it is, being stopped does
+    assert sorted(stacks(job, do)) == ([0, 1] if do == "hold_gil" else [0])
+    pid = int(re.search(r"process (\d+)", first)[1])
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a11_below_the_launcher_there_are_no_30_s_more(job):
+    process = job.start(
+        *("a11_launched", "--num-stages", 2, *LIMIT), chaos="at=forward,rank=1,step=3,do=sigstop"
+    )
+    log = job.folder / "a11_launched" / "log.jsonl"
+    while not log.exists() or len(log.read_text().splitlines()) < 3:
+        assert process.poll() is None
+        time.sleep(0.1)
+    began = time.monotonic()
+    done = finish(process)
+    assert done.code == 8, done.err
+    assert time.monotonic() - began < SECONDS
+    assert done.err.strip().startswith("error[hang] rank=1 stage=1 step=3: no sign of life")
+    assert_kept(job, "a11_launched", 2)
+    assert processes_of(job.folder / "a11_launched") == []
+
+
+def test_a13_a_helper_that_hangs_is_named_as_data(job):
+    options = (*LIMIT, "--num-workers", 1)
+    done = job.fork("a13", *options, chaos="at=loader,rank=1,count=4,do=hang")
+    assert done.code == 8 and done.seconds < SECONDS
+    first = done.err.strip().splitlines()[0]
+    assert re.match(
+        r"error\[hang\] rank=1 stage=1 step=\d: no progress for \d s in data of rank 1", first
+    )
+    assert "rank 0 is waiting for " in first
+    assert_kept(job, "a13", 2)
+
+
+def test_g28_a_helper_that_is_killed_is_named(job):
+    done = job.fork(
+        "g28", "--sync-save", "--num-workers", 1, chaos="at=loader,rank=1,count=4,do=sigkill"
+    )
+    assert done.code in (3, 9), done.err
+    assert done.seconds < SECONDS
+    assert re.search(r"DataLoader worker \(pid.* \d+\) (is killed by signal|exited unex)", done.err)
+    assert_kept(job, "g28", 2)
+
+
+def test_a19_workers_end_with_a_launcher_that_was_killed(job):
+    process = job.start(
+        "a19", "--num-stages", 2, "--sync-save", chaos="at=forward,rank=1,step=3,do=sigstop"
+    )
+    log = job.folder / "a19" / "log.jsonl"
+    while not log.exists() or len(log.read_text().splitlines()) < 3:
+        assert process.poll() is None
+        time.sleep(0.1)
+    assert len(processes_of(job.folder / "a19")) == 3
+    os.kill(process.pid, signal.SIGKILL)
+    killed = time.monotonic()
+    while processes_of(job.folder / "a19"):
+        assert time.monotonic() - killed < SECONDS
+        time.sleep(0.1)
+    process.communicate()
+    assert_kept(job, "a19", 2)

@@ -1,0 +1,148 @@
+"""Cases B1-B9: signals that ask a run to save and stop."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+from safetensors.torch import load_file
+
+from options.run_options import RunConfig
+from stageline.checkpoint.layout import verify
+from stageline.testing.small_run import Job, finish
+
+SECONDS = 30  # the contract is 10 s; a slow machine may take longer
+CAN_RESUME = hasattr(RunConfig, "resume")
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    job = Job(tmp_path_factory.mktemp("preemption"))
+    assert job.fork("straight").code == 0
+    return job
+
+
+def assert_kept(job, name, *steps):
+    """The checkpoints of these steps are there, whole, and nothing is half."""
+    assert job.checkpoints(name) == [f"step-{step:08d}" for step in steps]
+    folder = job.folder / name / "checkpoints"
+    for checkpoint in job.checkpoints(name):
+        assert verify(folder / checkpoint)["step"] == int(checkpoint.removeprefix("step-"))
+
+
+def assert_goes_on_bitwise(job, name):
+    """Resumed, the run ends with the weights and losses of one that nobody disturbed."""
+    if not CAN_RESUME:
+        return
+    done = job.fork(name, "--resume", "auto")
+    assert done.code == 0, done.err
+    last = job.checkpoints("straight")[-1]
+    straight, resumed = (
+        {
+            key: value
+            for file in (job.folder / run / "checkpoints" / last).glob("*.safetensors")
+            for key, value in load_file(file).items()
+        }
+        for run in ("straight", name)
+    )
+    assert straight.keys() == resumed.keys()
+    assert all(value.equal(resumed[key]) for key, value in straight.items())
+    losses = job.losses("straight")
+    assert {step: losses[step] for step in job.losses(name)} == job.losses(name)
+
+
+def start_and_wait(job, name, *options, steps=3, **how):
+    """A run below a launcher that has done some steps; then rank 0 sleeps in the next one."""
+    chaos = f"at=forward,rank=0,step={steps},do=sleep,value=2"
+    process = job.start(name, *options, chaos=chaos, **how)
+    log = job.folder / name / "log.jsonl"
+    while not log.exists() or len(_trained(log)) < steps:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    return process
+
+
+def _trained(log):
+    return [line for line in log.read_text().splitlines() if json.loads(line)["kind"] == "train"]
+
+
+def test_b01_sigterm_to_the_launcher(job):
+    process = start_and_wait(job, "b01", "--num-stages", 2)
+    os.kill(process.pid, signal.SIGTERM)
+    done = finish(process)
+    assert done.code == 143, done.err
+    assert done.err.strip() == (
+        "Stopping after this step; a second SIGTERM ends at once without saving."
+    )
+    assert_kept(job, "b01", 2, 4)
+    assert_goes_on_bitwise(job, "b01")
+
+
+@pytest.mark.parametrize("do", ["sigterm", "sigusr1", "sigint"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_b02_b03_b07_a_signal_to_one_rank_in_a_step(job, do, rank):
+    name = f"{do}_{rank}"
+    done = job.fork(name, chaos=f"at=backward,rank={rank},step=4,do={do}")
+    assert done.code == (130 if do == "sigint" else 143), done.err
+    # rank 0 may be through before it hears why
+    assert done.err.count("Stopping after this step") <= 1 and "error" not in done.err
+    assert_kept(job, name, 2, 4, 5)
+    assert_goes_on_bitwise(job, name)
+
+
+def test_b04_sigterm_during_a_save_lets_it_end(job):
+    done = job.fork("b04", chaos="at=write,rank=1,count=2,do=sigterm")
+    assert done.code == 143, done.err
+    assert_kept(job, "b04", 2, 4, 5)
+    assert_goes_on_bitwise(job, "b04")
+
+
+def test_b05_a_second_sigterm_ends_at_once(job):
+    # the second comes while the step still goes on: rank 0 waits inside gloo
+    faults = ("count=1,do=sigterm", "count=2,do=sleep,value=2", "count=3,do=sigterm")
+    chaos = ";".join(f"at=forward,rank=1,step=3,{fault}" for fault in faults)
+    done = job.fork("b05", chaos=chaos + ";at=forward,rank=1,step=3,count=4,do=hang")
+    assert done.code == 143 and done.seconds < SECONDS
+    assert "Ended at once by a second SIGTERM, without saving" in done.err
+    assert_kept(job, "b05", 2)
+    assert_goes_on_bitwise(job, "b05")
+
+
+def test_b06_ranks_that_are_blocked_end_at_the_deadline(job):
+    chaos = "at=forward,rank=0,step=3,do=sigterm;at=forward,rank=1,step=3,do=hang"
+    done = job.fork("b06", "--stop-deadline", 2, chaos=chaos)
+    assert done.code == 143 and done.seconds < SECONDS
+    line = done.err.strip().splitlines()[-1]
+    assert (
+        line.startswith("error[stopped] rank=") and "step=3: SIGTERM asked for a stop 2 s" in line
+    )
+    assert "The last checkpoint is what counts" in line
+    assert_kept(job, "b06", 2)
+    assert_goes_on_bitwise(job, "b06")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_b08_sigterm_before_the_first_step(job, rank):
+    name = f"b08_{rank}"
+    done = job.fork(name, chaos=f"at=start,rank={rank},do=sigterm")
+    assert done.code == 143 and done.seconds < SECONDS
+    assert done.err == "Stopped by SIGTERM before the first step; nothing was saved.\n"
+    assert not (job.folder / name / "checkpoints").exists()
+
+
+def test_b09_sigkill_before_the_save_ends(job):
+    # after step 3, where no save is due but the one that the signal asks for
+    chaos = "at=forward,rank=1,step=2,do=sigterm;at=write,rank=1,count=2,do=sigkill"
+    done = job.fork("b09", chaos=chaos)
+    assert done.code not in (0, 130, 143) and done.seconds < SECONDS
+    assert_kept(job, "b09", 2)
+    assert_goes_on_bitwise(job, "b09")
+
+
+def test_a_run_that_nobody_asks_to_stop_does_not_notice(job):
+    done = job.fork("undisturbed")
+    assert (done.code, done.err) == (0, "")
+    assert job.losses("undisturbed") == job.losses("straight")
