@@ -5,6 +5,7 @@ their training threads may talk at the same time. An error stops the run at the 
 """
 
 import json
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
