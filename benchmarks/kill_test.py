@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import transformers
 
+import train_pp  # noqa: F401  forked ranks run it
 from stageline.testing.killing import (
     Killer,
     LaunchedRun,

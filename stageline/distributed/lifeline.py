@@ -22,6 +22,8 @@ PROBES = 5
 OnLost = Callable[[Machine, str], None]
 
 _leaving = threading.Event()
+_tied = threading.Event()  # set where there is nothing to tie, too
+_tied.set()
 _connections: list[socket.socket] = []
 
 
@@ -36,6 +38,21 @@ def leave() -> None:
 def is_leaving() -> bool:
     """Whether this process is about to end as it should."""
     return _leaving.is_set()
+
+
+def expect_tie() -> None:
+    """Tells that `mark_tied` will follow."""
+    _tied.clear()
+
+
+def mark_tied() -> None:
+    """Tells that this machine watches over the others, as far as it can."""
+    _tied.set()
+
+
+def wait_tied(seconds: float) -> None:
+    """Waits for `mark_tied`: a machine that is lost before would be missed."""
+    _tied.wait(seconds)
 
 
 def open_hub(machine: Machine, *, lost_after: float, on_lost: OnLost) -> str:

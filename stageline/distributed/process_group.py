@@ -19,10 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from stageline import chaos
 from stageline.distributed.board import disown_store
 from stageline.distributed.crossings import explain_placement
+from stageline.distributed.lifeline import wait_tied
 from stageline.distributed.machines import this_machine
 from stageline.distributed.meeting import launchers_store
 from stageline.distributed.stop import settle, stop_code
 from stageline.errors import UserError
+
+SECONDS_FOR_THE_LIFELINE = 10.0
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ def distributed_context(
         device=chosen,
     )
     _tell_placement(context)
+    wait_tied(SECONDS_FOR_THE_LIFELINE)
     warm_up(context)
     try:
         yield context

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from stageline.distributed.board import FileBoard, claim_key, connect_store, disown_store
 from stageline.distributed.failure import end_as_told, end_lost
-from stageline.distributed.lifeline import open_hub, reach_hub
+from stageline.distributed.lifeline import expect_tie, mark_tied, open_hub, reach_hub
 from stageline.distributed.machines import Machine
 from stageline.distributed.worker_notes import has_launcher
 
@@ -70,6 +70,8 @@ class Lifeline:
         self.key = claim_key() + "/lifeline"
         # one process of a machine is enough: its launcher then ends the others
         self.is_tied = machine.count == 1 or os.environ.get("LOCAL_RANK", "0") != "0"
+        if not self.is_tied:
+            expect_tie()
 
     def tie(self, store: "TCPStore") -> None:
         """Does nothing the second time, or where the first machine is not ready."""
@@ -83,6 +85,7 @@ class Lifeline:
         else:
             return
         self.is_tied = True
+        mark_tied()
 
     def _reach(self, invitation: str, how: dict[str, Any]) -> None:
         address = os.environ["MASTER_ADDR"]
