@@ -6,22 +6,16 @@ Knows the options and the contract of each register; train_pp.py puts the object
 import functools
 import os
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import Dataset, Subset
 
 from options.run_options import RunConfig
 from parse_args import TrainArguments
-from stageline.checkpoint.together import Ranks
-from stageline.checkpoint.writer import CheckpointWriter
 from stageline.data.bad_rows import BadRows, leaving_out
 from stageline.data.check_batch import CheckedCollate
 from stageline.data.example import example_micro_batch
-from stageline.data.fingerprint import data_fingerprint
 from stageline.data.lengths import padding_argument
 from stageline.data.loader import MicroBatchLoader
 from stageline.data.preflight import check_vocabulary, preflight
@@ -37,12 +31,9 @@ from stageline.pipeline.topology import Topology
 from stageline.training.optimizer_groups import optimizer_groups
 from stageline.training.planner import PlannedRun, Planner
 from stageline.training.resume import ResumePoint
-from stageline.training.sharding import share_rows
-from stageline.training.step import TrainStep
 from stageline.training.step_loss import StepLoss
 
 SHELF = ("pp_models", "prompt", "prompt_fn", "dataset", "loss_fn", "optimizer")
-LONGEST_SAVE = timedelta(hours=2)  # that a rank waits for the others while they write
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -280,47 +271,6 @@ def make_loader(
         packing=run.max_token_num if run.packing and not is_evaluation else None,
         legal_counts=schedule.legal_micro_batches,
     )
-
-
-def settings(arguments: TrainArguments, data: Data) -> dict[str, object]:
-    """What decides the course of training; saved with a checkpoint, compared when it is resumed."""
-    run = arguments.run
-    return {
-        **arguments.as_config(),
-        "samples of a step": run.batch_size * run.accumulate_steps * (run.dp_degree or 1),
-        "training samples": len(data.train),
-        "training data": data_fingerprint(data.train),
-    }
-
-
-def make_writer(
-    arguments: TrainArguments, data: Data, context: DistributedContext, train_step: TrainStep
-) -> CheckpointWriter:
-    """What saves the checkpoints of the run, over a process group of its own."""
-    run, weights = arguments.run, train_step.weights
-    return CheckpointWriter(
-        Path(run.output_dir) / "checkpoints",
-        stages=train_step.runner.local.models,
-        processor=data.processor,
-        optimizer=train_step.optimizer,
-        parameters=weights.parameters,
-        rows=share_rows(weights),
-        with_weights=run.precision != "fp32",
-        group=dist.new_group(backend="gloo", timeout=LONGEST_SAVE),
-        dp_rank=context.dp_rank,
-        keep=run.keep_last,
-        waits=run.sync_save,
-    )
-
-
-def resume_step(train_step: TrainStep, point: ResumePoint) -> None:
-    """Gives optimizer, masters and adapters back what the checkpoint knows of them."""
-    weights = train_step.weights
-    names = Ranks.of(train_step.runner.group).gather(list(weights.parameters))
-    point.state.check_names(name for rank_names in names for name in rank_names)
-    point.state.restore(train_step.optimizer, weights.parameters, rows=share_rows(weights))
-    weights.write_back()
-    train_step.load_state_dict(point.state.facts["numbers"])
 
 
 def make_planner(

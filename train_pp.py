@@ -11,14 +11,10 @@ from pathlib import Path
 
 import torch
 
-from options.checkpoint_options import leaves_course
 from options.memory_options import check_memory, memory_remedies
 from options.run_options import RunConfig
 from parse_args import TrainArguments, parse_train_args, save_config
 from register import engine_register, freeze_registers, import_shelf
-from stageline import chaos, progress
-from stageline.checkpoint.save import save_split_model
-from stageline.checkpoint.together import Ranks
 from stageline.distributed.failure import name_stages, run_entry
 from stageline.distributed.failure_files import open_log, tell_run_folder
 from stageline.distributed.guard import GuardRules
@@ -29,41 +25,20 @@ from stageline.distributed.process_group import (
     distributed_context,
 )
 from stageline.distributed.record import on_full_memory
-from stageline.distributed.stop import stop_requested
 from stageline.errors import UserError
 from stageline.pipeline.device_memory import device_capacity
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import Schedule
 from stageline.pipeline.topology import Topology, resolve_topology
 from stageline.seeds import seed_everything
-from stageline.training.best import BestCheckpoint
-from stageline.training.evaluation import evaluate
 from stageline.training.memory_account import MemoryAccount
 from stageline.training.planner import place_together
-from stageline.training.precision import LossScaler
 from stageline.training.replicas import Replicas
 from stageline.training.report import RunReport, summarize_stage
-from stageline.training.resume import ResumePoint, check_same_run, clear_way, find_resume_point
-from stageline.training.run_folder import claim_run_folder
+from stageline.training.resume import ResumePoint
 from stageline.training.sharding import ShardedReplicas
-from stageline.training.skips import Skips
-from stageline.training.step import StepResult, TrainStep
-from stageline.training.step_timeline import StepTimeline
-from stageline.training.trainer import Trainer, TrainOptions
-from train_parts import (
-    SHELF,
-    Data,
-    build_stages,
-    check_data,
-    make_learning_rate,
-    make_loader,
-    make_loss,
-    make_optimizer,
-    make_planner,
-    make_writer,
-    resume_step,
-    settings,
-)
+from train_parts import SHELF, Data, build_stages, check_data, make_planner
+from train_run import TrainingRun, open_run_folder
 
 
 def main() -> int:
@@ -154,31 +129,6 @@ def show_plan(arguments: TrainArguments, data: Data, topology: Topology) -> int:
     return 0
 
 
-def open_run_folder(
-    arguments: TrainArguments, data: Data, context: DistributedContext
-) -> ResumePoint | None:
-    """Takes the run folder for this run; finds where it goes on, if it does."""
-    run = arguments.run
-    folder = Path(run.output_dir).absolute()
-    say = functools.partial(print, flush=True) if context.is_main else lambda line: None
-    ranks = Ranks.of(None)
-    ranks.together(lambda: claim_run_folder(folder, say=say) if context.is_main else None)
-    point = find_resume_point(run.resume, folder / "checkpoints", ranks=ranks, say=say)
-    if point is None:
-        return None
-    check_same_run(
-        point.state.facts["settings"],
-        settings(arguments, data),
-        may_change=leaves_course,
-        allows_changes=run.allow_changes,
-        say=say,
-    )
-    if context.is_main:
-        clear_way(point, folder / "checkpoints", say=say)
-    say(f"resumed from {point.folder}: {point.step} of {run.total_steps} steps are done")
-    return point
-
-
 def place_layers(
     arguments: TrainArguments, data: Data, context: DistributedContext, topology: Topology
 ) -> None:
@@ -247,122 +197,6 @@ def join_replicas(
     if shards:
         return ShardedReplicas(models, mesh=context.mesh["dp"], device=context.device)
     return replicas
-
-
-class TrainingRun:
-    """The loop of a run, and what happens beside its steps."""
-
-    def __init__(
-        self,
-        arguments: TrainArguments,
-        data: Data,
-        context: DistributedContext,
-        runner: PipelineRunner,
-        replicas: Replicas,
-        report: RunReport,
-        point: ResumePoint | None,
-    ) -> None:
-        run = self.options = arguments.run
-        self.arguments = arguments
-        self.data, self.runner, self.replicas, self.report = data, runner, replicas, report
-        self.start_step = point.step if point else 0
-        self.loss_fn = make_loss(arguments, runner.local.models[-1])
-        self.timeline = StepTimeline(runner, step=min(run.timeline_step, run.total_steps) - 1)
-        self.train_step = TrainStep(
-            runner,
-            make_optimizer=functools.partial(make_optimizer, arguments),
-            loss_fn=self.loss_fn,
-            learning_rate=make_learning_rate(arguments),
-            max_grad_norm=run.max_grad_norm,
-            scaler=LossScaler(enabled=run.fp16),
-            timeline=self.timeline,
-            replicas=replicas,
-            skips=Skips(
-                max_in_a_row=run.max_skipped_steps,
-                spike_sigma=run.spike_sigma,
-                spike_action=run.spike_action,
-            ),
-            replay_steps=run.replay_steps,
-        )
-        loader = functools.partial(make_loader, arguments, data, context, runner.schedule)
-        self.batches = loader(data.train, is_evaluation=False, start_step=self.start_step)
-        self.held_out = None if data.test is None else loader(data.test, is_evaluation=True)
-        self.checkpoints = Path(run.output_dir).absolute() / "checkpoints"
-        self.writer = make_writer(arguments, data, context, self.train_step)
-        if point is not None:
-            resume_step(self.train_step, point)
-        save = functools.partial(
-            save_split_model,
-            runner.local.models,
-            data.processor,
-            group=context.pp_group,
-            replicas=context.dp_group,
-        )
-        self.best = BestCheckpoint(
-            self.checkpoints, metric=run.save_best, save=save, start_step=self.start_step
-        )
-
-    def run(self) -> None:
-        """Trains to the end, or until somebody asks to stop."""
-        run = self.options
-        trainer = Trainer(
-            self.train_step,
-            batches=iter(self.batches),
-            options=TrainOptions(run.total_steps, run.eval_steps, run.save_steps, self.start_step),
-            on_step=self.after_step,
-            evaluate=self.evaluate_now if self.held_out is not None else None,
-            save=self.save_now,
-            stop_requested=stop_requested,
-        )
-        stop_requested()  # from here on Ctrl-C ends the run after a step, with a checkpoint
-        is_done = trainer.run()
-        self.writer.finish()
-        self.tell_saved()
-        if not is_done:
-            self.report.say("stopped before the last step; --resume auto goes on from there")
-
-    def after_step(self, step: int, result: StepResult, seconds: float) -> None:
-        """Logs a step; draws the one that was timed."""
-        with progress.doing("log"):
-            chaos.point("log")
-            self.report.stepped(step, result, seconds)
-            self.tell_saved()
-        if step == self.start_step + 1:
-            self.report.transfers(self.runner.sent_bytes, self.runner.num_micro_batches)
-        if step == self.timeline.step + 1:
-            self.report.timeline(step, *self.timeline.gather())
-
-    def evaluate_now(self, step: int) -> None:
-        """Evaluates on the held-out set; keeps the weights if they are the best."""
-        with progress.doing("evaluation"):
-            chaos.point("evaluation")
-            result = evaluate(
-                self.runner,
-                self.held_out,
-                loss_fn=self.loss_fn,
-                keep=self.report.num_pictures,
-                replicas=self.replicas,
-            )
-        is_best = self.best.improves(result)
-        self.report.evaluated(
-            step, result, dataset=self.data.test, processor=self.data.processor, is_best=is_best
-        )
-        if is_best:
-            self.report.say(self.best.keep(step, result))
-
-    def save_now(self, step: int) -> None:
-        """Copies a checkpoint; it is written while training goes on."""
-        facts = {
-            "settings": settings(self.arguments, self.data),
-            "numbers": self.train_step.state_dict(),
-        }
-        self.writer.save(step, facts)
-        self.tell_saved()
-
-    def tell_saved(self) -> None:
-        """Says what was saved since the last call; raises if it could not be."""
-        for line in self.writer.news():
-            self.report.say(line)
 
 
 if __name__ == "__main__":

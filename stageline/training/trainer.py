@@ -83,10 +83,15 @@ class Trainer:
             self.on_step(done, result, time.perf_counter() - start)
             self.train_step.skips.check(result.problem, step=done)
             is_end = done == options.total_steps or result.wants_stop
-            if self.evaluate is not None and _is_due(done, options.eval_steps, is_end):
-                self.evaluate(done)
             if self.save is not None and _is_due(done, options.save_steps, is_end):
                 self.save(done)
+            is_stopped = result.wants_stop and done < options.total_steps  # it may be in a hurry
+            if (
+                self.evaluate is not None
+                and not is_stopped
+                and _is_due(done, options.eval_steps, done == options.total_steps)
+            ):
+                self.evaluate(done)
             if result.wants_stop:
                 return done == options.total_steps
         return True

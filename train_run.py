@@ -1,0 +1,218 @@
+"""One training run: its folder, where it goes on, its loop and its checkpoints.
+
+train_pp.py builds the stages; the chosen parts are called in train_parts.py.
+"""
+
+import functools
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from options.checkpoint_options import leaves_course
+from parse_args import TrainArguments
+from stageline import chaos, progress
+from stageline.checkpoint.save import save_split_model
+from stageline.checkpoint.together import Ranks
+from stageline.checkpoint.writer import CheckpointWriter
+from stageline.data.fingerprint import data_fingerprint
+from stageline.distributed.process_group import DistributedContext
+from stageline.distributed.stop import stop_requested
+from stageline.pipeline.runner import PipelineRunner
+from stageline.training.best import BestCheckpoint
+from stageline.training.evaluation import evaluate
+from stageline.training.precision import LossScaler
+from stageline.training.replicas import Replicas
+from stageline.training.report import RunReport
+from stageline.training.resume import ResumePoint, check_same_run, clear_way, find_resume_point
+from stageline.training.run_folder import claim_run_folder
+from stageline.training.sharding import share_rows
+from stageline.training.skips import Skips
+from stageline.training.step import StepResult, TrainStep
+from stageline.training.step_timeline import StepTimeline
+from stageline.training.trainer import Trainer, TrainOptions
+from train_parts import Data, make_learning_rate, make_loader, make_loss, make_optimizer
+
+LONGEST_SAVE = timedelta(hours=2)  # that a rank waits for the others while they write
+
+
+def open_run_folder(
+    arguments: TrainArguments, data: Data, context: DistributedContext
+) -> ResumePoint | None:
+    """Takes the run folder for this run; finds where it goes on, if it does."""
+    run = arguments.run
+    folder = Path(run.output_dir).absolute()
+    say = functools.partial(print, flush=True) if context.is_main else lambda line: None
+    ranks = Ranks.of(None)
+    ranks.together(lambda: claim_run_folder(folder, say=say) if context.is_main else None)
+    point = find_resume_point(run.resume, folder / "checkpoints", ranks=ranks, say=say)
+    if point is None:
+        return None
+    check_same_run(
+        point.state.facts["settings"],
+        settings(arguments, data),
+        may_change=leaves_course,
+        allows_changes=run.allow_changes,
+        say=say,
+    )
+    if context.is_main:
+        clear_way(point, folder / "checkpoints", say=say)
+    say(f"resumed from {point.folder}: {point.step} of {run.total_steps} steps are done")
+    return point
+
+
+def settings(arguments: TrainArguments, data: Data) -> dict[str, object]:
+    """What decides the course of training; saved with a checkpoint, compared when it is resumed."""
+    run = arguments.run
+    return {
+        **arguments.as_config(),
+        "samples of a step": run.batch_size * run.accumulate_steps * (run.dp_degree or 1),
+        "training samples": len(data.train),
+        "training data": data_fingerprint(data.train),
+    }
+
+
+def make_writer(
+    arguments: TrainArguments, data: Data, context: DistributedContext, train_step: TrainStep
+) -> CheckpointWriter:
+    """What saves the checkpoints of the run, over a process group of its own."""
+    run, weights = arguments.run, train_step.weights
+    return CheckpointWriter(
+        Path(run.output_dir) / "checkpoints",
+        stages=train_step.runner.local.models,
+        processor=data.processor,
+        optimizer=train_step.optimizer,
+        parameters=weights.parameters,
+        rows=share_rows(weights),
+        with_weights=run.precision != "fp32",
+        group=dist.new_group(backend="gloo", timeout=LONGEST_SAVE),
+        dp_rank=context.dp_rank,
+        keep=run.keep_last,
+        waits=run.sync_save,
+    )
+
+
+def resume_step(train_step: TrainStep, point: ResumePoint) -> None:
+    """Gives optimizer, masters and adapters back what the checkpoint knows of them."""
+    weights = train_step.weights
+    names = Ranks.of(train_step.runner.group).gather(list(weights.parameters))
+    point.state.check_names(name for rank_names in names for name in rank_names)
+    point.state.restore(train_step.optimizer, weights.parameters, rows=share_rows(weights))
+    weights.write_back()
+    train_step.load_state_dict(point.state.facts["numbers"])
+
+
+class TrainingRun:
+    """The loop of a run, and what happens beside its steps."""
+
+    def __init__(
+        self,
+        arguments: TrainArguments,
+        data: Data,
+        context: DistributedContext,
+        runner: PipelineRunner,
+        replicas: Replicas,
+        report: RunReport,
+        point: ResumePoint | None,
+    ) -> None:
+        run = self.options = arguments.run
+        self.arguments = arguments
+        self.data, self.runner, self.replicas, self.report = data, runner, replicas, report
+        self.start_step = point.step if point else 0
+        self.loss_fn = make_loss(arguments, runner.local.models[-1])
+        self.timeline = StepTimeline(runner, step=min(run.timeline_step, run.total_steps) - 1)
+        self.train_step = TrainStep(
+            runner,
+            make_optimizer=functools.partial(make_optimizer, arguments),
+            loss_fn=self.loss_fn,
+            learning_rate=make_learning_rate(arguments),
+            max_grad_norm=run.max_grad_norm,
+            scaler=LossScaler(enabled=run.fp16),
+            timeline=self.timeline,
+            replicas=replicas,
+            skips=Skips(
+                max_in_a_row=run.max_skipped_steps,
+                spike_sigma=run.spike_sigma,
+                spike_action=run.spike_action,
+            ),
+            replay_steps=run.replay_steps,
+        )
+        loader = functools.partial(make_loader, arguments, data, context, runner.schedule)
+        self.batches = loader(data.train, is_evaluation=False, start_step=self.start_step)
+        self.held_out = None if data.test is None else loader(data.test, is_evaluation=True)
+        self.checkpoints = Path(run.output_dir).absolute() / "checkpoints"
+        self.writer = make_writer(arguments, data, context, self.train_step)
+        if point is not None:
+            resume_step(self.train_step, point)
+        save = functools.partial(
+            save_split_model,
+            runner.local.models,
+            data.processor,
+            group=context.pp_group,
+            replicas=context.dp_group,
+        )
+        self.best = BestCheckpoint(
+            self.checkpoints, metric=run.save_best, save=save, start_step=self.start_step
+        )
+
+    def run(self) -> None:
+        """Trains to the end, or until somebody asks to stop."""
+        run = self.options
+        trainer = Trainer(
+            self.train_step,
+            batches=iter(self.batches),
+            options=TrainOptions(run.total_steps, run.eval_steps, run.save_steps, self.start_step),
+            on_step=self.after_step,
+            evaluate=self.evaluate_now if self.held_out is not None else None,
+            save=self.save_now,
+            stop_requested=stop_requested,
+        )
+        stop_requested()  # from here on Ctrl-C ends the run after a step, with a checkpoint
+        is_done = trainer.run()
+        self.writer.finish()
+        self.tell_saved()
+        if not is_done:
+            self.report.say("stopped before the last step; --resume auto goes on from there")
+
+    def after_step(self, step: int, result: StepResult, seconds: float) -> None:
+        """Logs a step; draws the one that was timed."""
+        with progress.doing("log"):
+            chaos.point("log")
+            self.report.stepped(step, result, seconds)
+            self.tell_saved()
+        if step == self.start_step + 1:
+            self.report.transfers(self.runner.sent_bytes, self.runner.num_micro_batches)
+        if step == self.timeline.step + 1:
+            self.report.timeline(step, *self.timeline.gather())
+
+    def evaluate_now(self, step: int) -> None:
+        """Evaluates on the held-out set; keeps the weights if they are the best."""
+        with progress.doing("evaluation"):
+            chaos.point("evaluation")
+            result = evaluate(
+                self.runner,
+                self.held_out,
+                loss_fn=self.loss_fn,
+                keep=self.report.num_pictures,
+                replicas=self.replicas,
+            )
+        is_best = self.best.improves(result)
+        self.report.evaluated(
+            step, result, dataset=self.data.test, processor=self.data.processor, is_best=is_best
+        )
+        if is_best:
+            self.report.say(self.best.keep(step, result))
+
+    def save_now(self, step: int) -> None:
+        """Copies a checkpoint; it is written while training goes on."""
+        facts = {
+            "settings": settings(self.arguments, self.data),
+            "numbers": self.train_step.state_dict(),
+        }
+        self.writer.save(step, facts)
+        self.tell_saved()
+
+    def tell_saved(self) -> None:
+        """Says what was saved since the last call; raises if it could not be."""
+        for line in self.writer.news():
+            self.report.say(line)
