@@ -156,13 +156,15 @@ class TrainStep:
             stop_requested: asked at the end of the step, so that it is the last one.
         """
         begin_step(step, micro_batches)
-        check_agreement(micro_batches, group=self.runner.group)
-        num_targets, num_tokens, num_samples = self._count(micro_batches)
+        with progress.doing("the other ranks at the start of a step", is_waiting=True):
+            check_agreement(micro_batches, group=self.runner.group)
+            num_targets, num_tokens, num_samples = self._count(micro_batches)
         rate = self.learning_rate(step)
         random_state = RandomState(self.runner.device)
         passes = functools.partial(self._passes, micro_batches, num_targets=num_targets, step=step)
         loss_of = self.replay(passes, step=step) if self.replay.is_due(step) else passes()
-        norm, norms = self._reduce()
+        with progress.doing("gradients of the other ranks", is_waiting=True):
+            norm, norms = self._reduce()
         stop = torch.tensor(float(stop_requested()))
         loss, extra_loss, stop_count, no_number = self._share(
             [loss_of.loss, loss_of.extra_loss, stop, norm * 0]
