@@ -64,7 +64,8 @@ def load_with_peft(folder: Path, base: nn.Module) -> nn.Module | None:
         return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # it asks transformers by an old name
-        return PeftModel.from_pretrained(base, folder).get_base_model().eval()
+        adapted = PeftModel.from_pretrained(base, folder, local_files_only=True)
+        return adapted.get_base_model().eval()
 
 
 def tensor_dtypes(folder: Path) -> set[torch.dtype]:

@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from stageline.checkpoint.state_share import Rows
 from stageline.pipeline.local_stages import LocalStages
@@ -85,10 +84,10 @@ def share_rows(weights: MasterWeights) -> dict[str, Rows]:
     rows = {}
     for name in weights.shares:
         parameter = weights.model_parameters[name]
-        local, start = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
-        rows[name] = Rows(start[0], local[0], tuple(parameter.shape))
+        shape, mesh = tuple(parameter.shape), parameter.device_mesh
+        # FSDP cuts as torch.chunk does: equal parts, the last ones smaller or empty
+        start = min(mesh.get_local_rank() * -(-shape[0] // mesh.size()), shape[0])
+        rows[name] = Rows(start, weights.parameters[name].shape[0], shape)
     return rows
 
 

@@ -13,12 +13,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from pp_models import CausalLMStage
+from stageline import chaos
+from stageline.checkpoint.find import find_latest
 from stageline.checkpoint.layout import verify
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
+from stageline.checkpoint.state_load import SavedState
 from stageline.checkpoint.writer import CheckpointWriter
 from stageline.errors import NonFiniteError, StorageError
-from stageline.testing.small_run import Job, finish
+from stageline.testing.small_run import Job
 from stageline.testing.tiny_checkpoints import tiny_whole
 
 SHORT = ("--total-steps", 4, "--save-steps", 2)
@@ -63,15 +66,51 @@ def assert_goes_on(job, name, undisturbed, ranks=1, **kwargs):
     assert not list(checkpoints(job, name).glob("*.tmp-*"))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_c01_c02_stopped_at_each_file_operation(rank, job, undisturbed):
-    """The k-th operation on files is the last one, for each k of two checkpoints, on each rank."""
+def dies_at(count, work) -> bool:
+    """Whether `work` in a forked process came to its k-th operation on files, which ended it."""
+    pid = os.fork()
+    if pid == 0:
+        os.environ["STAGELINE_CHAOS"] = f"at=file,count={count},do=exit"
+        chaos.arm()
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code in (0, 137)
+    return code == 137
+
+
+def test_c01_stopped_at_each_file_operation(tmp_path):
+    """The k-th operation on files is the last one, for each k of a save and of what it removes."""
+    writer, train = make_writer(tmp_path, keep=1, waits=True)
+    save(writer, 1)
+    train()
+    stops = 0
+    while dies_at(stops + 1, lambda: save(writer, 2)):
+        stops += 1
+        found, _ = find_latest(writer.folder)
+        names = {path.name for path in writer.folder.glob("step-????????")}
+        assert names == {"step-00000001"} or "step-00000002" in names, names
+        assert found is not None and found.name == max(names)
+        SavedState(found)
+        for path in set(writer.folder.iterdir()) - {writer.folder / "step-00000001"}:
+            shutil.rmtree(path)
+        if not (writer.folder / "step-00000001").exists():
+            break  # the old one went, as it should, once the new one had verified
+    assert stops >= 10
+
+
+@pytest.mark.parametrize(("rank", "stride"), [(0, 7), (1, 6)])
+def test_c02_runs_stopped_at_file_operations(rank, stride, job, undisturbed):
+    """Some of the operations of each rank of a whole run, which is resumed each time."""
     ranks = rank + 1
     stops = 0
-    for count in range(1, 100, 1 if rank == 0 else 5):
+    for count in range(1, 100, stride):
         name = f"sweep-{rank}-{count}"
         fault = f"at=file,rank={rank},count={count},do=exit"
-        done = job.fork(name, *SHORT, "--sync-save", ranks=ranks, chaos=fault)
+        done = job.fork(name, *SHORT, ranks=ranks, chaos=fault, waits=True)
         if done.code == 0:
             break
         stops += 1
@@ -80,7 +119,7 @@ def test_c01_c02_stopped_at_each_file_operation(rank, job, undisturbed):
         assert_whole(job, name, *whole)
         assert_goes_on(job, name, undisturbed, ranks=ranks)
         shutil.rmtree(job.folder / name)
-    assert stops >= (12 if rank == 0 else 1)
+    assert stops >= (4 if rank == 0 else 1)
 
 
 @pytest.mark.parametrize(
@@ -238,8 +277,6 @@ def test_c12_the_file_holds_the_values_of_the_save(tmp_path, monkeypatch):
     writer, train = make_writer(tmp_path)
     save(writer, 1)
     monkeypatch.setenv("STAGELINE_CHAOS", "at=write,do=sleep,value=1")
-    from stageline import chaos
-
     chaos.arm()
     writer.save(2, {})
     for _ in range(3):
@@ -271,14 +308,14 @@ def test_c14_the_end_waits_for_a_save(job):
 
 def test_c15_a_second_run_in_the_same_folder(job):
     """Refused with process and machine of the first, which goes on."""
-    first = job.start("shared", "--num-stages", 1, chaos="at=step,step=3,do=sleep,value=6")
+    first = job.start_forked("shared", ranks=1, chaos="at=step,step=3,do=sleep,value=4")
     lock = job.folder / "shared" / "run.lock"
     while not (lock.exists() and lock.stat().st_size):
-        time.sleep(0.1)
-        assert first.poll() is None, first.communicate()
+        time.sleep(0.05)
+        assert first.is_running()
     done = job.fork("shared", ranks=1)
-    assert done.code == 2 and f"process {first.pid} on {os.uname().nodename}" in done.err
-    assert finish(first).code == 0
+    assert done.code == 2 and f"process {first.pids[0]} on {os.uname().nodename}" in done.err
+    assert first.wait().code == 0
 
 
 def test_c15_a_killed_run_holds_no_lock(job):
