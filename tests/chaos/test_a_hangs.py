@@ -95,9 +95,13 @@ def test_a10_without_a_limit_nobody_is_blamed(job):
     assert (done.code, done.err) == (0, "")
 
 
+# long enough that the rank tells where it is before it cannot any more
+BEATEN = "at=step,rank=1,step=2,do=sleep,value=2"
+
+
 @pytest.mark.parametrize("do", ["sigstop", "hold_gil"])
 def test_a11_a12_a_rank_that_is_stopped_or_holds_the_lock_is_blamed_and_killed(job, do):
-    done = job.fork(do, *LIMIT, chaos=f"at=forward,rank=1,step=3,do={do}")
+    done = job.fork(do, *LIMIT, chaos=f"{BEATEN};at=forward,rank=1,step=3,do={do}")
     assert done.code == 8 and done.seconds < SECONDS
     first = done.err.strip().splitlines()[0]
     assert first.startswith("error[hang] rank=1 stage=1 step=3: no sign of life from rank 1 (pro")
@@ -110,7 +114,8 @@ def test_a11_a12_a_rank_that_is_stopped_or_holds_the_lock_is_blamed_and_killed(j
 
 def test_a11_below_the_launcher_there_are_no_30_s_more(job):
     process = job.start(
-        *("a11_launched", "--num-stages", 2, *LIMIT), chaos="at=forward,rank=1,step=3,do=sigstop"
+        *("a11_launched", "--num-stages", 2, *LIMIT),
+        chaos=f"{BEATEN};at=forward,rank=1,step=3,do=sigstop",
     )
     log = job.folder / "a11_launched" / "log.jsonl"
     while not log.exists() or len(log.read_text().splitlines()) < 3:
