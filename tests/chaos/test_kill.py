@@ -69,6 +69,6 @@ def test_kills_below_torchrun_leave_the_same_run(job):
     folder = RunFolder(job.folder / "torchrun")
     run = LaunchedRun(words, job.folder / "torchrun.txt", num_ranks=2)
     killer = Killer(2, folder, total_steps=TOTAL_STEPS, seconds_to_start=5.0)
-    kill_below_launcher(run, killer, kills=4)
+    kill_below_launcher(run, killer, kills=3)
     assert_same_run(job, "torchrun")
     print(*killer.done, sep="\n")

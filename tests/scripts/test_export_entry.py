@@ -80,7 +80,7 @@ def test_code_of_a_model_folder_runs_by_the_flag_alone(tmp_path):
     canary = tmp_path / "canary"
     (tmp_path / "base" / "mine.py").write_text(f"open({str(canary)!r}, 'w')")
     done = run_entry_file("--model-path", tmp_path / "base", "--output-path", tmp_path / "out")
-    assert done.returncode == 4
+    assert done.returncode == 2
     assert "--trust-remote-code" in done.stderr
     assert "Traceback" not in done.stderr
     assert not canary.exists()
