@@ -1,4 +1,7 @@
-"""Ranks that are killed at random moments: the run goes on as if nothing had happened."""
+"""Ranks that are killed at random moments: the run goes on as if nothing had happened.
+
+Some kills for each day; benchmarks/kill_test.py does fifty, by hand or below torchrun.
+"""
 
 from collections import Counter
 
@@ -15,7 +18,8 @@ from stageline.testing.killing import (
 )
 from stageline.testing.small_run import Job
 
-TOTAL_STEPS = 100
+TOTAL_STEPS = 60
+KILLS = 20
 OPTIONS = ("--total-steps", TOTAL_STEPS, "--save-steps", 2, "--keep-last", 3)
 # stages, whether saving waits, data workers: of the restarts in turn
 WAYS = [(2, False, 0), (1, False, 0), (2, True, 0), (2, False, 1), (1, True, 0)]
@@ -40,24 +44,24 @@ def assert_same_run(job: Job, name: str) -> None:
     assert losses == job.losses("whole")
 
 
-def test_fifty_kills_by_hand_leave_the_same_run(job, monkeypatch):
+def test_kills_by_hand_leave_the_same_run(job, monkeypatch):
     # a killed rank tells no cause: nothing is lost by not waiting for one
     monkeypatch.setattr(failure, "SECONDS_FOR_THE_CAUSE", 0.2)
     folder = RunFolder(job.folder / "killed")
 
     def start(count: int):
-        stages, waits, workers = WAYS[count % len(WAYS)] if count < 50 else WAYS[0]
+        stages, waits, workers = WAYS[count % len(WAYS)] if count < KILLS else WAYS[0]
         more = ("--sync-save",) if waits else ()
         return job.start_forked(
             "killed", *OPTIONS, "--resume", "auto", "--num-workers", workers, *more, ranks=stages
         )
 
     killer = Killer(1, folder, total_steps=TOTAL_STEPS, seconds_to_start=1.0)
-    kill_by_hand(start, killer, kills=50)
+    kill_by_hand(start, killer, kills=KILLS)
     assert_same_run(job, "killed")
     phases = Counter(kill.phase for kill in killer.done)
     print(phases, max(kill.seconds_down for kill in killer.done))
-    assert sum(phases.values()) == 50 and {"start", "step", "write"} <= set(phases)
+    assert sum(phases.values()) == KILLS and {"start", "step", "write"} <= set(phases)
     assert not list(folder.checkpoints.glob("*.tmp-*"))
 
 
@@ -69,6 +73,6 @@ def test_kills_below_torchrun_leave_the_same_run(job):
     folder = RunFolder(job.folder / "torchrun")
     run = LaunchedRun(words, job.folder / "torchrun.txt", num_ranks=2)
     killer = Killer(2, folder, total_steps=TOTAL_STEPS, seconds_to_start=5.0)
-    kill_below_launcher(run, killer, kills=3)
+    kill_below_launcher(run, killer, kills=2)
     assert_same_run(job, "torchrun")
     print(*killer.done, sep="\n")
