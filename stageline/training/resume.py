@@ -13,7 +13,7 @@ from stageline.checkpoint.layout import verify
 from stageline.checkpoint.retention import set_aside
 from stageline.checkpoint.state_load import SavedState
 from stageline.checkpoint.together import Ranks
-from stageline.errors import UserError
+from stageline.errors import CheckpointError, UserError
 
 AUTO = "auto"
 
@@ -117,7 +117,7 @@ def check_same_run(
         allows_changes: differences are told and nothing more.
 
     Raises:
-        UserError: something differs; all of it is listed.
+        CheckpointError: something differs; all of it is listed.
     """
     differences = [
         f"{name}: {saved.get(name)!r} then, {current.get(name)!r} now"
@@ -130,7 +130,7 @@ def check_same_run(
     if allows_changes:
         say(f"resumed with other settings, so the course is another one:\n{listed}")
         return
-    raise UserError(
+    raise CheckpointError(
         f"the checkpoint is of a run with {len(differences)} other settings, the same ones were "
         "expected: resumed with others it would not be the run that was begun. Use those of that "
         f"run, or add --allow-changes if you mean it.\n{listed}"

@@ -51,7 +51,7 @@ def last(job, name):
 
 
 @pytest.mark.parametrize("step", range(1, STEPS))
-def test_e01_resumed_at_each_step(step, job, straight):
+def test_e01_e03_resumed_at_each_step(step, job, straight):
     """Resumed after each step of a run in turn; epochs end at 4 and 8 (E3)."""
     name = f"from-{step}"
     done = job.fork(name, "--resume", straight / f"step-{step:08d}", "--save-steps", 6, ranks=1)

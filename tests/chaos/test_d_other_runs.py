@@ -1,0 +1,120 @@
+"""Resuming from the checkpoint of a run that is not the same one, and from one that was cut off."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+
+import pytest
+
+from stageline.checkpoint.layout import verify
+from stageline.testing.small_run import Job
+
+RESUME = ("--resume", "auto")
+CHANGES = {
+    "rate": (("--learning-rate", 0.02), ["learning-rate: 0.01 then, 0.02 now"]),
+    "seed": (("--seed", 3), ["seed: 0 then, 3 now"]),
+    "batch": (("--batch-size", 4), ["samples of a step: 8 then, 4 now"]),
+    "trained": (("--frozen-lm-head", "--llm-lora-num", 1), ["frozen-lm-head", "llm-lora-num"]),
+}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """A run of four steps, with checkpoints after two and four."""
+    made = Job(tmp_path_factory.mktemp("job"))
+    assert made.fork("first", "--total-steps", 4, ranks=1).code == 0
+    return made
+
+
+def copy(job: Job, name: str) -> str:
+    shutil.copytree(job.folder / "first", job.folder / name)
+    return name
+
+
+def assert_refused(done, code, *words) -> None:
+    assert done.code == code, done.err
+    assert [word for word in words if word not in done.err] == [], done.err
+    assert "Traceback" not in done.err and "step 5" not in done.out
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_d13_other_settings_are_listed(case, job):
+    """Refused with each difference and code 4; the checkpoints stay, --allow-changes goes on."""
+    options, words = CHANGES[case]
+    name = copy(job, f"changed-{case}")
+    options = ("--total-steps", 6, *options)
+    done = job.fork(name, *options, *RESUME, ranks=1)
+    assert_refused(done, 4, "total-steps: 4 then, 6 now", "--allow-changes", *words)
+    assert job.checkpoints(name) == ["step-00000002", "step-00000004"]
+    if case != "trained":
+        done = job.fork(name, *options, *RESUME, "--allow-changes", ranks=1)
+        assert done.code == 0 and words[0] in done.out, done.err
+        assert job.checkpoints(name)[-1] == "step-00000006"
+
+
+def test_d13_other_data_is_noticed(job):
+    """The same path and the same number of rows, with other contents."""
+    name = copy(job, "data")
+    before = job.rows.read_text()
+    job.rows.write_text(before.replace('"answer": "!"', '"answer": "?"'))
+    try:
+        done = job.fork(name, "--total-steps", 4, *RESUME, ranks=1)
+    finally:
+        job.rows.write_text(before)
+    assert_refused(done, 4, "training data")
+
+
+def test_d09_state_of_another_optimizer_or_of_other_weights(job):
+    """Refused with names, also where changes are allowed: moments fit nothing else."""
+    more = ("--total-steps", 6, "--allow-changes", *RESUME)
+    done = job.fork(copy(job, "sgd"), *more, "--optimizer", "sgd", ranks=1)
+    assert_refused(done, 4, "the state of AdamW", "that of SGD")
+    done = job.fork(copy(job, "frozen"), *more, "--frozen-lm-head", ranks=1)
+    assert_refused(done, 4, "that do not", "lm_head.weight")
+
+
+def test_d09_a_checkpoint_of_another_model(job, tmp_path):
+    """Another family's folder, given by its path: names and shapes are told."""
+    other = Job(tmp_path, family="gpt2")
+    more = ("--total-steps", 6, "--allow-changes")
+    there = job.folder / "first" / "checkpoints" / "step-00000004"
+    done = other.fork("x", *more, "--resume", there, ranks=1)
+    assert_refused(done, 4, "does not fit", "missing")
+
+
+def test_a_best_checkpoint_is_no_place_to_resume_from(job):
+    """Weights alone: refused, with what they are good for."""
+    name = copy(job, "weights")
+    folder = job.folder / name / "checkpoints" / "step-00000004"
+    shutil.rmtree(folder / "training_state")
+    done = job.fork(name, "--total-steps", 4, "--resume", folder, ranks=1)
+    assert done.code == 4 and "training_state" in done.err
+
+
+def test_c03_all_ranks_killed_at_any_moment(job):
+    """Five times, after a random delay: all checkpoints verify, and the run ends as undisturbed."""
+    draw = random.Random(5)
+    options = ("--total-steps", 40, "--save-steps", 2)
+    assert job.fork("undisturbed", *options).code == 0
+    for _ in range(5):
+        run = job.start_forked("killed", *options, *RESUME)
+        time.sleep(draw.uniform(1.0, 3.0))
+        for pid in run.pids.values():
+            os.kill(pid, signal.SIGKILL)
+        run.wait()
+        for name in job.checkpoints("killed"):
+            verify(job.folder / "killed" / "checkpoints" / name)
+    assert job.fork("killed", *options, *RESUME).code == 0
+    assert job.losses("killed") == job.losses("undisturbed")
+    manifests = [
+        json.loads((job.folder / name / "checkpoints/step-00000040/manifest.json").read_text())
+        for name in ("killed", "undisturbed")
+    ]
+    weights, expected = (
+        {file: facts for file, facts in manifest["files"].items() if "safetensors" in file}
+        for manifest in manifests
+    )
+    assert weights == expected
