@@ -65,8 +65,9 @@ def forget_all() -> None:
 
 def has_lost_one() -> bool:
     """Whether another rank of this machine has ended: then a SIGTERM is the launcher's."""
-    if _known:
-        return not all(process.is_alive() for process in _known.values())
+    if not all(process.is_alive() for process in _known.values()):
+        return True
+    # one that ended before its first beat is known by the launcher's notes alone
     folder = os.environ.get(WORKERS_FOLDER)
     files = Path(folder).glob("*.pid") if folder else ()
     return any(_state(int(file.read_text()))[0] in ("", "Z", "X") for file in files)

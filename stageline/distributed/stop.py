@@ -135,6 +135,8 @@ def name_of(signum: int) -> str:
 
 def _interrupt_the_start(signum: int, frame: FrameType | None) -> None:
     """Runs in the main thread, as soon as Python code does."""
+    if signum == signal.SIGTERM and not _ending.is_set() and has_lost_one():
+        die_by_sigterm()  # as in `_heed`, which may come second
     if not (_stop.is_read or _stop.is_raised or _ending.is_set()):
         _stop.is_raised = True
         ask(signum)
