@@ -116,7 +116,7 @@ class TrainingRun:
         point: ResumePoint | None,
     ) -> None:
         run = self.options = arguments.run
-        self.arguments = arguments
+        self.settings = settings(arguments, data)
         self.data, self.runner, self.replicas, self.report = data, runner, replicas, report
         self.start_step = point.step if point else 0
         self.loss_fn = make_loss(arguments, runner.local.models[-1])
@@ -206,7 +206,7 @@ class TrainingRun:
     def save_now(self, step: int) -> None:
         """Copies a checkpoint; it is written while training goes on."""
         facts = {
-            "settings": settings(self.arguments, self.data),
+            "settings": self.settings,
             "numbers": self.train_step.state_dict(),
         }
         self.writer.save(step, facts)

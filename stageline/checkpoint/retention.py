@@ -32,7 +32,7 @@ def keep_last(folder: Path, count: int) -> list[str]:
     chaos.point("retention")
     removed = []
     for _, path in reversed(step_folders(folder)[count:]):
-        _remove(path)
+        remove_checkpoint(path)
         removed.append(path.name)
     return removed
 
@@ -64,7 +64,8 @@ def set_aside(folder: Path, *, after: int) -> list[Path]:
     return renamed
 
 
-def _remove(folder: Path) -> None:
+def remove_checkpoint(folder: Path) -> None:
+    """Under another name first: what is called a checkpoint is whole at any time."""
     chaos.point("file")
     gone = folder.with_name(draft_name(folder))
     with contextlib.suppress(OSError):  # somebody else may have removed it

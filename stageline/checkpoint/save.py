@@ -2,8 +2,8 @@
 
 A full fine-tune becomes a model folder: each stage writes its own shards with names as on disk, by
 the library's own reverse conversion. A LoRA run becomes an adapter folder in the format of `peft`,
-with the frozen base by reference. What else a run needs to go on is in training_state.py, saving
-while training goes on in writer.py.
+with the frozen base by reference. What else a run needs to go on is in state_share.py, saving while
+training goes on in writer.py.
 """
 
 import importlib.metadata
@@ -227,7 +227,7 @@ class WeightSaver:
 
     def write_base(self, draft: Path) -> Files:
         """Writes the frozen weights alone, as a model folder; `base` is for the caller to set."""
-        return self._write_full(WeightShare(full=self._full(copies=False)), draft, draft)
+        return self._write_full(WeightShare(full=self._full(copies=None)), draft, draft)
 
     def _num_stages(self) -> int | None:
         return self.stages[0].num_stages if self.stages else None

@@ -111,9 +111,7 @@ class CheckpointWriter:
 
     def news(self) -> list[str]:
         """Lines about what was saved since the last call; raises what went wrong."""
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        self._raise_error()
         said, self._said = self._said, []
         return said
 
@@ -127,6 +125,9 @@ class CheckpointWriter:
             with doing("checkpoint to be written", is_waiting=True):
                 self._thread.join()
             self._thread = None
+        self._raise_error()
+
+    def _raise_error(self) -> None:
         if self._error is not None:
             error, self._error = self._error, None
             raise error

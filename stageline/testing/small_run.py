@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from stageline.chaos import VARIABLE, arm
+from stageline.checkpoint.layout import verify
 from stageline.testing.tiny_models import tiny_config
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
@@ -150,6 +152,21 @@ class Job:
     def checkpoints(self, name: str) -> list[str]:
         """Names of what is called a checkpoint, in order."""
         return sorted(p.name for p in (self.folder / name / "checkpoints").glob("step-????????"))
+
+
+def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Everything in the safetensors files of a checkpoint, which verifies; of any number of ranks.
+
+    Names begin with the folder below the checkpoint.
+    """
+    verify(folder)
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.rglob("*.safetensors")):
+        kind = path.parent.name if path.parent != folder else ""
+        for name, value in load_file(path).items():
+            assert f"{kind}/{name}" not in found, "saved twice"
+            found[f"{kind}/{name}"] = value
+    return found
 
 
 class ForkedRun:

@@ -4,7 +4,6 @@
 folder is not. So whenever a run is killed, `best` leads to a whole checkpoint, the old or the new.
 """
 
-import contextlib
 import math
 import os
 from collections.abc import Callable
@@ -13,7 +12,8 @@ from typing import Literal, TypeVar
 
 import torch.distributed as dist
 
-from stageline.checkpoint.layout import discard, draft_name, fsync_path, read_manifest
+from stageline.checkpoint.layout import draft_name, fsync_path, read_manifest
+from stageline.checkpoint.retention import remove_checkpoint
 from stageline.checkpoint.together import Ranks
 from stageline.errors import UserError
 from stageline.training.evaluation import EvalResult
@@ -123,17 +123,9 @@ class BestCheckpoint:
         os.replace(temporary, self.link)
         fsync_path(self.folder)  # before the old one goes
         if old is not None and old != name:
-            _remove(self.folder / old)
+            remove_checkpoint(self.folder / old)
 
     def _on_main(self, function: Callable[[], Result]) -> Result | None:
         """What `function` returns on the main rank; where it fails, all ranks raise."""
         nothing = self.folder / draft_name(self.link)  # there is no draft to remove
         return self.ranks.together(lambda: function() if self.ranks.rank == 0 else None, nothing)[0]
-
-
-def _remove(folder: Path) -> None:
-    """Under another name first: what is called a checkpoint is whole at any time."""
-    gone = folder.with_name(draft_name(folder))
-    with contextlib.suppress(OSError):  # it may be gone already, and is not needed
-        os.rename(folder, gone)
-    discard(gone)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stageline.checkpoint.find import find_latest, no_checkpoint_left, skip_lines, step_folders
-from stageline.checkpoint.layout import verify
+from stageline.checkpoint.layout import read_manifest, verify
 from stageline.checkpoint.retention import set_aside
 from stageline.checkpoint.state_load import SavedState
 from stageline.checkpoint.together import Ranks
@@ -53,8 +53,8 @@ def find_resume_point(
     def find() -> tuple[str | None, dict[str, Any]]:
         if ranks.rank != 0:
             return None, {}
-        folder = _find(wanted, checkpoints, say)
-        return (None, {}) if folder is None else (str(folder), verify(folder))
+        folder = _find_whole(wanted, checkpoints, say)
+        return (None, {}) if folder is None else (str(folder), read_manifest(folder))
 
     folder, manifest = ranks.together(find)[0]
     if folder is None:
@@ -63,7 +63,8 @@ def find_resume_point(
     return ResumePoint(Path(folder), SavedState(Path(folder)), base)
 
 
-def _find(wanted: str | None, checkpoints: Path, say: Callable[[str], None]) -> Path | None:
+def _find_whole(wanted: str | None, checkpoints: Path, say: Callable[[str], None]) -> Path | None:
+    """The checkpoint, every file of which was read and compared."""
     if wanted is None:
         _refuse_others(checkpoints)
         return None
@@ -74,6 +75,7 @@ def _find(wanted: str | None, checkpoints: Path, say: Callable[[str], None]) -> 
                 f"--resume {wanted} is no folder, a checkpoint (.../checkpoints/step-00000010) or "
                 "auto was expected: auto takes the newest whole one of --output-dir."
             )
+        verify(folder)
         return folder
     found, skipped = find_latest(checkpoints)
     for line in skip_lines(found, skipped):

@@ -156,8 +156,8 @@ class TrainStep:
             stop_requested: asked at the end of the step, so that it is the last one.
         """
         begin_step(step, micro_batches)
+        check_agreement(micro_batches, group=self.runner.group)
         with progress.doing("the other ranks at the start of a step", is_waiting=True):
-            check_agreement(micro_batches, group=self.runner.group)
             num_targets, num_tokens, num_samples = self._count(micro_batches)
         rate = self.learning_rate(step)
         random_state = RandomState(self.runner.device)

@@ -71,8 +71,8 @@ class Trainer:
         options = self.options
         if self.evaluate is not None and options.start_step == 0:
             self.evaluate(0)
+        progress.at_step(options.start_step)
         for step in range(options.start_step, options.total_steps):
-            progress.at_step(step)
             start = time.perf_counter()
             with progress.doing("data"):
                 chaos.point("data")

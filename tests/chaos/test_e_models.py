@@ -4,24 +4,13 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from stageline.checkpoint.layout import verify
-from stageline.testing.small_run import Job
+from stageline.testing.small_run import Job, saved_tensors
 from stageline.testing.tiny_models import tiny_config
 from stageline.testing.tiny_processors import tiny_processor
 
 KILL = "at=step,step={},do=sigkill"
 RESUME = ("--resume", "auto")
-
-
-def tensors(folder):
-    verify(folder)
-    return {
-        f"{path.parent.name if path.parent != folder else ''}/{name}": value
-        for path in folder.rglob("*.safetensors")
-        for name, value in load_file(path).items()
-    }
 
 
 def last(job, name, step=12):
@@ -38,7 +27,7 @@ def test_d12_tied_weights_and_experts_over_other_stages(family, tmp_path):
     done = job.fork("parts", *RESUME, ranks=3)
     assert done.code == 0 and "6 of 12 steps are done" in done.out, done.err
     assert job.losses("parts") == pytest.approx(job.losses("whole"), rel=1e-5)
-    ours, theirs = tensors(last(job, "parts")), tensors(last(job, "whole"))
+    ours, theirs = saved_tensors(last(job, "parts")), saved_tensors(last(job, "whole"))
     assert ours.keys() == theirs.keys(), "tied weights and their moments are saved once"
     for name, value in ours.items():
         torch.testing.assert_close(value, theirs[name], rtol=1e-3, atol=1e-5, msg=name)
@@ -50,7 +39,7 @@ def test_tied_weights_stay_equal_to_the_bit_on_the_same_stages(tmp_path):
     assert job.fork("whole", ranks=2).code == 0
     assert job.fork("parts", ranks=2, chaos=KILL.format(5), waits=True).code != 0
     assert job.fork("parts", *RESUME, ranks=2).code == 0
-    ours, theirs = tensors(last(job, "parts")), tensors(last(job, "whole"))
+    ours, theirs = saved_tensors(last(job, "parts")), saved_tensors(last(job, "whole"))
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
     assert job.losses("parts") == job.losses("whole")
 
@@ -64,10 +53,10 @@ def test_an_adapter_over_a_base_that_started_at_random(tmp_path):
     done = job.fork("parts", *start, *RESUME, ranks=1)
     assert done.code == 0, done.err
     assert job.losses("parts") == job.losses("whole")
-    ours, theirs = tensors(last(job, "parts")), tensors(last(job, "whole"))
+    ours, theirs = saved_tensors(last(job, "parts")), saved_tensors(last(job, "whole"))
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
     bases = [job.folder / name / "base" for name in ("whole", "parts")]
-    whole, parts = map(tensors, bases)
+    whole, parts = map(saved_tensors, bases)
     assert len(whole) > 20 and all(torch.equal(parts[name], whole[name]) for name in whole)
     for name in ("whole", "parts"):
         manifest = json.loads((last(job, name) / "manifest.json").read_text())
@@ -94,8 +83,8 @@ def test_e12_a_frozen_tower(tmp_path):
     done = job.fork("parts", *options, *RESUME, ranks=1)
     assert done.code == 0 and "2 of 4 steps are done" in done.out, done.err
     assert job.losses("parts") == job.losses("whole")
-    before = tensors(last(job, "whole", 2))
-    ours, theirs = tensors(last(job, "parts", 4)), tensors(last(job, "whole", 4))
+    before = saved_tensors(last(job, "whole", 2))
+    ours, theirs = saved_tensors(last(job, "parts", 4)), saved_tensors(last(job, "whole", 4))
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
     moved = {name for name in theirs if not torch.equal(before[name], theirs[name])}
     assert any("language_model" in name for name in moved)

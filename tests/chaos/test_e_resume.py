@@ -7,8 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stageline.checkpoint.layout import verify
-from stageline.testing.small_run import Job
+from stageline.testing.small_run import Job, saved_tensors
 
 STEPS = 12
 KILL = "at=step,step={},do=sigkill"
@@ -27,21 +26,9 @@ def straight(job):
     return job.folder / "straight" / "checkpoints"
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Everything in the safetensors files of a checkpoint, by name; of any number of ranks."""
-    found: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.rglob("*.safetensors")):
-        kind = path.parent.name if path.parent != folder else ""
-        for name, value in load_file(path).items():
-            assert f"{kind}/{name}" not in found, "saved twice"
-            found[f"{kind}/{name}"] = value
-    return found
-
-
 def assert_same(ours: Path, theirs: Path) -> None:
     """The same checkpoint, to the bit, however it is divided into files."""
-    verify(ours)
-    mine, expected = tensors(ours), tensors(theirs)
+    mine, expected = saved_tensors(ours), saved_tensors(theirs)
     assert mine.keys() == expected.keys()
     assert [name for name in mine if not torch.equal(mine[name], expected[name])] == []
 
@@ -199,7 +186,7 @@ def test_d12_two_stages_then_four_then_one_and_back(job, straight):
 
 
 def assert_close(ours: Path, theirs: Path, rtol: float) -> None:
-    mine, expected = tensors(ours), tensors(theirs)
+    mine, expected = saved_tensors(ours), saved_tensors(theirs)
     assert mine.keys() == expected.keys()
     for name in mine:
         torch.testing.assert_close(mine[name], expected[name], rtol=rtol, atol=1e-6, msg=name)
