@@ -188,11 +188,26 @@ class StageModel(nn.Module):
         """What this stage sends on: what the next stage expects. Empty on the last stage."""
         if self.is_last:
             return ()
+        return self._successor().get_example_input(micro_batch_size, max_token_num)
+
+    def _successor(self) -> "StageModel":
         # not copy.copy: FSDP, which shards stages, gives a class another __new__
         successor = object.__new__(type(self))
         successor.__dict__.update(self.__dict__)
         successor.stage = self.stage + 1
-        return successor.get_example_input(micro_batch_size, max_token_num)
+        return successor
+
+    def get_batch_input(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """What this stage receives for one micro-batch, as tensors on the meta device.
+
+        Override it where shapes depend on more than rows and tokens: on the images of the
+        micro-batch. Only the first stage has pixels, so ask its small integers alone.
+        """
+        return self.get_example_input(*batch["input_ids"].shape)
+
+    def get_batch_output(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """What this stage sends on for one micro-batch. Empty on the last stage."""
+        return () if self.is_last else self._successor().get_batch_input(batch)
 
     def part_of(self, name: str) -> str | None:
         """The part that a parameter belongs to; the longest prefix wins. None: in no part."""

@@ -1,6 +1,6 @@
 """What crosses the border between two stages, and whether both sides agree on it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +34,20 @@ def describe_borders(model: nn.Module) -> BorderFacts:
         takes=_describe(model.get_example_input(*PROBE)),
         gives=_describe(model.get_example_output(*PROBE)),
     )
+
+
+def batch_input(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor]:
+    """What a stage receives for one micro-batch, on the meta device."""
+    if hasattr(model, "get_batch_input"):
+        return model.get_batch_input(batch)
+    return model.get_example_input(*batch["input_ids"].shape)
+
+
+def batch_output(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor]:
+    """What a stage sends on for one micro-batch."""
+    if hasattr(model, "get_batch_output"):
+        return model.get_batch_output(batch)
+    return model.get_example_output(*batch["input_ids"].shape)
 
 
 def check_borders(facts: Sequence[BorderFacts]) -> None:

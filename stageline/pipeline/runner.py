@@ -13,7 +13,7 @@ from torch import nn
 from stageline.errors import UserError
 from stageline.modules.layer_seeds import LayerSeeds
 from stageline.pipeline.actions import Action, Kind
-from stageline.pipeline.borders import check_borders, describe_borders
+from stageline.pipeline.borders import batch_input, batch_output, check_borders, describe_borders
 from stageline.pipeline.executor import MOST_UNSENT, Executor, StepInputs
 from stageline.pipeline.local_stages import LocalStages
 from stageline.pipeline.plan import (
@@ -178,11 +178,10 @@ class PipelineRunner:
         return self._plans[key]
 
     def _inputs(self, micro_batches: Sequence[MicroBatch], loss_fn: Callable) -> StepInputs:
-        shapes = [tuple(batch["input_ids"].shape) for batch in micro_batches]
         metas = {}
         for model in self.local:
-            metas[model.stage] = [model.get_example_input(*shape) for shape in shapes]
-            metas[model.stage + 1] = [model.get_example_output(*shape) for shape in shapes]
+            metas[model.stage] = [batch_input(model, batch) for batch in micro_batches]
+            metas[model.stage + 1] = [batch_output(model, batch) for batch in micro_batches]
         return StepInputs(micro_batches, metas, loss_fn)
 
     def _check_placement(self) -> None:
