@@ -27,6 +27,7 @@ SIDES = ("left", "right")
 TRUTHS = ("yes", "no")
 ANSWERS = {"direction": DIRECTIONS, "clock": CLOCK, "picture": SIDES, "statement": TRUTHS}
 _SAID = {"front": "in front", "right": "on the right", "back": "at the back", "left": "on the left"}
+_TRIES = 20
 Item = TypeVar("Item")
 
 
@@ -124,23 +125,37 @@ def draw_anchor(random: Random, rules: SceneRules, task: Task) -> Question:
             return question
 
 
-def draw_positive(random: Random, rules: SceneRules, anchor: Question) -> Question:
+def draw_group(random: Random, rules: SceneRules, task: Task, num_negatives: int) -> list[Question]:
+    """Anchor, positive, negatives. An anchor that has no such neighbours is drawn again."""
+    while True:
+        anchor = draw_anchor(random, rules, task)
+        kinds = [int(3 * random.random()) + number for number in range(num_negatives)]
+        others = [draw_positive(random, rules, anchor)]
+        others += [draw_negative(random, rules, anchor, kind) for kind in kinds]
+        found = [question for question in others if question is not None]
+        if len(found) == len(others):
+            return [anchor, *found]
+
+
+def draw_positive(random: Random, rules: SceneRules, anchor: Question) -> Question | None:
     """The same question and answer in another picture: the whole scene is turned.
 
     Left and right in the picture would change with it: there the reference turns alone.
     """
-    while True:
+    for _ in range(_TRIES):
         angle = _draw_heading(random, rules)
         scene = anchor.scene
         is_fixed = anchor.task == "picture"
         turned = scene.facing(scene.heading + angle) if is_fixed else scene.rotated(angle)
         question = replace(anchor, scene=turned)
-        if angle and rules.allow(question):
-            assert question.answer == anchor.answer
+        if angle and question.answer == anchor.answer and rules.allow(question):
             return question
+    return None
 
 
-def draw_negative(random: Random, rules: SceneRules, anchor: Question, kind: int) -> Question:
+def draw_negative(
+    random: Random, rules: SceneRules, anchor: Question, kind: int
+) -> Question | None:
     """The least change that makes the answer another one.
 
     Args:
@@ -149,12 +164,12 @@ def draw_negative(random: Random, rules: SceneRules, anchor: Question, kind: int
             possible the next is tried.
     """
     changes = (_move, _turn, _ask)
-    while True:
-        for place in range(len(changes)):
-            for _ in range(20):
-                question = changes[(kind + place) % len(changes)](random, rules, anchor)
-                if rules.allow(question) and question.answer != anchor.answer:
-                    return question
+    for place in range(len(changes)):
+        for _ in range(_TRIES):
+            question = changes[(kind + place) % len(changes)](random, rules, anchor)
+            if question.answer != anchor.answer and rules.allow(question):
+                return question
+    return None
 
 
 def _move(random: Random, rules: SceneRules, anchor: Question) -> Question:
