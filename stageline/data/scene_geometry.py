@@ -8,8 +8,13 @@ import math
 from dataclasses import dataclass, replace
 
 DIRECTIONS = ("front", "right", "back", "left")
+WAYS = (
+    *("up", "upper right", "right", "lower right"),
+    *("down", "lower left", "left", "upper left"),
+)
 # how far from the middle of a sector a thing may lie; beyond it, people would disagree
 DIRECTION_REACH = 30.0  # of 45
+WAY_REACH = 15.0  # of 22.5
 CLOCK_REACH = 7.5  # of 15
 SIDE_LEAST = 0.35  # sine of the bearing: 20 degrees from straight above or below
 OBLIQUE = 0.6  # what is left of the depth when the camera looks down at a slant
@@ -115,3 +120,9 @@ def side_of(bearing: float) -> str | None:
     if abs(sine) < SIDE_LEAST:
         return None
     return "right" if sine > 0 else "left"
+
+
+def way_of(heading: float) -> str | None:
+    """Where something faces in the picture; None near the border of two."""
+    sector = round(heading / 45) % 8
+    return WAYS[sector] if angle_between(heading, 45 * sector) <= WAY_REACH else None

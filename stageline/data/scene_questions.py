@@ -13,19 +13,27 @@ from stageline.data.scene_geometry import (
     CLOCK_REACH,
     DIRECTION_REACH,
     DIRECTIONS,
+    WAYS,
     Scene,
     Thing,
     clock_of,
     direction_of,
     side_of,
+    way_of,
 )
 
-Task = Literal["direction", "clock", "picture", "statement"]
-TASKS: tuple[Task, ...] = ("direction", "clock", "picture", "statement")
+Task = Literal["direction", "clock", "statement", "picture", "facing"]
+TASKS: tuple[Task, ...] = ("direction", "clock", "statement", "picture", "facing")
 CLOCK = tuple(f"{hour} o'clock" for hour in (12, *range(1, 12)))
 SIDES = ("left", "right")
 TRUTHS = ("yes", "no")
-ANSWERS = {"direction": DIRECTIONS, "clock": CLOCK, "picture": SIDES, "statement": TRUTHS}
+ANSWERS: dict[Task, tuple[str, ...]] = {
+    "direction": DIRECTIONS,
+    "clock": CLOCK,
+    "statement": TRUTHS,
+    "picture": SIDES,
+    "facing": WAYS,
+}
 _SAID = {"front": "in front", "right": "on the right", "back": "at the back", "left": "on the left"}
 _TRIES = 20
 Item = TypeVar("Item")
@@ -51,6 +59,8 @@ class Question:
         reference, name = self.scene.reference, self.scene.things[self.asked].name
         if self.task == "picture":
             return f"In the picture, is the {name} left or right of the {reference}?"
+        if self.task == "facing":
+            return f"In the picture, which way does the {reference} face?"
         start = f"From the {reference}'s point of view,"
         if self.task == "direction":
             return f"{start} where is the {name}?"
@@ -63,6 +73,8 @@ class Question:
         """Computed from the places alone; None where people would disagree."""
         if self.task == "picture":
             return side_of(self.scene.things[self.asked].bearing)
+        if self.task == "facing":
+            return way_of(self.scene.heading)
         relative = self.scene.relative(self.asked)
         if self.task == "clock":
             return clock_of(relative)
@@ -97,6 +109,13 @@ class SceneRules:
     oblique: float = 0.0
     holds_new: bool = False
 
+    def answers(self, task: Task) -> tuple[str, ...]:
+        """Those that occur: with few headings not all ways to face."""
+        if task != "facing":
+            return ANSWERS[task]
+        ways = {way_of(360 * step / self.headings) for step in range(self.headings)}
+        return tuple(way for way in WAYS if way in ways)
+
     def is_held_out(self, thing: Thing, heading: int) -> bool:
         """Whether this shape in this colour at this heading is kept from training: one in five."""
         step = heading * self.headings // 360
@@ -114,7 +133,7 @@ class SceneRules:
 
 def draw_anchor(random: Random, rules: SceneRules, task: Task) -> Question:
     """A question whose answer is drawn first, so that all answers of a task are as frequent."""
-    answer = pick(random, ANSWERS[task])
+    answer = pick(random, rules.answers(task))
     stated = pick(random, DIRECTIONS) if task == "statement" else ""
     while True:
         scene = _draw_scene(random, rules)
@@ -140,15 +159,20 @@ def draw_group(random: Random, rules: SceneRules, task: Task, num_negatives: int
 def draw_positive(random: Random, rules: SceneRules, anchor: Question) -> Question | None:
     """The same question and answer in another picture: the whole scene is turned.
 
-    Left and right in the picture would change with it: there the reference turns alone.
+    Left and right in the picture would change with it: there the reference turns alone, and where
+    it is asked which way this faces, the thing moves.
     """
+    scene = anchor.scene
     for _ in range(_TRIES):
-        angle = _draw_heading(random, rules)
-        scene = anchor.scene
-        is_fixed = anchor.task == "picture"
-        turned = scene.facing(scene.heading + angle) if is_fixed else scene.rotated(angle)
-        question = replace(anchor, scene=turned)
-        if angle and question.answer == anchor.answer and rules.allow(question):
+        angle = _draw_heading(random, rules) or 180
+        if anchor.task == "picture":
+            changed = scene.facing(scene.heading + angle)
+        elif anchor.task == "facing":
+            changed = scene.moved(anchor.asked, 360 * random.random())
+        else:
+            changed = scene.rotated(angle)
+        question = replace(anchor, scene=changed)
+        if question.answer == anchor.answer and rules.allow(question):
             return question
     return None
 
@@ -173,7 +197,7 @@ def draw_negative(
 
 
 def _move(random: Random, rules: SceneRules, anchor: Question) -> Question:
-    others = [answer for answer in ANSWERS[anchor.task] if answer != anchor.answer]
+    others = [answer for answer in rules.answers(anchor.task) if answer != anchor.answer]
     bearing = _draw_bearing(random, anchor, pick(random, others))
     return replace(anchor, scene=anchor.scene.moved(anchor.asked, bearing))
 
@@ -214,6 +238,8 @@ def _draw_scene(random: Random, rules: SceneRules) -> Scene:
 
 def _draw_bearing(random: Random, question: Question, answer: str) -> float:
     """A bearing of the asked thing that gives this answer, or nearly so."""
+    if question.task == "facing":
+        return 360 * random.random()
     if question.task == "picture":
         return (90 if answer == "right" else 270) + 140 * (random.random() - 0.5)
     if question.task == "clock":
