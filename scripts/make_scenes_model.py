@@ -1,19 +1,22 @@
-"""Writes a small InternVL without weights for the scenes: config, tokenizer and image processor.
+"""Writes a small InternVL for the scenes: config, random weights, tokenizer and image processor.
 
-Every word of the questions is a token; other text is read byte by byte. Training starts at random.
-Usage: make_scenes_model.py FOLDER [small|large]
+Every word of the questions is a token; other text is read byte by byte. The weights follow from the
+seed, so that runs of several kinds can start from the same ones.
+Usage: make_scenes_model.py FOLDER [small|large] [SEED]
 """
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from stageline.data.processor import compose_processor, save_processor
+from stageline.data.scene_drawing import GROUND
 from stageline.data.scene_questions import ANSWERS
 from stageline.data.scenes import Scenes
 
@@ -129,8 +132,9 @@ def make_processor(tokenizer: transformers.PreTrainedTokenizerFast, size: Size) 
 
     image_processor = GotOcr2ImageProcessorPil(
         size={"height": size.image, "width": size.image},
-        image_mean=[0.5] * 3,
-        image_std=[0.5] * 3,
+        # empty ground becomes 0: what stands on it is then all that the model sees
+        image_mean=[value / 255 for value in GROUND],
+        image_std=[0.3] * 3,
         crop_to_patches=False,
     )
     return compose_processor(
@@ -141,11 +145,21 @@ def make_processor(tokenizer: transformers.PreTrainedTokenizerFast, size: Size) 
     )
 
 
-def main(folder: str, size: str = "small") -> None:
+def make_model(
+    config: transformers.InternVLConfig, seed: int
+) -> transformers.InternVLForConditionalGeneration:
+    """Random weights. The library's positions start at 0, where patches look all the same."""
+    torch.manual_seed(seed)
+    model = transformers.InternVLForConditionalGeneration(config)
+    torch.nn.init.normal_(model.model.vision_tower.embeddings.position_embeddings, std=0.3)
+    return model
+
+
+def main(folder: str, size: str = "small", seed: str = "0") -> None:
     tokenizer = make_tokenizer()
-    make_config(tokenizer, SIZES[size]).save_pretrained(folder)
+    make_model(make_config(tokenizer, SIZES[size]), int(seed)).save_pretrained(folder)
     save_processor(make_processor(tokenizer, SIZES[size]), folder)
-    print(f"model configuration, tokenizer and image processor are in {folder}")
+    print(f"model, tokenizer and image processor are in {folder}")
 
 
 if __name__ == "__main__":

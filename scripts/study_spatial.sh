@@ -9,7 +9,9 @@ SIZE="${SIZE:-small}"
 SEEDS="${SEEDS:-0 1 2}"
 ARMS="${ARMS:-sft contrastive}"
 SIM_FN="${SIM_FN:-js}"
+SPLIT="${SPLIT:-test}" # choose settings on validation
 NEGATIVES=2
+MARKED=directions,clock,yes,no
 OPTIONS=()
 while [ $# -gt 0 ]; do
     case "$1" in
@@ -23,7 +25,7 @@ done
 
 case "$SIZE" in
     small) # 2 CPU cores
-        SCENES=(--dataset.num_things 1 --dataset.image_size 48)
+        SCENES=(--dataset.num_things 1 --dataset.references car,person --dataset.image_size 48)
         TRAIN=(--batch-size 64 --micro-batch-size 32 --learning-rate 1e-3 --total-steps 600)
         ;;
     large) # a GPU with 24 GB or more for each stage
@@ -35,19 +37,25 @@ case "$SIZE" in
     *) stageline_fail "--size $SIZE: small or large was expected." ;;
 esac
 STUDY_DIR="${STUDY_DIR:-$ROOT/runs/study_spatial/$SIZE}"
-MODEL="$ROOT/.cache/scenes-$SIZE"
-if [ ! -f "$MODEL/config.json" ]; then
-    "$PYTHON" "$ROOT/scripts/make_scenes_model.py" "$MODEL" "$SIZE"
-fi
+
+model() { # seed: random weights, written whole or not at all
+    local folder="$STUDY_DIR/start/seed-$1"
+    if [ ! -d "$folder" ]; then
+        rm -rf "$folder.tmp"
+        "$PYTHON" "$ROOT/scripts/make_scenes_model.py" "$folder.tmp" "$SIZE" "$1"
+        mv "$folder.tmp" "$folder"
+    fi
+}
 
 train() { # arm, seed: both arms see the same pictures in the same order, from the same start
     local similar=()
     [ "$1" = sft ] || similar=(--sim-fn "$SIM_FN" --collate-fn.marked "$MARKED"
-        --loss-fn.contrastive_weight 0.5 --loss-fn.warmup_steps 100)
+       
+        --loss-fn.warmup_steps 100)
     "$PYTHON" "$ROOT/train_pp.py" \
         --num-stages 2 \
         --train-model internvl \
-        --config-path "$MODEL" \
+        --model-path "$STUDY_DIR/start/seed-$2" \
         --dataset scenes \
         --dataset.negatives "$NEGATIVES" \
         "${SCENES[@]}" \
@@ -90,12 +98,11 @@ evaluate() { # arm, seed
         --output-dir "$run/evaluation"
 }
 
-MARKED=directions,clock,yes,no
-SPLIT=test
 for seed in $SEEDS; do
     for arm in $ARMS; do
         if [ ! -f "$STUDY_DIR/$arm/seed-$seed/evaluation/report.json" ]; then
             echo "== $arm, seed $seed"
+            model "$seed"
             train "$arm" "$seed"
             evaluate "$arm" "$seed"
         fi

@@ -21,6 +21,7 @@ from stageline.data.scene_geometry import (
     side_of,
     way_of,
 )
+from stageline.errors import UserError
 
 Task = Literal["direction", "clock", "statement", "picture", "facing"]
 TASKS: tuple[Task, ...] = ("direction", "clock", "statement", "picture", "facing")
@@ -36,6 +37,7 @@ ANSWERS: dict[Task, tuple[str, ...]] = {
 }
 _SAID = {"front": "in front", "right": "on the right", "back": "at the back", "left": "on the left"}
 _TRIES = 20
+_MOST_TRIES = 20_000  # crowded scenes take about a hundred
 Item = TypeVar("Item")
 
 
@@ -110,10 +112,16 @@ class SceneRules:
     holds_new: bool = False
 
     def answers(self, task: Task) -> tuple[str, ...]:
-        """Those that occur: with few headings not all ways to face."""
+        """Those that can be asked for: few headings or things leave out some ways to face."""
         if task != "facing":
             return ANSWERS[task]
-        ways = {way_of(360 * step / self.headings) for step in range(self.headings)}
+        headings = [360 * step // self.headings for step in range(self.headings)]
+        things = [Thing(shape, color, 0, 0) for shape in self.shapes for color in self.colors]
+        ways = {
+            way_of(heading)
+            for heading in headings
+            if any(self.is_held_out(thing, heading) == self.holds_new for thing in things)
+        }
         return tuple(way for way in WAYS if way in ways)
 
     def is_held_out(self, thing: Thing, heading: int) -> bool:
@@ -132,16 +140,26 @@ class SceneRules:
 
 
 def draw_anchor(random: Random, rules: SceneRules, task: Task) -> Question:
-    """A question whose answer is drawn first, so that all answers of a task are as frequent."""
+    """A question whose answer is drawn first, so that all answers of a task are as frequent.
+
+    Raises:
+        UserError: there is no such scene, or hardly any.
+    """
     answer = pick(random, rules.answers(task))
     stated = pick(random, DIRECTIONS) if task == "statement" else ""
-    while True:
+    for _ in range(_MOST_TRIES):
         scene = _draw_scene(random, rules)
         question = Question(scene, task, 0, stated)
         bearing = _draw_bearing(random, question, answer)
         question = replace(question, scene=scene.moved(0, bearing))
         if question.answer == answer and rules.allow(question):
             return question
+    raise UserError(
+        f"no scene was found with {rules.num_things} things of {len(rules.shapes)} shapes and "
+        f"{len(rules.colors)} colours and {rules.headings} headings. Some were expected that hold "
+        "no held-out combination of the three: give more shapes, colours or headings, or fewer "
+        "things (--dataset.num_shapes ...)."
+    )
 
 
 def draw_group(random: Random, rules: SceneRules, task: Task, num_negatives: int) -> list[Question]:
@@ -168,7 +186,8 @@ def draw_positive(random: Random, rules: SceneRules, anchor: Question) -> Questi
         if anchor.task == "picture":
             changed = scene.facing(scene.heading + angle)
         elif anchor.task == "facing":
-            changed = scene.moved(anchor.asked, 360 * random.random())
+            away = 60 + 240 * random.random()
+            changed = scene.moved(anchor.asked, scene.things[anchor.asked].bearing + away)
         else:
             changed = scene.rotated(angle)
         question = replace(anchor, scene=changed)

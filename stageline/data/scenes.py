@@ -1,7 +1,6 @@
 """Scenes with questions, drawn when they are asked for: no file, no download, exact answers."""
 
 import json
-from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 from random import Random
@@ -61,11 +60,11 @@ class Scenes:
         dataset_path: str | None = None,
         split: Literal["train", "validation", "test"] = "train",
         seed: int = 0,
-        num_train: int = 6000,
+        num_train: int = 4000,
         num_test: int = 800,
         negatives: int | None = None,
-        tasks: Sequence[Task] = TASKS,
-        references: Sequence[str] = REFERENCES,
+        tasks: list[Task] = list(TASKS),
+        references: list[str] = list(REFERENCES),
         num_shapes: int = 4,
         num_colors: int = 6,
         num_things: int = 3,
