@@ -163,4 +163,4 @@ def main(folder: str, size: str = "small", seed: str = "0") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(main(*sys.argv[1:]))

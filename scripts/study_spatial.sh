@@ -10,6 +10,7 @@ SEEDS="${SEEDS:-0 1 2}"
 ARMS="${ARMS:-sft contrastive}"
 SIM_FN="${SIM_FN:-js}"
 SPLIT="${SPLIT:-test}" # choose settings on validation
+NUM_TEST="${NUM_TEST:-1200}"
 NEGATIVES=2
 MARKED=directions,clock,yes,no
 OPTIONS=()
@@ -26,7 +27,8 @@ done
 case "$SIZE" in
     small) # 2 CPU cores
         SCENES=(--dataset.num_things 1 --dataset.references car,person --dataset.image_size 48)
-        TRAIN=(--batch-size 64 --micro-batch-size 32 --learning-rate 1e-3 --total-steps 600)
+        TRAIN=(--batch-size 64 --micro-batch-size 32 --learning-rate 1e-3 --total-steps 600
+            --dataset.num_train 10000)
         ;;
     large) # a GPU with 24 GB or more for each stage
         SCENES=(--dataset.num_things 3 --dataset.image_size 96 --dataset.headings 12
@@ -50,7 +52,6 @@ model() { # seed: random weights, written whole or not at all
 train() { # arm, seed: both arms see the same pictures in the same order, from the same start
     local similar=()
     [ "$1" = sft ] || similar=(--sim-fn "$SIM_FN" --collate-fn.marked "$MARKED"
-       
         --loss-fn.warmup_steps 100)
     "$PYTHON" "$ROOT/train_pp.py" \
         --num-stages 2 \
@@ -88,6 +89,7 @@ evaluate() { # arm, seed
         --model-path "$(ls -d "$run"/checkpoints/step-* | sort | tail -n 1)" \
         --dataset scenes \
         --dataset.split "$SPLIT" \
+        --dataset.num_test "$NUM_TEST" \
         "${SCENES[@]}" \
         --prompt vqa \
         --prompt-fn fill \

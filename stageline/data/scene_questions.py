@@ -166,12 +166,14 @@ def draw_group(random: Random, rules: SceneRules, task: Task, num_negatives: int
     """Anchor, positive, negatives. An anchor that has no such neighbours is drawn again."""
     while True:
         anchor = draw_anchor(random, rules, task)
-        kinds = [int(3 * random.random()) + number for number in range(num_negatives)]
-        others = [draw_positive(random, rules, anchor)]
-        others += [draw_negative(random, rules, anchor, kind) for kind in kinds]
-        found = [question for question in others if question is not None]
-        if len(found) == len(others):
-            return [anchor, *found]
+        positive = draw_positive(random, rules, anchor)
+        first = int(3 * random.random())
+        group = [anchor]
+        for kind in range(first, first + num_negatives):
+            negative = draw_negative(random, rules, anchor, kind, taken=group)
+            group += [negative] if negative else []
+        if positive and len(group) == 1 + num_negatives:
+            return [anchor, positive, *group[1:]]
 
 
 def draw_positive(random: Random, rules: SceneRules, anchor: Question) -> Question | None:
@@ -197,7 +199,12 @@ def draw_positive(random: Random, rules: SceneRules, anchor: Question) -> Questi
 
 
 def draw_negative(
-    random: Random, rules: SceneRules, anchor: Question, kind: int
+    random: Random,
+    rules: SceneRules,
+    anchor: Question,
+    kind: int,
+    *,
+    taken: Sequence[Question] = (),
 ) -> Question | None:
     """The least change that makes the answer another one.
 
@@ -205,14 +212,18 @@ def draw_negative(
         kind: 0, 1, 2 ... take turns: the asked thing moves, the reference turns, another thing
             is asked about (of a statement: another direction is claimed). Where one is not
             possible the next is tried.
+        taken: not one of these, unless there is no other.
     """
     changes = (_move, _turn, _ask)
+    spare = None
     for place in range(len(changes)):
         for _ in range(_TRIES):
             question = changes[(kind + place) % len(changes)](random, rules, anchor)
             if question.answer != anchor.answer and rules.allow(question):
-                return question
-    return None
+                if question not in taken:
+                    return question
+                spare = question
+    return spare
 
 
 def _move(random: Random, rules: SceneRules, anchor: Question) -> Question:

@@ -13,7 +13,7 @@ import numpy
 
 from stageline.errors import UserError
 
-NUM_DRAWS = 4000
+NUM_DRAWS = 2000
 ALL = "all"
 
 
@@ -119,22 +119,20 @@ def bootstrap(scores_SN: numpy.ndarray, *, num_draws: int = NUM_DRAWS, seed: int
     """Mean over seeds (S) and samples (N) with percentile intervals; the same each time."""
     random = numpy.random.default_rng(seed)
     num_seeds, num_samples = scores_SN.shape
-    by_sample, by_both = [], []
-    for _ in range(num_draws):
-        samples = random.integers(num_samples, size=num_samples)
-        means_S = scores_SN[:, samples].mean(axis=1)
-        by_sample.append(means_S.mean())
-        by_both.append(means_S[random.integers(num_seeds, size=num_seeds)].mean())
+    # how often each sample is drawn, [draws, N]
+    counts_DN = random.multinomial(num_samples, [1 / num_samples] * num_samples, size=num_draws)
+    means_DS = counts_DN @ scores_SN.T / num_samples
+    seeds_DS = random.integers(num_seeds, size=(num_draws, num_seeds))
     return Figure(
         mean=float(scores_SN.mean()),
         by_seed=tuple(float(value) for value in scores_SN.mean(axis=1)),
-        over_samples=_interval(by_sample),
-        over_seeds=_interval(by_both),
+        over_samples=_interval(means_DS.mean(axis=1)),
+        over_seeds=_interval(numpy.take_along_axis(means_DS, seeds_DS, axis=1).mean(axis=1)),
         num_samples=num_samples,
     )
 
 
-def _interval(values: Sequence[float]) -> tuple[float, float]:
+def _interval(values: numpy.ndarray) -> tuple[float, float]:
     low, high = numpy.percentile(values, [2.5, 97.5])
     return float(low), float(high)
 
