@@ -26,8 +26,8 @@ done
 
 case "$SIZE" in
     small) # 2 CPU cores
-        SCENES=(--dataset.num_things 1 --dataset.references car,person --dataset.image_size 48)
-        TRAIN=(--batch-size 64 --micro-batch-size 32 --learning-rate 1e-3 --total-steps 600
+        SCENES=(--dataset.num_things 1 --dataset.references car --dataset.image_size 48)
+        TRAIN=(--batch-size 64 --micro-batch-size 32 --learning-rate 1e-3 --total-steps 700
             --dataset.num_train 10000)
         ;;
     large) # a GPU with 24 GB or more for each stage
