@@ -17,6 +17,8 @@ DIRECTION_REACH = 30.0  # of 45
 WAY_REACH = 15.0  # of 22.5
 CLOCK_REACH = 7.5  # of 15
 SIDE_LEAST = 0.35  # sine of the bearing: 20 degrees from straight above or below
+LEAST_ANGLE = 40.0  # between two things
+LEAST_DISTANCE = 0.33  # in the picture, in half widths; twice the radius of a thing
 OBLIQUE = 0.6  # what is left of the depth when the camera looks down at a slant
 
 
@@ -73,13 +75,14 @@ class Scene:
         things[index] = replace(things[index], bearing=bearing % 360)
         return replace(self, things=tuple(things))
 
-    def is_crowded(self, least: float = 40.0) -> bool:
-        """Whether two things lie in nearly the same direction, so that one may hide the other."""
-        bearings = [thing.bearing for thing in self.things]
+    def is_crowded(self) -> bool:
+        """Whether two things lie in nearly the same direction, or hide each other."""
+        places = [self.place(self.position(index)) for index in range(len(self.things))]
         return any(
-            angle_between(first, second) < least
-            for place, first in enumerate(bearings)
-            for second in bearings[:place]
+            angle_between(self.things[i].bearing, self.things[j].bearing) < LEAST_ANGLE
+            or math.dist(places[i], places[j]) < LEAST_DISTANCE
+            for i in range(len(places))
+            for j in range(i)
         )
 
     def place(self, point: tuple[float, float]) -> tuple[float, float]:
