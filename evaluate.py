@@ -4,19 +4,23 @@ Stop it at any time: started again with the same options it goes on where it was
 """
 
 import functools
+import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from options.command_line import typed
 from parse_args import EvaluateArguments, parse_evaluate_args, save_config
 from register import freeze_registers, import_shelf
 from stageline.distributed.failure import run_entry
-from stageline.errors import UserError
+from stageline.errors import RemoteError, UserError
 from stageline.evaluation.predictions import PredictionFile, fingerprint
 from stageline.evaluation.report import format_report, make_report, write_report
-from stageline.evaluation.runner import check_ids, predict
+from stageline.evaluation.runner import Outcome, check_ids, predict
+from stageline.evaluation.usage import format_usage, usage_of
 from stageline.plotting.pictures import caption, plot_predictions
 
 SHELF = ("models", "prompt", "prompt_fn", "dataset", "metric")
@@ -29,7 +33,7 @@ def main() -> int:
     arguments = parse_evaluate_args()
     freeze_registers()
     run, parts = arguments.run, arguments.parts
-    if run.model_path is None:
+    if run.model_path is None and needs_folder(parts["builder"].part):
         raise UserError(
             "--model-path is missing. A folder with config.json and weights, or an adapter folder, "
             "was expected, because it is what is evaluated: give the checkpoint of a run, such as "
@@ -44,26 +48,48 @@ def main() -> int:
     save_config(arguments, folder / "config.yaml")
     settings = answer_settings(arguments)
     file = PredictionFile(folder / "predictions.jsonl", settings_key=fingerprint(settings))
-    answer_rows(arguments, dataset, rows, file)
+    outcome = answer_rows(arguments, dataset, rows, file)
+    if outcome.failed:
+        sample_id, why = next(iter(outcome.failed.items()))
+        raise RemoteError(
+            f"{len(outcome.failed)} of {len(rows)} samples got no answer, such as {sample_id}: "
+            f"{why}. The answers that came are in {file.path}: start again with the same options "
+            "and only the others are asked for."
+        )
+    if outcome.pending:
+        print(
+            f"{len(outcome.pending)} of {len(rows)} samples wait for their answers: hand the "
+            "request files in, and run again with --model.answers_path and what comes back"
+        )
+        return 0
     report_on(arguments, dataset, rows, file, settings)
     return 0
 
 
+def needs_folder(builder: Callable) -> bool:
+    """Whether a builder part cannot do without --model-path: its first argument."""
+    first = next(iter(inspect.signature(builder).parameters.values()))
+    return first.default is first.empty
+
+
 def answer_settings(arguments: EvaluateArguments) -> dict[str, Any]:
     """All that changes an answer; where files are written and on how many devices does not."""
-    left_out = ("output-dir", "limit", "batch-size", "num-devices", "visual-gpu-ratio", "metric")
+    left_out = {"output-dir", "limit", "batch-size", "num-devices", "visual-gpu-ratio", "metric"}
+    for name, chosen in arguments.parts.items():
+        without_effect = getattr(chosen.part, "without_effect", ())
+        left_out |= {typed(f"{name}.{option}")[2:] for option in without_effect}
     config = arguments.as_config()
     return {name: value for name, value in config.items() if name not in left_out}
 
 
 def answer_rows(
     arguments: EvaluateArguments, dataset: Any, rows: range, file: PredictionFile
-) -> None:
+) -> Outcome:
     """Loads the model and answers what the file does not hold yet."""
     run, parts = arguments.run, arguments.parts
     if all(str(dataset[row][1]["id"]) in file.records for row in rows):
         print(f"{file.path} holds all {len(rows)} predictions already")
-        return
+        return Outcome()
     model, processor, device_map = parts["builder"].part(
         run.model_path,
         visual_gpu_ratio=run.visual_gpu_ratio,
@@ -89,7 +115,7 @@ def answer_rows(
         seed=run.seed,
         **parts["model"].kwargs,
     )
-    predict(
+    return predict(
         dataset,
         rows,
         answer=answer,
@@ -112,6 +138,10 @@ def report_on(
     pairs = [dataset[row] for row in rows]
     predictions = [file.records[str(sample["id"])] for _, sample in pairs]
     figures = metric.part(predictions, [sample for _, sample in pairs], **metric.kwargs)
+    usage = usage_of(predictions)
+    if usage:
+        figures["usage"] = usage
+        print(format_usage(usage))
     report = make_report(figures, settings={**settings, "metric": metric.key})
     write_report(report, folder / "report.json")
     print(format_report(report))

@@ -5,6 +5,7 @@ Shapes: B samples, T tokens of the longest one.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -45,7 +46,8 @@ def render_sample(
     """
     counted = {**sample, "num_images": len(images or ())}
     rendered = prompt_fn(counted, prompt, processor=processor, for_generation=for_generation)
-    return image_token(rendered, images, processor=processor)
+    placed = image_token(rendered, images, processor=processor)
+    return replace(placed, name=sample_name(sample))
 
 
 def encode_sample(rendered: Rendered, images: Images, *, processor: Any, name: str) -> Encoded:

@@ -17,7 +17,7 @@ def encode_prompts(
     prompts: Sequence[Rendered], images: Sequence[Images], *, processor: Any
 ) -> dict[str, torch.Tensor]:
     """Token ids and mask [B, T], padded on the left, with pixels; user text stays plain text."""
-    names = [f"prompt {index}" for index in range(len(prompts))]
+    names = [prompt.name or f"prompt {index}" for index, prompt in enumerate(prompts)]
     rows = [
         encode_sample(prompt, row, processor=processor, name=name)
         for prompt, row, name in zip(prompts, images, names, strict=True)
