@@ -36,14 +36,12 @@ class VisionLanguageStage(CausalLMStage):
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         if not self.is_first or PIXEL_INPUTS[0] in batch or not self.paths.vision_tower:
             return super().forward(hidden_or_ids, *extras, **batch)
-        weights = [weight for weight in self.front_weights() if weight.requires_grad]
         output = super().forward(hidden_or_ids, *extras, **batch)
-        run_placeholder(self.whole, self.get_submodule(self.paths.vision_tower), weights)
-        if not torch.is_grad_enabled():
-            return output
+        tower = self.get_submodule(self.paths.vision_tower)
+        unused = run_placeholder(self.whole, tower, self.front_weights())
         if isinstance(output, tuple):
-            return with_zero_gradients(output[0], weights), *output[1:]
-        return with_zero_gradients(output, weights)
+            return with_zero_gradients(output[0], unused), *output[1:]
+        return with_zero_gradients(output, unused)
 
     def front_weights(self) -> list[nn.Parameter]:
         """The weights of tower and projector that this stage has."""
