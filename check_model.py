@@ -33,7 +33,7 @@ from stageline.distributed.process_group import DistributedContext, distributed_
 from stageline.errors import UserError
 from stageline.pipeline.schedules import Schedule, default_stages_per_rank
 from stageline.pipeline.topology import resolve_topology
-from train_parts import SHELF, Data, build_part, make_loader
+from train_parts import SHELF, Data, bind_loss, build_part, make_loader
 
 LEAST_MICRO_BATCHES = 4
 MOST_MICRO_BATCHES = 8  # of a dataset: a difference shows in a few
@@ -80,7 +80,7 @@ def resolve_schedule(arguments: CheckArguments) -> Schedule:
 
 def check(arguments: CheckArguments, context: DistributedContext, schedule: Schedule) -> int:
     """Checks the split of one pipeline and prints the report on rank 0."""
-    run, loss_part = arguments.run, arguments.parts["loss_fn"]
+    run = arguments.run
     if arguments.parts["train_model"].kwargs.get("output_router_logits"):
         raise UserError(
             "--train-model.output_router_logits came, which the unsplit model of the library knows "
@@ -93,7 +93,7 @@ def check(arguments: CheckArguments, context: DistributedContext, schedule: Sche
         source=Source(run.config_path, run.model_path, run.processor_path),
         build=functools.partial(build, arguments, context),
         make_batches=functools.partial(make_batches, arguments, context, schedule),
-        loss_fn=functools.partial(loss_part.part, **loss_part.kwargs),
+        loss_fn=bind_loss(arguments),
         settings=CheckSettings(
             steps=run.check_steps,
             tolerance=run.check_tolerance,

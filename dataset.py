@@ -3,6 +3,7 @@
 A dataset opens images lazily: pixels are decoded later, and on the first stage only.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -10,12 +11,16 @@ import torch
 
 from register import collate_fn_register, dataset_register
 from stageline.data.collate import collate_packed_sft, collate_sft, length_sft
+from stageline.data.contrastive import collate_contrastive
 from stageline.data.digits import Digits
+from stageline.data.group_lines import Groups
 from stageline.data.json_lines import JsonLines
+from stageline.data.marked_words import MarkedWords
 from stageline.data.spatial import VSR, RotateCaption, RotateQA, SpatialMM, WhatsUp
 
 dataset_register["digits"] = Digits
 dataset_register["jsonl"] = JsonLines
+dataset_register["groups"] = Groups
 dataset_register["vsr"] = VSR
 dataset_register["spatial_mm"] = SpatialMM
 dataset_register["whats_up"] = WhatsUp
@@ -71,3 +76,58 @@ def _packed_sft(
 # what sorting and packing ask of a collate part; see stageline/data/lengths.py
 sft.length_of = _sft_length
 sft.packed = _packed_sft
+
+
+@collate_fn_register("contrastive")
+def contrastive(
+    samples: Sequence[tuple[Sequence[Any] | None, dict[str, Any]]],
+    *,
+    prompt: str,
+    prompt_fn: Any,
+    image_token: Any,
+    processor: Any,
+    pad_token_id: int,
+    max_token_num: int,
+    stage: int,
+    num_stages: int,
+    pad_to_multiple_of: int = 1,
+    overlong: Literal["error", "cut_prompt", "drop"] = "error",
+    marked: Literal["directions", "clock", "none"] | list[str] = "directions",
+) -> dict[str, torch.Tensor]:
+    """As sft, of whole groups (anchor, positive, negatives), with words of interest marked.
+
+    Args:
+        overlong: as in sft; a group with a dropped sample is not compared.
+        marked: words of interest in the answers: left,right,"upper left", 左 or the name of a list,
+            directions, clock or none; names may stand among words.
+    """
+    return collate_contrastive(
+        samples,
+        words=_words(marked),
+        prompt=prompt,
+        prompt_fn=prompt_fn,
+        image_token=image_token,
+        processor=processor,
+        pad_token_id=pad_token_id,
+        max_token_num=max_token_num,
+        stage=stage,
+        overlong=overlong,
+        pad_to_multiple_of=pad_to_multiple_of,
+    )
+
+
+def _words(marked: str | list[str]) -> MarkedWords:
+    return _compiled(marked if isinstance(marked, str) else tuple(marked))
+
+
+_compiled = functools.cache(MarkedWords)
+
+
+def _contrastive_length(
+    images: Any, sample: dict[str, Any], *, num_stages: int, marked: Any = None, **common: Any
+) -> int:
+    return length_sft(images, sample, **common)
+
+
+contrastive.length_of = _contrastive_length
+contrastive.needs_groups = True  # refused early where the dataset has none

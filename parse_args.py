@@ -30,7 +30,7 @@ from options.help_text import help_text, list_parts
 from options.limits import check_words
 from options.memory_options import check_memory
 from options.number_options import check_numbers
-from options.part_options import ChosenPart, add_part_options
+from options.part_options import ChosenPart, add_part_options, takes
 from options.run_options import EvaluateConfig, RunConfig
 from options.values import convert, needs_value, option_types
 from register import ALL_REGISTERS, import_parts
@@ -48,6 +48,8 @@ TRAIN_KEYS: dict[str, str | None] = {
     "lr_scheduler": "cosine",
     "engine": "pipeline",
 }
+# register -> the register whose part takes it as an argument: chosen only where that part does
+OWNED_KEYS = {"sim_fn": "loss_fn"}
 EVALUATE_KEYS: dict[str, str | None] = {
     "model": None,
     "builder": None,
@@ -205,6 +207,9 @@ def _parse(
         _print_and_stop(list_parts())
     is_help = options.pop("help", None) is not None
     chosen = _choose(options, keys, may_miss=is_help)
+    owned = _owned_keys(options, chosen)
+    keys = {**keys, **owned}
+    chosen |= _choose(options, owned, may_miss=is_help)
     parser = _build_parser(config_class, chosen, listed=listed)
     if is_help:
         _print_and_stop(help_text(parser, keys, chosen))
@@ -259,6 +264,29 @@ def _choose(
         register.pick(key, option=register.option + suffix)
         chosen[name] = key
     return chosen
+
+
+def _owned_keys(options: dict[str, Given], chosen: Mapping[str, str]) -> dict[str, None]:
+    """The registers of `OWNED_KEYS` that this run chooses from.
+
+    Raises:
+        OptionError: one was given, and the part that would take it does not.
+    """
+    found: dict[str, None] = {}
+    for name, owner in OWNED_KEYS.items():
+        key = chosen.get(owner)
+        if key is None:
+            continue
+        has = takes(ALL_REGISTERS[owner][key], name)
+        if has == "needs" or (has == "may have" and name in options):
+            found[name] = None
+        elif name in options:
+            raise OptionError(
+                f"{options[name]} came with --{typed(owner)[2:]} {key}, which takes no {name}. "
+                f"It was expected with a {owner} part that has an argument {name}, because no "
+                f"other part uses it: leave {typed(name)} out, or choose another {typed(owner)}."
+            )
+    return found
 
 
 def _build_parser(

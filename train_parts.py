@@ -6,16 +6,22 @@ Knows the options and the contract of each register; train_pp.py puts the object
 import functools
 import os
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch.utils.data import Dataset, Subset
 
+from options.part_options import ChosenPart
 from options.run_options import RunConfig
 from parse_args import TrainArguments
 from stageline.data.bad_rows import BadRows, leaving_out
 from stageline.data.check_batch import CheckedCollate
 from stageline.data.example import example_micro_batch
+from stageline.data.groups import (
+    check_batch_sizes,
+    group_size_of,
+    some_rows,
+    whole_groups,
+)
 from stageline.data.lengths import padding_argument
 from stageline.data.loader import MicroBatchLoader
 from stageline.data.preflight import check_vocabulary, preflight
@@ -57,8 +63,9 @@ class Data:
         with leaving_out(self.bad_rows):
             self.train = make(split="train")
             self.test = make(split="test") if run.eval_samples else None
-        if self.test is not None:
+        if self.test is not None and run.eval_samples != "all":
             self.test = some_rows(self.test, run.eval_samples)
+        check_groups(arguments, self.train, self.test)
         collate, prompt_fn = parts["collate_fn"], parts["prompt_fn"]
         image_token = parts["image_token"]
         self.texts = {
@@ -78,12 +85,24 @@ class Data:
         )
 
 
-def some_rows(dataset: Dataset, count: int | Literal["all"]) -> Dataset:
-    """At most `count` rows, spread evenly over the set."""
-    if count == "all":
-        return dataset
-    total = len(dataset)
-    return Subset(dataset, [i * total // min(count, total) for i in range(min(count, total))])
+def check_groups(arguments: TrainArguments, *datasets: Dataset | None) -> None:
+    """Refuses batches that would cut groups, and a collate part without the groups it needs."""
+    run, parts = arguments.run, arguments.parts
+    for dataset in filter(None, datasets):
+        size = group_size_of(dataset)
+        check_batch_sizes(
+            batch_size=run.batch_size,
+            micro_batch_size=run.micro_batch_size,
+            group_size=size,
+            is_packed=run.packing,
+        )
+        if size == 1 and getattr(parts["collate_fn"].part, "needs_groups", False):
+            raise UserError(
+                f"--collate-fn {parts['collate_fn'].key} came with --dataset "
+                f"{parts['dataset'].key}, which has no groups. A dataset with group_size was "
+                "expected, because the samples of a group are compared: use --dataset groups, a "
+                "dataset of your own with groups (docs/add_a_part.md), or --collate-fn sft."
+            )
 
 
 def check_data(arguments: TrainArguments) -> Data:
@@ -102,7 +121,7 @@ def check_data(arguments: TrainArguments) -> Data:
         data.train = check_rows(arguments, data, data.train, vocab_size)
         if data.test is not None:
             data.test = check_rows(arguments, data, data.test, vocab_size)
-    report = left_over_rows(run, len(data.train))
+    report = left_over_rows(run, data.train)
     if data.bad_rows.reasons:
         report += f"{len(data.bad_rows)} bad rows are left out:\n{data.bad_rows.listed()}\n"
     if os.environ.get("RANK", "0") == "0":
@@ -129,21 +148,23 @@ def check_rows(
         print(report, flush=True)
     if not report.bad:
         return dataset
-    bad = set(report.bad)
+    bad = set(whole_groups(report.bad, group_size_of(dataset)))
     return Subset(dataset, [row for row in range(len(dataset)) if row not in bad])
 
 
-def left_over_rows(run: RunConfig, num_rows: int) -> str:
+def left_over_rows(run: RunConfig, dataset: Dataset) -> str:
     """Says how many rows an epoch leaves out because steps are whole.
 
     Raises:
         UserError: there are too few rows for one step.
     """
+    num_rows = len(dataset)
     sampler = StepSampler(
         num_rows,
         step_samples=run.batch_size * run.accumulate_steps,
         dp_degree=run.dp_degree or 1,
         seed=run.seed,
+        group_size=group_size_of(dataset),
     )
     rest = num_rows % (sampler.step_samples * sampler.dp_degree)
     if rest == 0:
@@ -212,10 +233,20 @@ def build_part(arguments: TrainArguments, **changes: object) -> torch.nn.Module:
     return model
 
 
+def bind_loss(arguments: TrainArguments) -> Callable[..., torch.Tensor]:
+    """The loss_fn part with its options, and the sim_fn part where it takes one."""
+    part, sim_fn = arguments.parts["loss_fn"], arguments.parts.get("sim_fn")
+    similar = {} if sim_fn is None else {"sim_fn": _bound(sim_fn)}
+    return functools.partial(part.part, **part.kwargs, **similar)
+
+
+def _bound(part: ChosenPart) -> Callable:
+    return functools.partial(part.part, **part.kwargs)
+
+
 def make_loss(arguments: TrainArguments, model: torch.nn.Module) -> Callable[..., torch.Tensor]:
     """The loss_fn part; where `model` is a last stage that keeps its logits back, over chunks."""
-    part = arguments.parts["loss_fn"]
-    loss_fn = functools.partial(part.part, **part.kwargs)
+    loss_fn = bind_loss(arguments)
     chunk = arguments.run.logits_chunk
     if chunk and model.is_last:
         return ChunkedLoss(loss_fn, whole=model.whole, chunk=chunk)
@@ -296,6 +327,7 @@ def make_planner(
             micro_batch_size=run.micro_batch_size,
             shards=topology.dp_degree if run.dp_shard else 1,
             visual_gpu_ratio=run.visual_gpu_ratio,
+            group_size=group_size_of(data.train),
         ),
         micro_batch_of=functools.partial(
             example_micro_batch,

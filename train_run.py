@@ -193,6 +193,7 @@ class TrainingRun:
                 self.runner,
                 self.held_out,
                 loss_fn=self.loss_fn,
+                step=step,
                 keep=self.report.num_pictures,
                 replicas=self.replicas,
             )

@@ -50,7 +50,7 @@ CONTRACTS: dict[str, Contract] = {
         "prompt prompt_fn image_token processor pad_token_id max_token_num stage num_stages "
         "pad_to_multiple_of",
     ),
-    "loss_fn": _contract(2, "num_targets"),
+    "loss_fn": _contract(2, "num_targets step sim_fn"),
     "sim_fn": _contract(2),
     "metric": _contract(2),
     "optimizer": _contract(1, "learning_rate weight_decay"),
@@ -95,6 +95,16 @@ def add_part_options(
         parser._action_groups.remove(group)
 
 
+def takes(part: Any, name: str) -> Literal["needs", "may have", "no"]:
+    """Whether a part has an argument of this name, and whether it can do without."""
+    target, method, bound = _target(part)
+    for function in _functions(target, method):
+        for item in _parameters(function):
+            if item.name == name and name not in bound:
+                return "needs" if item.default is item.empty else "may have"
+    return "no"
+
+
 def short_home(home: str) -> str:
     """`file:line` relative to the repository where it lies inside."""
     file, _, line = home.rpartition(":")
@@ -134,6 +144,8 @@ def _supplied(
         and item.name not in bound
     ]
     names = set(contract.names) | set(positional[: contract.num_positional])
+    if register.name == "loss_fn":
+        names |= set(getattr(target, "counts", ()))  # the run counts, and hands them over
     for function in _functions(target, method):
         hints = _hints(function)
         for item in _parameters(function):

@@ -14,6 +14,7 @@ from torch.nn import functional
 from stageline.data.batch import IGNORE
 from stageline.modules.lora import lora_stacks
 from stageline.pipeline.stage_passes import model_inputs
+from stageline.training.loss_part import LossPart
 from stageline.training.step_loss import Output, logits_of
 
 MicroBatch = dict[str, torch.Tensor]
@@ -93,7 +94,7 @@ class Reference:
     ) -> None:
         self.model = model
         self.forward = forward
-        self.loss_fn = loss_fn
+        self.part = LossPart(loss_fn)
         place = {name: index for index, name in enumerate(order or ())}
         trained = [item for item in model.named_parameters() if item[1].requires_grad]
         self.trained = dict(sorted(trained, key=lambda item: place.get(item[0], len(place))))
@@ -120,10 +121,10 @@ class Reference:
         """
         for parameter in self.trained.values():
             parameter.grad = None
-        num_targets = _count(micro_batches)
+        totals = self._totals(micro_batches)
         loss = torch.zeros(())
         for batch in micro_batches:
-            share, extra = self._losses(batch, num_targets)
+            share, extra = self._losses(batch, totals)
             total = share + extra / len(micro_batches)
             if total.requires_grad:
                 total.backward()
@@ -139,17 +140,23 @@ class Reference:
     @torch.no_grad()
     def loss(self, micro_batches: Sequence[MicroBatch]) -> float:
         """The loss of a batch, forward only, in the mode that the model is in."""
-        num_targets = _count(micro_batches)
-        shares = [self._losses(batch, num_targets)[0].float() for batch in micro_batches]
+        totals = self._totals(micro_batches)
+        shares = [self._losses(batch, totals)[0].float() for batch in micro_batches]
         return sum(shares, torch.zeros(())).item()
 
     def _losses(
-        self, batch: MicroBatch, num_targets: torch.Tensor
+        self, batch: MicroBatch, totals: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor | float]:
         """The loss_fn part's share of a micro-batch, and what the model adds by itself."""
         output = self.forward(self.model, model_inputs(batch))
-        loss = self.loss_fn(logits_of(output), batch, num_targets=num_targets)
+        loss, _ = self.part(logits_of(output), batch, totals=totals, step=0)
         return loss, output[1] if isinstance(output, tuple) else 0.0
+
+    def _totals(self, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
+        """What the loss counts; a target is counted here, not by what is checked."""
+        counts = self.part.count(micro_batches)
+        totals = {name: torch.tensor(float(count)) for name, count in counts.items()}
+        return {**totals, "num_targets": _count(micro_batches)}
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Name -> gradient of every parameter, None where there is none."""

@@ -15,7 +15,7 @@ from stageline.checking.compare import StageTensors
 from stageline.checking.reference import EPS, LEARNING_RATE, WEIGHT_DECAY
 from stageline.pipeline.runner import PipelineRunner
 from stageline.training.optimizer_groups import optimizer_groups
-from stageline.training.step import StepResult, TrainStep, count_targets
+from stageline.training.step import StepResult, TrainStep
 from stageline.training.step_loss import logits_of
 
 
@@ -46,11 +46,15 @@ class Split:
 
     def loss(self, micro_batches: Sequence[MicroBatch]) -> float:
         """The loss of a batch, forward only; the same on all ranks."""
-        divisor = torch.tensor(float(count_targets(micro_batches)))
+        part = self.train_step.part
+        totals = {
+            name: torch.tensor(float(count)) for name, count in part.count(micro_batches).items()
+        }
         total = torch.zeros(())
 
         def add(output: Any, batch: MicroBatch) -> None:
-            total.add_(self.loss_fn(logits_of(output), batch, num_targets=divisor).float())
+            loss, _ = part(logits_of(output), batch, totals=totals, step=0)
+            total.add_(loss.float())
 
         self.runner.evaluate(micro_batches, on_output=add)
         dist.all_reduce(total, group=self.group)

@@ -108,6 +108,21 @@ def collate_sft(
         "overlong": overlong,
     }
     rows = [encode_limited(images, sample, **common) for images, sample in samples]
+    return collate_encoded(rows, samples, pad_to_multiple_of=pad_to_multiple_of, **common)
+
+
+def collate_encoded(
+    rows: Sequence[Encoded],
+    samples: Sequence[tuple[Images, Sample]],
+    *,
+    processor: Any,
+    pad_token_id: int,
+    max_token_num: int,
+    stage: int,
+    pad_to_multiple_of: int = 1,
+    **common: Any,
+) -> dict[str, torch.Tensor]:
+    """As `collate_sft`, of samples that are encoded already."""
     batch = pad_rows(
         rows,
         pad_token_id=pad_token_id,

@@ -8,7 +8,7 @@ a copy of the tokenizer that does not know them.
 """
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from stageline.data.plain_tokenizer import PlainTokenizer
@@ -34,11 +34,13 @@ class Encoded:
     Attributes:
         is_target: supervised.
         is_cuttable: from the data and in the prompt; the only ones that may be cut.
+        is_marked: of a marked piece of the text; empty where none is.
     """
 
     input_ids: list[int]
     is_target: list[bool]
     is_cuttable: list[bool]
+    is_marked: list[bool] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -54,6 +56,7 @@ class Encoded:
             [self.input_ids[place] for place in chosen],
             [self.is_target[place] for place in chosen],
             [self.is_cuttable[place] for place in chosen],
+            [self.is_marked[place] for place in chosen] if self.is_marked else [],
         )
 
 
@@ -118,9 +121,11 @@ class TextEncoder:
         ids = [token.id for token in tokens]
         is_target = [marks.is_target(token) for token in tokens]
         is_cuttable = [marks.is_cuttable(token) for token in tokens]
+        is_marked = [marks.is_marked(token) for token in tokens]
+        encoded = Encoded(ids, is_target, is_cuttable, is_marked)
         if not rendered.is_chat:
-            self._add_outer(ids, is_target, is_cuttable, for_generation=rendered.for_generation)
-        return Encoded(ids, is_target, is_cuttable)
+            self._add_outer(encoded, for_generation=rendered.for_generation)
+        return encoded
 
     def _tokenize(self, text: str) -> list[Token]:
         encoding = self.tokenizer(
@@ -176,18 +181,12 @@ class TextEncoder:
             [token.id for token in tokens], [(token.start, token.end) for token in tokens]
         )
 
-    def _add_outer(
-        self,
-        ids: list[int],
-        is_target: list[bool],
-        is_cuttable: list[bool],
-        *,
-        for_generation: bool,
-    ) -> None:
+    def _add_outer(self, encoded: Encoded, *, for_generation: bool) -> None:
+        ids, is_target = encoded.input_ids, encoded.is_target
         if self.prefix and ids[: len(self.prefix)] != self.prefix:
             ids[:0] = self.prefix
-            is_target[:0] = [False] * len(self.prefix)
-            is_cuttable[:0] = [False] * len(self.prefix)
+            for marks in (is_target, encoded.is_cuttable, encoded.is_marked):
+                marks[:0] = [False] * len(self.prefix)
         eos_id = self.tokenizer.eos_token_id
         if for_generation or eos_id is None or not any(is_target):
             return
@@ -196,7 +195,8 @@ class TextEncoder:
             return
         ids.append(eos_id)
         is_target.append(True)
-        is_cuttable.append(False)
+        encoded.is_cuttable.append(False)
+        encoded.is_marked.append(False)
 
 
 def encode_rendered(rendered: Rendered, processor: Any) -> Encoded:
@@ -225,6 +225,7 @@ class _Marks:
         # one count of characters before each place, so that a span is two look-ups
         self._user = _running_count(length, spans, lambda piece: piece.is_user)
         self._target = _running_count(length, spans, lambda piece: piece.is_target)
+        self._marked = _running_count(length, spans, lambda piece: piece.is_marked)
         # the template's text and images count too: a token across a border is not cut
         self._fixed = _running_count(
             length, spans, lambda piece: piece.is_target or not piece.is_user
@@ -235,6 +236,9 @@ class _Marks:
 
     def is_target(self, token: Token) -> bool:
         return self._target[token.end] > self._target[token.start]
+
+    def is_marked(self, token: Token) -> bool:
+        return self._marked[token.end] > self._marked[token.start]
 
     def is_cuttable(self, token: Token) -> bool:
         return self._fixed[token.end] == self._fixed[token.start] and self.is_user(token)

@@ -1,5 +1,6 @@
 """Rows of the user's own JSON or JSON-lines files as samples."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ class JsonLines(RowsDataset):
         group: field that names the group of a row in reports.
     """
 
+    kind = "jsonl"
+
     def __init__(
         self,
         *,
@@ -44,22 +47,30 @@ class JsonLines(RowsDataset):
         test_path: str | None = None,
         group: str = "group",
     ) -> None:
-        path = dataset_folder(dataset_path, name="jsonl")
+        path = dataset_folder(dataset_path, name=self.kind)
         check_split(split)
         self._fields = dict(fields or {})
         self._group = group
         if test_path is not None:
             file = Path(test_path) if split == "test" else self._file(path, "train")
-            rows = read_rows(file)
+            rows = self.read(file)
         elif path.is_dir():
             file = self._file(path, split)
-            rows = read_rows(file)
+            rows = self.read(file)
         else:
             file = path
-            rows = split_rows(read_rows(file), split=split, test_size=test_size)
+            rows = split_rows(self.read(file), split=split, test_size=test_size)
         roots = [Path(image_path)] if image_path else [file.parent, file.parent / "images"]
         self._name = file.stem
-        super().__init__(rows, image_roots=roots)
+        super().__init__(self.samples(rows), image_roots=roots)
+
+    def read(self, file: Path) -> list[Row]:
+        """The rows of a file, before they are split."""
+        return read_rows(file)
+
+    def samples(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """A row for each sample, of the rows of this split."""
+        return rows
 
     @staticmethod
     def _file(path: Path, split: str) -> Path:

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from stageline import chaos
+from stageline.data.groups import check_batch_sizes, group_size_of
 from stageline.data.sampler import StepSampler
 from stageline.data.step_maker import MicroBatch, PackedStepMaker, StepMaker
 from stageline.data.workers import end_with_rank
@@ -25,7 +26,8 @@ class MicroBatchLoader:
     has the same number of micro-batches. Packed steps have numbers of their own.
 
     Args:
-        dataset: map-style, `dataset[i] -> (images, sample)`.
+        dataset: map-style, `dataset[i] -> (images, sample)`. With a `group_size` so many
+            consecutive rows stay together in one micro-batch, in their order.
         collate: a list of those -> one micro-batch. With a companion `length_of` rows can be
             sorted, with `packed` too they can be packed; see stageline/data/lengths.py.
         batch_size, accumulate_steps: rows of one optimizer step are their product.
@@ -39,7 +41,8 @@ class MicroBatchLoader:
             and that is not below the given one.
 
     Raises:
-        UserError: rows of a step do not fall into micro-batches, or the part cannot pack.
+        UserError: rows of a step do not fall into micro-batches or would cut groups, or the part
+            cannot pack.
     """
 
     def __init__(
@@ -69,6 +72,13 @@ class MicroBatchLoader:
                 "ones were expected, because each travels through the stages alone: choose a "
                 "--micro-batch-size that divides it."
             )
+        group_size = group_size_of(dataset)
+        check_batch_sizes(
+            batch_size=batch_size,
+            micro_batch_size=micro_batch_size,
+            group_size=group_size,
+            is_packed=packing is not None,
+        )
         self.sampler = StepSampler(
             len(dataset),
             step_samples=step_samples,
@@ -77,10 +87,12 @@ class MicroBatchLoader:
             seed=seed,
             shuffle=shuffle,
             eval=eval,
+            group_size=group_size,
         )
         options = {"collate": collate, "micro_batch_size": micro_batch_size, "dp_rank": dp_rank}
         options["is_sorted"] = order == "sorted"
         options["seed"] = derive_seed(seed, "held out" if eval else "rows")
+        options["group_size"] = group_size
         self.step_maker = (
             StepMaker(dataset, **options)
             if packing is None

@@ -17,12 +17,14 @@ class Piece:
         is_user: it came from the data and stays plain text: special tokens in it are not parsed.
         is_target: it is supervised.
         is_image: it stands for one image; image_token parts put the model's own text here.
+        is_marked: its tokens are of special interest to a loss.
     """
 
     text: str
     is_user: bool = False
     is_target: bool = False
     is_image: bool = False
+    is_marked: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 
 import torch
 
+from stageline.data.groups import expand
 from stageline.errors import UserError
 
 
 class StepSampler:
-    """Draws the rows of each optimizer step.
+    """Draws the rows of each optimizer step; groups of rows stay together, in their order.
 
     In training the rows left over at the end of an epoch are left out; another order puts others
     there. In evaluation each row comes once, and None fills up the last step.
@@ -24,6 +25,7 @@ class StepSampler:
         seed: of the order; the epoch is added to it.
         shuffle: another order in each epoch; else that of the dataset.
         eval: each row once, instead of whole steps.
+        group_size: rows of a group; `num_samples` and `step_samples` are multiples of it.
 
     Raises:
         UserError: there are not enough rows for one step of training, or none at all.
@@ -39,8 +41,10 @@ class StepSampler:
         seed: int = 0,
         shuffle: bool = True,
         eval: bool = False,
+        group_size: int = 1,
     ) -> None:
         assert 0 <= dp_rank < dp_degree
+        assert num_samples % group_size == step_samples % group_size == 0
         self.num_samples = num_samples
         self.step_samples = step_samples
         self.dp_rank = dp_rank
@@ -48,6 +52,7 @@ class StepSampler:
         self.seed = seed
         self.shuffle = shuffle
         self.eval = eval
+        self.group_size = group_size
         self.epoch = 0
         if len(self) == 0:
             raise UserError(
@@ -99,7 +104,9 @@ class StepSampler:
             return list(range(self.num_samples))
         # not seed + epoch: run 1's first epoch would be run 0's second
         generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
-        return torch.randperm(self.num_samples, generator=generator).tolist()
+        num_groups = self.num_samples // self.group_size
+        groups = torch.randperm(num_groups, generator=generator).tolist()
+        return expand(groups, self.group_size)
 
     def _shares(self, order: list[int], step: int) -> list[list[int | None]]:
         """Each replica's rows of one step: neighbours, so that replicas join to one batch."""

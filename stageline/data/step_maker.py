@@ -17,6 +17,7 @@ from stageline.data.arrange import (
     padded_cost,
 )
 from stageline.data.batch import IGNORE
+from stageline.data.groups import expand
 from stageline.data.lengths import companion
 from stageline.data.rows import Item, Rows
 from stageline.errors import UserError
@@ -35,6 +36,7 @@ class StepMaker(Dataset):
         micro_batch_size: rows of a micro-batch; of sorted ones the mean.
         dp_rank: whose share is made.
         seed: of what rows and the collate part draw at random.
+        group_size: so many consecutive rows of a share stay together, in their order.
     """
 
     def __init__(
@@ -46,12 +48,14 @@ class StepMaker(Dataset):
         dp_rank: int = 0,
         is_sorted: bool = True,
         seed: int = 0,
+        group_size: int = 1,
     ) -> None:
         self.collate = collate
         self.micro_batch_size = micro_batch_size
         self.dp_rank = dp_rank
         self.is_sorted = is_sorted
         self.seed = seed
+        self.group_size = group_size
         length_of = companion(collate, "length_of")
         self.knows_lengths = length_of is not None
         self.rows = Rows(dataset, length_of, seed=seed)
@@ -79,8 +83,8 @@ class StepMaker(Dataset):
     def _read(self, step: int, shares: Shares) -> list[Item]:
         first = _first_place(shares, self.dp_rank)
         return [
-            self.rows.read(row or 0, step, place)
-            for place, row in enumerate(shares[self.dp_rank], first)
+            self.rows.read(self._row(row, index), step, first + index)
+            for index, row in enumerate(shares[self.dp_rank])
         ]
 
     def _lengths(
@@ -88,9 +92,13 @@ class StepMaker(Dataset):
     ) -> list[int]:
         first = _first_place(shares, replica)
         return [
-            self.rows.length(row or 0, step, first + index, items[index])
+            self.rows.length(self._row(row, index), step, first + index, items[index])
             for index, row in enumerate(shares[replica])
         ]
+
+    def _row(self, row: int | None, index: int) -> int:
+        """The row to read; what only fills up is the dataset's first group, a whole one."""
+        return index % self.group_size if row is None else row
 
     def _seed_micro_batch(self, step: int, place: int, *, of: int) -> None:
         """For what the collate part draws; all replicas make `of` micro-batches."""
@@ -101,7 +109,10 @@ class StepMaker(Dataset):
         if not self.is_sorted or not self.knows_lengths:
             return _consecutive(range(len(rows)), self.micro_batch_size)
         lengths = self._lengths(step, shares, self.dp_rank, items)
-        return _in_order(group_by_length(lengths, len(rows) // self.micro_batch_size), lengths)
+        # a group moves as one, as long as its longest row
+        longest = [max(unit) for unit in _consecutive(lengths, self.group_size)]
+        made = group_by_length(longest, len(rows) // self.micro_batch_size)
+        return [expand(units, self.group_size) for units in _in_order(made, longest)]
 
     def _collate(self, items: list[Any], rows: list[int | None]) -> MicroBatch:
         """A micro-batch; rows that only fill up get labels of -100.

@@ -10,6 +10,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,14 +45,16 @@ class ChunkedLoss:
         self.chunk = chunk
 
     def __call__(
-        self, hidden_BTH: torch.Tensor, micro_batch: MicroBatch, *, num_targets: torch.Tensor
+        self, hidden_BTH: torch.Tensor, micro_batch: MicroBatch, **given: Any
     ) -> torch.Tensor:
         """The loss of a micro-batch, a scalar; its gradients reach the hidden states and the head.
+
+        What is `given` goes to the part: the number of targets, and what else it asks for.
 
         Two nodes of the graph share the work. A backward pass that asks for the gradient of the
         hidden states alone, as those of zero-bubble schedules do, leaves the second one alone.
         """
-        work = _Work(self, micro_batch, num_targets, RandomState(hidden_BTH.device))
+        work = _Work(self, micro_batch, given, RandomState(hidden_BTH.device))
         loss = _HiddenGradients.apply(work, hidden_BTH)
         if loss.grad_fn is not None:
             work.hidden_node = weakref.ref(loss.grad_fn)
@@ -82,8 +85,9 @@ def check_token_sum(loss_fn: Callable[..., torch.Tensor]) -> None:
         name = getattr(part, "__name__", type(part).__name__)
         raise UserError(
             f"--logits-chunk came with the loss {name!r}, which does not say that it is a sum "
-            "over target tokens. Only such a loss can be added up from chunks of tokens. If it is "
-            f"one, write {name}.is_token_sum = True below it; if not, leave --logits-chunk out."
+            "over target tokens. Only such a loss can be added up from chunks of tokens; one that "
+            "compares samples, or returns figures, needs all tokens at once. If it is such a sum, "
+            f"write {name}.is_token_sum = True below it; if not, leave --logits-chunk out."
         )
 
 
@@ -178,7 +182,7 @@ class _Work:
         self,
         parent: ChunkedLoss,
         micro_batch: MicroBatch,
-        num_targets: torch.Tensor,
+        given: dict[str, Any],
         random_state: RandomState,
     ) -> None:
         self.head = head_of(parent.whole)
@@ -186,7 +190,7 @@ class _Work:
         self.loss_fn = parent.loss_fn
         self.chunk = parent.chunk
         self.micro_batch = micro_batch
-        self.num_targets = num_targets
+        self.given = given
         self.random_state = random_state
         # weak: the node holds this object
         self.hidden_node: Callable[[], object | None] = lambda: None
@@ -195,7 +199,7 @@ class _Work:
     def run(self, hidden_BTH: torch.Tensor) -> torch.Tensor:
         """The sum over chunks."""
         losses = [
-            self.loss_fn(self.head(hidden), part, num_targets=self.num_targets)
+            self.loss_fn(self.head(hidden), part, **self.given)
             for hidden, part in slices(hidden_BTH, self.micro_batch, self.chunk)
         ]
         return torch.stack(losses).sum()
@@ -216,7 +220,7 @@ class _Work:
             for view, part in slices(hidden_BTH, self.micro_batch, self.chunk):
                 hidden = view.detach().requires_grad_(wants_hidden)
                 with torch.enable_grad():
-                    loss = self.loss_fn(self.head(hidden), part, num_targets=self.num_targets)
+                    loss = self.loss_fn(self.head(hidden), part, **self.given)
                 sources = [hidden, *weights] if wants_hidden else weights
                 found = torch.autograd.grad(loss, sources, grad, allow_unused=True)
                 if wants_hidden and found[0] is not None:

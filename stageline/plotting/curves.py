@@ -59,12 +59,14 @@ def loss_figure(
 ) -> Figure:
     """Loss of each step, smoothed, and on held-out samples; the learning rate below.
 
-    Steps whose loss or gradient was not finite are marked at the foot of the upper picture.
+    What the loss tells besides is drawn thinly, on held-out samples as crosses. Steps whose loss or
+    gradient was not finite are marked at the foot of the upper picture.
     """
     figure = Figure(figsize=(8, 6), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     losses = _draw_losses(upper, steps)
     losses += _draw_evaluations(upper, evaluations)
+    _draw_figures(upper, steps, evaluations)
     _mark_non_finite(upper, steps)
     if losses and min(losses) > 0 and max(losses) > LOG_SCALE_FROM * min(losses):
         upper.set_yscale("log")
@@ -122,6 +124,18 @@ def _draw_evaluations(axes: Axes, evaluations: Sequence[dict]) -> list[float]:
     label = f"held out (last {y[-1]:.4g}, best {best['loss']:.4g} at step {best['step']})"
     axes.plot(x, y, "o-", color="tab:red", markersize=4, label=label)
     return y
+
+
+def _draw_figures(axes: Axes, steps: Sequence[dict], evaluations: Sequence[dict]) -> None:
+    names = dict.fromkeys(name for record in steps for name in record.get("loss_figures", ()))
+    for index, name in enumerate(names):
+        color = f"C{(index + 4) % 10}"  # other ones than those of the losses
+        for records, style in ((steps, "-"), (evaluations, "x")):
+            known = [record for record in records if _is_number(record.get(name))]
+            x, y = [record["step"] for record in known], [record[name] for record in known]
+            y = smooth(y) if style == "-" else y
+            label = name.replace("_", " ") if style == "-" else None
+            axes.plot(x, y, style, color=color, linewidth=0.8, markersize=4, label=label)
 
 
 def _mark_non_finite(axes: Axes, steps: Sequence[dict]) -> None:

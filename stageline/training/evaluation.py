@@ -1,7 +1,8 @@
 """Evaluation inside training: the loss on held-out samples, through the same stages."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from stageline.data.batch import IGNORE
 from stageline.modules.chunked_loss import ChunkedLoss
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
 from stageline.training.agreement import check_agreement
+from stageline.training.loss_part import LossPart
 from stageline.training.replicas import Replicas
 from stageline.training.step_loss import Output, logits_of
 from stageline.training.step_progress import StepProgress
@@ -22,25 +24,29 @@ class EvalResult:
     """Figures over the whole evaluation set.
 
     Attributes:
-        loss: the mean over supervised tokens.
+        loss: the mean over supervised tokens; of a loss_fn part with several terms their sum,
+            each divided by its own number in the whole set.
         token_accuracy: the share of supervised tokens that greedy prediction hits, given the true
             tokens before them.
         num_targets: supervised tokens.
         predicted: token ids predicted at the supervised places, a list per row, of the first
             `keep` rows of the dataset; empty for a row without any. On every rank.
+        figures: what the loss_fn part tells besides its loss.
     """
 
     loss: float
     token_accuracy: float
     num_targets: int
     predicted: list[list[int]] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
 
 
 def evaluate(
     runner: PipelineRunner,
     batches: Iterable[Sequence[MicroBatch]],
     *,
-    loss_fn: Callable[..., torch.Tensor],
+    loss_fn: Callable[..., Any],
+    step: int = 0,
     keep: int = 0,
     replicas: Replicas | None = None,
 ) -> EvalResult:
@@ -48,6 +54,7 @@ def evaluate(
 
     Args:
         loss_fn: a loss_fn part, or a `ChunkedLoss` where the last stage gives hidden states.
+        step: optimizer steps done, for a loss that depends on it.
         batches: lists of micro-batches of this replica; rows without a label weigh nothing.
             `loss_rows` [B] says which row of the dataset each one is; without it they come in
             its order.
@@ -55,7 +62,7 @@ def evaluate(
         replicas: they share the rows out; figures are those of all.
     """
     replicas = replicas or Replicas()
-    figures = _Figures(loss_fn, keep=keep, device=runner.device)
+    figures = _Figures(loss_fn, step=step, keep=keep)
     recorder = StepProgress(forward="evaluation")
     num_rows = 0  # before the rows that come next, of all replicas
     for micro_batches in batches:
@@ -64,38 +71,64 @@ def evaluate(
         check_agreement(micro_batches, group=runner.group)
         runner.evaluate(micro_batches, on_output=figures.add, recorder=recorder)
         num_rows += replicas.size * step_rows
-    shared = [figures.sums.tolist(), figures.predicted]
+    shared = [figures.hits, figures.totals, figures.sums, figures.predicted]
     if runner.schedule.num_ranks > 1:
         dist.broadcast_object_list(shared, src=runner.last_stage_rank, group=runner.group)
     told = replicas.gather(shared)
-    loss, hits, targets = (sum(column) for column in zip(*(sums for sums, _ in told), strict=True))
-    by_row = {row: ids for _, rows in told for row, ids in rows.items()}
+    totals = _added(totals for _, totals, _, _ in told)
+    num_targets = totals.get("num_targets", 0)
+    means = _means(told, totals)
+    by_row = {row: ids for *_, rows in told for row, ids in rows.items()}
     return EvalResult(
-        loss=loss / max(targets, 1.0),
-        token_accuracy=hits / max(targets, 1.0),
-        num_targets=int(targets),
+        loss=means.pop("loss", 0.0),
+        token_accuracy=sum(hits for hits, *_ in told) / max(num_targets, 1),
+        num_targets=num_targets,
         predicted=[by_row.get(row, []) for row in range(max(by_row, default=-1) + 1)],
+        figures=means,
     )
+
+
+def _means(told: Sequence[Any], totals: Mapping[str, int]) -> dict[str, float]:
+    """Loss and figures over the whole set: each sum by the count that divides it."""
+    names = dict.fromkeys(name for _, _, sums, _ in told for name in sums)
+    return {
+        name: sum(
+            sum(sums.get(name, {}).get(count, 0.0) for _, _, sums, _ in told) / max(total, 1)
+            for count, total in totals.items()
+        )
+        for name in names
+    }
+
+
+def _added(counters: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    added: dict[str, int] = {}
+    for counter in counters:
+        for name, value in counter.items():
+            added[name] = added.get(name, 0) + value
+    return added
 
 
 class _Figures:
     """Adds up what the last stage gives.
 
     Attributes:
-        sums: loss, hits, targets.
+        hits: supervised tokens that are predicted right.
+        totals: count -> number.
+        sums: figure -> count -> sum that is to be divided by it.
         predicted: row of the dataset -> predicted tokens, of the first `keep` rows.
         next_row: the row that comes next, where the micro-batch does not say it.
     """
 
-    def __init__(
-        self, loss_fn: Callable[..., torch.Tensor], *, keep: int, device: torch.device
-    ) -> None:
-        self.part, self.pieces = loss_fn, _one_piece
+    def __init__(self, loss_fn: Callable[..., Any], *, step: int, keep: int) -> None:
+        self.pieces = _one_piece
         if isinstance(loss_fn, ChunkedLoss):
-            self.part, self.pieces = loss_fn.loss_fn, loss_fn.pieces
+            loss_fn, self.pieces = loss_fn.loss_fn, loss_fn.pieces
+        self.part = LossPart(loss_fn)
+        self.step = step
         self.keep = keep
-        self.one = torch.ones((), device=device)
-        self.sums = torch.zeros(3, dtype=torch.float64)
+        self.hits = 0
+        self.totals = dict.fromkeys(self.part.counts, 0)
+        self.sums: dict[str, dict[str, float]] = {}
         self.predicted: dict[int, list[int]] = {}
         self.next_row = 0
 
@@ -109,14 +142,20 @@ class _Figures:
             return
         found = []
         for logits, piece in self.pieces(logits_of(output), batch):
-            self.sums[0] += self.part(logits, piece, num_targets=self.one).double().cpu()
+            self._add(self.part.sums(logits, piece, step=self.step))
             found.append(logits[:, :-1].argmax(dim=-1))
         guesses = torch.cat(found, dim=1)
-        self.sums[1] += ((guesses == labels) & is_target).sum().cpu()
-        self.sums[2] += is_target.sum().cpu()
+        self.hits += int(((guesses == labels) & is_target).sum())
+        self.totals = _added([self.totals, self.part.count([batch])])
         for index, row in enumerate(batch.get("loss_rows", in_order).tolist()):
             if row < self.keep and bool(is_target[index].any()):
                 self.predicted[row] = guesses[index][is_target[index]].tolist()
+
+    def _add(self, sums: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        for name, by_count in sums.items():
+            mine = self.sums.setdefault(name, dict.fromkeys(by_count, 0.0))
+            for count, value in by_count.items():
+                mine[count] += value.item()
 
 
 def _one_piece(logits: torch.Tensor, batch: MicroBatch) -> Pieces:

@@ -37,6 +37,7 @@ class PlannedRun:
         num_samples: of one optimizer step on one pipeline.
         shards: replicas that share weights and their state.
         visual_gpu_ratio: see `uniform_partition`.
+        group_size: samples that stay in one micro-batch.
     """
 
     schedule: Schedule
@@ -44,6 +45,7 @@ class PlannedRun:
     micro_batch_size: int
     shards: int = 1
     visual_gpu_ratio: float = 0.0
+    group_size: int = 1
 
     @property
     def num_micro_batches(self) -> int:
@@ -167,7 +169,8 @@ class Planner:
         size = self.run.micro_batch_size
         if sizes is None:
             near = {size, 2 * size, *([size // 2] if size % 2 == 0 else [])}
-            sizes = sorted(s for s in near if self.run.num_samples % s == 0)
+            whole = (s for s in near if s % self.run.group_size == 0)
+            sizes = sorted(s for s in whole if self.run.num_samples % s == 0)
         return advise(
             {size: self.measured(size) for size in sizes},
             num_ranks=self.run.schedule.num_ranks,

@@ -15,7 +15,7 @@ from stageline.plotting.timeline import plot_timeline
 from stageline.plotting.trace import write_trace
 from stageline.training.evaluation import EvalResult
 from stageline.training.memory import gather_peaks
-from stageline.training.run_log import RunLog, StepRecord
+from stageline.training.run_log import RunLog, StepRecord, name_figures
 from stageline.training.stage_table import StageSummary, format_stage_table, human_bytes
 from stageline.training.step import StepResult
 
@@ -121,6 +121,7 @@ class RunReport:
             skipped_in_a_row=result.skipped_in_a_row,
             num_skipped=result.num_skipped,
             warnings=result.warnings,
+            loss_figures=result.figures,
         )
         self.log.log_step(record)
 
@@ -142,6 +143,7 @@ class RunReport:
             "loss": result.loss,
             "token_accuracy": result.token_accuracy,
             "num_targets": result.num_targets,
+            **result.figures,
         }
         if is_best:
             figures["is_best"] = True
@@ -149,6 +151,7 @@ class RunReport:
         self.say(
             f"step {step}: held-out loss {result.loss:.4f}, "
             f"token accuracy {result.token_accuracy:.4f} on {result.num_targets} tokens"
+            f"{name_figures(result.figures)}"
         )
         if self.context.is_main and result.predicted:
             self._draw_samples(step, result, dataset, processor)

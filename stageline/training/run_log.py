@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class StepRecord:
         rows: rows of the dataset in a step with a problem.
         skipped_in_a_row, num_skipped: up to this step, and since the start of the run.
         warnings: of this step.
+        loss_figures: what the loss_fn part tells besides its loss, by name.
     """
 
     step: int
@@ -56,6 +57,7 @@ class StepRecord:
     skipped_in_a_row: int = 0
     num_skipped: int = 0
     warnings: tuple[str, ...] = ()
+    loss_figures: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:
@@ -65,6 +67,8 @@ class StepRecord:
         """What stands in the log, by name."""
         return {
             "loss": self.loss,
+            **self.loss_figures,
+            **({"loss_figures": list(self.loss_figures)} if self.loss_figures else {}),
             **({"router_loss": self.router_loss} if self.router_loss else {}),
             "grad_norm": self.grad_norm,
             "learning_rate": self.learning_rate,
@@ -108,7 +112,8 @@ class StepRecord:
         skipped = ", skipped" if self.is_skipped else ""
         router = f", router loss {self.router_loss:.4f}" if self.router_loss else ""
         return (
-            f"loss {self.loss:.4f}{router}{skipped}, {self.tokens_per_second:,.0f} tokens/s, "
+            f"loss {self.loss:.4f}{router}{name_figures(self.loss_figures)}{skipped}, "
+            f"{self.tokens_per_second:,.0f} tokens/s, "
             f"memory {human_memory(self.peak_memory_bytes)}"
         )
 
@@ -224,6 +229,11 @@ class RunLog:
                 "expected: it was removed, or the disk is full. The checkpoints there are as they "
                 "were. Make room, then resume."
             ) from error
+
+
+def name_figures(figures: Mapping[str, float]) -> str:
+    """Named figures for the end of a line: ", marked loss 0.1234"; empty where there are none."""
+    return "".join(f", {name.replace('_', ' ')} {value:.4f}" for name, value in figures.items())
 
 
 def finite(figures: Mapping[str, Any]) -> dict[str, Any]:

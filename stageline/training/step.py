@@ -7,20 +7,19 @@ get the same result.
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from stageline import chaos, progress
-from stageline.data.batch import IGNORE
 from stageline.data.packing import count_samples
 from stageline.errors import UserError
 from stageline.modules.random_state import RandomState
 from stageline.pipeline.ownership import Ownership
 from stageline.pipeline.recorder import NO_RECORDER, Recorder
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
+from stageline.training import loss_part
 from stageline.training.agreement import check_agreement
 from stageline.training.culprit import Culprit, Detective
 from stageline.training.grad_norm import (
@@ -30,9 +29,11 @@ from stageline.training.grad_norm import (
     stages_without_gradient,
     total_norm,
 )
+from stageline.training.loss_part import LossPart
 from stageline.training.precision import LossScaler, MasterWeights
 from stageline.training.replay import Replay
 from stageline.training.replicas import Replicas, bits_of
+from stageline.training.shared_figures import SharedFigures
 from stageline.training.skips import Skips, Verdict
 from stageline.training.step_loss import StepLoss
 from stageline.training.step_progress import StepProgress, begin_step
@@ -58,6 +59,7 @@ class StepResult:
         rows: rows of the dataset that a step with a problem took, of all replicas.
         skipped_in_a_row, num_skipped: steps up to this one, and since the start of the run.
         warnings: things that do not stop a run.
+        figures: what the loss_fn part tells besides its loss, of the whole batch.
     """
 
     loss: float
@@ -74,6 +76,7 @@ class StepResult:
     skipped_in_a_row: int = 0
     num_skipped: int = 0
     warnings: tuple[str, ...] = ()
+    figures: dict[str, float] = field(default_factory=dict)
 
 
 class TrainStep:
@@ -98,7 +101,7 @@ class TrainStep:
         runner: PipelineRunner,
         *,
         make_optimizer: Callable[[dict[str, torch.nn.Parameter]], torch.optim.Optimizer | None],
-        loss_fn: Callable[..., torch.Tensor],
+        loss_fn: Callable[..., Any],
         learning_rate: Callable[[int], float],
         max_grad_norm: float = 1.0,
         scaler: LossScaler | None = None,
@@ -109,12 +112,16 @@ class TrainStep:
     ) -> None:
         self.runner = runner
         self.loss_fn = loss_fn
+        self.part = LossPart(loss_fn)
         self.learning_rate = learning_rate
         self.max_grad_norm = max_grad_norm
         self.scaler = scaler or LossScaler(enabled=False)
         self.timeline = timeline
         self.replicas = replicas or Replicas()
         self.skips = skips or Skips()
+        self.shared_figures = SharedFigures(
+            runner.group, replicas=self.replicas, device=runner.device
+        )
         for passes in runner.passes.values():
             passes.after_weights = self.replicas.end_weight_pass
         named = runner.local.named_parameters().items()
@@ -158,16 +165,16 @@ class TrainStep:
         begin_step(step, micro_batches)
         check_agreement(micro_batches, group=self.runner.group)
         with progress.doing("the other ranks at the start of a step", is_waiting=True):
-            num_targets, num_tokens, num_samples = self._count(micro_batches)
+            counts, num_tokens, num_samples = self._count(micro_batches)
         rate = self.learning_rate(step)
         random_state = RandomState(self.runner.device)
-        passes = functools.partial(self._passes, micro_batches, num_targets=num_targets, step=step)
+        passes = functools.partial(self._passes, micro_batches, counts=counts, step=step)
         loss_of = self.replay(passes, step=step) if self.replay.is_due(step) else passes()
         with progress.doing("gradients of the other ranks", is_waiting=True):
             norm, norms = self._reduce()
         stop = torch.tensor(float(stop_requested()))
-        loss, extra_loss, stop_count, no_number = self._share(
-            [loss_of.loss, loss_of.extra_loss, stop, norm * 0]
+        (loss, extra_loss, stop_count, no_number), figures = self.shared_figures.sum(
+            [loss_of.loss, loss_of.extra_loss, stop, norm * 0], loss_of.figures
         )
         grad_norm = norm.item()
         if math.isfinite(grad_norm):
@@ -187,7 +194,7 @@ class TrainStep:
             grad_norm=grad_norm,
             learning_rate=rate,
             num_tokens=num_tokens,
-            num_targets=num_targets,
+            num_targets=counts["num_targets"],
             num_samples=num_samples,
             is_skipped=verdict.is_skipped,
             wants_stop=stop_count > 0,
@@ -197,6 +204,7 @@ class TrainStep:
             skipped_in_a_row=self.skips.in_a_row,
             num_skipped=self.skips.total,
             warnings=warnings,
+            figures=figures,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -213,14 +221,16 @@ class TrainStep:
         micro_batches: Sequence[MicroBatch],
         recorder: Recorder | None = None,
         *,
-        num_targets: int,
+        counts: Mapping[str, int],
         step: int,
     ) -> StepLoss:
         """Forward and backward of all micro-batches, from gradients of zero on."""
         self.weights.zero_grad()
         loss_of = StepLoss(
             self.loss_fn,
-            num_targets=num_targets,
+            num_targets=counts["num_targets"],
+            counts=counts,
+            step=step,
             num_micro_batches=len(micro_batches) * self.replicas.size,
             scale=self.scaler.scale,
             device=self.runner.device,
@@ -234,21 +244,23 @@ class TrainStep:
         self._make_faults()
         return loss_of
 
-    def _count(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
-        """Targets, tokens and samples of the whole batch, over all replicas."""
-        counts = self.replicas.sum(
+    def _count(self, micro_batches: Sequence[MicroBatch]) -> tuple[dict[str, int], int, int]:
+        """What the loss counts, tokens and samples of the whole batch, over all replicas."""
+        own = self.part.count(micro_batches)
+        *totals, num_tokens, num_samples = self.replicas.sum(
             [
-                count_targets(micro_batches),
+                *own.values(),
                 sum(int(batch["attention_mask"].sum()) for batch in micro_batches),
                 sum(count_samples(batch) for batch in micro_batches),
             ]
         )
-        if counts[0] == 0:
+        counts = dict(zip(own, totals, strict=True))
+        if counts["num_targets"] == 0:
             raise UserError(
                 "a batch has no supervised token, so its loss is not defined: the template must "
                 "hold [ANSWER] (or another target) and max_token_num must leave room for it."
             )
-        return counts
+        return counts, num_tokens, num_samples
 
     def _reduce(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds gradients up; returns their norm and those of all parameters.
@@ -328,16 +340,7 @@ class TrainStep:
                 bits_of(tensor).view(-1)[0] ^= 1 << self._num_flips  # another one each time
                 self._num_flips += 1
 
-    def _share(self, facts: Sequence[torch.Tensor]) -> list[float]:
-        """Sums over all ranks: the losses are zero on all but the last stage."""
-        total = torch.stack([fact.to(self.runner.device) for fact in facts])
-        with progress.doing("the other ranks at the end of a step", is_waiting=True):
-            dist.all_reduce(total, group=self.runner.group)
-            if self.replicas.size > 1:
-                dist.all_reduce(total, group=self.replicas.group)
-            return total.tolist()
-
 
 def count_targets(micro_batches: Sequence[MicroBatch]) -> int:
     """Supervised tokens of a batch; the first token of a row is never predicted."""
-    return sum(int((batch["labels"][:, 1:] != IGNORE).sum()) for batch in micro_batches)
+    return sum(loss_part.count_targets(batch) for batch in micro_batches)

@@ -16,6 +16,7 @@ from register import (
 )
 from stageline.errors import DataError, UserError
 from stageline.testing.tiny_datasets import (
+    make_groups,
     make_jsonl,
     make_rotate,
     make_spatial_mm,
@@ -40,6 +41,7 @@ PUBLIC = {
     "rotate_qa": (make_rotate, "rotate_qa", "vqa"),
     "rotate_caption": (make_rotate, "contains", "caption"),
     "jsonl": (make_jsonl, "exact_match", "vqa"),
+    "groups": (make_groups, "exact_match", "vqa"),
 }
 
 

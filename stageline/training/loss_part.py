@@ -1,0 +1,133 @@
+"""Calls a loss_fn part with what it asks for: counts of the whole batch, and the step.
+
+A part names its counts in `part.counts`, {"num_groups": micro-batch -> int}, and takes them, as it
+takes `num_targets` and `step`, by these names. It returns the loss, or (loss, figures).
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from stageline.data.batch import IGNORE
+from stageline.errors import UserError
+
+MicroBatch = dict[str, torch.Tensor]
+Figures = dict[str, torch.Tensor]
+# names in the log that a loss may not take for a figure of its own
+RESERVED = frozenset(
+    "kind step time loss router_loss grad_norm learning_rate num_tokens num_targets num_samples "
+    "tokens_per_second seconds is_skipped peak_memory_bytes trouble warnings token_accuracy "
+    "is_best non_finite loss_figures".split()
+)
+
+
+class LossPart:
+    """A loss_fn part, and what it asks for.
+
+    Args:
+        loss_fn: the part, a partial of it, or an object with the part as `loss_fn`.
+
+    Attributes:
+        counts: name -> function that counts in a micro-batch; `num_targets` comes first.
+
+    Raises:
+        UserError: a count has the name of another argument, or the part does not take it.
+    """
+
+    def __init__(self, loss_fn: Callable[..., Any]) -> None:
+        self.loss_fn = loss_fn
+        part = innermost(loss_fn)
+        own: Mapping[str, Callable[[MicroBatch], int]] = getattr(part, "counts", {})
+        taken = _arguments(part)
+        for name in own:
+            if name in ("num_targets", "step") or not (name in taken or "**" in taken):
+                raise UserError(
+                    f"the loss {getattr(part, '__name__', type(part).__name__)!r} declares the "
+                    f"count {name!r}. A name of its own that is one of its arguments was "
+                    "expected, because the number is handed over by this name: correct its "
+                    "`counts` or its signature."
+                )
+        self.counts: dict[str, Callable[[MicroBatch], int]] = {"num_targets": count_targets, **own}
+        self._takes_step = "step" in taken or "**" in taken
+
+    def count(self, micro_batches: Sequence[MicroBatch]) -> dict[str, int]:
+        """Each count over the micro-batches of this replica."""
+        return {
+            name: sum(int(count(batch)) for batch in micro_batches)
+            for name, count in self.counts.items()
+        }
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        micro_batch: MicroBatch,
+        *,
+        totals: Mapping[str, torch.Tensor],
+        step: int,
+    ) -> tuple[torch.Tensor, Figures]:
+        """The share of a micro-batch in the loss, and in its named figures; often there are none.
+
+        Args:
+            totals: the counts of the whole batch, by name.
+            step: optimizer step, from 0.
+        """
+        given: dict[str, Any] = {"step": step} if self._takes_step else {}
+        found = self.loss_fn(logits, micro_batch, **totals, **given)
+        if not isinstance(found, tuple):
+            return found, {}
+        loss, figures = found
+        taken = RESERVED.intersection(figures)
+        if taken:
+            raise UserError(
+                f"the loss returned figures named {', '.join(sorted(taken))}. Other names were "
+                "expected, because the log has these already: rename them."
+            )
+        return loss, {name: value.detach() for name, value in figures.items()}
+
+    def sums(
+        self, logits: torch.Tensor, micro_batch: MicroBatch, *, step: int
+    ) -> dict[str, dict[str, torch.Tensor]]:
+        """Figure -> count -> the sum that is to be divided by it; the loss is named `loss`.
+
+        For when totals are not known yet. Loss and figures are sums of terms, each divided by one
+        count: with that one 1 and the others without end, its term alone is left.
+        """
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        for chosen in self.counts:
+            totals = {
+                name: torch.tensor(1.0 if name == chosen else torch.inf, device=logits.device)
+                for name in self.counts
+            }
+            loss, figures = self(logits, micro_batch, totals=totals, step=step)
+            for name, value in {"loss": loss, **figures}.items():
+                found.setdefault(name, {})[chosen] = value.detach().double().cpu()
+        return found
+
+
+def innermost(loss_fn: Callable[..., Any]) -> Any:
+    """The part itself, without partials and wrappers around it."""
+    part: Any = loss_fn
+    while True:
+        if isinstance(part, functools.partial) and not hasattr(part, "counts"):
+            part = part.func
+        elif not inspect.isroutine(part) and hasattr(part, "loss_fn"):
+            part = part.loss_fn
+        else:
+            return part
+
+
+def count_targets(batch: MicroBatch) -> int:
+    """Supervised tokens of a micro-batch; the first token of a row is never predicted."""
+    return int((batch["labels"][:, 1:] != IGNORE).sum())
+
+
+def _arguments(part: Any) -> set[str]:
+    """Names of the arguments of a part; with `**` where it takes any."""
+    try:
+        parameters = inspect.signature(part).parameters.values()
+    except (TypeError, ValueError):
+        return set()
+    return {"**" if item.kind is item.VAR_KEYWORD else item.name for item in parameters}
