@@ -1,4 +1,4 @@
-"""Image inputs that lie by rows, for models whose layers look at images by cross-attention (Mllama).
+"""Image inputs that lie by rows: of models whose layers attend to images (Mllama).
 
 Their processor gives [rows, images of the fullest row, ...] and a mask of which token sees which
 image. Rows and token places are known on every rank, so both are made here, without pixels.
@@ -10,12 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.models.mllama.processing_mllama import (
-    convert_sparse_cross_attention_mask_to_dense,
-    get_cross_attention_token_mask,
-)
 
-CROSS_MASK = "cross_attention_mask"
+from stageline.data.cross_mask import CROSS_MASK
+
 TILES = "aspect_ratio_mask"
 
 
@@ -46,14 +43,16 @@ def by_rows(
     """
     if TILES not in batch:
         return {}
+    from transformers.models.mllama import processing_mllama as library  # not for other models
+
     names = [name for name in batch if name.startswith(("pixel", "aspect_ratio"))]
     laid = {name: _lay(batch[name], counts) for name in names}
     # the library lets images that are not there have one tile, so that no softmax is over nothing
     laid[TILES][:, :, 0] = 1
     tiles = batch[TILES].sum(-1).split(list(counts))
-    dense = convert_sparse_cross_attention_mask_to_dense(
+    dense = library.convert_sparse_cross_attention_mask_to_dense(
         [
-            get_cross_attention_token_mask(row, processor.image_token_id)
+            library.get_cross_attention_token_mask(row, processor.image_token_id)
             for row in batch["input_ids"].tolist()
         ],
         num_tiles=[row.tolist() for row in tiles],
@@ -68,9 +67,3 @@ def _lay(value_N: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     for row, images in enumerate(value_N.split(list(counts))):
         laid_BM[row, : len(images)] = images
     return laid_BM
-
-
-def grow_cross_mask(mask_BTMS: torch.Tensor, count: int = 1) -> torch.Tensor:
-    """The mask with `count` more tokens at the end, which see what the last one sees."""
-    more = mask_BTMS[:, -1:].expand(-1, count, -1, -1)
-    return torch.cat([mask_BTMS, more], dim=1)

@@ -4,11 +4,11 @@ Most combinations are chained in one process, with the tensors cut off at each b
 does; a real pipeline runs two schedules.
 """
 
+import peft
 import pytest
 import torch
 import transformers
 
-from loss_fn import sft
 from pp_models import CrossAttentionStage
 from stageline.checkpoint.load import load_split_model
 from stageline.pipeline.runner import PipelineRunner
@@ -18,9 +18,12 @@ from stageline.testing.tiny_mllama import CROSS_LAYERS, mllama_micro_batch, tiny
 
 PARTITIONS = {1: [5], 2: [2, 3], 3: [1, 1, 3], 4: [1, 1, 2, 1]}
 # images of each row: one each, none at all, several, rows without one, only one row
-IMAGES = ((1, 1), (0, 0), (2, 1), (3, 0), (0, 1))
+IMAGES = ((1, 1), (0, 0), (2, 1), (3, 0), (0, 1), (1, 2))
 FROZEN = {"frozen_vit": True, "frozen_mlp": True}
-LORA = {"lora_rank": 2, "lora_alpha": 4.0, "vit_lora_num": 1, "llm_lora_num": 1}
+LORA = {
+    **{"lora_rank": 2, "lora_alpha": 4.0, "frozen_lm_head": True},
+    **{"vit_lora_num": 1, "mlp_lora_num": 1, "llm_lora_num": 1},
+}
 TOLERANCE = 1e-9
 
 
@@ -65,7 +68,7 @@ def build_stages(folder, num_stages, *, partition=None, only=None, **kwargs):
 
 
 def micro_batches():
-    lengths = (14, 11, 19, 12, 16)
+    lengths = (14, 11, 19, 12, 16, 13)
     return [
         mllama_micro_batch(images, length=length, seed=40 + length)
         for images, length in zip(IMAGES, lengths, strict=True)
@@ -158,3 +161,96 @@ def test_stages_equal_the_whole_model(folder, num_stages, kind):
     for layer in CROSS_LAYERS:
         name = f"model.language_model.layers.{layer}.cross_attn_attn_gate"
         assert grads[name].abs() > 1e-6, "the images must matter, or the test shows nothing"
+
+
+LINEAR = r".*\.(fc1|fc2|multi_modal_projector|\w+_proj)"
+
+
+def our_name(name):
+    """Of a parameter of peft."""
+    return (
+        name.removeprefix("base_model.model.")
+        .replace("lora_A.default", "lora.lora_A")
+        .replace("lora_B.default", "lora.lora_B")
+        .replace("base_layer", "lora_module")
+    )
+
+
+@pytest.mark.parametrize("num_stages", [1, 3, 4])
+def test_lora_in_tower_and_decoder_equals_peft(folder, num_stages):
+    whole = peft.get_peft_model(
+        load_whole(folder), peft.LoraConfig(r=2, lora_alpha=4.0, target_modules=LINEAR)
+    ).double()
+    for name, parameter in whole.named_parameters():
+        if "lora_" in name:  # B starts at zero, which would hide A's gradient
+            torch.nn.init.normal_(parameter, std=0.1)
+    start = {our_name(n): p for n, p in whole.named_parameters() if p.requires_grad}
+    batches = micro_batches()
+    expected, grads = library_run(whole.train(), batches)
+    stages = build_stages(folder, num_stages, **LORA)
+    own = {}
+    for model in stages:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.data.copy_(start[name])
+                own[name] = parameter
+    assert own.keys() == start.keys()
+    losses = chained_run(stages, batches)
+    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < TOLERANCE
+    assert_equal_grads(stages, {our_name(name): grad for name, grad in grads.items()})
+
+
+def test_states_go_as_far_as_a_layer_attends_to_them(folder):
+    batch = mllama_micro_batch((2, 0))
+    states = ((2 * 2 * 4, 5, 16), torch.float64)
+    for partition, takes in (
+        ([1, 1, 2, 1], [False, True, True, False]),
+        ([4, 1], [False, False]),
+        ([1, 1, 1, 1, 1], [False, True, True, True, False]),
+    ):
+        stages = build_stages(folder, len(partition), partition=partition)
+        assert [model.takes_states for model in stages] == takes
+        for model, expected in zip(stages, takes, strict=True):
+            metas = [(tuple(m.shape), m.dtype) for m in model.get_batch_input(batch)]
+            assert (metas[-1] == states) is expected
+            assert len(metas) == 1 + expected
+            no_image = mllama_micro_batch((0, 0))
+            assert len(model.get_batch_input(no_image)) == 1
+            example = model.get_example_input(2, 14)
+            one_each = model.get_batch_input(mllama_micro_batch((1, 1)))
+            assert [t.shape for t in example] == [t.shape for t in one_each]
+
+
+def on_rank(rank, folder, name, num_ranks, kwargs):
+    schedule = make_schedule(name, num_ranks=num_ranks)
+    partition = [1, 1, 2, 1] if schedule.num_stages == 4 else PARTITIONS[schedule.num_stages]
+    models = build_stages(
+        folder,
+        schedule.num_stages,
+        partition=partition,
+        only=schedule.stages_of(rank),
+        **kwargs,
+    )
+    runner = PipelineRunner(models, device=torch.device("cpu"), schedule=schedule)
+    batches = [for_stage(batch, rank) for batch in micro_batches()]
+    count = count_targets(batches)
+    runner.step(batches, loss_fn=lambda logits, batch: loss_of(logits, batch) / count)
+    return {n: p.grad for m in models for n, p in m.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    "name, num_ranks, kwargs",
+    [("1f1b", 4, {}), ("zbv", 2, {}), ("interleaved_zero_bubble", 2, FROZEN)],
+)
+def test_a_pipeline_equals_the_whole_model(folder, name, num_ranks, kwargs):
+    whole = load_whole(folder).train()
+    for key, parameter in whole.named_parameters():
+        is_image = "vision_model" in key or "multi_modal_projector" in key
+        parameter.requires_grad_(not (kwargs and is_image))
+    _, grads = library_run(whole, micro_batches())
+    found = {}
+    for own in run_ranks(on_rank, num_ranks, folder, name, num_ranks, kwargs):
+        found.update(own)
+    assert found.keys() == grads.keys()
+    for key, grad in grads.items():
+        assert (found[key] - grad).abs().max() < TOLERANCE, key
