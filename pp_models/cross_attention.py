@@ -57,6 +57,18 @@ class CrossAttentionStage(VisionLanguageStage):
         """Whether the next stage takes states."""
         return not self.is_last and self._successor().takes_states
 
+    def modules_to_shard(self) -> list[torch.nn.Module]:
+        """Not those that attend to images: a replica without images passes them by.
+
+        Weights of its own are gathered when a module is called, and all replicas must call it.
+        """
+        attending = self.text_config.cross_attention_layers
+        return [layer for index, layer in self.own_layers() if index not in attending]
+
+    def own_layers(self) -> list[tuple[int, torch.nn.Module]]:
+        """(index in the whole model, layer) of this stage's layers."""
+        return [(index, layer) for index, layer in self.layer_list() if index in self.layers]
+
     def get_example_input(
         self, micro_batch_size: int, max_token_num: int
     ) -> tuple[torch.Tensor, ...]:
