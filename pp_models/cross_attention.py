@@ -13,16 +13,15 @@ H hidden size.
 
 import torch
 
-from pp_models.causal_lm import add_family
 from pp_models.packing import is_packed
-from pp_models.vision_language import PIXEL_INPUTS, VisionLanguageStage
+from pp_models.vision_language import VisionLanguageStage, add_vision_family
 from stageline.errors import UserError
 
 Batch = dict[str, torch.Tensor]
 CROSS_MASK = "cross_attention_mask"
 STATES = "cross_attention_states"
 IMAGE_IDS = "aspect_ratio_ids"
-IMAGE_TILES = "aspect_ratio_mask"
+IMAGE_INPUTS = ("pixel_values", IMAGE_IDS, "aspect_ratio_mask")
 
 
 class CrossAttentionStage(VisionLanguageStage):
@@ -89,16 +88,10 @@ class CrossAttentionStage(VisionLanguageStage):
         shape = (num_tiles, self.num_patches, self.text_config.hidden_size)
         return (torch.empty(shape, dtype=self.dtype, device="meta"),)
 
-    def image_states(self, batch: Batch) -> torch.Tensor | None:
-        """The states [B * M * S, P, H] of all images; None where there is no image. On stage 0."""
-        if "pixel_values" not in batch:
-            return None
+    def see_images(self, **inputs: torch.Tensor) -> torch.Tensor:
+        """The states [B * M * S, P, H] of all images; on stage 0."""
         model = self.whole.base_model
-        features = model.vision_model(
-            pixel_values=batch["pixel_values"],
-            aspect_ratio_ids=batch[IMAGE_IDS],
-            aspect_ratio_mask=batch[IMAGE_TILES],
-        ).last_hidden_state
+        features = model.vision_model(**inputs).last_hidden_state
         states = model.multi_modal_projector(features)
         return states.reshape(-1, *states.shape[-2:])
 
@@ -110,7 +103,7 @@ class CrossAttentionStage(VisionLanguageStage):
                 "token before the first image of its sample attends to all images of its row: "
                 "leave --packing out (samples of similar length travel together anyway)."
             )
-        left_out = (*PIXEL_INPUTS, IMAGE_IDS, IMAGE_TILES)
+        left_out = IMAGE_INPUTS
         if not self.looks_at_images(self.layers):
             left_out += (CROSS_MASK, STATES)  # a large mask for nothing
         inputs = super().model_inputs(batch)
@@ -119,7 +112,9 @@ class CrossAttentionStage(VisionLanguageStage):
     def forward(
         self, hidden_or_ids: torch.Tensor, *extras: torch.Tensor, **batch: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        states = self.image_states(batch) if self.is_first else next(iter(extras), None)
+        states = next(iter(extras), None)
+        if self.is_first and IMAGE_INPUTS[0] in batch:
+            states = self.see_images(**{name: batch[name] for name in IMAGE_INPUTS})
         seen = {} if states is None else {STATES: states}
         output = super().forward(hidden_or_ids, **batch, **seen)
         if states is None or not self.sends_states:
@@ -128,9 +123,4 @@ class CrossAttentionStage(VisionLanguageStage):
         return output, states.clone()
 
 
-add_family(
-    CrossAttentionStage,
-    "mllama",
-    ("mllama",),
-    "Llama 3.2 Vision, whose layers attend to images; refuses any other architecture.",
-)
+add_vision_family("mllama", CrossAttentionStage, ("mllama",))

@@ -15,10 +15,10 @@ from prompt_fn import auto, chat
 from stageline.data.batch import render_sample
 from stageline.data.processor import get_tokenizer, save_processor
 from stageline.testing.tiny_mllama import tiny_mllama_config, tiny_mllama_processor
-from stageline.testing.tiny_models import tiny_config
+from stageline.testing.tiny_models import VISION_LANGUAGE, tiny_config
 from stageline.testing.tiny_processors import tiny_processor
 
-FAMILIES = ("internvl", "llava", "qwen2_5_vl", "idefics3", "mllama")
+FAMILIES = (*VISION_LANGUAGE, "mllama")
 NEW_TOKENS = 10
 PROMPT = "[IMAGE]\n[QUESTION][ANSWER]"
 # width, height of each sample's images; questions of several lengths
@@ -131,3 +131,7 @@ def test_answers_equal_the_librarys(folder):
     blank = our_answers(model, processor, others)
     changed = [a != b for a, b in zip(found, blank, strict=True)]
     assert not changed[1] and sum(changed) >= 3, "the images must matter"
+    texts = [([], sample) for _, sample in rows]
+    assert our_answers(model, processor, texts) == [
+        library_answer(plain, processor, *row, stop_ids=[2]) for row in texts
+    ]

@@ -198,3 +198,24 @@ def test_the_key_refuses_other_architectures(tmp_path):
     tiny_whole("llama", tmp_path / "llama")
     with pytest.raises(UserError, match="serves mllama"):
         build(tmp_path / "llama")
+
+
+def test_without_images_the_tower_sees_a_placeholder_without_effect():
+    model, runs = make_stage(), []
+    model.model.vision_model.register_forward_hook(lambda *_: runs.append(1))
+    batch = {n: v for n, v in mllama_micro_batch((0, 0)).items() if n != "labels"}
+    model(batch["input_ids"], **batch).sum().backward()
+    assert runs == [1]
+    for name, parameter in model.named_parameters():
+        if model.part_of(name) in ("vit", "mlp"):
+            assert not parameter.grad.any(), name
+        elif ".layers.1." in name or ".layers.3." in name:
+            assert parameter.grad is None, name
+        else:
+            assert parameter.grad.any(), name
+
+
+def test_layers_that_may_be_passed_by_are_not_gathered_alone():
+    model = make_stage(stage=0, num_stages=2, partition=[3, 2])
+    layers = model.model.language_model.layers
+    assert model.modules_to_shard() == [layers[0], layers[2]]
