@@ -16,7 +16,7 @@ same work in each micro-batch: those without a picture, too. What is chosen here
   not: the gathers match without it. The same holds without gradients, in evaluation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -25,11 +25,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from stageline.modules.random_state import RandomState
 
-FEATURES = ("pooler_output", "deepstack_features")  # of what get_image_features gives
-
 
 def run_placeholder(
-    whole: PreTrainedModel, tower: nn.Module, weights: Sequence[nn.Parameter]
+    whole: PreTrainedModel,
+    tower: nn.Module,
+    weights: Sequence[nn.Parameter],
+    *,
+    see: Callable[..., object],
 ) -> list[nn.Parameter]:
     """Runs the tower on a placeholder, where replicas with a picture run theirs.
 
@@ -37,6 +39,7 @@ def run_placeholder(
 
     Args:
         weights: of tower and projector.
+        see: runs both on its inputs; gives tensors, or lists of them.
 
     Returns:
         Those of them that are trained and had a part in it: they want a gradient of zeros.
@@ -50,15 +53,14 @@ def run_placeholder(
     if inputs is None:
         return []
     with torch.set_grad_enabled(computes_grad), RandomState(device).replayed():
-        output = whole.base_model.get_image_features(**inputs, return_dict=True)
-    used = _leaves(_tensors([output.get(name) for name in FEATURES]))
+        used = _leaves(_tensors(see(**inputs)))
     return [weight for weight in trained if weight in used]
 
 
 def placeholder_inputs(
     config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device
 ) -> dict[str, torch.Tensor] | None:
-    """The inputs of `get_image_features` for one small picture; None: not known for this model."""
+    """The inputs of tower and projector for one small picture; None: not known for this model."""
     vision = config.vision_config
     merge = getattr(vision, "spatial_merge_size", None)
     if merge is not None and hasattr(vision, "temporal_patch_size"):
@@ -84,6 +86,12 @@ def placeholder_inputs(
             # more tiles than are taken do no harm
             "pixel_values": pixels.expand(max(tiles), -1, -1, -1)[None],
             "image_sizes": torch.tensor([[height, width]], device=device),
+        }
+    if hasattr(vision, "max_num_tiles"):  # Mllama: one image of one tile in one row
+        return {
+            "pixel_values": pixels.expand(vision.max_num_tiles, -1, -1, -1)[None, None],
+            "aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long, device=device),
+            "aspect_ratio_mask": torch.eye(1, vision.max_num_tiles, device=device).long()[None],
         }
     return {"pixel_values": pixels}
 

@@ -15,6 +15,7 @@ from pp_models.placeholder_image import run_placeholder, with_zero_gradients
 from register import train_model_register
 
 PIXEL_INPUTS = ("pixel_values", "pixel_attention_mask")
+FEATURES = ("pooler_output", "deepstack_features")  # of what get_image_features gives
 
 
 class VisionLanguageStage(CausalLMStage):
@@ -38,10 +39,15 @@ class VisionLanguageStage(CausalLMStage):
             return super().forward(hidden_or_ids, *extras, **batch)
         output = super().forward(hidden_or_ids, *extras, **batch)
         tower = self.get_submodule(self.paths.vision_tower)
-        unused = run_placeholder(self.whole, tower, self.front_weights())
+        unused = run_placeholder(self.whole, tower, self.front_weights(), see=self.see_images)
         if isinstance(output, tuple):
             return with_zero_gradients(output[0], unused), *output[1:]
         return with_zero_gradients(output, unused)
+
+    def see_images(self, **inputs: torch.Tensor) -> object:
+        """Runs tower and projector alone; gives their tensors."""
+        output = self.whole.base_model.get_image_features(**inputs, return_dict=True)
+        return [output.get(name) for name in FEATURES]
 
     def front_weights(self) -> list[nn.Parameter]:
         """The weights of tower and projector that this stage has."""

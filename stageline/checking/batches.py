@@ -11,6 +11,7 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 
 from stageline.data.batch import IGNORE
+from stageline.data.cross_mask import CROSS_MASK, grow_cross_mask
 
 MicroBatch = dict[str, torch.Tensor]
 LENGTHS = (14, 11, 19, 12, 17)
@@ -98,6 +99,8 @@ def add_padding(micro_batches: Sequence[MicroBatch], *, count: int = 2) -> list[
     padded = []
     for batch in micro_batches:
         shape = batch["input_ids"].shape
+        if CROSS_MASK in batch:
+            batch = {**batch, CROSS_MASK: grow_cross_mask(batch[CROSS_MASK], count)}
         padded.append(
             {
                 name: functional.pad(value, (0, count), value=fill.get(name, 0))

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from stageline.data.encode import Encoded, encode_rendered
+from stageline.data.image_rows import by_rows
 from stageline.data.images import (
     ImageExpander,
     decode_image,
@@ -122,8 +123,20 @@ def add_image_inputs(
     batch.update(expander.token_types(batch["input_ids"]))
     sizes = [image_size(image) for row in images for image in row or ()]
     batch.update(expander.side_inputs(sizes))
-    if not with_pixels:
-        return
+    if with_pixels:
+        _add_pixels(batch, images, expander=expander, names=names)
+    if expander.lies_in_rows:
+        counts = [len(row or ()) for row in images]
+        batch.update(by_rows(batch, counts, processor=processor))
+
+
+def _add_pixels(
+    batch: dict[str, torch.Tensor],
+    images: Sequence[Images],
+    *,
+    expander: ImageExpander,
+    names: Sequence[str],
+) -> None:
     decoded = [
         [decode_image(image, name=name) for image in row or ()]
         for row, name in zip(images, names, strict=True)

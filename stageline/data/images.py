@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from PIL import Image, ImageFile, ImageOps
 
+from stageline.data.image_rows import by_image, lies_in_rows
 from stageline.data.processor import get_image_processor, get_image_token
 from stageline.data.rendered import Rendered
 from stageline.errors import DataError
@@ -52,6 +53,7 @@ class ImageExpander:
     def __init__(self, processor: Any) -> None:
         self.processor = processor
         self.image_token = get_image_token(processor)
+        self.lies_in_rows = lies_in_rows(processor)
         self._facts: dict[Size, ImageFacts] = {}
 
     @classmethod
@@ -111,6 +113,8 @@ class ImageExpander:
         """
         if not any(images):
             return {}
+        if self.lies_in_rows:  # rows come later, from image_rows.py
+            images = [[image for row in images for image in row]]
         texts = [(self.image_token or "") * len(row) for row in images]
         output, _ = self._run(texts, images)
         return {name: value for name, value in output.items() if name not in _TEXT_INPUTS}
@@ -129,7 +133,9 @@ class ImageExpander:
             if type_of_id:
                 type_input = name
                 break
-        return ImageFacts(texts[0], side_inputs, type_input, type_of_id)
+        # Mllama's puts the first token of a text into each text that lacks it
+        text = texts[0].replace(getattr(self.processor, "bos_token", None) or "\0", "")
+        return ImageFacts(text, side_inputs, type_input, type_of_id)
 
     def _run(
         self, texts: list[str], images: Sequence[Sequence[Image.Image]]
@@ -145,7 +151,7 @@ class ImageExpander:
             text_kwargs={"add_special_tokens": False, "padding": False, "return_tensors": None},
             images_kwargs={"return_tensors": "pt"},
         )
-        return dict(output), recorder.texts
+        return by_image(dict(output)), recorder.texts
 
 
 class _Recorder:
