@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch.utils.data import Dataset, Subset
 
+from options.part_training_options import learning_rate_scales, part_options
 from options.run_options import RunConfig
 from parse_args import TrainArguments
 from stageline.data.bad_rows import BadRows, leaving_out
@@ -206,6 +207,7 @@ def build_part(arguments: TrainArguments, **changes: object) -> torch.nn.Module:
         "checkpoint_path": run.model_path,
         "dtype": DTYPES[run.precision],
         **{name: getattr(run, name) for name in names.split()},
+        **part_options(run),
         **part.kwargs,
     }
     model, _, _ = part.part(**{**options, **changes})
@@ -223,13 +225,25 @@ def make_loss(arguments: TrainArguments, model: torch.nn.Module) -> Callable[...
 
 
 def make_optimizer(
-    arguments: TrainArguments, parameters: dict[str, torch.nn.Parameter]
+    arguments: TrainArguments,
+    parameters: dict[str, torch.nn.Parameter],
+    *,
+    part_of: Callable[[str], str | None] = lambda name: None,
 ) -> torch.optim.Optimizer | None:
-    """The optimizer part over this stage's trainable parameters; None where there are none."""
+    """The optimizer part over this stage's trainable parameters; None where there are none.
+
+    Args:
+        part_of: a parameter's name -> the part of the model, which may have a rate of its own.
+    """
     if not parameters:
         return None
     run, part = arguments.run, arguments.parts["optimizer"]
-    groups = optimizer_groups(parameters, weight_decay=run.weight_decay)
+    scales = learning_rate_scales(run)
+    groups = optimizer_groups(
+        parameters,
+        weight_decay=run.weight_decay,
+        lr_scale_of=lambda name: scales.get(part_of(name), 1.0) if scales else 1.0,
+    )
     return part.part(
         groups, learning_rate=run.learning_rate, weight_decay=run.weight_decay, **part.kwargs
     )
