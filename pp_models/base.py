@@ -6,18 +6,28 @@ stage and the number of stages, and no process group.
 Shapes: B samples of a micro-batch, T tokens, H hidden size, V vocabulary.
 """
 
+from pathlib import Path
+
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from stageline.checkpoint.init import init_split_model
 from stageline.checkpoint.load import load_split_model
+from stageline.checkpoint.vocabulary import num_rows_on_disk
 from stageline.data.processor import get_pad_token_id, load_processor
 from stageline.errors import PlanError, UserError
 from stageline.model_folder import load_config
 from stageline.modules import compiling, offload
 from stageline.modules.checkpointing import CheckpointMode, checkpoint_layers, tower_layers
 from stageline.modules.lora import key_map_without_last_lora
+from stageline.modules.new_rows import (
+    NewRows,
+    put_new_rows,
+    set_vocab_size,
+    vocab_size_of,
+    vocabulary_paths,
+)
 from stageline.modules.part_lora import find_targets, lora_of_parts, wrap_parts
 from stageline.pipeline.partition import explicit_partition, layer_range, uniform_partition
 
@@ -37,6 +47,7 @@ class StageModel(nn.Module):
         lora: part -> its LoRA, of the arguments `lora`: see `lora_of_parts`.
         logits_chunk: above 0 the last stage returns hidden states in the place of logits, and
             the loss makes logits of so many tokens at a time (stageline/modules/chunked_loss.py).
+        vocabulary: module paths of embedding and head in the whole model.
     """
 
     logits_chunk = 0
@@ -82,6 +93,7 @@ class StageModel(nn.Module):
         self.layers = layer_range(self.partition, stage)
         self.whole: PreTrainedModel | None = None
         self.parameter_order: list[str] = []
+        self.vocabulary: tuple[str, ...] = ()
 
     # -- what a subclass gives -------------------------------------------------------------
 
@@ -237,6 +249,7 @@ class StageModel(nn.Module):
     def adopt(self, whole: PreTrainedModel) -> None:
         """Prunes `whole` to this stage and shares its modules; then puts LoRA on."""
         self.parameter_order = [name for name, _ in whole.named_parameters()]
+        self.vocabulary = vocabulary_paths(whole)
         self.lora = find_targets(whole, self.parts(), self.lora)
         self.prune(whole)
         self.__dict__["whole"] = whole  # not a child: its children are ours
@@ -299,6 +312,7 @@ class StageModel(nn.Module):
         trust_remote_code: bool = False,
         model_types: tuple[str, ...] | None = None,
         is_piece: bool = False,
+        new_rows: NewRows | None = None,
         **model_kwargs: object,
     ) -> tuple["StageModel", object, int]:
         """Builds one stage and fills it; the body of most train_model parts.
@@ -309,21 +323,25 @@ class StageModel(nn.Module):
             model_types: the architectures that the chosen key serves; None: any.
             is_piece: for the planner: a stage may be without layers, on the meta device it stays
                 without weights, and no processor is read.
+            new_rows: tokens that the tokenizer got for this run.
 
         Returns:
             The stage on `device`, the processor, and the id of the padding token.
         """
         config_path = config_path or checkpoint_path
-        config = _read_config(config_path, model_types, trust_remote_code=trust_remote_code)
+        config = _read_config(
+            config_path,
+            model_types,
+            weights=None if new_rows is None else checkpoint_path,
+            trust_remote_code=trust_remote_code,
+        )
         model_kwargs |= {"is_piece": True} if is_piece else {}
         model = cls(config, stage=stage, num_stages=num_stages, dtype=dtype, **model_kwargs)
-        if is_piece and torch.device(device).type == "meta":
-            pass  # only looked at
-        elif checkpoint_path is None:
-            init_split_model(model, seed=seed, device=device, dtype=dtype)
-        else:
-            load_split_model(model, checkpoint_path, device=device, dtype=dtype, seed=seed)
+        if not (is_piece and torch.device(device).type == "meta"):  # which is only looked at
+            _fill(model, checkpoint_path, seed=seed, device=device, dtype=dtype)
         model.frozen()
+        if new_rows is not None:
+            put_new_rows(model, new_rows)
         model.train()
         model.logits_chunk = logits_chunk
         # from the inside out: what is compiled can be recomputed, what that keeps be offloaded
@@ -341,9 +359,32 @@ class StageModel(nn.Module):
         return model, processor, get_pad_token_id(processor)
 
 
+def _fill(
+    model: StageModel,
+    checkpoint_path: str | None,
+    *,
+    seed: int,
+    device: torch.device | str,
+    dtype: torch.dtype,
+) -> None:
+    if checkpoint_path is None:
+        init_split_model(model, seed=seed, device=device, dtype=dtype)
+    else:
+        load_split_model(model, checkpoint_path, device=device, dtype=dtype, seed=seed)
+
+
 def _read_config(
-    path: str | None, model_types: tuple[str, ...] | None, *, trust_remote_code: bool
+    path: str | None,
+    model_types: tuple[str, ...] | None,
+    *,
+    weights: str | None,
+    trust_remote_code: bool,
 ) -> PretrainedConfig:
+    """The config of the model.
+
+    Args:
+        weights: a checkpoint that may have more rows than the config that its run began with.
+    """
     if path is None:
         raise UserError(
             "neither --model-path nor --config-path came: the model's config.json must lie in "
@@ -356,4 +397,7 @@ def _read_config(
             f"--train-model serves {' or '.join(model_types)}: choose the key of that "
             "architecture, or a generic one (causal_lm, vision_language)."
         )
+    if weights is not None:
+        saved = num_rows_on_disk(Path(weights), of_base=True, trust_remote_code=trust_remote_code)
+        set_vocab_size(config, saved or vocab_size_of(config))
     return config
