@@ -6,28 +6,17 @@ stage and the number of stages, and no process group.
 Shapes: B samples of a micro-batch, T tokens, H hidden size, V vocabulary.
 """
 
-from pathlib import Path
-
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from stageline.checkpoint.init import init_split_model
-from stageline.checkpoint.load import load_split_model
-from stageline.checkpoint.vocabulary import num_rows_on_disk
+from pp_models.filling import fill_stage, read_config
 from stageline.data.processor import get_pad_token_id, load_processor
 from stageline.errors import PlanError, UserError
-from stageline.model_folder import load_config
 from stageline.modules import compiling, offload
 from stageline.modules.checkpointing import CheckpointMode, checkpoint_layers, tower_layers
 from stageline.modules.lora import key_map_without_last_lora
-from stageline.modules.new_rows import (
-    NewRows,
-    put_new_rows,
-    set_vocab_size,
-    vocab_size_of,
-    vocabulary_paths,
-)
+from stageline.modules.new_rows import NewRows, put_new_rows, vocabulary_paths
 from stageline.modules.part_lora import find_targets, lora_of_parts, wrap_parts
 from stageline.pipeline.partition import explicit_partition, layer_range, uniform_partition
 
@@ -329,7 +318,7 @@ class StageModel(nn.Module):
             The stage on `device`, the processor, and the id of the padding token.
         """
         config_path = config_path or checkpoint_path
-        config = _read_config(
+        config = read_config(
             config_path,
             model_types,
             weights=None if new_rows is None else checkpoint_path,
@@ -338,7 +327,7 @@ class StageModel(nn.Module):
         model_kwargs |= {"is_piece": True} if is_piece else {}
         model = cls(config, stage=stage, num_stages=num_stages, dtype=dtype, **model_kwargs)
         if not (is_piece and torch.device(device).type == "meta"):  # which is only looked at
-            _fill(model, checkpoint_path, seed=seed, device=device, dtype=dtype)
+            fill_stage(model, checkpoint_path, seed=seed, device=device, dtype=dtype)
         model.frozen()
         if new_rows is not None:
             put_new_rows(model, new_rows)
@@ -357,47 +346,3 @@ class StageModel(nn.Module):
             processor_path or checkpoint_path or config_path, trust_remote_code=trust_remote_code
         )
         return model, processor, get_pad_token_id(processor)
-
-
-def _fill(
-    model: StageModel,
-    checkpoint_path: str | None,
-    *,
-    seed: int,
-    device: torch.device | str,
-    dtype: torch.dtype,
-) -> None:
-    if checkpoint_path is None:
-        init_split_model(model, seed=seed, device=device, dtype=dtype)
-    else:
-        load_split_model(model, checkpoint_path, device=device, dtype=dtype, seed=seed)
-
-
-def _read_config(
-    path: str | None,
-    model_types: tuple[str, ...] | None,
-    *,
-    weights: str | None,
-    trust_remote_code: bool,
-) -> PretrainedConfig:
-    """The config of the model.
-
-    Args:
-        weights: a checkpoint that may have more rows than the config that its run began with.
-    """
-    if path is None:
-        raise UserError(
-            "neither --model-path nor --config-path came: the model's config.json must lie in "
-            "one of them; --model-path continues from weights, --config-path starts at random."
-        )
-    config = load_config(path, trust_remote_code=trust_remote_code)
-    if model_types is not None and config.model_type not in model_types:
-        raise UserError(
-            f"{path} holds a model of type {config.model_type!r}, the chosen "
-            f"--train-model serves {' or '.join(model_types)}: choose the key of that "
-            "architecture, or a generic one (causal_lm, vision_language)."
-        )
-    if weights is not None:
-        saved = num_rows_on_disk(Path(weights), of_base=True, trust_remote_code=trust_remote_code)
-        set_vocab_size(config, saved or vocab_size_of(config))
-    return config

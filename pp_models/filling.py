@@ -1,0 +1,63 @@
+"""Where a stage's configuration and weights come from."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from stageline.checkpoint.init import init_split_model
+from stageline.checkpoint.load import load_split_model
+from stageline.checkpoint.vocabulary import num_rows_on_disk
+from stageline.errors import UserError
+from stageline.model_folder import load_config
+from stageline.modules.new_rows import set_vocab_size, vocab_size_of
+
+
+def fill_stage(
+    model: nn.Module,
+    checkpoint_path: str | None,
+    *,
+    seed: int,
+    device: torch.device | str,
+    dtype: torch.dtype,
+) -> None:
+    """Gives a stage on meta its weights: those of a checkpoint, or random ones."""
+    if checkpoint_path is None:
+        init_split_model(model, seed=seed, device=device, dtype=dtype)
+    else:
+        load_split_model(model, checkpoint_path, device=device, dtype=dtype, seed=seed)
+
+
+def read_config(
+    path: str | None,
+    model_types: tuple[str, ...] | None,
+    *,
+    weights: str | None,
+    trust_remote_code: bool,
+) -> PretrainedConfig:
+    """The config of the model.
+
+    Args:
+        model_types: the architectures that the chosen key serves; None: any.
+        weights: a checkpoint that may have more rows than the config that its run began with.
+
+    Raises:
+        UserError: no path, no config there, or one of another architecture.
+    """
+    if path is None:
+        raise UserError(
+            "neither --model-path nor --config-path came: the model's config.json must lie in "
+            "one of them; --model-path continues from weights, --config-path starts at random."
+        )
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    if model_types is not None and config.model_type not in model_types:
+        raise UserError(
+            f"{path} holds a model of type {config.model_type!r}, the chosen "
+            f"--train-model serves {' or '.join(model_types)}: choose the key of that "
+            "architecture, or a generic one (causal_lm, vision_language)."
+        )
+    if weights is not None:
+        saved = num_rows_on_disk(Path(weights), of_base=True, trust_remote_code=trust_remote_code)
+        set_vocab_size(config, saved or vocab_size_of(config))
+    return config
