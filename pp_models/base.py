@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from pp_models.filling import fill_stage, read_config
+from pp_models.filling import Source, fill_stage, read_config
 from stageline.data.processor import get_pad_token_id, load_processor
 from stageline.errors import PlanError, UserError
 from stageline.modules import compiling, offload
 from stageline.modules.checkpointing import CheckpointMode, checkpoint_layers, tower_layers
 from stageline.modules.lora import key_map_without_last_lora
-from stageline.modules.new_rows import NewRows, put_new_rows, vocabulary_paths
+from stageline.modules.new_rows import NewRows, vocabulary_paths
 from stageline.modules.part_lora import find_targets, lora_of_parts, wrap_parts
 from stageline.pipeline.partition import explicit_partition, layer_range, uniform_partition
 
@@ -318,20 +318,15 @@ class StageModel(nn.Module):
             The stage on `device`, the processor, and the id of the padding token.
         """
         config_path = config_path or checkpoint_path
+        weights = None if new_rows is None else checkpoint_path
         config = read_config(
-            config_path,
-            model_types,
-            weights=None if new_rows is None else checkpoint_path,
-            trust_remote_code=trust_remote_code,
+            config_path, model_types, weights=weights, trust_remote_code=trust_remote_code
         )
         model_kwargs |= {"is_piece": True} if is_piece else {}
         model = cls(config, stage=stage, num_stages=num_stages, dtype=dtype, **model_kwargs)
-        if not (is_piece and torch.device(device).type == "meta"):  # which is only looked at
-            fill_stage(model, checkpoint_path, seed=seed, device=device, dtype=dtype)
-        model.frozen()
-        if new_rows is not None:
-            put_new_rows(model, new_rows)
-        model.train()
+        is_only_looked_at = is_piece and torch.device(device).type == "meta"
+        source = None if is_only_looked_at else Source(checkpoint_path, seed, device, dtype)
+        fill_stage(model, source, new_rows=new_rows)
         model.logits_chunk = logits_chunk
         # from the inside out: what is compiled can be recomputed, what that keeps be offloaded
         if compile_layers:

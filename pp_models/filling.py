@@ -1,5 +1,6 @@
 """Where a stage's configuration and weights come from."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,22 +12,39 @@ from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.vocabulary import num_rows_on_disk
 from stageline.errors import UserError
 from stageline.model_folder import load_config
-from stageline.modules.new_rows import set_vocab_size, vocab_size_of
+from stageline.modules.new_rows import NewRows, put_new_rows, set_vocab_size, vocab_size_of
 
 
-def fill_stage(
-    model: nn.Module,
-    checkpoint_path: str | None,
-    *,
-    seed: int,
-    device: torch.device | str,
-    dtype: torch.dtype,
-) -> None:
-    """Gives a stage on meta its weights: those of a checkpoint, or random ones."""
-    if checkpoint_path is None:
-        init_split_model(model, seed=seed, device=device, dtype=dtype)
-    else:
-        load_split_model(model, checkpoint_path, device=device, dtype=dtype, seed=seed)
+@dataclass(frozen=True)
+class Source:
+    """Where weights come from.
+
+    Attributes:
+        checkpoint_path: None: they are drawn.
+    """
+
+    checkpoint_path: str | None
+    seed: int
+    device: torch.device | str
+    dtype: torch.dtype
+
+
+def fill_stage(model: nn.Module, source: Source | None, *, new_rows: NewRows | None) -> None:
+    """Gives a stage on meta its weights, and says which of them train.
+
+    Args:
+        source: None: it stays on meta.
+    """
+    if source is not None:
+        where = {"seed": source.seed, "device": source.device, "dtype": source.dtype}
+        if source.checkpoint_path is None:
+            init_split_model(model, **where)
+        else:
+            load_split_model(model, source.checkpoint_path, **where)
+    model.frozen()
+    if new_rows is not None:
+        put_new_rows(model, new_rows)
+    model.train()
 
 
 def read_config(
