@@ -59,6 +59,8 @@ def split_rows(
 
 
 def _of_module(told: Mapping[str, list[int]], module: str) -> list[int] | None:
+    if len(told) == 1:  # of a tied head, too, which peft does not name
+        return next(iter(told.values()))
     return next(
         (ids for name, ids in told.items() if module == name or module.endswith("." + name)), None
     )
