@@ -180,7 +180,9 @@ def make_batches(
         return functools.cache(
             lambda step: random_batches(config, num_micro_batches=count, seed=seed + step)
         )
-    run = dataclasses.replace(arguments.run, eval_samples=0, accumulate_steps=1, packing=False)
+    # a split is as right without new tokens, whose rows no library model would have
+    changes = {"eval_samples": 0, "accumulate_steps": 1, "packing": False, "new_tokens": None}
+    run = dataclasses.replace(arguments.run, **changes)
     if "dataset" in arguments.parts:
         wanted = min(arguments.run.num_micro_batches, MOST_MICRO_BATCHES)
         parts = arguments.parts

@@ -31,6 +31,7 @@ from options.limits import check_words
 from options.memory_options import check_memory
 from options.number_options import check_numbers
 from options.part_options import ChosenPart, add_part_options, takes
+from options.part_training_options import check_part_training
 from options.run_options import EvaluateConfig, RunConfig
 from options.values import convert, needs_value, option_types
 from register import ALL_REGISTERS, import_parts
@@ -140,6 +141,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
     check_learning_rate(run)
     check_memory(run)
     check_numbers(run, shards=run.dp_shard)
+    check_part_training(run)
     return TrainArguments(run=run, parts=parts, imports=imports)
 
 
@@ -169,6 +171,7 @@ def parse_check_args(argv: Sequence[str] | None = None) -> CheckArguments:
     check_limits(run)
     check_precision(run)
     check_partition(run)
+    check_part_training(run)
     return CheckArguments(run=run, parts=parts, imports=imports)
 
 

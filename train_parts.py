@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from options.part_options import ChosenPart
+from options.part_training_options import learning_rate_scales, part_options
 from options.run_options import RunConfig
 from parse_args import TrainArguments
 from stageline.data.bad_rows import BadRows, leaving_out
@@ -24,6 +25,7 @@ from stageline.data.groups import (
 )
 from stageline.data.lengths import padding_argument
 from stageline.data.loader import MicroBatchLoader
+from stageline.data.new_tokens import NewTokens
 from stageline.data.preflight import check_vocabulary, preflight
 from stageline.data.processor import get_pad_token_id, load_processor
 from stageline.data.sampler import StepSampler
@@ -38,6 +40,7 @@ from stageline.training.optimizer_groups import optimizer_groups
 from stageline.training.planner import PlannedRun, Planner
 from stageline.training.resume import ResumePoint
 from stageline.training.step_loss import StepLoss
+from train_vocabulary import add_tokens, check_tied_head, num_rows_of, rows_option
 
 SHELF = ("pp_models", "prompt", "prompt_fn", "dataset", "loss_fn", "optimizer")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -56,6 +59,7 @@ class Data:
                 "starts at random."
             )
         self.processor = load_processor(path, trust_remote_code=run.trust_remote_code)
+        self.new_tokens = add_tokens(arguments, self.processor, path)
         self.pad_token_id = get_pad_token_id(self.processor)
         dataset = parts["dataset"]
         make = functools.partial(dataset.part, dataset_path=run.dataset_path, **dataset.kwargs)
@@ -112,7 +116,8 @@ def check_data(arguments: TrainArguments) -> Data:
         check_token_sum(arguments.parts["loss_fn"].part)
     data = Data(arguments)
     config = load_config(run.config_path or run.model_path, trust_remote_code=run.trust_remote_code)
-    vocab_size = getattr(config.get_text_config(decoder=True), "vocab_size", None)
+    check_tied_head(run, config)
+    vocab_size = num_rows_of(run, config, new_tokens=data.new_tokens)
     if vocab_size is not None:
         check_vocabulary(data.processor, vocab_size)
         data.collate = CheckedCollate(data.collate, vocab_size)
@@ -178,10 +183,12 @@ def build_stages(
     schedule: Schedule,
     *,
     point: ResumePoint | None = None,
+    new_tokens: NewTokens | None = None,
 ) -> list[torch.nn.Module]:
     """Calls the train_model part for each stage of this rank.
 
     Args:
+        new_tokens: what `Data` added to the tokenizer.
         point: a checkpoint in which whole models are. What is trained besides the weights of an
             adapter's base comes later, by `resume_step`.
     """
@@ -199,6 +206,7 @@ def build_stages(
             checkpoint_path=weights,
             processor_path=processor,
             device=context.device,
+            **rows_option(run, new_tokens, is_known=point is not None and point.base is None),
         )
         for stage in schedule.stages_of(context.pp_rank)
     ]
@@ -227,6 +235,7 @@ def build_part(arguments: TrainArguments, **changes: object) -> torch.nn.Module:
         "checkpoint_path": run.model_path,
         "dtype": DTYPES[run.precision],
         **{name: getattr(run, name) for name in names.split()},
+        **part_options(run),
         **part.kwargs,
     }
     model, _, _ = part.part(**{**options, **changes})
@@ -254,13 +263,25 @@ def make_loss(arguments: TrainArguments, model: torch.nn.Module) -> Callable[...
 
 
 def make_optimizer(
-    arguments: TrainArguments, parameters: dict[str, torch.nn.Parameter]
+    arguments: TrainArguments,
+    parameters: dict[str, torch.nn.Parameter],
+    *,
+    part_of: Callable[[str], str | None] = lambda name: None,
 ) -> torch.optim.Optimizer | None:
-    """The optimizer part over this stage's trainable parameters; None where there are none."""
+    """The optimizer part over this stage's trainable parameters; None where there are none.
+
+    Args:
+        part_of: a parameter's name -> the part of the model, which may have a rate of its own.
+    """
     if not parameters:
         return None
     run, part = arguments.run, arguments.parts["optimizer"]
-    groups = optimizer_groups(parameters, weight_decay=run.weight_decay)
+    scales = learning_rate_scales(run)
+    groups = optimizer_groups(
+        parameters,
+        weight_decay=run.weight_decay,
+        lr_scale_of=lambda name: scales.get(part_of(name), 1.0) if scales else 1.0,
+    )
     return part.part(
         groups, learning_rate=run.learning_rate, weight_decay=run.weight_decay, **part.kwargs
     )
@@ -320,7 +341,13 @@ def make_planner(
         )
 
     return Planner(
-        functools.partial(build_part, arguments, checkpoint_path=None, is_piece=True),
+        functools.partial(
+            build_part,
+            arguments,
+            checkpoint_path=None,
+            is_piece=True,
+            **rows_option(run, data.new_tokens),
+        ),
         PlannedRun(
             topology.schedule,
             num_samples=run.batch_size * run.accumulate_steps,

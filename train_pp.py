@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from options.memory_options import check_memory, memory_remedies
+from options.part_training_options import learning_rate_scales
 from options.run_options import RunConfig
 from parse_args import TrainArguments, parse_train_args, save_config
 from register import engine_register, freeze_registers, import_shelf
@@ -159,7 +160,7 @@ def train(
     account = MemoryAccount(context.device, remedies)
     on_full_memory(account.describe)
     seed_everything(run.seed)
-    models = build_stages(arguments, context, schedule, point=point)
+    models = build_stages(arguments, context, schedule, point=point, new_tokens=data.new_tokens)
     summaries = [summarize_stage(model, context) for model in models]
     replicas = join_replicas(models, context, shards=run.dp_shard)
     runner = PipelineRunner(
@@ -180,6 +181,7 @@ def train(
         total_steps=run.total_steps,
         start_step=point.step if point else 0,
         log_steps=run.log_steps,
+        lr_scales=learning_rate_scales(run),
     )
     with report:
         report.show_plan(summaries)

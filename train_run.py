@@ -123,7 +123,9 @@ class TrainingRun:
         self.timeline = StepTimeline(runner, step=min(run.timeline_step, run.total_steps) - 1)
         self.train_step = TrainStep(
             runner,
-            make_optimizer=functools.partial(make_optimizer, arguments),
+            make_optimizer=functools.partial(
+                make_optimizer, arguments, part_of=runner.local.part_of
+            ),
             loss_fn=self.loss_fn,
             learning_rate=make_learning_rate(arguments),
             max_grad_norm=run.max_grad_norm,

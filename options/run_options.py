@@ -14,6 +14,7 @@ from options.fields import option
 from options.machine_options import MachineOptions
 from options.memory_options import MemoryOptions
 from options.number_options import NumberOptions
+from options.part_training_options import PartTrainingOptions
 from options.plan_options import PlanOptions
 from options.shape_options import ShapeOptions
 
@@ -149,6 +150,7 @@ class RunConfig(
     PlanOptions,
     PipelineOptions,
     OptimizerOptions,
+    PartTrainingOptions,
     FreezeOptions,
     ShapeOptions,
     BatchOptions,

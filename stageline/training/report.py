@@ -1,7 +1,7 @@
 """What a person sees of a training run: the stage plan, the bar, evaluations, pictures."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,6 +55,7 @@ class RunReport:
         start_step: steps done before.
         log_steps: every how many steps one is written to the log.
         num_pictures: held-out samples whose predictions are kept at each evaluation.
+        lr_scales: part of the model -> its learning rate as a multiple of the scheduled one.
     """
 
     def __init__(
@@ -67,11 +68,13 @@ class RunReport:
         log_steps: int = 1,
         num_pictures: int = 24,
         memory_every: int = 10,
+        lr_scales: Mapping[str, float] | None = None,
     ) -> None:
         self.folder = folder
         self.context = context
         self.num_pictures = num_pictures
         self.memory_every = memory_every
+        self.lr_scales = {part: scale for part, scale in (lr_scales or {}).items() if scale != 1.0}
         self.log = RunLog(
             folder,
             total_steps=total_steps,
@@ -122,6 +125,7 @@ class RunReport:
             num_skipped=result.num_skipped,
             warnings=result.warnings,
             loss_figures=result.figures,
+            part_rates={p: result.learning_rate * scale for p, scale in self.lr_scales.items()},
         )
         self.log.log_step(record)
 

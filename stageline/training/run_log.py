@@ -39,6 +39,7 @@ class StepRecord:
         skipped_in_a_row, num_skipped: up to this step, and since the start of the run.
         warnings: of this step.
         loss_figures: what the loss_fn part tells besides its loss, by name.
+        part_rates: part of the model -> its learning rate, of those that have one of their own.
     """
 
     step: int
@@ -58,6 +59,7 @@ class StepRecord:
     num_skipped: int = 0
     warnings: tuple[str, ...] = ()
     loss_figures: Mapping[str, float] = field(default_factory=dict)
+    part_rates: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:
@@ -72,6 +74,7 @@ class StepRecord:
             **({"router_loss": self.router_loss} if self.router_loss else {}),
             "grad_norm": self.grad_norm,
             "learning_rate": self.learning_rate,
+            **{f"learning_rate_{part}": rate for part, rate in self.part_rates.items()},
             "num_tokens": self.num_tokens,
             "num_targets": self.num_targets,
             "num_samples": self.num_samples,
@@ -111,8 +114,10 @@ class StepRecord:
     def __str__(self) -> str:
         skipped = ", skipped" if self.is_skipped else ""
         router = f", router loss {self.router_loss:.4f}" if self.router_loss else ""
+        own = ", ".join(f"{part} {rate:.2e}" for part, rate in self.part_rates.items())
+        rates = f", learning rate {self.learning_rate:.2e} ({own})" if own else ""
         return (
-            f"loss {self.loss:.4f}{router}{name_figures(self.loss_figures)}{skipped}, "
+            f"loss {self.loss:.4f}{router}{name_figures(self.loss_figures)}{skipped}{rates}, "
             f"{self.tokens_per_second:,.0f} tokens/s, "
             f"memory {human_memory(self.peak_memory_bytes)}"
         )

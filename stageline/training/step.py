@@ -30,6 +30,7 @@ from stageline.training.grad_norm import (
     total_norm,
 )
 from stageline.training.loss_part import LossPart
+from stageline.training.optimizer_groups import set_learning_rate
 from stageline.training.precision import LossScaler, MasterWeights
 from stageline.training.replay import Replay
 from stageline.training.replicas import Replicas, bits_of
@@ -284,8 +285,7 @@ class TrainStep:
         if self.max_grad_norm > 0:
             clip_gradients(self.weights.parameters, max_norm=self.max_grad_norm, total_norm=norm)
         if self.optimizer is not None:
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
+            set_learning_rate(self.optimizer.param_groups, rate)
             self.optimizer.step()
             self.weights.write_back()
 
