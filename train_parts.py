@@ -149,11 +149,12 @@ def check_rows(
         bad_rows=data.bad_rows,
         seed=run.seed,
     )
-    if os.environ.get("RANK", "0") == "0":
-        print(report, flush=True)
-    if not report.bad:
-        return dataset
     bad = set(whole_groups(report.bad, group_size_of(dataset)))
+    with_them = len(bad) - len(report.bad)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{report}, {with_them} more of their groups" if with_them else report, flush=True)
+    if not bad:
+        return dataset
     return Subset(dataset, [row for row in range(len(dataset)) if row not in bad])
 
 
