@@ -88,7 +88,7 @@ class _Found:
 def _measure_overhead(outline: Outline, workload: Workload) -> tuple[Cost, int]:
     """A stage without layers has a forward pass only: its masks need no gradient."""
     with _Run(outline.empty_piece(workload.device), workload) as run:
-        border = tensor_bytes(run.model.get_example_input(*workload.shape))
+        border = tensor_bytes(batch_input(run.model, workload.batch))
         return Cost(forward=run.time()[Kind.FORWARD]), border
 
 
