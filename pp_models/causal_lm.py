@@ -145,9 +145,15 @@ class CausalLMStage(StageModel):
 def _replace(whole: PreTrainedModel, path: str) -> None:
     parent, _, name = path.rpartition(".")
     try:
-        setattr(whole.get_submodule(parent), name, PassThrough())
+        module = whole.get_submodule(parent)
     except AttributeError:
-        pass  # its parent went before it: a projector inside a vision tower
+        return  # its parent went before it: a projector inside a vision tower
+    if name in module._parameters:
+        delattr(module, name)
+        # no longer a weight, but the library's own initialisation writes into it
+        setattr(module, name, torch.empty(0, device="cpu"))
+    else:
+        setattr(module, name, PassThrough())
 
 
 ROUTER_OPTIONS = """

@@ -14,6 +14,7 @@ from pp_models.packing import is_packed, multimodal_positions
 from pp_models.placeholder_image import run_placeholder, with_zero_gradients
 from register import train_model_register
 
+FEATURES = ("pooler_output", "deepstack_features")  # of what get_image_features gives
 PIXEL_INPUTS = ("pixel_values", "pixel_attention_mask")
 
 
@@ -36,19 +37,17 @@ class VisionLanguageStage(CausalLMStage):
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         if not self.is_first or PIXEL_INPUTS[0] in batch or not self.paths.vision_tower:
             return super().forward(hidden_or_ids, *extras, **batch)
-        weights = [weight for weight in self.front_weights() if weight.requires_grad]
         output = super().forward(hidden_or_ids, *extras, **batch)
         tower = self.get_submodule(self.paths.vision_tower)
-        run_placeholder(self.whole, tower, weights, see=self.see_images)
-        if not torch.is_grad_enabled():
-            return output
+        unused = run_placeholder(self.whole, tower, self.front_weights(), see=self.see_images)
         if isinstance(output, tuple):
-            return with_zero_gradients(output[0], weights), *output[1:]
-        return with_zero_gradients(output, weights)
+            return with_zero_gradients(output[0], unused), *output[1:]
+        return with_zero_gradients(output, unused)
 
     def see_images(self, **inputs: torch.Tensor) -> object:
-        """Runs tower and projector alone."""
-        return self.whole.base_model.get_image_features(**inputs)
+        """Runs tower and projector alone; returns what they make, in one or more tensors."""
+        output = self.whole.base_model.get_image_features(**inputs, return_dict=True)
+        return [output.get(name) for name in FEATURES]
 
     def front_weights(self) -> list[nn.Parameter]:
         """The weights of tower and projector that this stage has."""
