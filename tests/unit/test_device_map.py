@@ -1,26 +1,23 @@
-"""A model runs by its device_map: on fake devices that do not mix, and loaded by accelerate.
+"""A model runs by its device_map on several devices: on fake ones, whose tensors do not mix.
 
-What needs true GPUs is not shown here: speed, memory, and kernels. Fake tensors have no values, so
-equal answers are shown with layers on disk, which hooks load when they are called.
+Fake tensors have no values. That answers are equal is tested in test_generate_vision.py, with
+layers on disk; what needs true GPUs (speed, memory, kernels) is shown by neither.
 """
 
 import pytest
 import torch
 
-from models import generate
-from stageline.data.processor import get_tokenizer
-from stageline.data.rendered import Piece, Rendered
 from stageline.inference.model_cutter import ModelCutter
 from stageline.testing.fake_devices import fake_devices
 from stageline.testing.tiny_batches import tiny_micro_batches
 from stageline.testing.tiny_checkpoints import auto_class
 from stageline.testing.tiny_mllama import mllama_micro_batch, tiny_mllama_config
 from stageline.testing.tiny_models import VISION_LANGUAGE, tiny_config
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
 FAMILIES = ("llama", *VISION_LANGUAGE, "mllama")
 # their towers read sizes of images from tensors, and fake ones have no values
 READS_SIZES = ("llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+SAME_CODE = ("qwen2_vl", "smolvlm")  # as a neighbour's
 LENGTH = 14
 
 
@@ -42,11 +39,10 @@ def micro_batch(family):
     return batch
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("num_devices", [2, 3])
-def test_no_operation_mixes_devices(family, num_devices):
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in SAME_CODE])
+def test_no_operation_mixes_devices(family):
     model, batch = build(family), micro_batch(family)
-    device_map = ModelCutter(model, num_devices=num_devices).device_map()
+    device_map = ModelCutter(model, num_devices=3).device_map()
     with fake_devices() as devices:
         devices.dispatch(model, device_map)
         inputs = {name: devices.move(value, 0) for name, value in batch.items()}
@@ -60,7 +56,7 @@ def test_no_operation_mixes_devices(family, num_devices):
         again = model(**more, past_key_values=output.past_key_values, use_cache=True)
         assert again.logits.shape[1] == 1
         cached = {layer.keys.device.index for layer in output.past_key_values.layers}
-    assert cached == set(range(num_devices))
+    assert cached == {0, 1, 2}
 
 
 def test_deepstack_features_reach_layers_on_other_devices():
@@ -92,34 +88,3 @@ def test_a_wrong_map_is_found():
         assert inner, "accelerate hooks the layer"
         with pytest.raises(RuntimeError, match="same device"):
             model(**inputs)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_answers_are_the_same_with_layers_loaded_by_hooks(family, tmp_path):
-    """`cpu` and `disk` in the place of two GPUs: accelerate reads every name of the map."""
-    tokenizer = tiny_tokenizer()
-    torch.manual_seed(5)
-    model = build(family, vocab_size=len(get_tokenizer(tokenizer)))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    model.save_pretrained(tmp_path / "model")
-    device_map = ModelCutter(model, num_devices=2).device_map()
-    placed = type(model).from_pretrained(
-        tmp_path / "model",
-        dtype=torch.float32,
-        device_map={key: ("cpu", "disk")[device] for key, device in device_map.items()},
-        offload_folder=tmp_path / "offload",
-    )
-    away = {name for name, p in placed.named_parameters() if p.is_meta}
-    assert away and all(".layers." in name for name in away)
-    prompts = [
-        Rendered((Piece(text, is_user=True),), for_generation=True)
-        for text in ("Which digit is this?", "true", "Answer: 7 or not")
-    ]
-    answers = [
-        generate.generate(m, tokenizer, images=[None] * 3, prompts=prompts, max_new_tokens=8)
-        for m in (model, placed.eval())
-    ]
-    assert answers[0] == answers[1]
-    assert len({tuple(a["token_ids"]) for a in answers[0]}) > 1
