@@ -7,6 +7,7 @@ that reads sizes of images from tensors.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import torch
 from accelerate.hooks import attach_align_device_hook_on_blocks
@@ -58,7 +59,16 @@ class FakeDevices:
 @contextmanager
 def fake_devices() -> Iterator[FakeDevices]:
     """In here all tensors are fake; build models and batches before."""
-    with FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True) as mode:
+
+    def is_autocast_enabled(kind: str = "cuda") -> bool:
+        return kind != KIND and known(kind)
+
+    known = torch.is_autocast_enabled
+    with (
+        FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True) as mode,
+        # older releases of transformers ask about each device, and torch does not know this one
+        mock.patch.object(torch, "is_autocast_enabled", is_autocast_enabled),
+    ):
         yield FakeDevices(mode)
 
 
