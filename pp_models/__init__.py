@@ -2,20 +2,22 @@
 
 `base.py` has the contract, `causal_lm.py` every decoder, `vision_language.py` every model with a
 vision tower, `deepstack.py` those whose tower speaks to deeper layers, too, `cross_attention.py`
-those whose layers attend to images (Mllama). A new architecture is a subclass: see
-docs/add_a_model.md.
+those whose layers attend to images (Mllama), `gemma3_vision.py` Gemma3. A new architecture is a
+subclass: see docs/add_a_model.md.
 """
 
 from pp_models.base import StageModel
 from pp_models.causal_lm import CausalLMStage
 from pp_models.cross_attention import CrossAttentionStage
 from pp_models.deepstack import DeepstackStage
+from pp_models.gemma3_vision import Gemma3VisionStage
 from pp_models.vision_language import VisionLanguageStage
 
 __all__ = [
     "CausalLMStage",
     "CrossAttentionStage",
     "DeepstackStage",
+    "Gemma3VisionStage",
     "StageModel",
     "VisionLanguageStage",
 ]

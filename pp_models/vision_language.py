@@ -13,6 +13,7 @@ from pp_models.causal_lm import CausalLMStage, add_family
 from pp_models.packing import is_packed, multimodal_positions
 from pp_models.placeholder_image import run_placeholder, with_zero_gradients
 from register import train_model_register
+from stageline.model_folder import load_config
 
 FEATURES = ("pooler_output", "deepstack_features")  # of what get_image_features gives
 PIXEL_INPUTS = ("pixel_values", "pixel_attention_mask")
@@ -89,13 +90,26 @@ def vision_language(
 ) -> tuple[VisionLanguageStage, object, int]:
     """Any vision-language model of transformers with one list of decoder layers.
 
+    An architecture with a key of its own gets the same stages as by that key.
+
     Args:
         attn_implementation: eager, sdpa or another of the library's.
     """
-    return VisionLanguageStage.build(attn_implementation=attn_implementation, **kwargs)
+    path = kwargs.get("config_path") or kwargs.get("checkpoint_path")
+    stage_class = VisionLanguageStage
+    if path is not None:
+        config = load_config(path, trust_remote_code=bool(kwargs.get("trust_remote_code")))
+        stage_class = stage_class_of(config.model_type)
+    return stage_class.build(attn_implementation=attn_implementation, **kwargs)
 
 
 VISION_LANGUAGE_MODELS: dict[str, tuple[type[VisionLanguageStage], tuple[str, ...]]] = {}
+
+
+def stage_class_of(model_type: str) -> type[VisionLanguageStage]:
+    """The stages of an architecture; the generic ones where it has none of its own."""
+    found = (one for one, types in VISION_LANGUAGE_MODELS.values() if model_type in types)
+    return next(found, VisionLanguageStage)
 
 
 def add_vision_family(
@@ -114,4 +128,3 @@ add_vision_family("qwen2_vl", MultimodalRotaryStage, ("qwen2_vl",))
 add_vision_family("qwen2_5_vl", MultimodalRotaryStage, ("qwen2_5_vl",))
 add_vision_family("idefics3", VisionLanguageStage, ("idefics3", "smolvlm"))
 add_vision_family("smolvlm", VisionLanguageStage, ("smolvlm",))
-add_vision_family("gemma3_vl", VisionLanguageStage, ("gemma3",))
