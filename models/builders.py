@@ -1,5 +1,7 @@
 """The builder parts: a folder -> (model, processor, device_map)."""
 
+import warnings
+
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
@@ -49,15 +51,18 @@ def auto(
         visual_gpu_ratio=visual_gpu_ratio,
         **options,
     )
-    model = load_whole(
-        auto_class,
-        folder,
-        config,
-        dtype=dtype,
-        # accelerate's hooks cost time and buy nothing on one CPU
-        device_map=None if device_map == {"": "cpu"} else device_map,
-        **options,
-    )
+    with warnings.catch_warnings():
+        # names of lone parameters (the line end of LLaVA-NeXT) belong into the map all the same
+        warnings.filterwarnings("ignore", message="The following device_map keys do not match")
+        model = load_whole(
+            auto_class,
+            folder,
+            config,
+            dtype=dtype,
+            # accelerate's hooks cost time and buy nothing on one CPU
+            device_map=None if device_map == {"": "cpu"} else device_map,
+            **options,
+        )
     if adapter_path:
         attach_adapter(model, adapter_path)
     processor = load_processor(processor_folder, trust_remote_code=trust_remote_code)

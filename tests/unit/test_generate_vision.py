@@ -14,6 +14,7 @@ from models import builders, generate
 from prompt_fn import auto, chat
 from stageline.data.batch import render_sample
 from stageline.data.processor import get_tokenizer, save_processor
+from stageline.inference.model_cutter import ModelCutter
 from stageline.testing.tiny_mllama import tiny_mllama_config, tiny_mllama_processor
 from stageline.testing.tiny_models import VISION_LANGUAGE, tiny_config
 from stageline.testing.tiny_processors import tiny_processor
@@ -135,3 +136,20 @@ def test_answers_equal_the_librarys(folder):
     assert our_answers(model, processor, texts) == [
         library_answer(plain, processor, *row, stop_ids=[2]) for row in texts
     ]
+
+
+def test_a_cut_model_answers_the_same(folder, monkeypatch):
+    """`cpu` and `disk` in the place of two GPUs: layers there are loaded when they are called.
+
+    So accelerate reads every name of the map, and moves every tensor that a layer takes.
+    """
+    whole, processor, _ = builders.auto(str(folder), device="cpu")
+    device_map = ModelCutter(whole, num_devices=2).device_map()
+    two = {key: ("cpu", "disk")[device] for key, device in device_map.items()}
+    monkeypatch.setattr(builders, "make_device_map", lambda *_, **__: two)
+    cut, _, found_map = builders.auto(str(folder))
+    assert found_map == two
+    away = {name for name, parameter in cut.named_parameters() if parameter.is_meta}
+    assert away and all(".layers." in name for name in away)
+    rows = samples()[:3]
+    assert our_answers(cut, processor, rows) == our_answers(whole, processor, rows)
