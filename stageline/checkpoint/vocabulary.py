@@ -8,6 +8,8 @@ from stageline.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FILE, open_tensor
 from stageline.model_folder import load_config
 from stageline.modules.new_rows import vocab_size_of
 
+VOCABULARIES = ("embed_tokens", "wte", "embed_in", "head", "embed_out")  # last names of both
+
 
 def num_rows_on_disk(
     folder: Path, *, of_base: bool = False, trust_remote_code: bool = False
@@ -29,22 +31,26 @@ def num_rows_on_disk(
     return max([num_rows, *_rows_of_adapter(folder, width)])
 
 
-def _rows_of_adapter(folder: Path, width: int | None) -> list[int]:
-    told = read_adapter_config(folder)
-    indices = told.get(INDICES) or {}
+def token_ids_on_disk(folder: Path) -> list[int]:
+    """The new tokens whose rows an adapter folder holds; of another folder none."""
+    if not (folder / ADAPTER_CONFIG).exists():
+        return []
+    indices = read_adapter_config(folder).get(INDICES) or {}
     lists = list(indices.values()) if isinstance(indices, dict) else [indices]
-    sizes = [max(ids) + 1 for ids in lists if ids]
-    kept = tuple(told.get("modules_to_save") or ())
+    return sorted({token for ids in lists for token in ids})
+
+
+def _rows_of_adapter(folder: Path, width: int | None) -> list[int]:
+    """The sizes that it asks of the vocabulary: by rows, or by a matrix that was trained whole."""
+    sizes = [token + 1 for token in token_ids_on_disk(folder)[-1:]]
+    kept = tuple(read_adapter_config(folder).get("modules_to_save") or ())
     file = folder / ADAPTER_FILE
     if not kept or not file.exists():
         return sizes
     with open_tensors(file) as tensors:
         for name in list(tensors.keys()):
             module = name.removesuffix(".weight")
-            if module != name and module.endswith(kept):
-                shape = tensors.get_slice(name).get_shape()
-                # a matrix as wide as hidden states, if it has more rows than the embedding: no
-                # layer of a decoder is made of one that is trained whole beside LoRA
-                is_vocabulary = module.endswith(("embed_tokens", "wte", "embed_in", "head"))
-                sizes += [shape[0]] if is_vocabulary and shape[1:] == [width] else []
+            is_matrix = module.endswith(VOCABULARIES) and module.endswith(kept)
+            shape = tensors.get_slice(name).get_shape() if is_matrix and module != name else []
+            sizes += [shape[0]] if shape[1:] == [width] else []
     return sizes
