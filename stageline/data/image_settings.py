@@ -28,6 +28,16 @@ class ImageSettings:
     cache: ImageCache | None = None
 
 
+def make_image_settings(
+    *, max_pixels: int, max_images: int | None, cache_folder: str | None, cache_gib: float
+) -> ImageSettings:
+    """The settings; makes the folder of the cache, if there is to be one."""
+    cache = None
+    if cache_folder is not None:
+        cache = ImageCache(cache_folder, max_bytes=int(cache_gib * 2**30))
+    return ImageSettings(max_pixels, max_images, cache)
+
+
 _DEFAULT = ImageSettings()
 _current: ContextVar[ImageSettings | None] = ContextVar("image_settings", default=None)
 

@@ -67,6 +67,12 @@ class ImageExpander:
             cls._known[processor] = cls(processor)
         return cls._known[processor]
 
+    def use(self, settings: ImageSettings) -> None:
+        """Takes limits and a cache; call it after the processor was changed, too."""
+        self.settings = settings
+        self._facts.clear()
+        self.__dict__.pop("_kept", None)
+
     def facts(self, size: Size) -> ImageFacts:
         """What an image of this size becomes."""
         if size not in self._facts:

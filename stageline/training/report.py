@@ -121,6 +121,7 @@ class RunReport:
             skipped_in_a_row=result.skipped_in_a_row,
             num_skipped=result.num_skipped,
             warnings=result.warnings,
+            data_wait=result.data_wait,
         )
         self.log.log_step(record)
 

@@ -58,6 +58,7 @@ class StepResult:
         rows: rows of the dataset that a step with a problem took, of all replicas.
         skipped_in_a_row, num_skipped: steps up to this one, and since the start of the run.
         warnings: things that do not stop a run.
+        data_wait: seconds that the micro-batches took to come, where that took longest.
     """
 
     loss: float
@@ -74,6 +75,7 @@ class StepResult:
     skipped_in_a_row: int = 0
     num_skipped: int = 0
     warnings: tuple[str, ...] = ()
+    data_wait: float = 0.0
 
 
 class TrainStep:
@@ -149,10 +151,12 @@ class TrainStep:
         *,
         step: int,
         stop_requested: Callable[[], bool] = lambda: False,
+        data_wait: float = 0.0,
     ) -> StepResult:
         """Runs step number `step` on the micro-batches of one global batch.
 
         Args:
+            data_wait: seconds that this rank waited for the micro-batches.
             stop_requested: asked at the end of the step, so that it is the last one.
         """
         begin_step(step, micro_batches)
@@ -166,8 +170,8 @@ class TrainStep:
         with progress.doing("gradients of the other ranks", is_waiting=True):
             norm, norms = self._reduce()
         stop = torch.tensor(float(stop_requested()))
-        loss, extra_loss, stop_count, no_number = self._share(
-            [loss_of.loss, loss_of.extra_loss, stop, norm * 0]
+        loss, extra_loss, stop_count, no_number, *waits = self._share(
+            [loss_of.loss, loss_of.extra_loss, stop, norm * 0], self._own_place(data_wait)
         )
         grad_norm = norm.item()
         if math.isfinite(grad_norm):
@@ -197,6 +201,7 @@ class TrainStep:
             skipped_in_a_row=self.skips.in_a_row,
             num_skipped=self.skips.total,
             warnings=warnings,
+            data_wait=max(waits),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -328,9 +333,17 @@ class TrainStep:
                 bits_of(tensor).view(-1)[0] ^= 1 << self._num_flips  # another one each time
                 self._num_flips += 1
 
-    def _share(self, facts: Sequence[torch.Tensor]) -> list[float]:
+    def _own_place(self, seconds: float) -> torch.Tensor:
+        """A place for each rank of all replicas, so that their sum holds the number of each."""
+        num_ranks = self.runner.schedule.num_ranks
+        places = torch.zeros(num_ranks * self.replicas.size)
+        places[self.replicas.rank * num_ranks + self.runner.pp_rank] = seconds
+        return places
+
+    def _share(self, facts: Sequence[torch.Tensor], places: torch.Tensor) -> list[float]:
         """Sums over all ranks: the losses are zero on all but the last stage."""
-        total = torch.stack([fact.to(self.runner.device) for fact in facts])
+        device = self.runner.device
+        total = torch.cat([torch.stack([fact.to(device) for fact in facts]), places.to(device)])
         with progress.doing("the other ranks at the end of a step", is_waiting=True):
             dist.all_reduce(total, group=self.runner.group)
             if self.replicas.size > 1:

@@ -61,7 +61,7 @@ def make_pictures(folder: Path) -> Path:
 
 def expander_with(family: str, cache: ImageCache | None) -> ImageExpander:
     expander = ImageExpander.of(tiny_processor(family))
-    expander.settings = ImageSettings(cache=cache)
+    expander.use(ImageSettings(cache=cache))
     return expander
 
 
@@ -190,8 +190,7 @@ def test_other_settings_make_other_entries(folder, tmp_path):
     processor.image_processor.image_mean = [0.4] * 3
     pixels = []
     for cache in (make_cache(tmp_path), None):
-        ImageExpander.of(processor).settings = ImageSettings(cache=cache)
-        ImageExpander.of(processor).__dict__.pop("_kept", None)
+        ImageExpander.of(processor).use(ImageSettings(cache=cache))
         with using_images(ImageSettings(cache=cache)):
             picture = ImageFolders([folder]).open("wide.jpg", source="row")
         pixels.append(ImageExpander.of(processor).decode_pixels([[picture]], ["row"]))
@@ -267,7 +266,7 @@ def test_a_full_cache_keeps_what_it_has(folder, tmp_path):
     kept = entries(tmp_path)
     assert 1 <= len(kept) <= 3 and cache.used_bytes <= 3 * block
     assert sum(path.stat().st_size for path in kept) <= 3 * block
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings(action="error", category=UserWarning):
         assert_equal(inputs("llava", folder, cache), found)  # it is told once
     assert entries(tmp_path) == kept
 
