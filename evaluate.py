@@ -15,6 +15,9 @@ import torch
 from options.command_line import typed
 from parse_args import EvaluateArguments, parse_evaluate_args, save_config
 from register import freeze_registers, import_shelf
+from stageline.data.image_settings import ImageSettings, make_image_settings, using_images
+from stageline.data.prepare_images import prepare_images
+from stageline.data.tiling import Tiling, match_config
 from stageline.distributed.failure import run_entry
 from stageline.errors import RemoteError, UserError
 from stageline.evaluation.predictions import PredictionFile, fingerprint
@@ -39,7 +42,9 @@ def main() -> int:
             "was expected, because it is what is evaluated: give the checkpoint of a run, such as "
             "runs/digits/checkpoints/step-00000400."
         )
-    dataset = parts["dataset"].part(dataset_path=run.dataset_path, **parts["dataset"].kwargs)
+    images = make_image_settings(**run.image_limits())
+    with using_images(images):
+        dataset = parts["dataset"].part(dataset_path=run.dataset_path, **parts["dataset"].kwargs)
     rows = range(min(len(dataset), run.limit or len(dataset)))
     check_ids(dataset, rows)
     if run.check_only:
@@ -48,7 +53,7 @@ def main() -> int:
     save_config(arguments, folder / "config.yaml")
     settings = answer_settings(arguments)
     file = PredictionFile(folder / "predictions.jsonl", settings_key=fingerprint(settings))
-    outcome = answer_rows(arguments, dataset, rows, file)
+    outcome = answer_rows(arguments, dataset, rows, file, images)
     if outcome.failed:
         sample_id, why = next(iter(outcome.failed.items()))
         raise RemoteError(
@@ -74,7 +79,10 @@ def needs_folder(builder: Callable) -> bool:
 
 def answer_settings(arguments: EvaluateArguments) -> dict[str, Any]:
     """All that changes an answer; where files are written and on how many devices does not."""
-    left_out = {"output-dir", "limit", "batch-size", "num-devices", "visual-gpu-ratio", "metric"}
+    left_out = {
+        *("output-dir", "limit", "batch-size", "num-devices", "visual-gpu-ratio", "metric"),
+        *("image-cache", "image-cache-gib", "max-image-pixels", "max-images-per-sample"),
+    }
     for name, chosen in arguments.parts.items():
         without_effect = getattr(chosen.part, "without_effect", ())
         left_out |= {typed(f"{name}.{option}")[2:] for option in without_effect}
@@ -83,7 +91,11 @@ def answer_settings(arguments: EvaluateArguments) -> dict[str, Any]:
 
 
 def answer_rows(
-    arguments: EvaluateArguments, dataset: Any, rows: range, file: PredictionFile
+    arguments: EvaluateArguments,
+    dataset: Any,
+    rows: range,
+    file: PredictionFile,
+    images: ImageSettings,
 ) -> Outcome:
     """Loads the model and answers what the file does not hold yet."""
     run, parts = arguments.run, arguments.parts
@@ -100,6 +112,10 @@ def answer_rows(
         trust_remote_code=run.trust_remote_code,
         **parts["builder"].kwargs,
     )
+    tiling = Tiling(**run.tiling())
+    prepare_images(processor, images, tiling)
+    if tiling.is_given:
+        match_config(model.config, processor)
     print(f"devices: {sorted({str(device) for device in device_map.values()})}")
     texts = {
         "prompt": parts["prompt"].part,

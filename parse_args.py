@@ -27,6 +27,7 @@ from options.checks import (
 from options.command_line import Given, by_name, read_config, read_words, typed
 from options.fields import OptionError, check_limits, expand_paths, option_groups
 from options.help_text import help_text, list_parts
+from options.image_options import check_images
 from options.limits import check_words
 from options.memory_options import check_memory
 from options.number_options import check_numbers
@@ -142,6 +143,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
     check_memory(run)
     check_numbers(run, shards=run.dp_shard)
     check_part_training(run)
+    check_images(run)
     return TrainArguments(run=run, parts=parts, imports=imports)
 
 
@@ -152,6 +154,7 @@ def parse_evaluate_args(argv: Sequence[str] | None = None) -> EvaluateArguments:
     )
     check_limits(run)
     check_precision(run)
+    check_images(run)
     return EvaluateArguments(run=run, parts=parts, imports=imports)
 
 

@@ -23,12 +23,15 @@ from stageline.data.groups import (
     some_rows,
     whole_groups,
 )
+from stageline.data.image_settings import make_image_settings, using_images
 from stageline.data.lengths import padding_argument
 from stageline.data.loader import MicroBatchLoader
 from stageline.data.new_tokens import NewTokens
 from stageline.data.preflight import check_vocabulary, preflight
+from stageline.data.prepare_images import prepare_images
 from stageline.data.processor import get_pad_token_id, load_processor
 from stageline.data.sampler import StepSampler
+from stageline.data.tiling import Tiling, match_config
 from stageline.distributed.process_group import DistributedContext
 from stageline.errors import UserError
 from stageline.model_folder import load_config
@@ -60,11 +63,13 @@ class Data:
             )
         self.processor = load_processor(path, trust_remote_code=run.trust_remote_code)
         self.new_tokens = add_tokens(arguments, self.processor, path)
+        images = make_image_settings(**run.image_limits())
+        prepare_images(self.processor, images, Tiling(**run.tiling()))
         self.pad_token_id = get_pad_token_id(self.processor)
         dataset = parts["dataset"]
         make = functools.partial(dataset.part, dataset_path=run.dataset_path, **dataset.kwargs)
         self.bad_rows = BadRows(run.skip_bad_rows)
-        with leaving_out(self.bad_rows):
+        with leaving_out(self.bad_rows), using_images(images):
             self.train = make(split="train")
             self.test = make(split="test") if run.eval_samples else None
         if self.test is not None and run.eval_samples != "all":
@@ -183,6 +188,7 @@ def build_stages(
     context: DistributedContext,
     schedule: Schedule,
     *,
+    images: object = None,
     point: ResumePoint | None = None,
     new_tokens: NewTokens | None = None,
 ) -> list[torch.nn.Module]:
@@ -190,6 +196,7 @@ def build_stages(
 
     Args:
         new_tokens: what `Data` added to the tokenizer.
+        images: the processor of the data.
         point: a checkpoint in which whole models are. What is trained besides the weights of an
             adapter's base comes later, by `resume_step`.
     """
@@ -201,6 +208,7 @@ def build_stages(
     stages = [
         build_part(
             arguments,
+            images=images,
             stage=stage,
             num_stages=run.num_stages,
             partition=run.partition if isinstance(run.partition, list) else None,
@@ -221,8 +229,14 @@ def build_stages(
     return stages
 
 
-def build_part(arguments: TrainArguments, **changes: object) -> torch.nn.Module:
-    """Calls the train_model part with the options of the run, and `changes` of them."""
+def build_part(
+    arguments: TrainArguments, *, images: object = None, **changes: object
+) -> torch.nn.Module:
+    """Calls the train_model part with the options of the run, and `changes` of them.
+
+    Args:
+        images: the processor of the data, where the model has to know of its tiles.
+    """
     run, part = arguments.run, arguments.parts["train_model"]
     names = (
         "frozen_vit frozen_mlp frozen_llm frozen_lm_head vit_lora_num mlp_lora_num llm_lora_num "
@@ -240,6 +254,8 @@ def build_part(arguments: TrainArguments, **changes: object) -> torch.nn.Module:
         **part.kwargs,
     }
     model, _, _ = part.part(**{**options, **changes})
+    if Tiling(**run.tiling()).is_given:
+        match_config(model.config, images)
     return model
 
 
@@ -317,6 +333,7 @@ def make_loader(
         dp_degree=context.num_replicas,
         seed=run.seed,
         num_workers=run.num_workers,
+        pins=context.device.type == "cuda",
         start_step=start_step,
         shuffle=not is_evaluation,
         eval=is_evaluation,
@@ -345,6 +362,7 @@ def make_planner(
         functools.partial(
             build_part,
             arguments,
+            images=data.processor,
             checkpoint_path=None,
             is_piece=True,
             **rows_option(run, data.new_tokens),

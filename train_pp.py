@@ -160,7 +160,14 @@ def train(
     account = MemoryAccount(context.device, remedies)
     on_full_memory(account.describe)
     seed_everything(run.seed)
-    models = build_stages(arguments, context, schedule, point=point, new_tokens=data.new_tokens)
+    models = build_stages(
+        arguments,
+        context,
+        schedule,
+        images=data.processor,
+        point=point,
+        new_tokens=data.new_tokens,
+    )
     summaries = [summarize_stage(model, context) for model in models]
     replicas = join_replicas(models, context, shards=run.dp_shard)
     runner = PipelineRunner(

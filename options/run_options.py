@@ -11,6 +11,7 @@ from options.checkpoint_options import CheckpointOptions
 from options.data_options import DataOptions
 from options.fault_options import FaultOptions
 from options.fields import option
+from options.image_options import ImageOptions
 from options.machine_options import MachineOptions
 from options.memory_options import MemoryOptions
 from options.number_options import NumberOptions
@@ -141,6 +142,7 @@ class ProgressOptions:
 @dataclass(kw_only=True)
 class RunConfig(
     DataOptions,
+    ImageOptions,
     FaultOptions,
     MachineOptions,
     CheckpointOptions,
@@ -171,7 +173,7 @@ class RunConfig(
 
 
 @dataclass(kw_only=True)
-class EvaluateConfig(SharedOptions):
+class EvaluateConfig(ImageOptions, SharedOptions):
     """Evaluation"""
 
     output_dir: str = option(

@@ -14,7 +14,6 @@ from stageline.data.encode import Encoded, encode_rendered
 from stageline.data.image_rows import by_rows
 from stageline.data.images import (
     ImageExpander,
-    decode_image,
     expand_images,
     image_size,
 )
@@ -137,11 +136,7 @@ def _add_pixels(
     expander: ImageExpander,
     names: Sequence[str],
 ) -> None:
-    decoded = [
-        [decode_image(image, name=name) for image in row or ()]
-        for row, name in zip(images, names, strict=True)
-    ]
-    for key, value in expander.pixels(decoded).items():
+    for key, value in expander.decode_pixels([row or () for row in images], names).items():
         if key in batch:  # the other ranks believe the sizes: make sure that they may
             assert torch.equal(batch[key], value), f"{key} depends on pixels, not on sizes alone"
         batch[key] = value

@@ -126,6 +126,7 @@ class RunReport:
             warnings=result.warnings,
             loss_figures=result.figures,
             part_rates={p: result.learning_rate * scale for p, scale in self.lr_scales.items()},
+            data_wait=result.data_wait,
         )
         self.log.log_step(record)
 
