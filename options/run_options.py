@@ -15,6 +15,7 @@ from options.machine_options import MachineOptions
 from options.memory_options import MemoryOptions
 from options.number_options import NumberOptions
 from options.plan_options import PlanOptions
+from options.report_options import ReportOptions
 from options.shape_options import ShapeOptions
 
 
@@ -169,7 +170,7 @@ class RunConfig(
 
 
 @dataclass(kw_only=True)
-class EvaluateConfig(SharedOptions):
+class EvaluateConfig(ReportOptions, SharedOptions):
     """Evaluation"""
 
     output_dir: str = option(

@@ -12,6 +12,7 @@ from stageline.evaluation.predictions import PredictionFile
 Answer = Callable[..., list[dict[str, Any]]]
 # fields of a sample that go into its line: enough to compute any metric from the file
 KEPT_TYPES = (str, int, float, bool, list, type(None))
+KEPT_NAMES = ("groups",)
 
 
 def predict(
@@ -50,7 +51,11 @@ def predict(
 
 
 def _record(sample: dict[str, Any], prompt: str, result: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in sample.items() if isinstance(value, KEPT_TYPES)}
+    kept = {
+        name: value
+        for name, value in sample.items()
+        if isinstance(value, KEPT_TYPES) or name in KEPT_NAMES
+    }
     others = {name: value for name, value in result.items() if name != "text"}
     record = {"id": str(sample["id"]), "prediction": result["text"], "prompt": prompt}
     return {**record, **others, "sample": kept}

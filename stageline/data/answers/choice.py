@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from stageline.data.answers.directions import parse_directions
 from stageline.data.answers.negation import without_negated
 from stageline.data.answers.numbers import is_clock, parse_angle, parse_clock
-from stageline.data.answers.text import contains_words, normalize, read_answer, without_question
+from stageline.data.answers.text import clean, contains_words, read_answer, tidy, without_question
 from stageline.data.answers.truth import parse_truth
 
 Parse = Callable[[str], int | None]
@@ -37,10 +37,10 @@ def parse_choice(text: str, choices: Sequence[str], *, question: str | None = No
     text that contradicts it. Of several options in the text, one that holds the others counts
     ("top left" holds "left"); options after "not" don't.
     """
-    options = [normalize(choice) for choice in choices]
+    options = [tidy(clean(choice)) for choice in choices]
     said = _without_list(without_question(text, question), options)
-    if normalize(said) in options:
-        return options.index(normalize(said))
+    if tidy(said) in options:
+        return options.index(tidy(said))
     found = read_answer(said, lambda place: _read(place, options))
     return None if found == _OUTSIDE else found
 

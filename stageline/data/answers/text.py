@@ -37,6 +37,7 @@ _CONCLUSION = re.compile(
 _NEGATED_BEFORE = re.compile(r"(?:\bnot\b|n't\b|\bnever\b|\bdoubt\b)[^.;!?\n]*$")
 _SEGMENT_END = re.compile(r"[.;!](?=\s|$)|\n|\b(?:because|since|as it|given that|due to)\b")
 _SENTENCE_END = re.compile(r"[.;!](?=\s|$)|\n")
+_HAS_NO_SPACES = re.compile(r"[\u4e00-\u9fff]")
 _REASON = re.compile(r"\b(?:because|since|given that|due to)\b[^.;!?\n]*")
 _QUESTION = re.compile(r"(?:^|(?<=[.!?;\n]))[^.!?;\n]*\?+")
 _CANNOT = (
@@ -52,41 +53,55 @@ _REFUSAL = re.compile(
 )
 
 
-def clean(text: str) -> str:
-    """Lower case, plain quotes and widths, Chinese in English words; lines are kept.
+def plain(text: str) -> str:
+    """Lower case, plain quotes and widths, no markup; lines are kept.
 
-    What a model thought aloud is left out; a thought without an end says nothing. Of a very long
-    text the beginning and the end are kept.
+    What a model thought aloud is left out; a thought without an end says nothing.
     """
-    text = _without_thoughts(text.translate(_QUOTES))
-    if len(text) > MOST:
-        text = f"{text[: MOST // 2]}\n{text[-MOST // 2 :]}"
-    text = unicodedata.normalize("NFKC", text)
-    text = _LATEX_TEXT.sub(r"\1", text)
-    text = _TAGGED.sub(lambda found: f"\nanswer is {found[1] or found[2]}\n", text)
-    text = re.sub(r"\[([a-z])\]", r"(\1)", re.sub(r"[*_#$]+", " ", text.lower()))
-    text = to_english(text)
+    text = unicodedata.normalize("NFKC", _without_thoughts(text.translate(_QUOTES)))
+    if "\\" in text:
+        text = _LATEX_TEXT.sub(r"\1", text.replace("$", " "))
+    text = _TAGGED.sub(lambda found: f"\nanswer is {found[1] or found[2]}\n", text).lower()
+    text = re.sub(r"[*_]+|^#+", " ", text, flags=re.M)
     text = re.sub(r"[^\S\n]+", " ", text)
-    return re.sub(r"\s*\n\s*", "\n", text).strip()
+    return re.sub(r" ?\n[ \n]*", "\n", text).strip()
+
+
+def clean(text: str) -> str:
+    """`plain` with the Chinese words of answers in English, and "[b]" as "(b)"."""
+    text = re.sub(r"\[([a-z])\]", r"(\1)", to_english(plain(text)))
+    return re.sub(r"[^\S\n]+", " ", text).strip()
 
 
 def normalize(text: str) -> str:
-    """`clean` on one line and without outer punctuation."""
-    return re.sub(r"\s+", " ", clean(text)).strip(" .,;:!?\"'")
+    """`plain` on one line and without outer punctuation."""
+    return tidy(plain(text))
+
+
+def tidy(text: str) -> str:
+    """On one line and without outer punctuation."""
+    return re.sub(r"\s+", " ", text).strip(" .,;:!?\"'。，！？")
 
 
 def contains_words(text: str, words: str) -> bool:
     """Whether normalized `words` stand in normalized `text` as whole words."""
+    if _HAS_NO_SPACES.search(words):
+        return words in text
     return bool(words) and re.search(rf"(?<!\w){re.escape(words)}(?!\w)", text) is not None
 
 
 def says_nothing(text: str) -> bool:
     """Whether a text is empty or only says that it does not know."""
-    return re.search(r"\w", _REFUSAL.sub(" ", normalize(text)).replace("but", "")) is None
+    return re.search(r"\w", _REFUSAL.sub(" ", clean(text)).replace("but", "")) is None
 
 
 def without_question(text: str, question: str | None) -> str:
-    """The cleaned text without the question that it begins with, said again word by word."""
+    """The cleaned text without the question that it begins with, said again word by word.
+
+    Of a very long text the beginning and the end are kept.
+    """
+    if len(text) > MOST:
+        text = f"{text[: MOST // 2]}\n{text[-MOST // 2 :]}"
     said, asked = clean(text), clean(question or "")
     if asked and said.startswith(asked):
         return said[len(asked) :].strip()

@@ -3,9 +3,10 @@
 import re
 
 from stageline.data.answers.text import (
+    clean,
     contains_words,
-    normalize,
     read_answer,
+    tidy,
     without_question,
     without_refusals,
 )
@@ -63,7 +64,7 @@ def parse_truth(
     found = read_answer(said, _read, is_verdict=True)
     if found is not None or statement is None:
         return found
-    return _compare_statement(normalize(without_refusals(said)), normalize(statement))
+    return _compare_statement(tidy(without_refusals(said)), tidy(clean(statement)))
 
 
 def _read(place: str) -> bool | None:
