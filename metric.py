@@ -127,8 +127,7 @@ def rotate_qa(predictions: Predictions, samples: Samples) -> dict[str, Any]:
     def judge(text: str, sample: dict[str, Any]) -> bool | None:
         if sample.get("choices"):
             return _judge_choice(text, sample)
-        question = sample.get("question")
-        verdicts = [_says_the_same(text, answer, question) for answer in _answers(sample)]
+        verdicts = [_says_the_same(text, answer, sample) for answer in _answers(sample)]
         return True if True in verdicts else False if False in verdicts else None
 
     return _score(predictions, samples, judge)
@@ -155,21 +154,29 @@ def _judge_words(text: str, answers: Sequence[str]) -> bool | None:
     return None if says_nothing(text) else False
 
 
-def _says_the_same(text: str, answer: str, question: str | None) -> bool | None:
-    """Compares as what the answer is: a clock position, a direction, an angle, or words."""
-    if is_clock(answer):
-        return _same(parse_clock(text, question=question), parse_clock(answer))
-    directions = parse_directions(answer)
-    if directions:
-        return _same(parse_directions(text, question=question) or None, directions)
-    angle = parse_angle(answer, question=question)
-    if angle is not None:
-        return _same(parse_angle(text, question=question), angle)
-    truth = parse_truth(answer)
-    if truth is not None:
-        return _same(parse_truth(text, question=question), truth)
-    return normalize(text) == answer or (None if says_nothing(text) else False)
+def _says_the_same(text: str, answer: str, sample: dict[str, Any]) -> bool | None:
+    """Compares as the sample's task says, or else as what the answer is."""
+    task, question = sample.get("task"), sample.get("question")
+    read = _READERS.get(task or "") or next(
+        (read for kind, read in _READERS.items() if _is(kind, answer)), None
+    )
+    if read is None:
+        return normalize(text) == answer or (None if says_nothing(text) else False)
+    said = read(text, question=question)
+    return None if said in (None, frozenset()) else said == read(answer, question=question)
 
 
-def _same(said: Any, right: Any) -> bool | None:
-    return None if said is None else said == right
+# task of a rotated picture -> what reads its answers; in the order in which an answer is tried
+_READERS: dict[str, Callable[..., Any]] = {
+    "clock": parse_clock,
+    "direction": parse_directions,
+    "angle": parse_angle,
+    "yes_no": parse_truth,
+}
+
+
+def _is(kind: str, answer: str) -> bool:
+    """Whether an answer is of a kind; a bare number is an angle rather than a clock position."""
+    if kind == "clock":
+        return is_clock(answer)
+    return _READERS[kind](answer) not in (None, frozenset())

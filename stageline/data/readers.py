@@ -149,7 +149,8 @@ class RowsDataset:
         sample["source"] = row.source
         if names is None:
             return None, sample
-        return [self._folders.open(name, source=row.source) for name in names], sample
+        place = f"{row.source}: sample {sample['id']}"
+        return [self._folders.open(name, source=place) for name in names], sample
 
     def describe(self, index: int) -> str:
         """File and line of a row."""

@@ -69,7 +69,7 @@ def compare(
         }
 
     groupings = {
-        grouping: {name: over(rows, f"{grouping} {name}") for name, rows in sorted(groups.items())}
+        grouping: {name: over(rows, name) for name, rows in sorted(groups.items())}
         for grouping, groups in collect_groupings(samples).items()
     }
     return {**over(range(len(samples)), "all"), "groupings": groupings}

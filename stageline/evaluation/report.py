@@ -43,13 +43,13 @@ def make_report(
     samples = samples if samples is not None else [{}] * len(figures["per_sample"])
     shares = _Shares(figures, collect_clusters(samples), bootstrap or Bootstrap())
     groupings = {
-        grouping: shares.of_groups(groups, grouping)
+        grouping: shares.of_groups(groups)
         for grouping, groups in collect_groupings(samples).items()
     }
     others = {name: value for name, value in figures.items() if name not in _TAKEN}
     return {
         **shares.of(range(len(figures["per_sample"])), "all"),
-        "groups": shares.of_groups(figures.get("groups", {}), "group"),
+        "groups": shares.of_groups(figures.get("groups", {})),
         "groupings": groupings,
         **others,
         "bootstrap": shares.described(),
@@ -84,11 +84,9 @@ class _Shares:
             share["unparsed_share"] = share["num_unparsed"] / len(scores) if scores else None
         return share
 
-    def of_groups(self, groups: dict[str, list[int]], grouping: str) -> dict[str, Any]:
+    def of_groups(self, groups: dict[str, list[int]]) -> dict[str, Any]:
         """The same for each group of a grouping."""
-        return {
-            name: self.of(indices, f"{grouping} {name}") for name, indices in sorted(groups.items())
-        }
+        return {name: self.of(indices, name) for name, indices in sorted(groups.items())}
 
     def described(self) -> dict[str, Any]:
         """How the intervals were drawn."""
@@ -104,7 +102,9 @@ def write_report(report: dict[str, Any], path: str | Path) -> None:
     """Writes report.json; a torn write leaves the old one."""
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(report, indent=2, ensure_ascii=False, default=str) + "\n")
+    temporary.write_text(
+        json.dumps(report, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8"
+    )
     os.replace(temporary, path)
 
 
@@ -114,7 +114,7 @@ def tables(report: dict[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
     `group` is left out where another grouping has the same groups.
     """
     groupings = dict(report["groupings"])
-    if report["groups"] not in groupings.values():
+    if not groupings or (report["groups"] and report["groups"] not in groupings.values()):
         groupings = {"group": report["groups"], **groupings}
     for grouping, groups in groupings.items():
         rows = [*groups.items(), ("all", report)]

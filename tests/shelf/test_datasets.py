@@ -309,7 +309,7 @@ def test_missing_files_are_named(tmp_path):
         ("vsr", {"label": "maybe"}, "label is 'maybe'"),
         ("vsr", {"caption": None}, "'caption' is missing"),
         ("spatial_mm", {"answer": "E. up"}, "names none of the 2 options"),
-        ("whats_up", {"caption_options": ["one"]}, "captions are"),
+        ("whats_up", {"caption_options": ["one"]}, "options are"),
         ("rotate_qa", {"rotation": "ninety"}, "rotation is 'ninety'"),
         ("rotate_caption", {"caption": 5}, "'caption' is 5"),
     ],
