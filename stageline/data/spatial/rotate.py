@@ -1,5 +1,6 @@
 """Pictures that may be rotated: questions about them, and captions."""
 
+import math
 from typing import Any
 
 from PIL import Image
@@ -171,8 +172,9 @@ def _choices(row: Named, answer: str, options: Any) -> dict[str, Any]:
 
 def _rotation(row: Named) -> int | float:
     rotation = row.data.get("rotation", 0)
-    if isinstance(rotation, int | float) and not isinstance(rotation, bool):
-        return rotation
+    is_number = isinstance(rotation, int | float) and not isinstance(rotation, bool)
+    if is_number and math.isfinite(rotation):
+        return int(rotation) if rotation == int(rotation) else rotation  # 90.0 is the group of 90
     raise row.bad(
         f"the rotation is {rotation!r}. Degrees clockwise were expected, as a number, because "
         "figures are given by it"
