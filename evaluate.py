@@ -15,15 +15,30 @@ import torch
 from options.command_line import typed
 from parse_args import EvaluateArguments, parse_evaluate_args, save_config
 from register import freeze_registers, import_shelf
+from stageline.data.bad_rows import BadRows, leaving_out
 from stageline.data.image_settings import ImageSettings, make_image_settings, using_images
 from stageline.data.prepare_images import prepare_images
 from stageline.data.tiling import Tiling, match_config
 from stageline.distributed.failure import run_entry
 from stageline.errors import RemoteError, UserError
+from stageline.evaluation.bootstrap import Bootstrap
+from stageline.evaluation.compare import (
+    compare,
+    comparison_markdown,
+    format_comparison,
+    read_other,
+)
 from stageline.evaluation.predictions import PredictionFile, fingerprint
-from stageline.evaluation.report import format_report, make_report, write_report
+from stageline.evaluation.report import (
+    format_report,
+    make_report,
+    report_markdown,
+    write_report,
+)
 from stageline.evaluation.runner import Outcome, check_ids, predict
+from stageline.evaluation.same_samples import check_same_samples
 from stageline.evaluation.usage import format_usage, usage_of
+from stageline.plotting.groups import plot_groups
 from stageline.plotting.pictures import caption, plot_predictions
 
 SHELF = ("models", "prompt", "prompt_fn", "dataset", "metric")
@@ -43,13 +58,17 @@ def main() -> int:
             "runs/digits/checkpoints/step-00000400."
         )
     images = make_image_settings(**run.image_limits())
-    with using_images(images):
+    with using_images(images), leaving_out(BadRows(run.skip_bad_rows)) as bad_rows:
         dataset = parts["dataset"].part(dataset_path=run.dataset_path, **parts["dataset"].kwargs)
     rows = range(min(len(dataset), run.limit or len(dataset)))
     check_ids(dataset, rows)
+    if run.compare_with:  # what can't be compared is told before hours of generation
+        read_other(run.compare_with, [dataset[row][1] for row in rows])
     if run.check_only:
         return 0
     folder = Path(run.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    bad_rows.write(folder / "bad_rows.jsonl")
     save_config(arguments, folder / "config.yaml")
     settings = answer_settings(arguments)
     file = PredictionFile(folder / "predictions.jsonl", settings_key=fingerprint(settings))
@@ -82,6 +101,7 @@ def answer_settings(arguments: EvaluateArguments) -> dict[str, Any]:
     left_out = {
         *("output-dir", "limit", "batch-size", "num-devices", "visual-gpu-ratio", "metric"),
         *("image-cache", "image-cache-gib", "max-image-pixels", "max-images-per-sample"),
+        *("compare-with", "bootstrap-resamples", "bootstrap-seed", "skip-bad-rows"),
     }
     for name, chosen in arguments.parts.items():
         without_effect = getattr(chosen.part, "without_effect", ())
@@ -99,7 +119,9 @@ def answer_rows(
 ) -> Outcome:
     """Loads the model and answers what the file does not hold yet."""
     run, parts = arguments.run, arguments.parts
-    if all(str(dataset[row][1]["id"]) in file.records for row in rows):
+    samples = [dataset[row][1] for row in rows]
+    check_same_samples(file.records, samples, path=file.path)
+    if all(str(sample["id"]) in file.records for sample in samples):
         print(f"{file.path} holds all {len(rows)} predictions already")
         return Outcome()
     model, processor, device_map = parts["builder"].part(
@@ -149,20 +171,40 @@ def report_on(
     file: PredictionFile,
     settings: dict[str, Any],
 ) -> None:
-    """Computes the metric from the file; writes report.json and predictions.png."""
-    metric, folder = arguments.parts["metric"], file.path.parent
+    """Computes the metric from the file; writes report.json, report.md and the pictures."""
+    run, metric, folder = arguments.run, arguments.parts["metric"], file.path.parent
+    bootstrap = Bootstrap(run.bootstrap_resamples, run.bootstrap_seed)
     pairs = [dataset[row] for row in rows]
-    predictions = [file.records[str(sample["id"])] for _, sample in pairs]
-    figures = metric.part(predictions, [sample for _, sample in pairs], **metric.kwargs)
+    samples = [sample for _, sample in pairs]
+    predictions = [file.records[str(sample["id"])] for sample in samples]
+    figures = metric.part(predictions, samples, **metric.kwargs)
     usage = usage_of(predictions)
     if usage:
         figures["usage"] = usage
         print(format_usage(usage))
-    report = make_report(figures, settings={**settings, "metric": metric.key})
+    report = make_report(
+        figures,
+        settings={**settings, "metric": metric.key},
+        samples=samples,
+        bootstrap=bootstrap,
+    )
+    report["num_rows"] = len(dataset)  # more than samples where --limit was given
+    shown, pages = [format_report(report)], [report_markdown(report)]
+    if run.compare_with:
+        others = metric.part(read_other(run.compare_with, samples), samples, **metric.kwargs)
+        compared = compare(
+            figures["per_sample"], others["per_sample"], samples, bootstrap=bootstrap
+        )
+        report["comparison"] = {"with": run.compare_with, **compared}
+        shown.append(format_comparison(compared))
+        pages.append(comparison_markdown(report["comparison"]))
     write_report(report, folder / "report.json")
-    print(format_report(report))
+    (folder / "report.md").write_text("\n".join(pages), encoding="utf-8")
+    print("\n\n".join(shown))
+    plot_groups(report, folder / "groups.png")
     draw(pairs, predictions, figures["per_sample"], folder / "predictions.png")
-    print(f"report.json, predictions.jsonl and predictions.png are in {folder}")
+    names = "report.json, report.md, predictions.jsonl, predictions.png and groups.png"
+    print(f"{names} are in {folder}")
 
 
 def draw(

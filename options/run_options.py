@@ -17,6 +17,7 @@ from options.memory_options import MemoryOptions
 from options.number_options import NumberOptions
 from options.part_training_options import PartTrainingOptions
 from options.plan_options import PlanOptions
+from options.report_options import ReportOptions
 from options.shape_options import ShapeOptions
 
 
@@ -173,7 +174,7 @@ class RunConfig(
 
 
 @dataclass(kw_only=True)
-class EvaluateConfig(ImageOptions, SharedOptions):
+class EvaluateConfig(ReportOptions, ImageOptions, SharedOptions):
     """Evaluation"""
 
     output_dir: str = option(

@@ -15,6 +15,7 @@ Answers = Sequence[Result] | Iterator[tuple[int, Result]]
 Answer = Callable[..., Answers]
 # fields of a sample that go into its line: enough to compute any metric from the file
 KEPT_TYPES = (str, int, float, bool, list, type(None))
+KEPT_NAMES = ("groups",)
 
 
 @dataclass
@@ -84,7 +85,11 @@ def _as_they_come(answers: Answers) -> Iterator[list[tuple[int, Result]]]:
 
 
 def _record(sample: dict[str, Any], prompt: str, result: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in sample.items() if isinstance(value, KEPT_TYPES)}
+    kept = {
+        name: value
+        for name, value in sample.items()
+        if isinstance(value, KEPT_TYPES) or name in KEPT_NAMES
+    }
     others = {name: value for name, value in result.items() if name != "text"}
     record = {"id": str(sample["id"]), "prediction": result.get("text"), "prompt": prompt}
     return {**record, **others, "sample": kept}
