@@ -125,3 +125,23 @@ def test_the_export_computes_the_same_and_knows_the_tokens(job, merges, tmp_path
     delta = next(v for n, v in rows.items() if "embed_tokens.token_adapter" in n)
     assert torch.equal(model.get_input_embeddings().weight[size:], delta)
     assert model.get_output_embeddings().weight.shape[0] == size + 2
+
+
+def test_rows_alone_in_a_model_that_started_at_random(tmp_path):
+    """Resumed on another number of stages; the folder is a model with its tokenizer."""
+    job = Job(tmp_path, tied=True)
+    start = ("--model-path", "", "--config-path", job.model, "--processor-path", job.model)
+    options = (*start, "--total-steps", 4, "--new-tokens", ",".join(TOKENS), "--train-new-tokens")
+    assert job.fork("one", *options).code == 0
+    before = checkpoint(job, "one", step=2)
+    options = (*options, "--num-stages", 1, "--resume", before)
+    done = job.fork("two", *options, ranks=1)
+    assert done.code == 0, done.err
+    one, two = (saved_tensors(checkpoint(job, name)) for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-5, atol=1e-6)
+    size = len(get_tokenizer(load_processor(job.model)))
+    assert one["/model.embed_tokens.weight"].shape[0] == size + 2
+    model, processor, _ = auto(str(checkpoint(job, "two")))
+    assert model.config.vocab_size == size + 2 == len(processor)
