@@ -4,6 +4,7 @@ Micro-batches are never cut out of a larger tensor: image tensors have other fir
 """
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -17,6 +18,8 @@ from stageline.data.step_maker import MicroBatch, PackedStepMaker, StepMaker
 from stageline.data.workers import end_with_rank
 from stageline.errors import UserError
 from stageline.seeds import derive_seed
+
+_CAN_FORK = sys.platform == "linux"
 
 
 class MicroBatchLoader:
@@ -127,6 +130,8 @@ class MicroBatchLoader:
             collate_fn=_as_it_is,
             num_workers=self.num_workers,
             worker_init_fn=end_with_rank,
+            # some processors cannot be pickled; Python 3.14 would no longer fork by itself
+            multiprocessing_context="fork" if self.num_workers and _CAN_FORK else None,
             # a step is made while the one before is computed; more would hold more pixels
             prefetch_factor=1 if self.num_workers else None,
             persistent_workers=self.num_workers > 0,
