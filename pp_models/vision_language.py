@@ -10,12 +10,13 @@ from transformers import AutoModelForImageTextToText
 from pp_models.base import StageModel
 from pp_models.causal_lm import CausalLMStage, add_family
 from pp_models.packing import is_packed, multimodal_positions
+from pp_models.vision_stages import VisionStages
 from register import train_model_register
 
 PIXEL_INPUTS = ("pixel_values", "pixel_attention_mask")
 
 
-class VisionLanguageStage(CausalLMStage):
+class VisionLanguageStage(VisionStages, CausalLMStage):
     """A stage of a model with a vision tower; the generic one serves most architectures."""
 
     auto_class = AutoModelForImageTextToText
