@@ -3,7 +3,6 @@
 Most cases chain all stages in this process, with the engine's own passes and borders.
 """
 
-import itertools
 from contextlib import nullcontext
 
 import pytest
@@ -15,7 +14,6 @@ from loss_fn import sft
 from pp_models import VisionLanguageStage
 from pp_models.vision_language import MultimodalRotaryStage
 from stageline.checkpoint.load import load_split_model
-from stageline.errors import UserError
 from stageline.pipeline.actions import Kind
 from stageline.pipeline.plan import grad_flow
 from stageline.pipeline.stage_passes import StagePasses, model_inputs
