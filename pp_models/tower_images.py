@@ -9,6 +9,7 @@ Shapes: P tiles or images, N patches of one, H hidden size.
 import torch
 from transformers import PretrainedConfig
 
+from pp_models.placeholder_image import placeholder_inputs
 from stageline.errors import UserError
 
 Batch = dict[str, torch.Tensor]
@@ -35,7 +36,7 @@ class TowerImages:
     def __init__(self, config: PretrainedConfig) -> None:
         self.config = config
         self.vision = vision = config.vision_config
-        self.width: int = vision.hidden_size
+        self.width: int = getattr(vision, "embed_dim", None) or vision.hidden_size
         self.num_blocks: int = getattr(vision, "num_hidden_layers", None) or vision.depth
         self.deepstack: list[int] = list(getattr(vision, "deepstack_visual_indexes", None) or ())
 
@@ -52,7 +53,14 @@ class TowerImages:
 
     def hidden_shape(self, batch: Batch) -> tuple[int, ...]:
         """Of the tower's hidden states; without an image, of those of a blank one."""
-        return self.example_shape(max(1, self.num_tokens(batch) // self.tile_tokens()))
+        num_tokens = self.num_tokens(batch)
+        if num_tokens == 0:
+            return self.blank_shape()
+        return self.example_shape(num_tokens // self.tile_tokens())
+
+    def blank_shape(self) -> tuple[int, ...]:
+        """Of the hidden states of a blank image."""
+        return self.example_shape(1)
 
     def example_shape(self, num_images: int) -> tuple[int, ...]:
         """Of the hidden states of so many small images."""
@@ -71,27 +79,23 @@ class TowerImages:
         """Pixels of a row of a tile."""
         return _one(self.vision.image_size)
 
-    def blank(self, like: torch.Tensor) -> Batch:
-        """All image inputs of one blank image, where a micro-batch has none."""
-        return {"pixel_values": self.pixels(1, like), **self.blank_integers(like)}
-
-    def blank_integers(self, like: torch.Tensor) -> Batch:
-        """The integers that belong to a blank image."""
-        return {}
-
-    def pixels(self, num_tiles: int, like: torch.Tensor) -> torch.Tensor:
+    def pixels(self, hidden: torch.Tensor) -> torch.Tensor:
         """Pixels of the right shape without a content, and without memory; none is zero."""
         size = self.tile_size()
         # the one number is shared, so that a thousand tiles cost nothing
-        return like.new_ones(1, dtype=torch.float32).expand(num_tiles, 3, size, size)
+        return hidden.new_ones(1).expand(len(hidden), 3, size, size)
 
     def refill(self, hidden: torch.Tensor, batch: Batch) -> Batch:
         """Image inputs for a stage that gets hidden states; of the pixels the shape counts."""
         integers = {name: batch[name] for name in self.integers if name in batch}
-        return {
-            "pixel_values": self.pixels(len(hidden), hidden),
-            **(integers or self.blank_integers(hidden)),
-        }
+        if not integers and self.integers:
+            blank = self.blank(hidden)
+            integers = {name: blank[name] for name in self.integers}
+        return {"pixel_values": self.pixels(hidden), **integers}
+
+    def blank(self, like: torch.Tensor, dtype: torch.dtype = torch.float32) -> Batch:
+        """All image inputs of one small image, where a micro-batch has none."""
+        return placeholder_inputs(self.config, dtype=dtype, device=like.device)
 
     def earliest_state(self) -> int:
         """The first of the tower's hidden states that is projected; 0 is before its first block."""
@@ -122,8 +126,12 @@ class Idefics3Images(TowerImages):
     def tile_tokens(self) -> int:
         return (self.tile_side() // self.config.scale_factor) ** 2
 
-    def pixels(self, num_tiles: int, like: torch.Tensor) -> torch.Tensor:
-        return super().pixels(num_tiles, like)[None]
+    def blank_shape(self) -> tuple[int, ...]:
+        return 1, self.config.scale_factor**2, self.width
+
+    def pixels(self, hidden: torch.Tensor) -> torch.Tensor:
+        size = int(hidden.shape[1] ** 0.5) * self.vision.patch_size
+        return hidden.new_ones(1).expand(1, len(hidden), 3, size, size)
 
 
 class LlavaImages(TowerImages):
@@ -151,22 +159,18 @@ class LlavaNextImages(LlavaImages):
     integers = ("image_sizes",)
 
     def hidden_shape(self, batch: Batch) -> tuple[int, ...]:
-        sizes = batch.get("image_sizes")
-        return self.example_shape(1 if sizes is None else self._num_tiles(sizes))
+        if "image_sizes" not in batch:
+            return self.blank_shape()
+        return self.example_shape(self._num_tiles(batch["image_sizes"].tolist()))
 
-    def blank_integers(self, like: torch.Tensor) -> Batch:
-        return {"image_sizes": torch.full((1, 2), self.tile_size(), device=like.device)}
+    def blank_shape(self) -> tuple[int, ...]:
+        return self.example_shape(self._num_tiles([[self.tile_size()] * 2]))
 
-    def blank(self, like: torch.Tensor) -> Batch:
-        integers = self.blank_integers(like)
-        pixels = self.pixels(self._num_tiles(integers["image_sizes"]), like)
-        return {"pixel_values": pixels[None], **integers}
-
-    def _num_tiles(self, sizes: torch.Tensor) -> int:
+    def _num_tiles(self, sizes: list[list[int]]) -> int:
         from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
         pinpoints, size = self.config.image_grid_pinpoints, self.tile_size()
-        return sum(image_size_to_num_patches(each, pinpoints, size) for each in sizes.tolist())
+        return sum(image_size_to_num_patches(each, pinpoints, size) for each in sizes)
 
 
 class GridImages(TowerImages):
@@ -177,23 +181,13 @@ class GridImages(TowerImages):
 
     def hidden_shape(self, batch: Batch) -> tuple[int, ...]:
         grid = batch.get("image_grid_thw")
-        return self.example_shape(1) if grid is None else (int(grid.prod(-1).sum()), self.width)
+        return self.blank_shape() if grid is None else (int(grid.prod(-1).sum()), self.width)
 
     def example_shape(self, num_images: int) -> tuple[int, ...]:
         return num_images * self.vision.spatial_merge_size**2, self.width
 
-    def blank_integers(self, like: torch.Tensor) -> Batch:
-        side = self.vision.spatial_merge_size
-        return {"image_grid_thw": torch.tensor([[1, side, side]], device=like.device)}
-
-    def blank(self, like: torch.Tensor) -> Batch:
-        num_patches, _ = self.example_shape(1)
-        return {"pixel_values": self.pixels(num_patches, like), **self.blank_integers(like)}
-
-    def pixels(self, num_tiles: int, like: torch.Tensor) -> torch.Tensor:
-        vision = self.vision
-        numbers = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        return like.new_ones(1, dtype=torch.float32).expand(num_tiles, numbers)
+    def pixels(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden  # as many rows as patches is all that counts
 
     def earliest_state(self) -> int:
         return self.num_blocks
@@ -205,7 +199,9 @@ FAMILIES: dict[str, type[TowerImages]] = {
     "internvl": InternVLImages,
     "llava": LlavaImages,
     "llava_next": LlavaNextImages,
+    "qwen2_vl": GridImages,
     "qwen2_5_vl": GridImages,
+    "qwen3_vl": GridImages,
     "smolvlm": Idefics3Images,
 }
 

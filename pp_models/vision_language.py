@@ -1,15 +1,17 @@
 """Stages of vision-language models: tower and projector on stage 0, decoder layers on all.
 
 Stage 0 scatters the image features into the embeddings, with the model's own code. Later stages
-get hidden states, and rebuild masks and positions from the integers of the micro-batch.
+get hidden states, and rebuild masks and positions from the integers of the micro-batch: Gemma3
+sees by `token_type_ids`, which every stage has, where a picture's tokens see each other.
 """
 
 import torch
+from torch import nn
 from transformers import AutoModelForImageTextToText
 
-from pp_models.base import StageModel
 from pp_models.causal_lm import CausalLMStage, add_family
 from pp_models.packing import is_packed, multimodal_positions
+from pp_models.placeholder_image import run_placeholder, with_zero_gradients
 from pp_models.vision_stages import VisionStages
 from register import train_model_register
 
@@ -30,9 +32,34 @@ class VisionLanguageStage(VisionStages, CausalLMStage):
         images = (*PIXEL_INPUTS, *self.image_inputs)
         return {name: value for name, value in inputs.items() if name not in images}
 
+    def forward(
+        self, hidden_or_ids: torch.Tensor, *extras: torch.Tensor, **batch: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        has_tower = self.paths.vision_tower and not self.vision_stages
+        if not (self.is_first and has_tower) or PIXEL_INPUTS[0] in batch:
+            return super().forward(hidden_or_ids, *extras, **batch)
+        weights = [weight for weight in self.front_weights() if weight.requires_grad]
+        output = super().forward(hidden_or_ids, *extras, **batch)
+        run_placeholder(self.whole, self.get_submodule(self.paths.vision_tower), weights)
+        if not torch.is_grad_enabled():
+            return output
+        if isinstance(output, tuple):
+            return with_zero_gradients(output[0], weights), *output[1:]
+        return with_zero_gradients(output, weights)
+
+    def front_weights(self) -> list[nn.Parameter]:
+        """The weights of tower and projector that this stage has."""
+        weights: dict[nn.Parameter, None] = {}
+        for path in (*self.parts()["vit"], *self.parts()["mlp"]):
+            parent, _, name = path.rpartition(".")
+            found = getattr(self.get_submodule(parent), name)
+            found = [found] if isinstance(found, nn.Parameter) else found.parameters()
+            weights.update(dict.fromkeys(found))
+        return list(weights)
+
 
 class MultimodalRotaryStage(VisionLanguageStage):
-    """A stage whose rotary positions have three axes (time, height, width): Qwen2-VL, Qwen2.5-VL.
+    """A stage whose rotary positions have three axes (time, height, width): the Qwen-VL models.
 
     Positions depend on the token ids, which later stages do not embed: every stage computes them
     from the micro-batch with the model's own function.
@@ -57,7 +84,7 @@ class MultimodalRotaryStage(VisionLanguageStage):
 @train_model_register("vision_language")
 def vision_language(
     *, attn_implementation: str | None = None, **kwargs: object
-) -> tuple[StageModel, object, int]:
+) -> tuple[VisionLanguageStage, object, int]:
     """Any vision-language model of transformers with one list of decoder layers.
 
     Args:
@@ -66,17 +93,23 @@ def vision_language(
     return VisionLanguageStage.build(attn_implementation=attn_implementation, **kwargs)
 
 
-VISION_LANGUAGE_MODELS = {
-    "internvl": (VisionLanguageStage, ("internvl",)),
-    "llava": (VisionLanguageStage, ("llava",)),
-    "qwen2_5_vl": (MultimodalRotaryStage, ("qwen2_5_vl",)),
-    "idefics3": (VisionLanguageStage, ("idefics3", "smolvlm")),
-}
+VISION_LANGUAGE_MODELS: dict[str, tuple[type[VisionLanguageStage], tuple[str, ...]]] = {}
 
-for _key, (_stage_class, _model_types) in VISION_LANGUAGE_MODELS.items():
-    add_family(
-        _stage_class,
-        _key,
-        _model_types,
-        f"The vision-language model {_key}; refuses any other architecture.",
-    )
+
+def add_vision_family(
+    key: str, stage_class: type[VisionLanguageStage], model_types: tuple[str, ...]
+) -> None:
+    """Puts a family on the shelf: `stage_class` under `key`, for configs of `model_types` alone."""
+    VISION_LANGUAGE_MODELS[key] = (stage_class, model_types)
+    text = f"The vision-language model {key}; refuses any other architecture."
+    add_family(stage_class, key, model_types, text)
+
+
+add_vision_family("internvl", VisionLanguageStage, ("internvl",))
+add_vision_family("llava", VisionLanguageStage, ("llava",))
+add_vision_family("llava_next", VisionLanguageStage, ("llava_next",))
+add_vision_family("qwen2_vl", MultimodalRotaryStage, ("qwen2_vl",))
+add_vision_family("qwen2_5_vl", MultimodalRotaryStage, ("qwen2_5_vl",))
+add_vision_family("idefics3", VisionLanguageStage, ("idefics3", "smolvlm"))
+add_vision_family("smolvlm", VisionLanguageStage, ("smolvlm",))
+add_vision_family("gemma3_vl", VisionLanguageStage, ("gemma3",))

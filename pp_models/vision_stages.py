@@ -20,6 +20,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from pp_models.causal_lm import _replace
+from pp_models.placeholder_image import with_zero_gradients
 from pp_models.tower_images import Batch, TowerImages, tower_images
 from stageline.errors import UserError
 from stageline.modules.pass_through import PassThrough, ZeroEmbedding
@@ -144,18 +146,18 @@ class VisionStages:
             super().prune(whole)
             return
         paths = self.paths
-        tower, projector = (
-            whole.get_submodule(path) for path in (paths.vision_tower, paths.projector)
-        )
+        front = (paths.vision_tower, paths.projector, *paths.beside_projector)
+        kept = {path: _get(whole, path) for path in front}
         super().prune(whole)
         if not self.is_tower:
-            whole.set_submodule(paths.projector, PassThrough())
-            whole.set_submodule(paths.vision_tower, PassThrough())
+            for path in reversed(front):
+                _replace(whole, path)
             return
-        whole.set_submodule(paths.vision_tower, tower)
+        tower = kept[paths.vision_tower]
+        for path, found in kept.items():
+            if self.is_last_of_tower or found is tower or path.endswith(DEEPSTACK):
+                _put(whole, path, found)
         self._prune_tower(tower)
-        if self.is_last_of_tower:
-            whole.set_submodule(paths.projector, projector)
 
     def _prune_tower(self, tower: nn.Module) -> None:
         path, own = _find_blocks(tower, self.config), self.tower_layers
@@ -207,22 +209,23 @@ class VisionStages:
         if self.images.gives_list:
             features = torch.cat(list(features))
         features = features.reshape(-1, features.shape[-1])
-        if not self.images.has_images(batch):
-            features = features[:1]  # of the blank image, so that all know how many
-        return features, *made
+        # of a blank image one row, so that all know how many
+        return features if self.images.has_images(batch) else features[:1], *made
 
     def _image_inputs(self, ids_or_hidden: torch.Tensor, batch: Batch) -> Batch:
         if self.stage > 0:
             return self.images.refill(ids_or_hidden, batch)
         if "pixel_values" not in batch:
-            return self.images.blank(ids_or_hidden)
+            return self.images.blank(ids_or_hidden, self.dtype)
         names = ("pixel_values", "pixel_attention_mask", *self.images.integers)
         return {name: batch[name] for name in names if name in batch}
 
     @contextmanager
     def _arriving(self, came: torch.Tensor, branches: Tensors) -> Iterator[list[torch.Tensor]]:
         """Puts what came where it is wanted; collects the features that branch off so far."""
-        tower, made = self.get_submodule(self.paths.vision_tower), list(branches)
+        tower = self.get_submodule(self.paths.vision_tower)
+        # cloned: an input that is handed on as it came would have no pass of its own
+        made = [branch.clone() for branch in branches]
         mergers = list(getattr(tower, DEEPSTACK, ()))
         values = {id(merger): branch for merger, branch in zip(mergers, branches, strict=False)}
         arrivals = [module for module in tower.modules() if isinstance(module, Arrival)]
@@ -246,7 +249,10 @@ class VisionStages:
         batch = {name: value for name, value in batch.items() if not name.startswith("pixel")}
         if not self.images.has_images(batch):
             output = super().forward(batch["input_ids"], **batch)
-            return _with_zero_of((features, *branches), output)
+            came = _trained(features, *branches)
+            if isinstance(output, tuple):
+                return with_zero_gradients(output[0], came), *output[1:]
+            return with_zero_gradients(output, came)
         batch["pixel_values"] = features
         pooled = [features] if self.images.gives_list else features
         outputs = SimpleNamespace(
@@ -309,9 +315,16 @@ def _arrival(block: nn.Module) -> Arrival:
     return type(type(block).__name__, (Arrival, type(block)), {})()
 
 
-def _with_zero_of(tensors: Tensors, output: torch.Tensor | Tensors) -> torch.Tensor | Tensors:
-    """The output, with the tensors in its graph: nothing of them is added."""
-    first = output[0] if isinstance(output, tuple) else output
-    for tensor in tensors:
-        first = first + tensor[:0].sum().to(first.dtype)
-    return (first, *output[1:]) if isinstance(output, tuple) else first
+def _trained(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Those that get a gradient; none where no graph is made."""
+    return [tensor for tensor in tensors if tensor.requires_grad and torch.is_grad_enabled()]
+
+
+def _get(whole: PreTrainedModel, path: str) -> nn.Module | nn.Parameter:
+    parent, _, name = path.rpartition(".")
+    return getattr(whole.get_submodule(parent), name)
+
+
+def _put(whole: PreTrainedModel, path: str, value: nn.Module | nn.Parameter) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(whole.get_submodule(parent), name, value)

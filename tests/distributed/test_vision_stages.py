@@ -11,16 +11,16 @@ import transformers
 from torch import nn
 
 from loss_fn import sft
-from pp_models import VisionLanguageStage
+from pp_models import DeepstackStage, VisionLanguageStage
 from pp_models.vision_language import MultimodalRotaryStage
 from stageline.checkpoint.load import load_split_model
 from stageline.pipeline.actions import Kind
 from stageline.pipeline.plan import grad_flow
 from stageline.pipeline.stage_passes import StagePasses, model_inputs
 from stageline.testing.tiny_batches import count_targets, drop_pixels
-from stageline.testing.tiny_models import IMAGE_TOKEN_ID, VOCAB_SIZE, tiny_config
+from stageline.testing.tiny_models import IMAGE_TOKEN_ID, VISION_LANGUAGE, VOCAB_SIZE, tiny_config
 
-FAMILIES = ("internvl", "llava", "qwen2_5_vl", "idefics3")
+FAMILIES = VISION_LANGUAGE
 NUM_BLOCKS = 3
 IMAGES = ((1, 1), (2, 1, 0), (0, 0), (3,))  # of each row of each micro-batch
 WHOLE_TOWER = ("vision_tower", "visual", "vision_model")
@@ -31,20 +31,20 @@ def config_of(family, *, tied=False):
     config = tiny_config(family, tied=tied)
     vision = config.vision_config
     setattr(vision, "depth" if hasattr(vision, "depth") else "num_hidden_layers", NUM_BLOCKS)
-    if family == "qwen2_5_vl":
-        vision.fullatt_block_indexes = [1]
     return config
 
 
 def stage_class(family):
-    return MultimodalRotaryStage if family == "qwen2_5_vl" else VisionLanguageStage
+    if family == "qwen3_vl":
+        return DeepstackStage
+    return MultimodalRotaryStage if family.startswith("qwen") else VisionLanguageStage
 
 
 def batch_of(family, images, *, seed, dtype=torch.float64):
     """A micro-batch whose rows have so many images; Qwen's are of unequal sizes."""
     generator = torch.Generator().manual_seed(seed)
     grids = [[(1, 4, 4 + 2 * (k % 3)) for k in range(count)] for count in images]
-    lengths = [[h * w // 4 if family == "qwen2_5_vl" else 4 for _, h, w in row] for row in grids]
+    lengths = [[h * w // 4 if family.startswith("qwen") else 4 for _, h, w in row] for row in grids]
     width = 14 + max(sum(row) for row in lengths)
     ids = torch.randint(9, VOCAB_SIZE, (len(images), width), generator=generator)
     for row, row_lengths in enumerate(lengths):
@@ -62,17 +62,23 @@ def batch_of(family, images, *, seed, dtype=torch.float64):
     def pixels(*shape):
         return {"pixel_values": torch.randn(*shape, generator=generator).to(dtype)}
 
-    if family == "qwen2_5_vl":
+    if family.startswith("qwen"):
         batch["mm_token_type_ids"] = (ids == IMAGE_TOKEN_ID).long()
         if num_images:
             grid = torch.tensor([each for row in grids for each in row])
             batch |= pixels(int(grid.prod(-1).sum()), 96) | {"image_grid_thw": grid}
-    elif family == "idefics3" and num_images:
+    elif family in ("idefics3", "smolvlm") and num_images:
         batch |= pixels(len(images), max(images), 3, 16, 16)
         for row, count in enumerate(images):
             batch["pixel_values"][row, count:] = 0  # what the processor pads with
+    elif family == "llava_next" and num_images:
+        # so flat that of its tiles only the overview has tokens
+        sizes = torch.tensor([[2, 24]] * num_images)
+        batch |= pixels(num_images, 3, 3, 16, 16) | {"image_sizes": sizes}
     elif num_images:
         batch |= pixels(num_images, 3, 16, 16)
+    if family == "gemma3_vl":
+        batch["token_type_ids"] = (ids == IMAGE_TOKEN_ID).long()
     return batch
 
 
@@ -97,11 +103,15 @@ class Lora(nn.Module):
         return self.lora_module(x) + 2.0 * self.lora["lora_B"](self.lora["lora_A"](x))
 
 
-def wrap_tower(whole, family):
-    projector = {"qwen2_5_vl": "visual.merger"}.get(family, "no module")
+def is_of_tower(name):
+    """The projectors of Qwen lie in its tower."""
+    is_inside = any(f".{tower}." in name for tower in WHOLE_TOWER)
+    return is_inside and "merger" not in name
+
+
+def wrap_tower(whole):
     for name, module in list(whole.named_modules()):
-        is_here = any(f".{tower}." in name for tower in WHOLE_TOWER) and projector not in name
-        if is_here and isinstance(module, nn.Linear):
+        if is_of_tower(name) and isinstance(module, nn.Linear):
             whole.set_submodule(name, Lora(module))
 
 
@@ -114,11 +124,10 @@ def build_whole(family, variant, folder, *, tied=False):
             parameter.add_(torch.randn_like(parameter) * 0.05)
     whole.save_pretrained(folder)
     if variant == "lora":
-        wrap_tower(whole, family)
+        wrap_tower(whole)
     whole.double().train()
     for name, parameter in whole.named_parameters():
-        is_tower = any(f".{tower}." in name for tower in WHOLE_TOWER)
-        is_tower &= ".merger." not in name
+        is_tower = is_of_tower(name)
         if variant == "frozen":
             parameter.requires_grad_(not is_tower)
         if variant == "lora" and is_tower:

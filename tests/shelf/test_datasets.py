@@ -133,7 +133,7 @@ def test_every_image_token_leaves_text_alone(key):
 
 @pytest.mark.parametrize(
     ("key", "family"), [("internvl", "internvl"), ("image", "llava"),
-                        ("qwen_vl", "qwen2_5_vl"), ("gemma3", "gemma3")]
+                        ("qwen_vl", "qwen2_5_vl"), ("gemma3", "gemma3_vl")]
 )  # fmt: skip
 def test_explicit_image_tokens_are_what_auto_finds(key, family):
     sample = {"id": "1", "question": "q", "answer": "a", "num_images": 2}
