@@ -33,6 +33,7 @@ from options.number_options import check_numbers
 from options.part_options import ChosenPart, add_part_options
 from options.run_options import EvaluateConfig, RunConfig
 from options.values import convert, needs_value, option_types
+from options.vision_options import check_vision
 from register import ALL_REGISTERS, import_parts
 
 # register -> key that is taken when none is given; None: the user has to choose
@@ -132,6 +133,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
     run, parts, imports = _parse(argv, RunConfig, keys=TRAIN_KEYS)
     check_limits(run)
     check_precision(run)
+    check_vision(run)
     check_partition(run)
     check_batches(run)
     check_best(run)
