@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pp_models.vision_language import MultimodalRotaryStage, add_vision_family
+from stageline.pipeline.partition import layer_range
 
 
 class DeepstackStage(MultimodalRotaryStage):
@@ -41,7 +42,9 @@ class DeepstackStage(MultimodalRotaryStage):
             return tensors
         shape_NH = (count, self.text_config.hidden_size)
         feature_NH = torch.empty(shape_NH, dtype=self.dtype, device="meta")
-        return (*tensors, *[feature_NH] * len(self._features_from(self.layers.start)))
+        # not self.layers: a stage is asked about the one behind it by its number alone
+        layers = layer_range(self.partition, self.stage)
+        return (*tensors, *[feature_NH] * len(self._features_from(layers.start)))
 
     def forward(
         self, hidden_or_ids: torch.Tensor, *extras: torch.Tensor, **batch: torch.Tensor

@@ -3,17 +3,17 @@
 Where the tower is trained, or its weights are shared out over replicas, all replicas are to do the
 same work in each micro-batch: those without a picture, too. What is chosen here:
 
-- The tower runs forward on the smallest picture that it takes, without a graph, and what it says
-  is thrown away. So nothing is multiplied by zero: inf or nan in it reach neither the hidden states
-  nor a gradient.
-- Each trained weight of tower and projector gets a gradient of exact zeros, through one function
-  in the graph of this micro-batch: hooks on gradients run, and no replica has None for a weight.
+- The tower runs forward on the smallest picture that it takes, and what it says is thrown away. So
+  nothing is multiplied by zero: inf or nan in it reach neither the hidden states nor a gradient.
+- Each trained weight that had a part in it, of tower and projector, gets a gradient of exact zeros
+  through one function in the graph of this micro-batch. So hooks on gradients run, and a weight has
+  a gradient on all replicas or on none; one that the model never uses (the last layer of LLaVA's
+  tower) keeps None, as with a picture, and no optimizer touches it.
 - There is no backward pass through the tower. It would hold no collective: with --dp-shard the
   weights stay put together until the step ends, and gradients are reduced then.
 - A frozen tower whose weights are not sent on their own has nothing to do. --dp-shard sends them
   with all else that is no decoder layer, when the forward pass of the stage begins, picture or
-  not; so it makes no difference to the gathers either. The same holds without gradients, in
-  evaluation.
+  not: the gathers match without it. The same holds without gradients, in evaluation.
 """
 
 from collections.abc import Sequence
@@ -25,25 +25,34 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from stageline.modules.random_state import RandomState
 
+FEATURES = ("pooler_output", "deepstack_features")  # of what get_image_features gives
+
 
 def run_placeholder(
     whole: PreTrainedModel, tower: nn.Module, weights: Sequence[nn.Parameter]
-) -> None:
-    """Runs the tower on a placeholder where replicas with a picture run theirs.
+) -> list[nn.Parameter]:
+    """Runs the tower on a placeholder, where replicas with a picture run theirs.
 
     Random numbers are drawn as if it had not run.
 
     Args:
-        weights: what is trained of tower and projector.
+        weights: of tower and projector.
+
+    Returns:
+        Those of them that are trained and had a part in it: they want a gradient of zeros.
     """
-    is_trained = torch.is_grad_enabled() and len(weights) > 0
-    if not is_trained and not _is_sent_on_its_own(tower):
-        return
-    some = next(tower.parameters())
-    inputs = placeholder_inputs(whole.config, dtype=whole.dtype, device=some.device)
-    if inputs is not None:
-        with torch.no_grad(), RandomState(some.device).replayed():
-            whole.base_model.get_image_features(**inputs)
+    trained = [weight for weight in weights if weight.requires_grad]
+    computes_grad = torch.is_grad_enabled() and bool(trained)
+    if not computes_grad and not _is_sent_on_its_own(tower):
+        return []
+    device = next(tower.parameters()).device
+    inputs = placeholder_inputs(whole.config, dtype=whole.dtype, device=device)
+    if inputs is None:
+        return []
+    with torch.set_grad_enabled(computes_grad), RandomState(device).replayed():
+        output = whole.base_model.get_image_features(**inputs, return_dict=True)
+    used = _leaves(_tensors([output.get(name) for name in FEATURES]))
+    return [weight for weight in trained if weight in used]
 
 
 def placeholder_inputs(
@@ -77,6 +86,26 @@ def placeholder_inputs(
             "image_sizes": torch.tensor([[height, width]], device=device),
         }
     return {"pixel_values": pixels}
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for item in value or () for tensor in _tensors(item)]
+
+
+def _leaves(outputs: Sequence[torch.Tensor]) -> set[torch.Tensor]:
+    """The leaves of the graph that these tensors came from."""
+    waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen, leaves = set(waiting), set()
+    while waiting:
+        node = waiting.pop()
+        if hasattr(node, "variable"):
+            leaves.add(node.variable)
+        behind = {following for following, _ in node.next_functions if following} - seen
+        seen |= behind
+        waiting.extend(behind)
+    return leaves
 
 
 class _WithoutEffect(torch.autograd.Function):

@@ -14,6 +14,7 @@ from pp_models.packing import is_packed, multimodal_positions
 from pp_models.placeholder_image import run_placeholder, with_zero_gradients
 from pp_models.vision_stages import VisionStages
 from register import train_model_register
+from stageline.model_folder import load_config
 
 PIXEL_INPUTS = ("pixel_values", "pixel_attention_mask")
 
@@ -38,14 +39,12 @@ class VisionLanguageStage(VisionStages, CausalLMStage):
         has_tower = self.paths.vision_tower and not self.vision_stages
         if not (self.is_first and has_tower) or PIXEL_INPUTS[0] in batch:
             return super().forward(hidden_or_ids, *extras, **batch)
-        weights = [weight for weight in self.front_weights() if weight.requires_grad]
         output = super().forward(hidden_or_ids, *extras, **batch)
-        run_placeholder(self.whole, self.get_submodule(self.paths.vision_tower), weights)
-        if not torch.is_grad_enabled():
-            return output
+        tower = self.get_submodule(self.paths.vision_tower)
+        unused = run_placeholder(self.whole, tower, self.front_weights())
         if isinstance(output, tuple):
-            return with_zero_gradients(output[0], weights), *output[1:]
-        return with_zero_gradients(output, weights)
+            return with_zero_gradients(output[0], unused), *output[1:]
+        return with_zero_gradients(output, unused)
 
     def front_weights(self) -> list[nn.Parameter]:
         """The weights of tower and projector that this stage has."""
@@ -87,13 +86,26 @@ def vision_language(
 ) -> tuple[VisionLanguageStage, object, int]:
     """Any vision-language model of transformers with one list of decoder layers.
 
+    An architecture with a key of its own gets the same stages as by that key.
+
     Args:
         attn_implementation: eager, sdpa or another of the library's.
     """
-    return VisionLanguageStage.build(attn_implementation=attn_implementation, **kwargs)
+    path = kwargs.get("config_path") or kwargs.get("checkpoint_path")
+    stage_class = VisionLanguageStage
+    if path is not None:
+        config = load_config(path, trust_remote_code=bool(kwargs.get("trust_remote_code")))
+        stage_class = stage_class_of(config.model_type)
+    return stage_class.build(attn_implementation=attn_implementation, **kwargs)
 
 
 VISION_LANGUAGE_MODELS: dict[str, tuple[type[VisionLanguageStage], tuple[str, ...]]] = {}
+
+
+def stage_class_of(model_type: str) -> type[VisionLanguageStage]:
+    """The stages of an architecture; the generic ones where it has none of its own."""
+    found = (one for one, types in VISION_LANGUAGE_MODELS.values() if model_type in types)
+    return next(found, VisionLanguageStage)
 
 
 def add_vision_family(
@@ -112,4 +124,3 @@ add_vision_family("qwen2_vl", MultimodalRotaryStage, ("qwen2_vl",))
 add_vision_family("qwen2_5_vl", MultimodalRotaryStage, ("qwen2_5_vl",))
 add_vision_family("idefics3", VisionLanguageStage, ("idefics3", "smolvlm"))
 add_vision_family("smolvlm", VisionLanguageStage, ("smolvlm",))
-add_vision_family("gemma3_vl", VisionLanguageStage, ("gemma3",))

@@ -112,7 +112,7 @@ def merge_parts(
 ) -> None:
     """Makes one adapter of the stages' parts, and one per level where adapters are stacked."""
     depth = max(part["depth"] for part in parts)
-    modules = _outermost(sorted({name for part in parts for name in part["modules"]}))
+    modules = _outermost(_without_adapters_inside(parts))
     for level in _levels(depth):
         chaos.point("file")
         target = folder if level == SUM else folder / STACK_FOLDER / str(level)
@@ -136,6 +136,20 @@ def merge_parts(
         chaos.point("file")
         for file in part["files"].values():
             (folder / file).unlink()
+
+
+def _without_adapters_inside(parts: list[dict[str, object]]) -> list[str]:
+    """Modules that were trained whole, sorted.
+
+    A parameter that lies on the base model itself (the line end of LLaVA-NeXT) has no module that
+    peft could replace; it is in the file, and peft reads it by its name alone.
+    """
+    adapted = {name for part in parts for facts in part["facts"].values() for name in facts}
+    return [
+        module
+        for module in sorted({name for part in parts for name in part["modules"]})
+        if not any(name.startswith(module + ".") for name in adapted)
+    ]
 
 
 def _outermost(modules: list[str]) -> list[str]:

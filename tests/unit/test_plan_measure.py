@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 def maker(family, folder, *, tied=False, config=None, **options):
     """Builds pieces and whole stages of a tiny model that has a config and no weights."""
     (config or tiny_config(family, tied=tied)).save_pretrained(folder)
-    stage_class = VISION_LANGUAGE_MODELS[family][0] if family in VISION_LANGUAGE else CausalLMStage
+    stage_class = VISION_LANGUAGE_MODELS.get(family, (CausalLMStage,))[0]
 
     def make(**kwargs):
         paths = {"config_path": str(folder), "processor_path": None, "checkpoint_path": None}
