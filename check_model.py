@@ -14,6 +14,7 @@ import transformers
 
 import train_pp  # noqa: F401 - registers the engine that a training command names
 from options.part_options import ChosenPart
+from options.vision_options import check_vision
 from parse_args import CheckArguments, parse_check_args
 from register import (
     collate_fn_register,
@@ -62,6 +63,7 @@ def resolve_schedule(arguments: CheckArguments) -> Schedule:
     if run.num_stages is None and not run.schedule.endswith(".csv"):
         per_rank = run.stages_per_rank or default_stages_per_rank(run.schedule)
         run.num_stages = 2 * per_rank
+    check_vision(run)
     if isinstance(run.partition, list) and run.check_layers not in (None, sum(run.partition)):
         raise UserError(
             f"--partition {','.join(map(str, run.partition))} names {sum(run.partition)} layers, "
@@ -156,6 +158,8 @@ def build(
         lora_dropout=0.0,
     )
     is_given = num_stages == run.num_stages and isinstance(run.partition, list)
+    if num_stages != run.num_stages:  # on one stage, to compare with
+        changed.vision_stages = 0
     return build_part(
         dataclasses.replace(arguments, run=changed),
         stage=stage,

@@ -35,6 +35,7 @@ from options.part_options import ChosenPart, add_part_options, takes
 from options.part_training_options import check_part_training
 from options.run_options import EvaluateConfig, RunConfig
 from options.values import convert, needs_value, option_types
+from options.vision_options import check_vision
 from register import ALL_REGISTERS, import_parts
 
 # register -> key that is taken when none is given; None: the user has to choose
@@ -136,6 +137,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
     run, parts, imports = _parse(argv, RunConfig, keys=TRAIN_KEYS)
     check_limits(run)
     check_precision(run)
+    check_vision(run)
     check_partition(run)
     check_batches(run)
     check_best(run)

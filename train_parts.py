@@ -225,6 +225,8 @@ def build_stages(
             print(f"{run.model_path}: {note}", flush=True)
     if run.packing:
         for stage in stages:
+            if getattr(stage, "is_tower", False):
+                continue  # no row crosses it
             check_packing(stage, rows=run.micro_batch_size, device=context.device)
     return stages
 
@@ -244,6 +246,8 @@ def build_part(
         "gradient_checkpointing checkpoint_every checkpoint_mode offload_activations "
         "compile_layers logits_chunk trust_remote_code"
     )
+    if run.vision_stages:  # parts without a tower need not know the names
+        names += " vision_stages vision_partition"
     options = {
         "config_path": run.config_path or run.model_path,
         "processor_path": run.processor_path,

@@ -14,6 +14,7 @@ import torch
 from options.memory_options import check_memory, memory_remedies
 from options.part_training_options import learning_rate_scales
 from options.run_options import RunConfig
+from options.vision_options import check_vision
 from parse_args import TrainArguments, parse_train_args, save_config
 from register import engine_register, freeze_registers, import_shelf
 from stageline.distributed.failure import name_stages, run_entry
@@ -95,6 +96,7 @@ def check_topology(arguments: TrainArguments) -> Topology:
             "weights out among them. Add --dp-degree 2, or leave --dp-shard out."
         )
     run.num_stages = topology.num_stages
+    check_vision(run)
     if not run.schedule.endswith(".csv"):  # a file may place other numbers on each rank
         run.stages_per_rank = topology.num_stages // topology.num_ranks
     run.dp_degree = topology.dp_degree
@@ -135,6 +137,8 @@ def place_layers(
 ) -> None:
     """Settles the layers of each stage on all ranks; refuses a run that cannot fit."""
     run = arguments.run
+    if run.vision_stages:
+        return  # the planner knows no tower but one on stage 0
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     partition = place_together(
         functools.partial(make_planner, arguments, data, topology, context.device),

@@ -19,6 +19,7 @@ from options.part_training_options import PartTrainingOptions
 from options.plan_options import PlanOptions
 from options.report_options import ReportOptions
 from options.shape_options import ShapeOptions
+from options.vision_options import VisionOptions
 
 
 @dataclass(kw_only=True)
@@ -121,8 +122,8 @@ class PipelineOptions:
     dp_shard: bool = option(False, "replicas share weights and optimizer state (FSDP2)")
     partition: Literal["uniform", "parameters", "measured"] | list[int] = option(
         "uniform",
-        "layers of each stage, 8,8,7,9; uniform: equal numbers; parameters: equal bytes; "
-        "measured: equal times on this device, within its memory",
+        "layers of each stage behind --vision-stages, 8,8,7,9; uniform: equal numbers; "
+        "parameters: equal bytes; measured: equal times on this device, within its memory",
     )
 
 
@@ -151,6 +152,7 @@ class RunConfig(
     MemoryOptions,
     NumberOptions,
     PlanOptions,
+    VisionOptions,
     PipelineOptions,
     OptimizerOptions,
     PartTrainingOptions,

@@ -18,7 +18,7 @@ from stageline.modules.checkpointing import CheckpointMode, checkpoint_layers, t
 from stageline.modules.lora import key_map_without_last_lora
 from stageline.modules.new_rows import NewRows, vocabulary_paths
 from stageline.modules.part_lora import find_targets, lora_of_parts, wrap_parts
-from stageline.pipeline.partition import explicit_partition, layer_range, uniform_partition
+from stageline.pipeline.partition import layer_range, stage_layers
 
 PARTS = ("vit", "mlp", "llm", "lm_head")
 
@@ -50,6 +50,7 @@ class StageModel(nn.Module):
         num_stages: int,
         partition: list[int] | None = None,
         visual_gpu_ratio: float = 0.0,
+        vision_stages: int = 0,
         frozen_vit: bool = False,
         frozen_mlp: bool = False,
         frozen_llm: bool = False,
@@ -70,13 +71,18 @@ class StageModel(nn.Module):
             "lm_head": frozen_lm_head,
         }
         self.lora = lora_of_parts(**lora)
-        num_layers = self.num_layers()
-        if partition is None:
-            partition = uniform_partition(num_layers, num_stages, visual_gpu_ratio=visual_gpu_ratio)
-        self.partition = explicit_partition(
+        if vision_stages and not hasattr(self, "tower_partition"):
+            raise UserError(
+                f"--vision-stages {vision_stages} came with a {config.model_type} model, which has "
+                "no vision tower. The option places a tower: leave it out."
+            )
+        self.vision_stages = vision_stages
+        self.partition = stage_layers(
             partition,
-            num_layers=num_layers,
+            num_layers=self.num_layers(),
             num_stages=num_stages,
+            vision_stages=vision_stages,
+            visual_gpu_ratio=visual_gpu_ratio,
             least=0 if is_piece else 1,
         )
         self.layers = layer_range(self.partition, stage)

@@ -38,7 +38,7 @@ class DeepstackStage(MultimodalRotaryStage):
     def get_batch_input(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         tensors = super().get_batch_input(batch)
         count = int(self._is_image(batch).sum()) if "image_grid_thw" in batch else 0
-        if self.is_first or not count:
+        if self.is_tower or self.is_first or not count:
             return tensors
         shape_NH = (count, self.text_config.hidden_size)
         feature_NH = torch.empty(shape_NH, dtype=self.dtype, device="meta")
@@ -49,11 +49,15 @@ class DeepstackStage(MultimodalRotaryStage):
     def forward(
         self, hidden_or_ids: torch.Tensor, *extras: torch.Tensor, **batch: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        if self.is_tower:
+            return super().forward(hidden_or_ids, *extras, **batch)
+        # of a tower on stages of its own: the model's own forward hands them over, as if made here
+        fresh, extras = (extras, ()) if self.is_first else ((), extras)
         awaited = self._features_from(self.layers.start) if extras else ()
         self._features = dict(zip(awaited, extras, strict=True))
         self._is_image_BT = self._is_image(batch) if extras else None
         try:
-            hidden = super().forward(hidden_or_ids, **batch)
+            hidden = super().forward(hidden_or_ids, *fresh, **batch)
             sent = () if self.is_last else self._features_from(self.layers.stop)
             # cloned: an input that is handed on as it came would have no pass of its own
             rest = [self._features[i].clone() for i in sent if i in self._features]

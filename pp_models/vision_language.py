@@ -12,6 +12,7 @@ from transformers import AutoModelForImageTextToText
 from pp_models.causal_lm import CausalLMStage, add_family
 from pp_models.packing import is_packed, multimodal_positions
 from pp_models.placeholder_image import run_placeholder, with_zero_gradients
+from pp_models.vision_stages import VisionStages
 from register import train_model_register
 from stageline.model_folder import load_config
 
@@ -19,7 +20,7 @@ PIXEL_INPUTS = ("pixel_values", "pixel_attention_mask")
 FEATURES = ("pooler_output", "deepstack_features")  # of what get_image_features gives
 
 
-class VisionLanguageStage(CausalLMStage):
+class VisionLanguageStage(VisionStages, CausalLMStage):
     """A stage of a model with a vision tower; the generic one serves most architectures."""
 
     auto_class = AutoModelForImageTextToText
@@ -36,7 +37,8 @@ class VisionLanguageStage(CausalLMStage):
     def forward(
         self, hidden_or_ids: torch.Tensor, *extras: torch.Tensor, **batch: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        if not self.is_first or PIXEL_INPUTS[0] in batch or not self.paths.vision_tower:
+        has_tower = self.paths.vision_tower and not self.vision_stages
+        if not (self.is_first and has_tower) or PIXEL_INPUTS[0] in batch:
             return super().forward(hidden_or_ids, *extras, **batch)
         output = super().forward(hidden_or_ids, *extras, **batch)
         tower = self.get_submodule(self.paths.vision_tower)

@@ -132,7 +132,9 @@ class SplitCheck:
         if len(states) != sum(layers) + 1:
             return None
         return {
-            border_name(stage): states[sum(layers[: stage + 1])] for stage in range(len(layers) - 1)
+            border_name(stage): states[sum(layers[: stage + 1])]
+            for stage in range(len(layers) - 1)
+            if layers[stage]
         }
 
     def _check_inputs(self) -> None:

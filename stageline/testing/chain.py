@@ -69,7 +69,7 @@ def _forward(
 ) -> torch.Tensor:
     tensors: Tensors = (batch["input_ids"],)
     for passes in chain:
-        own = batch if passes.model.is_first else drop_pixels(batch)
+        own = batch if passes.model.stage == 0 else drop_pixels(batch)
         is_last = passes.model.is_last
         loss_of = (lambda output, own=own: loss_fn(output, own)) if is_last else None
         _check(tensors, batch_input(passes.model, own))
@@ -85,7 +85,7 @@ def _backward(chain: Sequence[StagePasses], index: int, splits_backward: bool) -
     grads: Tensors | None = None
     for passes in reversed(chain):
         if not passes.computes_grad:
-            return
+            break
         kind = Kind.INPUT_GRAD if splits_backward and passes.sends_grad else Kind.BACKWARD
         grads = passes.backward(index, kind, grads)
     if splits_backward:

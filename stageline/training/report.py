@@ -35,17 +35,23 @@ def summarize_stage(model: torch.nn.Module, context: Context) -> StageSummary:
     held = [
         part for part in model.parts() if any(model.part_of(name) == part for name in parameters)
     ]
-    layers = list(model.layers)
     return StageSummary(
         stage=model.stage,
         rank=context.rank,
         device=str(context.device),
-        layers=f"{layers[0]}-{layers[-1]}",
+        layers=_layers_text(model),
         parts="+".join(held),
         num_parameters=sum(p.numel() for p in parameters.values()),
         num_trainable=sum(p.numel() for p in parameters.values() if p.requires_grad),
         num_bytes=tensor_bytes(parameters.values()),
     )
+
+
+def _layers_text(model: torch.nn.Module) -> str:
+    """ "0-6", and "tower 0-11" for a stage of a vision tower."""
+    tower = getattr(model, "tower_layers", None)
+    layers = tower or model.layers
+    return f"{'tower ' if tower else ''}{layers[0]}-{layers[-1]}"
 
 
 class RunReport:
