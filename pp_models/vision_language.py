@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText
 
 from pp_models.causal_lm import CausalLMStage, add_family
 from pp_models.packing import is_packed, multimodal_positions
-from pp_models.placeholder_image import run_placeholder, with_zero_gradients
+from pp_models.placeholder_image import run_placeholder
 from register import train_model_register
 from stageline.model_folder import load_config
 
@@ -35,14 +35,10 @@ class VisionLanguageStage(CausalLMStage):
     def forward(
         self, hidden_or_ids: torch.Tensor, *extras: torch.Tensor, **batch: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        if not self.is_first or PIXEL_INPUTS[0] in batch or not self.paths.vision_tower:
-            return super().forward(hidden_or_ids, *extras, **batch)
-        output = super().forward(hidden_or_ids, *extras, **batch)
-        tower = self.get_submodule(self.paths.vision_tower)
-        unused = run_placeholder(self.whole, tower, self.front_weights())
-        if isinstance(output, tuple):
-            return with_zero_gradients(output[0], unused), *output[1:]
-        return with_zero_gradients(output, unused)
+        if self.is_first and self.paths.vision_tower and PIXEL_INPUTS[0] not in batch:
+            tower = self.get_submodule(self.paths.vision_tower)
+            run_placeholder(self.whole, tower, self.front_weights())
+        return super().forward(hidden_or_ids, *extras, **batch)
 
     def front_weights(self) -> list[nn.Parameter]:
         """The weights of tower and projector that this stage has."""
