@@ -11,13 +11,12 @@ from transformers import AutoModelForImageTextToText
 
 from pp_models.causal_lm import CausalLMStage, add_family
 from pp_models.packing import is_packed, multimodal_positions
-from pp_models.placeholder_image import run_placeholder, with_zero_gradients
+from pp_models.placeholder_image import run_placeholder
 from pp_models.vision_stages import VisionStages
 from register import train_model_register
 from stageline.model_folder import load_config
 
 PIXEL_INPUTS = ("pixel_values", "pixel_attention_mask")
-FEATURES = ("pooler_output", "deepstack_features")  # of what get_image_features gives
 
 
 class VisionLanguageStage(VisionStages, CausalLMStage):
@@ -38,19 +37,14 @@ class VisionLanguageStage(VisionStages, CausalLMStage):
         self, hidden_or_ids: torch.Tensor, *extras: torch.Tensor, **batch: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         has_tower = self.paths.vision_tower and not self.vision_stages
-        if not (self.is_first and has_tower) or PIXEL_INPUTS[0] in batch:
-            return super().forward(hidden_or_ids, *extras, **batch)
-        output = super().forward(hidden_or_ids, *extras, **batch)
-        tower = self.get_submodule(self.paths.vision_tower)
-        unused = run_placeholder(self.whole, tower, self.front_weights(), see=self.see_images)
-        if isinstance(output, tuple):
-            return with_zero_gradients(output[0], unused), *output[1:]
-        return with_zero_gradients(output, unused)
+        if self.is_first and has_tower and PIXEL_INPUTS[0] not in batch:
+            tower = self.get_submodule(self.paths.vision_tower)
+            run_placeholder(self.whole, tower, self.front_weights(), see=self.see_images)
+        return super().forward(hidden_or_ids, *extras, **batch)
 
     def see_images(self, **inputs: torch.Tensor) -> object:
-        """Runs tower and projector alone; gives their tensors."""
-        output = self.whole.base_model.get_image_features(**inputs, return_dict=True)
-        return [output.get(name) for name in FEATURES]
+        """Runs tower and projector alone."""
+        return self.whole.base_model.get_image_features(**inputs)
 
     def front_weights(self) -> list[nn.Parameter]:
         """The weights of tower and projector that this stage has."""
