@@ -21,10 +21,10 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from pp_models.causal_lm import _replace
-from pp_models.placeholder_image import with_zero_gradients
 from pp_models.tower_images import Batch, TowerImages, tower_images
 from stageline.errors import UserError
 from stageline.modules.pass_through import PassThrough, ZeroEmbedding
+from stageline.modules.without_effect import with_zero_gradients
 from stageline.pipeline.partition import layer_range, uniform_partition
 
 DEEPSTACK = "deepstack_merger_list"
