@@ -247,7 +247,8 @@ class VisionStages:
     def _begin(self, features: torch.Tensor, branches: Tensors, batch: Batch) -> object:
         """Runs the decoder's first layers, on embeddings with the features in their places."""
         batch = {name: value for name, value in batch.items() if not name.startswith("pixel")}
-        if not self.images.has_images(batch):
+        # token ids come where text alone is tried: the check of packed rows
+        if not (features.is_floating_point() and self.images.has_images(batch)):
             output = super().forward(batch["input_ids"], **batch)
             came = _trained(features, *branches)
             if isinstance(output, tuple):

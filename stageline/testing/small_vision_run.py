@@ -27,7 +27,9 @@ def with_blocks(config: PretrainedConfig, num_blocks: int) -> PretrainedConfig:
 class VisionJob(Job):
     """A folder with a tiny vision-language model, its processor and 24 rows."""
 
-    def __init__(self, folder: Path, *, family: str = "internvl", num_rows: int = 24) -> None:
+    def __init__(
+        self, folder: Path, *, family: str = "internvl", num_rows: int = 24, dropout: float = 0.0
+    ) -> None:
         self.folder = folder
         self.family = family
         self.model = folder / "model"
@@ -36,6 +38,7 @@ class VisionJob(Job):
         processor.save_pretrained(self.model)
         torch.manual_seed(1)
         config = with_blocks(tiny_config(family, vocab_size=len(processor.tokenizer)), 3)
+        config.vision_config.hidden_dropout_prob = dropout  # where the family has it
         AutoModelForImageTextToText.from_config(config).save_pretrained(self.model)
         for number in range(3):
             picture = Image.effect_noise((20 + 10 * number, 24), 90).convert("RGB")

@@ -32,7 +32,7 @@ from stageline.testing.tiny_vision_batches import vision_micro_batches
 FLOAT64 = torch.float64
 NUM_BLOCKS = 3
 # what is trained -> (stages of the tower, stages)
-SPLITS = {"full": ((1, 2), (2, 3), (3, 4)), "frozen": ((2, 4),), "lora": ((1, 3), (3, 4))}
+SPLITS = {"full": ((1, 2), (3, 4)), "frozen": ((2, 4),), "lora": ((2, 3),)}
 OPTIONS = {
     "full": {},
     "frozen": {"frozen_vit": True},
@@ -314,28 +314,27 @@ def run(job, name, *options, ranks):
 
 
 def test_a_run_gives_the_same_and_goes_on_with_another_number(tmp_path):
-    job = VisionJob(tmp_path)
-    counts = ("--vision-partition", "1,2", "--partition", "4")
-    assert "tower 1-2" in run(job, "two", *counts, "--stages-per-rank", 1, ranks=3)
-    run(job, "plain", ranks=2)
-    middle = "checkpoints/step-00000002"
-    run(job, "one", "--resume", tmp_path / "two" / middle, "--vision-stages", 1, ranks=2)
-    run(job, "none", "--resume", tmp_path / "two" / middle, ranks=2)
+    job = VisionJob(tmp_path, dropout=0.2)
     split = ("--vision-stages", 2, "--num-stages", 4, "--schedule", "interleaved_1f1b")
-    run(job, "four", "--resume", tmp_path / "plain" / middle, *split, ranks=2)
+    assert "tower 2-2" in run(job, "two", *split, ranks=2)
+    run(job, "plain", ranks=2)
+    middle = tmp_path / "two" / "checkpoints" / "step-00000002"
+    counts = ("--vision-partition", "3", "--partition", "4", "--stages-per-rank", 1)
+    run(job, "one", "--resume", middle, *counts, ranks=2)
+    run(job, "none", "--resume", middle, ranks=2)
     losses = job.losses("plain")
     assert job.losses("two") == losses
     last = "checkpoints/step-00000003"
     expected = saved_tensors(tmp_path / "plain" / last)
-    assert set(saved_tensors(tmp_path / "two" / last)) == set(expected)
-    for name in ("two", "one", "none", "four"):
+    for name in ("two", "one", "none"):
         assert job.losses(name)[3] == losses[3]
         made = saved_tensors(tmp_path / name / last)
+        assert set(made) == set(expected)
         for key, value in expected.items():
             assert torch.equal(made[key], value), f"{name}: {key}"
 
 
-def test_dropout_in_the_tower_does_not_depend_on_its_cut(tmp_path):
+def test_adapters_of_a_tower_do_not_depend_on_its_cut(tmp_path):
     job = VisionJob(tmp_path, family="qwen2_5_vl")
     run(job, "plain", *LORA, ranks=2)
     run(job, "cut", *LORA, "--vision-stages", 2, ranks=3)
