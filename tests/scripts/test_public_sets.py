@@ -5,62 +5,23 @@ written ones, so that some are right, some wrong and some say nothing, and the f
 are counted again here, from the rows of the sample files alone.
 """
 
-import importlib
 import json
 import math
-import shutil
-from pathlib import Path
 
 import pytest
-import torch
-from PIL import Image
-from transformers import LlavaForConditionalGeneration
 
 from register import dataset_register, import_shelf
-from stageline.testing.small_run import ForkedRun
-from stageline.testing.tiny_models import tiny_config
-from stageline.testing.tiny_processors import tiny_processor
+from stageline.testing.sample_runs import (
+    SAMPLES,
+    SETS,
+    evaluate,
+    make_llava,
+    sample_rows,
+    scripted,
+    train,
+)
 
 import_shelf("dataset")
-# forked processes need not import these again
-for module in ("pipeline.runner", "training.report", "inference.generation", "plotting.groups"):
-    importlib.import_module(f"stageline.{module}")
-
-ROOT = Path(__file__).resolve().parents[2]
-SAMPLES = ROOT / "tests" / "samples"
-SCRIPTED = '''
-"""Generates, and then says what is written in a file."""
-
-import json
-from pathlib import Path
-
-from register import model_register
-from stageline.inference import generation
-
-
-@model_register("scripted")
-def scripted(model, processor, *, images, prompts, max_new_tokens, temperature, seed, texts: str):
-    """Answers line by line.
-
-    Args:
-        texts: file with a list of texts.
-    """
-    answers = generation.generate(
-        model, processor, prompts=prompts, images=images, max_new_tokens=max_new_tokens
-    )
-    said = json.loads(Path(texts).read_text())
-    scripted.place = getattr(scripted, "place", 0)
-    for answer, image in zip(answers, images, strict=True):
-        assert len(image) == 1 and isinstance(answer["text"], str)
-        answer["text"] = said[scripted.place]
-        scripted.place += 1
-    return answers
-'''
-
-
-def rows_of(file):
-    text = (SAMPLES / file).read_text()
-    return json.loads(text) if file.endswith(".json") else [*map(json.loads, text.splitlines())]
 
 
 def number_of(sample_id):
@@ -71,14 +32,14 @@ def number_of(sample_id):
 
 
 def vsr(sample_id):
-    row = rows_of("vsr/splits/random/test.jsonl")[number_of(sample_id)]
+    row = sample_rows("vsr/splits/random/test.jsonl")[number_of(sample_id)]
     right, wrong = ("Yes, it is.", "not true") if row["label"] else ("That is false.", "Correct.")
     return right, wrong, {"relation": row["relation"], "category": "projective"}
 
 
 def spatial_mm(sample_id):
     _, subset, _ = sample_id.split("-")
-    row = rows_of(f"spatial_mm/spatial_mm_{subset}.json")[number_of(sample_id)]
+    row = sample_rows(f"spatial_mm/spatial_mm_{subset}.json")[number_of(sample_id)]
     letter, _, text = row["answer"].partition(". ")
     is_verdict = text in ("yes", "no")
     wrong = {"yes": "no", "no": "Yes.", "left": "On the right", "right": "left"}.get(text, "left")
@@ -97,10 +58,10 @@ def whats_up(sample_id):
     _, subset, _ = sample_id.split("-")
     name = {"a": "controlled_images", "b": "controlled_clevr"}.get(subset)
     if name:
-        row = rows_of(f"whats_up/{name}_dataset.json")[number_of(sample_id)]
+        row = sample_rows(f"whats_up/{name}_dataset.json")[number_of(sample_id)]
         captions = row["caption_options"]
     else:
-        _, *captions = rows_of("whats_up/coco_qa_two_obj.json")[number_of(sample_id)]
+        _, *captions = sample_rows("whats_up/coco_qa_two_obj.json")[number_of(sample_id)]
     words = captions[0].split()
     relation = next(
         word for word in ("left", "right", "front", "behind", "on", "under", "above", "below")
@@ -110,7 +71,7 @@ def whats_up(sample_id):
 
 
 def rotate_qa(sample_id):
-    row = rows_of("rotate_qa/rotate_qa.json")[number_of(sample_id)]
+    row = sample_rows("rotate_qa/rotate_qa.json")[number_of(sample_id)]
     groups = {"task": row["task"], "rotation": f"{row['rotation']} degrees"}
     answer = str(row["answer"])
     other = {"left": "right", "right": "left", "above": "below", "below": "above"}
@@ -124,81 +85,31 @@ def rotate_qa(sample_id):
 
 
 def rotate_caption(sample_id):
-    row = rows_of("rotate_caption/rotate_caption.jsonl")[number_of(sample_id)]
+    row = sample_rows("rotate_caption/rotate_caption.jsonl")[number_of(sample_id)]
     return row["caption"].upper(), "A dog.", {"rotation": f"{row['rotation']} degrees"}
 
 
-# name -> dataset options, prompt, metric, reader of the files
-SETS = {
-    "vsr": ((), "vsr", "vsr", vsr),
-    "spatial_mm": (("--dataset.test_size", 8), "vqa", "spatial_mm", spatial_mm),
-    "whats_up_a": (("--dataset.test_size", 8), "vqa", "whats_up", whats_up),
-    "whats_up_coco": (
-        ("--dataset.test_size", 4, "--dataset.subset", "coco_two"), "vqa", "whats_up", whats_up,
-    ),
-    "rotate_qa": (("--dataset.test_size", 12), "vqa", "rotate_qa", rotate_qa),
-    "rotate_caption": (("--dataset.test_size", 4), "caption", "exact_match", rotate_caption),
-}  # fmt: skip
-# answers in turn: right, wrong, nothing (twice as many right ones)
+READERS = {
+    "vsr": vsr,
+    "spatial_mm": spatial_mm,
+    "whats_up_a": whats_up,
+    "whats_up_coco": whats_up,
+    "rotate_qa": rotate_qa,
+    "rotate_caption": rotate_caption,
+}
+# answers in turn: as many right ones as of all others
 TURNS = ("right", "wrong", "right", "I can't tell.", "right", "")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A tiny llava with random weights."""
-    folder = tmp_path_factory.mktemp("vlm")
-    processor = tiny_processor("llava")
-    processor.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = tiny_config("llava", vocab_size=len(processor.tokenizer), max_position_embeddings=512)
-    LlavaForConditionalGeneration(config).save_pretrained(folder)
-    return folder
-
-
-def dataset_words(name):
-    options, prompt, _, _ = SETS[name]
-    key = "whats_up" if name.startswith("whats_up") else name
-    words = ["--dataset", key, "--dataset-path", SAMPLES / key, *options]
-    texts = ("--prompt", prompt, "--prompt-fn", "fill", "--image-token", "auto")
-    return [*words, *texts, "--device", "cpu"]
-
-
-def run(program, *words, ranks=1):
-    return ForkedRun([str(word) for word in (ROOT / program, *words)], ranks=ranks).wait(60)
-
-
-def train(model, name, folder):
-    return run(
-        *("train_pp.py", "--train-model", "llava", "--model-path", model, *dataset_words(name)),
-        *("--collate-fn", "sft", "--num-stages", 2, "--batch-size", 4, "--micro-batch-size", 2),
-        *("--total-steps", 1, "--max-token-num", 400, "--eval-samples", 0, "--timeline-step", 0),
-        *("--learning-rate", 1e-2, "--output-dir", folder),
-        ranks=2,
-    )
-
-
-def evaluate(model, name, folder, *words):
-    return run(
-        *("evaluate.py", "--builder", "auto", "--model-path", model, *dataset_words(name)),
-        *("--metric", SETS[name][2], "--output-dir", folder, "--batch-size", 3),
-        *("--max-new-tokens", 3, *words),
-    )
-
-
-def scripted(folder, texts):
-    """The words of a command that answers so."""
-    (folder / "scripted_part.py").write_text(SCRIPTED)
-    (folder / "texts.json").write_text(json.dumps(texts))
-    part = ("--import", folder / "scripted_part.py", "--model", "scripted")
-    return (*part, "--model.texts", folder / "texts.json")
+    return make_llava(tmp_path_factory.mktemp("vlm"))
 
 
 def held_out(name):
-    options, _, _, _ = SETS[name]
-    key = "whats_up" if name.startswith("whats_up") else name
-    names = [option.removeprefix("--dataset.") for option in options[::2]]
-    kwargs = dict(zip(names, options[1::2], strict=True))
-    dataset = dataset_register[key](dataset_path=str(SAMPLES / key), split="test", **kwargs)
+    key, options, _, _ = SETS[name]
+    dataset = dataset_register[key](dataset_path=str(SAMPLES / key), split="test", **options)
     return [dataset[row][1]["id"] for row in range(len(dataset))]
 
 
@@ -214,7 +125,7 @@ def counted(ids, kinds, groups_of):
     return counts
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", READERS)
 def test_train_evaluate_and_count(name, model, tmp_path):
     done = train(model, name, tmp_path / "run")
     assert done.code == 0, done.out + done.err
@@ -223,7 +134,7 @@ def test_train_evaluate_and_count(name, model, tmp_path):
     assert math.isfinite(step["loss"]) and step["grad_norm"] > 0
     trained = tmp_path / "run/checkpoints/step-00000001"
 
-    read = SETS[name][3]
+    read = READERS[name]
     ids = held_out(name)
     kinds = [TURNS[index % len(TURNS)] for index in range(len(ids))]
     told = {sample_id: read(sample_id) for sample_id in ids}
@@ -305,115 +216,6 @@ def test_continued_limited_and_compared(model, tmp_path):
     assert (
         "difference" in other.out and "Compared with" in (tmp_path / "other/report.md").read_text()
     )
-
-
-def changed_copy(name, folder, file, change):
-    """A copy of a sample set in which one row of a file is changed."""
-    shutil.copytree(SAMPLES / name, folder / name)
-    path = folder / name / file
-    rows = rows_of(f"{name}/{file}")
-    change(rows)
-    lines = map(json.dumps, rows)
-    path.write_text(json.dumps(rows) if file.endswith(".json") else "\n".join(lines) + "\n")
-    return folder / name
-
-
-def refused(done, code, *words):
-    assert done.code == code, done.out + done.err
-    (line,) = [line for line in done.err.splitlines() if line.startswith("error[")]
-    assert "Traceback" not in done.err
-    for word in words:
-        assert word in line, line
-
-
-def test_bad_rows_end_an_evaluation_or_are_left_out(model, tmp_path):
-    def misspell(rows):
-        rows[2]["relation"] = "lef of"
-
-    data = changed_copy("vsr", tmp_path, "splits/random/test.jsonl", misspell)
-    words = ("--dataset-path", data, *scripted(tmp_path, []))
-    done = evaluate(model, "vsr", tmp_path / "eval", *words, "--check-only")
-    refused(
-        done, 3, "test.jsonl:3: sample vsr-random-test-3: the relation 'lef of' is not known",
-        "nearest: left of", "--dataset.other_relations allow",
-    )  # fmt: skip
-    others = ("--dataset.other_relations", "allow", "--check-only")
-    assert evaluate(model, "vsr", tmp_path / "eval", *words, *others).code == 0
-    texts = ["true"] * 7
-    words = ("--dataset-path", data, *scripted(tmp_path, texts), "--skip-bad-rows", 1)
-    done = evaluate(model, "vsr", tmp_path / "eval", *words)
-    assert done.code == 0, done.err
-    assert json.loads((tmp_path / "eval/report.json").read_text())["num_samples"] == 7
-    assert "test.jsonl:3" in (tmp_path / "eval/bad_rows.jsonl").read_text()
-    # the same folder, other data under the same path and ids: nothing is scored with it
-    shutil.rmtree(data)
-
-    def turn_round(rows):
-        misspell(rows)
-        rows[0]["label"] = 1 - rows[0]["label"]
-
-    changed_copy("vsr", tmp_path, "splits/random/test.jsonl", turn_round)
-    done = evaluate(model, "vsr", tmp_path / "eval", *words)
-    refused(done, 2, "sample 'vsr-random-test-1' was made for answer", "--output-dir")
-    compared = ("--compare-with", tmp_path / "eval/predictions.jsonl", "--check-only")
-    done = evaluate(model, "vsr", tmp_path / "third", *words, *others[:2], *compared)
-    refused(done, 2, "--compare-with", "1 of 8 samples", "'vsr-random-test-3' among them")
-
-
-@pytest.mark.parametrize(
-    ("name", "file", "change", "words"),
-    [
-        (
-            "spatial_mm", "spatial_mm_one_obj.json", {"answer": "E. up"},
-            ("one_obj.json: row 1: sample spatial_mm-one_obj-1", "none of the 4 options"),
-        ),
-        (
-            "rotate_qa", "rotate_qa.json", {"options": ["right", "below"]},
-            ("rotate_qa.json: row 1: sample rotate_qa-1", "'left' is none of the options"),
-        ),
-        ("vsr", "splits/random/train.jsonl", {"image": "gone.jpg"},
-         ("train.jsonl:1: sample vsr-random-train-1", "no image gone.jpg")),
-        ("vsr", "splits/random/train.jsonl", {"image": "huge.png"},
-         ("train.jsonl:1: sample vsr-random-train-1", "pixels", "huge.png")),
-    ],
-)  # fmt: skip
-def test_bad_rows_end_a_training_run(name, file, change, words, model, tmp_path):
-    data = changed_copy(name, tmp_path, file, lambda rows: rows[0].update(change))
-    if "huge.png" in change.values():
-        huge_picture(data / "images/huge.png")
-    options = ("--dataset-path", data, "--dataset.test_size", 0)
-    done = run(
-        *("train_pp.py", "--train-model", "llava", "--model-path", model, *dataset_words(name)),
-        *("--collate-fn", "sft", "--num-stages", 1, "--batch-size", 4, "--micro-batch-size", 2),
-        *("--total-steps", 1, "--max-token-num", 400, "--output-dir", tmp_path / "run"),
-        *(options if name != "vsr" else options[:2]),
-    )
-    refused(done, 3, *words)
-
-
-def huge_picture(path):
-    """More pixels than are decoded, in a small file."""
-    Image.new("1", (8000, 8000)).save(path)
-
-
-def test_pictures_against_places(model, tmp_path):
-    """A template with two places for the one picture of a row: exit code 3, with the sample."""
-    done = run(
-        *("train_pp.py", "--train-model", "llava", "--model-path", model, *dataset_words("vsr")),
-        *("--prompt", "two_pictures", "--collate-fn", "sft", "--num-stages", 1),
-        *("--batch-size", 4, "--micro-batch-size", 2, "--total-steps", 1),
-        *("--output-dir", tmp_path / "run", "--import", two_pictures(tmp_path)),
-    )
-    refused(done, 3, "sample vsr-random-train-1", "2 places", "1 image")
-
-
-def two_pictures(folder):
-    path = folder / "two_pictures_part.py"
-    path.write_text(
-        "from register import prompt_register\n"
-        'prompt_register["two_pictures"] = "[IMAGE][IMAGE]\\n[QUESTION] [ANSWER]"\n'
-    )
-    return path
 
 
 def test_the_samples_are_small():
