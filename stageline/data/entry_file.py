@@ -15,6 +15,7 @@ from safetensors.numpy import load, save
 _CHECK = "crc32"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST = 256  # values that one byte can name
+_BUCKETS = 1 << 16
 
 
 class DamagedEntry(ValueError):
@@ -32,7 +33,7 @@ def to_bytes(tensors: Mapping[str, torch.Tensor], *, name: str) -> bytes:
     for key, tensor in tensors.items():
         kinds[key] = str(tensor.dtype).removeprefix("torch.")
         bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()]).numpy()
-        packed = _pack(bits)
+        packed = _pack(bits, is_float=tensor.dtype == torch.float32)
         if packed is None:
             arrays[key] = bits
         else:
@@ -79,7 +80,7 @@ def _checksum(header: dict, data: bytes, name: str, kinds: dict[str, str]) -> in
     return zlib.crc32(data, zlib.crc32(told))
 
 
-def _pack(bits: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray] | None:
+def _pack(bits: numpy.ndarray, *, is_float: bool) -> tuple[numpy.ndarray, numpy.ndarray] | None:
     """(codes in the shape of `bits`, table [channels, 256]); None: more values than codes."""
     if bits.itemsize == 1 or bits.size == 0:
         return None
@@ -94,10 +95,26 @@ def _pack(bits: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray] | None:
         places = _by_channel(codes, channels)
         table = numpy.zeros((channels, _MOST), bits.dtype)
         for channel, values in enumerate(tables):
-            places[:, channel] = numpy.searchsorted(values, split[:, channel])
+            places[:, channel] = _places(split[:, channel], values, is_float=is_float)
             table[channel, : len(values)] = values
         return codes, table
     return None
+
+
+def _places(bits: numpy.ndarray, values: numpy.ndarray, *, is_float: bool) -> numpy.ndarray:
+    """Where each of `bits` stands in the sorted `values`, which hold it."""
+    if is_float and numpy.isfinite(values.view(numpy.float32)).all():
+        known = values.view(numpy.float32)
+        low, high = known.min(), known.max()
+        if high > low:
+            # a look-up by size takes a tenth of a search; the same sum for both, so it is exact
+            step = numpy.float32(_BUCKETS - 1) / (high - low)
+            buckets = ((known - low) * step).astype(numpy.uint16)
+            if len(set(buckets.tolist())) == len(known):
+                table = numpy.zeros(_BUCKETS, numpy.uint8)
+                table[buckets] = numpy.arange(len(known))
+                return table[((bits.view(numpy.float32) - low) * step).astype(numpy.uint16)]
+    return numpy.searchsorted(values, bits)
 
 
 def _by_channel(values: numpy.ndarray, channels: int) -> numpy.ndarray | None:

@@ -388,8 +388,8 @@ def test_a_processor_with_a_way_of_its_own_is_not_cached(folder, tmp_path):
 
 
 def test_the_layout_is_found_once(folder, tmp_path, monkeypatch):
-    inputs("idefics3", folder, make_cache(tmp_path))
+    inputs("internvl", folder, make_cache(tmp_path))
     (file,) = (tmp_path / "cache").glob("processor-*.json")
-    assert json.loads(file.read_text())["layout"] == "rows"
+    assert json.loads(file.read_text())["layout"] == "images"
     monkeypatch.setattr("stageline.data.kept_pixels.find_layout", None)
-    inputs("idefics3", folder, make_cache(tmp_path))
+    inputs("internvl", folder, make_cache(tmp_path))
