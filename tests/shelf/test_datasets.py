@@ -34,6 +34,7 @@ import_shelf("prompt", "prompt_fn", "dataset", "metric")
 # key -> makes the files, metric, template
 PUBLIC = {
     "digits": (lambda folder: None, "exact_match", "digits"),
+    "scenes": (lambda folder: None, "rotate_qa", "vqa"),
     "vsr": (make_vsr, "vsr", "vsr"),
     "spatial_mm": (make_spatial_mm, "spatial_mm", "vqa"),
     "whats_up": (make_whats_up, "whats_up", "vqa"),

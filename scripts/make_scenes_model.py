@@ -1,0 +1,166 @@
+"""Writes a small InternVL for the scenes: config, random weights, tokenizer and image processor.
+
+Every word of the questions is a token; other text is read byte by byte. The weights follow from the
+seed, so that runs of several kinds can start from the same ones.
+Usage: make_scenes_model.py FOLDER [small|large] [SEED]
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from stageline.data.processor import compose_processor, save_processor
+from stageline.data.scene_drawing import GROUND
+from stageline.data.scene_questions import ANSWERS
+from stageline.data.scenes import Scenes
+
+NAMES = ("<|pad|>", "<|bos|>", "<|eos|>", "<IMG_CONTEXT>", "<img>", "</img>", "<video>")
+# a word with the space before it, a mark, or a line break
+WORD = r" ?[\w']+|[^\w\s]|\s"
+
+
+@dataclass(frozen=True)
+class Size:
+    """Widths, depths and pixels of a model; `shuffle`: patches a side that make one token."""
+
+    image: int
+    patch: int
+    shuffle: int
+    width: int
+    heads: int
+    vision_layers: int
+    text_layers: int
+
+    @property
+    def image_tokens(self) -> int:
+        return (self.image // self.patch // self.shuffle) ** 2
+
+
+SIZES = {
+    "small": Size(48, 16, 1, 96, 4, 2, 3),
+    "large": Size(96, 8, 2, 384, 6, 6, 8),
+}
+
+
+def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """A tokenizer that knows the words of questions and answers, and other text by its bytes."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORD), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1024,
+        special_tokens=list(NAMES),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    scenes = Scenes(num_train=4000)
+    texts = [f"\n{scenes.question(index).text}\n" for index in range(len(scenes))]
+    texts += [answer for answers in ANSWERS.values() for answer in answers] * 9
+    backend.train_from_iterator(texts, trainer)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=NAMES[0],
+        bos_token=NAMES[1],
+        eos_token=NAMES[2],
+        extra_special_tokens={
+            "context_image_token": NAMES[3],
+            "start_image_token": NAMES[4],
+            "end_image_token": NAMES[5],
+            "video_token": NAMES[6],
+        },
+    )
+
+
+def make_config(
+    tokenizer: transformers.PreTrainedTokenizerFast, size: Size
+) -> transformers.InternVLConfig:
+    """A vision encoder and a language model of one width."""
+    common = {
+        "hidden_size": size.width,
+        "intermediate_size": 2 * size.width,
+        "num_attention_heads": size.heads,
+        # the usual 0.02 is for wide models: this narrow one would stay on a plateau
+        "initializer_range": 0.8 * size.width**-0.5,
+    }
+    vision = {
+        **common,
+        "num_hidden_layers": size.vision_layers,
+        "image_size": [size.image, size.image],
+        "patch_size": [size.patch, size.patch],
+        "hidden_dropout_prob": 0.0,
+        "projection_dropout": 0.0,
+        "layer_scale_init_value": 1.0,
+        "use_mean_pooling": True,
+    }
+    text = {
+        **common,
+        "model_type": "qwen2",
+        "vocab_size": len(tokenizer),
+        "num_hidden_layers": size.text_layers,
+        "num_key_value_heads": size.heads,
+        "max_position_embeddings": 256,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "tie_word_embeddings": False,
+    }
+    return transformers.InternVLConfig(
+        architectures=["InternVLForConditionalGeneration"],
+        vision_config=vision,
+        text_config=text,
+        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        image_seq_length=size.image_tokens,
+        downsample_ratio=1 / size.shuffle,
+        tie_word_embeddings=False,
+    )
+
+
+def make_processor(tokenizer: transformers.PreTrainedTokenizerFast, size: Size) -> object:
+    """Image processor and tokenizer as one; one tile per picture."""
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    image_processor = GotOcr2ImageProcessorPil(
+        size={"height": size.image, "width": size.image},
+        # empty ground becomes 0: what stands on it is then all that the model sees
+        image_mean=[value / 255 for value in GROUND],
+        image_std=[0.3] * 3,
+        crop_to_patches=False,
+    )
+    return compose_processor(
+        "InternVLProcessor",
+        image_processor=image_processor,
+        tokenizer=tokenizer,
+        image_seq_length=size.image_tokens,
+    )
+
+
+def make_model(
+    config: transformers.InternVLConfig, seed: int
+) -> transformers.InternVLForConditionalGeneration:
+    """Random weights. The library's positions start at 0, where patches look all the same."""
+    torch.manual_seed(seed)
+    model = transformers.InternVLForConditionalGeneration(config)
+    torch.nn.init.normal_(model.model.vision_tower.embeddings.position_embeddings, std=0.3)
+    return model
+
+
+def main(folder: str, size: str = "small", seed: str = "0") -> None:
+    tokenizer = make_tokenizer()
+    make_model(make_config(tokenizer, SIZES[size]), int(seed)).save_pretrained(folder)
+    save_processor(make_processor(tokenizer, SIZES[size]), folder)
+    print(f"model, tokenizer and image processor are in {folder}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,284 @@
+"""Questions about scenes with exact answers, and groups of scenes that differ in one thing.
+
+A group is an anchor, a positive (another picture, same question and answer) and negatives (the
+least change that makes the answer another one). All follows from one random generator.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Literal, TypeVar
+
+from stageline.data.scene_geometry import (
+    CLOCK_REACH,
+    DIRECTION_REACH,
+    DIRECTIONS,
+    WAYS,
+    Scene,
+    Thing,
+    clock_of,
+    direction_of,
+    side_of,
+    way_of,
+)
+from stageline.errors import UserError
+
+Task = Literal["direction", "clock", "statement", "picture", "facing"]
+TASKS: tuple[Task, ...] = ("direction", "clock", "statement", "picture", "facing")
+CLOCK = tuple(f"{hour} o'clock" for hour in (12, *range(1, 12)))
+SIDES = ("left", "right")
+TRUTHS = ("yes", "no")
+ANSWERS: dict[Task, tuple[str, ...]] = {
+    "direction": DIRECTIONS,
+    "clock": CLOCK,
+    "statement": TRUTHS,
+    "picture": SIDES,
+    "facing": WAYS,
+}
+_SAID = {"front": "in front", "right": "on the right", "back": "at the back", "left": "on the left"}
+_TRIES = 20
+_MOST_TRIES = 20_000  # crowded scenes take about a hundred
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked about one thing of a scene.
+
+    Attributes:
+        asked: index of the thing.
+        stated: of a statement: the direction that it claims.
+    """
+
+    scene: Scene
+    task: Task
+    asked: int = 0
+    stated: str = ""
+
+    @property
+    def text(self) -> str:
+        """As a person would ask."""
+        reference, name = self.scene.reference, self.scene.things[self.asked].name
+        if self.task == "picture":
+            return f"In the picture, is the {name} left or right of the {reference}?"
+        if self.task == "facing":
+            return f"In the picture, which way does the {reference} face?"
+        start = f"From the {reference}'s point of view,"
+        if self.task == "direction":
+            return f"{start} where is the {name}?"
+        if self.task == "clock":
+            return f"{start} at which clock position is the {name}?"
+        return f"{start} is the {name} {_SAID[self.stated]}?"
+
+    @property
+    def answer(self) -> str | None:
+        """Computed from the places alone; None where people would disagree."""
+        if self.task == "picture":
+            return side_of(self.scene.things[self.asked].bearing)
+        if self.task == "facing":
+            return way_of(self.scene.heading)
+        relative = self.scene.relative(self.asked)
+        if self.task == "clock":
+            return clock_of(relative)
+        direction = direction_of(relative)
+        if self.task == "direction" or direction is None:
+            return direction
+        return "yes" if direction == self.stated else "no"
+
+
+def pick(random: Random, items: Sequence[Item]) -> Item:
+    """One of the items; `random.choice` may differ between versions of Python."""
+    return items[int(random.random() * len(items))]
+
+
+@dataclass(frozen=True)
+class SceneRules:
+    """What scenes may hold.
+
+    Attributes:
+        headings: how many the reference may have, from the top on in equal steps.
+        distances: those that things may have; train and test have none in common.
+        oblique: share of scenes that the camera sees at a slant.
+        holds_new: whether the asked thing is of a combination that was held out.
+    """
+
+    references: tuple[str, ...]
+    shapes: tuple[str, ...]
+    colors: tuple[str, ...]
+    headings: int
+    num_things: int
+    distances: tuple[float, ...]
+    oblique: float = 0.0
+    holds_new: bool = False
+
+    def answers(self, task: Task) -> tuple[str, ...]:
+        """Those that can be asked for: few headings or things leave out some ways to face."""
+        if task != "facing":
+            return ANSWERS[task]
+        headings = [360 * step // self.headings for step in range(self.headings)]
+        things = [Thing(shape, color, 0, 0) for shape in self.shapes for color in self.colors]
+        ways = {
+            way_of(heading)
+            for heading in headings
+            if any(self.is_held_out(thing, heading) == self.holds_new for thing in things)
+        }
+        return tuple(way for way in WAYS if way in ways)
+
+    def is_held_out(self, thing: Thing, heading: int) -> bool:
+        """Whether this shape in this colour at this heading is kept from training: one in five."""
+        step = heading * self.headings // 360
+        place = self.shapes.index(thing.shape) + 2 * self.colors.index(thing.color) + step
+        return place % 5 == 0
+
+    def allow(self, question: Question) -> bool:
+        """Whether the answer is clear, nothing is hidden, and combinations are those wanted."""
+        scene = question.scene
+        if question.answer is None or scene.is_crowded():
+            return False
+        held_out = [self.is_held_out(thing, scene.heading) for thing in scene.things]
+        return held_out[question.asked] if self.holds_new else not any(held_out)
+
+
+def draw_anchor(random: Random, rules: SceneRules, task: Task) -> Question:
+    """A question whose answer is drawn first, so that all answers of a task are as frequent.
+
+    Raises:
+        UserError: there is no such scene, or hardly any.
+    """
+    answer = pick(random, rules.answers(task))
+    stated = pick(random, DIRECTIONS) if task == "statement" else ""
+    for _ in range(_MOST_TRIES):
+        scene = _draw_scene(random, rules)
+        question = Question(scene, task, 0, stated)
+        bearing = _draw_bearing(random, question, answer)
+        question = replace(question, scene=scene.moved(0, bearing))
+        if question.answer == answer and rules.allow(question):
+            return question
+    raise UserError(
+        f"no scene was found with {rules.num_things} things of {len(rules.shapes)} shapes and "
+        f"{len(rules.colors)} colours and {rules.headings} headings. Some were expected that hold "
+        "no held-out combination of the three: give more shapes, colours or headings, or fewer "
+        "things (--dataset.num_shapes ...)."
+    )
+
+
+def draw_group(random: Random, rules: SceneRules, task: Task, num_negatives: int) -> list[Question]:
+    """Anchor, positive, negatives. An anchor that has no such neighbours is drawn again."""
+    while True:
+        anchor = draw_anchor(random, rules, task)
+        positive = draw_positive(random, rules, anchor)
+        first = int(3 * random.random())
+        group = [anchor]
+        for kind in range(first, first + num_negatives):
+            negative = draw_negative(random, rules, anchor, kind, taken=group)
+            group += [negative] if negative else []
+        if positive and len(group) == 1 + num_negatives:
+            return [anchor, positive, *group[1:]]
+
+
+def draw_positive(random: Random, rules: SceneRules, anchor: Question) -> Question | None:
+    """The same question and answer in another picture: the whole scene is turned.
+
+    Left and right in the picture would change with it: there the reference turns alone, and where
+    it is asked which way this faces, the thing moves.
+    """
+    scene = anchor.scene
+    for _ in range(_TRIES):
+        angle = _draw_heading(random, rules) or 180
+        if anchor.task == "picture":
+            changed = scene.facing(scene.heading + angle)
+        elif anchor.task == "facing":
+            away = 60 + 240 * random.random()
+            changed = scene.moved(anchor.asked, scene.things[anchor.asked].bearing + away)
+        else:
+            changed = scene.rotated(angle)
+        question = replace(anchor, scene=changed)
+        if question.answer == anchor.answer and rules.allow(question):
+            return question
+    return None
+
+
+def draw_negative(
+    random: Random,
+    rules: SceneRules,
+    anchor: Question,
+    kind: int,
+    *,
+    taken: Sequence[Question] = (),
+) -> Question | None:
+    """The least change that makes the answer another one.
+
+    Args:
+        kind: 0, 1, 2 ... take turns: the asked thing moves, the reference turns, another thing
+            is asked about (of a statement: another direction is claimed). Where one is not
+            possible the next is tried.
+        taken: not one of these, unless there is no other.
+    """
+    changes = (_move, _turn, _ask)
+    spare = None
+    for place in range(len(changes)):
+        for _ in range(_TRIES):
+            question = changes[(kind + place) % len(changes)](random, rules, anchor)
+            if question.answer != anchor.answer and rules.allow(question):
+                if question not in taken:
+                    return question
+                spare = question
+    return spare
+
+
+def _move(random: Random, rules: SceneRules, anchor: Question) -> Question:
+    others = [answer for answer in rules.answers(anchor.task) if answer != anchor.answer]
+    bearing = _draw_bearing(random, anchor, pick(random, others))
+    return replace(anchor, scene=anchor.scene.moved(anchor.asked, bearing))
+
+
+def _turn(random: Random, rules: SceneRules, anchor: Question) -> Question:
+    return replace(anchor, scene=anchor.scene.facing(_draw_heading(random, rules)))
+
+
+def _ask(random: Random, rules: SceneRules, anchor: Question) -> Question:
+    if anchor.task == "statement":
+        return replace(anchor, stated=pick(random, DIRECTIONS))
+    return replace(anchor, asked=int(random.random() * len(anchor.scene.things)))
+
+
+def _draw_heading(random: Random, rules: SceneRules) -> int:
+    return int(random.random() * rules.headings) * 360 // rules.headings
+
+
+def _draw_scene(random: Random, rules: SceneRules) -> Scene:
+    names: list[tuple[str, str]] = []
+    while len(names) < rules.num_things:
+        name = (pick(random, rules.shapes), pick(random, rules.colors))
+        if name not in names:
+            names.append(name)
+    things = tuple(
+        Thing(shape, color, 360 * random.random(), pick(random, rules.distances))
+        for shape, color in names
+    )
+    offset = (0.1 * random.random() - 0.05, 0.1 * random.random() - 0.05)
+    return Scene(
+        pick(random, rules.references),
+        _draw_heading(random, rules),
+        things,
+        offset,
+        random.random() < rules.oblique,
+    )
+
+
+def _draw_bearing(random: Random, question: Question, answer: str) -> float:
+    """A bearing of the asked thing that gives this answer, or nearly so."""
+    if question.task == "facing":
+        return 360 * random.random()
+    if question.task == "picture":
+        return (90 if answer == "right" else 270) + 140 * (random.random() - 0.5)
+    if question.task == "clock":
+        relative = 30 * CLOCK.index(answer) + CLOCK_REACH * (2 * random.random() - 1)
+    else:
+        direction = answer
+        if question.task == "statement":
+            others = [name for name in DIRECTIONS if name != question.stated]
+            direction = question.stated if answer == "yes" else pick(random, others)
+        sector = DIRECTIONS.index(direction)
+        relative = 90 * sector + DIRECTION_REACH * (2 * random.random() - 1)
+    return question.scene.heading + relative

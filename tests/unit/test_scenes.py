@@ -1,0 +1,301 @@
+"""Scenes: answers against positions measured in the picture, balance, groups, splits, options."""
+
+import collections
+import json
+import math
+
+import numpy
+import pytest
+
+from register import dataset_register, import_shelf, metric_register
+from stageline.data.contrastive import group_numbers
+from stageline.data.fingerprint import data_fingerprint
+from stageline.data.scene_drawing import COLORS, DARK, PALE, draw_scene
+from stageline.data.scene_geometry import Scene, Thing, clock_of, direction_of, side_of, way_of
+from stageline.data.scene_questions import ANSWERS, TASKS
+from stageline.data.scenes import Scenes, export_scenes
+from stageline.data.spatial import RotateQA
+from stageline.errors import UserError
+
+import_shelf("dataset", "metric")
+SIZE = 192  # large pictures, so that places can be measured in them
+
+
+def pixels(image):
+    return numpy.asarray(image).astype(int)
+
+
+def middle_of(image, *colors):
+    """Mean (x, y) of all pixels near one of the colours, and their number."""
+    near = [(abs(pixels(image) - color) < 5).all(axis=2) for color in colors]
+    rows, columns = numpy.nonzero(numpy.any(near, axis=0))
+    return (columns.mean(), rows.mean()), len(rows)
+
+
+def measured_heading(image):
+    """Where the car's windscreen lies from the middle of the whole car; in degrees from the top."""
+    (front_x, front_y), _ = middle_of(image, PALE)
+    (x, y), _ = middle_of(image, DARK)
+    return math.degrees(math.atan2(front_x - x, y - front_y)) % 360
+
+
+# an independent way to say what is where: dot products with the front and the right hand
+def seen_from(heading, dx, dy):
+    front = (math.sin(math.radians(heading)), -math.cos(math.radians(heading)))
+    right = (-front[1], front[0])
+    ahead = dx * front[0] + dy * front[1]
+    aside = dx * right[0] + dy * right[1]
+    return ahead, aside
+
+
+def answer_by_measuring(task, stated, heading, dx, dy):
+    ahead, aside = seen_from(heading, dx, dy)
+    if abs(ahead) > abs(aside):
+        direction = "front" if ahead > 0 else "back"
+    else:
+        direction = "right" if aside > 0 else "left"
+    if task == "direction":
+        return direction
+    if task == "statement":
+        return "yes" if direction == stated else "no"
+    if task == "picture":
+        return "right" if dx > 0 else "left"
+    if task == "clock":
+        hours = [(math.sin(math.pi * h / 6), math.cos(math.pi * h / 6)) for h in range(12)]
+        best = max(range(12), key=lambda h: hours[h][0] * aside + hours[h][1] * ahead)
+        return f"{best or 12} o'clock"
+    up_down = {1: "upper", -1: "lower", 0: ""}[sign(math.cos(math.radians(heading)))]
+    side = {1: "right", -1: "left", 0: ""}[sign(math.sin(math.radians(heading)))]
+    if up_down and side:
+        return f"{up_down} {side}"
+    return side or {"upper": "up", "lower": "down"}[up_down]
+
+
+def sign(value):
+    return 0 if abs(value) < 0.38 else 1 if value > 0 else -1
+
+
+def things_apart(question):
+    """Scenes in which the asked colour occurs once, so that a picture can be measured."""
+    colors = [thing.color for thing in question.scene.things]
+    return colors.count(colors[question.asked]) == 1
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_answers_are_what_is_measured_in_the_picture(task):
+    scenes = Scenes(tasks=[task], references=["car"], negatives=1, image_size=SIZE, num_train=16)
+    measured = 0
+    for index in range(len(scenes)):
+        question = scenes.question(index)
+        if not things_apart(question):
+            continue
+        (image,), sample = scenes[index]
+        heading = measured_heading(image)
+        turned = abs((heading - sample["rotation"] + 180) % 360 - 180)
+        assert turned < 4, "the windscreen is where the car faces"
+        car, _ = middle_of(image, DARK, PALE)
+        thing, count = middle_of(image, COLORS[question.scene.things[question.asked].color])
+        assert count > 50
+        dx, dy = thing[0] - car[0], thing[1] - car[1]
+        wanted = answer_by_measuring(task, question.stated, heading, dx, dy)
+        assert sample["answer"] == wanted, scenes.describe(index)
+        measured += 1
+    assert measured > 20
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_all_answers_are_equally_frequent(task):
+    scenes = Scenes(tasks=[task], num_train=1200, num_things=2)
+    counts = collections.Counter(scenes.question(i).answer for i in range(len(scenes)))
+    assert set(counts) == set(ANSWERS[task])
+    mean = len(scenes) / len(counts)
+    # five standard deviations of a fair draw
+    assert all(abs(count - mean) < 5 * math.sqrt(mean) for count in counts.values())
+
+
+def test_nobody_guesses_better_from_the_question_alone():
+    scenes = Scenes(tasks=["statement"], num_train=1600, num_things=1)
+    said = collections.defaultdict(list)
+    for index in range(len(scenes)):
+        question = scenes.question(index)
+        said[question.stated].append(question.answer == "yes")
+    assert all(0.4 < sum(truths) / len(truths) < 0.6 for truths in said.values())
+
+
+def test_borders_are_left_out():
+    assert direction_of(45) is None and direction_of(31) is None and direction_of(329) is None
+    assert [direction_of(angle) for angle in (0, 30, 90, 180, 270, 331)] == [
+        *("front", "front", "right", "back", "left", "front"),
+    ]
+    assert clock_of(15) is None and clock_of(352) is None and clock_of(353) == "12 o'clock"
+    assert [clock_of(30 * hour) for hour in (0, 3, 11)] == ["12 o'clock", "3 o'clock", "11 o'clock"]
+    assert side_of(0) is None and side_of(170) is None
+    assert (side_of(90), side_of(200 + 70)) == ("right", "left")
+    assert (way_of(0), way_of(45), way_of(300), way_of(22.5)) == (
+        *("up", "upper right", "upper left", None),
+    )
+
+
+def test_a_sample_follows_from_seed_split_and_index_alone():
+    forward, backward = (Scenes(negatives=2, num_train=6) for _ in range(2))
+    rows = range(len(forward))
+    first = [(forward[i][0][0].tobytes(), forward[i][1]) for i in rows]
+    again = [(backward[i][0][0].tobytes(), backward[i][1]) for i in reversed(rows)]
+    assert first == again[::-1]
+    assert not hasattr(forward[0][0][0], "filename")
+    other = Scenes(negatives=2, num_train=6, seed=1)
+    assert all(other[i][0][0].tobytes() != first[i][0] for i in rows)
+    # figures of earlier studies compare only as long as this does
+    assert [Scenes().question(i).answer for i in range(5)] == PINNED
+
+
+PINNED = ["right", "2 o'clock", "yes", "right", "left"]
+
+
+def test_splits_share_no_scene_and_no_picture():
+    options = {"num_things": 1, "num_shapes": 1, "num_colors": 2, "num_train": 400, "num_test": 200}
+    sides = [Scenes(split=split, **options) for split in ("train", "validation", "test")]
+    distances, pictures = [], []
+    for scenes in sides:
+        questions = [scenes.question(i) for i in range(len(scenes))]
+        distances.append({thing.distance for q in questions for thing in q.scene.things})
+        pictures.append({scenes[i][0][0].tobytes() for i in range(len(scenes))})
+    for first, second in ((0, 1), (0, 2), (1, 2)):
+        assert not distances[first] & distances[second]
+        assert not pictures[first] & pictures[second]
+
+
+@pytest.mark.parametrize("negatives", [None, 2])
+def test_held_out_combinations_are_never_trained(negatives):
+    def combinations(scenes, question):
+        step = question.scene.heading * 8 // 360
+        return [(thing.shape, thing.color, step) for thing in question.scene.things]
+
+    train = Scenes(num_train=900, negatives=negatives)
+    seen = {name for i in range(len(train)) for name in combinations(train, train.question(i))}
+    test = Scenes(split="test", num_test=200, negatives=negatives)
+    kinds = collections.Counter()
+    for index in range(len(test)):
+        question = test.question(index)
+        is_new = test[index][1]["group"].endswith(", new")
+        assert (combinations(test, question)[question.asked] not in seen) == is_new
+        kinds[is_new] += 1
+    assert kinds[True] == kinds[False]
+    parts = [set(values) for values in zip(*seen, strict=True)]
+    assert [len(part) for part in parts] == [4, 6, 8], "each alone was trained"
+
+
+@pytest.mark.parametrize(
+    ("things", "headings", "negatives"), [(1, 4, 1), (2, 8, 2), (3, 12, 5), (5, 4, 3)]
+)
+def test_groups_are_whole_and_differ_in_what_they_should(things, headings, negatives):
+    scenes = Scenes(
+        negatives=negatives, num_things=things, headings=headings, num_train=40, oblique=0.5
+    )
+    size = scenes.group_size
+    assert size == 2 + negatives and len(scenes) == 40 * size
+    for start in range(0, len(scenes), size):
+        rows = [scenes[index] for index in range(start, start + size)]
+        samples = [sample for _, sample in rows]
+        assert group_numbers(samples) == [0] * size
+        assert [sample["role"] for sample in samples[:3]] == ["anchor", "positive", "negative"]
+        anchor, positive, *others = samples
+        assert (positive["question"], positive["answer"]) == (anchor["question"], anchor["answer"])
+        assert all(sample["answer"] != anchor["answer"] for sample in others)
+        assert len({sample["task"] for sample in samples}) == 1
+        pictures = [pixels(images[0]) for images, _ in rows]
+        assert abs(pictures[1] - pictures[0]).max() > 60, "another picture"
+        for sample, picture in zip(others, pictures[2:], strict=True):
+            is_other_picture = abs(picture - pictures[0]).max() > 60
+            assert is_other_picture != (sample["question"] != anchor["question"]), "one change"
+    assert len({scenes[i][1]["contrast_group"] for i in range(len(scenes))}) == 40
+
+
+def test_a_negative_is_one_change_away():
+    scenes = Scenes(negatives=3, num_train=60)
+    changes, distinct = collections.Counter(), []
+    for start in range(0, len(scenes), 5):
+        anchor = scenes.question(start).scene
+        for place in (2, 3, 4):
+            other = scenes.question(start + place).scene
+            moved = sum(a != b for a, b in zip(anchor.things, other.things, strict=True))
+            turned = anchor.heading != other.heading
+            assert moved + turned <= 1
+            changes["moved" if moved else "turned" if turned else "asked"] += 1
+        negatives = [scenes.question(start + place) for place in (2, 3, 4)]
+        distinct.append(len(set(negatives)) == 3)
+    assert sum(distinct) > 50, "few scenes allow no more than one or two"
+    assert min(changes.values()) > 20, "all kinds occur"
+
+
+def test_all_references_show_their_front_in_each_view():
+    things = (Thing("ball", "red", 90.0, 0.6),)
+    for reference in ("car", "person", "arrow"):
+        for is_oblique in (False, True):
+            seen = [
+                draw_scene(Scene(reference, heading, things, is_oblique=is_oblique), 48)
+                for heading in range(0, 360, 30)
+            ]
+            assert len({image.tobytes() for image in seen}) == 12
+            flat = [pixels(image) for image in seen]
+            assert abs(flat[0] - flat[6]).max() > 100, "there and back are unlike"
+
+
+def test_an_exported_folder_is_read_as_rotate_qa(tmp_path):
+    for split in ("train", "test"):
+        export_scenes(Scenes(split=split, num_train=10, num_test=10), tmp_path, split=split)
+    scenes = Scenes(split="test", num_test=10)
+    rows = RotateQA(dataset_path=str(tmp_path), split="test")
+    assert len(rows) == 10
+    for index in range(10):
+        (image,), sample = scenes[index]
+        (stored,), read = rows[index]
+        assert stored.convert("RGB").tobytes() == image.tobytes()
+        for name in ("question", "answer", "group", "rotation"):
+            assert read[name] == sample[name]
+    assert json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])["task"] == "direction"
+
+
+def test_the_metric_takes_the_answers():
+    scenes = Scenes(num_train=60)
+    samples = [scenes[i][1] for i in range(60)]
+    right = [{"prediction": sample["answer"]} for sample in samples]
+    assert metric_register["rotate_qa"](right, samples)["score"] == 1.0
+    wrong = [{"prediction": samples[i - 5]["answer"]} for i in range(60)]  # of the same task
+    score = metric_register["rotate_qa"](wrong, samples)["score"]
+    same = sum(samples[i - 5]["answer"] == samples[i]["answer"] for i in range(60)) / 60
+    assert score == pytest.approx(same)
+
+
+def test_the_fingerprint_follows_what_is_drawn():
+    same = data_fingerprint(Scenes())
+    assert same == data_fingerprint(Scenes(num_test=3))
+    changes = [{"seed": 1}, {"split": "test"}, {"negatives": 2}, {"image_size": 32},
+               {"num_train": 7}, {"tasks": ["clock"]}, {"oblique": 0.1}]  # fmt: skip
+    prints = {data_fingerprint(Scenes(**change)) for change in changes}
+    assert len(prints | {same}) == len(changes) + 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_things": 6}, {"num_things": 0}, {"headings": 7}, {"headings": 2}, {"tasks": ["north"]},
+     {"tasks": []}, {"references": ["dog"]}, {"split": "dev"}, {"negatives": 0},
+     {"num_shapes": 5}, {"num_colors": 0}, {"oblique": 2}, {"image_size": 4}, {"num_train": 0},
+     {"num_things": 3, "num_shapes": 1, "num_colors": 2}],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_drawn_is_refused(options):
+    with pytest.raises(UserError, match=f"--dataset.{next(iter(options))} .*expected") as caught:
+        Scenes(**options)
+    assert caught.value.exit_code == 2
+
+
+def test_scenes_that_cannot_be_are_refused():
+    with pytest.raises(UserError, match="5 things of 1 shapes and 5 colours and 4 headings"):
+        Scenes(num_things=5, num_shapes=1, num_colors=5, headings=4).question(0)
+
+
+def test_it_is_on_the_shelf():
+    assert dataset_register["scenes"] is Scenes
+    with pytest.raises(IndexError):
+        Scenes(num_train=5)[5]

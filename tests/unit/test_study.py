@@ -1,0 +1,277 @@
+"""The study: its figures against plain loops, its words and pictures, the steps of its script."""
+
+import json
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+from PIL import Image
+
+from stageline.errors import UserError
+from stageline.evaluation.study import ALL, Run, Study, bootstrap, study_figures
+from stageline.evaluation.study_text import study_markdown, verdict
+from stageline.plotting.study import accuracy_figure, losses_figure, plot_accuracy, plot_losses
+from stageline.testing.small_run import ForkedRun
+
+ROOT = Path(__file__).resolve().parents[2]
+GROUPS = ("clock", "direction")
+
+
+def made_up(accuracies, *, num_samples=200):
+    """Runs whose shares of right answers are about those given: {arm: [of each seed]}."""
+    draw = random.Random(1)
+    ids = [f"s{number}" for number in range(num_samples)]
+    groups = {name: GROUPS[number % 2] for number, name in enumerate(ids)}
+    return [
+        Run(arm, seed, {name: float(draw.random() < share) for name in ids}, groups, {"steps": 5})
+        for arm, shares in accuracies.items()
+        for seed, share in enumerate(shares)
+    ]
+
+
+def mean(values):
+    values = list(values)
+    return sum(values) / len(values)
+
+
+# -- figures -----------------------------------------------------------------------------
+
+
+def test_means_and_differences_equal_a_loop():
+    runs = made_up({"sft": [0.5, 0.6, 0.4], "contrastive": [0.7, 0.8, 0.6]})
+    study = Study(list(reversed(runs)))
+    assert study.arms == ["contrastive", "sft"] and study.seeds == [0, 1, 2]
+    by = {(run.arm, run.seed): run for run in runs}
+    for group in (*GROUPS, ALL):
+        names = [n for n in runs[0].scores if group == ALL or runs[0].groups[n] == group]
+        figure = study.accuracy("sft", group)
+        for seed in range(3):
+            wanted = mean(by["sft", seed].scores[name] for name in names)
+            assert figure.by_seed[seed] == pytest.approx(wanted)
+        assert figure.mean == pytest.approx(mean(figure.by_seed))
+        assert figure.num_samples == len(names)
+        center = mean(figure.by_seed)
+        assert figure.spread == pytest.approx(
+            math.sqrt(sum((value - center) ** 2 for value in figure.by_seed) / 2)
+        )
+        paired = study.difference("sft", "contrastive", group)
+        wanted = mean(
+            by["contrastive", seed].scores[name] - by["sft", seed].scores[name]
+            for seed in range(3)
+            for name in names
+        )
+        assert paired.mean == pytest.approx(wanted)
+
+
+def test_intervals_are_those_of_theory():
+    """Of independent samples the bootstrap's interval is the normal one; it narrows by 1/sqrt."""
+    generator = numpy.random.default_rng(0)
+    scores = (generator.random((1, 2000)) < 0.3).astype(float)
+    low, high = bootstrap(scores).over_samples
+    half = 1.96 * math.sqrt(0.3 * 0.7 / 2000)
+    assert (high - low) / 2 == pytest.approx(half, rel=0.1)
+    low, high = bootstrap(scores[:, :500]).over_samples
+    assert (high - low) / 2 == pytest.approx(2 * half, rel=0.2)
+
+
+def test_seeds_that_differ_widen_the_interval_over_seeds_alone():
+    scores = numpy.stack([numpy.arange(1000) % 10 < share for share in (2, 5, 8)]).astype(float)
+    figure = bootstrap(scores)
+    width = [high - low for low, high in (figure.over_samples, figure.over_seeds)]
+    assert width[0] < 0.05 and width[1] > 0.4
+    assert figure == bootstrap(scores), "the same each time"
+
+
+def test_pairing_makes_an_interval_narrow():
+    """Arms that fail at the same samples differ by less than their intervals suggest."""
+    hard = numpy.arange(1000) % 2
+    runs = []
+    for arm, extra in (("sft", 0), ("contrastive", 20)):
+        scores = {str(i): float(hard[i] or i < 2 * extra) for i in range(1000)}
+        runs.append(Run(arm, 0, scores, dict.fromkeys(scores, "a")))
+    study = Study(runs)
+    low, high = study.difference("sft", "contrastive").over_samples
+    assert 0 < low < 0.02 < high < 0.035
+    assert study.accuracy("sft").over_samples[1] > study.accuracy("contrastive").over_samples[0]
+
+
+def test_what_cannot_be_compared_is_refused():
+    runs = made_up({"sft": [0.5, 0.5], "contrastive": [0.5, 0.5]})
+    with pytest.raises(UserError, match="no finished run"):
+        Study([])
+    with pytest.raises(UserError, match="contrastive 1"):
+        Study(runs[:3])
+    with pytest.raises(UserError, match="missing or doubled"):
+        Study([*runs, runs[0]])
+    other = Run("contrastive", 1, {"x": 1.0}, {"x": "clock"})
+    with pytest.raises(UserError, match="contrastive with seed 1 was evaluated on other samples"):
+        Study([*runs[:3], other])
+
+
+# -- words and pictures ------------------------------------------------------------------
+
+
+def figures_of(accuracies):
+    return study_figures(Study(made_up(accuracies)), chance={"clock": 1 / 12, "direction": 0.25})
+
+
+def test_the_report_shows_arms_groups_and_seeds():
+    figures = figures_of({"sft": [0.5, 0.6, 0.4], "contrastive": [0.9, 0.8, 0.9]})
+    assert figures["chance"][ALL] == pytest.approx((1 / 12 + 0.25) / 2)
+    text = study_markdown(figures, title="A study", settings={"date": "today"})
+    assert text.startswith("# A study\n\n- date: today\n")
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    row = next(row for row in rows if row[0] == "| all")
+    sft = figures["arms"]["sft"][ALL]
+    low, high = sft["interval_95_over_samples"]
+    shown = f"{100 * sft['mean']:.1f} [{100 * low:.1f}, {100 * high:.1f}] ± "
+    assert row[1] == "16.7" and row[2].startswith(shown)
+    assert sum(row[0] in ("| sft", "| contrastive") for row in rows) == 6, "a row a run"
+    assert "contrastive is ahead of sft" in text
+    json.dumps(figures)
+
+
+@pytest.mark.parametrize(
+    ("interval", "seeds", "wanted"),
+    [
+        ((0.01, 0.2), 3, "c is ahead of s"),
+        ((-0.2, -0.01), 3, "s is ahead of c"),
+        ((-0.01, 0.2), 3, "cannot be told apart"),
+        ((0.01, 0.2), 1, "nothing can be said"),
+    ],
+)
+def test_the_sentence_says_no_more_than_the_interval(interval, seeds, wanted):
+    difference = {"interval_95_over_seeds": interval, "by_seed": [0.1] * seeds}
+    assert wanted in verdict("c - s", difference)
+
+
+def test_the_pictures_show_the_figures(tmp_path):
+    figures = figures_of({"sft": [0.5, 0.6, 0.4], "contrastive": [0.9, 0.8, 0.9]})
+    axes = accuracy_figure(figures).axes[0]
+    bars = [container for container in axes.containers if hasattr(container, "patches")]
+    for arm, bar in zip(figures["arms"], bars, strict=True):
+        heights = [patch.get_height() for patch in bar.patches]
+        assert heights == [figures["arms"][arm][group]["mean"] for group in figures["chance"]]
+    dots = [line for line in axes.lines if line.get_marker() == "."]
+    assert sorted(len(line.get_ydata()) for line in dots) == [3] * 6
+    steps = [{"step": number, "loss": 9.0, "token_loss": 1.0} for number in range(1, 5)]
+    plain = [{"step": number, "loss": 2.0} for number in range(1, 5)]
+    lines = losses_figure({"sft": [plain], "contrastive": [steps, steps]}).axes[0].lines
+    assert [line.get_ydata()[0] for line in lines] == [2.0, 1.0, 1.0], "what arms have in common"
+    plot_accuracy(figures, tmp_path / "a.png")
+    plot_losses({"sft": [plain]}, tmp_path / "l.png")
+    for name in ("a.png", "l.png"):
+        Image.open(tmp_path / name).verify()
+
+
+# -- the script --------------------------------------------------------------------------
+
+# stands for python in the script: notes each command, and leaves what the next one looks for
+STAND_IN = """#!{python}
+import json, sys
+from pathlib import Path
+program, *words = sys.argv[1:]
+name = Path(program).name
+if name == "-m":
+    raise SystemExit(0)
+with open({notes!r}, "a") as file:
+    file.write(json.dumps([name, *words]) + "\\n")
+if name == "make_scenes_model.py":
+    Path(words[0]).mkdir(parents=True)
+elif name != "study_spatial_report.py":
+    folder = Path(words[words.index("--output-dir") + 1])
+    (folder / "checkpoints/step-00000003").mkdir(parents=True, exist_ok=True)
+    (folder / "report.json").touch()
+"""
+
+
+def commands_of(tmp_path, *options, **environment):
+    """The commands that the script gives, without running any."""
+    venv, notes = tmp_path / "venv", tmp_path / "notes.jsonl"
+    (venv / "bin").mkdir(parents=True, exist_ok=True)
+    python = venv / "bin" / "python"
+    python.write_text(STAND_IN.format(python=sys.executable, notes=str(notes)))
+    python.chmod(0o755)
+    ready = subprocess.run(
+        ["bash", "-c", 'cat requirements.lock scripts/_env.sh | cksum; echo " "'],
+        cwd=ROOT, capture_output=True, check=True,
+    )  # fmt: skip
+    (venv / ".stageline-ready").write_bytes(ready.stdout)
+    notes.write_text("")
+    mine = {"STAGELINE_VENV": str(venv), "STUDY_DIR": str(tmp_path / "study"), **environment}
+    kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts/study_spatial.sh"), *options],
+        env={**kept, **mine}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    return done, [json.loads(line) for line in notes.read_text().splitlines()]
+
+
+def test_the_script_makes_both_arms_alike_and_goes_on_where_it_was(tmp_path):
+    done, commands = commands_of(tmp_path, "--seeds", "0 1", "--weight-decay", "0.2")
+    assert done.returncode == 0, done.stderr
+    names = [name for name, *_ in commands]
+    once = ["train_pp.py", "evaluate.py"] * 2
+    assert names == ["make_scenes_model.py", *once] * 2 + ["study_spatial_report.py"]
+    sft, contrastive = commands[1], commands[3]
+    different = {"--collate-fn", "--loss-fn", "--output-dir"}
+    extra = {"--sim-fn", "--collate-fn.marked", "--loss-fn.warmup_steps"}
+    told = [options_of(words) for words in (sft, contrastive)]
+    assert set(told[1]) - set(told[0]) == extra and not set(told[0]) - set(told[1])
+    assert {name for name in told[0] if told[0][name] != told[1][name]} == different
+    assert told[0]["--weight-decay"] == "0.2", "what is appended wins"
+    assert [options_of(commands[i])["--seed"] for i in (1, 3, 6, 8)] == ["0", "0", "1", "1"]
+    (tmp_path / "study/contrastive/seed-1/evaluation/report.json").unlink()
+    _, again = commands_of(tmp_path, "--seeds", "0 1")
+    assert [name for name, *_ in again] == [*once[:2], "study_spatial_report.py"]
+    assert options_of(again[0])["--output-dir"].endswith("contrastive/seed-1")
+    _, large = commands_of(tmp_path, "--size", "large", "--seeds", "7", "--sim-fn", "cos")
+    assert options_of(large[3])["--sim-fn"] == "cos"
+    assert int(options_of(large[1])["--total-steps"]) > int(told[0]["--total-steps"])
+    done, _ = commands_of(tmp_path, "--size", "huge")
+    assert done.returncode == 2 and "small or large" in done.stderr
+
+
+def options_of(words):
+    """Option -> value; the last one counts, as in the entry files."""
+    pairs = zip(words, [*words[1:], ""], strict=True)
+    return {name: value for name, value in pairs if name.startswith("--")}
+
+
+def test_the_commands_of_the_script_run_and_are_reported(tmp_path):
+    """One seed, three steps: model, both arms, evaluation, report."""
+    few = ("--total-steps", "3", "--warmup-steps", "1", "--device", "cpu", "--timeline-step", "0")
+    more = ("--dataset.num_train", "40", "--batch-size", "16", "--micro-batch-size", "8")
+    _, commands = commands_of(tmp_path, "--seeds", "0", *few, *more, NUM_TEST="20")
+    folder = tmp_path / "study"
+    shutil.rmtree(folder)  # what the stand-in made
+    for name, *words in commands:
+        if name == "make_scenes_model.py":
+            words[0] = words[0].removesuffix(".tmp")
+        is_entry = not name.startswith(("make", "study"))
+        program = ROOT / name if is_entry else ROOT / "scripts" / name
+        ranks = 2 if name == "train_pp.py" else 1
+        done = ForkedRun([str(program), *words], ranks=ranks).wait(120)
+        assert done.code == 0, done.out + done.err
+    text = (folder / "report.md").read_text()
+    assert "| sft | 0 | 3 |" in text and "| contrastive | 0 | 3 |" in text
+    assert "nothing can be said" in text, "of one seed"
+    figures = json.loads((folder / "report.json").read_text())
+    tasks = {"direction", "clock", "statement", "picture", "facing"}
+    assert {group.removesuffix(", new") for group in figures["chance"]} == {*tasks, ALL}
+    logs = [
+        [json.loads(line) for line in (folder / arm / "seed-0/log.jsonl").open()]
+        for arm in ("sft", "contrastive")
+    ]
+    first = [next(row for row in log if row["kind"] == "train") for log in logs]
+    # same weights, same pictures, same order: the same next-token loss before anything is learnt
+    assert first[0]["loss"] == pytest.approx(first[1]["token_loss"], rel=1e-6)
+    assert first[0]["num_tokens"] == first[1]["num_tokens"]
+    for name in ("accuracy.png", "loss.png"):
+        Image.open(folder / name).verify()
