@@ -34,7 +34,8 @@ from stageline.distributed.process_group import DistributedContext, distributed_
 from stageline.errors import UserError
 from stageline.pipeline.schedules import Schedule, default_stages_per_rank
 from stageline.pipeline.topology import resolve_topology
-from train_parts import SHELF, Data, bind_loss, build_part, make_loader
+from train_data import Data, make_loader
+from train_parts import SHELF, bind_loss, build_part
 
 LEAST_MICRO_BATCHES = 4
 MOST_MICRO_BATCHES = 8  # of a dataset: a difference shows in a few

@@ -39,7 +39,8 @@ from stageline.training.replicas import Replicas
 from stageline.training.report import RunReport, summarize_stage
 from stageline.training.resume import ResumePoint
 from stageline.training.sharding import ShardedReplicas
-from train_parts import SHELF, Data, build_stages, check_data, make_planner
+from train_data import Data, check_data
+from train_parts import SHELF, build_stages, make_planner
 from train_run import TrainingRun, open_run_folder
 
 

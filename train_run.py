@@ -31,7 +31,8 @@ from stageline.training.skips import Skips
 from stageline.training.step import StepResult, TrainStep
 from stageline.training.step_timeline import StepTimeline
 from stageline.training.trainer import Trainer, TrainOptions
-from train_parts import Data, make_learning_rate, make_loader, make_loss, make_optimizer
+from train_data import Data, make_loader
+from train_parts import make_learning_rate, make_loss, make_optimizer
 
 LONGEST_SAVE = timedelta(hours=2)  # that a rank waits for the others while they write
 

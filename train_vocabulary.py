@@ -1,6 +1,6 @@
 """The vocabulary of a training run: new tokens, the rows they need, and a head that is tied.
 
-Knows the options; train_parts.py puts the objects together.
+Knows the options; train_data.py uses it.
 """
 
 import os
