@@ -208,7 +208,7 @@ def test_without_images_the_tower_sees_a_placeholder_without_effect():
     assert runs == [1]
     for name, parameter in model.named_parameters():
         if model.part_of(name) in ("vit", "mlp"):
-            assert not parameter.grad.any(), name
+            assert parameter.grad is None or not parameter.grad.any(), name
         elif ".layers.1." in name or ".layers.3." in name:
             assert parameter.grad is None, name
         else:
