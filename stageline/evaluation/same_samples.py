@@ -19,9 +19,10 @@ def check_same_samples(
         UserError: names the sample, and what it was.
     """
     for sample in samples:
-        record = records.get(str(sample["id"]))
-        kept = record.get("sample") if record is not None else None
-        for field in _FIELDS if isinstance(kept, dict) else ():
+        kept = records.get(str(sample["id"]), {}).get("sample")
+        if not isinstance(kept, dict):
+            continue
+        for field in _FIELDS:
             if field in kept and field in sample and kept[field] != sample[field]:
                 raise UserError(
                     f"{path}: the prediction of sample {str(sample['id'])!r} was made for "
