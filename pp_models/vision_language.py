@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText
 
 from pp_models.causal_lm import CausalLMStage, add_family
 from pp_models.packing import is_packed, multimodal_positions
-from pp_models.placeholder_image import run_placeholder, with_zero_gradients
+from pp_models.placeholder_image import run_placeholder
 from pp_models.vision_stages import VisionStages
 from register import train_model_register
 from stageline.model_folder import load_config
@@ -36,15 +36,11 @@ class VisionLanguageStage(VisionStages, CausalLMStage):
     def forward(
         self, hidden_or_ids: torch.Tensor, *extras: torch.Tensor, **batch: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        has_tower = self.paths.vision_tower and not self.vision_stages
-        if not (self.is_first and has_tower) or PIXEL_INPUTS[0] in batch:
-            return super().forward(hidden_or_ids, *extras, **batch)
-        output = super().forward(hidden_or_ids, *extras, **batch)
-        tower = self.get_submodule(self.paths.vision_tower)
-        unused = run_placeholder(self.whole, tower, self.front_weights())
-        if isinstance(output, tuple):
-            return with_zero_gradients(output[0], unused), *output[1:]
-        return with_zero_gradients(output, unused)
+        has_tower = self.is_first and self.paths.vision_tower and not self.vision_stages
+        if has_tower and PIXEL_INPUTS[0] not in batch:
+            tower = self.get_submodule(self.paths.vision_tower)
+            run_placeholder(self.whole, tower, self.front_weights())
+        return super().forward(hidden_or_ids, *extras, **batch)
 
     def front_weights(self) -> list[nn.Parameter]:
         """The weights of tower and projector that this stage has."""

@@ -80,11 +80,12 @@ def change_first_token(
 
 
 def change_images(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Copies with other pixels, on the ranks that have any."""
-    return [
-        {name: 0.5 - value if name == "pixel_values" else value for name, value in batch.items()}
-        for batch in micro_batches
-    ]
+    """Copies with other pixels, on the ranks that have any; zeros are padding, and stay."""
+
+    def other(name: str, value: torch.Tensor) -> torch.Tensor:
+        return torch.where(value == 0, value, 0.5 - value) if name == "pixel_values" else value
+
+    return [{name: other(name, value) for name, value in batch.items()} for batch in micro_batches]
 
 
 def has_pixels(micro_batches: Sequence[MicroBatch]) -> bool:

@@ -5,6 +5,7 @@ reference is the unsplit model in float64, with peft where the tower has LoRA. S
 the other in one process; real pipelines run once for each family and schedule.
 """
 
+import contextlib
 import copy
 import functools
 
@@ -61,7 +62,20 @@ def is_of_tower(family, name):
 
 @functools.cache
 def processor_of(family):
-    return tiny_processor(family)
+    try:
+        return tiny_processor(family)
+    except ImportError as error:  # older releases of the library want torchvision for some
+        pytest.skip(str(error))
+
+
+def families_here():
+    """All that can be tested with this release of the library."""
+    found = []
+    for family in VISION_LANGUAGE:
+        with contextlib.suppress(pytest.skip.Exception):
+            processor_of(family)
+            found.append(family)
+    return found
 
 
 @functools.cache
@@ -252,11 +266,11 @@ def test_every_image_and_every_kind_of_row_is_there(family):
         assert differs == [index == place for index in range(3)], f"image {number}"
 
 
-def real_pipelines(rank, schedule):
+def real_pipelines(rank, schedule, families):
     """All families on the same ranks."""
     results = {}
     kind = make_schedule(schedule, num_ranks=SCHEDULES[schedule])
-    for family in VISION_LANGUAGE:
+    for family in families:
         models = [
             stages_of(family, "full", kind.num_stages)[index] for index in kind.stages_of(rank)
         ]
@@ -271,13 +285,15 @@ def real_pipelines(rank, schedule):
 
 @pytest.fixture(scope="module", params=SCHEDULES)
 def pipeline_results(request):
-    for family in VISION_LANGUAGE:
+    families = families_here()
+    for family in families:
         reference_of(family, "full")  # once, before the ranks part
-    return run_ranks(real_pipelines, SCHEDULES[request.param], request.param)
+    return run_ranks(real_pipelines, SCHEDULES[request.param], request.param, families)
 
 
 @pytest.mark.parametrize("family", VISION_LANGUAGE)
 def test_real_pipelines_equal_the_unsplit_model(family, pipeline_results):
+    processor_of(family)
     summed = {}
     for result in pipeline_results:
         assert not set(summed) & set(result[family])

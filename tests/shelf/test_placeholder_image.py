@@ -12,7 +12,7 @@ from stageline.pipeline.runner import PipelineRunner
 from stageline.testing.ranks import run_ranks
 from stageline.testing.tiny_batches import tiny_micro_batches
 from stageline.testing.tiny_models import VISION_LANGUAGE, tiny_config
-from stageline.training.replicas import Replicas
+from stageline.training.replicas import Replicas, bit_sum
 from stageline.training.sharding import ShardedReplicas
 from stageline.training.step import TrainStep
 
@@ -64,7 +64,7 @@ def count_towers(model):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", VISION_LANGUAGE)
-def test_zeros_for_exactly_what_a_picture_trains(family, mode):
+def test_the_tower_works_and_nothing_comes_of_it(family, mode):
     model = build(family, num_stages=2, **MODES[mode])
     _, with_picture = run(model, image_batch(family))
     assert bool(with_picture) == (mode != "frozen")
@@ -73,9 +73,7 @@ def test_zeros_for_exactly_what_a_picture_trains(family, mode):
     hidden, without = run(model, text_batch())
     assert torch.equal(torch.get_rng_state(), before)
     assert len(runs) == (mode != "frozen")
-    assert set(without) == set(with_picture)
-    for name, grad in without.items():
-        assert grad.shape == with_picture[name].shape and not grad.any(), name
+    assert without == {}, "an optimizer would move weights whose gradient is zero"
     model.requires_grad_(False)
     with torch.no_grad():
         inputs = text_batch()
@@ -87,7 +85,7 @@ def test_zeros_for_exactly_what_a_picture_trains(family, mode):
 
 @pytest.mark.parametrize("family", ["internvl", "qwen3_vl", "llava_next"])
 def test_a_broken_tower_reaches_nothing(family):
-    """Zero times nan is nan: so nothing is multiplied by zero."""
+    """Zero times nan would be nan: nothing is multiplied by zero."""
     model = build(family)
     expected, _ = run(model, text_batch())
     with torch.no_grad():
@@ -95,7 +93,7 @@ def test_a_broken_tower_reaches_nothing(family):
             weight.fill_(torch.inf)
     found, grads = run(model, text_batch())
     assert torch.equal(found, expected)
-    assert grads and not any(grad.any() for grad in grads.values())
+    assert grads == {}
 
 
 def test_an_unknown_tower_is_left_alone():
@@ -105,6 +103,13 @@ def test_an_unknown_tower_is_left_alone():
 
 
 # -- replicas ----------------------------------------------------------------------------------
+
+
+def copies_of_front(step, model):
+    """Sums of the bits of tower and projector's weights, or of this replica's share of them."""
+    front = (*model.parts()["vit"], *model.parts()["mlp"])
+    named = step.weights.parameters.items()
+    return {name: bit_sum(p).item() for name, p in named if name.startswith(front)}
 
 
 def pictures_on_one_replica(rank, family):
@@ -120,13 +125,17 @@ def pictures_on_one_replica(rank, family):
             runner = PipelineRunner(model, device=CPU, group=mesh.get_group("pp"))
             step = TrainStep(
                 runner,
-                make_optimizer=lambda named: torch.optim.SGD(named.values(), lr=1.0),
+                make_optimizer=lambda named: torch.optim.AdamW(named.values(), lr=1.0),
                 loss_fn=sft,
-                learning_rate=lambda step: 0.1,
+                learning_rate=lambda step: 0.01,
                 replicas=replicas,
             )
             batch = image_batch(family) if rank == 0 else text_batch()
             losses = [step([batch, batch], step=number).loss for number in range(2)]
+            start = copies_of_front(step, model)
+            losses.append(step([text_batch()] * 2, step=2).loss)
+            moved = [n for n, value in copies_of_front(step, model).items() if value != start[n]]
+            assert moved == [], "no replica had a picture"
             seen = []
             runner.evaluate([batch], on_output=lambda output, _, seen=seen: seen.append(output))
             losses.append(seen[0].double().sum().item())
@@ -140,5 +149,5 @@ def test_replicas_with_and_without_pictures_work_together(family):
     for mode in ("full", "frozen"):
         for result in (first, second):
             assert result[f"{mode} True"] == pytest.approx(result[f"{mode} False"], rel=1e-5)
-        assert first[f"{mode} True"][:2] == second[f"{mode} True"][:2]
+        assert first[f"{mode} True"][:3] == second[f"{mode} True"][:3]
     assert first["full True"] != first["frozen True"]
