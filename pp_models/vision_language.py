@@ -36,8 +36,8 @@ class VisionLanguageStage(VisionStages, CausalLMStage):
     def forward(
         self, hidden_or_ids: torch.Tensor, *extras: torch.Tensor, **batch: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        has_tower = self.paths.vision_tower and not self.vision_stages
-        if self.is_first and has_tower and PIXEL_INPUTS[0] not in batch:
+        has_tower = self.is_first and self.paths.vision_tower and not self.vision_stages
+        if has_tower and PIXEL_INPUTS[0] not in batch:
             tower = self.get_submodule(self.paths.vision_tower)
             run_placeholder(self.whole, tower, self.front_weights(), see=self.see_images)
         return super().forward(hidden_or_ids, *extras, **batch)

@@ -8,8 +8,9 @@ scatters the image features in that came over the border. All of it is the libra
   the border, and those of later stages a `Departure`, which ends the forward with what goes on;
 - on stage n `get_image_features` gives what came.
 
-A micro-batch without an image sends one blank image through the tower, so that every stage and
-every replica does the same passes; stage n leaves its features out, so its gradient is zero.
+A micro-batch without an image sends one blank image through the tower, so that every stage has
+something to send and every replica does the same work. Stage n leaves its features out, and it goes
+without a graph: the tower's weights get nothing from it, as in plain transformers.
 """
 
 from collections.abc import Iterator
@@ -24,7 +25,6 @@ from pp_models.causal_lm import _replace
 from pp_models.tower_images import Batch, TowerImages, tower_images
 from stageline.errors import UserError
 from stageline.modules.pass_through import PassThrough, ZeroEmbedding
-from stageline.modules.without_effect import with_zero_gradients
 from stageline.pipeline.partition import layer_range, uniform_partition
 
 DEEPSTACK = "deepstack_merger_list"
@@ -200,17 +200,19 @@ class VisionStages:
 
     def _look(self, ids_or_hidden: torch.Tensor, branches: Tensors, batch: Batch) -> Tensors:
         """Runs the tower's blocks of this stage; on its last stage, the projector too."""
-        with self._arriving(ids_or_hidden, branches) as made:
+        has_images = self.images.has_images(batch)
+        keeps_graph = torch.is_grad_enabled() and has_images
+        with self._arriving(ids_or_hidden, branches) as made, torch.set_grad_enabled(keeps_graph):
             try:
                 inputs = self._image_inputs(ids_or_hidden, batch)
                 features = self.whole.base_model.get_image_features(**inputs).pooler_output
             except Departed as border:
                 return border.hidden, *made
-        if self.images.gives_list:
-            features = torch.cat(list(features))
-        features = features.reshape(-1, features.shape[-1])
+            if self.images.gives_list:
+                features = torch.cat(list(features))
+            features = features.reshape(-1, features.shape[-1])
         # of a blank image one row, so that all know how many
-        return features if self.images.has_images(batch) else features[:1], *made
+        return features if has_images else features[:1], *made
 
     def _image_inputs(self, ids_or_hidden: torch.Tensor, batch: Batch) -> Batch:
         if self.stage > 0:
@@ -250,10 +252,7 @@ class VisionStages:
         # token ids come where text alone is tried: the check of packed rows
         if not (features.is_floating_point() and self.images.has_images(batch)):
             output = super().forward(batch["input_ids"], **batch)
-            came = _trained(features, *branches)
-            if isinstance(output, tuple):
-                return with_zero_gradients(output[0], came), *output[1:]
-            return with_zero_gradients(output, came)
+            return _with_nothing_of((features, *branches), output)
         batch["pixel_values"] = features
         pooled = [features] if self.images.gives_list else features
         outputs = SimpleNamespace(
@@ -316,9 +315,13 @@ def _arrival(block: nn.Module) -> Arrival:
     return type(type(block).__name__, (Arrival, type(block)), {})()
 
 
-def _trained(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Those that get a gradient; none where no graph is made."""
-    return [tensor for tensor in tensors if tensor.requires_grad and torch.is_grad_enabled()]
+def _with_nothing_of(inputs: Tensors, output: torch.Tensor | Tensors) -> torch.Tensor | Tensors:
+    """The output, with inputs in its graph: torch 2.11 splits no backward pass past others."""
+    first, *others = output if isinstance(output, tuple) else (output,)
+    for tensor in inputs:
+        if tensor.requires_grad:
+            first = first + tensor[:0].sum().to(first.dtype)
+    return (first, *others) if others else first
 
 
 def _get(whole: PreTrainedModel, path: str) -> nn.Module | nn.Parameter:

@@ -131,8 +131,8 @@ class SplitCheck:
         hooks = []
         for stage in range(len(self.facts) - 1):
             index = sum(fact.layers for fact in self.facts[: stage + 1])
-            if not self.facts[stage].layers:
-                continue  # a stage of the tower, which sends something else
+            if index == 0:
+                continue  # behind a stage of a tower, which has no hidden states
             try:
                 layer = model.get_submodule(self.split.models[0].layer_name(index))
             except (PlanError, AttributeError):

@@ -66,6 +66,7 @@ def measure(outline: Outline, workload: Workload) -> ModelCosts:
         hand_over=hand_over_seconds(workload.device.type, border),
         batch=tensor_bytes(iter(workload.batch.values())),
         shape=workload.shape,
+        front=outline.front,
     )
 
 

@@ -248,10 +248,8 @@ def test_without_an_image_the_tower_runs_and_has_no_say(tmp_path):
         block.register_forward_hook(lambda *_: calls.append(1))
     run_chain(stages, [batch], loss_fn=loss_fn_of("llava"))
     assert len(calls) == len(stages[0].tower_list()) == 2
-    for model in stages[:2]:
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        assert grads
-        assert not any(bool(grad.any()) for grad in grads)
+    for model in stages[:2]:  # as in plain transformers: no zeros, which AdamW would decay by
+        assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def real_pipeline(rank, family, folder, whole, schedule, num_ranks):
