@@ -14,6 +14,7 @@ import transformers
 
 import train_pp  # noqa: F401 - registers the engine that a training command names
 from options.part_options import ChosenPart
+from options.vision_options import check_vision
 from parse_args import CheckArguments, parse_check_args
 from register import (
     collate_fn_register,
@@ -33,7 +34,8 @@ from stageline.distributed.process_group import DistributedContext, distributed_
 from stageline.errors import UserError
 from stageline.pipeline.schedules import Schedule, default_stages_per_rank
 from stageline.pipeline.topology import resolve_topology
-from train_parts import SHELF, Data, bind_loss, build_part, make_loader
+from train_data import Data, make_loader
+from train_parts import SHELF, bind_loss, build_part
 
 LEAST_MICRO_BATCHES = 4
 MOST_MICRO_BATCHES = 8  # of a dataset: a difference shows in a few
@@ -62,6 +64,7 @@ def resolve_schedule(arguments: CheckArguments) -> Schedule:
     if run.num_stages is None and not run.schedule.endswith(".csv"):
         per_rank = run.stages_per_rank or default_stages_per_rank(run.schedule)
         run.num_stages = 2 * per_rank
+    check_vision(run)
     if isinstance(run.partition, list) and run.check_layers not in (None, sum(run.partition)):
         raise UserError(
             f"--partition {','.join(map(str, run.partition))} names {sum(run.partition)} layers, "
@@ -156,6 +159,8 @@ def build(
         lora_dropout=0.0,
     )
     is_given = num_stages == run.num_stages and isinstance(run.partition, list)
+    if num_stages != run.num_stages:  # on one stage, to compare with
+        changed.vision_stages = 0
     return build_part(
         dataclasses.replace(arguments, run=changed),
         stage=stage,
@@ -180,7 +185,9 @@ def make_batches(
         return functools.cache(
             lambda step: random_batches(config, num_micro_batches=count, seed=seed + step)
         )
-    run = dataclasses.replace(arguments.run, eval_samples=0, accumulate_steps=1, packing=False)
+    # a split is as right without new tokens, whose rows no library model would have
+    changes = {"eval_samples": 0, "accumulate_steps": 1, "packing": False, "new_tokens": None}
+    run = dataclasses.replace(arguments.run, **changes)
     if "dataset" in arguments.parts:
         wanted = min(arguments.run.num_micro_batches, MOST_MICRO_BATCHES)
         parts = arguments.parts

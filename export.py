@@ -177,12 +177,13 @@ def stage_key(config: "PretrainedConfig") -> str | None:
         name = classes[type(config)].__name__
         if config.architectures and name not in config.architectures:
             continue  # the same layers with another head: a classifier
-        families = (
+        families = [
             key
             for key, part in train_model_register.items()
             if config.model_type in getattr(part, "model_types", ())
-        )
-        return next(families, generic)
+        ]
+        # idefics3 serves smolvlm too, which has a key of its own
+        return config.model_type if config.model_type in families else next(iter(families), generic)
     return None
 
 

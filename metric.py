@@ -1,7 +1,8 @@
-"""The metric parts: (predictions, samples) -> {"score", "per_sample", "groups"}.
+"""The metric parts: (predictions, samples) -> {"score", "per_sample", "groups", "unparsed"}.
 
-A prediction is {"prediction": text}, a sample what the dataset gave. Confidence intervals are
-added by the runner. An answer that says nothing counts as wrong.
+A prediction is {"prediction": text}, a sample what the dataset gave. Confidence intervals and the
+figures of other groupings are added by the report. An answer that says nothing counts as wrong and
+as unparsed. What an answer says follows the rules of docs/metrics.md.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,26 +18,33 @@ from stageline.data.answers import (
     parse_clock,
     parse_directions,
     parse_truth,
+    says_nothing,
+    without_negated,
 )
 
 Predictions = Sequence[dict[str, Any]]
 Samples = Sequence[dict[str, Any]]
+# whether a text is right; None: it says nothing
+Judge = Callable[[str, dict[str, Any]], bool | None]
 
 
-def _score(
-    predictions: Predictions, samples: Samples, is_right: Callable[[str, dict[str, Any]], bool]
-) -> dict[str, Any]:
+def _score(predictions: Predictions, samples: Samples, judge: Judge) -> dict[str, Any]:
     """Counts right answers, over all and for each `group` of the samples."""
-    per_sample = [
-        int(is_right(str(prediction["prediction"]), sample))
+    verdicts = [
+        judge(str(prediction["prediction"]), sample)
         for prediction, sample in zip(predictions, samples, strict=True)
     ]
     groups: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):
         if sample.get("group") is not None:
             groups.setdefault(str(sample["group"]), []).append(index)
-    score = sum(per_sample) / len(per_sample) if per_sample else 0.0
-    return {"score": score, "per_sample": per_sample, "groups": groups}
+    per_sample = [int(verdict is True) for verdict in verdicts]
+    return {
+        "score": sum(per_sample) / len(per_sample) if per_sample else 0.0,
+        "per_sample": per_sample,
+        "groups": groups,
+        "unparsed": [int(verdict is None) for verdict in verdicts],
+    }
 
 
 def _answers(sample: dict[str, Any]) -> list[str]:
@@ -48,82 +56,127 @@ def _answers(sample: dict[str, Any]) -> list[str]:
 @metric_register("exact_match")
 def exact_match(predictions: Predictions, samples: Samples) -> dict[str, Any]:
     """The answer and nothing else, but for case, spaces and outer punctuation."""
-    return _score(predictions, samples, lambda text, sample: normalize(text) in _answers(sample))
+
+    def judge(text: str, sample: dict[str, Any]) -> bool | None:
+        said = normalize(text)
+        return said in _answers(sample) or (None if says_nothing(text) else False)
+
+    return _score(predictions, samples, judge)
 
 
 @metric_register("contains")
 def contains(predictions: Predictions, samples: Samples) -> dict[str, Any]:
     """The answer stands somewhere in the text, as whole words."""
 
-    def is_right(text: str, sample: dict[str, Any]) -> bool:
+    def judge(text: str, sample: dict[str, Any]) -> bool | None:
         said = normalize(text)
-        return any(contains_words(said, answer) for answer in _answers(sample))
+        is_right = any(contains_words(said, answer) for answer in _answers(sample))
+        return is_right or (None if says_nothing(text) else False)
 
-    return _score(predictions, samples, is_right)
+    return _score(predictions, samples, judge)
 
 
 @metric_register("vsr")
 def vsr(predictions: Predictions, samples: Samples) -> dict[str, Any]:
     """True or false, yes or no, "not true", or the statement said again; per relation."""
 
-    def is_right(text: str, sample: dict[str, Any]) -> bool:
+    def judge(text: str, sample: dict[str, Any]) -> bool | None:
         label = sample.get("label")
         truth = bool(label) if label is not None else parse_truth(str(sample["answer"]))
-        return parse_truth(text, statement=sample.get("caption")) == truth
+        said = parse_truth(text, statement=sample.get("caption"), question=sample.get("question"))
+        return None if said is None else said == truth
 
-    return _score(predictions, samples, is_right)
+    return _score(predictions, samples, judge)
 
 
 @metric_register("spatial_mm")
 def spatial_mm(predictions: Predictions, samples: Samples) -> dict[str, Any]:
     """The option's letter or text; without options the answer's words; per perspective."""
-    return _score(predictions, samples, _is_right_choice)
+    return _score(predictions, samples, _judge_choice)
 
 
 @metric_register("whats_up")
 def whats_up(predictions: Predictions, samples: Samples) -> dict[str, Any]:
-    """The right caption, by its letter or its text; per preposition."""
-    return _score(predictions, samples, _is_right_choice)
+    """The right caption, by its letter or its text; per preposition.
+
+    Of the controlled subsets also the share of pairs (left and right of the same two objects) and
+    of sets (all four pictures of them) that are right as a whole.
+    """
+    figures = _score(predictions, samples, _judge_choice)
+    for kind, size in (("pair", 2), ("set", 4)):
+        whole = _whole(samples, figures["per_sample"], key=kind, size=size)
+        if whole:
+            figures[f"{kind}_accuracy"] = sum(whole) / len(whole)
+            figures[f"num_{kind}s"] = len(whole)
+    return figures
+
+
+def _whole(samples: Samples, scores: Sequence[int], *, key: str, size: int) -> list[bool]:
+    """Whether all of each complete pair or set are right."""
+    found: dict[str, list[int]] = {}
+    for sample, score in zip(samples, scores, strict=True):
+        if sample.get(key) is not None:
+            found.setdefault(sample[key], []).append(score)
+    return [all(members) for members in found.values() if len(members) == size]
 
 
 @metric_register("rotate_qa")
 def rotate_qa(predictions: Predictions, samples: Samples) -> dict[str, Any]:
     """Directions and their synonyms, options, clock positions, angles; per task."""
 
-    def is_right(text: str, sample: dict[str, Any]) -> bool:
+    def judge(text: str, sample: dict[str, Any]) -> bool | None:
         if sample.get("choices"):
-            return _is_right_choice(text, sample)
-        return any(_says_the_same(text, answer) for answer in _answers(sample))
+            return _judge_choice(text, sample)
+        verdicts = [_says_the_same(text, answer, sample) for answer in _answers(sample)]
+        return True if True in verdicts else False if False in verdicts else None
 
-    return _score(predictions, samples, is_right)
+    return _score(predictions, samples, judge)
 
 
-def _is_right_choice(text: str, sample: dict[str, Any]) -> bool:
-    choices = sample.get("choices")
+def _judge_choice(text: str, sample: dict[str, Any]) -> bool | None:
+    choices, question = sample.get("choices"), sample.get("question")
     if not choices:
-        said = normalize(text)
-        return any(
-            contains_words(said, answer) or _is_same_direction(said, answer)
-            for answer in _answers(sample)
-        )
+        return _judge_words(text, _answers(sample))
     right = sample.get("answer_index")
     if right is None:
         right = parse_choice(str(sample["answer"]), choices)
-    return right is not None and parse_choice(text, choices) == right
+    said = parse_choice(text, choices, question=question)
+    return None if said is None else said == right
 
 
-def _says_the_same(text: str, answer: str) -> bool:
-    """Compares as what the answer is: a clock position, a direction, an angle, or words."""
-    if is_clock(answer):
-        return parse_clock(text) == parse_clock(answer)
-    if parse_directions(answer):
-        return _is_same_direction(text, answer)
-    angle = parse_angle(answer)
-    if angle is not None:
-        return parse_angle(text) == angle
-    return normalize(text) == normalize(answer)
+def _judge_words(text: str, answers: Sequence[str]) -> bool | None:
+    """The answer's words somewhere in the text, where nothing denies them, or its directions."""
+    said = without_negated(normalize(text))
+    directions = parse_directions(text)
+    for answer in answers:
+        if contains_words(said, answer) or (directions and directions == parse_directions(answer)):
+            return True
+    return None if says_nothing(text) else False
 
 
-def _is_same_direction(text: str, answer: str) -> bool:
-    directions = parse_directions(answer)
-    return bool(directions) and parse_directions(text) == directions
+def _says_the_same(text: str, answer: str, sample: dict[str, Any]) -> bool | None:
+    """Compares as the sample's task says, or else as what the answer is."""
+    task, question = sample.get("task"), sample.get("question")
+    read = _READERS.get(task or "") or next(
+        (read for kind, read in _READERS.items() if _is(kind, answer)), None
+    )
+    if read is None:
+        return normalize(text) == answer or (None if says_nothing(text) else False)
+    said = read(text, question=question)
+    return None if said in (None, frozenset()) else said == read(answer, question=question)
+
+
+# task of a rotated picture -> what reads its answers; in the order in which an answer is tried
+_READERS: dict[str, Callable[..., Any]] = {
+    "clock": parse_clock,
+    "direction": parse_directions,
+    "angle": parse_angle,
+    "yes_no": parse_truth,
+}
+
+
+def _is(kind: str, answer: str) -> bool:
+    """Whether an answer is of a kind; a bare number is an angle rather than a clock position."""
+    if kind == "clock":
+        return is_clock(answer)
+    return _READERS[kind](answer) not in (None, frozenset())

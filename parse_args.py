@@ -27,12 +27,15 @@ from options.checks import (
 from options.command_line import Given, by_name, read_config, read_words, typed
 from options.fields import OptionError, check_limits, expand_paths, option_groups
 from options.help_text import help_text, list_parts
+from options.image_options import check_images
 from options.limits import check_words
 from options.memory_options import check_memory
 from options.number_options import check_numbers
 from options.part_options import ChosenPart, add_part_options, takes
+from options.part_training_options import check_part_training
 from options.run_options import EvaluateConfig, RunConfig
 from options.values import convert, needs_value, option_types
+from options.vision_options import check_vision
 from register import ALL_REGISTERS, import_parts
 
 # register -> key that is taken when none is given; None: the user has to choose
@@ -134,12 +137,15 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
     run, parts, imports = _parse(argv, RunConfig, keys=TRAIN_KEYS)
     check_limits(run)
     check_precision(run)
+    check_vision(run)
     check_partition(run)
     check_batches(run)
     check_best(run)
     check_learning_rate(run)
     check_memory(run)
     check_numbers(run, shards=run.dp_shard)
+    check_part_training(run)
+    check_images(run)
     return TrainArguments(run=run, parts=parts, imports=imports)
 
 
@@ -150,6 +156,7 @@ def parse_evaluate_args(argv: Sequence[str] | None = None) -> EvaluateArguments:
     )
     check_limits(run)
     check_precision(run)
+    check_images(run)
     return EvaluateArguments(run=run, parts=parts, imports=imports)
 
 
@@ -169,6 +176,7 @@ def parse_check_args(argv: Sequence[str] | None = None) -> CheckArguments:
     check_limits(run)
     check_precision(run)
     check_partition(run)
+    check_part_training(run)
     return CheckArguments(run=run, parts=parts, imports=imports)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from register import image_token_register, prompt_fn_register
 from stageline.data.chat import render_chat
 from stageline.data.image_text import place_image_text, plain_image_text
-from stageline.data.messages import turns_of
+from stageline.data.messages import Conversation, turns_of
 from stageline.data.rendered import Rendered
 from stageline.data.template import fill_parts, parse_template
 
@@ -39,11 +39,15 @@ def chat(
 ) -> Rendered:
     """The model's own chat template, for question and answer as for rows with `messages`.
 
+    A remote model, which has no processor here, gets the messages as they are.
+
     Args:
         system: system message for rows that bring none.
         template_options: variables of the chat template, such as enable_thinking.
     """
     turns = turns_of(sample, prompt, system=system, for_generation=for_generation)
+    if processor is None:
+        return Conversation.of(turns, for_generation=for_generation)
     return render_chat(
         turns, processor, for_generation=for_generation, template_options=template_options
     )
@@ -51,8 +55,12 @@ def chat(
 
 @image_token_register("auto")
 def auto(rendered: Rendered, images: Sequence[Any] | None, *, processor: Any) -> Rendered:
-    """What the processor itself has for an image, with what the model wants around it."""
-    return place_image_text(rendered, plain_image_text(processor) if images else "")
+    """What the processor itself has for an image, with what the model wants around it.
+
+    Nothing for a remote model: it gets images beside the text.
+    """
+    has_text = bool(images) and processor is not None
+    return place_image_text(rendered, plain_image_text(processor) if has_text else "")
 
 
 @image_token_register("none")

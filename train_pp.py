@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 
 from options.memory_options import check_memory, memory_remedies
+from options.part_training_options import learning_rate_scales
 from options.run_options import RunConfig
+from options.vision_options import check_vision
 from parse_args import TrainArguments, parse_train_args, save_config
 from register import engine_register, freeze_registers, import_shelf
 from stageline.distributed.failure import name_stages, run_entry
@@ -37,7 +39,8 @@ from stageline.training.replicas import Replicas
 from stageline.training.report import RunReport, summarize_stage
 from stageline.training.resume import ResumePoint
 from stageline.training.sharding import ShardedReplicas
-from train_parts import SHELF, Data, build_stages, check_data, make_planner
+from train_data import Data, check_data
+from train_parts import SHELF, build_stages, make_planner
 from train_run import TrainingRun, open_run_folder
 
 
@@ -94,6 +97,7 @@ def check_topology(arguments: TrainArguments) -> Topology:
             "weights out among them. Add --dp-degree 2, or leave --dp-shard out."
         )
     run.num_stages = topology.num_stages
+    check_vision(run)
     if not run.schedule.endswith(".csv"):  # a file may place other numbers on each rank
         run.stages_per_rank = topology.num_stages // topology.num_ranks
     run.dp_degree = topology.dp_degree
@@ -134,6 +138,8 @@ def place_layers(
 ) -> None:
     """Settles the layers of each stage on all ranks; refuses a run that cannot fit."""
     run = arguments.run
+    if run.vision_stages:
+        return  # the planner knows no tower but one on stage 0
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     partition = place_together(
         functools.partial(make_planner, arguments, data, topology, context.device),
@@ -159,7 +165,14 @@ def train(
     account = MemoryAccount(context.device, remedies)
     on_full_memory(account.describe)
     seed_everything(run.seed)
-    models = build_stages(arguments, context, schedule, point=point)
+    models = build_stages(
+        arguments,
+        context,
+        schedule,
+        images=data.processor,
+        point=point,
+        new_tokens=data.new_tokens,
+    )
     summaries = [summarize_stage(model, context) for model in models]
     replicas = join_replicas(models, context, shards=run.dp_shard)
     runner = PipelineRunner(
@@ -180,6 +193,7 @@ def train(
         total_steps=run.total_steps,
         start_step=point.step if point else 0,
         log_steps=run.log_steps,
+        lr_scales=learning_rate_scales(run),
     )
     with report:
         report.show_plan(summaries)

@@ -31,7 +31,8 @@ from stageline.training.skips import Skips
 from stageline.training.step import StepResult, TrainStep
 from stageline.training.step_timeline import StepTimeline
 from stageline.training.trainer import Trainer, TrainOptions
-from train_parts import Data, make_learning_rate, make_loader, make_loss, make_optimizer
+from train_data import Data, make_loader
+from train_parts import make_learning_rate, make_loss, make_optimizer
 
 LONGEST_SAVE = timedelta(hours=2)  # that a rank waits for the others while they write
 
@@ -123,7 +124,9 @@ class TrainingRun:
         self.timeline = StepTimeline(runner, step=min(run.timeline_step, run.total_steps) - 1)
         self.train_step = TrainStep(
             runner,
-            make_optimizer=functools.partial(make_optimizer, arguments),
+            make_optimizer=functools.partial(
+                make_optimizer, arguments, part_of=runner.local.part_of
+            ),
             loss_fn=self.loss_fn,
             learning_rate=make_learning_rate(arguments),
             max_grad_norm=run.max_grad_norm,

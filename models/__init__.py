@@ -1,5 +1,5 @@
 """The builder parts (path -> model, processor, device_map) and the inference model parts."""
 
-from models import builders, generate
+from models import builders, generate, remote
 
-__all__ = ["builders", "generate"]
+__all__ = ["builders", "generate", "remote"]

@@ -1,5 +1,8 @@
 """The builder parts: a folder -> (model, processor, device_map)."""
 
+import warnings
+from pathlib import Path
+
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
@@ -33,8 +36,7 @@ def auto(
     folder = processor_folder = find_folder(model_path)
     if (folder / "adapter_config.json").is_file():
         adapter_path, folder = adapter_path or str(folder), find_base(folder)
-    if not (processor_folder / "tokenizer_config.json").is_file():
-        processor_folder = folder
+    processor_folder = _processor_folder(adapter_path or processor_folder, folder)
     config = load_config(folder, trust_remote_code=trust_remote_code)
     check_weights(folder)
     auto_class = _auto_class(config)
@@ -49,19 +51,29 @@ def auto(
         visual_gpu_ratio=visual_gpu_ratio,
         **options,
     )
-    model = load_whole(
-        auto_class,
-        folder,
-        config,
-        dtype=dtype,
-        # accelerate's hooks cost time and buy nothing on one CPU
-        device_map=None if device_map == {"": "cpu"} else device_map,
-        **options,
-    )
+    with warnings.catch_warnings():
+        # names of lone parameters (the line end of LLaVA-NeXT) belong into the map all the same
+        warnings.filterwarnings("ignore", message="The following device_map keys do not match")
+        model = load_whole(
+            auto_class,
+            folder,
+            config,
+            dtype=dtype,
+            # accelerate's hooks cost time and buy nothing on one CPU
+            device_map=None if device_map == {"": "cpu"} else device_map,
+            **options,
+        )
     if adapter_path:
         attach_adapter(model, adapter_path)
     processor = load_processor(processor_folder, trust_remote_code=trust_remote_code)
     return model.eval(), processor, device_map
+
+
+def _processor_folder(adapter: str | Path, base: Path) -> Path:
+    """An adapter's own folder, which may know new tokens, if all is there that its base has."""
+    names = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
+    needed = {name for name in names if (base / name).is_file()} | {names[0]}
+    return Path(adapter) if all((Path(adapter) / name).is_file() for name in needed) else base
 
 
 def make_device_map(

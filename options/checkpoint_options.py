@@ -32,12 +32,15 @@ FREE_ON_RESUME = frozenset(
     "import model_path config_path processor_path dataset_path output_dir trust_remote_code "
     # machine and pipeline
     "device num_workers num_stages stages_per_rank schedule dp_degree dp_shard partition "
-    "visual_gpu_ratio device_memory lost_after hang_timeout stop_deadline "
+    "visual_gpu_ratio vision_stages vision_partition "
+    "device_memory lost_after hang_timeout stop_deadline "
     # the product of these is compared
     "batch_size accumulate_steps "
     # memory
     "gradient_checkpointing checkpoint_every checkpoint_mode offload_activations compile_layers "
     "logits_chunk "
+    # what is kept of images, and what is refused
+    "image_cache image_cache_gib max_image_pixels max_images_per_sample "
     # progress and checkpoints
     "log_steps eval_steps eval_samples timeline_step save_steps save_best keep_last sync_save "
     "resume allow_changes max_skipped_steps replay_steps".split()

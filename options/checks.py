@@ -66,10 +66,12 @@ def check_partition(run: RunConfig) -> None:
             f"one, because a stage passes on what its layers make. Give counts from 1 upwards."
         )
     if run.num_stages is None:
-        run.num_stages = len(counts)
-    if len(counts) != run.num_stages:
+        run.num_stages = run.vision_stages + len(counts)
+    if run.vision_stages + len(counts) != run.num_stages:
+        tower = f" with --vision-stages {run.vision_stages}" if run.vision_stages else ""
         raise OptionError(
-            f"--partition {shown} names {len(counts)} stages, --num-stages is {run.num_stages}. "
+            f"--partition {shown} names {len(counts)} stages, --num-stages is {run.num_stages}"
+            f"{tower}. "
             f"One count a stage was expected, because it says how many layers each stage gets. "
             f"Change one of them; without --num-stages it follows from --partition."
         )

@@ -34,9 +34,12 @@ CONTRACTS: dict[str, Contract] = {
         0,
         "config_path processor_path checkpoint_path stage num_stages frozen_vit frozen_mlp "
         "frozen_llm frozen_lm_head vit_lora_num mlp_lora_num llm_lora_num lora_rank lora_alpha "
-        "lora_dropout lora_target visual_gpu_ratio partition dtype device seed "
+        "lora_dropout lora_target visual_gpu_ratio vision_stages vision_partition partition dtype "
+        "device seed "
         "gradient_checkpointing checkpoint_every checkpoint_mode offload_activations "
-        "compile_layers logits_chunk trust_remote_code model_types",
+        "compile_layers logits_chunk trust_remote_code model_types new_rows vit_lora_rank "
+        "mlp_lora_rank llm_lora_rank vit_lora_alpha mlp_lora_alpha llm_lora_alpha "
+        "vit_lora_target mlp_lora_target llm_lora_target",
     ),
     "builder": _contract(
         1, "visual_gpu_ratio dtype num_devices device adapter_path trust_remote_code"

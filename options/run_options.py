@@ -11,11 +11,15 @@ from options.checkpoint_options import CheckpointOptions
 from options.data_options import DataOptions
 from options.fault_options import FaultOptions
 from options.fields import option
+from options.image_options import ImageOptions
 from options.machine_options import MachineOptions
 from options.memory_options import MemoryOptions
 from options.number_options import NumberOptions
+from options.part_training_options import PartTrainingOptions
 from options.plan_options import PlanOptions
+from options.report_options import ReportOptions
 from options.shape_options import ShapeOptions
+from options.vision_options import VisionOptions
 
 
 @dataclass(kw_only=True)
@@ -118,8 +122,8 @@ class PipelineOptions:
     dp_shard: bool = option(False, "replicas share weights and optimizer state (FSDP2)")
     partition: Literal["uniform", "parameters", "measured"] | list[int] = option(
         "uniform",
-        "layers of each stage, 8,8,7,9; uniform: equal numbers; parameters: equal bytes; "
-        "measured: equal times on this device, within its memory",
+        "layers of each stage behind --vision-stages, 8,8,7,9; uniform: equal numbers; "
+        "parameters: equal bytes; measured: equal times on this device, within its memory",
     )
 
 
@@ -140,6 +144,7 @@ class ProgressOptions:
 @dataclass(kw_only=True)
 class RunConfig(
     DataOptions,
+    ImageOptions,
     FaultOptions,
     MachineOptions,
     CheckpointOptions,
@@ -147,8 +152,10 @@ class RunConfig(
     MemoryOptions,
     NumberOptions,
     PlanOptions,
+    VisionOptions,
     PipelineOptions,
     OptimizerOptions,
+    PartTrainingOptions,
     FreezeOptions,
     ShapeOptions,
     BatchOptions,
@@ -169,7 +176,7 @@ class RunConfig(
 
 
 @dataclass(kw_only=True)
-class EvaluateConfig(SharedOptions):
+class EvaluateConfig(ReportOptions, ImageOptions, SharedOptions):
     """Evaluation"""
 
     output_dir: str = option(

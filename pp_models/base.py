@@ -6,21 +6,19 @@ stage and the number of stages, and no process group.
 Shapes: B samples of a micro-batch, T tokens, H hidden size, V vocabulary.
 """
 
-from collections.abc import Iterable
-
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from stageline.checkpoint.init import init_split_model
-from stageline.checkpoint.load import load_split_model
+from pp_models.filling import Source, fill_stage, read_config
 from stageline.data.processor import get_pad_token_id, load_processor
 from stageline.errors import PlanError, UserError
-from stageline.model_folder import load_config
 from stageline.modules import compiling, offload
 from stageline.modules.checkpointing import CheckpointMode, checkpoint_layers, tower_layers
-from stageline.modules.lora import key_map_without_last_lora, wrap_linear
-from stageline.pipeline.partition import explicit_partition, layer_range, uniform_partition
+from stageline.modules.lora import key_map_without_last_lora
+from stageline.modules.new_rows import NewRows, vocabulary_paths
+from stageline.modules.part_lora import find_targets, lora_of_parts, wrap_parts
+from stageline.pipeline.partition import layer_range, stage_layers
 
 PARTS = ("vit", "mlp", "llm", "lm_head")
 
@@ -35,8 +33,10 @@ class StageModel(nn.Module):
         whole: the pruned transformers model, or None for a subclass that builds its own modules.
         partition: layers per stage.
         layers: the global indices of this stage's layers.
+        lora: part -> its LoRA, of the arguments `lora`: see `lora_of_parts`.
         logits_chunk: above 0 the last stage returns hidden states in the place of logits, and
             the loss makes logits of so many tokens at a time (stageline/modules/chunked_loss.py).
+        vocabulary: module paths of embedding and head in the whole model.
     """
 
     logits_chunk = 0
@@ -50,19 +50,14 @@ class StageModel(nn.Module):
         num_stages: int,
         partition: list[int] | None = None,
         visual_gpu_ratio: float = 0.0,
+        vision_stages: int = 0,
         frozen_vit: bool = False,
         frozen_mlp: bool = False,
         frozen_llm: bool = False,
         frozen_lm_head: bool = False,
-        vit_lora_num: int = 0,
-        mlp_lora_num: int = 0,
-        llm_lora_num: int = 0,
-        lora_rank: int = 8,
-        lora_alpha: float = 16.0,
-        lora_dropout: float = 0.0,
-        lora_target: list[str] | None = None,
         dtype: torch.dtype = torch.float32,
         is_piece: bool = False,
+        **lora: object,
     ) -> None:
         super().__init__()
         self.config = config
@@ -75,25 +70,25 @@ class StageModel(nn.Module):
             "llm": frozen_llm,
             "lm_head": frozen_lm_head,
         }
-        self.lora_nums = {"vit": vit_lora_num, "mlp": mlp_lora_num, "llm": llm_lora_num}
-        self.lora_options = {
-            "rank": lora_rank,
-            "alpha": lora_alpha,
-            "dropout": lora_dropout,
-            "target": lora_target,
-        }
-        num_layers = self.num_layers()
-        if partition is None:
-            partition = uniform_partition(num_layers, num_stages, visual_gpu_ratio=visual_gpu_ratio)
-        self.partition = explicit_partition(
+        self.lora = lora_of_parts(**lora)
+        if vision_stages and not hasattr(self, "tower_partition"):
+            raise UserError(
+                f"--vision-stages {vision_stages} came with a {config.model_type} model, which has "
+                "no vision tower. The option places a tower: leave it out."
+            )
+        self.vision_stages = vision_stages
+        self.partition = stage_layers(
             partition,
-            num_layers=num_layers,
+            num_layers=self.num_layers(),
             num_stages=num_stages,
+            vision_stages=vision_stages,
+            visual_gpu_ratio=visual_gpu_ratio,
             least=0 if is_piece else 1,
         )
         self.layers = layer_range(self.partition, stage)
         self.whole: PreTrainedModel | None = None
         self.parameter_order: list[str] = []
+        self.vocabulary: tuple[str, ...] = ()
 
     # -- what a subclass gives -------------------------------------------------------------
 
@@ -229,7 +224,7 @@ class StageModel(nn.Module):
         for name, parameter in self.named_parameters():
             part = self.part_of(name)
             is_last_lora = ".lora.lora_" in name and ".lora_module." not in name
-            if self.lora_nums.get(part or "", 0) > 0:
+            if part in self.lora and self.lora[part].num > 0:
                 parameter.requires_grad_(is_last_lora)
             else:
                 parameter.requires_grad_(not self.frozen_parts.get(part or "", False))
@@ -249,6 +244,8 @@ class StageModel(nn.Module):
     def adopt(self, whole: PreTrainedModel) -> None:
         """Prunes `whole` to this stage and shares its modules; then puts LoRA on."""
         self.parameter_order = [name for name, _ in whole.named_parameters()]
+        self.vocabulary = vocabulary_paths(whole)
+        self.lora = find_targets(whole, self.parts(), self.lora)
         self.prune(whole)
         self.__dict__["whole"] = whole  # not a child: its children are ours
         self.__dict__["_modules"] = whole._modules
@@ -263,28 +260,7 @@ class StageModel(nn.Module):
 
     def wrap_lora(self) -> None:
         """Wraps the linear layers of each part as often as its `*_lora_num` says."""
-        for part, count in self.lora_nums.items():
-            if part == "llm" and not self.layers:
-                continue  # a piece without layers has nothing to wrap
-            others = [
-                prefix
-                for other, prefixes in self.parts().items()
-                if other != part
-                for prefix in prefixes
-            ]
-            for prefix in self.parts().get(part, []):
-                for _ in range(count):
-                    self._wrap_part(prefix, others)
-
-    def _wrap_part(self, prefix: str, others: Iterable[str]) -> None:
-        try:
-            module = self.get_submodule(prefix)
-        except AttributeError:
-            return  # another stage owns this part
-        inside = [other for other in others if other.startswith(prefix + ".")]
-        wrapped = wrap_linear(module, prefix=prefix, skip=inside, **self.lora_options)
-        if wrapped is not module:  # the part is a linear layer itself
-            self.set_submodule(prefix, wrapped)
+        wrap_parts(self, self.parts(), self.lora)
 
     def layer_list(self) -> list[tuple[int, nn.Module]]:
         """(index in the whole model, layer) of the split layers; others' may be among them."""
@@ -331,6 +307,7 @@ class StageModel(nn.Module):
         trust_remote_code: bool = False,
         model_types: tuple[str, ...] | None = None,
         is_piece: bool = False,
+        new_rows: NewRows | None = None,
         **model_kwargs: object,
     ) -> tuple["StageModel", object, int]:
         """Builds one stage and fills it; the body of most train_model parts.
@@ -341,22 +318,21 @@ class StageModel(nn.Module):
             model_types: the architectures that the chosen key serves; None: any.
             is_piece: for the planner: a stage may be without layers, on the meta device it stays
                 without weights, and no processor is read.
+            new_rows: tokens that the tokenizer got for this run.
 
         Returns:
             The stage on `device`, the processor, and the id of the padding token.
         """
         config_path = config_path or checkpoint_path
-        config = _read_config(config_path, model_types, trust_remote_code=trust_remote_code)
+        weights = None if new_rows is None else checkpoint_path
+        config = read_config(
+            config_path, model_types, weights=weights, trust_remote_code=trust_remote_code
+        )
         model_kwargs |= {"is_piece": True} if is_piece else {}
         model = cls(config, stage=stage, num_stages=num_stages, dtype=dtype, **model_kwargs)
-        if is_piece and torch.device(device).type == "meta":
-            pass  # only looked at
-        elif checkpoint_path is None:
-            init_split_model(model, seed=seed, device=device, dtype=dtype)
-        else:
-            load_split_model(model, checkpoint_path, device=device, dtype=dtype, seed=seed)
-        model.frozen()
-        model.train()
+        is_only_looked_at = is_piece and torch.device(device).type == "meta"
+        source = None if is_only_looked_at else Source(checkpoint_path, seed, device, dtype)
+        fill_stage(model, source, new_rows=new_rows)
         model.logits_chunk = logits_chunk
         # from the inside out: what is compiled can be recomputed, what that keeps be offloaded
         if compile_layers:
@@ -371,21 +347,3 @@ class StageModel(nn.Module):
             processor_path or checkpoint_path or config_path, trust_remote_code=trust_remote_code
         )
         return model, processor, get_pad_token_id(processor)
-
-
-def _read_config(
-    path: str | None, model_types: tuple[str, ...] | None, *, trust_remote_code: bool
-) -> PretrainedConfig:
-    if path is None:
-        raise UserError(
-            "neither --model-path nor --config-path came: the model's config.json must lie in "
-            "one of them; --model-path continues from weights, --config-path starts at random."
-        )
-    config = load_config(path, trust_remote_code=trust_remote_code)
-    if model_types is not None and config.model_type not in model_types:
-        raise UserError(
-            f"{path} holds a model of type {config.model_type!r}, the chosen "
-            f"--train-model serves {' or '.join(model_types)}: choose the key of that "
-            "architecture, or a generic one (causal_lm, vision_language)."
-        )
-    return config

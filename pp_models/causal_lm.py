@@ -58,7 +58,7 @@ class CausalLMStage(StageModel):
     def parts(self) -> dict[str, list[str]]:
         return {
             "vit": [self.paths.vision_tower] if self.paths.vision_tower else [],
-            "mlp": [self.paths.projector] if self.paths.projector else [],
+            "mlp": [path for path in (self.paths.projector, *self.paths.beside_projector) if path],
             "llm": [self.paths.text_model],
             "lm_head": [self.paths.head] if self.paths.head else [],
         }
@@ -88,7 +88,8 @@ class CausalLMStage(StageModel):
             _replace(whole, self.paths.head)
 
     def _prune_front(self, whole: PreTrainedModel, text_model: torch.nn.Module) -> None:
-        for path in (self.paths.projector, self.paths.vision_tower):
+        paths = self.paths
+        for path in (*paths.beside_projector, paths.projector, paths.vision_tower):
             if path:
                 _replace(whole, path)
         # a tied head needs its weight, which has the embedding's name
@@ -144,9 +145,15 @@ class CausalLMStage(StageModel):
 def _replace(whole: PreTrainedModel, path: str) -> None:
     parent, _, name = path.rpartition(".")
     try:
-        setattr(whole.get_submodule(parent), name, PassThrough())
+        module = whole.get_submodule(parent)
     except AttributeError:
-        pass  # its parent went before it: a projector inside a vision tower
+        return  # its parent went before it: a projector inside a vision tower
+    if name in module._parameters:
+        delattr(module, name)
+        # no longer a weight, but the library's own initialisation writes into it
+        setattr(module, name, torch.empty(0, device="cpu"))
+    else:
+        setattr(module, name, PassThrough())
 
 
 ROUTER_OPTIONS = """

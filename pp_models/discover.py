@@ -16,11 +16,18 @@ EMBEDDING_DROPOUTS = ("drop", "emb_dropout", "embed_dropout")
 FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
 VISION_TOWERS = ("vision_tower", "visual", "vision_model")
 PROJECTORS = ("multi_modal_projector", "connector", "visual.merger")
+MORE_PROJECTORS = ("visual.deepstack_merger_list",)
 
 
 @dataclass(frozen=True)
 class ModelPaths:
-    """Where the parts of a model lie: module paths, empty when the model has no such part."""
+    """Where the parts of a model lie: module paths, empty when the model has no such part.
+
+    Attributes:
+        beside_projector: what else turns features into embeddings: projectors of features that
+            go to deeper layers, and parameters that lie on the base model itself (the line end
+            of LLaVA-NeXT). Like the projector, the first stage alone has them.
+    """
 
     text_model: str
     embedding: str
@@ -29,6 +36,7 @@ class ModelPaths:
     head: str
     vision_tower: str
     projector: str
+    beside_projector: tuple[str, ...] = ()
 
 
 def find_paths(whole: PreTrainedModel) -> ModelPaths:
@@ -55,17 +63,25 @@ def find_paths(whole: PreTrainedModel) -> ModelPaths:
         )
     head = whole.get_output_embeddings()
     base = whole.base_model_prefix
+    vision_tower = _first_child(whole, base, VISION_TOWERS)
     return ModelPaths(
         text_model=text_model,
         embedding=embedding,
         layers=f"{text_model}.{lists[0]}",
         final_norm=_first_child(whole, text_model, FINAL_NORMS),
         head=names[id(head)] if head is not None else "",
-        vision_tower=_first_child(whole, base, VISION_TOWERS),
+        vision_tower=vision_tower,
         projector=_first_child(whole, base, PROJECTORS),
+        beside_projector=_beside_projector(whole, base) if vision_tower else (),
     )
 
 
 def _first_child(whole: PreTrainedModel, parent: str, names: tuple[str, ...]) -> str:
     paths = {path for path, _ in whole.named_modules()}
     return next((f"{parent}.{name}" for name in names if f"{parent}.{name}" in paths), "")
+
+
+def _beside_projector(whole: PreTrainedModel, base: str) -> tuple[str, ...]:
+    more = [_first_child(whole, base, (name,)) for name in MORE_PROJECTORS]
+    lone = [f"{base}.{name}" for name, _ in whole.base_model.named_parameters(recurse=False)]
+    return tuple(path for path in (*more, *lone) if path)

@@ -4,8 +4,8 @@ A message has four parts: what came, what was expected, why, what to do. An entr
 without a traceback and ends with `exit_code`; `kind` is the word in brackets of its first line.
 
 Codes: 0 done, 2 usage, 3 data, 4 checkpoint, 5 storage, 6 non-finite, 7 memory, 8 hang, 9 crash,
-16 and 17 a step that cannot be reproduced (transient, or other bits each time), 130 interrupted
-(Ctrl-C), 143 preempted and saved.
+10 remote, 16 and 17 a step that cannot be reproduced (transient, or other bits each time), 130
+interrupted (Ctrl-C), 143 preempted and saved.
 """
 
 CRASH = 9
@@ -50,6 +50,13 @@ class NonFiniteError(ArithmeticError):
 
     exit_code = 6
     kind = "non-finite"
+
+
+class RemoteError(RuntimeError):
+    """A model elsewhere does not answer, or refuses; answers that came are kept."""
+
+    exit_code = 10
+    kind = "remote"
 
 
 class MemoryFull(RuntimeError):

@@ -111,6 +111,12 @@ def _leaves(value: object) -> list[str]:
 
 
 def _has_code(file: Path, code: list[str]) -> UserError:
+    if read_json(file).get("model_type") == "internvl_chat":
+        return UserError(
+            f"{file} is of InternVLChatModel, which comes as code of its own, a model of the "
+            "library was expected: it has the same model as InternVLForConditionalGeneration. "
+            f"Convert the folder once: bash scripts/convert_internvl.sh {file.parent} NEW_FOLDER"
+        )
     return UserError(
         f"{file} names code of its own in auto_map ({', '.join(code)[:200]}), a model, tokenizer "
         "and processor of the library were expected: code from elsewhere can do anything, so it "

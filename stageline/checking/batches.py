@@ -11,6 +11,7 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 
 from stageline.data.batch import IGNORE
+from stageline.data.cross_mask import CROSS_MASK, grow_cross_mask
 
 MicroBatch = dict[str, torch.Tensor]
 LENGTHS = (14, 11, 19, 12, 17)
@@ -80,11 +81,12 @@ def change_first_token(
 
 
 def change_images(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Copies with other pixels, on the ranks that have any."""
-    return [
-        {name: 0.5 - value if name == "pixel_values" else value for name, value in batch.items()}
-        for batch in micro_batches
-    ]
+    """Copies with other pixels, on the ranks that have any; zeros are padding, and stay."""
+
+    def other(name: str, value: torch.Tensor) -> torch.Tensor:
+        return torch.where(value == 0, value, 0.5 - value) if name == "pixel_values" else value
+
+    return [{name: other(name, value) for name, value in batch.items()} for batch in micro_batches]
 
 
 def has_pixels(micro_batches: Sequence[MicroBatch]) -> bool:
@@ -98,6 +100,8 @@ def add_padding(micro_batches: Sequence[MicroBatch], *, count: int = 2) -> list[
     padded = []
     for batch in micro_batches:
         shape = batch["input_ids"].shape
+        if CROSS_MASK in batch:
+            batch = {**batch, CROSS_MASK: grow_cross_mask(batch[CROSS_MASK], count)}
         padded.append(
             {
                 name: functional.pad(value, (0, count), value=fill.get(name, 0))

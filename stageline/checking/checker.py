@@ -3,6 +3,7 @@
 Every rank runs the same methods in the same order; rank 0 alone judges and reports.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from stageline.checking.batches import (
     MicroBatch,
@@ -24,6 +26,7 @@ from stageline.checking.reference import Reference
 from stageline.checking.report import Report
 from stageline.checking.setup import Preparation, WholeModel
 from stageline.checking.split import Split, border_name
+from stageline.errors import PlanError
 from stageline.pipeline.stage_passes import model_inputs
 
 TIED_TOLERANCE = 1e-6
@@ -124,16 +127,25 @@ class SplitCheck:
     def _hidden_states(self, batch: MicroBatch) -> dict[str, torch.Tensor] | None:
         model = self.reference.model
         was_training = model.training
+        states: dict[str, torch.Tensor] = {}
+        hooks = []
+        for stage in range(len(self.facts) - 1):
+            index = sum(fact.layers for fact in self.facts[: stage + 1])
+            if index == 0:
+                continue  # behind a stage of a tower, which has no hidden states
+            try:
+                layer = model.get_submodule(self.split.models[0].layer_name(index))
+            except (PlanError, AttributeError):
+                return None
+            # what the first layer behind a border gets: some models add to what the last one gives
+            keep = functools.partial(_keep_input, states, border_name(stage))
+            hooks.append(layer.register_forward_pre_hook(keep, with_kwargs=True))
         model.eval()
-        output = model(**model_inputs(batch), use_cache=False, output_hidden_states=True)
+        model(**model_inputs(batch), use_cache=False)
         model.train(was_training)
-        states = getattr(output, "hidden_states", None) or ()
-        layers = [fact.layers for fact in self.facts]
-        if len(states) != sum(layers) + 1:
-            return None
-        return {
-            border_name(stage): states[sum(layers[: stage + 1])] for stage in range(len(layers) - 1)
-        }
+        for hook in hooks:
+            hook.remove()
+        return states
 
     def _check_inputs(self) -> None:
         """What a stage gets must reach the loss; padding must not."""
@@ -288,6 +300,12 @@ class SplitCheck:
         values = ", ".join(f"{ours:.6f}" for ours, _ in pairs[:3])
         how = "equal to the bit" if apart == 0 else f"{apart:.1e} apart"
         self._row(name, not wrong, f"{values}{' ...' if pairs[3:] else ''}: {how}", wrong)
+
+
+def _keep_input(
+    states: dict[str, torch.Tensor], name: str, _: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> None:
+    states[name] = args[0] if args else kwargs["hidden_states"]
 
 
 def _at_step(found: Comparison, step: int) -> Comparison:

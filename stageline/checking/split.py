@@ -68,11 +68,15 @@ class Split:
             value = output[0] if isinstance(output, tuple) else output
             sent.append((model.stage, border_name(model.stage), value))
 
-        hooks = [model.register_forward_hook(keep) for model in self.models if not model.is_last]
+        hooks = [model.register_forward_hook(keep) for model in self._senders()]
         self.loss([batch])
         for hook in hooks:
             hook.remove()
         return sent
+
+    def _senders(self) -> list[Any]:
+        """Stages that send on the hidden states of layers; those of a tower have none."""
+        return [model for model in self.models if model.layers and not model.is_last]
 
     def gradients(self) -> StageTensors:
         """Of every trained parameter."""

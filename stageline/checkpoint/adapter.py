@@ -6,13 +6,20 @@ An adapter folder holds adapter_config.json and adapter_model.safetensors with n
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from stageline.checkpoint.adapter_rows import (
+    INDICES,
+    Rows,
+    fit_vocabulary,
+    put_rows,
+    split_rows,
+)
 from stageline.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FILE, list_names, read_tensors
 from stageline.errors import CheckpointError, UserError
 from stageline.model_folder import read_json
@@ -34,12 +41,14 @@ class Adapter:
         config: adapter_config.json.
         pairs: module name -> (A [rank, in], B [out, rank]).
         extras: parameters of modules that were trained whole, by name.
+        rows: module -> ids of new tokens and their rows.
     """
 
     folder: Path
     config: dict[str, object]
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]
     extras: dict[str, torch.Tensor]
+    rows: Rows = field(default_factory=dict)
 
     def scale(self, module: str) -> float:
         """alpha / rank of one module, or alpha / sqrt(rank) if the adapter says so."""
@@ -129,7 +138,8 @@ def read_adapter(folder: str | Path) -> Adapter:
                 "[rank, in] and [out, rank] were expected: they are multiplied. Copy the adapter "
                 "again."
             )
-    return Adapter(folder=folder, config=config, pairs=pairs, extras=extras)
+    rows, extras = split_rows(extras, config, file)
+    return Adapter(folder=folder, config=config, pairs=pairs, extras=extras, rows=rows)
 
 
 def _check_numbers(config: dict[str, object], path: Path) -> None:
@@ -188,6 +198,7 @@ def attach_adapter(hf_model: nn.Module, adapter_path: str | Path) -> nn.Module:
     unknown = {name for name in adapter.pairs if not _is_wrappable(modules.get(name))}
     unknown |= {name for name in adapter.extras if name.rpartition(".")[0] not in modules}
     _refuse_unknown(adapter, unknown, type(hf_model).__name__)
+    fit_vocabulary(hf_model, [adapter])
     for name, pair in adapter.pairs.items():
         parent, _, leaf = name.rpartition(".")
         wrapper = LoRAWrapper(modules[name], rank=1, alpha=1.0)
@@ -196,6 +207,7 @@ def attach_adapter(hf_model: nn.Module, adapter_path: str | Path) -> nn.Module:
         wrapper.train(modules[name].training)
         setattr(hf_model.get_submodule(parent), leaf, wrapper)
     put_extras(hf_model, adapter.extras)
+    put_rows(hf_model, adapter)
     return hf_model
 
 
@@ -256,6 +268,7 @@ def fill_earlier_lora(model: nn.Module, folder: Path) -> None:
         CheckpointError: the adapter has weights that no stage could hold.
     """
     adapters = read_stack(folder)
+    fit_vocabulary(model, adapters)
     stacks = lora_stacks(model)
     whole_names = {name.rpartition(".")[0] for name in model.parameter_order}
     for level, adapter in enumerate(adapters):
@@ -282,6 +295,7 @@ def fill_earlier_lora(model: nn.Module, folder: Path) -> None:
             if name not in here and name.rpartition(".")[0] in stacks
         }
         put_extras(model, {**plain, **wrapped})
+        put_rows(model, adapter)
 
 
 def _unplaced(adapter: Adapter, whole_names: set[str], model: nn.Module) -> set[str]:
@@ -344,6 +358,7 @@ def peft_config(
     dropout: float,
     modules_to_save: list[str],
     is_causal_lm: bool,
+    token_ids: dict[str, list[int]] | None = None,
 ) -> dict[str, object]:
     """The content of adapter_config.json.
 
@@ -352,6 +367,7 @@ def peft_config(
         base: the folder of the frozen model.
         modules_to_save: modules that were trained whole.
         is_causal_lm: whether it is a text model with a head.
+        token_ids: module -> ids of the new tokens whose rows the adapter holds.
     """
     ordered = sorted(facts)
     rank, alpha, _ = facts[ordered[0]]
@@ -370,4 +386,5 @@ def peft_config(
         "modules_to_save": modules_to_save or None,
         "rank_pattern": {re.escape(n): facts[n][0] for n in ordered if facts[n][0] != rank},
         "alpha_pattern": {re.escape(n): facts[n][1] for n in ordered if facts[n][1] != alpha},
+        **({INDICES: token_ids} if token_ids else {}),
     }

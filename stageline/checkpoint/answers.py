@@ -14,6 +14,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from stageline.checkpoint.probes import Inputs
+from stageline.data.cross_mask import CROSS_MASK, grow_cross_mask
 
 NEW_TOKENS = 6
 _TYPES = ("mm_token_type_ids", "token_type_ids")
@@ -113,6 +114,8 @@ def _grow(inputs: Inputs, tokens: torch.Tensor) -> Inputs:
     """The inputs with one more token in each row."""
     more = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     more |= {name: torch.zeros_like(tokens) for name in _TYPES}
+    if CROSS_MASK in inputs:
+        inputs = {**inputs, CROSS_MASK: grow_cross_mask(inputs[CROSS_MASK])}
     return {
         name: torch.cat([value, more[name]], dim=1) if name in more else value
         for name, value in inputs.items()

@@ -27,6 +27,7 @@ from stageline.checkpoint.plain_model import (
     weight_sizes,
 )
 from stageline.checkpoint.probes import Inputs, make_probes
+from stageline.checkpoint.vocabulary import token_ids_on_disk
 from stageline.errors import CRASH
 from stageline.model_folder import load_config
 
@@ -108,7 +109,9 @@ def check_export(
         ExportError: they differ by more than the tolerance.
     """
     config = read_config_of_base(source, trust_remote_code=trust_remote_code)
-    probes, note = make_probes(config, exported, trust_remote_code=trust_remote_code)
+    probes, note = make_probes(
+        config, exported, new_ids=token_ids_on_disk(source), trust_remote_code=trust_remote_code
+    )
     notes = [] if note is None else [f"compared without an image: {note}"]
     expected, reference, why = _expected(source, probes, make_stages, trust_remote_code)
     notes += [] if why is None else [why]

@@ -18,6 +18,7 @@ from stageline.modules.lora import (
     strip_lora,
     unwrapped,
 )
+from stageline.modules.pass_through import PassThrough
 
 # the library's own mark: its init functions leave such a tensor alone
 DONE = "_is_hf_initialized"
@@ -119,6 +120,8 @@ def _init_tree(
     for leaf, child in module.named_children():
         child_owner = child if isinstance(child, PreTrainedModel) else owner
         _init_tree(child, f"{name}.{leaf}" if name else leaf, child_owner, seed, shared, marked)
+    if isinstance(module, PassThrough):
+        return  # it may have the class of a layer, and has nothing of one
     torch.manual_seed(name_seed(seed, name))
     if owner is not None:
         owner._init_weights(module)

@@ -189,6 +189,9 @@ def _training(run: RunFacts) -> str:
     if run.keys:
         lines += ["| part | key |", "| --- | --- |"]
         lines += [f"| {name} | `{_cell(value)}` |" for name, value in run.keys.items()] + [""]
+    if lora := run.lora():
+        lines += ["| part | LoRA |", "| --- | --- |"]
+        lines += [f"| {part} | {_cell(text)} |" for part, text in lora.items()] + [""]
     if shown:
         lines += ["| option | value |", "| --- | --- |"]
         lines += [f"| {name} | {_cell(value)} |" for name, value in shown.items()] + [""]

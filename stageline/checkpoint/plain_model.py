@@ -9,7 +9,8 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from stageline.checkpoint.adapter import attach_adapter, find_base
+from stageline.checkpoint.adapter import attach_adapter, find_base, read_adapter
+from stageline.checkpoint.adapter_rows import fit_vocabulary
 from stageline.checkpoint.files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -62,6 +63,7 @@ def load_with_peft(folder: Path, base: nn.Module) -> nn.Module | None:
         from peft import PeftModel
     except ImportError:
         return None
+    fit_vocabulary(base, [read_adapter(folder)])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # it asks transformers by an old name
         adapted = PeftModel.from_pretrained(base, folder, local_files_only=True)

@@ -3,6 +3,7 @@
 Shapes: B rows, T tokens.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,19 @@ QUESTION = "What is in this picture?"
 
 
 def make_probes(
-    config: PretrainedConfig, folder: Path, *, trust_remote_code: bool = False
+    config: PretrainedConfig,
+    folder: Path,
+    *,
+    new_ids: Sequence[int] = (),
+    trust_remote_code: bool = False,
 ) -> tuple[dict[str, Inputs], str | None]:
     """Name -> inputs of a forward pass, and why there is no image among them where one belongs.
 
     Args:
         folder: where the processor lies, if there is one.
+        new_ids: of tokens whose rows the model got in training.
     """
-    probes = {"text": text_probe(config)}
+    probes = {"text": text_probe(config, new_ids)}
     if getattr(config, "vision_config", None) is None:
         return probes, None
     try:
@@ -40,8 +46,8 @@ def make_probes(
     return probes, None
 
 
-def text_probe(config: PretrainedConfig) -> Inputs:
-    """Fixed random ids [B, T] that stand for nothing special."""
+def text_probe(config: PretrainedConfig, new_ids: Sequence[int] = ()) -> Inputs:
+    """Fixed random ids [B, T] that stand for nothing special; the first row begins with new ids."""
     text = config.get_text_config(decoder=True)
     special = set()
     for one in (config, text):
@@ -53,6 +59,8 @@ def text_probe(config: PretrainedConfig) -> Inputs:
     shape = (ROWS, max(1, min(TOKENS, longest // 2)))
     chosen = torch.randint(len(plain), shape, generator=torch.Generator().manual_seed(0))
     ids = plain[chosen]
+    shown = torch.tensor(new_ids[: shape[1]], dtype=ids.dtype)
+    ids[0, : len(shown)] = shown
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 

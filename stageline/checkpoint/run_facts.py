@@ -58,6 +58,22 @@ class RunFacts:
         """Register -> key of the part that was chosen."""
         return {name: self.options[name] for name in KEYS if self.options.get(name) is not None}
 
+    def lora(self) -> dict[str, str]:
+        """Part with LoRA -> its rank, alpha and layers in words."""
+        told = {}
+        for part in ("vit", "mlp", "llm"):
+            if not self.options.get(f"{part}-lora-num"):
+                continue
+            rank, alpha, target = (
+                own
+                if (own := self.options.get(f"{part}-lora-{name}")) is not None
+                else self.options.get(f"lora-{name}")
+                for name in ("rank", "alpha", "target")
+            )
+            layers = ", ".join(map(str, target)) if isinstance(target, list) else "all"
+            told[part] = f"rank {rank}, alpha {alpha}, linear layers: {layers}"
+        return told
+
     def command(self) -> str | None:
         """The command line of the run, of all its options; None: they are not known."""
         words = ["python", "train_pp.py"]

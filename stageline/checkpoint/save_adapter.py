@@ -1,7 +1,7 @@
 """Writes an adapter folder: each stage its part, then all parts as one. Knows no ranks."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -16,9 +16,11 @@ from stageline.checkpoint.adapter import (
     adapter_tensors,
     peft_config,
 )
+from stageline.checkpoint.adapter_rows import ROWS_OF_PEFT, rows_share
 from stageline.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FILE, write_tensors
 from stageline.errors import UserError
 from stageline.modules.lora import WRAPPED, is_lora_name, lora_stacks, strip_lora
+from stageline.modules.new_rows import is_row_name
 
 SUM = -1  # stands for all levels as one adapter
 
@@ -31,7 +33,7 @@ def trained_names(stage: nn.Module) -> list[str]:
     """
     names = []
     for name, parameter in stage.named_parameters(remove_duplicate=False):
-        if not parameter.requires_grad or is_lora_name(name):
+        if not parameter.requires_grad or is_lora_name(name) or is_row_name(name):
             continue
         if WRAPPED in name.split("."):
             raise UserError(
@@ -50,6 +52,7 @@ class AdapterShare:
         depth: adapters stacked on the layer that has most.
         tensors, facts: level -> tensors by name in the file, what `peft_config` takes.
         modules: modules that were trained whole.
+        token_ids: module -> ids of the new tokens whose rows are among the tensors.
     """
 
     stage: int
@@ -58,6 +61,7 @@ class AdapterShare:
     tensors: dict[int, dict[str, torch.Tensor]]
     facts: dict[int, dict[str, tuple[int, float, bool]]]
     modules: list[str]
+    token_ids: dict[str, list[int]] = field(default_factory=dict)
 
 
 def adapter_share(stage: nn.Module, *, claimed: set[str]) -> AdapterShare:
@@ -68,7 +72,9 @@ def adapter_share(stage: nn.Module, *, claimed: set[str]) -> AdapterShare:
     """
     stacks = lora_stacks(stage)
     depth = max((len(wrappers) for wrappers in stacks.values()), default=0)
-    extras = [name for name in trained_names(stage) if name not in claimed]
+    trained = trained_names(stage)
+    extras = [name for name in trained if name not in claimed]
+    rows = rows_share(stage, trained=trained)
     parameters = dict(stage.named_parameters(remove_duplicate=False))
     tensors, facts = {}, {}
     for level in _levels(depth):
@@ -79,12 +85,15 @@ def adapter_share(stage: nn.Module, *, claimed: set[str]) -> AdapterShare:
         if level in (SUM, depth - 1):
             for name in extras:
                 state[PEFT_PREFIX + name] = parameters[name].detach().to("cpu", copy=True)
+            for module, (_, values) in rows.items():
+                state[PEFT_PREFIX + module + ROWS_OF_PEFT] = values
         tensors[level], facts[level] = state, adapter_facts(stage, level=chosen)
     dropout = 0.0
     for wrappers in stacks.values():
         dropout = getattr(wrappers[-1].lora.dropout, "p", 0.0)
     modules = sorted({name.rpartition(".")[0] for name in extras})
-    return AdapterShare(stage.stage, depth, dropout, tensors, facts, modules)
+    token_ids = {module: ids for module, (ids, _) in rows.items()}
+    return AdapterShare(stage.stage, depth, dropout, tensors, facts, modules, token_ids)
 
 
 def write_part(share: AdapterShare, folder: Path) -> dict[str, object]:
@@ -99,6 +108,7 @@ def write_part(share: AdapterShare, folder: Path) -> dict[str, object]:
         "dropout": share.dropout,
         "facts": share.facts,
         "modules": share.modules,
+        "token_ids": share.token_ids,
         "files": files,
     }
 
@@ -112,7 +122,8 @@ def merge_parts(
 ) -> None:
     """Makes one adapter of the stages' parts, and one per level where adapters are stacked."""
     depth = max(part["depth"] for part in parts)
-    modules = _outermost(sorted({name for part in parts for name in part["modules"]}))
+    modules = _outermost(_without_adapters_inside(parts))
+    token_ids = {module: ids for part in parts for module, ids in part["token_ids"].items()}
     for level in _levels(depth):
         chaos.point("file")
         target = folder if level == SUM else folder / STACK_FOLDER / str(level)
@@ -128,6 +139,7 @@ def merge_parts(
             base=base,
             dropout=max(part["dropout"] for part in parts),
             modules_to_save=modules if has_extras else [],
+            token_ids=token_ids if has_extras else None,
             is_causal_lm=model_class.endswith(("ForCausalLM", "LMHeadModel")),
         )
         write_tensors(dict(sorted(tensors.items())), target / ADAPTER_FILE)
@@ -136,6 +148,20 @@ def merge_parts(
         chaos.point("file")
         for file in part["files"].values():
             (folder / file).unlink()
+
+
+def _without_adapters_inside(parts: list[dict[str, object]]) -> list[str]:
+    """Modules that were trained whole, sorted.
+
+    A parameter that lies on the base model itself (the line end of LLaVA-NeXT) has no module that
+    peft could replace; it is in the file, and peft reads it by its name alone.
+    """
+    adapted = {name for part in parts for facts in part["facts"].values() for name in facts}
+    return [
+        module
+        for module in sorted({name for part in parts for name in part["modules"]})
+        if not any(name.startswith(module + ".") for name in adapted)
+    ]
 
 
 def _outermost(modules: list[str]) -> list[str]:

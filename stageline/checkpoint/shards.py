@@ -15,6 +15,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from stageline.checkpoint.files import INDEX_FILE, SINGLE_FILE
 from stageline.checkpoint.host_copies import HostCopies
 from stageline.modules.lora import unwrapped
+from stageline.modules.new_rows import fold_rows, is_row_name
 
 Shard = dict[str, torch.Tensor]
 WEIGHTS = "weights"
@@ -29,8 +30,10 @@ def disk_state(stage: nn.Module, claimed: set[str]) -> dict[str, torch.Tensor]:
 
     Tensors are those of the stage or views of them, wherever the names on disk allow it.
     """
+    fold_rows(stage)
     with unwrapped(stage):
         state = stage.state_dict(keep_vars=True)
+        state = {name: value for name, value in state.items() if not is_row_name(name)}
         taken = {id(value) for name, value in state.items() if name in claimed}
         own = {}
         for name, value in state.items():

@@ -140,7 +140,8 @@ def _piece(
 
 def _group_extras(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
     """id of a parameter -> what its group holds beyond the optimizer's own settings."""
-    known = {"params", "lr", "param_names", *optimizer.defaults}
+    # lr_scale is a setting of the run: resumed with another one, that one counts
+    known = {"params", "lr", "lr_scale", "param_names", *optimizer.defaults}
     extras = {}
     for group in optimizer.param_groups:
         more = {

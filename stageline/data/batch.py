@@ -5,14 +5,15 @@ Shapes: B samples, T tokens of the longest one.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
 from stageline.data.encode import Encoded, encode_rendered
+from stageline.data.image_rows import by_rows
 from stageline.data.images import (
     ImageExpander,
-    decode_image,
     expand_images,
     image_size,
 )
@@ -45,7 +46,8 @@ def render_sample(
     """
     counted = {**sample, "num_images": len(images or ())}
     rendered = prompt_fn(counted, prompt, processor=processor, for_generation=for_generation)
-    return image_token(rendered, images, processor=processor)
+    placed = image_token(rendered, images, processor=processor)
+    return replace(placed, name=sample_name(sample))
 
 
 def encode_sample(rendered: Rendered, images: Images, *, processor: Any, name: str) -> Encoded:
@@ -120,13 +122,21 @@ def add_image_inputs(
     batch.update(expander.token_types(batch["input_ids"]))
     sizes = [image_size(image) for row in images for image in row or ()]
     batch.update(expander.side_inputs(sizes))
-    if not with_pixels:
-        return
-    decoded = [
-        [decode_image(image, name=name) for image in row or ()]
-        for row, name in zip(images, names, strict=True)
-    ]
-    for key, value in expander.pixels(decoded).items():
+    if with_pixels:
+        _add_pixels(batch, images, expander=expander, names=names)
+    if expander.lies_in_rows:
+        counts = [len(row or ()) for row in images]
+        batch.update(by_rows(batch, counts, processor=processor))
+
+
+def _add_pixels(
+    batch: dict[str, torch.Tensor],
+    images: Sequence[Images],
+    *,
+    expander: ImageExpander,
+    names: Sequence[str],
+) -> None:
+    for key, value in expander.decode_pixels([row or () for row in images], names).items():
         if key in batch:  # the other ranks believe the sizes: make sure that they may
             assert torch.equal(batch[key], value), f"{key} depends on pixels, not on sizes alone"
         batch[key] = value

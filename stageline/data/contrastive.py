@@ -51,6 +51,7 @@ def group_numbers(samples: Sequence[Sample]) -> list[int]:
     Raises:
         DataError: a group is not whole: names the sample, and what was expected in its place.
     """
+    # a group may come twice: one fills up the last steps of an evaluation
     starts = [index for index, sample in enumerate(samples) if sample.get("role") == "anchor"]
     size = _size(samples, starts)
     for index, sample in enumerate(samples):
@@ -61,8 +62,6 @@ def group_numbers(samples: Sequence[Sample]) -> list[int]:
         if role != expected or group is None or group != anchor.get("contrast_group"):
             wanted = f"{anchor.get('contrast_group')!r}" if place else "a new group"
             raise _not_whole(sample, f"the {expected} (sample {place + 1} of {size}) of {wanted}")
-        if place == 0 and index and group == samples[index - 1].get("contrast_group"):
-            raise _not_whole(sample, "the anchor (sample 1) of a new group")
     if len(samples) % size:
         raise _not_whole(
             samples[-1],

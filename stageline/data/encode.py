@@ -11,6 +11,8 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
+
 from stageline.data.plain_tokenizer import PlainTokenizer
 from stageline.data.processor import get_tokenizer
 from stageline.data.rendered import Piece, Rendered
@@ -245,12 +247,11 @@ class _Marks:
 
 
 def _running_count(length: int, spans: list[tuple[int, int, Piece]], holds: Any) -> list[int]:
-    counts = [0] * (length + 1)
+    # not character by character in Python: the text of tiles has hundreds of thousands
+    steps = numpy.zeros(length + 1, dtype=numpy.int64)
     for start, end, piece in spans:
-        step = int(holds(piece))
-        for place in range(start, end):
-            counts[place + 1] = counts[place] + step
-    return counts
+        steps[start + 1 : end + 1] = int(holds(piece))
+    return numpy.cumsum(steps).tolist()
 
 
 def _with_gaps(ids: list[int], offsets: list[tuple[int, int]]) -> list[Token]:

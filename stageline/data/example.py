@@ -18,6 +18,8 @@ def example_micro_batch(
 ) -> MicroBatch:
     """The longest of the first few micro-batches that a run with this seed would see.
 
+    Where some have images, the longest of those: a tower takes time and memory for them alone.
+
     Args:
         collate: of stage 0, so that pixels are in.
     """
@@ -25,4 +27,8 @@ def example_micro_batch(
         dataset, collate=collate, batch_size=num_rows, micro_batch_size=num_rows, seed=seed
     )
     examples = [step[0] for step in itertools.islice(loader, NUM_EXAMPLES)]
-    return max(examples, key=lambda batch: batch["input_ids"].shape[1])
+    return max(examples, key=lambda batch: (_has_pixels(batch), batch["input_ids"].shape[1]))
+
+
+def _has_pixels(batch: MicroBatch) -> bool:
+    return any(name.startswith("pixel") for name in batch)

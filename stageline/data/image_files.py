@@ -5,17 +5,14 @@ there is such a file, so that no error tells what lies on this machine. Pixels a
 """
 
 import os
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from PIL import Image
-
+from stageline.data.image_index import FileFacts, ImageIndex, file_key
+from stageline.data.image_settings import current_image_settings
 from stageline.data.images import bad_image, check_shape
+from stageline.data.picture_file import FORMATS, PictureFile, is_turned, open_picture
 from stageline.errors import DataError
-
-# others have decoders that few people use and many have broken
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 
 
 class ImageFolders:
@@ -23,11 +20,17 @@ class ImageFolders:
 
     An absolute name, one with "..", and a link are taken when the file they lead to lies below one
     of the folders. A folder itself may be a link.
+
+    A file whose header was read once is opened again only for its pixels: by this object, or with
+    an image cache by any process.
     """
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self.roots = list(roots)
         self._real_roots = [os.path.realpath(root) for root in roots]
+        settings = current_image_settings()
+        self._max_pixels = settings.max_pixels
+        self._index = settings.cache.index if settings.cache else ImageIndex()
 
     def check_name(self, name: str, *, source: str) -> None:
         """Refuses a name that leads out of the folders; looks at files only where it must.
@@ -39,8 +42,8 @@ class ImageFolders:
         if not is_plain:
             self._find(name, source)
 
-    def open(self, name: str, *, source: str) -> Image.Image:
-        """Opens an image without decoding it.
+    def open(self, name: str, *, source: str) -> PictureFile:
+        """A picture that is not decoded, and not opened if it is known.
 
         Raises:
             DataError: the name leads out of the folders, there is no such file, it is no picture,
@@ -54,17 +57,24 @@ class ImageFolders:
                 "dataset's option for the folder of images."
             )
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # refused below
-                image = Image.open(path, formats=FORMATS)
+            picture = self._picture(path)
         except Exception as error:  # Pillow's readers raise anything
             raise bad_image(path, _plain(error, path), name=source) from error
         try:
-            check_shape(image, name=source)
+            check_shape(picture, name=source, max_pixels=self._max_pixels)
         except DataError:
-            image.close()
+            picture.close()
             raise
-        return image
+        return picture
+
+    def _picture(self, path: str) -> PictureFile:
+        key = file_key(path, os.stat(path))
+        facts, opened = self._index.get(key), None
+        if facts is None:
+            opened = open_picture(path)
+            facts = FileFacts(opened.size, opened.mode, opened.format or "", is_turned(opened))
+            self._index.note(key, facts)
+        return PictureFile(path, key=key, facts=facts, index=self._index, opened=opened)
 
     def _find(self, name: str, source: str) -> tuple[str | None, list[str]]:
         """The file, links followed, if there is one; and the places where it may be."""

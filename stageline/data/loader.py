@@ -3,6 +3,8 @@
 Micro-batches are never cut out of a larger tensor: image tensors have other first dimensions.
 """
 
+import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -16,6 +18,8 @@ from stageline.data.step_maker import MicroBatch, PackedStepMaker, StepMaker
 from stageline.data.workers import end_with_rank
 from stageline.errors import UserError
 from stageline.seeds import derive_seed
+
+_CAN_FORK = sys.platform == "linux"
 
 
 class MicroBatchLoader:
@@ -31,7 +35,9 @@ class MicroBatchLoader:
         collate: a list of those -> one micro-batch. With a companion `length_of` rows can be
             sorted, with `packed` too they can be packed; see stageline/data/lengths.py.
         batch_size, accumulate_steps: rows of one optimizer step are their product.
-        num_workers: processes that load ahead, a step each; 0 loads in this one.
+        num_workers: processes that load ahead, a step each; 0 loads in this one. They start
+            when the first step is asked for, once.
+        pins: puts tensors where a GPU fetches them while it computes; needs CUDA.
         start_step: the first optimizer step of training, counted over all epochs.
         eval: each row once, in the order of the dataset unless `shuffle`.
         order: `sorted` puts rows of near-equal length together, and cheap micro-batches first
@@ -58,6 +64,7 @@ class MicroBatchLoader:
         seed: int = 0,
         shuffle: bool = True,
         num_workers: int = 0,
+        pins: bool = False,
         start_step: int = 0,
         eval: bool = False,
         order: Literal["sorted", "given"] = "sorted",
@@ -99,6 +106,7 @@ class MicroBatchLoader:
             else PackedStepMaker(dataset, capacity=packing, legal_counts=legal_counts, **options)
         )
         self.num_workers = num_workers
+        self.pins = pins and torch.cuda.is_available()
         self.start_step = start_step
         self.eval = eval
 
@@ -107,22 +115,30 @@ class MicroBatchLoader:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
-        loader = DataLoader(
+        for made in self._steps:
+            if isinstance(made, Exception):
+                raise made
+            yield made
+
+    @functools.cached_property
+    def _steps(self) -> DataLoader:
+        """Loads steps; kept, so that the workers of one evaluation serve the next."""
+        return DataLoader(
             self.step_maker,
             batch_size=None,
             sampler=_Shares(self),
             collate_fn=_as_it_is,
             num_workers=self.num_workers,
             worker_init_fn=end_with_rank,
-            # more would hold more steps, with their pixels, in memory
+            # some processors cannot be pickled; Python 3.14 would no longer fork by itself
+            multiprocessing_context="fork" if self.num_workers and _CAN_FORK else None,
+            # a step is made while the one before is computed; more would hold more pixels
             prefetch_factor=1 if self.num_workers else None,
+            persistent_workers=self.num_workers > 0,
+            pin_memory=self.pins,
             # of its own: drawing from the global generator would shift dropout
             generator=torch.Generator(),
         )
-        for made in loader:
-            if isinstance(made, Exception):
-                raise made
-            yield made
 
 
 class _Shares:

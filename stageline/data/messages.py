@@ -3,11 +3,11 @@
 Knows no chat template; chat.py renders turns with the model's own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stageline.data.rendered import Piece
+from stageline.data.rendered import Piece, Rendered
 from stageline.data.template import fill_parts, parse_template, slot_value
 from stageline.errors import DataError, UserError
 
@@ -30,6 +30,23 @@ class Turn:
     pieces: tuple[Piece, ...]
     is_target: bool = False
     name: str | None = None
+
+
+@dataclass(frozen=True)
+class Conversation(Rendered):
+    """Turns that no template has written: for a model elsewhere, which has a template of its own.
+
+    Attributes:
+        turns: in order; `pieces` are theirs, one after the other.
+    """
+
+    turns: tuple[Turn, ...] = ()
+
+    @classmethod
+    def of(cls, turns: Sequence[Turn], *, for_generation: bool) -> "Conversation":
+        """The conversation of some turns."""
+        pieces = tuple(piece for turn in turns for piece in turn.pieces)
+        return cls(pieces, is_chat=True, for_generation=for_generation, turns=tuple(turns))
 
 
 def turns_of(

@@ -17,7 +17,8 @@ from stageline.data.bad_rows import BadRows
 from stageline.data.batch import Images, Sample, sample_name
 from stageline.data.check_batch import check_encoded
 from stageline.data.collate import encode_for_training
-from stageline.data.images import check_image
+from stageline.data.image_settings import ImageSettings
+from stageline.data.images import ImageExpander, check_image
 from stageline.data.limit import Overlong, limit_length
 from stageline.data.processor import get_tokenizer
 from stageline.data.rendered import Rendered
@@ -145,7 +146,7 @@ class _RowCheck:
             check_encoded(encoded.input_ids, self.vocab_size, name=name)
         limit = {"max_token_num": self.max_token_num, "overlong": self.overlong}
         limit_length(encoded, **limit, name=name, warn=False)
-        _check_images(images, name)
+        _check_images(images, name, texts["processor"])
         self.lengths.append(len(encoded))
         self.num_targets += encoded.num_targets
 
@@ -170,11 +171,13 @@ def _source(dataset: Any, row: int) -> str:
     return dataset.describe(row) if hasattr(dataset, "describe") else f"row {row}"
 
 
-def _check_images(images: Images, name: str) -> None:
+def _check_images(images: Images, name: str, processor: Any) -> None:
+    expander = ImageExpander.of(processor)
+    settings = ImageSettings() if expander is None else expander.settings
     for number, image in enumerate(images or ()):
         if not hasattr(image, "convert"):
             raise DataError(
                 f"{name}: image {number} is a {type(image).__name__}. A PIL image was expected, "
                 "because image processors take those: let the dataset return Image.open(path)."
             )
-        check_image(image, name=name)
+        check_image(image, name=name, max_pixels=settings.max_pixels)

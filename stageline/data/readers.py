@@ -122,9 +122,9 @@ class RowsDataset:
 
     def _is_good(self, row: Row) -> bool:
         try:
-            names, _ = self.convert(row)
+            names, sample = self.convert(row)
             for name in names or ():
-                self._folders.check_name(name, source=row.source)
+                self._folders.check_name(name, source=_place(row, sample))
         except DataError as error:
             current_bad_rows().take(row.source, error)
             return False
@@ -149,7 +149,8 @@ class RowsDataset:
         sample["source"] = row.source
         if names is None:
             return None, sample
-        return [self._folders.open(name, source=row.source) for name in names], sample
+        place = _place(row, sample)
+        return [self._folders.open(name, source=place) for name in names], sample
 
     def describe(self, index: int) -> str:
         """File and line of a row."""
@@ -165,3 +166,8 @@ class RowsDataset:
             last = row.file
             digest.update(f"{row.number} ".encode())
         return digest.hexdigest()
+
+
+def _place(row: Row, sample: dict[str, Any]) -> str:
+    """File, line and sample, for errors about a row's images."""
+    return f"{row.source}: sample {sample.get('id')}"

@@ -37,11 +37,13 @@ class Rendered:
             tokenizer adds its first tokens, and in training an end-of-sequence token is learnt
             after the text.
         for_generation: the answer and all after it are left out.
+        name: what errors call the sample.
     """
 
     pieces: tuple[Piece, ...]
     is_chat: bool = False
     for_generation: bool = False
+    name: str = ""
 
     @property
     def text(self) -> str:

@@ -20,6 +20,7 @@ from stageline.data.batch import IGNORE
 from stageline.data.groups import expand
 from stageline.data.lengths import companion
 from stageline.data.rows import Item, Rows
+from stageline.data.workers import portable
 from stageline.errors import UserError
 from stageline.seeds import derive_seed, host_state_kept, seed_host
 
@@ -65,7 +66,7 @@ class StepMaker(Dataset):
             with host_state_kept():
                 return self.make(*request)
         except Exception as error:
-            return error  # raised in a worker, its traceback would bury the message
+            return portable(error)  # raised in a worker, its traceback would bury the message
 
     def make(self, step: int, shares: Shares) -> list[MicroBatch]:
         """The micro-batches of this replica."""

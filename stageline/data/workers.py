@@ -2,8 +2,11 @@
 
 import ctypes
 import os
+import pickle
 import signal
 import sys
+
+from torch.utils.data import get_worker_info
 
 _PR_SET_PDEATHSIG = 1
 
@@ -18,3 +21,15 @@ def end_with_rank(worker: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() == 1:  # gone before it was asked for
         os._exit(1)
+
+
+def portable(error: Exception) -> Exception:
+    """The error, or one with its words where it would not come out of a worker as it went in."""
+    if get_worker_info() is None:
+        return error
+    try:
+        if str(pickle.loads(pickle.dumps(error))) == str(error):
+            return error
+    except Exception:  # what a class of anybody does when it is made again
+        pass
+    return RuntimeError(f"{type(error).__name__}: {error}")

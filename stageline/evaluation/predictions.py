@@ -7,8 +7,11 @@ made it does not matter.
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from stageline.errors import DataError
 
 
 def fingerprint(settings: dict[str, Any]) -> str:
@@ -30,9 +33,8 @@ class PredictionFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.records: dict[str, dict[str, Any]] = {}
         self._drop_torn_line()
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
-            if record.get("settings") == settings_key and "error" not in record:
+        for record in _records(self.path):
+            if record.get("settings") == settings_key:
                 self.records[record["id"]] = record
 
     def append(self, records: list[dict[str, Any]]) -> None:
@@ -54,3 +56,58 @@ class PredictionFile:
         if whole != content:
             with self.path.open("r+b") as file:
                 file.truncate(len(whole))
+
+
+def newest_records(path: Path) -> dict[str, dict[str, Any]]:
+    """Sample id -> record, of the settings that the last line was written with.
+
+    Raises:
+        DataError: a line is damaged, or nothing is there.
+    """
+    records = list(_records(path))
+    if not records:
+        raise DataError(
+            f"{path} holds no prediction. At least one was expected, because they are compared: "
+            "give the predictions.jsonl of a finished evaluation."
+        )
+    newest = records[-1].get("settings")
+    return {record["id"]: record for record in records if record.get("settings") == newest}
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """The answers of a file; samples that failed are left out.
+
+    Raises:
+        DataError: a line is no record, or two lines of one run answer a sample differently.
+    """
+    seen: dict[tuple[Any, str], tuple[int, str]] = {}
+    # not splitlines(): a text may hold line breaks that are no "\n", such as U+2028
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        record = _parse(line, f"{path}:{number}")
+        if "error" in record:
+            continue
+        key = (record.get("settings"), record["id"])
+        first, text = seen.setdefault(key, (number, record["prediction"]))
+        if text != record["prediction"]:
+            raise DataError(
+                f"{path}:{number}: sample {record['id']!r} has another prediction in line {first}. "
+                "One was expected, because nobody knows which counts: two runs may have written "
+                "into this folder at once. Delete one of the lines, or give another --output-dir."
+            )
+        yield record
+
+
+def _parse(line: str, source: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        record = str(error)
+    is_record = isinstance(record, dict) and isinstance(record.get("id"), str)
+    if is_record and ("error" in record or isinstance(record.get("prediction"), str)):
+        return record
+    raise DataError(
+        f"{source}: {line[:60]!r} is no prediction. An object with id and prediction was expected, "
+        "as evaluate.py writes them: delete the line, and its sample is answered again."
+    )

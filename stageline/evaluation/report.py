@@ -3,11 +3,15 @@
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from stageline.evaluation.bootstrap import LEVEL, Bootstrap
+from stageline.evaluation.groupings import collect_clusters, collect_groupings
+
 Z_95 = 1.959963984540054
+_TAKEN = ("score", "per_sample", "groups", "unparsed")
 
 
 def wilson_interval(num_hits: float, count: int, *, z: float = Z_95) -> tuple[float, float]:
@@ -20,53 +24,151 @@ def wilson_interval(num_hits: float, count: int, *, z: float = Z_95) -> tuple[fl
     return (max(0.0, center - half), min(1.0, center + half))
 
 
-def make_report(figures: dict[str, Any], *, settings: dict[str, Any]) -> dict[str, Any]:
+def make_report(
+    figures: dict[str, Any],
+    *,
+    settings: dict[str, Any],
+    samples: Sequence[dict[str, Any]] | None = None,
+    bootstrap: Bootstrap | None = None,
+) -> dict[str, Any]:
     """The report of a metric's figures.
 
     Args:
-        figures: `score`, `per_sample` (0 or 1 each), `groups` ({name: indices}); more is passed on.
+        figures: `score`, `per_sample` (0 or 1 each), `groups` ({name: indices}), `unparsed` (1 for
+            an answer that said nothing); more is passed on.
         settings: how the predictions were made.
+        samples: their `groups` give further groupings, their `cluster` what is drawn as a whole.
+        bootstrap: how the second interval is drawn.
     """
-    per_sample = figures["per_sample"]
-    groups = {
-        name: _share([per_sample[index] for index in indices])
-        for name, indices in sorted(figures.get("groups", {}).items())
+    samples = samples if samples is not None else [{}] * len(figures["per_sample"])
+    shares = _Shares(figures, collect_clusters(samples), bootstrap or Bootstrap())
+    groupings = {
+        grouping: shares.of_groups(groups)
+        for grouping, groups in collect_groupings(samples).items()
     }
-    others = {
-        name: value
-        for name, value in figures.items()
-        if name not in ("score", "per_sample", "groups")
-    }
-    return {**_share(per_sample), "groups": groups, **others, "settings": settings}
-
-
-def _share(scores: Sequence[float]) -> dict[str, Any]:
-    low, high = wilson_interval(sum(scores), len(scores))
+    others = {name: value for name, value in figures.items() if name not in _TAKEN}
     return {
-        "score": sum(scores) / len(scores) if scores else None,
-        "interval_95": [low, high],
-        "num_samples": len(scores),
+        **shares.of(range(len(figures["per_sample"])), "all"),
+        "groups": shares.of_groups(figures.get("groups", {})),
+        "groupings": groupings,
+        **others,
+        "bootstrap": shares.described(),
+        "settings": settings,
     }
+
+
+class _Shares:
+    """Shares of right answers over some of the samples."""
+
+    def __init__(
+        self, figures: dict[str, Any], clusters: Sequence[str], bootstrap: Bootstrap
+    ) -> None:
+        self.scores: Sequence[float] = figures["per_sample"]
+        self.unparsed: Sequence[int] | None = figures.get("unparsed")
+        self.clusters = clusters
+        self.bootstrap = bootstrap
+
+    def of(self, indices: Sequence[int], name: str) -> dict[str, Any]:
+        """Share, intervals and counts of the samples with these indices."""
+        scores = [self.scores[index] for index in indices]
+        clusters = [self.clusters[index] for index in indices]
+        drawn = self.bootstrap.interval(scores, clusters=clusters, name=name)
+        share: dict[str, Any] = {
+            "score": sum(scores) / len(scores) if scores else None,
+            "interval_95": list(wilson_interval(sum(scores), len(scores))),
+            "bootstrap_95": None if drawn is None else list(drawn),
+            "num_samples": len(scores),
+        }
+        if self.unparsed is not None:
+            share["num_unparsed"] = sum(self.unparsed[index] for index in indices)
+            share["unparsed_share"] = share["num_unparsed"] / len(scores) if scores else None
+        return share
+
+    def of_groups(self, groups: dict[str, list[int]]) -> dict[str, Any]:
+        """The same for each group of a grouping."""
+        return {name: self.of(indices, name) for name, indices in sorted(groups.items())}
+
+    def described(self) -> dict[str, Any]:
+        """How the intervals were drawn."""
+        return {
+            "resamples": self.bootstrap.resamples,
+            "seed": self.bootstrap.seed,
+            "level": LEVEL,
+            "num_clusters": len(set(self.clusters)),
+        }
 
 
 def write_report(report: dict[str, Any], path: str | Path) -> None:
     """Writes report.json; a torn write leaves the old one."""
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(report, indent=2, ensure_ascii=False, default=str) + "\n")
+    temporary.write_text(
+        json.dumps(report, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8"
+    )
     os.replace(temporary, path)
 
 
+def tables(report: dict[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
+    """Name and cells of a table for each grouping; the whole set is the last row of each.
+
+    `group` is left out where another grouping has the same groups.
+    """
+    groupings = dict(report["groupings"])
+    if not groupings or (report["groups"] and report["groups"] not in groupings.values()):
+        groupings = {"group": report["groups"], **groupings}
+    for grouping, groups in groupings.items():
+        rows = [*groups.items(), ("all", report)]
+        yield grouping, [_HEAD, *([name, *_cells(share)] for name, share in rows)]
+
+
+_HEAD = ["", "score", "95 % interval", "bootstrap", "samples", "unparsed"]
+
+
+def _cells(share: dict[str, Any]) -> list[str]:
+    return [
+        "-" if share["score"] is None else f"{share['score']:.4f}",
+        interval_text(share["interval_95"]),
+        interval_text(share["bootstrap_95"]),
+        str(share["num_samples"]),
+        str(share.get("num_unparsed", "-")),
+    ]
+
+
+def interval_text(interval: Sequence[float] | None) -> str:
+    """An interval as it is printed."""
+    return "-" if interval is None else f"{interval[0]:.3f} - {interval[1]:.3f}"
+
+
 def format_report(report: dict[str, Any]) -> str:
-    """A table: a line a group, the whole set last."""
-    rows = [*report["groups"].items(), ("all", report)]
-    width = max(len(name) for name, _ in rows)
-    lines = [f"{'group':<{width}}  {'score':>6}  {'95 % interval':>15}  {'samples':>7}"]
-    for name, share in rows:
-        low, high = share["interval_95"]
-        score = "-" if share["score"] is None else f"{share['score']:.4f}"
-        lines.append(
-            f"{name:<{width}}  {score:>6}  {f'{low:.3f} - {high:.3f}':>15}  "
-            f"{share['num_samples']:>7}"
-        )
-    return "\n".join(lines)
+    """Tables for a terminal: a line a group, the whole set last."""
+    return "\n\n".join(format_table(grouping, cells) for grouping, cells in tables(report))
+
+
+def format_table(title: str, cells: Sequence[Sequence[str]]) -> str:
+    """Cells in columns, the first to the left and the others to the right."""
+    cells = [[title, *cells[0][1:]], *cells[1:]]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells
+    )
+
+
+def report_markdown(report: dict[str, Any]) -> str:
+    """The same tables in Markdown, with how they came about."""
+    how = report["bootstrap"]
+    parts = [
+        f"# Evaluation with {report['settings'].get('metric', 'a metric')}",
+        f"{report['num_samples']} samples. 95 % intervals: Wilson's of a share, and the bootstrap "
+        f"percentiles of {how['resamples']} resamples of {how['num_clusters']} clusters "
+        f"(seed {how['seed']}).",
+    ]
+    for grouping, cells in tables(report):
+        parts.append(markdown_table([[grouping, *cells[0][1:]], *cells[1:]]))
+    return "\n\n".join(parts) + "\n"
+
+
+def markdown_table(cells: Sequence[Sequence[str]]) -> str:
+    """A table; bars in texts are escaped."""
+    rows = [[text.replace("|", "\\|") for text in row] for row in cells]
+    rule = ["---", *["--:"] * (len(rows[0]) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], rule, *rows[1:]])

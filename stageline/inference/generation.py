@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from stageline.data.batch import Images, add_image_inputs, encode_sample, pad_rows
+from stageline.data.image_rows import lies_in_rows
 from stageline.data.processor import get_pad_token_id, get_tokenizer
 from stageline.data.rendered import Rendered
 
@@ -17,7 +18,7 @@ def encode_prompts(
     prompts: Sequence[Rendered], images: Sequence[Images], *, processor: Any
 ) -> dict[str, torch.Tensor]:
     """Token ids and mask [B, T], padded on the left, with pixels; user text stays plain text."""
-    names = [f"prompt {index}" for index in range(len(prompts))]
+    names = [prompt.name or f"prompt {index}" for index, prompt in enumerate(prompts)]
     rows = [
         encode_sample(prompt, row, processor=processor, name=name)
         for prompt, row, name in zip(prompts, images, names, strict=True)
@@ -51,8 +52,51 @@ def generate(
     Returns:
         For each prompt: text, token_ids (without padding), finish_reason (stop or length).
     """
+    is_sampling = temperature > 0
+    if is_sampling:
+        torch.manual_seed(seed)
+        sampling = {**sampling, "temperature": temperature}
+    answers: dict[int, dict[str, Any]] = {}
+    for places in batch_together(images, processor=processor):
+        batch = encode_prompts(
+            [prompts[place] for place in places],
+            [images[place] for place in places],
+            processor=processor,
+        )
+        found = _generate_batch(
+            model,
+            processor,
+            batch,
+            max_new_tokens=max_new_tokens,
+            do_sample=is_sampling,
+            repetition_penalty=repetition_penalty,
+            **(sampling if is_sampling else {}),
+        )
+        answers.update(zip(places, found, strict=True))
+    return [answers[place] for place in range(len(prompts))]
+
+
+def batch_together(images: Sequence[Images], *, processor: Any) -> list[list[int]]:
+    """Which rows go into one batch: all, but for models whose layers attend to images.
+
+    There a token before the first image of its row attends to all image places of the row, and
+    these are as many as the fullest row has: only rows with as many images leave each other alone.
+    """
+    if not lies_in_rows(processor):
+        return [list(range(len(images)))]
+    groups: dict[int, list[int]] = {}
+    for place, row in enumerate(images):
+        groups.setdefault(len(row or ()), []).append(place)
+    return list(groups.values())
+
+
+def _generate_batch(
+    model: torch.nn.Module,
+    processor: Any,
+    batch: dict[str, torch.Tensor],
+    **options: object,
+) -> list[dict[str, Any]]:
     tokenizer = get_tokenizer(processor)
-    batch = encode_prompts(prompts, images, processor=processor)
     # the device that embeds; others are reached by the model's own hooks
     device = model.get_input_embeddings().weight.device
     inputs = {
@@ -60,18 +104,11 @@ def generate(
         for name, value in batch.items()
     }
     stop_ids = stop_token_ids(model, tokenizer)
-    is_sampling = temperature > 0
-    if is_sampling:
-        torch.manual_seed(seed)
-        sampling["temperature"] = temperature
     output = model.generate(
         **inputs,
-        max_new_tokens=max_new_tokens,
-        do_sample=is_sampling,
         pad_token_id=get_pad_token_id(processor),
         eos_token_id=stop_ids or None,
-        repetition_penalty=repetition_penalty,
-        **(sampling if is_sampling else {}),
+        **options,
     )
     return [
         _answer(row.tolist(), tokenizer, stop_ids)

@@ -14,7 +14,9 @@ def layer_counts(num_layers: int, num_devices: int, *, visual_gpu_ratio: float =
     """Layers per device; device 0 has the first layers and the last one.
 
     Args:
-        visual_gpu_ratio: the part of device 0 that the vision tower takes; it may be larger than 1.
+        visual_gpu_ratio: the part of device 0 that the vision tower takes, in shares of what a
+            device has. From 1 on device 0 has only the layers that it must have. The tower is not
+            cut: whether it fits there is not known here.
 
     Returns:
         Counts that sum to `num_layers`; at most one apart on devices 1 and above. Fewer devices

@@ -1,8 +1,9 @@
 """Random numbers of a training step that follow from seed, step, micro-batch and layer alone.
 
 Every layer of the whole model begins with a seed of its own, and so does what lies between two
-layers. So dropout masks are the same however the layers are cut into stages, in whatever order a
-schedule runs them, and after a resume. Evaluation draws from whatever generator there is.
+layers; the blocks of a vision tower, too. So dropout masks are the same however the layers are cut
+into stages, in whatever order a schedule runs them, and after a resume. Evaluation draws from
+whatever generator there is.
 """
 
 import functools
@@ -15,6 +16,7 @@ from stageline.errors import UserError
 from stageline.seeds import derive_seed, mix_seed, seed_host
 
 _LOSS = 0
+_TOWER = 1 << 20  # behind all places of the decoder: those of a vision tower's blocks
 
 
 def _before(layer: int) -> int:
@@ -79,7 +81,10 @@ class LayerSeeds:
             return
         index = self._first_micro_batch + micro_batch
         self._base = derive_seed(self.seed, "micro-batch", self._step, index)
-        self._seed_all(mix_seed(self._base, _before(model.layers.start)))
+        tower = getattr(model, "tower_layers", range(0))
+        is_inside = tower.start > 0  # stage 0 begins as it does with the whole tower
+        place = _TOWER + _before(tower.start) if is_inside else _before(model.layers.start)
+        self._seed_all(mix_seed(self._base, place))
 
     def start_loss(self) -> None:
         """The loss of the micro-batch begins."""
@@ -87,10 +92,12 @@ class LayerSeeds:
             self._seed_all(mix_seed(self._base, _LOSS))
 
     def _put_hooks(self, model: nn.Module) -> None:
-        for index, layer in _layers(model):
-            if index in model.layers:
-                layer.register_forward_pre_hook(functools.partial(self._hook, _inside(index)))
-                layer.register_forward_hook(functools.partial(self._hook, _before(index + 1)))
+        own = [(0, index, layer) for index, layer in _layers(model) if index in model.layers]
+        if hasattr(model, "tower_list"):
+            own += [(_TOWER, index, block) for index, block in model.tower_list()]
+        for base, index, layer in own:
+            layer.register_forward_pre_hook(functools.partial(self._hook, base + _inside(index)))
+            layer.register_forward_hook(functools.partial(self._hook, base + _before(index + 1)))
 
     def _hook(self, place: int, *_: object) -> None:
         if self._base is not None:

@@ -22,6 +22,8 @@ WRAPPED = "lora_module"
 ALL_LINEAR = "all-linear"
 MAX_LAYERS = 256  # layers of other stages that a target may mean
 MAX_NAMES_SHOWN = 20
+# None: every layer; a list of endings or expressions; one expression; a set of full names
+Target = list[str] | str | frozenset[str] | None
 
 
 def wrapped_module(name: str) -> str:
@@ -127,7 +129,7 @@ def wrap_linear(
     rank: int = 8,
     alpha: float = 16.0,
     dropout: float = 0.0,
-    target: list[str] | str | None = None,
+    target: Target = None,
     prefix: str = "",
     skip: Iterable[str] = (),
     seed: int = 0,
@@ -138,7 +140,7 @@ def wrap_linear(
         module: where to look; it may be a linear layer itself.
         target: None: every linear layer; a list: endings of names (`q_proj`, `mlp.down_proj`),
             entries with regular-expression characters must match a full name; a string: one
-            expression for full names.
+            expression for full names; a frozenset: full names, of which some may be elsewhere.
         prefix: the module's own path, for full names.
         skip: paths that are left alone, with all below them.
         seed: of A, with the parameter's full name; weights on meta are drawn when they are filled.
@@ -151,8 +153,8 @@ def wrap_linear(
     """
     _check_options(rank, dropout)
     found = list(_candidates(module, prefix, tuple(skip)))
-    chosen = [place for place in found if _is_target(place[2], target)]
-    if not chosen:
+    chosen = [place for place in found if is_target(place[2], target)]
+    if not chosen and not isinstance(target, frozenset):
         _refuse_no_match(module, [name for _, _, name in found], target, prefix)
     root = module
     for parent, leaf, name in chosen:
@@ -194,9 +196,17 @@ def _candidates(
         yield from _candidates(child, f"{name}.{leaf}" if name else leaf, skip, module)
 
 
-def _is_target(name: str, target: list[str] | str | None) -> bool:
+def linear_names(module: nn.Module, *, prefix: str = "", skip: Iterable[str] = ()) -> list[str]:
+    """Full names of the layers that `wrap_linear` would look at."""
+    return [name for _, _, name in _candidates(module, prefix, tuple(skip))]
+
+
+def is_target(name: str, target: Target) -> bool:
+    """Whether a target, see `wrap_linear`, means the layer of this full name."""
     if target is None or target == ALL_LINEAR:
         return True
+    if isinstance(target, frozenset):
+        return name in target
     if isinstance(target, str):
         return re.fullmatch(target, name) is not None
     return any(
@@ -207,12 +217,10 @@ def _is_target(name: str, target: list[str] | str | None) -> bool:
     )
 
 
-def _refuse_no_match(
-    module: nn.Module, names: list[str], target: list[str] | str | None, prefix: str
-) -> None:
+def _refuse_no_match(module: nn.Module, names: list[str], target: Target, prefix: str) -> None:
     if not names and next(module.parameters(), None) is None:
         return  # another stage has this part
-    if any(_is_target(other, target) for name in names for other in _other_layers(name)):
+    if any(is_target(other, target) for name in names for other in _other_layers(name)):
         return  # the target names layers of another stage
     endings = sorted({name.rpartition(".")[2] for name in names})
     raise UserError(

@@ -90,6 +90,7 @@ class ModelCosts:
         shape: rows and tokens.
         is_measured: False for an estimate, which has no seconds.
         hand_over: seconds from a rank to the next.
+        front: what `first` is, for people.
     """
 
     overhead: Cost
@@ -102,6 +103,7 @@ class ModelCosts:
     shape: tuple[int, int]
     is_measured: bool = True
     hand_over: float = 0.0
+    front: str = "embedding"
 
     @property
     def num_layers(self) -> int:

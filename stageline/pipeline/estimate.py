@@ -37,6 +37,7 @@ def estimate(outline: Outline, *, shape: tuple[int, int]) -> ModelCosts:
         batch=0,
         shape=shape,
         is_measured=False,
+        front=outline.front,
     )
 
 

@@ -42,6 +42,11 @@ class LocalStages:
             named.update(model.named_parameters())
         return named
 
+    def part_of(self, name: str) -> str | None:
+        """The part of the model that a parameter belongs to; None: in no part, or not known."""
+        part_of = getattr(self.models[0], "part_of", None)  # by name, so any stage can tell
+        return None if part_of is None else part_of(name)
+
     def train(self, mode: bool = True) -> None:
         """Sets the mode of all stages."""
         for model in self.models:

@@ -15,6 +15,7 @@ from torch import nn
 
 from stageline.modules.checkpointing import recomputes
 from stageline.pipeline.actions import Kind
+from stageline.pipeline.borders import batch_input, batch_output
 from stageline.pipeline.cost import Cost, ModelCosts, hand_over_seconds
 from stageline.pipeline.live_bytes import PeakBytes, SavedBytes, tensor_bytes
 from stageline.pipeline.outline import Outline
@@ -65,6 +66,7 @@ def measure(outline: Outline, workload: Workload) -> ModelCosts:
         hand_over=hand_over_seconds(workload.device.type, border),
         batch=tensor_bytes(iter(workload.batch.values())),
         shape=workload.shape,
+        front=outline.front,
     )
 
 
@@ -87,7 +89,7 @@ class _Found:
 def _measure_overhead(outline: Outline, workload: Workload) -> tuple[Cost, int]:
     """A stage without layers has a forward pass only: its masks need no gradient."""
     with _Run(outline.empty_piece(workload.device), workload) as run:
-        border = tensor_bytes(run.model.get_example_input(*workload.shape))
+        border = tensor_bytes(batch_input(run.model, workload.batch))
         return Cost(forward=run.time()[Kind.FORWARD]), border
 
 
@@ -141,10 +143,10 @@ class _Run:
             for name, value in model_inputs(batch).items()
             if model.is_first or not name.startswith("pixel")
         }
-        self.inputs = self._random(model.get_example_input(*workload.shape))
+        self.inputs = self._random(batch_input(model, batch))
         if model.is_first:
             self.inputs = (batch["input_ids"],)
-        self.grads = self._random(model.get_example_output(*workload.shape)) or None
+        self.grads = self._random(batch_output(model, batch)) or None
         self.loss_of = None
         if model.is_last:
             loss_of = workload.loss_for(model)

@@ -45,6 +45,7 @@ class Outline:
         kinds: for each layer the first one that is like it.
         tied: what first and last item both hold.
         example: what passes keep, roughly.
+        front: what the first item holds, for people.
     """
 
     make_piece: MakePiece
@@ -54,6 +55,7 @@ class Outline:
     kinds: tuple[int, ...]
     tied: Cost
     example: ExamplePasses
+    front: str = "embedding"
 
     @property
     def num_layers(self) -> int:
@@ -112,7 +114,12 @@ def outline_of(make_piece: MakePiece) -> Outline:
             widths=tuple(0 if is_recomputed else token_width(layer) for layer in layers),
             last_width=token_width(last),
         ),
+        front="tower+embedding" if _has_tower(whole) else "embedding",
     )
+
+
+def _has_tower(whole: nn.Module) -> bool:
+    return bool(getattr(getattr(whole, "paths", None), "vision_tower", ""))
 
 
 def token_width(parameters: dict[str, torch.Tensor]) -> int:

@@ -58,6 +58,38 @@ def explicit_partition(
     return list(counts)
 
 
+def stage_layers(
+    counts: list[int] | None,
+    *,
+    num_layers: int,
+    num_stages: int,
+    vision_stages: int = 0,
+    visual_gpu_ratio: float = 0.0,
+    least: int = 1,
+) -> list[int]:
+    """Layers of each stage: as given, or evenly.
+
+    Args:
+        counts: of the stages behind those of a vision tower, which have none.
+        vision_stages: how many stages the tower has for itself.
+        least: as in `explicit_partition`.
+
+    Raises:
+        UserError: the counts do not fit, or no stage is left for the layers.
+    """
+    rest = num_stages - vision_stages
+    if rest < 1:
+        raise UserError(
+            f"--vision-stages {vision_stages} of {num_stages} stages leaves none for the decoder: "
+            f"its layers need at least one. Use --num-stages {vision_stages + 1} or more, or fewer "
+            "--vision-stages."
+        )
+    if counts is None:
+        counts = uniform_partition(num_layers, rest, visual_gpu_ratio=visual_gpu_ratio)
+    counts = explicit_partition(counts, num_layers=num_layers, num_stages=rest, least=least)
+    return [0] * vision_stages + counts
+
+
 def layer_range(partition: list[int], stage: int) -> range:
     """The global indices of the layers that `stage` owns."""
     start = sum(partition[:stage])

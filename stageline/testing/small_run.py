@@ -50,20 +50,27 @@ class Finished:
 
 
 class Job:
-    """A folder with a tiny model, its tokenizer and 40 rows of unequal lengths."""
+    """A folder with a tiny model, its tokenizer and 40 rows of unequal lengths.
+
+    Args:
+        make_model: otherwise a caller puts a model with its processor into `model`.
+    """
 
     def __init__(
-        self, folder: Path, *, family: str = "llama", tied: bool = False, num_rows: int = 40
+        self,
+        folder: Path,
+        *,
+        family: str = "llama",
+        tied: bool = False,
+        num_rows: int = 40,
+        make_model: bool = True,
     ) -> None:
         self.folder = folder
         self.family = family
         self.model = folder / "model"
         self.rows = folder / "rows.jsonl"
-        tokenizer = tiny_tokenizer()
-        tokenizer.save_pretrained(self.model)
-        torch.manual_seed(1)
-        config = tiny_config(family, tied=tied, vocab_size=len(tokenizer))
-        AutoModelForCausalLM.from_config(config).save_pretrained(self.model)
+        if make_model:
+            _save_model(self.model, family, tied=tied)
         rows = [
             {"id": str(i), "question": f"{i}?", "answer": "!" * (1 + i % 7)}
             for i in range(num_rows)
@@ -152,6 +159,14 @@ class Job:
     def checkpoints(self, name: str) -> list[str]:
         """Names of what is called a checkpoint, in order."""
         return sorted(p.name for p in (self.folder / name / "checkpoints").glob("step-????????"))
+
+
+def _save_model(folder: Path, family: str, *, tied: bool) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(1)
+    config = tiny_config(family, tied=tied, vocab_size=len(tokenizer))
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
 def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:

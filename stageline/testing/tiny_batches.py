@@ -40,7 +40,8 @@ def count_targets(micro_batches: list[MicroBatch]) -> int:
 def join_micro_batches(micro_batches: list[MicroBatch]) -> MicroBatch:
     """All rows as one batch, padded to the longest."""
     width = max(batch["input_ids"].shape[1] for batch in micro_batches)
-    fill = {"input_ids": 0, "attention_mask": 0, "labels": -100, "mm_token_type_ids": 0}
+    fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    fill |= {"mm_token_type_ids": 0, "token_type_ids": 0}
     joined = {}
     for name in micro_batches[0]:
         tensors = [batch[name] for batch in micro_batches]
@@ -88,7 +89,7 @@ def _put_images(
     def pixels(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    if family == "qwen2_5_vl":
+    if family.startswith("qwen"):
         ids[:, 1] = 7
         ids[:, 2:6] = IMAGE_TOKEN_ID
         ids[:, 6] = 8
@@ -98,9 +99,15 @@ def _put_images(
             "mm_token_type_ids": (ids == IMAGE_TOKEN_ID).long(),
         }
     ids[:, 2:6] = IMAGE_TOKEN_ID
-    if family == "idefics3":
+    if family in ("idefics3", "smolvlm"):
         return {
             "pixel_values": pixels(rows, 1, 3, 16, 16),
             "pixel_attention_mask": torch.ones(rows, 1, 16, 16, dtype=torch.bool),
         }
-    return {"pixel_values": pixels(rows, 3, 16, 16)}
+    if family == "llava_next":  # so flat that of its tiles only the overview has tokens
+        sizes = torch.tensor([[2, 24]] * rows)
+        return {"pixel_values": pixels(rows, 3, 3, 16, 16), "image_sizes": sizes}
+    batch = {"pixel_values": pixels(rows, 3, 16, 16)}
+    if family == "gemma3_vl":
+        batch["token_type_ids"] = (ids == IMAGE_TOKEN_ID).long()
+    return batch

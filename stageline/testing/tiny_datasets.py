@@ -113,3 +113,26 @@ def make_jsonl(folder: Path) -> None:
     write_lines(folder / "train.jsonl", rows)
     write_lines(folder / "test.jsonl", rows[:4])
     picture(folder / "a.png")
+
+
+def group_row(index: int, *, num_negatives: int = 2) -> dict[str, Any]:
+    """One group of `--dataset groups`: anchor and positive say the same direction."""
+    words = ("left", "right", "front", "behind")
+    right, wrong = words[index % 4], [words[(index + 1 + i) % 4] for i in range(num_negatives)]
+    return {
+        "id": f"group{index}",
+        "anchor": {"question": f"Where is {index}?", "answer": f"it is {right}"},
+        "positive": {"question": f"Place of {index}?", "answer": f"{right}!"},
+        "negatives": [
+            {"question": f"Not {index}?" + "?" * (index % 5), "answer": f"not {word}"}
+            for word in wrong
+        ],
+    }
+
+
+def make_groups(folder: Path) -> None:
+    """A folder of groups with one shared picture each: 12 to train, 2 held out."""
+    rows = [{**group_row(i), "image": "a.png", "group": "spatial"} for i in range(14)]
+    write_lines(folder / "train.jsonl", rows[:12])
+    write_lines(folder / "test.jsonl", rows[12:])
+    picture(folder / "a.png")

@@ -6,8 +6,17 @@ Each has 4 layers, so that 1 to 4 stages can be tried, and no dropout.
 import transformers
 from transformers import PretrainedConfig
 
-VOCAB_SIZE = 64
-IMAGE_TOKEN_ID = 5
+from stageline.testing.tiny_fields import IMAGE_TOKEN_ID, TEXT, VOCAB_SIZE
+from stageline.testing.tiny_vision_models import VISION_LANGUAGE_CONFIGS
+
+__all__ = [
+    "DECODERS",
+    "IMAGE_TOKEN_ID",
+    "VISION_LANGUAGE",
+    "VOCAB_SIZE",
+    "tiny_config",
+]
+
 DECODERS = (
     "llama",
     "mistral",
@@ -21,21 +30,8 @@ DECODERS = (
     "mixtral",
     "qwen3_moe",
 )
-VISION_LANGUAGE = ("internvl", "llava", "qwen2_5_vl", "idefics3")
+VISION_LANGUAGE = tuple(VISION_LANGUAGE_CONFIGS)
 
-_TEXT = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "attention_dropout": 0.0,
-}
 _MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
@@ -47,9 +43,9 @@ def tiny_config(family: str, *, tied: bool = False, **overrides: object) -> Pret
         overrides: fields of the (text) configuration.
     """
     if family in VISION_LANGUAGE:
-        return _VISION_LANGUAGE[family](tied, overrides)
+        return VISION_LANGUAGE_CONFIGS[family](tied, overrides)
     class_name, own = _DECODERS[family]
-    fields = {**_TEXT, **own, "tie_word_embeddings": tied, **overrides}
+    fields = {**TEXT, **own, "tie_word_embeddings": tied, **overrides}
     return getattr(transformers, class_name)(**fields)
 
 
@@ -90,98 +86,4 @@ _DECODERS: dict[str, tuple[str, dict[str, object]]] = {
         "Qwen3MoeConfig",
         {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
     ),
-}
-
-
-def _internvl(tied: bool, overrides: dict[str, object]) -> PretrainedConfig:
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": [16, 16],
-        "patch_size": [4, 4],
-        "hidden_dropout_prob": 0.0,
-        "projection_dropout": 0.0,
-        "layer_scale_init_value": 0.1,
-        "use_mean_pooling": True,
-    }
-    return transformers.InternVLConfig(
-        vision_config=vision,
-        text_config={"model_type": "qwen2", **_TEXT, "tie_word_embeddings": tied, **overrides},
-        image_token_id=IMAGE_TOKEN_ID,
-        image_seq_length=4,
-        tie_word_embeddings=tied,
-    )
-
-
-def _llava(tied: bool, overrides: dict[str, object]) -> PretrainedConfig:
-    vision = {
-        "model_type": "clip_vision_model",
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "image_size": 16,
-        "patch_size": 8,
-        "projection_dim": 16,
-    }
-    return transformers.LlavaConfig(
-        vision_config=vision,
-        text_config={"model_type": "llama", **_TEXT, "tie_word_embeddings": tied, **overrides},
-        image_token_index=IMAGE_TOKEN_ID,
-        tie_word_embeddings=tied,
-    )
-
-
-def _qwen2_5_vl(tied: bool, overrides: dict[str, object]) -> PretrainedConfig:
-    vision = {
-        "depth": 2,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_heads": 2,
-        "in_channels": 3,
-        "patch_size": 4,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "window_size": 16,
-        "out_hidden_size": 16,
-        "fullatt_block_indexes": [1],
-    }
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-    return transformers.Qwen2_5_VLConfig(
-        vision_config=vision,
-        text_config={**_TEXT, "rope_parameters": rope, "tie_word_embeddings": tied, **overrides},
-        image_token_id=IMAGE_TOKEN_ID,
-        video_token_id=6,
-        vision_start_token_id=7,
-        vision_end_token_id=8,
-        tie_word_embeddings=tied,
-    )
-
-
-def _idefics3(tied: bool, overrides: dict[str, object]) -> PretrainedConfig:
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 16,
-        "patch_size": 4,
-    }
-    return transformers.Idefics3Config(
-        vision_config=vision,
-        text_config={"model_type": "llama", **_TEXT, "tie_word_embeddings": tied, **overrides},
-        image_token_id=IMAGE_TOKEN_ID,
-        scale_factor=2,
-        tie_word_embeddings=tied,
-        pad_token_id=0,
-    )
-
-
-_VISION_LANGUAGE = {
-    "internvl": _internvl,
-    "llava": _llava,
-    "qwen2_5_vl": _qwen2_5_vl,
-    "idefics3": _idefics3,
 }

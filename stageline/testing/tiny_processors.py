@@ -14,11 +14,13 @@ from stageline.testing.tiny_tokenizers import SPECIAL_TOKENS, tiny_tokenizer
 PROCESSOR_FAMILIES = (
     "internvl",
     "llava",
+    "qwen2_vl",
     "qwen2_5_vl",
+    "qwen3_vl",
     "idefics3",
     "smolvlm",
     "llava_next",
-    "gemma3",
+    "gemma3_vl",
 )
 _MEAN_STD = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
@@ -115,7 +117,19 @@ def _llava_next(image_size: int) -> Any:
     )
 
 
+def _qwen2_vl(image_size: int) -> Any:
+    return _qwen("Qwen2VLProcessor", image_size)
+
+
 def _qwen2_5_vl(image_size: int) -> Any:
+    return _qwen("Qwen2_5_VLProcessor", image_size)
+
+
+def _qwen3_vl(image_size: int) -> Any:
+    return _qwen("Qwen3VLProcessor", image_size)
+
+
+def _qwen(class_name: str, image_size: int) -> Any:
     template = _chat_template("<|vision_start|><|image_pad|><|vision_end|>")
     images = transformers.Qwen2VLImageProcessorPil(
         patch_size=4,
@@ -125,7 +139,7 @@ def _qwen2_5_vl(image_size: int) -> Any:
         **_MEAN_STD,
     )
     return compose_processor(
-        "Qwen2_5_VLProcessor",
+        class_name,
         image_processor=images,
         tokenizer=_tokenizer(
             "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>",
@@ -174,7 +188,7 @@ def _idefics3_tokenizer() -> Any:
     )
 
 
-def _gemma3(image_size: int) -> Any:
+def _gemma3_vl(image_size: int) -> Any:
     template = _chat_template("<start_of_image>")
     return transformers.Gemma3Processor(
         image_processor=transformers.Gemma3ImageProcessorPil(
@@ -197,9 +211,11 @@ def _gemma3(image_size: int) -> Any:
 _FAMILIES = {
     "internvl": _internvl,
     "llava": _llava,
+    "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
+    "qwen3_vl": _qwen3_vl,
     "idefics3": _idefics3,
     "smolvlm": _smolvlm,
     "llava_next": _llava_next,
-    "gemma3": _gemma3,
+    "gemma3_vl": _gemma3_vl,
 }

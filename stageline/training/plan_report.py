@@ -34,7 +34,7 @@ def format_plan(
         f"ranks, {count} micro-batches, measured with {rows} x {tokens} tokens",
         f"partition ({kind}): {','.join(map(str, expectation.partition))}",
         "",
-        format_table([_STAGES, *_stage_rows(expectation)], first_number=4),
+        format_table([_STAGES, *_stage_rows(expectation, costs.front)], first_number=4),
         "",
         format_table([_RANKS, *_rank_rows(expectation.memory, capacities)], first_number=1),
         "",
@@ -88,7 +88,7 @@ def format_table(rows: Sequence[Sequence[str]], *, first_number: int) -> str:
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
-def _stage_rows(expectation: Expectation) -> list[tuple[str, ...]]:
+def _stage_rows(expectation: Expectation, front: str) -> list[tuple[str, ...]]:
     schedule = expectation.schedule
     kept = most_in_flight(schedule, expectation.num_micro_batches)
     splits = schedule.splits_backward
@@ -102,7 +102,7 @@ def _stage_rows(expectation: Expectation) -> list[tuple[str, ...]]:
                 str(stage),
                 str(schedule.rank_of_stage[stage]),
                 f"{start}-{start + count - 1} ({count})",
-                _ends(stage, schedule.num_stages),
+                _ends(stage, schedule.num_stages, front),
                 human_count(cost.num_parameters),
                 human_count(cost.num_trainable),
                 human_bytes(cost.weights),
@@ -116,8 +116,8 @@ def _stage_rows(expectation: Expectation) -> list[tuple[str, ...]]:
     return rows
 
 
-def _ends(stage: int, num_stages: int) -> str:
-    ends = ["embedding"] if stage == 0 else []
+def _ends(stage: int, num_stages: int, front: str) -> str:
+    ends = [front] if stage == 0 else []
     return "+".join([*ends, *(["head"] if stage == num_stages - 1 else [])])
 
 

@@ -1,7 +1,7 @@
 """What a person sees of a training run: the stage plan, the bar, evaluations, pictures."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,17 +35,23 @@ def summarize_stage(model: torch.nn.Module, context: Context) -> StageSummary:
     held = [
         part for part in model.parts() if any(model.part_of(name) == part for name in parameters)
     ]
-    layers = list(model.layers)
     return StageSummary(
         stage=model.stage,
         rank=context.rank,
         device=str(context.device),
-        layers=f"{layers[0]}-{layers[-1]}",
+        layers=_layers_text(model),
         parts="+".join(held),
         num_parameters=sum(p.numel() for p in parameters.values()),
         num_trainable=sum(p.numel() for p in parameters.values() if p.requires_grad),
         num_bytes=tensor_bytes(parameters.values()),
     )
+
+
+def _layers_text(model: torch.nn.Module) -> str:
+    """ "0-6", and "tower 0-11" for a stage of a vision tower."""
+    tower = getattr(model, "tower_layers", None)
+    layers = tower or model.layers
+    return f"{'tower ' if tower else ''}{layers[0]}-{layers[-1]}"
 
 
 class RunReport:
@@ -55,6 +61,7 @@ class RunReport:
         start_step: steps done before.
         log_steps: every how many steps one is written to the log.
         num_pictures: held-out samples whose predictions are kept at each evaluation.
+        lr_scales: part of the model -> its learning rate as a multiple of the scheduled one.
     """
 
     def __init__(
@@ -67,11 +74,13 @@ class RunReport:
         log_steps: int = 1,
         num_pictures: int = 24,
         memory_every: int = 10,
+        lr_scales: Mapping[str, float] | None = None,
     ) -> None:
         self.folder = folder
         self.context = context
         self.num_pictures = num_pictures
         self.memory_every = memory_every
+        self.lr_scales = {part: scale for part, scale in (lr_scales or {}).items() if scale != 1.0}
         self.log = RunLog(
             folder,
             total_steps=total_steps,
@@ -122,6 +131,8 @@ class RunReport:
             num_skipped=result.num_skipped,
             warnings=result.warnings,
             loss_figures=result.figures,
+            part_rates={p: result.learning_rate * scale for p, scale in self.lr_scales.items()},
+            data_wait=result.data_wait,
         )
         self.log.log_step(record)
 

@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from stageline.plotting.curves import plot_loss
 from stageline.training.stage_table import human_memory
 
 MAX_LINES = 50  # of progress, where there is no terminal
+TOLD_WAIT = 0.05  # share of the time; a run that waits more for data can be made faster
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class StepRecord:
         skipped_in_a_row, num_skipped: up to this step, and since the start of the run.
         warnings: of this step.
         loss_figures: what the loss_fn part tells besides its loss, by name.
+        part_rates: part of the model -> its learning rate, of those that have one of their own.
+        data_wait: of the seconds, those before the batch came, on the rank that waited longest.
+        wait_share: of the seconds since the last line on the screen.
     """
 
     step: int
@@ -58,6 +62,9 @@ class StepRecord:
     num_skipped: int = 0
     warnings: tuple[str, ...] = ()
     loss_figures: Mapping[str, float] = field(default_factory=dict)
+    part_rates: Mapping[str, float] = field(default_factory=dict)
+    data_wait: float = 0.0
+    wait_share: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -72,11 +79,13 @@ class StepRecord:
             **({"router_loss": self.router_loss} if self.router_loss else {}),
             "grad_norm": self.grad_norm,
             "learning_rate": self.learning_rate,
+            **{f"learning_rate_{part}": rate for part, rate in self.part_rates.items()},
             "num_tokens": self.num_tokens,
             "num_targets": self.num_targets,
             "num_samples": self.num_samples,
             "tokens_per_second": round(self.tokens_per_second, 1),
             "seconds": round(self.seconds, 4),
+            "data_wait": round(self.data_wait, 4),
             "is_skipped": self.is_skipped,
             "peak_memory_bytes": list(self.peak_memory_bytes),
             **self._troubles(),
@@ -111,9 +120,13 @@ class StepRecord:
     def __str__(self) -> str:
         skipped = ", skipped" if self.is_skipped else ""
         router = f", router loss {self.router_loss:.4f}" if self.router_loss else ""
+        own = ", ".join(f"{part} {rate:.2e}" for part, rate in self.part_rates.items())
+        rates = f", learning rate {self.learning_rate:.2e} ({own})" if own else ""
+        waits = self.wait_share > TOLD_WAIT
+        data = f", {100 * self.wait_share:.0f} % waiting for data" if waits else ""
         return (
-            f"loss {self.loss:.4f}{router}{name_figures(self.loss_figures)}{skipped}, "
-            f"{self.tokens_per_second:,.0f} tokens/s, "
+            f"loss {self.loss:.4f}{router}{name_figures(self.loss_figures)}{skipped}{rates}, "
+            f"{self.tokens_per_second:,.0f} tokens/s{data}, "
             f"memory {human_memory(self.peak_memory_bytes)}"
         )
 
@@ -165,6 +178,7 @@ class RunLog:
         )
         self._line_every = line_interval(total_steps - start_step)
         self._start = time.monotonic()
+        self._waited = self._seconds = 0.0  # since the last line
 
     def log_step(self, record: StepRecord) -> None:
         """Logs one optimizer step and shows it."""
@@ -176,6 +190,11 @@ class RunLog:
             self._write("train", record.step, record.figures())
         for note in notes:
             self.print(f"step {record.step}/{self.total_steps}: {note}")
+        self._waited += record.data_wait
+        self._seconds += record.seconds
+        record = replace(record, wait_share=self._waited / max(self._seconds, 1e-9))
+        if self._has_bar or is_end or record.step % self._line_every == 0:
+            self._waited = self._seconds = 0.0
         if self._has_bar:
             self._bar.set_postfix_str(str(record), refresh=False)
             self._bar.update(record.step - self._bar.n)

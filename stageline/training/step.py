@@ -30,6 +30,7 @@ from stageline.training.grad_norm import (
     total_norm,
 )
 from stageline.training.loss_part import LossPart
+from stageline.training.optimizer_groups import set_learning_rate
 from stageline.training.precision import LossScaler, MasterWeights
 from stageline.training.replay import Replay
 from stageline.training.replicas import Replicas, bits_of
@@ -60,6 +61,7 @@ class StepResult:
         skipped_in_a_row, num_skipped: steps up to this one, and since the start of the run.
         warnings: things that do not stop a run.
         figures: what the loss_fn part tells besides its loss, of the whole batch.
+        data_wait: seconds that the micro-batches took to come, where that took longest.
     """
 
     loss: float
@@ -77,6 +79,7 @@ class StepResult:
     num_skipped: int = 0
     warnings: tuple[str, ...] = ()
     figures: dict[str, float] = field(default_factory=dict)
+    data_wait: float = 0.0
 
 
 class TrainStep:
@@ -156,10 +159,12 @@ class TrainStep:
         *,
         step: int,
         stop_requested: Callable[[], bool] = lambda: False,
+        data_wait: float = 0.0,
     ) -> StepResult:
         """Runs step number `step` on the micro-batches of one global batch.
 
         Args:
+            data_wait: seconds that this rank waited for the micro-batches.
             stop_requested: asked at the end of the step, so that it is the last one.
         """
         begin_step(step, micro_batches)
@@ -173,8 +178,9 @@ class TrainStep:
         with progress.doing("gradients of the other ranks", is_waiting=True):
             norm, norms = self._reduce()
         stop = torch.tensor(float(stop_requested()))
-        (loss, extra_loss, stop_count, no_number), figures = self.shared_figures.sum(
-            [loss_of.loss, loss_of.extra_loss, stop, norm * 0], loss_of.figures
+        (loss, extra_loss, stop_count, no_number, *waits), figures = self.shared_figures.sum(
+            [loss_of.loss, loss_of.extra_loss, stop, norm * 0, *self._own_place(data_wait)],
+            loss_of.figures,
         )
         grad_norm = norm.item()
         if math.isfinite(grad_norm):
@@ -205,6 +211,7 @@ class TrainStep:
             num_skipped=self.skips.total,
             warnings=warnings,
             figures=figures,
+            data_wait=max(waits),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -284,8 +291,7 @@ class TrainStep:
         if self.max_grad_norm > 0:
             clip_gradients(self.weights.parameters, max_norm=self.max_grad_norm, total_norm=norm)
         if self.optimizer is not None:
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
+            set_learning_rate(self.optimizer.param_groups, rate)
             self.optimizer.step()
             self.weights.write_back()
 
@@ -339,6 +345,13 @@ class TrainStep:
             if chaos.point(name):
                 bits_of(tensor).view(-1)[0] ^= 1 << self._num_flips  # another one each time
                 self._num_flips += 1
+
+    def _own_place(self, seconds: float) -> torch.Tensor:
+        """A place for each rank of all replicas, so that their sum holds the number of each."""
+        num_ranks = self.runner.schedule.num_ranks
+        places = torch.zeros(num_ranks * self.replicas.size)
+        places[self.replicas.rank * num_ranks + self.runner.pp_rank] = seconds
+        return places
 
 
 def count_targets(micro_batches: Sequence[MicroBatch]) -> int:

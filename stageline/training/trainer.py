@@ -77,7 +77,12 @@ class Trainer:
             with progress.doing("data"):
                 chaos.point("data")
                 micro_batches = next(self.batches)
-            result = self.train_step(micro_batches, step=step, stop_requested=self.stop_requested)
+            result = self.train_step(
+                micro_batches,
+                step=step,
+                stop_requested=self.stop_requested,
+                data_wait=time.perf_counter() - start,
+            )
             done = step + 1
             progress.at_step(done)
             self.on_step(done, result, time.perf_counter() - start)

@@ -242,7 +242,7 @@ def test_name_that_leads_out(case, house):
         path = ESCAPES[case].format(name, root=house)
         with pytest.raises(DataError) as caught:
             dataset(house / "data", path)
-        assert "rows.jsonl:1: the image name" in str(caught.value)
+        assert "rows.jsonl:1: sample rows-1: the image name" in str(caught.value)
         assert "leads out of the dataset's folders" in str(caught.value)
         said.append(str(caught.value).replace(name, "X"))
     assert said[0] == said[1]

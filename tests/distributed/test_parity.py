@@ -10,8 +10,8 @@ import transformers
 from transformers import AutoConfig
 
 from loss_fn import sft
-from pp_models import CausalLMStage, VisionLanguageStage
-from pp_models.vision_language import MultimodalRotaryStage
+from pp_models import CausalLMStage
+from pp_models.vision_language import VISION_LANGUAGE_MODELS
 from stageline.checkpoint.load import load_split_model
 from stageline.pipeline.runner import PipelineRunner
 from stageline.testing.ranks import run_ranks
@@ -34,9 +34,7 @@ FAMILIES = DECODERS + VISION_LANGUAGE
 
 
 def stage_class(family):
-    if family == "qwen2_5_vl":
-        return MultimodalRotaryStage
-    return VisionLanguageStage if family in VISION_LANGUAGE else CausalLMStage
+    return VISION_LANGUAGE_MODELS.get(family, (CausalLMStage,))[0]
 
 
 def use_plain_experts(config, dtype):

@@ -21,6 +21,7 @@ from stageline.errors import UserError
 from stageline.modules.pass_through import PassThrough
 from stageline.testing.ranks import run_ranks
 from stageline.testing.tiny_checkpoints import tiny_whole
+from stageline.testing.tiny_mllama import tiny_mllama_config, tiny_mllama_processor
 from stageline.testing.tiny_models import tiny_config
 from stageline.testing.tiny_processors import tiny_processor
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
@@ -109,6 +110,17 @@ def test_a_vision_model_is_checked_with_random_pictures_and_fewer_layers(tmp_pat
     assert_passed(code, report)
     assert "image changes the loss" in [row["name"] for row in report["checks"]]
     assert "cut from 4 to 2 layers" in report["notes"][0]
+
+
+def test_a_model_whose_layers_attend_to_images_is_checked(tmp_path):
+    processor = tiny_mllama_processor()
+    save_processor(processor, tmp_path / "model")
+    config = tiny_mllama_config(vocab_size=len(processor.tokenizer))
+    config.save_pretrained(tmp_path / "model")
+    words = "--train-model mllama --num-stages 3 --partition 1,2,2"
+    code, report = check(tmp_path, f"{words} --config-path {tmp_path / 'model'}")
+    assert_passed(code, report)
+    assert "image changes the loss" in [row["name"] for row in report["checks"]]
 
 
 # -- parts with a mistake -----------------------------------------------------------------------

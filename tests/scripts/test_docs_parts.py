@@ -134,7 +134,7 @@ def test_both_languages_show_the_same_code():
 @pytest.mark.parametrize("text", [ENGLISH, CHINESE], ids=["en", "zh"])
 def test_the_table_names_what_a_run_supplies(text):
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", text, re.MULTILINE))
-    assert set(rows) == set(CONTRACTS) - {"engine", "sim_fn"}
+    assert set(rows) == set(CONTRACTS) - {"engine"}
     for register in set(rows) - {"train_model", "prompt"}:
         named = set(re.findall(r"\w+", rows[register]))
         assert CONTRACTS[register].names <= named, register

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from pp_models import CausalLMStage, VisionLanguageStage
+from pp_models import CausalLMStage
+from pp_models.vision_language import VISION_LANGUAGE_MODELS
 from stageline.checkpoint.adapter import attach_adapter, read_adapter
 from stageline.checkpoint.init import init_split_model
 from stageline.checkpoint.layout import verify
@@ -24,7 +25,7 @@ FAMILIES = ("llama", "gpt2", "gpt_neox", "phi3", "mixtral", *VISION_LANGUAGE)
 
 
 def load_stages(family, base, checkpoint, num_stages=2, **kwargs):
-    stage_class = VisionLanguageStage if family in VISION_LANGUAGE else CausalLMStage
+    stage_class = VISION_LANGUAGE_MODELS.get(family, (CausalLMStage,))[0]
     stages = []
     for stage in range(num_stages):
         config = AutoConfig.from_pretrained(base)

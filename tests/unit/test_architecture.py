@@ -18,7 +18,7 @@ SHELF = {
 OPTIONS = {"parse_args", "options"}
 ENTRIES = {"train_pp", "check_model", "evaluate", "serve", "corpus", "export"}
 # what an entry file hands work to, beside it
-ENTRY_HELPERS = {"train_parts", "train_run"}
+ENTRY_HELPERS = {"train_data", "train_parts", "train_run", "train_vocabulary"}
 # root name -> root names it may import; all but register may import third parties
 ROOT_ARROWS = {
     "register": set(),

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from loss_fn import sft
-from pp_models import CausalLMStage, VisionLanguageStage
-from pp_models.vision_language import MultimodalRotaryStage
+from pp_models import CausalLMStage
+from pp_models.vision_language import VISION_LANGUAGE_MODELS
 from stageline.checkpoint.init import init_split_model
 from stageline.modules.checkpointing import keep_products
 from stageline.modules.offload import is_worth_moving, offload_activations
@@ -31,8 +31,7 @@ MODES = {
 
 
 def make_stage(family, *, stage=0, num_stages=1, dropout=True, attention=None, **options):
-    stage_class = VisionLanguageStage if family in VISION_LANGUAGE else CausalLMStage
-    stage_class = MultimodalRotaryStage if family == "qwen2_5_vl" else stage_class
+    stage_class = VISION_LANGUAGE_MODELS.get(family, (CausalLMStage,))[0]
     config = tiny_config(family, **(DROPOUTS if dropout else {}))
     model = stage_class(
         config, stage=stage, num_stages=num_stages, attn_implementation=attention, **options

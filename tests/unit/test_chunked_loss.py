@@ -10,8 +10,8 @@ import torch
 import transformers
 
 from loss_fn import sft
-from pp_models import CausalLMStage, VisionLanguageStage
-from pp_models.vision_language import MultimodalRotaryStage
+from pp_models import CausalLMStage
+from pp_models.vision_language import VISION_LANGUAGE_MODELS
 from stageline.errors import UserError
 from stageline.modules.chunked_loss import ChunkedLoss, check_token_sum, head_of
 from stageline.modules.lora import wrap_linear
@@ -31,8 +31,7 @@ def make_pair(family, *, dtype=torch.float64, tied=False, num_stages=1, **overri
         if family in VISION_LANGUAGE
         else transformers.AutoModelForCausalLM
     )
-    stage_class = VisionLanguageStage if family in VISION_LANGUAGE else CausalLMStage
-    stage_class = MultimodalRotaryStage if family == "qwen2_5_vl" else stage_class
+    stage_class = VISION_LANGUAGE_MODELS.get(family, (CausalLMStage,))[0]
     config = tiny_config(family, tied=tied, **overrides)
     config._experts_implementation = "eager"  # grouped products know no float64
     torch.manual_seed(3)

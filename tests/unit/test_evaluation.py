@@ -74,6 +74,50 @@ def test_failed_samples_are_done_again(tmp_path):
     assert answerer.asked[0] == "0"
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_order_of_lines_and_batches_makes_no_difference(order, tmp_path):
+    path = tmp_path / "p.jsonl"
+    run(path, Answerer(), batch_size=3)
+    path.write_text("".join(f"{line}\n" for line in path.read_text().splitlines()[::order]))
+    other = PredictionFile(path, settings_key="k")
+    again = run(tmp_path / "q.jsonl", Answerer(), batch_size=7)
+    assert other.records == again.records
+
+
+def test_a_text_with_odd_line_breaks_stays_one_line(tmp_path):
+    path = tmp_path / "p.jsonl"
+    text = "a\u2028b\x85c"
+    PredictionFile(path, settings_key="k").append([{"id": "r0", "prediction": text}])
+    assert PredictionFile(path, settings_key="k").records["r0"]["prediction"] == text
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"id": "r1", "pred', "no prediction"),
+        ('["r1"]', "no prediction"),
+        ('{"prediction": "a"}', "no prediction"),
+        ('{"id": "r1", "prediction": 5}', "no prediction"),
+        ('{"settings": "k", "id": "r0", "prediction": "b"}', "another prediction in line 1"),
+    ],
+)
+def test_damaged_predictions_are_refused_by_line(line, words, tmp_path):
+    path = tmp_path / "p.jsonl"
+    first = {"settings": "k", "id": "r0", "prediction": "a"}
+    path.write_text(f"{json.dumps(first)}\n{line}\n{json.dumps(first)}\n")
+    with pytest.raises(DataError, match=rf"p\.jsonl:2: .*{words}"):
+        PredictionFile(path, settings_key="k")
+
+
+def test_groups_are_kept_with_a_prediction(tmp_path):
+    rows = [(None, {**ROWS[0][1], "groups": {"relation": "on"}, "tensor": object()})]
+    file = PredictionFile(tmp_path / "p.jsonl", settings_key="k")
+    options = {"texts": TEXTS, "processor": None, "file": file, "batch_size": 1}
+    predict(rows, [0], answer=Answerer(), **options)
+    kept = json.loads(file.path.read_text())["sample"]
+    assert kept["groups"] == {"relation": "on"} and "tensor" not in kept
+
+
 def test_equal_ids_are_refused():
     with pytest.raises(DataError, match="rows 0 and 2 have the same id 'r0'"):
         check_ids([*ROWS[:2], ROWS[0]], range(3))

@@ -22,7 +22,7 @@ from stageline.checkpoint.files import tensor_names
 from stageline.checkpoint.save import save_split_model
 from stageline.testing.tiny_batches import tiny_micro_batches
 from stageline.testing.tiny_checkpoints import auto_class, tiny_whole
-from stageline.testing.tiny_models import DECODERS, VISION_LANGUAGE, VOCAB_SIZE
+from stageline.testing.tiny_models import DECODERS, IMAGE_TOKEN_ID, VISION_LANGUAGE, VOCAB_SIZE
 
 FAMILIES = DECODERS + VISION_LANGUAGE
 ADDED_ROWS = 9
@@ -74,9 +74,11 @@ def chained_logits(stages, batch):
 
 def chained_tokens(stages, batch):
     for _ in range(NEW_TOKENS):
-        token = chained_logits(stages, batch)[:, -1:].argmax(-1)
+        logits = chained_logits(stages, batch)[:, -1:]
+        logits[..., IMAGE_TOKEN_ID] = -torch.inf
+        token = logits.argmax(-1)
         more = {"input_ids": token, "attention_mask": torch.ones_like(token)}
-        more["mm_token_type_ids"] = torch.zeros_like(token)
+        more |= dict.fromkeys(("mm_token_type_ids", "token_type_ids"), torch.zeros_like(token))
         batch = {
             name: torch.cat([value, more[name]], dim=1) if name in more else value
             for name, value in batch.items()
@@ -107,6 +109,7 @@ def assert_same(stages, model, family):
         found = model(**batch).logits
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     model.generation_config.eos_token_id = None
+    model.generation_config.suppress_tokens = [IMAGE_TOKEN_ID]  # it would stand for no image
     tokens = model.generate(**batch, do_sample=False, max_new_tokens=NEW_TOKENS)
     assert torch.equal(tokens[:, -NEW_TOKENS:], chained_tokens(stages, batch))
 

@@ -172,7 +172,52 @@ def test_groups_and_score():
         "score": 0.75,
         "per_sample": [1, 1, 0, 1],
         "groups": {"a": [0, 2], "b": [1]},
+        "unparsed": [0, 0, 0, 0],
     }
+
+
+def test_answers_that_say_nothing_are_wrong_and_counted():
+    texts = ("", "I can't tell.", "left or right", "right", "left")
+    predictions = [{"prediction": text} for text in texts]
+    choice = {"choices": ["left", "right"], "answer_index": 0, "answer": "A. left"}
+    for metric, sample in (
+        (spatial_mm, choice),
+        (whats_up, choice),
+        (rotate_qa, {"answer": "left"}),
+    ):
+        result = metric(predictions, [sample] * 5)
+        assert result["unparsed"] == [1, 1, 1, 0, 0]
+        assert result["per_sample"] == [0, 0, 0, 0, 1]
+    for metric in (exact_match, contains):
+        result = metric(predictions, [{"answer": "left"}] * 5)
+        assert result["unparsed"] == [1, 1, 0, 0, 0]
+    result = vsr(predictions[:3] + [{"prediction": "no"}], [{"label": 0, "answer": "false"}] * 4)
+    assert (result["unparsed"], result["per_sample"]) == ([1, 1, 1, 0], [0, 0, 0, 1])
+
+
+def test_words_that_are_denied_are_no_answer():
+    assert not _is_right(spatial_mm, "It is not pink but red.", answer="pink")
+    assert _is_right(spatial_mm, "It is not red but pink.", answer="pink")
+    assert _is_right(contains, "他在左边。", answer="左边")
+    assert not _is_right(exact_match, "", answer="东西")
+
+
+def test_whats_up_counts_pairs_and_sets():
+    samples = [
+        {
+            "choices": ["on", "under"], "answer_index": 0, "answer": "A. on",
+            "pair": f"{thing} {pair}", "set": thing,
+        }
+        for thing in ("mug", "cup", "hat")
+        for pair in ("x", "x", "y", "y")
+    ]  # fmt: skip
+    del samples[-1]  # one pair and one set are not whole
+    right = [1, 1, 1, 1, 1, 1, 0, 1, 0, 0, 1]
+    predictions = [{"prediction": "ba"[hit]} for hit in right]
+    result = whats_up(predictions, samples)
+    assert result["per_sample"] == right
+    assert (result["pair_accuracy"], result["num_pairs"]) == (3 / 5, 5)
+    assert (result["set_accuracy"], result["num_sets"]) == (1 / 2, 2)
 
 
 def test_as_many_predictions_as_samples():

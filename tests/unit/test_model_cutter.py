@@ -4,10 +4,12 @@ import itertools
 
 import pytest
 import torch
+import transformers
 
 from stageline.errors import UserError
 from stageline.inference.model_cutter import ModelCutter, layer_counts, layer_devices
 from stageline.testing.tiny_checkpoints import auto_class
+from stageline.testing.tiny_mllama import tiny_mllama_config
 from stageline.testing.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 
 RATIOS = (0.0, 0.25, 0.5, 1.0, 1.5, 3.0)
@@ -35,13 +37,51 @@ def test_the_tower_takes_layers_off_device_0():
         layer_counts(8, 2, visual_gpu_ratio=-1)
 
 
-@pytest.mark.parametrize("family", DECODERS + VISION_LANGUAGE)
+def whole(family):
+    with torch.device("meta"):
+        if family == "mllama":
+            return transformers.AutoModelForImageTextToText.from_config(tiny_mllama_config())
+        return auto_class(family).from_config(tiny_config(family, tied=True))
+
+
+@pytest.mark.parametrize("family", (*DECODERS, *VISION_LANGUAGE, "mllama"))
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
 def test_every_tensor_has_one_device(family, num_devices):
-    with torch.device("meta"):
-        model = auto_class(family).from_config(tiny_config(family, tied=True))
-    placed = ModelCutter(model, num_devices=num_devices).device_map()
-    assert set(placed.values()) == set(range(num_devices))
-    # the library's own reading of a device_map: the longest matching name
-    for name, _ in [*model.named_parameters(), *model.named_buffers()]:
-        assert sum(name == key or name.startswith(key + ".") for key in placed) == 1, name
+    model = whole(family)
+    for ratio in RATIOS:
+        cutter = ModelCutter(model, num_devices=num_devices, visual_gpu_ratio=ratio)
+        placed = cutter.device_map()
+        assert set(placed.values()) == set(range(num_devices))
+        # the library's own reading of a device_map: the longest matching name
+        for name, _ in [*model.named_parameters(), *model.named_buffers()]:
+            assert sum(name == key or name.startswith(key + ".") for key in placed) == 1, name
+        tensors = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+        assert placed.keys() <= tensors | dict(model.named_modules()).keys(), "no phantoms"
+        layers = cutter.layers_path()
+        devices = [placed[f"{layers}.{i}"] for i in range(len(model.get_submodule(layers)))]
+        assert devices[0] == devices[-1] == 0
+        others = {key: device for key, device in placed.items() if not key.startswith(layers + ".")}
+        assert set(others.values()) == {0}, "all but layers is on device 0"
+
+
+@pytest.mark.parametrize("family", (*VISION_LANGUAGE, "mllama"))
+def test_the_tower_lies_on_device_0_whatever_it_is_called(family):
+    model = whole(family)
+    placed = ModelCutter(model, num_devices=3, visual_gpu_ratio=1.5).device_map()
+    of_images = [
+        name
+        for name, _ in model.named_parameters()
+        if "language_model" not in name and "text_model" not in name and "lm_head" not in name
+    ]
+    assert len(of_images) > 10
+    kinds = {"qwen3_vl": "deepstack_merger_list", "llava_next": "image_newline"}
+    assert any(kinds.get(family, "") in name for name in of_images)
+    for name in of_images:
+        keys = [key for key in placed if name == key or name.startswith(key + ".")]
+        assert [placed[key] for key in keys] == [0], name
+
+
+def test_layers_that_attend_to_images_are_layers_like_others():
+    placed = ModelCutter(whole("mllama"), num_devices=3).device_map()
+    devices = [placed[f"model.language_model.layers.{index}"] for index in range(5)]
+    assert devices == [0, 1, 1, 2, 0]

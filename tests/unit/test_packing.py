@@ -8,27 +8,33 @@ import torch
 from transformers import AutoConfig
 
 from loss_fn import sft
-from pp_models import CausalLMStage, VisionLanguageStage
-from pp_models.vision_language import MultimodalRotaryStage
+from pp_models import CausalLMStage
+from pp_models.vision_language import VISION_LANGUAGE_MODELS
 from stageline.checkpoint.load import load_split_model
 from stageline.data.encode import Encoded
 from stageline.data.packing import count_samples, pack_rows
 from stageline.testing.tiny_batches import FIRST_TEXT_ID, count_targets, tiny_micro_batches
 from stageline.testing.tiny_checkpoints import auto_class
-from stageline.testing.tiny_models import DECODERS, VISION_LANGUAGE, VOCAB_SIZE, tiny_config
+from stageline.testing.tiny_models import (
+    DECODERS,
+    IMAGE_TOKEN_ID,
+    VISION_LANGUAGE,
+    VOCAB_SIZE,
+    tiny_config,
+)
 
 # longer than the sliding window of 8, one token, padding; those above 8 hold a picture, where the
 # family knows any: more pictures than rows
 ROWS = ((11, 5, 9), (13,), (4, 1, 12))
 FAMILIES = DECODERS + VISION_LANGUAGE
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+TYPE_INPUTS = {family: "mm_token_type_ids" for family in VISION_LANGUAGE if "qwen" in family}
+TYPE_INPUTS["gemma3_vl"] = "token_type_ids"
 ROUNDED_INSIDE = 1e-6  # eager attention and Gemma's norms compute in float32 whatever comes in
 
 
 def stage_class(family):
-    if family == "qwen2_5_vl":
-        return MultimodalRotaryStage
-    return VisionLanguageStage if family in VISION_LANGUAGE else CausalLMStage
+    return VISION_LANGUAGE_MODELS.get(family, (CausalLMStage,))[0]
 
 
 def config_of(config, dtype, attention=None):
@@ -58,8 +64,8 @@ def samples_of(family, dtype=torch.float32):
                 labels[:, 0] = ids[:, 0]  # never predicted, neither alone nor packed
                 batch = {"input_ids": ids, "labels": labels}
                 batch["attention_mask"] = torch.ones_like(ids)
-                if family == "qwen2_5_vl":
-                    batch["mm_token_type_ids"] = torch.zeros_like(ids)
+                if family in TYPE_INPUTS:
+                    batch[TYPE_INPUTS[family]] = torch.zeros_like(ids)
             rows[-1].append(batch)
     return rows
 
@@ -76,14 +82,12 @@ def packed_of(rows):
     ]
     packed = pack_rows(encoded, pad_token_id=0)
     flat = [sample for row in rows for sample in row]
-    for name in ("pixel_values", "pixel_attention_mask", "image_grid_thw"):
+    for name in ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes"):
         found = [sample[name] for sample in flat if name in sample]
         if found:
             packed[name] = torch.cat(found)
-    if "mm_token_type_ids" in flat[0]:
-        types = torch.zeros_like(packed["input_ids"])
-        types[packed["input_ids"] == 5] = 1
-        packed["mm_token_type_ids"] = types
+    for name in set(TYPE_INPUTS.values()) & set(flat[0]):
+        packed[name] = (packed["input_ids"] == IMAGE_TOKEN_ID).long()
     return packed
 
 
@@ -118,7 +122,7 @@ def chain(stages, batch):
     for stage in stages:
         if not stage.is_first:
             inputs = {name: value for name, value in inputs.items() if "pixel" not in name}
-        output = stage(output, **inputs)
+        output = stage(*(output if isinstance(output, tuple) else (output,)), **inputs)
     return output
 
 

@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from pp_models import CausalLMStage, VisionLanguageStage
-from pp_models.vision_language import MultimodalRotaryStage
+from pp_models.vision_language import VISION_LANGUAGE_MODELS
 from stageline.checkpoint.init import init_split_model
 from stageline.errors import UserError
 from stageline.pipeline.packing_check import check_packing
@@ -22,8 +22,7 @@ def stage(config, number=0, *, stage_class=CausalLMStage, dtype=torch.float32, *
 
 @pytest.mark.parametrize("family", DECODERS + VISION_LANGUAGE)
 def test_the_shipped_families_pass_on_every_stage(family):
-    stage_class = VisionLanguageStage if family in VISION_LANGUAGE else CausalLMStage
-    stage_class = MultimodalRotaryStage if family == "qwen2_5_vl" else stage_class
+    stage_class = VISION_LANGUAGE_MODELS.get(family, (CausalLMStage,))[0]
     for number in (0, 1):
         model = stage(tiny_config(family), number, stage_class=stage_class)
         check_packing(model, rows=2)

@@ -215,6 +215,8 @@ def test_paths_are_expanded_and_an_empty_one_is_none(tmp_path, monkeypatch):
 
 def test_stages_follow_from_partition():
     assert train("--partition", "8,8,7,9").run.num_stages == 4
+    run = train("--partition", "8,8", "--vision-partition", "3,4,2").run
+    assert (run.vision_stages, run.num_stages) == (3, 5)
     assert train().run.num_stages is None  # the processes decide
 
 

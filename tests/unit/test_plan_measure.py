@@ -8,9 +8,11 @@ import torch
 from loss_fn import sft
 from pp_models import CausalLMStage
 from pp_models.vision_language import VISION_LANGUAGE_MODELS
+from stageline.data.example import example_micro_batch
 from stageline.errors import UserError
 from stageline.pipeline.actions import Kind
 from stageline.pipeline.estimate import estimate
+from stageline.pipeline.expect import expect
 from stageline.pipeline.live_bytes import PeakBytes
 from stageline.pipeline.measure import Workload, measure
 from stageline.pipeline.memory_plan import MemoryRules, rank_memory
@@ -21,6 +23,7 @@ from stageline.testing.tiny_batches import drop_pixels, tiny_micro_batches
 from stageline.testing.tiny_checkpoints import auto_class
 from stageline.testing.tiny_models import VISION_LANGUAGE, tiny_config
 from stageline.training.optimizer_memory import probe_optimizer
+from stageline.training.plan_report import format_plan
 from stageline.training.planner import PlannedRun, Planner
 
 CPU = torch.device("cpu")
@@ -29,7 +32,7 @@ CPU = torch.device("cpu")
 def maker(family, folder, *, tied=False, config=None, **options):
     """Builds pieces and whole stages of a tiny model that has a config and no weights."""
     (config or tiny_config(family, tied=tied)).save_pretrained(folder)
-    stage_class = VISION_LANGUAGE_MODELS[family][0] if family in VISION_LANGUAGE else CausalLMStage
+    stage_class = VISION_LANGUAGE_MODELS.get(family, (CausalLMStage,))[0]
 
     def make(**kwargs):
         paths = {"config_path": str(folder), "processor_path": None, "checkpoint_path": None}
@@ -203,3 +206,44 @@ def test_a_piece_may_be_empty_and_a_stage_may_not(tmp_path):
     assert len(make(stage=1, num_stages=3, partition=[2, 0, 2], device="meta").layers) == 0
     with pytest.raises(UserError, match="at least 1"):
         CausalLMStage(tiny_config("llama"), stage=1, num_stages=3, partition=[2, 0, 2])
+
+
+@pytest.mark.parametrize("kind", ["measured", "estimated"])
+def test_the_table_shows_the_tower_with_what_its_images_keep(kind, tmp_path):
+    found = outline_of(maker("internvl", tmp_path, visual_gpu_ratio=0.0))
+    if kind == "estimated":
+        costs = estimate(found, shape=(2, 20))
+    else:
+        costs = measure(found, workload("internvl"))
+        alone = drop_pixels(workload("internvl").batch)
+        alone["input_ids"] = alone["input_ids"].clamp(min=9)  # no image token either
+        without = measure(found, Workload(alone, lambda model: loss_of, CPU, repeats=1))
+        kept_once = costs.first.saved - without.first.saved
+        assert kept_once > 10 * 4 * 16 * 16  # hidden states of 2 tiles, in 2 blocks, several times
+        assert costs.layers[0].saved == without.layers[0].saved
+    schedule = make_schedule("1f1b", num_ranks=2)
+    expectation = expect(costs, [1, 3], schedule, num_micro_batches=4, rules=MemoryRules())
+    rows = format_plan(expectation, costs, kind="as given", capacities=None).splitlines()
+    assert any("tower+embedding" in row for row in rows if row.startswith("0 "))
+    assert not any("tower" in row for row in rows if row.startswith("1 "))
+    assert outline_of(maker("llama", tmp_path / "text")).front == "embedding"
+
+
+class Rows:
+    """Long rows of text, and as many short ones with a picture."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return (5, True) if index % 2 else (50, False)
+
+
+def test_micro_batches_with_images_are_measured_where_there_are_some():
+    def collate(rows):
+        ((width, has_image),) = rows
+        batch = {"input_ids": torch.zeros(1, width), "labels": torch.zeros(1, width)}
+        return batch | ({"pixel_values": torch.ones(1)} if has_image else {})
+
+    for seed in range(3):
+        assert "pixel_values" in example_micro_batch(Rows(), collate, 1, seed=seed)

@@ -64,6 +64,7 @@ def test_a_line_holds_all_figures_of_a_step(tmp_path):
         "num_samples": 3,
         "tokens_per_second": 600.0,
         "seconds": 0.5,
+        "data_wait": 0.0,
         "is_skipped": False,
         "peak_memory_bytes": [2**30, 2**29],
     }
@@ -236,3 +237,26 @@ def test_lines_are_few_and_not_too_few(num_steps):
 def test_scalars_leave_out_what_is_no_number():
     figures = {"a": 1, "b": True, "c": "x", "d": [1, 2], "e": None, "f": ["x"]}
     assert scalars(figures) == {"a": 1.0, "b": 1.0, "d/stage_0": 1.0, "d/stage_1": 2.0}
+
+
+def test_a_line_says_when_the_time_goes_into_waiting_for_data(tmp_path, capsys):
+    log = RunLog(tmp_path, total_steps=4)
+    for step, wait in enumerate((0.02, 0.2, 0.0, 0.5), start=1):
+        log.log_step(record(step, data_wait=wait))
+    log.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" % waiting for data")[0][-2:] for line in lines if " % " in line] == [
+        "40",
+        "00",
+    ]
+    assert "waiting" not in lines[0] + lines[2], "4 % is nothing to tell"
+    assert [line["data_wait"] for line in read_lines(tmp_path)] == [0.02, 0.2, 0.0, 0.5]
+
+
+def test_the_share_is_of_the_steps_since_the_last_line(tmp_path, capsys):
+    log = RunLog(tmp_path, total_steps=200)  # a line every 5 steps
+    for step in range(1, 11):
+        log.log_step(record(step, data_wait=0.4 if step == 3 else 0.0))
+    log.close()
+    first, fifth, tenth = capsys.readouterr().out.splitlines()
+    assert "20 % waiting for data" in fifth and "waiting" not in first + tenth

@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig
 
-from pp_models import CausalLMStage, StageModel, VisionLanguageStage
+from pp_models import CausalLMStage, StageModel
+from pp_models.vision_language import VISION_LANGUAGE_MODELS
 from stageline.checkpoint.files import tensor_names, weight_files
 from stageline.checkpoint.init import init_split_model
 from stageline.checkpoint.layout import MANIFEST, read_manifest, verify
@@ -22,7 +23,7 @@ from stageline.testing.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 
 
 def load_stages(family, folder, num_stages, **kwargs):
-    stage_class = VisionLanguageStage if family in VISION_LANGUAGE else CausalLMStage
+    stage_class = VISION_LANGUAGE_MODELS.get(family, (CausalLMStage,))[0]
     stages = []
     for stage in range(num_stages):
         config = AutoConfig.from_pretrained(folder)

@@ -1,0 +1,175 @@
+"""Models behind an OpenAI-style endpoint: a builder part, and two model parts that ask it."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from register import builder_register, model_register
+from stageline.data.rendered import Rendered
+from stageline.errors import UserError
+from stageline.inference.batch_requests import RequestFiles, read_answers
+from stageline.inference.remote import Endpoint, ask_all
+from stageline.inference.remote_messages import body_key, messages_of, request_body
+
+MaxTokensField = Literal["max_tokens", "max_completion_tokens"]
+
+
+@builder_register("remote")
+def remote_endpoint(
+    model_path: str | None = None,
+    *,
+    name: str,
+    base_url: str | None = None,
+    api_key_env: str = "OPENAI_API_KEY",
+    timeout: float = 120.0,
+    max_retries: int = 5,
+    requests_per_minute: float | None = None,
+    input_price: float | None = None,
+    output_price: float | None = None,
+    **machine: object,
+) -> tuple[Endpoint, None, dict[str, object]]:
+    """A model elsewhere, for the model parts remote and batch_file; loads nothing.
+
+    Args:
+        name: the model's name at the endpoint.
+        base_url: such as http://127.0.0.1:8000/v1; default: OpenAI's own.
+        api_key_env: environment variable that holds the key.
+        timeout: seconds for one attempt.
+        max_retries: further attempts, with growing pauses or as the server says.
+        requests_per_minute: pace of requests; default: as fast as answers come.
+        input_price: of a million tokens in prompts, for the report.
+        output_price: of a million tokens in answers, for the report.
+    """
+    if model_path is not None:
+        raise UserError(
+            f"--model-path {model_path} came with --builder remote. --builder.name alone was "
+            "expected, because nothing is loaded here: leave --model-path out."
+        )
+    endpoint = Endpoint(
+        name,
+        base_url=base_url,
+        api_key_env=api_key_env,
+        timeout=timeout,
+        max_retries=max_retries,
+        requests_per_minute=requests_per_minute,
+        input_price=input_price,
+        output_price=output_price,
+    )
+    return endpoint, None, {"": base_url or "openai"}
+
+
+# options that change no answer: with other values predictions are gone on with
+remote_endpoint.without_effect = (
+    "api_key_env", "timeout", "max_retries", "requests_per_minute", "input_price", "output_price",
+)  # fmt: skip
+
+
+@model_register("remote")
+def remote(
+    endpoint: Endpoint,
+    processor: None,
+    *,
+    images: Sequence[Any],
+    prompts: Sequence[Rendered],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    concurrency: int = 8,
+    max_image_side: int | None = None,
+    max_tokens_field: MaxTokensField = "max_tokens",
+    send_temperature: bool = True,
+    extra: dict[str, Any] | None = None,
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Asks the endpoint, many at once; answers are kept as they come.
+
+    Args:
+        concurrency: requests on their way at a time; --batch-size is how many are prepared.
+        max_image_side: scale larger pictures down to so many pixels.
+        max_tokens_field: what the endpoint calls the longest answer.
+        send_temperature: some reasoning models refuse temperature and seed.
+        extra: further fields of the request, such as {"top_p": 0.9}.
+    """
+    bodies = _bodies(
+        endpoint,
+        images,
+        prompts,
+        max_image_side=max_image_side,
+        max_tokens=max_new_tokens,
+        max_tokens_field=max_tokens_field,
+        temperature=temperature if send_temperature else None,
+        seed=seed if send_temperature else None,
+        extra=extra,
+    )
+    return ask_all(endpoint, bodies, concurrency=concurrency)
+
+
+remote.without_effect = ("concurrency",)
+
+
+@model_register("batch_file")
+def batch_file(
+    endpoint: Endpoint,
+    processor: None,
+    *,
+    images: Sequence[Any],
+    prompts: Sequence[Rendered],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    requests_path: str = "runs/requests",
+    answers_path: str | None = None,
+    max_image_side: int | None = None,
+    max_tokens_field: MaxTokensField = "max_tokens",
+    send_temperature: bool = True,
+    extra: dict[str, Any] | None = None,
+) -> list[dict[str, Any] | None]:
+    """Writes requests for an offline batch API; run again with its answers.
+
+    Args:
+        requests_path: folder of the .jsonl files to hand in.
+        answers_path: the .jsonl file that came back, or a folder of such.
+        max_image_side: scale larger pictures down to so many pixels.
+        max_tokens_field: what the endpoint calls the longest answer.
+        send_temperature: some reasoning models refuse temperature and seed.
+        extra: further fields of the request, such as {"top_p": 0.9}.
+    """
+    bodies = _bodies(
+        endpoint,
+        images,
+        prompts,
+        max_image_side=max_image_side,
+        max_tokens=max_new_tokens,
+        max_tokens_field=max_tokens_field,
+        temperature=temperature if send_temperature else None,
+        seed=seed if send_temperature else None,
+        extra=extra,
+    )
+    answers = read_answers(answers_path) if answers_path else {}
+    RequestFiles(requests_path).add([body for body in bodies if body_key(body) not in answers])
+    found = [answers.get(body_key(body)) for body in bodies]
+    return [_with_cost(answer, endpoint) for answer in found]
+
+
+batch_file.without_effect = ("requests_path", "answers_path")
+
+
+def _with_cost(answer: dict[str, Any] | None, endpoint: Endpoint) -> dict[str, Any] | None:
+    cost = endpoint.price(answer["usage"]) if answer and "usage" in answer else None
+    return answer if cost is None else {**(answer or {}), "cost": cost}
+
+
+def _bodies(
+    endpoint: Endpoint,
+    images: Sequence[Any],
+    prompts: Sequence[Rendered],
+    *,
+    max_image_side: int | None,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    return [
+        request_body(
+            endpoint.name,
+            messages_of(prompt, row, name=prompt.name, max_image_side=max_image_side),
+            **options,
+        )
+        for prompt, row in zip(prompts, images, strict=True)
+    ]

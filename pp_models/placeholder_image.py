@@ -1,0 +1,103 @@
+"""What the first stage does for a micro-batch without any image: its tower sees a small picture.
+
+Where tower or projector are trained, or the tower's weights are shared out over replicas on their
+own, all replicas are to do the same work in each micro-batch: those without a picture, too. What is
+chosen here:
+
+- The tower runs forward on the smallest picture that it takes, without a graph, and what it says is
+  thrown away. So nothing is multiplied by zero: inf or nan in it reach no hidden state, loss or
+  gradient.
+- Its weights get nothing from this micro-batch, as in plain transformers: a gradient of zeros would
+  let AdamW decay and move them in a step without any picture. Where another replica has a picture,
+  zeros are filled in when gradients are added up, sharded or not.
+- There is no backward pass through the tower. It would hold no collective: with --dp-shard the
+  weights stay put together until the step ends, and gradients are reduced then.
+- A frozen tower whose weights are not sent on their own has nothing to do. --dp-shard sends them
+  with all else that is no decoder layer, when the forward pass of the stage begins, picture or
+  not: the gathers match without it. The same holds without gradients, in evaluation.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PretrainedConfig, PreTrainedModel
+
+from stageline.modules.random_state import RandomState
+
+
+def run_placeholder(
+    whole: PreTrainedModel,
+    tower: nn.Module,
+    weights: Sequence[nn.Parameter],
+    *,
+    see: Callable[..., object],
+) -> None:
+    """Runs the tower on a placeholder, where replicas with a picture run theirs.
+
+    Random numbers are drawn as if it had not run.
+
+    Args:
+        weights: of tower and projector.
+        see: runs both on its inputs.
+    """
+    is_trained = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+    if not is_trained and not _is_sent_on_its_own(tower):
+        return
+    device = next(tower.parameters()).device
+    inputs = placeholder_inputs(whole.config, dtype=whole.dtype, device=device)
+    if inputs is not None:
+        with torch.no_grad(), RandomState(device).replayed():
+            see(**inputs)
+
+
+def placeholder_inputs(
+    config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor] | None:
+    """The inputs of tower and projector for one small picture; None: not known for this model."""
+    vision = config.vision_config
+    merge = getattr(vision, "spatial_merge_size", None)
+    if merge is not None and hasattr(vision, "temporal_patch_size"):
+        channels = getattr(vision, "in_channels", None) or vision.in_chans
+        numbers = channels * vision.temporal_patch_size * vision.patch_size**2
+        return {
+            "pixel_values": torch.zeros(merge**2, numbers, dtype=dtype, device=device),
+            "image_grid_thw": torch.tensor([[1, merge, merge]], device=device),
+        }
+    if hasattr(config, "scale_factor"):
+        side = vision.patch_size * config.scale_factor
+        # ones: Idefics3 takes pictures of zeros for padding, and drops them
+        pixels = torch.ones(1, 1, _channels(vision), side, side, dtype=dtype, device=device)
+        mask = torch.ones(1, 1, side, side, dtype=torch.bool, device=device)
+        return {"pixel_values": pixels, "pixel_attention_mask": mask}
+    if getattr(vision, "image_size", None) is None:
+        return None
+    height, width = _size(vision.image_size)
+    pixels = torch.zeros(1, _channels(vision), height, width, dtype=dtype, device=device)
+    if hasattr(config, "image_grid_pinpoints"):
+        tiles = [1 + (h // height) * (w // width) for h, w in config.image_grid_pinpoints]
+        return {
+            # more tiles than are taken do no harm
+            "pixel_values": pixels.expand(max(tiles), -1, -1, -1)[None],
+            "image_sizes": torch.tensor([[height, width]], device=device),
+        }
+    if hasattr(vision, "max_num_tiles"):  # Mllama: one image of one tile in one row
+        return {
+            "pixel_values": pixels.expand(vision.max_num_tiles, -1, -1, -1)[None, None],
+            "aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long, device=device),
+            "aspect_ratio_mask": torch.eye(1, vision.max_num_tiles, device=device).long()[None],
+        }
+    return {"pixel_values": pixels}
+
+
+def _is_sent_on_its_own(tower: nn.Module) -> bool:
+    return any(isinstance(module, FSDPModule) for module in tower.modules())
+
+
+def _channels(vision: PretrainedConfig) -> int:
+    return getattr(vision, "num_channels", 3)
+
+
+def _size(size: int | Sequence[int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])

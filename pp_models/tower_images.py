@@ -1,0 +1,227 @@
+"""The images of a micro-batch as a family's vision tower sees them: shapes, and blank images.
+
+Every rank knows the shapes from small integers alone (token ids, grids, sizes): only the first
+stage has pixels. Used where a tower lies on stages of its own (vision_stages.py).
+
+Shapes: P tiles or images, N patches of one, H hidden size.
+"""
+
+import torch
+from transformers import PretrainedConfig
+
+from pp_models.placeholder_image import placeholder_inputs
+from stageline.errors import UserError
+
+Batch = dict[str, torch.Tensor]
+WITH_CLASS_TOKEN = ("clip_vision_model", "internvl_vision")
+FIXED_TOWERS = (*WITH_CLASS_TOKEN, "siglip_vision_model")
+
+
+class TowerImages:
+    """One family; the base cuts images to square tiles of one size, an equal number of tokens each.
+
+    Args:
+        config: of the whole model.
+
+    Attributes:
+        gives_list: whether the family's `get_image_features` gives a tensor for each image.
+        integers: names of the integers that a tower needs beside the pixels.
+        num_blocks: of the tower.
+        deepstack: the blocks behind which features branch off for later decoder layers.
+    """
+
+    gives_list = False
+    integers: tuple[str, ...] = ()
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        self.config = config
+        self.vision = vision = config.vision_config
+        self.width: int = getattr(vision, "embed_dim", None) or vision.hidden_size
+        self.num_blocks: int = getattr(vision, "num_hidden_layers", None) or vision.depth
+        self.deepstack: list[int] = list(getattr(vision, "deepstack_visual_indexes", None) or ())
+
+    def has_images(self, batch: Batch) -> bool:
+        """Whether there is an image; by the token ids, which all stages have."""
+        return self.num_tokens(batch) > 0
+
+    def num_tokens(self, batch: Batch) -> int:
+        """Image tokens, one for each row of the projected features."""
+        image_token = getattr(self.config, "image_token_id", None)
+        if image_token is None:
+            image_token = self.config.image_token_index
+        return int((batch["input_ids"] == image_token).sum())
+
+    def hidden_shape(self, batch: Batch) -> tuple[int, ...]:
+        """Of the tower's hidden states; without an image, of those of a blank one."""
+        num_tokens = self.num_tokens(batch)
+        if num_tokens == 0:
+            return self.blank_shape()
+        return self.example_shape(num_tokens // self.tile_tokens())
+
+    def blank_shape(self) -> tuple[int, ...]:
+        """Of the hidden states of a blank image."""
+        return self.example_shape(1)
+
+    def example_shape(self, num_images: int) -> tuple[int, ...]:
+        """Of the hidden states of so many small images."""
+        has_class = self.vision.model_type in WITH_CLASS_TOKEN
+        return num_images, self.tile_side() ** 2 + has_class, self.width
+
+    def tile_tokens(self) -> int:
+        """Tokens that one tile takes in the text."""
+        raise NotImplementedError
+
+    def tile_side(self) -> int:
+        """Patches of a row of a tile."""
+        return self.tile_size() // _one(self.vision.patch_size)
+
+    def tile_size(self) -> int:
+        """Pixels of a row of a tile."""
+        return _one(self.vision.image_size)
+
+    def pixels(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Pixels of the right shape without a content, and without memory; none is zero."""
+        size = self.tile_size()
+        # the one number is shared, so that a thousand tiles cost nothing
+        return hidden.new_ones(1).expand(len(hidden), 3, size, size)
+
+    def refill(self, hidden: torch.Tensor, batch: Batch) -> Batch:
+        """Image inputs for a stage that gets hidden states; of the pixels the shape counts."""
+        integers = {name: batch[name] for name in self.integers if name in batch}
+        if not integers and self.integers:
+            blank = self.blank(hidden)
+            integers = {name: blank[name] for name in self.integers}
+        return {"pixel_values": self.pixels(hidden), **integers}
+
+    def blank(self, like: torch.Tensor, dtype: torch.dtype = torch.float32) -> Batch:
+        """All image inputs of one small image, where a micro-batch has none."""
+        return placeholder_inputs(self.config, dtype=dtype, device=like.device)
+
+    def earliest_state(self) -> int:
+        """The first of the tower's hidden states that is projected; 0 is before its first block."""
+        layers = getattr(self.config, "vision_feature_layer", -1)
+        layers = layers if isinstance(layers, list | tuple) else [layers]
+        return min(layer % (self.num_blocks + 1) for layer in layers)
+
+
+class InternVLImages(TowerImages):
+    """InternVL: tiles, 4 patches of which become a token."""
+
+    def tile_tokens(self) -> int:
+        return int(self.tile_side() * self.config.downsample_ratio) ** 2
+
+
+class Gemma3Images(TowerImages):
+    """Gemma 3: one tile an image, pooled to a fixed number of tokens."""
+
+    def tile_tokens(self) -> int:
+        return self.config.mm_tokens_per_image
+
+
+class Idefics3Images(TowerImages):
+    """Idefics 3, SmolVLM: tiles in a row, `scale_factor` squared patches a token."""
+
+    gives_list = True
+
+    def tile_tokens(self) -> int:
+        return (self.tile_side() // self.config.scale_factor) ** 2
+
+    def blank_shape(self) -> tuple[int, ...]:
+        return 1, self.config.scale_factor**2, self.width
+
+    def pixels(self, hidden: torch.Tensor) -> torch.Tensor:
+        size = int(hidden.shape[1] ** 0.5) * self.vision.patch_size
+        return hidden.new_ones(1).expand(1, len(hidden), 3, size, size)
+
+
+class LlavaImages(TowerImages):
+    """LLaVA: one tile an image, a token for each patch."""
+
+    gives_list = True
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config)
+        if self.vision.model_type not in FIXED_TOWERS:
+            raise UserError(
+                f"--vision-stages came with a tower of type {self.vision.model_type!r}; one of "
+                f"{', '.join(FIXED_TOWERS)} was expected, because stages must know the shapes of "
+                "images without their pixels. Use --visual-gpu-ratio or --partition instead."
+            )
+
+    def tile_tokens(self) -> int:
+        num_states = self.example_shape(1)[1]
+        return num_states - (self.config.vision_feature_select_strategy == "default")
+
+
+class LlavaNextImages(LlavaImages):
+    """LLaVA-NeXT: as many tiles as the size of an image asks for."""
+
+    integers = ("image_sizes",)
+
+    def hidden_shape(self, batch: Batch) -> tuple[int, ...]:
+        if "image_sizes" not in batch:
+            return self.blank_shape()
+        return self.example_shape(self._num_tiles(batch["image_sizes"].tolist()))
+
+    def blank_shape(self) -> tuple[int, ...]:
+        return self.example_shape(self._num_tiles([[self.tile_size()] * 2]))
+
+    def _num_tiles(self, sizes: list[list[int]]) -> int:
+        from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+        pinpoints, size = self.config.image_grid_pinpoints, self.tile_size()
+        return sum(image_size_to_num_patches(each, pinpoints, size) for each in sizes)
+
+
+class GridImages(TowerImages):
+    """Qwen-VL: images of any size, all patches in one row."""
+
+    gives_list = True
+    integers = ("image_grid_thw",)
+
+    def hidden_shape(self, batch: Batch) -> tuple[int, ...]:
+        grid = batch.get("image_grid_thw")
+        return self.blank_shape() if grid is None else (int(grid.prod(-1).sum()), self.width)
+
+    def example_shape(self, num_images: int) -> tuple[int, ...]:
+        return num_images * self.vision.spatial_merge_size**2, self.width
+
+    def pixels(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden  # as many rows as patches is all that counts
+
+    def earliest_state(self) -> int:
+        return self.num_blocks
+
+
+FAMILIES: dict[str, type[TowerImages]] = {
+    "gemma3": Gemma3Images,
+    "idefics3": Idefics3Images,
+    "internvl": InternVLImages,
+    "llava": LlavaImages,
+    "llava_next": LlavaNextImages,
+    "qwen2_vl": GridImages,
+    "qwen2_5_vl": GridImages,
+    "qwen3_vl": GridImages,
+    "smolvlm": Idefics3Images,
+}
+
+
+def tower_images(config: PretrainedConfig) -> TowerImages:
+    """The images of the family of `config`.
+
+    Raises:
+        UserError: there is no tower, or none whose stages would know shapes without pixels.
+    """
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise UserError(
+            f"--vision-stages came with a model of type {config.model_type!r}; one of "
+            f"{', '.join(FAMILIES)} was expected, because every stage must know the shapes of a "
+            "tower's hidden states. Use --visual-gpu-ratio or --partition to place the tower."
+        )
+    return family(config)
+
+
+def _one(size: int | list[int] | tuple[int, ...]) -> int:
+    """Of a side, or of two equal ones."""
+    return size if isinstance(size, int) else size[0]

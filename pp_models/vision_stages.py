@@ -1,0 +1,334 @@
+"""A vision tower on stages of its own, before those of the decoder: `--vision-stages n`.
+
+Stages 0 to n - 1 hold the tower's blocks, stage 0 also what comes before them and stage n - 1 what
+comes behind, with the projector. Stage n is the first of the decoder: it embeds the token ids and
+scatters the image features in that came over the border. All of it is the library's own forward:
+
+- on a stage of the tower the blocks of earlier stages are an `Arrival`, which gives what came over
+  the border, and those of later stages a `Departure`, which ends the forward with what goes on;
+- on stage n `get_image_features` gives what came.
+
+A micro-batch without an image sends one blank image through the tower, so that every stage has
+something to send and every replica does the same work. Stage n leaves its features out, and it goes
+without a graph: the tower's weights get nothing from it, as in plain transformers.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from pp_models.causal_lm import _replace
+from pp_models.tower_images import Batch, TowerImages, tower_images
+from stageline.errors import UserError
+from stageline.modules.pass_through import PassThrough, ZeroEmbedding
+from stageline.pipeline.partition import layer_range, uniform_partition
+
+DEEPSTACK = "deepstack_merger_list"
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Arrival(PassThrough):
+    """Stands for what earlier stages have done: gives what came over the border."""
+
+    _is_hf_initialized = True  # it has the class of a block, and nothing to be initialised
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.came: torch.Tensor | None = None
+
+    def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
+        return self.came
+
+
+class Departed(Exception):
+    """Ends the forward of a stage of the tower; no error."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class Departure(PassThrough):
+    """Stands for the first block of the next stage."""
+
+    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        raise Departed(super().forward(*args, **kwargs))
+
+
+class VisionStages:
+    """Mixed into a stage model with a tower; does nothing where `vision_stages` is 0.
+
+    Attributes:
+        images: what the stages of the tower know of images; None without such stages.
+        tower_partition: blocks of each stage of the tower.
+    """
+
+    images: TowerImages | None = None
+    tower_partition: list[int]
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        *,
+        stage: int,
+        vision_stages: int = 0,
+        vision_partition: list[int] | None = None,
+        **kwargs: object,
+    ) -> None:
+        self.tower_partition = []
+        if vision_stages:
+            self.images = tower_images(config)
+            self.tower_partition = split_tower(self.images, vision_stages, vision_partition)
+        super().__init__(config, stage=stage, vision_stages=vision_stages, **kwargs)
+
+    # -- where this stage is ---------------------------------------------------------------
+
+    @property
+    def is_tower(self) -> bool:
+        """Whether this is a stage of the tower alone."""
+        return self.stage < self.vision_stages
+
+    @property
+    def is_first(self) -> bool:
+        """The stage that embeds the token ids."""
+        return self.stage == self.vision_stages
+
+    @property
+    def is_last_of_tower(self) -> bool:
+        return self.stage == self.vision_stages - 1
+
+    @property
+    def tower_layers(self) -> range:
+        """The blocks of this stage of the tower."""
+        return layer_range(self.tower_partition, self.stage) if self.is_tower else range(0)
+
+    def tower_list(self) -> list[tuple[int, nn.Module]]:
+        """(index, block) of the tower's blocks that are here."""
+        tower = self.get_submodule(self.paths.vision_tower) if self.paths.vision_tower else None
+        path = _find_blocks(tower, self.config) if tower is not None else ""
+        blocks = enumerate(tower.get_submodule(path)) if path else ()
+        return [(index, block) for index, block in blocks if not isinstance(block, PassThrough)]
+
+    def modules_to_shard(self) -> list[nn.Module]:
+        own = [block for _, block in self.tower_list()] if self.is_tower else []
+        return [*own, *super().modules_to_shard()]
+
+    # -- what crosses the borders ----------------------------------------------------------
+
+    def get_example_input(self, micro_batch_size: int, max_token_num: int) -> Tensors:
+        if not self.vision_stages or self.stage > self.vision_stages:
+            return super().get_example_input(micro_batch_size, max_token_num)
+        if self.stage == 0:
+            return (torch.empty(micro_batch_size, max_token_num, dtype=torch.long, device="meta"),)
+        return self._border(self.images.example_shape(micro_batch_size), micro_batch_size)
+
+    def get_batch_input(self, batch: Batch) -> Tensors:
+        if self.stage == 0 or not self.vision_stages or self.stage > self.vision_stages:
+            return super().get_batch_input(batch)
+        return self._border(self.images.hidden_shape(batch), max(1, self.images.num_tokens(batch)))
+
+    def _border(self, hidden_shape: tuple[int, ...], num_features: int) -> Tensors:
+        """Hidden states of the tower, or image features; and the features that branched off."""
+        num_blocks = sum(self.tower_partition[: self.stage])
+        features = (num_features, self.text_config.hidden_size)
+        branches = [features for index in self.images.deepstack if index < num_blocks]
+        shapes = [features if self.is_first else hidden_shape, *branches]
+        return tuple(torch.empty(shape, dtype=self.dtype, device="meta") for shape in shapes)
+
+    # -- what is here ----------------------------------------------------------------------
+
+    def prune(self, whole: PreTrainedModel) -> None:
+        if not self.vision_stages:
+            super().prune(whole)
+            return
+        paths = self.paths
+        front = (paths.vision_tower, paths.projector, *paths.beside_projector)
+        kept = {path: _get(whole, path) for path in front}
+        super().prune(whole)
+        if not self.is_tower:
+            for path in reversed(front):
+                _replace(whole, path)
+            return
+        tower = kept[paths.vision_tower]
+        for path, found in kept.items():
+            if self.is_last_of_tower or found is tower or path.endswith(DEEPSTACK):
+                _put(whole, path, found)
+        self._prune_tower(tower)
+
+    def _prune_tower(self, tower: nn.Module) -> None:
+        path, own = _find_blocks(tower, self.config), self.tower_layers
+        blocks = tower.get_submodule(path)
+        for index, block in enumerate(blocks):
+            if index < own.start:
+                blocks[index] = _arrival(block)
+            elif index >= own.stop:
+                blocks[index] = Departure()
+        is_behind = False
+        for name, child in tower.named_children():
+            if name == path.partition(".")[0]:
+                is_behind = True
+            elif name == DEEPSTACK:
+                self._prune_branches(child)
+            elif next(child.parameters(), None) is None:
+                continue  # rotary tables: every stage computes them
+            elif is_behind and not self.is_last_of_tower:
+                tower.set_submodule(name, PassThrough())
+            elif not is_behind and self.stage > 0:
+                is_table = isinstance(child, nn.Embedding)
+                tower.set_submodule(name, ZeroEmbedding() if is_table else Arrival())
+
+    def _prune_branches(self, mergers: nn.ModuleList) -> None:
+        own = self.tower_layers
+        for place, index in enumerate(self.images.deepstack):
+            if index not in own:
+                mergers[place] = Arrival() if index < own.start else PassThrough()
+
+    # -- passes ----------------------------------------------------------------------------
+
+    def forward(
+        self, hidden_or_ids: torch.Tensor, *extras: torch.Tensor, **batch: torch.Tensor
+    ) -> torch.Tensor | Tensors:
+        if self.is_tower:
+            return self._look(hidden_or_ids, extras, batch)
+        if self.vision_stages and self.is_first:
+            return self._begin(hidden_or_ids, extras, batch)
+        return super().forward(hidden_or_ids, *extras, **batch)
+
+    def _look(self, ids_or_hidden: torch.Tensor, branches: Tensors, batch: Batch) -> Tensors:
+        """Runs the tower's blocks of this stage; on its last stage, the projector too."""
+        has_images = self.images.has_images(batch)
+        keeps_graph = torch.is_grad_enabled() and has_images
+        with self._arriving(ids_or_hidden, branches) as made, torch.set_grad_enabled(keeps_graph):
+            try:
+                inputs = self._image_inputs(ids_or_hidden, batch)
+                features = self.whole.base_model.get_image_features(**inputs).pooler_output
+            except Departed as border:
+                return border.hidden, *made
+            if self.images.gives_list:
+                features = torch.cat(list(features))
+            features = features.reshape(-1, features.shape[-1])
+        # of a blank image one row, so that all know how many
+        return features if has_images else features[:1], *made
+
+    def _image_inputs(self, ids_or_hidden: torch.Tensor, batch: Batch) -> Batch:
+        if self.stage > 0:
+            return self.images.refill(ids_or_hidden, batch)
+        if "pixel_values" not in batch:
+            return self.images.blank(ids_or_hidden, self.dtype)
+        names = ("pixel_values", "pixel_attention_mask", *self.images.integers)
+        return {name: batch[name] for name in names if name in batch}
+
+    @contextmanager
+    def _arriving(self, came: torch.Tensor, branches: Tensors) -> Iterator[list[torch.Tensor]]:
+        """Puts what came where it is wanted; collects the features that branch off so far."""
+        tower = self.get_submodule(self.paths.vision_tower)
+        # cloned: an input that is handed on as it came would have no pass of its own
+        made = [branch.clone() for branch in branches]
+        mergers = list(getattr(tower, DEEPSTACK, ()))
+        values = {id(merger): branch for merger, branch in zip(mergers, branches, strict=False)}
+        arrivals = [module for module in tower.modules() if isinstance(module, Arrival)]
+        for arrival in arrivals:
+            arrival.came = values.get(id(arrival), came)
+        hooks = [
+            merger.register_forward_hook(lambda module, args, output: made.append(output))
+            for merger in mergers
+            if not isinstance(merger, PassThrough)
+        ]
+        try:
+            yield made
+        finally:
+            for arrival in arrivals:
+                arrival.came = None
+            for hook in hooks:
+                hook.remove()
+
+    def _begin(self, features: torch.Tensor, branches: Tensors, batch: Batch) -> object:
+        """Runs the decoder's first layers, on embeddings with the features in their places."""
+        batch = {name: value for name, value in batch.items() if not name.startswith("pixel")}
+        # token ids come where text alone is tried: the check of packed rows
+        if not (features.is_floating_point() and self.images.has_images(batch)):
+            output = super().forward(batch["input_ids"], **batch)
+            return _with_nothing_of((features, *branches), output)
+        batch["pixel_values"] = features
+        pooled = [features] if self.images.gives_list else features
+        outputs = SimpleNamespace(
+            pooler_output=pooled, deepstack_features=[[branch] for branch in branches]
+        )
+        base = self.whole.base_model
+        base.__dict__["get_image_features"] = lambda *args, **kwargs: outputs
+        try:
+            return super().forward(batch["input_ids"], **batch)
+        finally:
+            del base.__dict__["get_image_features"]
+
+
+def split_tower(images: TowerImages, num_stages: int, counts: list[int] | None) -> list[int]:
+    """Blocks of each stage of a tower.
+
+    Raises:
+        UserError: a stage without a block, or whose later stages need what only an earlier has.
+    """
+    num_blocks = images.num_blocks
+    if num_stages > num_blocks:
+        raise UserError(
+            f"--vision-stages {num_stages} came for a tower of {num_blocks} blocks; each stage "
+            f"needs at least one. Set --vision-stages to {num_blocks} or less."
+        )
+    counts = counts or uniform_partition(num_blocks, num_stages)
+    shown = ",".join(map(str, counts))
+    if len(counts) != num_stages or min(counts) < 1 or sum(counts) != num_blocks:
+        raise UserError(
+            f"--vision-partition {shown} came for {num_stages} stages of a tower of {num_blocks} "
+            "blocks. One count a stage was expected, each at least 1, with that sum: every block "
+            "lies on one stage. Change the counts, or leave them out for an even split."
+        )
+    earliest = images.earliest_state()
+    if earliest < num_blocks - counts[-1]:
+        raise UserError(
+            f"--vision-stages: the last of {num_stages} stages holds blocks from "
+            f"{num_blocks - counts[-1]} on, the projector takes what comes before block "
+            f"{earliest} (vision_feature_layer of the model). It must come from the last stage, "
+            f"because one tensor crosses a border: give it {num_blocks - earliest} blocks or more "
+            "by --vision-partition."
+        )
+    return counts
+
+
+def _find_blocks(tower: nn.Module, config: PretrainedConfig) -> str:
+    """Path of the list of a tower's blocks; empty where there is none."""
+    vision = getattr(config, "vision_config", None)
+    count = getattr(vision, "num_hidden_layers", None) or getattr(vision, "depth", None)
+    lists = (
+        path
+        for path, module in tower.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count
+    )
+    return next(lists, "")
+
+
+def _arrival(block: nn.Module) -> Arrival:
+    """An `Arrival` that the library counts as a block, where it records what blocks give."""
+    return type(type(block).__name__, (Arrival, type(block)), {})()
+
+
+def _with_nothing_of(inputs: Tensors, output: torch.Tensor | Tensors) -> torch.Tensor | Tensors:
+    """The output, with inputs in its graph: torch 2.11 splits no backward pass past others."""
+    first, *others = output if isinstance(output, tuple) else (output,)
+    for tensor in inputs:
+        if tensor.requires_grad:
+            first = first + tensor[:0].sum().to(first.dtype)
+    return (first, *others) if others else first
+
+
+def _get(whole: PreTrainedModel, path: str) -> nn.Module | nn.Parameter:
+    parent, _, name = path.rpartition(".")
+    return getattr(whole.get_submodule(parent), name)
+
+
+def _put(whole: PreTrainedModel, path: str, value: nn.Module | nn.Parameter) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(whole.get_submodule(parent), name, value)

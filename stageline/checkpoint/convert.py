@@ -1,0 +1,298 @@
+"""Makes a native folder of an InternVL2 checkpoint of the remote-code class, file by file.
+
+No code of the old folder runs. What the tensors are called is in internvl_chat.py.
+"""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoTokenizer, GenerationConfig, InternVLConfig
+from transformers.core_model_loading import revert_weight_conversion
+
+from stageline.checkpoint.files import (
+    find_checkpoint,
+    list_names,
+    open_tensors,
+    read_tensor,
+    weight_files,
+    write_tensors,
+)
+from stageline.checkpoint.internvl_chat import (
+    HEAD,
+    OLD_TYPE,
+    new_config,
+    new_name,
+    new_tensors,
+)
+from stageline.checkpoint.layout import discard, draft_name, file_facts, refuse_existing
+from stageline.checkpoint.shards import shard_name, write_index
+from stageline.data.processor import compose_processor, save_processor
+from stageline.errors import CheckpointError, UserError
+from stageline.model_folder import find_folder, read_json
+
+_IMAGE_TOKENS = {
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "context_image_token": "<IMG_CONTEXT>",
+    "video_token": "<video>",
+}
+_PROBE = "The cat, 2 dogs (left of it): 猫在左边"
+_MEAN, _STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # of ImageNet, as the old code has
+_CONTENT = (
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    "{{ '<IMG_CONTEXT>\\n' }}{% elif part['type'] == 'video' %}{{ '<video>\\n' }}"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+)
+# the old `template` -> (chat template, what ends a turn); the others are ChatML
+_CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    + _CONTENT
+    + "{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
+    "<|im_end|>",
+)
+_PHI3 = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' }}"
+    + _CONTENT
+    + "{{ '<|end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}",
+    "<|end|>",
+)
+_TEMPLATES = {"phi3-chat": _PHI3}
+
+
+def convert_internvl(source: str | Path, target: str | Path) -> Path:
+    """Writes a native folder with the weights of an old one, bit by bit, in their own dtype.
+
+    Holds one file of weights in memory at a time.
+
+    Raises:
+        UserError: the source is no such folder, or a variant that the library does not compute;
+            the target exists.
+        CheckpointError: a file is damaged, or its names or shapes are not the model's.
+    """
+    folder, target = find_folder(source), Path(target).expanduser().absolute()
+    refuse_existing(target)
+    settings = _old_settings(folder)
+    files = weight_files(find_checkpoint(folder))
+    tokenizer = _tokenizer(folder, settings)
+    config = new_config(
+        settings,
+        image_token_id=_id_of(tokenizer, _IMAGE_TOKENS["context_image_token"], folder),
+        has_head=HEAD in map(new_name, files),
+    )
+    draft = target.parent / draft_name(target)
+    draft.mkdir(parents=True)
+    try:
+        written, dtypes = _write_weights(files, draft, config)
+        _check_names(written, config, folder)
+        config.dtype = dtypes.pop() if len(dtypes) == 1 else None
+        config.save_pretrained(draft)
+        _write_processor(tokenizer, config, settings, draft)
+        draft.rename(target)
+    finally:
+        discard(draft)
+    return target
+
+
+def _old_settings(folder: Path) -> dict[str, Any]:
+    settings = read_json(folder / "config.json")
+    kind = settings.get("model_type")
+    if kind != OLD_TYPE:
+        raise UserError(
+            f"{folder} holds a model of type {kind!r}, {OLD_TYPE!r} was expected: only checkpoints "
+            "of that class have names that are converted here. Other folders load as they are."
+        )
+    missing = [name for name in ("vision_config", "llm_config") if name not in settings]
+    if missing:
+        raise CheckpointError(
+            f"{folder / 'config.json'} has no {' and no '.join(missing)}, both were expected: they "
+            "say how large the parts of the model are. Copy the file again."
+        )
+    return settings
+
+
+# -- weights ---------------------------------------------------------------------------------
+
+
+def _write_weights(
+    files: dict[str, Path], draft: Path, config: InternVLConfig
+) -> tuple[dict[str, tuple[int, ...]], set[torch.dtype]]:
+    """One new file for each old one; returns name -> shape, and the types of all tensors."""
+    paths = sorted(set(files.values()))
+    shapes: dict[str, tuple[int, ...]] = {}
+    written, dtypes = {}, set()
+    for number, path in enumerate(paths, 1):
+        tensors: dict[str, torch.Tensor] = {}
+        with open_tensors(path) as file:
+            for name in [name for name, place in files.items() if place == path]:
+                tensors |= new_tensors(name, read_tensor(file, name, path), config)
+        if config.tie_word_embeddings:
+            tensors.pop(HEAD, None)  # the embedding is what runs
+        if not tensors:
+            continue
+        new_file = draft / shard_name(number, len(paths))
+        write_tensors(tensors, new_file)
+        written[new_file.name] = (
+            file_facts(new_file),
+            {name: value.numel() for name, value in tensors.items()},
+        )
+        shapes |= {name: tuple(value.shape) for name, value in tensors.items()}
+        dtypes |= {value.dtype for value in tensors.values()}
+    if len(paths) > 1:
+        write_index(draft, written)
+    return shapes, dtypes
+
+
+def _check_names(written: dict[str, tuple[int, ...]], config: InternVLConfig, folder: Path) -> None:
+    """Compares with what the library would save of the native model."""
+    with torch.device("meta"):
+        model = transformers.InternVLForConditionalGeneration(config)
+    state = dict(model.state_dict())
+    if config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    expected = {
+        name: tuple(value.shape) for name, value in revert_weight_conversion(model, state).items()
+    }
+    wrong = [
+        f"{name} (file {list(written[name])}, model {list(expected[name])})"
+        for name in written.keys() & expected.keys()
+        if written[name] != expected[name]
+    ]
+    problems = {
+        "are missing": expected.keys() - written.keys(),
+        "have no place in the native model": written.keys() - expected.keys(),
+        "have another shape": wrong,
+    }
+    found = [
+        f"{len(names)} {why}: {list_names(names, 5)}" for why, names in problems.items() if names
+    ]
+    if found:
+        raise CheckpointError(
+            f"{folder}: after the conversion weights {'; '.join(found)}. Those of the model that "
+            "config.json describes were expected: is the config.json that of these weights?"
+        )
+
+
+# -- tokenizer and processor -----------------------------------------------------------------
+
+
+def _tokenizer(folder: Path, settings: dict[str, Any]) -> Any:
+    """The library's fast tokenizer, of the old folder's files without their code."""
+    own = read_json(folder / "tokenizer_config.json")
+    own.pop("auto_map", None)
+    if not hasattr(transformers, str(own.get("tokenizer_class"))):
+        own["tokenizer_class"] = "LlamaTokenizer"  # InternLM2's are sentencepiece models
+    with tempfile.TemporaryDirectory() as scratch:
+        for path in folder.iterdir():
+            if path.is_file() and path.suffix in (".json", ".txt", ".model", ".jinja"):
+                shutil.copyfile(path, Path(scratch) / path.name)
+        (Path(scratch) / "config.json").unlink(missing_ok=True)
+        (Path(scratch) / "tokenizer_config.json").write_text(json.dumps(own))
+        try:
+            plain = AutoTokenizer.from_pretrained(scratch, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(
+                scratch,
+                local_files_only=True,
+                extra_special_tokens=_image_tokens(plain, settings),
+                **_space_option(plain, Path(scratch)),
+            )
+        except Exception as error:
+            raise UserError(
+                f"the tokenizer in {folder} cannot be loaded without its own code "
+                f"({type(error).__name__}: {str(error)[:300]}). tokenizer.json, vocab.json with "
+                "merges.txt, or tokenizer.model (with the package sentencepiece) was expected: "
+                "put a tokenizer.json of this model there."
+            ) from error
+    _check_ids(tokenizer, own, folder)
+    tokenizer.chat_template = _template(settings)[0]
+    return tokenizer
+
+
+def _space_option(tokenizer: Any, folder: Path) -> dict[str, bool]:
+    """What makes the library read a sentencepiece model as sentencepiece does.
+
+    The library puts a space before every text, also where the model says that there is none.
+    """
+    model = folder / "tokenizer.model"
+    if (folder / "tokenizer.json").exists() or not model.exists():
+        return {}
+    import sentencepiece
+
+    expected = sentencepiece.SentencePieceProcessor(str(model)).encode(_PROBE)
+    for option in ({}, {"add_prefix_space": False}, {"add_prefix_space": False, "legacy": False}):
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **option)
+        if tokenizer(_PROBE, add_special_tokens=False)["input_ids"] == expected:
+            return option
+    raise UserError("it reads a text differently from sentencepiece")
+
+
+def _image_tokens(tokenizer: Any, settings: dict[str, Any]) -> dict[str, str]:
+    """What the processor asks of its tokenizer, without a token that has no row in the model."""
+    tokens, known = dict(_IMAGE_TOKENS), tokenizer.get_vocab()
+    has_room = settings["llm_config"].get("vocab_size", 0) > len(tokenizer)
+    if tokens["video_token"] not in known and not has_room:
+        tokens["video_token"] = tokens["context_image_token"]  # never found: images come first
+    return tokens
+
+
+def _check_ids(tokenizer: Any, own: dict[str, Any], folder: Path) -> None:
+    """Added tokens must keep their ids: the embedding has a row for each."""
+    for number, entry in (own.get("added_tokens_decoder") or {}).items():
+        found = tokenizer.convert_tokens_to_ids(entry["content"])
+        if found != int(number):
+            raise CheckpointError(
+                f"{folder}: the converted tokenizer gives {entry['content']!r} the id {found}, "
+                f"{number} was expected, as tokenizer_config.json says: with other ids the model "
+                "reads other words. Put a tokenizer.json of this model into the folder."
+            )
+
+
+def _id_of(tokenizer: Any, token: str, folder: Path) -> int:
+    number = tokenizer.get_vocab().get(token)
+    if number is None:
+        raise CheckpointError(
+            f"{folder}: the tokenizer has no {token}, it was expected: it stands for the images in "
+            "a prompt. Copy the tokenizer's files again."
+        )
+    return int(number)
+
+
+def _template(settings: dict[str, Any]) -> tuple[str, str]:
+    return _TEMPLATES.get(str(settings.get("template")), _CHATML)
+
+
+def _write_processor(
+    tokenizer: Any, config: InternVLConfig, settings: dict[str, Any], draft: Path
+) -> None:
+    """Processor with the old tiling, and what ends an answer."""
+    template, end_of_turn = _template(settings)
+    size = config.vision_config.image_size
+    is_tiled = bool(settings.get("dynamic_image_size", True))
+    images = transformers.GotOcr2ImageProcessorPil(
+        size={"height": size[0], "width": size[1]},
+        crop_to_patches=is_tiled,
+        min_patches=settings.get("min_dynamic_patch", 1),
+        max_patches=settings.get("max_dynamic_patch", 12),
+        image_mean=_MEAN,
+        image_std=_STD,
+    )
+    processor = compose_processor(
+        "InternVLProcessor",
+        image_processor=images,
+        tokenizer=tokenizer,
+        chat_template=template,
+        image_seq_length=config.image_seq_length,
+    )
+    save_processor(processor, draft)
+    vocabulary = tokenizer.get_vocab()
+    ends = {vocabulary.get(end_of_turn), tokenizer.eos_token_id} - {None}
+    GenerationConfig(
+        eos_token_id=sorted(ends), pad_token_id=tokenizer.pad_token_id
+    ).save_pretrained(draft)

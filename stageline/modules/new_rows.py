@@ -1,0 +1,237 @@
+"""Rows of new tokens in embedding and head: made, given a start, and trained alone if asked to.
+
+Trained alone, the rows are a parameter of their own, `<module>.new_rows.weight` [N, H], whose
+values stand in the place of those of the matrix in every pass. The matrix itself is frozen: no
+gradient, moment or decay reaches it. `fold_rows` writes the rows into it before it is saved, so
+that files hold whole matrices under the model's own names.
+
+Shapes: N new tokens, V rows, H hidden size.
+"""
+
+import copy
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PretrainedConfig
+
+from stageline.errors import UserError
+
+ROWS = "new_rows"
+
+
+@dataclass(frozen=True)
+class NewRows:
+    """What a stage is told about new tokens.
+
+    Attributes:
+        ids: of the new tokens.
+        pieces: for each the ids that its text was split into before.
+        fresh: those of which the weights that are loaded know nothing.
+        train_alone: of embedding and head nothing but these rows is trained.
+    """
+
+    ids: tuple[int, ...]
+    pieces: tuple[tuple[int, ...], ...]
+    fresh: frozenset[int]
+    train_alone: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that embedding and head need at least."""
+        return max(self.ids) + 1
+
+
+# -- where the rows are ------------------------------------------------------------------------
+
+
+def vocabulary_paths(whole: nn.Module) -> tuple[str, ...]:
+    """Module paths of the embedding and, if there is one, the head of a transformers model."""
+    names = {id(module): name for name, module in whole.named_modules()}
+    found = (whole.get_input_embeddings(), whole.get_output_embeddings())
+    return tuple(names[id(module)] for module in found if id(module) in names)
+
+
+def vocabulary_modules(model: nn.Module, paths: Iterable[str]) -> dict[str, nn.Module]:
+    """Those of the paths that have a weight here: a stage may have dropped them."""
+    modules = {}
+    for path in paths:
+        try:
+            module = model.get_submodule(path)
+        except AttributeError:
+            continue
+        if getattr(module, "weight", None) is not None:
+            modules[path] = module
+    return modules
+
+
+def vocab_size_of(config: PretrainedConfig) -> int | None:
+    """Rows of the embedding as a configuration says it; None: it does not."""
+    return getattr(config.get_text_config(decoder=True), "vocab_size", None)
+
+
+def set_vocab_size(config: PretrainedConfig, num_rows: int) -> None:
+    """Writes the number of rows wherever a configuration says it."""
+    before = vocab_size_of(config)
+    for one in (config.get_text_config(decoder=True), config):
+        if getattr(one, "vocab_size", None) == before:
+            one.vocab_size = num_rows
+
+
+# -- enlarging and starting ----------------------------------------------------------------------
+
+
+@torch.no_grad()
+def enlarge(model: nn.Module, paths: Iterable[str], num_rows: int) -> None:
+    """Adds rows of zeros to embedding and head up to `num_rows`; what is tied stays tied.
+
+    Configurations are told, and what a model keeps as `vocab_size`.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for module in vocabulary_modules(model, paths).values():
+        for leaf in ("weight", "bias"):
+            old = module._parameters.get(leaf)
+            if old is None or old.shape[0] >= num_rows:
+                continue
+            if id(old) not in made:
+                more = old.new_zeros(num_rows - old.shape[0], *old.shape[1:])
+                made[id(old)] = nn.Parameter(torch.cat([old, more]), old.requires_grad)
+            module._parameters[leaf] = made[id(old)]
+        size = "num_embeddings" if hasattr(module, "num_embeddings") else "out_features"
+        setattr(module, size, module.weight.shape[0])
+    whole = getattr(model, "whole", None)
+    for one in (model, whole, *(() if whole is None else whole.modules())):
+        config = getattr(one, "config", None)
+        if isinstance(config, PretrainedConfig) and (vocab_size_of(config) or num_rows) < num_rows:
+            set_vocab_size(config, num_rows)
+    for one in (model if whole is None else whole).modules():
+        if isinstance(getattr(one, "vocab_size", None), int) and one.vocab_size < num_rows:
+            one.vocab_size = num_rows
+
+
+@torch.no_grad()
+def put_new_rows(model: nn.Module, rows: NewRows) -> None:
+    """Makes room for new tokens in a filled stage, starts them, and lets them train alone.
+
+    A new row of embedding and head starts as the mean of the rows of its pieces. That is the same
+    however many stages there are.
+
+    Args:
+        model: a stage with `vocabulary`, the paths of embedding and head in the whole model.
+
+    Raises:
+        UserError: the stage has no such paths.
+    """
+    paths = getattr(model, "vocabulary", ())
+    if not paths:
+        raise UserError(
+            f"--new-tokens came with {type(model).__name__}, which has no `vocabulary`, the paths "
+            "of its embedding and head: their rows are enlarged. Set it in the stage model, or "
+            "leave the option out."
+        )
+    before = vocab_size_of(model.config)
+    enlarge(model, paths, rows.num_rows)
+    done: set[int] = set()
+    for module in vocabulary_modules(model, paths).values():
+        for tensor in module._parameters.values():
+            if tensor is not None and id(tensor) not in done:
+                done.add(id(tensor))
+                _start(tensor, rows, before)
+    model.token_ids = tuple(sorted({*getattr(model, "token_ids", ()), *rows.ids}))
+    if rows.train_alone:
+        _train_alone(model, paths, rows.ids)
+
+
+def _start(tensor: torch.Tensor, rows: NewRows, before: int) -> None:
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    means = {}
+    for token, pieces in zip(rows.ids, rows.pieces, strict=True):
+        if token in rows.fresh or token >= before:
+            source = tensor[list(pieces)] if pieces else tensor[:before]
+            means[token] = source.to(dtype).mean(0)
+    for token, mean in means.items():
+        tensor[token] = mean.to(tensor.dtype)
+
+
+# -- training them alone -------------------------------------------------------------------------
+
+
+class TokenRows(nn.Module):
+    """The rows of new tokens apart from their matrix; a child of the module with the matrix."""
+
+    def __init__(self, weight_NH: nn.Parameter, ids: torch.Tensor, num_rows: int) -> None:
+        super().__init__()
+        self.weight = weight_NH
+        self.register_buffer("ids", ids, persistent=False)
+        place = torch.full((num_rows,), -1, dtype=torch.long, device=ids.device)
+        place[ids] = torch.arange(len(ids), device=ids.device)
+        self.register_buffer("place", place, persistent=False)
+
+
+def _train_alone(model: nn.Module, paths: Iterable[str], ids: tuple[int, ...]) -> None:
+    """Freezes the matrices and gives them rows that train; tied ones have the same rows."""
+    order = model.parameter_order
+    for path in paths:
+        if f"{path}.weight" in order:  # on every stage, so that all know the same order
+            place = order.index(f"{path}.weight") + 1
+            order.insert(place, f"{path}.{ROWS}.weight")
+    made: dict[int, nn.Parameter] = {}
+    for module in vocabulary_modules(model, paths).values():
+        weight_VH = module.weight
+        index = torch.tensor(ids, device=weight_VH.device)
+        if id(weight_VH) not in made:
+            made[id(weight_VH)] = nn.Parameter(weight_VH.detach()[index].clone())
+        for parameter in module.parameters(recurse=False):
+            parameter.requires_grad_(False)
+        module.add_module(ROWS, TokenRows(made[id(weight_VH)], index, weight_VH.shape[0]))
+        is_embedding = isinstance(module, nn.Embedding)
+        module.register_forward_hook(_embed_new if is_embedding else _score_new, with_kwargs=True)
+
+
+def _embed_new(
+    module: nn.Module, args: tuple, kwargs: dict[str, torch.Tensor], hidden: torch.Tensor
+) -> torch.Tensor:
+    """Puts the rows into the place of what was looked up for new tokens."""
+    rows = module.get_submodule(ROWS)
+    place = rows.place[args[0] if args else kwargs["input"]]
+    # the class's own forward over the rows alone: it may scale what it looks up
+    view = copy.copy(module)
+    view.__dict__["_parameters"] = {"weight": rows.weight}
+    view.padding_idx = None
+    own = type(module).forward(view, place.clamp(min=0))
+    return torch.where((place >= 0).unsqueeze(-1), own, hidden)
+
+
+def _score_new(
+    module: nn.Module, args: tuple, kwargs: dict[str, torch.Tensor], logits: torch.Tensor
+) -> torch.Tensor:
+    """Puts the logits of new tokens into their places."""
+    rows = module.get_submodule(ROWS)
+    bias = None if module.bias is None else module.bias[rows.ids]
+    own = F.linear(args[0] if args else kwargs["input"], rows.weight, bias)
+    # in place: another tensor of this size is the largest of a step
+    return logits.index_copy_(-1, rows.ids, own.to(logits.dtype))
+
+
+def token_rows(model: nn.Module) -> Iterator[tuple[nn.Module, TokenRows]]:
+    """(module with the matrix, its rows) of all that train rows alone."""
+    for module in list(model.modules()):
+        child = module._modules.get(ROWS)
+        if isinstance(child, TokenRows):
+            yield module, child
+
+
+@torch.no_grad()
+def fold_rows(model: nn.Module) -> None:
+    """Writes the rows into their matrices, where nothing else changes."""
+    for module, rows in token_rows(model):
+        weight = module.weight
+        ids = rows.ids.to(weight.device)
+        weight.index_copy_(0, ids, rows.weight.detach().to(weight))
+
+
+def is_row_name(name: str) -> bool:
+    """Whether a parameter's name is that of rows of new tokens."""
+    return name.endswith(f".{ROWS}.weight")

@@ -1,0 +1,155 @@
+"""Generation with images: the parts of an evaluation against the library alone, sample by sample.
+
+The library's way is its processor on the text of its chat template, and `model.generate`; ours is a
+saved folder, the builder part, rendered prompts and one batch padded on the left.
+"""
+
+import numpy
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+from models import builders, generate
+from prompt_fn import auto, chat
+from stageline.data.batch import render_sample
+from stageline.data.processor import get_tokenizer, save_processor
+from stageline.inference.model_cutter import ModelCutter
+from stageline.testing.tiny_mllama import tiny_mllama_config, tiny_mllama_processor
+from stageline.testing.tiny_models import VISION_LANGUAGE, tiny_config
+from stageline.testing.tiny_processors import tiny_processor
+
+FAMILIES = (*VISION_LANGUAGE, "mllama")
+NEW_TOKENS = 10
+PROMPT = "[IMAGE]\n[QUESTION][ANSWER]"
+# width, height of each sample's images; questions of several lengths
+SIZES = (((20, 30),), (), ((64, 33), (16, 16)), ((40, 90),), ((16, 16), (60, 20), (20, 60)))
+QUESTIONS = (
+    "Which digit?",
+    "Is the cat left of the dog, yes or no?",
+    "What is it?",
+    "true",
+    "What digit do you see? Answer: 7 or not 7",
+)
+
+
+def tiny_parts(family):
+    """A processor and a configuration that fit each other."""
+    if family == "mllama":
+        processor, make = tiny_mllama_processor(), tiny_mllama_config
+    else:
+        processor, make = tiny_processor(family), lambda **fields: tiny_config(family, **fields)
+    size = len(get_tokenizer(processor))
+    return processor, make(vocab_size=size, max_position_embeddings=1024)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request, tmp_path_factory):
+    """A saved model whose answers depend on its images."""
+    try:
+        processor, config = tiny_parts(request.param)
+    except ImportError as error:  # older releases of the library want torchvision for some
+        pytest.skip(str(error))
+    torch.manual_seed(5)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.5)
+            if "gate" in name and parameter.numel() == 1:
+                parameter.fill_(2.0)
+    path = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(path)
+    save_processor(processor, path)
+    return path
+
+
+def picture(size):
+    generator = numpy.random.default_rng(sum(size))
+    return Image.fromarray(generator.integers(0, 256, (size[1], size[0], 3), dtype=numpy.uint8))
+
+
+def samples():
+    return [
+        ([picture(size) for size in sizes], {"id": str(i), "question": question, "answer": ""})
+        for i, (sizes, question) in enumerate(zip(SIZES, QUESTIONS, strict=True))
+    ]
+
+
+def our_answers(model, processor, rows):
+    prompts = [
+        render_sample(
+            images, sample, prompt=PROMPT, prompt_fn=chat, image_token=auto, processor=processor,
+            for_generation=True,
+        )
+        for images, sample in rows
+    ]  # fmt: skip
+    answers = generate.generate(
+        model,
+        processor,
+        images=[images for images, _ in rows],
+        prompts=prompts,
+        max_new_tokens=NEW_TOKENS,
+    )
+    return [answer["token_ids"] for answer in answers]
+
+
+def library_answer(model, processor, images, sample, *, stop_ids):
+    """One sample by the library alone."""
+    content = [{"type": "image"}] * len(images)
+    content.append({"type": "text", "text": sample["question"]})
+    if not images:
+        content = sample["question"]
+    text = get_tokenizer(processor).apply_chat_template(
+        [{"role": "user", "content": content}],
+        chat_template=processor.chat_template,
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    inputs = processor(
+        text=[text],
+        images=[images] if images else None,
+        add_special_tokens=False,
+        return_tensors="pt",
+    )
+    output = model.generate(
+        **inputs, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, eos_token_id=stop_ids
+    )
+    tokens = output[0, inputs["input_ids"].shape[1] :].tolist()
+    ends = [place for place, token in enumerate(tokens) if token in stop_ids]
+    return tokens[: ends[0]] if ends else tokens
+
+
+def test_answers_equal_the_librarys(folder):
+    model, processor, device_map = builders.auto(str(folder), device="cpu")
+    assert device_map == {"": "cpu"}
+    plain = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    rows = samples()
+    found = our_answers(model, processor, rows)
+    expected = [library_answer(plain.eval(), processor, *row, stop_ids=[2]) for row in rows]
+    assert found == expected
+    assert len({tuple(tokens) for tokens in found}) > 3, "equal answers would show nothing"
+    others = [([Image.new("RGB", i.size) for i in images], s) for images, s in rows]
+    blank = our_answers(model, processor, others)
+    changed = [a != b for a, b in zip(found, blank, strict=True)]
+    assert not changed[1] and sum(changed) >= 3, "the images must matter"
+    texts = [([], sample) for _, sample in rows]
+    assert our_answers(model, processor, texts) == [
+        library_answer(plain, processor, *row, stop_ids=[2]) for row in texts
+    ]
+
+
+def test_a_cut_model_answers_the_same(folder, monkeypatch):
+    """`cpu` and `disk` in the place of two GPUs: layers there are loaded when they are called.
+
+    So accelerate reads every name of the map, and moves every tensor that a layer takes.
+    """
+    whole, processor, _ = builders.auto(str(folder), device="cpu")
+    device_map = ModelCutter(whole, num_devices=2).device_map()
+    two = {key: ("cpu", "disk")[device] for key, device in device_map.items()}
+    monkeypatch.setattr(builders, "make_device_map", lambda *_, **__: two)
+    cut, _, found_map = builders.auto(str(folder))
+    assert found_map == two
+    away = {name for name, parameter in cut.named_parameters() if parameter.is_meta}
+    assert away and all(".layers." in name for name in away)
+    rows = samples()[:3]
+    assert our_answers(cut, processor, rows) == our_answers(whole, processor, rows)

@@ -1,0 +1,309 @@
+"""Limits of images, and what the options about tiles make of each family's processor."""
+
+import dataclasses
+import math
+import re
+
+import pytest
+import transformers
+from PIL import Image
+
+from options.fields import OptionError
+from options.run_options import EvaluateConfig, RunConfig
+from parse_args import parse_evaluate_args
+from register import import_shelf
+from stageline.data.batch import encode_sample
+from stageline.data.image_files import ImageFolders
+from stageline.data.image_settings import ImageSettings, make_image_settings, using_images
+from stageline.data.images import ImageExpander
+from stageline.data.preflight import preflight
+from stageline.data.prepare_images import prepare_images
+from stageline.data.processor import load_processor, save_processor
+from stageline.data.rendered import Piece, Rendered
+from stageline.data.tiling import Tiling, apply_tiling, match_config
+from stageline.errors import DataError, UserError
+from stageline.testing.tiny_models import IMAGE_TOKEN_ID
+from stageline.testing.tiny_processors import PROCESSOR_FAMILIES, tiny_processor
+from stageline.testing.tiny_tokenizers import tiny_tokenizer
+
+import_shelf("models", "prompt", "prompt_fn", "dataset", "metric")
+
+# width, height: square, small, large, and as long as the shape of a thread
+SIZES = ((16, 16), (5, 7), (64, 33), (33, 64), (300, 200), (400, 3), (3, 400), (31, 150))
+
+
+def processor_of(family: str):
+    try:
+        return tiny_processor(family)
+    except ImportError as error:  # older releases of the library want torchvision for some
+        pytest.skip(str(error))
+
+
+def plain(processor, size, text=None):
+    """The library alone, on one image."""
+    text = text or processor.image_token
+    return processor(text=[text], images=[[Image.new("RGB", size)]], return_tensors="pt")
+
+
+def num_tokens(output) -> int:
+    return int((output["input_ids"] == IMAGE_TOKEN_ID).sum())
+
+
+def num_tiles(processor, size) -> int:
+    """Tiles that come of an image, with a thumbnail or a picture of all of it."""
+    pixels = plain(processor, size)["pixel_values"]
+    return pixels.shape[1] if pixels.ndim == 5 else pixels.shape[0]
+
+
+# -- what a family makes by itself --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", PROCESSOR_FAMILIES)
+@pytest.mark.parametrize("size", SIZES)
+def test_text_and_pixels_agree_about_the_tokens(family, size):
+    """For an image of any shape: as many tokens as the tower gives features for."""
+    processor = processor_of(family)
+    output = plain(processor, size)
+    count = num_tokens(output)
+    piece = Piece(processor.image_token, is_image=True)
+    rendered = Rendered((piece, Piece("x")), is_chat=True)
+    encoded = encode_sample(rendered, [Image.new("RGB", size)], processor=processor, name="row")
+    assert encoded.input_ids.count(IMAGE_TOKEN_ID) == count
+    pixels = output["pixel_values"]
+    if family == "internvl":
+        assert count == 4 * len(pixels)
+    elif family in ("idefics3", "smolvlm"):
+        assert count == 4 * pixels.shape[1]
+    elif family == "qwen2_5_vl":
+        assert 4 * count == len(pixels) == int(output["image_grid_thw"].prod())
+    elif family in ("llava", "gemma3"):
+        assert count == 4 and len(pixels) == 1
+    else:
+        # 2 x 2 tokens a tile, without those of the padding, with one at the end of each line
+        width, height = size
+        tall, wide = best_grid(height, width, processor.image_processor.image_grid_pinpoints)
+        lines, columns = unpadded(height, width, 2 * tall // 16, 2 * wide // 16)
+        assert count == 4 + lines * (columns + 1)
+        assert pixels.shape[1] == 1 + (tall // 16) * (wide // 16)
+
+
+def best_grid(height, width, grids):
+    """LLaVA-Next's rule, from its paper's code: most pixels used, then fewest wasted."""
+
+    def rank(grid):
+        scale = min(grid[1] / width, grid[0] / height)
+        used = min(int(width * scale) * int(height * scale), width * height)
+        return used, -(grid[0] * grid[1] - used)
+
+    return max(grids, key=rank)
+
+
+def unpadded(height, width, lines, columns):
+    if width / height > columns / lines:
+        cut = (lines - int(round(height * columns / width, 7))) // 2
+        return lines - 2 * cut, columns
+    cut = (columns - int(round(width * lines / height, 7))) // 2
+    return lines, columns - 2 * cut
+
+
+def test_internvl_cuts_into_tiles_by_itself_and_after_saving(tmp_path):
+    processor = processor_of("internvl")
+    assert num_tiles(processor, (64, 16)) == 5  # 4 x 1 and the thumbnail
+    save_processor(processor, tmp_path)
+    assert num_tiles(load_processor(tmp_path), (64, 16)) == 5
+
+
+# -- tiles as they are asked for ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "expected"),
+    [
+        ("internvl", {"max_tiles": 1}, {1}),
+        ("internvl", {"max_tiles": 2}, {1, 3}),
+        ("internvl", {"min_tiles": 2, "max_tiles": 3}, {3, 4}),
+        ("internvl", {"min_tiles": 4}, {5}),
+        ("llava_next", {"max_tiles": 2}, {3}),
+        ("llava_next", {"min_tiles": 4}, {5}),
+        ("idefics3", {"max_tiles": 1}, {1}),
+        ("idefics3", {"max_tiles": 10}, {4, 7, 10}),
+        ("smolvlm", {"max_tiles": 8}, {3, 5}),
+    ],
+)
+def test_tiles_of_each_family(family, options, expected, tmp_path):
+    processor = processor_of(family)
+    apply_tiling(processor, Tiling(**options))
+    found = {num_tiles(processor, size) for size in SIZES}
+    assert found == expected
+    save_processor(processor, tmp_path)
+    saved = load_processor(tmp_path)
+    for size in SIZES:
+        facts = ImageExpander.of(saved).facts(size)
+        assert num_tiles(saved, size) == num_tiles(processor, size)
+        assert facts.text.count(saved.image_token) == num_tokens(plain(saved, size))
+
+
+@pytest.mark.parametrize("options", [{"max_pixels": 300}, {"min_pixels": 500}])
+def test_pixels_of_qwen(options, tmp_path):
+    processor = processor_of("qwen2_5_vl")
+    save = tmp_path / "saved"
+    apply_tiling(processor, Tiling(**options))
+    save_processor(processor, save)
+    for size in ((16, 16), (64, 33), (31, 150)):
+        area = int(plain(load_processor(save), size)["image_grid_thw"].prod()) * 4 * 4
+        assert area <= options.get("max_pixels", math.inf)
+        assert area >= options.get("min_pixels", 0)
+        assert area == int(plain(processor, size)["image_grid_thw"].prod()) * 4 * 4
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "words"),
+    [
+        ("llava", {"max_tiles": 2}, "same number of tiles"),
+        ("gemma3", {"max_tiles": 2}, "same number of tiles"),
+        ("qwen2_5_vl", {"max_tiles": 2}, "--max-pixels"),
+        ("internvl", {"max_pixels": 9999}, "use --max-tiles"),
+        ("internvl", {"min_tiles": 5}, "from 1 to 4"),
+        ("idefics3", {"min_tiles": 2}, "no least number"),
+        ("llava_next", {"min_tiles": 3, "max_tiles": 3}, "grids of 2, 4 tiles"),
+        ("qwen2_5_vl", {"max_pixels": 9}, "--min-pixels and --max-pixels"),
+        ("qwen2_5_vl", {"min_pixels": 1, "max_pixels": 9}, "one token of 64 pixels"),
+    ],
+)
+def test_what_a_processor_cannot_do_is_refused(family, options, words):
+    processor = processor_of(family)
+    before = processor.image_processor.to_dict()
+    with pytest.raises(UserError, match=re.escape(words)) as caught:
+        apply_tiling(processor, Tiling(**options))
+    assert "--" in str(caught.value) and type(processor.image_processor).__name__ in str(
+        caught.value
+    )
+    assert processor.image_processor.to_dict() == before
+
+
+def test_mllama_refuses_and_so_does_a_tokenizer():
+    """The ids of its aspect ratios are numbered by the most tiles: the model has learnt them."""
+    images = transformers.MllamaImageProcessorPil()
+
+    class Processor:
+        image_processor = images
+
+    for processor in (Processor(), tiny_tokenizer()):
+        with pytest.raises(UserError, match="--max-tiles 2"):
+            apply_tiling(processor, Tiling(max_tiles=2))
+
+
+def test_the_model_of_llava_next_counts_as_its_processor():
+    processor = processor_of("llava_next")
+    config = transformers.LlavaNextConfig()
+    apply_tiling(processor, Tiling(max_tiles=2))
+    match_config(config, processor)
+    assert config.image_grid_pinpoints == [[16, 32], [32, 16]]
+    other = transformers.LlavaConfig()
+    match_config(other, processor)
+    assert not hasattr(other, "image_grid_pinpoints")
+
+
+# -- limits -------------------------------------------------------------------------------------
+
+
+def test_an_image_above_the_limit_is_refused_with_row_file_and_size(tmp_path):
+    Image.new("RGB", (40, 30)).save(tmp_path / "a.png")
+    with using_images(ImageSettings(max_pixels=1199)):
+        folders = ImageFolders([tmp_path])
+    with pytest.raises(DataError, match=r"rows:7: .*a\.png of 40 x 30 .*1200 pixels") as caught:
+        folders.open("a.png", source="rows:7")
+    assert "at most 1199" in str(caught.value) and "--max-image-pixels" in str(caught.value)
+    with using_images(ImageSettings(max_pixels=1200)):
+        assert ImageFolders([tmp_path]).open("a.png", source="row").size == (40, 30)
+
+
+def test_the_limit_holds_for_images_that_a_dataset_made(tmp_path):
+    processor = tiny_processor("llava")
+    prepare_images(processor, ImageSettings(max_pixels=99), Tiling())
+    expander = ImageExpander.of(processor)
+    with pytest.raises(DataError, match="sample 3: .*100 pixels; at most 99"):
+        expander.decode_pixels([[Image.new("RGB", (10, 10))]], ["sample 3"])
+
+
+def test_a_limit_above_the_default_lets_larger_images_in(tmp_path):
+    Image.new("L", (8000, 7000)).save(tmp_path / "a.png")
+    with pytest.raises(DataError, match="56000000 pixels; at most 50000000"):
+        ImageFolders([tmp_path]).open("a.png", source="row")
+    with using_images(ImageSettings(max_pixels=56_000_000)):
+        folders = ImageFolders([tmp_path])
+    assert folders.open("a.png", source="row").size == (8000, 7000)
+
+
+def test_too_many_images_of_a_sample():
+    processor = tiny_processor("llava")
+    settings = make_image_settings(max_pixels=1000, max_images=2, cache_folder=None, cache_gib=1)
+    prepare_images(processor, settings, Tiling())
+    images = [Image.new("RGB", (9, 9))] * 3
+    rendered = Rendered(tuple(Piece("<image>", is_image=True) for _ in images), is_chat=True)
+    with pytest.raises(DataError, match="row 4: it came with 3 images; at most 2") as caught:
+        encode_sample(rendered, images, processor=processor, name="row 4")
+    assert "--max-images-per-sample" in str(caught.value)
+
+
+def test_preflight_finds_them_before_a_model_is_loaded():
+    processor = tiny_processor("llava")
+    prepare_images(processor, ImageSettings(max_pixels=99), Tiling())
+    rows = [([Image.new("RGB", (10, 10))], {"id": "a", "question": "?", "answer": "!"})]
+
+    from prompt_fn import auto, fill
+
+    with pytest.raises(DataError, match="sample a: .*at most 99"):
+        preflight(
+            rows,
+            prompt="[IMAGE][QUESTION][ANSWER]",
+            prompt_fn=fill,
+            image_token=auto,
+            processor=processor,
+            max_token_num=100,
+        )
+
+
+# -- the options themselves ---------------------------------------------------------------------
+
+
+def test_training_and_evaluation_have_the_same_options():
+    own = {
+        *("image_cache", "image_cache_gib", "max_image_pixels", "max_images_per_sample"),
+        *("min_tiles", "max_tiles", "min_pixels", "max_pixels"),
+    }
+    for config in (RunConfig, EvaluateConfig):
+        assert own <= {item.name for item in dataclasses.fields(config)}
+    assert RunConfig().image_limits()["max_pixels"] == ImageSettings().max_pixels
+    run = RunConfig(min_tiles=2, max_tiles=6, image_cache="x", max_images_per_sample=3)
+    assert Tiling(**run.tiling()) == Tiling(min_tiles=2, max_tiles=6)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--min-tiles", "3", "--max-tiles", "2"), "--min-tiles 3 is more than --max-tiles 2"),
+        (("--min-pixels", "9", "--max-pixels", "8"), "--min-pixels 9 is more than --max-pixels 8"),
+        (("--image-cache-gib", "3"), "--image-cache-gib 3 came without --image-cache"),
+        (("--max-image-pixels", "0"), "--max-image-pixels 0 is out of range"),
+        (("--max-image-pixels", "200000000"), "at most 1.78e+08"),
+        (("--max-tiles", "0"), "--max-tiles 0 is out of range"),
+    ],
+)
+def test_options_that_cannot_be(words, told):
+    keys = (
+        "--model generate --builder auto --dataset jsonl --prompt question --prompt-fn fill "
+        "--image-token auto --metric exact_match"
+    ).split()
+    with pytest.raises(OptionError) as caught:
+        parse_evaluate_args([*keys, *words])
+    assert told in str(caught.value)
+
+
+def test_a_limit_is_a_setting_of_the_dataset_not_of_the_process(tmp_path):
+    Image.new("RGB", (40, 30)).save(tmp_path / "a.png")
+    with using_images(ImageSettings(max_pixels=10)):
+        strict = ImageFolders([tmp_path])
+    ImageFolders([tmp_path]).open("a.png", source="row")
+    with pytest.raises(DataError):
+        strict.open("a.png", source="row")

@@ -1,0 +1,225 @@
+"""What a loss_fn part may ask for and return: counts of a whole batch, the step, figures."""
+
+import functools
+import json
+
+import pytest
+import torch
+
+from options.part_options import takes
+from parse_args import parse_train_args
+from register import (
+    engine_register,
+    import_shelf,
+    loss_fn_register,
+    restored_registers,
+    sim_fn_register,
+)
+from stageline.errors import UserError
+from stageline.modules.chunked_loss import check_token_sum
+from stageline.plotting.curves import loss_figure, read_log
+from stageline.training.loss_part import RESERVED, LossPart
+from stageline.training.run_log import RunLog, StepRecord, name_figures
+from stageline.training.step_loss import StepLoss
+
+import_shelf()
+
+
+def two_terms(logits, batch, *, num_targets, num_long, step, weight=2.0, sim_fn=None):
+    """A sum of terms with counts of their own."""
+    long = logits[batch["is_long"]].sum() / num_long
+    loss = logits.sum() / num_targets + weight * step * long
+    return loss, {"long": long, "both": logits.sum() / num_targets + long}
+
+
+two_terms.counts = {"num_long": lambda batch: int(batch["is_long"].sum())}
+
+
+def plain(logits, batch, *, num_targets):
+    return logits.sum() / num_targets
+
+
+BATCHES = [
+    {"labels": torch.tensor([[-100, 3, 4]]), "is_long": torch.tensor([True, False, True])},
+    {"labels": torch.tensor([[-100, -100, 4]]), "is_long": torch.tensor([False, False, True])},
+]
+LOGITS = [torch.tensor([1.0, 2.0, 4.0]), torch.tensor([8.0, 16.0, 32.0])]
+
+
+def test_counts_step_and_options_reach_the_part():
+    part = LossPart(functools.partial(functools.partial(two_terms, weight=3.0), sim_fn=None))
+    assert part.count(BATCHES) == {"num_targets": 3, "num_long": 3}
+    totals = {name: torch.tensor(float(n)) for name, n in part.count(BATCHES).items()}
+    shares = [
+        part(logits, batch, totals=totals, step=2)
+        for logits, batch in zip(LOGITS, BATCHES, strict=True)
+    ]
+    assert sum(loss for loss, _ in shares).item() == pytest.approx(63 / 3 + 3 * 2 * 37 / 3)
+    assert sum(told["long"] for _, told in shares).item() == pytest.approx(37 / 3)
+
+
+def test_a_part_that_asks_for_nothing_gets_nothing_else():
+    part = LossPart(plain)
+    assert part.count(BATCHES) == {"num_targets": 3}
+    loss, figures = part(LOGITS[0], BATCHES[0], totals={"num_targets": torch.tensor(2.0)}, step=9)
+    assert (loss.item(), figures) == (3.5, {})
+
+
+def test_the_step_loss_adds_figures_up():
+    loss_of = StepLoss(
+        two_terms,
+        num_targets=3,
+        counts={"num_targets": 3, "num_long": 3},
+        step=1,
+        num_micro_batches=2,
+        scale=1024.0,
+        device=torch.device("cpu"),
+    )
+    for logits, batch in zip(LOGITS, BATCHES, strict=True):
+        loss_of(logits, batch)
+    assert loss_of.loss.item() == pytest.approx(21 + 2 * 37 / 3)
+    assert {name: value.item() for name, value in loss_of.figures.items()} == pytest.approx(
+        {"long": 37 / 3, "both": 21 + 37 / 3}
+    )
+
+
+def test_sums_for_totals_that_are_known_later():
+    part = LossPart(two_terms)
+    sums = part.sums(LOGITS[0], BATCHES[0], step=3)
+    assert {n: {c: v.item() for c, v in by.items()} for n, by in sums.items()} == {
+        "loss": {"num_targets": 7.0, "num_long": 30.0},
+        "long": {"num_targets": 0.0, "num_long": 5.0},
+        "both": {"num_targets": 7.0, "num_long": 5.0},
+    }
+
+
+@pytest.mark.parametrize("name", ["num_targets", "step", "num_other"])
+def test_a_count_that_cannot_be_handed_over(name):
+    def part(logits, batch, *, num_targets, step):
+        """A loss."""
+
+    part.counts = {name: len}
+    with pytest.raises(UserError, match=f"declares the count '{name}'"):
+        LossPart(part)
+
+
+def test_names_of_the_log_are_taken():
+    def part(logits, batch, *, num_targets):
+        return logits.sum(), {"grad_norm": logits.sum()}
+
+    with pytest.raises(UserError, match="figures named grad_norm"):
+        LossPart(part)(LOGITS[0], {}, totals={"num_targets": torch.tensor(1.0)}, step=0)
+    record = StepRecord(1, 1.0, 1.0, 1.0, 1, 1, 1, 1.0, router_loss=1.0, problem="p")
+    assert set(record.figures()) <= RESERVED
+
+
+def test_such_a_loss_is_no_token_sum():
+    with pytest.raises(UserError, match="'two_terms'.*compares samples, or returns figures"):
+        check_token_sum(functools.partial(two_terms))
+
+
+def test_figures_are_in_the_log_the_line_and_the_curve(tmp_path):
+    figures = {"marked_loss": 0.5, "accuracy": 0.25}
+    with_figures = functools.partial(
+        StepRecord, learning_rate=1.0, grad_norm=1.0, num_tokens=1, num_targets=1, num_samples=1,
+        seconds=1.0,
+    )  # fmt: skip
+    log = RunLog(tmp_path, total_steps=2)
+    for step in (1, 2):
+        log.log_step(with_figures(step=step, loss=1.0, loss_figures=figures))
+    log.log_eval(2, {"loss": 1.0, **figures})
+    log.close()
+    steps, evaluations = read_log(tmp_path / "log.jsonl")
+    assert [record["marked_loss"] for record in (*steps, *evaluations)] == [0.5] * 3
+    assert steps[0]["loss_figures"] == ["marked_loss", "accuracy"]
+    assert json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])["accuracy"] == 0.25
+    text = str(with_figures(step=1, loss=1.0, loss_figures=figures))
+    assert text.startswith("loss 1.0000, marked loss 0.5000, accuracy 0.2500, ")
+    assert name_figures({}) == ""
+    labels = loss_figure(steps, evaluations).axes[0].get_legend_handles_labels()[1]
+    assert {"marked loss", "accuracy"} <= set(labels)
+    assert (tmp_path / "loss.png").stat().st_size > 0
+
+
+# -- options -------------------------------------------------------------------------------
+
+
+KEYS = (
+    "--dataset jsonl --prompt vqa --prompt-fn fill --image-token none --train-model llama "
+    "--collate-fn sft"
+).split()
+
+
+def needs_similarity(logits, batch, *, num_targets, num_long, step, sim_fn, sharp: float = 1.0):
+    """A loss with counts that have no type, and an option."""
+
+
+needs_similarity.counts = {"num_long": len}
+
+
+def scaled(a, b, *, factor: float = 2.0):
+    """A similarity with an option."""
+
+
+@pytest.fixture
+def parts():
+    with restored_registers():
+        engine_register.register("pipeline", len, replace=True)
+        loss_fn_register.register("needs", needs_similarity)
+        loss_fn_register.register("may", two_terms)
+        sim_fn_register.register("scaled", scaled)
+        yield
+
+
+def test_the_similarity_is_chosen_where_the_loss_takes_one(parts):
+    words = [*KEYS, "--loss-fn", "needs", "--sim-fn", "scaled", "--sim-fn.factor", "3"]
+    arguments = parse_train_args([*words, "--loss-fn.sharp", "4"])
+    assert arguments.parts["sim_fn"].kwargs == {"factor": 3.0}
+    assert arguments.parts["loss_fn"].kwargs == {"sharp": 4.0}
+    config = arguments.as_config()
+    assert (config["sim-fn"], config["sim-fn.factor"]) == ("scaled", 3.0)
+
+
+def test_an_optional_similarity_may_be_left_out(parts):
+    assert "sim_fn" not in parse_train_args([*KEYS, "--loss-fn", "may"]).parts
+    found = parse_train_args([*KEYS, "--loss-fn", "may", "--sim-fn", "js"]).parts
+    assert found["sim_fn"].key == "js"
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("--loss-fn needs", "--sim-fn is missing.*cos, js, scaled"),
+        ("--loss-fn sft --sim-fn js", "--sim-fn js came with --loss-fn sft, which takes no"),
+        ("--loss-fn needs --sim-fn jss", "no key 'jss'.*Did you mean 'js'"),
+        ("--loss-fn needs --sim-fn js --loss-fn.num_long 3", "loss-fn.num.long.*unknown option"),
+        ("--loss-fn needs --sim-fn js --loss-fn.step 3", "loss-fn.step.*unknown option"),
+        ("--loss-fn sft --sim-fn.factor 3", "sim-fn.factor.*unknown option"),
+    ],
+)
+def test_wrong_choices(parts, words, wanted):
+    with pytest.raises(ValueError, match=wanted) as error:
+        parse_train_args([*KEYS, *words.split()])
+    assert error.value.exit_code == 2
+
+
+def test_what_takes_what():
+    assert takes(needs_similarity, "sim_fn") == "needs"
+    assert takes(two_terms, "sim_fn") == "may have"
+    assert takes(functools.partial(two_terms, sim_fn=len), "sim_fn") == "no"
+    assert takes(plain, "sim_fn") == "no"
+
+
+def test_marked_words_are_a_list_or_a_name(parts):
+    words = [*KEYS[:-1], "contrastive", "--loss-fn", "contrastive", "--sim-fn", "js"]
+    values = [
+        (["clock"], "clock"),
+        (["none"], "none"),
+        (["[]"], []),
+        (["left", "upper left", "\u5de6"], ["left", "upper left", "\u5de6"]),
+        (["directions", "cup"], ["directions", "cup"]),
+    ]
+    for given, wanted in values:
+        arguments = parse_train_args([*words, "--collate-fn.marked", *given])
+        assert arguments.parts["collate_fn"].kwargs["marked"] == wanted
+    assert parse_train_args(words).parts["collate_fn"].kwargs["marked"] == "directions"

@@ -1,0 +1,245 @@
+"""Rows of new tokens against the unsplit transformers model, resized, with a mask on gradients."""
+
+import json
+
+import peft
+import pytest
+import torch
+from transformers import AutoConfig
+
+from pp_models import CausalLMStage, VisionLanguageStage
+from pp_models.filling import Source, fill_stage
+from stageline.checkpoint.adapter import attach_adapter, read_adapter
+from stageline.checkpoint.plain_model import load_plain, load_with_peft
+from stageline.checkpoint.save import save_split_model
+from stageline.modules.new_rows import NewRows
+from stageline.pipeline.local_stages import LocalStages
+from stageline.testing.tiny_batches import tiny_micro_batches
+from stageline.testing.tiny_checkpoints import auto_class, tiny_whole
+from stageline.testing.tiny_models import VISION_LANGUAGE, VOCAB_SIZE
+from stageline.training.optimizer_groups import optimizer_groups
+
+IDS = (40, VOCAB_SIZE, VOCAB_SIZE + 1)  # one in an unused row, two beyond the last
+PIECES = ((9, 10), (11,), (12, 13, 12))
+NUM_ROWS = VOCAB_SIZE + 2
+DTYPE = torch.float64
+ADAMW = {"lr": 0.05, "weight_decay": 0.1}
+
+
+def new_rows(**changes):
+    return NewRows(**{"ids": IDS, "pieces": PIECES, "fresh": frozenset(IDS), **changes})
+
+
+def make_stages(family, checkpoint, base, num_stages, *, dtype=DTYPE, rows=None, **kwargs):
+    stage_class = VisionLanguageStage if family in VISION_LANGUAGE else CausalLMStage
+    stages = []
+    for stage in range(num_stages):
+        config = AutoConfig.from_pretrained(base)
+        model = stage_class(config, stage=stage, num_stages=num_stages, dtype=dtype, **kwargs)
+        fill_stage(model, Source(str(checkpoint), 0, "cpu", dtype), new_rows=rows)
+        stages.append(model)
+    return LocalStages(stages)
+
+
+def batch_of(family, dtype=DTYPE):
+    """A micro-batch with each new token in the prompt and among the targets."""
+    batch = tiny_micro_batches(family, dtype=dtype)[2]
+    for place, token in zip((-9, -7, -4), IDS, strict=True):
+        batch["input_ids"][0, place] = token
+        batch["labels"][0, place] = token
+    return batch
+
+
+def logits_of(stages, batch):
+    batch = {name: value for name, value in batch.items() if name != "labels"}
+    hidden = batch["input_ids"]
+    for stage in stages:
+        hidden = stage(hidden, **batch)
+    return hidden
+
+
+def loss_of(logits, batch):
+    return torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+    )
+
+
+def reference(family, folder, *, dtype=DTYPE):
+    """The library's model with rows for the new tokens, set here by hand."""
+    model = auto_class(family).from_pretrained(folder, dtype=dtype)
+    model.resize_token_embeddings(NUM_ROWS, mean_resizing=False)
+    matrices = {id(m.weight): m.weight for m in vocabulary(model)}
+    with torch.no_grad():
+        for weight in matrices.values():
+            for token, pieces in zip(IDS, PIECES, strict=True):
+                weight[token] = torch.stack([weight[piece] for piece in pieces]).mean(0)
+    return model, list(matrices.values())
+
+
+def vocabulary(model):
+    return model.get_input_embeddings(), model.get_output_embeddings()
+
+
+def train_reference(model, matrices, batch, steps):
+    """AdamW on whole matrices, of which all but the new rows are put back after each step."""
+    model.requires_grad_(False)
+    for weight in matrices:
+        weight.requires_grad_(True)
+    optimizer = torch.optim.AdamW(matrices, **ADAMW)
+    old = [weight.detach().clone() for weight in matrices]
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(model(**inputs).logits, batch).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for weight, before in zip(matrices, old, strict=True):
+                rows = weight[list(IDS)].clone()
+                weight.copy_(before)
+                weight[list(IDS)] = rows
+
+
+def train(stages, batch, steps):
+    parameters = {n: p for n, p in stages.named_parameters().items() if p.requires_grad}
+    optimizer = torch.optim.AdamW(optimizer_groups(parameters, weight_decay=0.1), lr=0.05)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(logits_of(stages, batch), batch).backward()
+        optimizer.step()
+    return parameters
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "internvl"])
+def test_rows_alone_are_those_of_the_resized_model(family, tied, num_stages, tmp_path):
+    tiny_whole(family, tmp_path / "base", tied=tied)
+    frozen = {f"frozen_{part}": True for part in ("vit", "mlp", "llm", "lm_head")}
+    stages = make_stages(
+        family,
+        tmp_path / "base",
+        tmp_path / "base",
+        num_stages,
+        rows=new_rows(train_alone=True),
+        **frozen,
+    )
+    theirs, matrices = reference(family, tmp_path / "base")
+    batch = batch_of(family)
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    expected = theirs(**inputs).logits
+    torch.testing.assert_close(logits_of(stages, batch), expected, rtol=0, atol=1e-9)
+    trained = train(stages, batch, steps=4)
+    assert all(parameter.shape[0] == len(IDS) for parameter in trained.values())
+    assert len(trained) == (1 if tied else 2)
+    train_reference(theirs, matrices, batch, steps=4)
+    expected = theirs(**inputs).logits
+    torch.testing.assert_close(logits_of(stages, batch), expected, rtol=0, atol=1e-9)
+    saved = save_split_model(list(stages), None, tmp_path / "saved")
+    again = auto_class(family).from_pretrained(saved, dtype=DTYPE)
+    start, _ = reference(family, tmp_path / "base")
+    kept = [token for token in range(VOCAB_SIZE) if token not in IDS]
+    for module, trained_one, before in zip(
+        vocabulary(again), vocabulary(theirs), vocabulary(start), strict=True
+    ):
+        assert module.weight.shape[0] == NUM_ROWS == again.config.get_text_config().vocab_size
+        assert torch.equal(module.weight[kept], before.weight[kept])
+        ids = list(IDS)
+        assert (module.weight[ids] - before.weight[ids]).abs().max() > 0.01
+        difference = module.weight[ids] - trained_one.weight[ids]
+        assert difference.abs().max() < 1e-9
+    assert set(again.state_dict()) == set(start.state_dict())
+    # the rest of the model, too, is what it was
+    for name, value in again.state_dict().items():
+        if value.shape[:1] != (NUM_ROWS,):
+            assert torch.equal(value, start.state_dict()[name]), name
+
+
+def test_rows_that_are_known_keep_their_values(tmp_path):
+    tiny_whole("llama", tmp_path / "base")
+    stages = make_stages("llama", tmp_path / "base", tmp_path / "base", 1, rows=new_rows())
+    train(stages, batch_of("llama"), steps=1)
+    folder = save_split_model(list(stages), None, tmp_path / "first")
+    before = load_plain(folder, dtype=DTYPE).get_input_embeddings().weight
+    (again,) = make_stages("llama", folder, folder, 1, rows=new_rows(fresh=frozenset()))
+    assert torch.equal(again.get_parameter("model.embed_tokens.weight"), before)
+    (anew,) = make_stages("llama", folder, folder, 1, rows=new_rows())
+    weight = anew.get_parameter("model.embed_tokens.weight")
+    assert torch.equal(weight[VOCAB_SIZE], before[PIECES[1][0]])
+
+
+def test_a_matrix_that_trains_whole_gets_no_rows_apart(tmp_path):
+    tiny_whole("llama", tmp_path / "base")
+    stages = make_stages("llama", tmp_path / "base", tmp_path / "base", 1, rows=new_rows())
+    names = {n for n, p in stages.named_parameters().items() if p.requires_grad}
+    assert "model.embed_tokens.weight" in names and not any("new_rows" in n for n in names)
+
+
+LORA = {"llm_lora_num": 1, "lora_rank": 3, "lora_alpha": 6.0}
+
+
+@pytest.mark.parametrize("head", ["tied", "rows", "whole"])
+@pytest.mark.parametrize("family", ["llama", "internvl"])
+def test_peft_loads_lora_and_rows(family, head, tmp_path):
+    tiny_whole(family, tmp_path / "base", tied=head == "tied")
+    frozen = {f"frozen_{part}": True for part in ("vit", "mlp")}
+    rows = new_rows(train_alone=head != "whole")
+    base = tmp_path / "base"
+    options = {**LORA, **frozen, "dtype": torch.float32}
+    stages = make_stages(family, base, base, 2, rows=rows, **options)
+    batch = batch_of(family, torch.float32)
+    train(stages, batch, steps=3)
+    expected = logits_of(stages, batch)
+    folder = save_split_model(list(stages), None, tmp_path / "adapter")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    told = config["trainable_token_indices"]
+    assert set(map(tuple, told.values())) == {IDS}
+    assert len(told) == (2 if head == "rows" else 1)
+    assert (config["modules_to_save"] is not None) == (head == "whole")
+
+    plain = auto_class(family).from_pretrained(tmp_path / "base")
+    plain.resize_token_embeddings(NUM_ROWS, mean_resizing=False)
+    theirs = peft.PeftModel.from_pretrained(plain, folder)
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    found = theirs(**inputs).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    ours = attach_adapter(auto_class(family).from_pretrained(tmp_path / "base"), folder)
+    torch.testing.assert_close(ours(**inputs).logits, expected, rtol=1e-5, atol=1e-5)
+    through_peft = load_with_peft(folder, auto_class(family).from_pretrained(tmp_path / "base"))
+    torch.testing.assert_close(through_peft(**inputs).logits, expected, rtol=1e-5, atol=1e-5)
+    assert (
+        expected - reference(family, base, dtype=torch.float32)[0](**inputs).logits
+    ).abs().max() > 0.1
+
+    # an adapter on it, which knows nothing of new tokens itself
+    twice = {**options, "llm_lora_num": 2, "lora_rank": 2, "frozen_lm_head": True}
+    second = make_stages(family, folder, tmp_path / "base", 2, **twice)
+    torch.testing.assert_close(logits_of(second, batch), expected, rtol=1e-5, atol=1e-5)
+    train(second, batch, steps=2)
+    expected = logits_of(second, batch)
+    folder = save_split_model(list(second), None, tmp_path / "second")
+    if head != "whole":
+        assert read_adapter(folder).rows
+    if head != "whole":
+        ours = attach_adapter(auto_class(family).from_pretrained(tmp_path / "base"), folder)
+        torch.testing.assert_close(ours(**inputs).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_adapter_that_peft_made_with_rows(tmp_path):
+    tiny_whole("llama", tmp_path / "base", tied=True)
+    plain, _ = reference("llama", tmp_path / "base", dtype=torch.float32)
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], trainable_token_indices={"embed_tokens": list(IDS)}
+    )
+    model = peft.get_peft_model(plain, config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(tmp_path / "theirs")
+    batch = batch_of("llama", torch.float32)
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    expected = model.eval()(**inputs).logits
+    ours = attach_adapter(
+        auto_class("llama").from_pretrained(tmp_path / "base"), tmp_path / "theirs"
+    )
+    torch.testing.assert_close(ours(**inputs).logits, expected, rtol=1e-5, atol=1e-5)

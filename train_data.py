@@ -1,0 +1,201 @@
+"""The data of a training run: datasets and processor, checked before a model is loaded; batches.
+
+Knows the options and the contract of each register; train_pp.py puts the objects together.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+
+from torch.utils.data import Dataset, Subset
+
+from options.run_options import RunConfig
+from parse_args import TrainArguments
+from stageline.data.bad_rows import BadRows, leaving_out
+from stageline.data.check_batch import CheckedCollate
+from stageline.data.groups import (
+    check_batch_sizes,
+    group_size_of,
+    some_rows,
+    whole_groups,
+)
+from stageline.data.image_settings import make_image_settings, using_images
+from stageline.data.lengths import padding_argument
+from stageline.data.loader import MicroBatchLoader
+from stageline.data.preflight import check_vocabulary, preflight
+from stageline.data.prepare_images import prepare_images
+from stageline.data.processor import get_pad_token_id, load_processor
+from stageline.data.sampler import StepSampler
+from stageline.data.tiling import Tiling
+from stageline.distributed.process_group import DistributedContext
+from stageline.errors import UserError
+from stageline.model_folder import load_config
+from stageline.modules.chunked_loss import check_token_sum
+from stageline.pipeline.schedules import Schedule
+from train_vocabulary import add_tokens, check_tied_head, num_rows_of
+
+
+class Data:
+    """Datasets, processor and collate function of a run, checked before any model is loaded."""
+
+    def __init__(self, arguments: TrainArguments) -> None:
+        run, parts = arguments.run, arguments.parts
+        path = run.processor_path or run.model_path or run.config_path
+        if path is None:
+            raise UserError(
+                "neither --model-path nor --config-path came: a folder with config.json and a "
+                "tokenizer was expected; --model-path continues from its weights, --config-path "
+                "starts at random."
+            )
+        self.processor = load_processor(path, trust_remote_code=run.trust_remote_code)
+        self.new_tokens = add_tokens(arguments, self.processor, path)
+        images = make_image_settings(**run.image_limits())
+        prepare_images(self.processor, images, Tiling(**run.tiling()))
+        self.pad_token_id = get_pad_token_id(self.processor)
+        dataset = parts["dataset"]
+        make = functools.partial(dataset.part, dataset_path=run.dataset_path, **dataset.kwargs)
+        self.bad_rows = BadRows(run.skip_bad_rows)
+        with leaving_out(self.bad_rows), using_images(images):
+            self.train = make(split="train")
+            self.test = make(split="test") if run.eval_samples else None
+        if self.test is not None and run.eval_samples != "all":
+            self.test = some_rows(self.test, run.eval_samples)
+        check_groups(arguments, self.train, self.test)
+        collate, prompt_fn = parts["collate_fn"], parts["prompt_fn"]
+        image_token = parts["image_token"]
+        self.texts = {
+            "prompt": parts["prompt"].part,
+            "prompt_fn": functools.partial(prompt_fn.part, **prompt_fn.kwargs),
+            "image_token": functools.partial(image_token.part, **image_token.kwargs),
+        }
+        self.collate: Callable = functools.partial(
+            collate.part,
+            **self.texts,
+            processor=self.processor,
+            pad_token_id=self.pad_token_id,
+            max_token_num=run.max_token_num,
+            num_stages=run.num_stages,
+            **padding_argument(collate.part, run.pad_to_multiple_of),
+            **collate.kwargs,
+        )
+
+
+def check_groups(arguments: TrainArguments, *datasets: Dataset | None) -> None:
+    """Refuses batches that would cut groups, and a collate part without the groups it needs."""
+    run, parts = arguments.run, arguments.parts
+    for dataset in filter(None, datasets):
+        size = group_size_of(dataset)
+        check_batch_sizes(
+            batch_size=run.batch_size,
+            micro_batch_size=run.micro_batch_size,
+            group_size=size,
+            is_packed=run.packing,
+        )
+        if size == 1 and getattr(parts["collate_fn"].part, "needs_groups", False):
+            raise UserError(
+                f"--collate-fn {parts['collate_fn'].key} came with --dataset "
+                f"{parts['dataset'].key}, which has no groups. A dataset with group_size was "
+                "expected, because the samples of a group are compared: use --dataset groups, a "
+                "dataset of your own with groups (docs/add_a_part.md), or --collate-fn sft."
+            )
+
+
+def check_data(arguments: TrainArguments) -> Data:
+    """Builds the datasets and refuses bad rows, images and tokenizers; loads no model."""
+    run = arguments.run
+    if run.logits_chunk:
+        check_token_sum(arguments.parts["loss_fn"].part)
+    data = Data(arguments)
+    config = load_config(run.config_path or run.model_path, trust_remote_code=run.trust_remote_code)
+    check_tied_head(run, config)
+    vocab_size = num_rows_of(run, config, new_tokens=data.new_tokens)
+    if vocab_size is not None:
+        check_vocabulary(data.processor, vocab_size)
+        data.collate = CheckedCollate(data.collate, vocab_size)
+    # a collate part of another kind than sft judges its rows by itself
+    if "overlong" in arguments.parts["collate_fn"].kwargs:
+        data.train = check_rows(arguments, data, data.train, vocab_size)
+        if data.test is not None:
+            data.test = check_rows(arguments, data, data.test, vocab_size)
+    report = left_over_rows(run, data.train)
+    if data.bad_rows.reasons:
+        report += f"{len(data.bad_rows)} bad rows are left out:\n{data.bad_rows.listed()}\n"
+    if os.environ.get("RANK", "0") == "0":
+        print(report, end="", flush=True)
+    return data
+
+
+def check_rows(
+    arguments: TrainArguments, data: Data, dataset: Dataset, vocab_size: int | None
+) -> Dataset:
+    """The dataset without rows that are bad and may be left out."""
+    run = arguments.run
+    report = preflight(
+        dataset,
+        **data.texts,
+        processor=data.processor,
+        max_token_num=run.max_token_num,
+        overlong=arguments.parts["collate_fn"].kwargs["overlong"],
+        vocab_size=vocab_size,
+        bad_rows=data.bad_rows,
+        seed=run.seed,
+    )
+    bad = set(whole_groups(report.bad, group_size_of(dataset)))
+    with_them = len(bad) - len(report.bad)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{report}, {with_them} more of their groups" if with_them else report, flush=True)
+    if not bad:
+        return dataset
+    return Subset(dataset, [row for row in range(len(dataset)) if row not in bad])
+
+
+def left_over_rows(run: RunConfig, dataset: Dataset) -> str:
+    """Says how many rows an epoch leaves out because steps are whole.
+
+    Raises:
+        UserError: there are too few rows for one step.
+    """
+    num_rows = len(dataset)
+    sampler = StepSampler(
+        num_rows,
+        step_samples=run.batch_size * run.accumulate_steps,
+        dp_degree=run.dp_degree or 1,
+        seed=run.seed,
+        group_size=group_size_of(dataset),
+    )
+    rest = num_rows % (sampler.step_samples * sampler.dp_degree)
+    if rest == 0:
+        return ""
+    return f"{rest} of {num_rows} rows are left over in each epoch (others each time)\n"
+
+
+def make_loader(
+    arguments: TrainArguments,
+    data: Data,
+    context: DistributedContext,
+    schedule: Schedule,
+    dataset: object,
+    *,
+    is_evaluation: bool,
+    start_step: int = 0,
+) -> MicroBatchLoader:
+    """Batches of micro-batches; the same samples on every stage, pixels on the first one."""
+    run = arguments.run
+    return MicroBatchLoader(
+        dataset,
+        collate=functools.partial(data.collate, stage=context.pp_rank),
+        batch_size=run.batch_size,
+        micro_batch_size=run.micro_batch_size,
+        accumulate_steps=1 if is_evaluation else run.accumulate_steps,
+        dp_rank=context.dp_rank,
+        dp_degree=context.num_replicas,
+        seed=run.seed,
+        num_workers=run.num_workers,
+        pins=context.device.type == "cuda",
+        start_step=start_step,
+        shuffle=not is_evaluation,
+        eval=is_evaluation,
+        order=run.micro_batch_order,
+        packing=run.max_token_num if run.packing and not is_evaluation else None,
+        legal_counts=schedule.legal_micro_batches,
+    )
