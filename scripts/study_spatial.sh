@@ -12,7 +12,7 @@ SIM_FN="${SIM_FN:-js}"
 SPLIT="${SPLIT:-test}" # choose settings on validation
 NUM_TEST="${NUM_TEST:-1200}"
 NEGATIVES=2
-MARKED=directions,clock,yes,no
+COMPARED=(--collate-fn.marked directions,clock,yes,no --loss-fn.warmup_steps 100)
 OPTIONS=()
 while [ $# -gt 0 ]; do
     case "$1" in
@@ -20,6 +20,7 @@ while [ $# -gt 0 ]; do
         --seeds) SEEDS="$2" && shift 2 ;;
         --arms) ARMS="$2" && shift 2 ;;
         --sim-fn) SIM_FN="$2" && shift 2 ;;
+        --loss-fn.* | --collate-fn.*) COMPARED+=("$1" "$2") && shift 2 ;; # sft has none of them
         *) OPTIONS+=("$1") && shift ;;
     esac
 done
@@ -27,8 +28,9 @@ done
 case "$SIZE" in
     small) # 2 CPU cores
         SCENES=(--dataset.num_things 1 --dataset.references car --dataset.image_size 48)
-        TRAIN=(--batch-size 64 --micro-batch-size 32 --learning-rate 1e-3 --total-steps 700
-            --dataset.num_train 10000)
+        # the vision layers are on stage 0: fewer text layers there make equal stages
+        TRAIN=(--batch-size 64 --micro-batch-size 32 --learning-rate 1e-3 --total-steps 500
+            --dataset.num_train 10000 --partition 1,2)
         ;;
     large) # a GPU with 24 GB or more for each stage
         SCENES=(--dataset.num_things 3 --dataset.image_size 96 --dataset.headings 12
@@ -50,9 +52,8 @@ model() { # seed: random weights, written whole or not at all
 }
 
 train() { # arm, seed: both arms see the same pictures in the same order, from the same start
-    local similar=()
-    [ "$1" = sft ] || similar=(--sim-fn "$SIM_FN" --collate-fn.marked "$MARKED"
-        --loss-fn.warmup_steps 100)
+    local compared=()
+    [ "$1" = sft ] || compared=(--sim-fn "$SIM_FN" "${COMPARED[@]}")
     "$PYTHON" "$ROOT/train_pp.py" \
         --num-stages 2 \
         --train-model internvl \
@@ -65,7 +66,7 @@ train() { # arm, seed: both arms see the same pictures in the same order, from t
         --image-token auto \
         --collate-fn "$1" \
         --loss-fn "$1" \
-        ${similar[@]+"${similar[@]}"} \
+        ${compared[@]+"${compared[@]}"} \
         --micro-batch-order given \
         --max-token-num 128 \
         "${TRAIN[@]}" \
@@ -73,7 +74,7 @@ train() { # arm, seed: both arms see the same pictures in the same order, from t
         --warmup-steps 20 \
         --weight-decay 0.05 \
         --eval-samples 0 \
-        --save-steps 200 \
+        --save-steps 250 \
         --keep-last 1 \
         --resume auto \
         --seed "$2" \

@@ -20,6 +20,8 @@ from stageline.data.scene_questions import (
 from stageline.errors import UserError
 
 _VERSION = 1  # of what is drawn for a seed; figures of other versions do not compare
+# how the metric rotate_qa reads answers of a task
+_READ_AS = {"clock": "clock", "statement": "yes_no"}
 ROLES = ("anchor", "positive", "negative")
 SPLITS = ("train", "validation", "test")
 # thirds of the grid of distances: no scene of one split can occur in another
@@ -97,14 +99,20 @@ class Scenes:
 
     def __getitem__(self, index: int) -> tuple[list[Image.Image], dict[str, Any]]:
         question, (group, place) = self.question(index), divmod(index, self.group_size)
-        task = question.task
+        task, is_new = question.task, self._is_new(group)
+        rotation = question.scene.heading
         sample: dict[str, Any] = {
             "id": f"scenes-{self._split}-{index}",
             "question": question.text,
             "answer": question.answer,
-            "rotation": question.scene.heading,
-            "task": task,
-            "group": f"{task}, new" if self._is_new(group) else task,
+            "rotation": rotation,
+            "task": _READ_AS.get(task, "direction"),
+            "group": f"{task}, new" if is_new else task,
+            "groups": {
+                "task": task,
+                "combination": "new" if is_new else "trained",
+                "rotation": f"{rotation} degrees",
+            },
         }
         if self._is_grouped:
             sample["contrast_group"] = f"scenes-{self._split}-{group}"
@@ -198,8 +206,9 @@ def export_scenes(scenes: Scenes, folder: str | Path, *, split: str) -> None:
     lines = []
     for index in range(len(scenes)):
         (image,), sample = scenes[index]
-        name = f"images/{sample['id']}.png"
-        image.save(folder / name)
-        row = {**sample, "image": name, "task": sample["group"]}
-        lines.append(json.dumps({key: row[key] for key in row if key != "group"}) + "\n")
+        picture = f"images/{sample['id']}.png"
+        image.save(folder / picture)
+        row = {name: value for name, value in sample.items() if name not in ("group", "groups")}
+        row |= {"image": picture, "scene_task": sample["groups"]["task"]}
+        lines.append(json.dumps(row) + "\n")
     (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")

@@ -202,7 +202,7 @@ def test_groups_are_whole_and_differ_in_what_they_should(things, headings, negat
         anchor, positive, *others = samples
         assert (positive["question"], positive["answer"]) == (anchor["question"], anchor["answer"])
         assert all(sample["answer"] != anchor["answer"] for sample in others)
-        assert len({sample["task"] for sample in samples}) == 1
+        assert len({sample["groups"]["task"] for sample in samples}) == 1
         pictures = [pixels(images[0]) for images, _ in rows]
         assert abs(pictures[1] - pictures[0]).max() > 60, "another picture"
         for sample, picture in zip(others, pictures[2:], strict=True):
@@ -251,9 +251,10 @@ def test_an_exported_folder_is_read_as_rotate_qa(tmp_path):
         (image,), sample = scenes[index]
         (stored,), read = rows[index]
         assert stored.convert("RGB").tobytes() == image.tobytes()
-        for name in ("question", "answer", "group", "rotation"):
+        for name in ("question", "answer", "task", "rotation"):
             assert read[name] == sample[name]
-    assert json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])["task"] == "direction"
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").open()]
+    assert [row["scene_task"] for row in rows] == [*TASKS, *TASKS]
 
 
 def test_the_metric_takes_the_answers():
