@@ -78,7 +78,9 @@ class DeepstackStage(MultimodalRotaryStage):
         hidden = kwargs["inputs_embeds"]
         made = kwargs.get("deepstack_visual_embeds")
         if made is not None:
-            self._features = {i: value.to(hidden.dtype) for i, value in enumerate(made)}
+            # the library up to 5.17 hands on what get_image_features gave, an entry an image
+            whole = [v if isinstance(v, torch.Tensor) else torch.cat(v) for v in made]
+            self._features = {i: value.to(hidden.dtype) for i, value in enumerate(whole)}
         mask = kwargs.get("visual_pos_masks")
         kwargs["visual_pos_masks"] = self._is_image_BT if mask is None else mask
         kwargs["deepstack_visual_embeds"] = self._own_features()

@@ -3,7 +3,7 @@
 Every rank knows the shapes from small integers alone (token ids, grids, sizes): only the first
 stage has pixels. Used where a tower lies on stages of its own (vision_stages.py).
 
-Shapes: P tiles or images, N patches of one, H hidden size.
+Shapes: N image tokens of a micro-batch, H hidden size.
 """
 
 import torch
@@ -24,13 +24,11 @@ class TowerImages:
         config: of the whole model.
 
     Attributes:
-        gives_list: whether the family's `get_image_features` gives a tensor for each image.
         integers: names of the integers that a tower needs beside the pixels.
         num_blocks: of the tower.
         deepstack: the blocks behind which features branch off for later decoder layers.
     """
 
-    gives_list = False
     integers: tuple[str, ...] = ()
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -97,6 +95,10 @@ class TowerImages:
         """All image inputs of one small image, where a micro-batch has none."""
         return placeholder_inputs(self.config, dtype=dtype, device=like.device)
 
+    def pooled(self, features_NH: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
+        """Projected features in the form that the family's `get_image_features` gives."""
+        return features_NH.view(-1, self.tile_tokens(), features_NH.shape[-1])
+
     def earliest_state(self) -> int:
         """The first of the tower's hidden states that is projected; 0 is before its first block."""
         layers = getattr(self.config, "vision_feature_layer", -1)
@@ -121,8 +123,6 @@ class Gemma3Images(TowerImages):
 class Idefics3Images(TowerImages):
     """Idefics 3, SmolVLM: tiles in a row, `scale_factor` squared patches a token."""
 
-    gives_list = True
-
     def tile_tokens(self) -> int:
         return (self.tile_side() // self.config.scale_factor) ** 2
 
@@ -137,8 +137,6 @@ class Idefics3Images(TowerImages):
 class LlavaImages(TowerImages):
     """LLaVA: one tile an image, a token for each patch."""
 
-    gives_list = True
-
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(config)
         if self.vision.model_type not in FIXED_TOWERS:
@@ -151,6 +149,9 @@ class LlavaImages(TowerImages):
     def tile_tokens(self) -> int:
         num_states = self.example_shape(1)[1]
         return num_states - (self.config.vision_feature_select_strategy == "default")
+
+    def pooled(self, features_NH: torch.Tensor) -> list[torch.Tensor]:
+        return [features_NH]
 
 
 class LlavaNextImages(LlavaImages):
@@ -176,7 +177,6 @@ class LlavaNextImages(LlavaImages):
 class GridImages(TowerImages):
     """Qwen-VL: images of any size, all patches in one row."""
 
-    gives_list = True
     integers = ("image_grid_thw",)
 
     def hidden_shape(self, batch: Batch) -> tuple[int, ...]:
@@ -188,6 +188,9 @@ class GridImages(TowerImages):
 
     def pixels(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden  # as many rows as patches is all that counts
+
+    def pooled(self, features_NH: torch.Tensor) -> list[torch.Tensor]:
+        return [features_NH]
 
     def earliest_state(self) -> int:
         return self.num_blocks

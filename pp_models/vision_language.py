@@ -122,5 +122,6 @@ add_vision_family("llava", VisionLanguageStage, ("llava",))
 add_vision_family("llava_next", VisionLanguageStage, ("llava_next",))
 add_vision_family("qwen2_vl", MultimodalRotaryStage, ("qwen2_vl",))
 add_vision_family("qwen2_5_vl", MultimodalRotaryStage, ("qwen2_5_vl",))
-add_vision_family("idefics3", VisionLanguageStage, ("idefics3", "smolvlm"))
+# first: export.py takes the first key that serves a folder
 add_vision_family("smolvlm", VisionLanguageStage, ("smolvlm",))
+add_vision_family("idefics3", VisionLanguageStage, ("idefics3", "smolvlm"))

@@ -208,9 +208,7 @@ class VisionStages:
                 features = self.whole.base_model.get_image_features(**inputs).pooler_output
             except Departed as border:
                 return border.hidden, *made
-            if self.images.gives_list:
-                features = torch.cat(list(features))
-            features = features.reshape(-1, features.shape[-1])
+            features = torch.cat([each.reshape(-1, each.shape[-1]) for each in features])
         # of a blank image one row, so that all know how many
         return features if has_images else features[:1], *made
 
@@ -254,9 +252,9 @@ class VisionStages:
             output = super().forward(batch["input_ids"], **batch)
             return _with_nothing_of((features, *branches), output)
         batch["pixel_values"] = features
-        pooled = [features] if self.images.gives_list else features
         outputs = SimpleNamespace(
-            pooler_output=pooled, deepstack_features=[[branch] for branch in branches]
+            pooler_output=self.images.pooled(features),
+            deepstack_features=[[branch] for branch in branches],
         )
         base = self.whole.base_model
         base.__dict__["get_image_features"] = lambda *args, **kwargs: outputs

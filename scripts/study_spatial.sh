@@ -38,7 +38,7 @@ case "$SIZE" in
         SCENES=(--dataset.num_things 3 --dataset.image_size 96 --dataset.headings 12
             --dataset.oblique 0.3)
         TRAIN=(--batch-size 256 --micro-batch-size 64 --learning-rate 5e-4 --total-steps 20000
-            --dataset.num_train 200000 --precision bf16)
+            --dataset.num_train 200000 --bf16)
         ;;
     *) stageline_fail "--size $SIZE: small or large was expected." ;;
 esac

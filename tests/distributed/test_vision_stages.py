@@ -63,7 +63,10 @@ def true_float64():
 
 @functools.cache
 def processor_of(family):
-    return tiny_processor(family)
+    try:
+        return tiny_processor(family)
+    except ImportError as error:  # older releases of the library want torchvision for some
+        pytest.skip(str(error))
 
 
 @functools.cache
