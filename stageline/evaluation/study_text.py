@@ -16,7 +16,8 @@ def study_markdown(figures: Mapping[str, Any], *, title: str, settings: Mapping[
         f"# {title}",
         "\n".join(f"- {name}: {value}" for name, value in settings.items()),
         "## Held-out accuracy\n\nMean over seeds, in brackets the interval of 95 % over held-out "
-        "samples; ± is the standard deviation between seeds.",
+        "samples; ± is the standard deviation between seeds. Chance is who guesses. Where all or none "
+        "are right, the bootstrap has no width: that is no certainty.",
         _accuracy_table(figures),
         "## Difference\n\nPaired by seed and sample, in points of a hundred. The first interval "
         "is for these runs and other samples, the second for other seeds too.",
@@ -36,7 +37,7 @@ def verdict(name: str, difference: Mapping[str, Any]) -> str:
     arm, _, baseline = name.partition(" - ")
     num_seeds = len(difference["by_seed"])
     if num_seeds < 3:
-        return f"{num_seeds} seed(s) a arm: nothing can be said about {arm} against {baseline}."
+        return f"With {num_seeds} of 3 seeds nothing can be said about {arm} against {baseline}."
     if low <= 0 <= high:
         return (
             f"Over these {num_seeds} seeds {arm} and {baseline} cannot be told apart: the "
@@ -91,7 +92,7 @@ def _runs_table(figures: Mapping[str, Any]) -> str:
 def _accuracy(figure: Mapping[str, Any]) -> str:
     low, high = figure["interval_95_over_samples"]
     mean = f"{100 * figure['mean']:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
-    return f"{mean} ± {100 * figure['spread']:.1f}"
+    return f"{mean} ± {100 * figure['spread']:.1f}" if len(figure["by_seed"]) > 1 else mean
 
 
 def _points(interval: Sequence[float]) -> str:
