@@ -16,8 +16,8 @@ def study_markdown(figures: Mapping[str, Any], *, title: str, settings: Mapping[
         f"# {title}",
         "\n".join(f"- {name}: {value}" for name, value in settings.items()),
         "## Held-out accuracy\n\nMean over seeds, in brackets the interval of 95 % over held-out "
-        "samples; ± is the standard deviation between seeds. Chance is who guesses. Where all or none "
-        "are right, the bootstrap has no width: that is no certainty.",
+        "samples; ± is the standard deviation between seeds. Chance is who guesses. Where all or "
+        "none are right, the bootstrap has no width: that is no certainty.",
         _accuracy_table(figures),
         "## Difference\n\nPaired by seed and sample, in points of a hundred. The first interval "
         "is for these runs and other samples, the second for other seeds too.",
