@@ -1,6 +1,7 @@
 """Scenes with questions, drawn when they are asked for: no file, no download, exact answers."""
 
 import json
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from random import Random
@@ -82,16 +83,16 @@ class Scenes:
         self.group_size = 2 + negatives if negatives is not None else 1
         self._num_groups = num_train if split == "train" else num_test
         self._image_size = image_size
-        common = {
-            "references": tuple(references),
-            "shapes": SHAPES[:num_shapes],
-            "colors": tuple(COLORS)[:num_colors],
-            "headings": headings,
-            "num_things": num_things,
-            "distances": _DISTANCES[split],
-            "oblique": oblique,
-        }
-        self._rules = (SceneRules(**common), SceneRules(**common, holds_new=True))
+        trained = SceneRules(
+            references=tuple(references),
+            shapes=SHAPES[:num_shapes],
+            colors=tuple(COLORS)[:num_colors],
+            headings=headings,
+            num_things=num_things,
+            distances=_DISTANCES[split],
+            oblique=oblique,
+        )
+        self._rules = (trained, replace(trained, holds_new=True))
         self._last: tuple[int, list[Question]] = (-1, [])
 
     def __len__(self) -> int:
