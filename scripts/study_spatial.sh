@@ -12,9 +12,7 @@ SIM_FN="${SIM_FN:-js}"
 SPLIT="${SPLIT:-test}" # choose settings on validation
 NUM_TEST="${NUM_TEST:-1200}"
 NEGATIVES=2
-# 0.2 was chosen on the validation split, from 1 and 0.2
-COMPARED=(--collate-fn.marked directions,clock,yes,no --loss-fn.warmup_steps 100
-    --loss-fn.contrastive_weight 0.2)
+COMPARED=(--collate-fn.marked directions,clock,yes,no --loss-fn.warmup_steps 100)
 OPTIONS=()
 while [ $# -gt 0 ]; do
     case "$1" in
