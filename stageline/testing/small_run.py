@@ -274,7 +274,7 @@ def _fork_rank(words: list[str], rank: int, ranks: int, port: int, chaos: str, f
 
 def _forget_the_house() -> None:
     """Lets the entry file find empty registers: tests may have filled and restored them."""
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():  # at once: other threads import
         file = Path(getattr(module, "__file__", None) or "/")
         if file.is_relative_to(ROOT):
             first = file.relative_to(ROOT).parts[0]

@@ -20,7 +20,7 @@ Figures = dict[str, torch.Tensor]
 RESERVED = frozenset(
     "kind step time loss router_loss grad_norm learning_rate num_tokens num_targets num_samples "
     "tokens_per_second seconds is_skipped peak_memory_bytes trouble warnings token_accuracy "
-    "is_best non_finite loss_figures".split()
+    "is_best non_finite loss_figures data_wait".split()
 )
 
 

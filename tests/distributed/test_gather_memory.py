@@ -15,8 +15,9 @@ def gather(rank, num_mib):
 
 
 def test_peaks_of_all_ranks_are_the_same_everywhere_and_in_the_order_of_ranks():
-    results = [peaks for peaks, _ in run_ranks(gather, 3, [1, 400, 200])]
+    results = [peaks for peaks, _ in run_ranks(gather, 3, [1, 2400, 1200])]
     assert results[0] == results[1] == results[2]
     first, second, third = results[0]
-    assert 350 * MIB < second - first < 450 * MIB
-    assert 150 * MIB < third - first < 250 * MIB
+    # far above what the process held at its peak before it was forked
+    assert 1150 * MIB < second - third < 1250 * MIB
+    assert third > first

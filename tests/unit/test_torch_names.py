@@ -19,6 +19,7 @@ ALLOWED = {
     "torch.distributed.pipelining._schedule_visualizer",
     # to count what is alive; public in all but the name
     "torch.utils._python_dispatch",
+    "torch._subclasses",  # fake devices in tests
     "torch.utils._pytree",
 }
 
