@@ -1,5 +1,6 @@
 """Models behind an OpenAI-style endpoint: a builder part, and two model parts that ask it."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -143,13 +144,18 @@ def batch_file(
         seed=seed if send_temperature else None,
         extra=extra,
     )
-    answers = read_answers(answers_path) if answers_path else {}
-    RequestFiles(requests_path).add([body for body in bodies if body_key(body) not in answers])
+    answers = _answers_at(answers_path) if answers_path else {}
+    _requests_in(requests_path).add([body for body in bodies if body_key(body) not in answers])
     found = [answers.get(body_key(body)) for body in bodies]
     return [_with_cost(answer, endpoint) for answer in found]
 
 
 batch_file.without_effect = ("requests_path", "answers_path")
+
+
+# read once: the part is called for each batch of an evaluation
+_answers_at = functools.cache(read_answers)
+_requests_in = functools.cache(RequestFiles)
 
 
 def _with_cost(answer: dict[str, Any] | None, endpoint: Endpoint) -> dict[str, Any] | None:
