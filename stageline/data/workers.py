@@ -1,8 +1,8 @@
 """Data workers end with the rank they load for, however that one ends."""
 
-import copy
 import ctypes
 import os
+import pickle
 import signal
 import sys
 
@@ -28,7 +28,8 @@ def portable(error: Exception) -> Exception:
     if get_worker_info() is None:
         return error
     try:
-        if str(copy.copy(error)) == str(error):
+        # tried here: what the queue cannot pickle it drops, and the rank would wait for ever
+        if str(pickle.loads(pickle.dumps(error))) == str(error):
             return error
     except Exception:  # what a class of anybody does when it is made again
         pass

@@ -163,7 +163,8 @@ from register import lr_scheduler_register
 def vandal(learning_rate, min_lr, warmup_steps, warmup_start_lr, total_steps, folder: str):
     def rate(step):
         if step == 3:
-            shutil.rmtree(folder)
+            while os.path.exists(folder):  # a checkpoint may be written while it is removed
+                shutil.rmtree(folder, ignore_errors=True)
         return learning_rate
     return rate
 """
