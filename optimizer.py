@@ -2,10 +2,13 @@
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 
 from register import lr_scheduler_register, optimizer_register
+from stageline.errors import UserError
+from stageline.training.muon import MuonWithAdamW
 
 
 @optimizer_register("adamw")
@@ -53,6 +56,127 @@ def sgd(
     )
 
 
+@optimizer_register("adamw_8bit")
+def adamw_8bit(
+    param_groups: list[dict],
+    *,
+    learning_rate: float,
+    weight_decay: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    paged: bool = False,
+) -> torch.optim.Optimizer:
+    """AdamW with both moments in 8 bits, a scale a block (Dettmers et al. 2022, arXiv 2110.02861).
+
+    Small parameters (under 4,096 elements) keep float32 moments. Of bitsandbytes.
+
+    Args:
+        beta1: decay of the mean of gradients.
+        beta2: decay of the mean of their squares.
+        eps: added to the root of the second moment.
+        paged: moments may move to host memory where the GPU's is full.
+    """
+    try:
+        import bitsandbytes  # slow to import, and not everybody has it
+    except ImportError as error:
+        raise UserError(
+            f"--optimizer adamw_8bit needs the package bitsandbytes, which cannot be imported "
+            f"({error}). It holds the 8-bit kernels: pip install bitsandbytes, or use --optimizer "
+            "adamw or adafactor."
+        ) from error
+    return bitsandbytes.optim.AdamW8bit(
+        param_groups,
+        lr=learning_rate,
+        betas=(beta1, beta2),
+        eps=eps,
+        weight_decay=weight_decay,
+        is_paged=paged,
+    )
+
+
+@optimizer_register("adafactor")
+def adafactor(
+    param_groups: list[dict],
+    *,
+    learning_rate: float,
+    weight_decay: float,
+    beta2_decay: float = -0.8,
+    eps: float = 1e-3,
+    clip: float = 1.0,
+) -> torch.optim.Optimizer:
+    """Adafactor (Shazeer and Stern 2018, arXiv 1804.04235): a row and a column for a matrix.
+
+    The rate is relative: it is multiplied by the root mean square of a parameter, and no higher
+    than 1 / sqrt(step). No first moment.
+
+    Args:
+        beta2_decay: the second moment's decay is 1 - step ** beta2_decay.
+        eps: the least root mean square of a parameter.
+        clip: an update's root mean square is brought down to this.
+    """
+    return torch.optim.Adafactor(
+        param_groups,
+        lr=learning_rate,
+        beta2_decay=beta2_decay,
+        eps=(None, eps),
+        d=clip,
+        weight_decay=weight_decay,
+    )
+
+
+@optimizer_register("muon")
+def muon(
+    param_groups: list[dict],
+    *,
+    learning_rate: float,
+    weight_decay: float,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    ns_steps: int = 5,
+    adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw",
+    adamw_names: list[str] | None = None,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+) -> torch.optim.Optimizer:
+    """Muon for matrices inside the model (arXiv 2502.16982); AdamW for all else.
+
+    Args:
+        momentum: decay of the momentum.
+        nesterov: looks one step ahead.
+        ns_steps: steps of the Newton-Schulz iteration.
+        adjust: match_rms_adamw scales updates to the size of AdamW's, so that its rates fit.
+        adamw_names: parameters with one of these texts in their name get AdamW; default: embed,
+            wte, wpe, head, score.
+        beta1, beta2, eps: of AdamW.
+    """
+    default = ["embed", "wte", "wpe", "head", "score"]
+    return MuonWithAdamW(
+        param_groups,
+        adamw_names=default if adamw_names is None else adamw_names,
+        muon={
+            "lr": learning_rate,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust,
+        },
+        adamw={
+            "lr": learning_rate,
+            "weight_decay": weight_decay,
+            "betas": (beta1, beta2),
+            "eps": eps,
+        },
+    )
+
+
+# what they keep or do belongs to a whole matrix: --dp-shard, which cuts matrices, is refused
+for _part in (adamw_8bit, adafactor, muon):
+    _part.needs_whole = True
+
+
 @lr_scheduler_register("cosine")
 def cosine(
     *,
@@ -82,6 +206,63 @@ def constant(
 ) -> Callable[[int], float]:
     """Linear warm-up, then `learning_rate` to the end."""
     return _after_warmup(lambda step: learning_rate, learning_rate, warmup_steps, warmup_start_lr)
+
+
+@lr_scheduler_register("linear")
+def linear(
+    *,
+    learning_rate: float,
+    min_lr: float,
+    warmup_steps: int,
+    warmup_start_lr: float,
+    total_steps: int,
+) -> Callable[[int], float]:
+    """Linear warm-up, then a straight line down to `min_lr` at `total_steps`."""
+
+    def decayed(step: int) -> float:
+        progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+        return learning_rate + (min_lr - learning_rate) * progress
+
+    return _after_warmup(decayed, learning_rate, warmup_steps, warmup_start_lr)
+
+
+@lr_scheduler_register("wsd")
+def wsd(
+    *,
+    learning_rate: float,
+    min_lr: float,
+    warmup_steps: int,
+    warmup_start_lr: float,
+    total_steps: int,
+    decay: float = 0.2,
+    shape: Literal["linear", "cosine", "sqrt"] = "linear",
+) -> Callable[[int], float]:
+    """Warm-up, stable, decay (Hu et al. 2024, arXiv 2404.06395), down to `min_lr`.
+
+    Args:
+        decay: the last steps, in which the rate falls: below 1 a share of all, else their number.
+        shape: of the fall; sqrt is 1 - sqrt(progress).
+    """
+    falling = round(decay * total_steps) if decay < 1 else round(decay)
+    if decay < 0 or falling > total_steps - warmup_steps:
+        raise UserError(
+            f"--lr-scheduler.decay {decay:g} makes {falling} steps of decay, after {warmup_steps} "
+            f"of warm-up, in {total_steps} steps. Both together have to fit, because the rate is "
+            "stable between them: lower one, or raise --total-steps."
+        )
+    left = {
+        "linear": lambda progress: 1.0 - progress,
+        "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+        "sqrt": lambda progress: 1.0 - math.sqrt(progress),
+    }[shape]
+
+    def stable_or_falling(step: int) -> float:
+        progress = min(1.0, (step - (total_steps - falling)) / max(1, falling))
+        return (
+            learning_rate if progress <= 0 else min_lr + (learning_rate - min_lr) * left(progress)
+        )
+
+    return _after_warmup(stable_or_falling, learning_rate, warmup_steps, warmup_start_lr)
 
 
 def _after_warmup(

@@ -96,12 +96,24 @@ def check_topology(arguments: TrainArguments) -> Topology:
             "--dp-shard came with one replica, two or more were expected: replicas share the "
             "weights out among them. Add --dp-degree 2, or leave --dp-shard out."
         )
+    check_sharding(arguments)
     run.num_stages = topology.num_stages
     check_vision(run)
     if not run.schedule.endswith(".csv"):  # a file may place other numbers on each rank
         run.stages_per_rank = topology.num_stages // topology.num_ranks
     run.dp_degree = topology.dp_degree
     return topology
+
+
+def check_sharding(arguments: TrainArguments) -> None:
+    """Refuses optimizers whose state belongs to whole matrices where matrices are shared out."""
+    optimizer = arguments.parts["optimizer"]
+    if arguments.run.dp_shard and getattr(optimizer.part, "needs_whole", False):
+        raise UserError(
+            f"--optimizer {optimizer.key} came with --dp-shard. An optimizer that works element by "
+            "element was expected, because each replica updates its rows of a matrix alone and "
+            f"{optimizer.key} needs the whole one: use --optimizer adamw, or leave --dp-shard out."
+        )
 
 
 @engine_register("pipeline")

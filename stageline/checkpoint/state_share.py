@@ -79,6 +79,7 @@ def state_share(
         UserError: the optimizer keeps something that is neither tensor nor number.
     """
     share = StateShare({}, {}, {})
+    places: set[int] = set()
     extras = {} if optimizer is None else _group_extras(optimizer)
     for name, parameter in parameters.items():
         if name in left_out or not (is_first or name in rows):
@@ -97,6 +98,9 @@ def state_share(
                 continue
             entry["values"][key] = {**piece, **({"number": number} if number else {})}
             full_name = f"{key}/{name}"
+            if copies is None and tensor.data_ptr() in places:
+                tensor = tensor.clone()  # a table that several parameters share: files have it each
+            places.add(tensor.data_ptr())
             share.tensors[full_name] = copies.copy(full_name, tensor) if copies else tensor.cpu()
         share.index[name] = entry
         if extras.get(id(parameter)):

@@ -71,6 +71,9 @@ OPTIONS = {
     "frozen": ("--frozen-lm-head",),
     "lora": ("--llm-lora-num", 1),
     "waits": ("--sync-save",),
+    "muon": ("--optimizer", "muon"),
+    "adafactor": ("--optimizer", "adafactor"),
+    "adamw_8bit": ("--optimizer", "adamw_8bit"),
 }
 
 
