@@ -34,6 +34,7 @@ from options.number_options import check_numbers
 from options.part_options import ChosenPart, add_part_options, takes
 from options.part_training_options import check_part_training
 from options.run_options import EvaluateConfig, RunConfig
+from options.stop_options import check_stop
 from options.values import convert, needs_value, option_types
 from options.vision_options import check_vision
 from register import ALL_REGISTERS, import_parts
@@ -49,6 +50,7 @@ TRAIN_KEYS: dict[str, str | None] = {
     "loss_fn": "sft",
     "optimizer": "adamw",
     "lr_scheduler": "cosine",
+    "tracker": "none",
     "engine": "pipeline",
 }
 # register -> the register whose part takes it as an argument: chosen only where that part does
@@ -141,6 +143,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
     check_partition(run)
     check_batches(run)
     check_best(run)
+    check_stop(run)
     check_learning_rate(run)
     check_memory(run)
     check_numbers(run, shards=run.dp_shard)

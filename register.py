@@ -36,6 +36,7 @@ SHELF = (
     "loss_fn",
     "optimizer",
     "metric",
+    "tracker",
 )
 ENTRY_POINT_GROUP = "stageline.parts"
 
@@ -223,6 +224,7 @@ sim_fn_register = Register("sim_fn", "similarity of two batches of vectors")
 metric_register = Register("metric", "(predictions, samples) -> figures")
 optimizer_register = Register("optimizer", "parameter groups -> torch optimizer")
 lr_scheduler_register = Register("lr_scheduler", "options -> function from step to learning rate")
+tracker_register = Register("tracker", "shows a run elsewhere: log(kind, step, figures), close()")
 engine_register = Register("engine", "runs the training: pipeline, later streaming")
 
 ALL_REGISTERS: dict[str, Register] = {
@@ -241,6 +243,7 @@ ALL_REGISTERS: dict[str, Register] = {
         metric_register,
         optimizer_register,
         lr_scheduler_register,
+        tracker_register,
         engine_register,
     )
 }

@@ -5,6 +5,7 @@ Knows the options and the contract of each register; train_pp.py puts the object
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -29,7 +30,7 @@ from stageline.training.step_loss import StepLoss
 from train_data import Data
 from train_vocabulary import rows_option
 
-SHELF = ("pp_models", "prompt", "prompt_fn", "dataset", "loss_fn", "optimizer")
+SHELF = ("pp_models", "prompt", "prompt_fn", "dataset", "loss_fn", "optimizer", "tracker")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -156,6 +157,13 @@ def make_optimizer(
     return part.part(
         groups, learning_rate=run.learning_rate, weight_decay=run.weight_decay, **part.kwargs
     )
+
+
+def make_tracker(arguments: TrainArguments, folder: Path, *, start_step: int) -> object | None:
+    """The tracker part, which starts to follow the run."""
+    part = arguments.parts["tracker"]
+    config = arguments.as_config()
+    return part.part(folder=folder, config=config, start_step=start_step, **part.kwargs)
 
 
 def make_learning_rate(arguments: TrainArguments) -> Callable[[int], float]:

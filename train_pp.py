@@ -40,7 +40,7 @@ from stageline.training.report import RunReport, summarize_stage
 from stageline.training.resume import ResumePoint
 from stageline.training.sharding import ShardedReplicas
 from train_data import Data, check_data
-from train_parts import SHELF, build_stages, make_planner
+from train_parts import SHELF, build_stages, make_planner, make_tracker
 from train_run import TrainingRun, open_run_folder
 
 
@@ -195,6 +195,7 @@ def train(
         seed=run.seed,
     )
     folder = Path(run.output_dir)
+    start = point.step if point else 0
     if context.is_main:
         save_config(arguments, folder / "config.yaml")
         data.bad_rows.write(folder / "bad_rows.jsonl")
@@ -203,9 +204,10 @@ def train(
         folder,
         context=context,
         total_steps=run.total_steps,
-        start_step=point.step if point else 0,
+        start_step=start,
         log_steps=run.log_steps,
         lr_scales=learning_rate_scales(run),
+        tracker=make_tracker(arguments, folder, start_step=start) if context.is_main else None,
     )
     with report:
         report.show_plan(summaries)

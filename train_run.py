@@ -20,7 +20,9 @@ from stageline.distributed.process_group import DistributedContext
 from stageline.distributed.stop import stop_requested
 from stageline.pipeline.runner import PipelineRunner
 from stageline.training.best import BestCheckpoint
+from stageline.training.early_stop import EarlyStop
 from stageline.training.evaluation import evaluate
+from stageline.training.figure_order import figure_of
 from stageline.training.precision import LossScaler
 from stageline.training.replicas import Replicas
 from stageline.training.report import RunReport
@@ -158,9 +160,18 @@ class TrainingRun:
             self.checkpoints, metric=run.save_best, save=save, start_step=self.start_step
         )
 
+        self.early_stop = EarlyStop(
+            run.early_stop, metric=run.early_stop_metric, delta=run.early_stop_delta
+        )
+        if run.early_stop and self.start_step:
+            self.early_stop.see_log(self.report.evaluations(), until=self.start_step)
+
     def run(self) -> None:
         """Trains to the end, or until somebody asks to stop."""
         run = self.options
+        if self.early_stop.is_over:
+            self.report.say(str(self.early_stop))
+            return
         trainer = Trainer(
             self.train_step,
             batches=iter(self.batches),
@@ -188,8 +199,12 @@ class TrainingRun:
         if step == self.timeline.step + 1:
             self.report.timeline(step, *self.timeline.gather())
 
-    def evaluate_now(self, step: int) -> None:
-        """Evaluates on the held-out set; keeps the weights if they are the best."""
+    def evaluate_now(self, step: int) -> bool:
+        """Evaluates on the held-out set; keeps the weights if they are the best.
+
+        Returns:
+            Whether the run is to end, because it no longer improves.
+        """
         with progress.doing("evaluation"):
             chaos.point("evaluation")
             result = evaluate(
@@ -206,6 +221,11 @@ class TrainingRun:
         )
         if is_best:
             self.report.say(self.best.keep(step, result))
+        if self.options.early_stop:
+            self.early_stop.see(step, figure_of(result, self.early_stop.metric))
+            if self.early_stop.is_over:
+                self.report.say(str(self.early_stop))
+        return self.early_stop.is_over
 
     def save_now(self, step: int) -> None:
         """Copies a checkpoint; it is written while training goes on."""

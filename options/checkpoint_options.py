@@ -1,7 +1,6 @@
 """Options about which weights of a training run are kept, and about going on with a run."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from options.fields import option
 
@@ -11,8 +10,10 @@ class CheckpointOptions:
     """Checkpoints"""
 
     save_steps: int = option(0, "optimizer steps between checkpoints; 0: at the end", at_least=0)
-    save_best: Literal["none", "loss", "token_accuracy"] = option(
-        "none", "keep the weights with the best held-out figure as checkpoints/best"
+    save_best: str = option(
+        "none",
+        "keep the weights with the best held-out figure as checkpoints/best: loss, token_accuracy, "
+        "or another of the log",
     )
     keep_last: int = option(0, "how many checkpoints stay, besides the best; 0: all", at_least=0)
     sync_save: bool = option(
@@ -43,6 +44,7 @@ FREE_ON_RESUME = frozenset(
     "image_cache image_cache_gib max_image_pixels max_images_per_sample "
     # progress and checkpoints
     "log_steps eval_steps eval_samples timeline_step save_steps save_best keep_last sync_save "
+    "early_stop early_stop_metric early_stop_delta tracker "
     "resume allow_changes max_skipped_steps replay_steps".split()
 )
 

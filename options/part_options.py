@@ -58,6 +58,7 @@ CONTRACTS: dict[str, Contract] = {
     "metric": _contract(2),
     "optimizer": _contract(1, "learning_rate weight_decay"),
     "lr_scheduler": _contract(0, "learning_rate min_lr warmup_steps warmup_start_lr total_steps"),
+    "tracker": _contract(0, "folder config start_step"),
     "engine": Contract(),
 }
 

@@ -19,6 +19,7 @@ from options.part_training_options import PartTrainingOptions
 from options.plan_options import PlanOptions
 from options.report_options import ReportOptions
 from options.shape_options import ShapeOptions
+from options.stop_options import StopOptions
 from options.vision_options import VisionOptions
 
 
@@ -149,6 +150,7 @@ class RunConfig(
     MachineOptions,
     CheckpointOptions,
     ProgressOptions,
+    StopOptions,
     MemoryOptions,
     NumberOptions,
     PlanOptions,

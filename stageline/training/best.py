@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -17,9 +17,9 @@ from stageline.checkpoint.retention import remove_checkpoint
 from stageline.checkpoint.together import Ranks
 from stageline.errors import UserError
 from stageline.training.evaluation import EvalResult
+from stageline.training.figure_order import figure_of, is_better
 
 LINK = "best"
-Metric = Literal["none", "loss", "token_accuracy"]
 Result = TypeVar("Result")
 
 
@@ -32,7 +32,7 @@ class BestCheckpoint:
 
     Args:
         folder: of the run's checkpoints.
-        metric: what is compared: the lowest loss or the highest accuracy; "none" keeps nothing.
+        metric: name of the held-out figure that is compared; "none" keeps nothing.
         save: saves the weights as a new folder, `save(path, step=..., facts=...)`, on all ranks.
         group: ranks that agree; None: all.
         start_step: steps done before; 0 for a new run.
@@ -45,7 +45,7 @@ class BestCheckpoint:
         self,
         folder: Path,
         *,
-        metric: Metric,
+        metric: str,
         save: Callable[..., object],
         group: dist.ProcessGroup | None = None,
         start_step: int = 0,
@@ -69,25 +69,19 @@ class BestCheckpoint:
         """Whether it is better than all before; equal is not, nor is what is not a number."""
         if self.metric == "none" or result.num_targets == 0:
             return False
-        value = getattr(result, self.metric)
-        if not math.isfinite(value):
-            return False
+        value = figure_of(result, self.metric)
         if self.value is None:
-            return True
-        return value < self.value if self.metric == "loss" else value > self.value
+            return math.isfinite(value)
+        return is_better(value, self.value, metric=self.metric)
 
     def keep(self, step: int, result: EvalResult) -> str:
         """Saves the weights as the new best, then removes the old ones; says so in a line."""
         name = self.ranks.gather(self._free_name(step))[0]
-        figures = {
-            "loss": result.loss,
-            "token_accuracy": result.token_accuracy,
-            "num_targets": result.num_targets,
-        }
+        figures = {**result.named(), "num_targets": result.num_targets}
         facts = {"best": {"metric": self.metric, "step": step, "figures": figures}}
         self.save(self.folder / name, step=step, facts=facts)
         self._on_main(lambda: self._exchange(name, old=self._kept))
-        self.value, self.step, self._kept = getattr(result, self.metric), step, name
+        self.value, self.step, self._kept = figure_of(result, self.metric), step, name
         return f"best {self.metric} so far, {self.value:.4f} at step {step}: saved {self.link}"
 
     def _look(self, *, is_continued: bool) -> None:
@@ -109,7 +103,8 @@ class BestCheckpoint:
         if not isinstance(facts, dict):
             return None  # another program's: its figures are not known
         # all figures are there: the run may be continued with another metric
-        return facts["figures"][self.metric], facts["step"], os.readlink(self.link)
+        value = facts["figures"].get(self.metric)
+        return None if value is None else (value, facts["step"], os.readlink(self.link))
 
     def _free_name(self, step: int) -> str:
         """A run that was killed, or an earlier run, may have left a folder of this step."""

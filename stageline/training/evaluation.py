@@ -1,5 +1,6 @@
 """Evaluation inside training: the loss on held-out samples, through the same stages."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +33,7 @@ class EvalResult:
         predicted: token ids predicted at the supervised places, a list per row, of the first
             `keep` rows of the dataset; empty for a row without any. On every rank.
         figures: what the loss_fn part tells besides its loss.
+        perplexity: exp of the loss, where that is the mean of token losses.
     """
 
     loss: float
@@ -39,6 +41,12 @@ class EvalResult:
     num_targets: int
     predicted: list[list[int]] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
+    perplexity: float | None = None
+
+    def named(self) -> dict[str, float]:
+        """Every figure by its name in the log."""
+        own = {} if self.perplexity is None else {"perplexity": self.perplexity}
+        return {"loss": self.loss, **own, "token_accuracy": self.token_accuracy, **self.figures}
 
 
 def evaluate(
@@ -79,13 +87,22 @@ def evaluate(
     num_targets = totals.get("num_targets", 0)
     means = _means(told, totals)
     by_row = {row: ids for *_, rows in told for row, ids in rows.items()}
+    loss = means.pop("loss", 0.0)
     return EvalResult(
-        loss=means.pop("loss", 0.0),
+        loss=loss,
         token_accuracy=sum(hits for hits, *_ in told) / max(num_targets, 1),
         num_targets=num_targets,
         predicted=[by_row.get(row, []) for row in range(max(by_row, default=-1) + 1)],
         figures=means,
+        perplexity=_perplexity(loss) if figures.part.is_token_sum else None,
     )
+
+
+def _perplexity(loss: float) -> float:
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def _means(told: Sequence[Any], totals: Mapping[str, int]) -> dict[str, float]:

@@ -20,7 +20,7 @@ Figures = dict[str, torch.Tensor]
 RESERVED = frozenset(
     "kind step time loss router_loss grad_norm learning_rate num_tokens num_targets num_samples "
     "tokens_per_second seconds is_skipped peak_memory_bytes trouble warnings token_accuracy "
-    "is_best non_finite loss_figures data_wait".split()
+    "is_best non_finite loss_figures data_wait perplexity".split()
 )
 
 
@@ -32,6 +32,7 @@ class LossPart:
 
     Attributes:
         counts: name -> function that counts in a micro-batch; `num_targets` comes first.
+        is_token_sum: the loss is the mean of token losses.
 
     Raises:
         UserError: a count has the name of another argument, or the part does not take it.
@@ -51,6 +52,7 @@ class LossPart:
                     "`counts` or its signature."
                 )
         self.counts: dict[str, Callable[[MicroBatch], int]] = {"num_targets": count_targets, **own}
+        self.is_token_sum = bool(getattr(part, "is_token_sum", False))
         self._takes_step = "step" in taken or "**" in taken
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> dict[str, int]:

@@ -54,6 +54,10 @@ def _layers_text(model: torch.nn.Module) -> str:
     return f"{'tower ' if tower else ''}{layers[0]}-{layers[-1]}"
 
 
+def _perplexity(result: EvalResult) -> str:
+    return "" if result.perplexity is None else f" (perplexity {result.perplexity:.4g})"
+
+
 class RunReport:
     """Reports a run into its folder and onto the screen; a context manager.
 
@@ -62,6 +66,7 @@ class RunReport:
         log_steps: every how many steps one is written to the log.
         num_pictures: held-out samples whose predictions are kept at each evaluation.
         lr_scales: part of the model -> its learning rate as a multiple of the scheduled one.
+        tracker: follows the run elsewhere; the main rank's.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class RunReport:
         num_pictures: int = 24,
         memory_every: int = 10,
         lr_scales: Mapping[str, float] | None = None,
+        tracker: Any | None = None,
     ) -> None:
         self.folder = folder
         self.context = context
@@ -87,6 +93,7 @@ class RunReport:
             start_step=start_step,
             is_main=context.is_main,
             log_steps=log_steps,
+            tracker=tracker,
         )
         self.peaks: list[int] = []
 
@@ -101,6 +108,12 @@ class RunReport:
     def say(self, text: str) -> None:
         """Prints on the main rank."""
         self.log.print(text)
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The records of evaluations in the log so far; the same on every rank of the run."""
+        shared = [self.log.evaluations() if self.context.is_main else []]
+        dist.broadcast_object_list(shared, src=0)
+        return shared[0]
 
     def show_plan(self, summaries: Sequence[StageSummary]) -> None:
         """Prints the table of all stages; every rank calls this with its own."""
@@ -150,17 +163,12 @@ class RunReport:
         Args:
             is_best: the weights are kept as the best so far.
         """
-        figures: dict[str, float | bool] = {
-            "loss": result.loss,
-            "token_accuracy": result.token_accuracy,
-            "num_targets": result.num_targets,
-            **result.figures,
-        }
+        figures: dict[str, float | bool] = {**result.named(), "num_targets": result.num_targets}
         if is_best:
             figures["is_best"] = True
         self.log.log_eval(step, figures)
         self.say(
-            f"step {step}: held-out loss {result.loss:.4f}, "
+            f"step {step}: held-out loss {result.loss:.4f}{_perplexity(result)}, "
             f"token accuracy {result.token_accuracy:.4f} on {result.num_targets} tokens"
             f"{name_figures(result.figures)}"
         )

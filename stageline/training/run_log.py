@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import yaml
 from tqdm import tqdm
 
 from stageline.errors import StorageError
-from stageline.plotting.curves import plot_loss
+from stageline.plotting.curves import plot_loss, read_log
 from stageline.training.stage_table import human_memory
 
 MAX_LINES = 50  # of progress, where there is no terminal
@@ -140,6 +140,7 @@ class RunLog:
         is_main: whether this rank writes.
         start_step: steps done before; events and curves beyond it are replaced.
         log_steps: every how many steps one is written; the first and the last always are.
+        tracker: is told the same figures, `tracker.log(kind, step, figures)`.
     """
 
     def __init__(
@@ -151,12 +152,14 @@ class RunLog:
         is_main: bool = True,
         start_step: int = 0,
         log_steps: int = 1,
+        tracker: Any | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.is_main = is_main
         self.total_steps = total_steps
         self.start_step = start_step
         self.log_steps = log_steps
+        self._tracker = tracker
         if not is_main:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -207,6 +210,10 @@ class RunLog:
             self._write("eval", step, figures)
             self.draw()
 
+    def evaluations(self) -> list[dict[str, Any]]:
+        """What was logged of evaluations, a run that is continued included."""
+        return read_log(self.path)[1] if self.path.stat().st_size else []
+
     def print(self, text: str) -> None:
         """Prints without breaking the bar."""
         if self.is_main:
@@ -226,6 +233,7 @@ class RunLog:
         self._file.close()
         if self._events is not None:
             self._events.close()
+        self._tell(lambda tracker: tracker.close())
         self.draw()
 
     def _line(self, record: StepRecord) -> str:
@@ -248,6 +256,20 @@ class RunLog:
                 "expected: it was removed, or the disk is full. The checkpoints there are as they "
                 "were. Make room, then resume."
             ) from error
+        self._tell(lambda tracker: tracker.log(kind, step, scalars(finite(figures))))
+
+    def _tell(self, what: Callable[[Any], None]) -> None:
+        """Tells the tracker; one that fails is left alone from then on, and the run goes on."""
+        if self._tracker is None:
+            return
+        try:
+            what(self._tracker)
+        except Exception as error:  # a service elsewhere raises what it likes
+            self._tracker = None
+            self.print(
+                f"note: the tracker failed ({type(error).__name__}: {error}); it is not told "
+                f"anything more, {self.path} has every figure"
+            )
 
 
 def name_figures(figures: Mapping[str, float]) -> str:

@@ -35,7 +35,8 @@ class Trainer:
         train_step: runs one optimizer step.
         batches: yields, for each step, the list of micro-batches.
         on_step: called after each step with (steps done, result, seconds).
-        evaluate: called with the number of steps done; before the first step too.
+        evaluate: called with the number of steps done; before the first step too. Returns whether
+            training is to end here.
         save: called with the number of steps done.
         stop_requested: whether this rank was asked to stop; ranks agree at the end of a step.
     """
@@ -47,7 +48,7 @@ class Trainer:
         batches: Iterator[Sequence[MicroBatch]],
         options: TrainOptions,
         on_step: Callable[[int, StepResult, float], None],
-        evaluate: Callable[[int], None] | None = None,
+        evaluate: Callable[[int], bool | None] | None = None,
         save: Callable[[int], None] | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -63,7 +64,8 @@ class Trainer:
         """Runs all steps.
 
         Returns:
-            False when it was asked to stop before the last step; the weights are saved then too.
+            False when it was asked to stop before the last step; the weights are saved then too,
+            as they are where an evaluation ended it, which is an end like any other.
 
         Raises:
             NonFiniteError: too many steps in a row were skipped.
@@ -88,7 +90,8 @@ class Trainer:
             self.on_step(done, result, time.perf_counter() - start)
             self.train_step.skips.check(result.problem, step=done)
             is_end = done == options.total_steps or result.wants_stop
-            if self.save is not None and _is_due(done, options.save_steps, is_end):
+            is_saved = self.save is not None and _is_due(done, options.save_steps, is_end)
+            if is_saved:
                 self.save(done)
             is_stopped = result.wants_stop and done < options.total_steps  # it may be in a hurry
             if (
@@ -96,7 +99,10 @@ class Trainer:
                 and not is_stopped
                 and _is_due(done, options.eval_steps, done == options.total_steps)
             ):
-                self.evaluate(done)
+                if self.evaluate(done):
+                    if self.save is not None and not is_saved:
+                        self.save(done)
+                    return True
             if result.wants_stop:
                 return done == options.total_steps
         return True

@@ -13,7 +13,7 @@ MAX_FUNCTION_LINES = 60
 
 SHELF = {
     *("models", "pp_models", "prompt", "prompt_fn"),
-    *("dataset", "loss_fn", "metric", "optimizer"),
+    *("dataset", "loss_fn", "metric", "optimizer", "tracker"),
 }
 OPTIONS = {"parse_args", "options"}
 ENTRIES = {"train_pp", "check_model", "evaluate", "serve", "corpus", "export"}

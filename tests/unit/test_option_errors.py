@@ -8,7 +8,8 @@ from register import ALL_REGISTERS
 
 TRAIN = (
     "--dataset rows --prompt p --prompt-fn fill --image-token none --train-model tiny "
-    "--collate-fn pack --loss-fn sft --optimizer adamw --lr-scheduler cosine --engine pipeline"
+    "--collate-fn pack --loss-fn sft --optimizer adamw --lr-scheduler cosine --tracker none "
+    "--engine pipeline"
 ).split()
 
 
@@ -53,7 +54,8 @@ def _error_of(words: list[str]) -> str:
         ("--warmup-steps 200 --total-steps 100", ["more than --total-steps 100"]),
         ("--min-lr 1 --learning-rate 0.1", ["--min-lr 1 is above --learning-rate 0.1"]),
         ("--save-best loss --eval-samples 0", ["--save-best loss came with", "Leave"]),
-        ("--save-best score", ["--save-best score has a wrong value", "'token_accuracy'"]),
+        ("--early-stop 2", ["--early-stop 2 came with --eval-steps 0", "give --eval-steps"]),
+        ("--early-stop 2 --eval-steps 5 --eval-samples 0", ["came with --eval-samples 0"]),
         ("--eval-samples -1", ["--eval-samples -1 is out of range", "at least 0"]),
         ("--eval-samples most", ["--eval-samples most has a wrong value", "'all'"]),
         ("--max-skipped-steps 0", ["--max-skipped-steps 0 is out of range", "at least 1"]),

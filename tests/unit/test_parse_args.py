@@ -94,6 +94,7 @@ def _parts():
         "prompt_fn": {"fill": lambda sample, prompt, *, processor=None: None},
         "image_token": {"none": lambda rendered, images, *, processor: None},
         "lr_scheduler": {"cosine": lambda *, learning_rate, min_lr, cycles=1: None},
+        "tracker": {"nowhere": lambda *, folder, config, start_step: None},
         "engine": {"pipeline": lambda model, *, log, turbo=False: None},
         "model": {"generate": generate},
         "builder": {"load": load},
@@ -104,7 +105,7 @@ def _parts():
 
 
 SHARED = "--dataset pictures --prompt vqa --prompt-fn fill --image-token none".split()
-TRAIN = [*SHARED, *"--train-model tiny --collate-fn pack".split()]
+TRAIN = [*SHARED, *"--train-model tiny --collate-fn pack --tracker nowhere".split()]
 EVALUATE = [*SHARED, *"--model generate --builder load --metric exact".split()]
 
 
@@ -131,7 +132,7 @@ def test_defaults_give_a_run():
     assert {name: part.key for name, part in arguments.parts.items()} == {
         **dict(train_model="tiny", dataset="pictures", prompt="vqa", prompt_fn="fill"),
         **dict(image_token="none", collate_fn="pack", loss_fn="sft", optimizer="adamw"),
-        **dict(lr_scheduler="cosine", engine="pipeline"),
+        **dict(lr_scheduler="cosine", tracker="nowhere", engine="pipeline"),
     }
     assert arguments.parts["dataset"].part is Pictures
     assert arguments.parts["prompt"].part == "[IMAGE]\n[ANSWER]"

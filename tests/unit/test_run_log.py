@@ -1,6 +1,7 @@
 """The run log: files are parsed back by other programs' readers."""
 
 import json
+import time
 import math
 import sys
 
@@ -116,6 +117,7 @@ def test_tensorboard_reads_the_same_figures(tmp_path):
 def test_a_continued_log_appends_and_the_events_of_lost_steps_go(tmp_path):
     write_log(tmp_path, [4.0, 3.0, 2.0])
     before = (tmp_path / "log.jsonl").read_bytes()
+    time.sleep(1.1)  # files of events are read in the order of their names, which have seconds
     write_log(tmp_path, [2.5], first=2, start_step=1)
     after = (tmp_path / "log.jsonl").read_bytes()
     assert after.startswith(before) and len(read_lines(tmp_path)) == 6

@@ -1,0 +1,79 @@
+"""Early stopping: patience, direction, improvement, and going on from a log."""
+
+import math
+
+import pytest
+
+from stageline.errors import UserError
+from stageline.testing.small_run import Job
+from stageline.training.early_stop import EarlyStop
+from stageline.training.evaluation import EvalResult
+from stageline.training.figure_order import figure_of, is_better
+
+
+def fed(values, **options):
+    stop = EarlyStop(**options)
+    ends = []
+    for step, value in enumerate(values):
+        stop.see(step, value)
+        ends.append(stop.is_over)
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "first_end"),
+    [
+        ([3, 2, 2, 2, 1], {"patience": 2}, 3),  # equal is no improvement
+        ([3, 2, 2.5, 1, 2, 2], {"patience": 2}, 5),
+        ([3, 2, 1.95, 1.92], {"patience": 2, "delta": 0.1}, 3),
+        ([0.1, 0.2, 0.2, 0.1], {"patience": 2, "metric": "token_accuracy"}, 3),
+        ([0.1, 0.2, 0.3], {"patience": 1, "metric": "reward_margin"}, None),
+        ([1, math.nan, math.inf], {"patience": 2}, 2),
+        ([math.nan, 5, 4], {"patience": 2}, None),
+        ([1, 2, 3, 4], {"patience": 0}, None),
+    ],
+)
+def test_it_ends_after_so_many_without_a_better_one(values, options, first_end):
+    ends = fed(values, **options)
+    assert (ends.index(True) if True in ends else None) == first_end
+
+
+def test_the_log_of_a_run_that_goes_on_counts():
+    records = [
+        {"kind": "eval", "step": 0, "loss": 3.0},
+        {"kind": "train", "step": 1, "loss": 0.1},
+        {"kind": "eval", "step": 2, "loss": 2.0},
+        {"kind": "eval", "step": 4, "loss": None},
+        {"kind": "eval", "step": 6, "loss": 1.0},
+    ]
+    stop = EarlyStop(2)
+    stop.see_log(records, until=4)
+    assert (stop.best, stop.best_step, stop.count) == (2.0, 2, 1)
+
+
+def test_figures_by_their_name():
+    result = EvalResult(1.0, 0.5, 10, figures={"reward_margin": 2.0}, perplexity=math.e)
+    assert figure_of(result, "reward_margin") == 2.0 and figure_of(result, "perplexity") == math.e
+    with pytest.raises(UserError, match="loss, perplexity, token_accuracy, reward_margin"):
+        figure_of(result, "bleu")
+    assert is_better(1, 2, metric="perplexity") and is_better(2, 1, metric="reward_accuracy")
+
+
+def test_a_run_ends_early_with_a_checkpoint_and_does_not_go_on(tmp_path):
+    """With a rate of zero nothing improves: it ends at the second evaluation after the first."""
+    job = Job(tmp_path)
+    options = ("--learning-rate", 0, "--eval-samples", 4, "--eval-steps", 3, "--early-stop", 2)
+    done = job.fork("run", *options, "--save-steps", 0, ranks=2)
+    assert done.code == 0 and "2 evaluations without a better loss" in done.out, done.err
+    assert sorted(job.losses("run")) == [1, 2, 3, 4, 5, 6]
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] == [
+        "step-00000006"
+    ]
+    again = job.fork("run", *options, "--save-steps", 0, "--resume", "auto", ranks=2)
+    assert again.code == 0 and "the run ends here" in again.out
+    assert sorted(job.losses("run")) == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_unknown_figure_is_named_at_the_first_evaluation(tmp_path):
+    done = Job(tmp_path).fork("run", "--save-best", "score", "--eval-samples", 4, ranks=1)
+    assert done.code == 2 and "'score' was asked for" in done.err and "perplexity" in done.err
