@@ -21,6 +21,7 @@ from stageline.data.answers import (
     says_nothing,
     without_negated,
 )
+from stageline.evaluation.overlap import ROUGE_TYPES, bleu, rouge, sentence_bleu
 
 Predictions = Sequence[dict[str, Any]]
 Samples = Sequence[dict[str, Any]]
@@ -74,6 +75,57 @@ def contains(predictions: Predictions, samples: Samples) -> dict[str, Any]:
         return is_right or (None if says_nothing(text) else False)
 
     return _score(predictions, samples, judge)
+
+
+@metric_register("rouge")
+def text_rouge(predictions: Predictions, samples: Samples) -> dict[str, Any]:
+    """ROUGE-L (F1) against the answer; ROUGE-1 and ROUGE-2 beside it."""
+    found = [
+        rouge(str(prediction["prediction"]), _references(sample))
+        for prediction, sample in zip(predictions, samples, strict=True)
+    ]
+    means = {name: _mean([scores[name] for scores in found]) for name in ROUGE_TYPES}
+    return {**_graded(predictions, samples, [scores["rougeL"] for scores in found]), **means}
+
+
+@metric_register("bleu")
+def text_bleu(predictions: Predictions, samples: Samples) -> dict[str, Any]:
+    """BLEU-4 of each answer, smoothed; that of the whole set as corpus_bleu."""
+    texts = [str(prediction["prediction"]) for prediction in predictions]
+    references = [_references(sample) for sample in samples]
+    each = [sentence_bleu(text, own) for text, own in zip(texts, references, strict=True)]
+    return {**_graded(predictions, samples, each), "corpus_bleu": bleu(texts, references)}
+
+
+@metric_register("text")
+def text_overlap(predictions: Predictions, samples: Samples) -> dict[str, Any]:
+    """ROUGE-L as the score; exact match, ROUGE-1, ROUGE-2 and corpus BLEU beside it."""
+    exact = exact_match(predictions, samples)
+    texts = [str(prediction["prediction"]) for prediction in predictions]
+    corpus_bleu = bleu(texts, [_references(sample) for sample in samples])
+    return {
+        **text_rouge(predictions, samples),
+        "exact_match": exact["score"],
+        "corpus_bleu": corpus_bleu,
+    }
+
+
+def _references(sample: dict[str, Any]) -> list[str]:
+    return [str(answer) for answer in sample.get("answers") or [sample["answer"]]]
+
+
+def _mean(scores: Sequence[float]) -> float:
+    return sum(scores) / len(scores) if scores else 0.0
+
+
+def _graded(predictions: Predictions, samples: Samples, scores: Sequence[float]) -> dict[str, Any]:
+    """Figures of scores between 0 and 1, which are no shares of right answers."""
+
+    def judge(text: str, sample: dict[str, Any]) -> bool | None:
+        return None if says_nothing(text) else False
+
+    figures = _score(predictions, samples, judge)
+    return {**figures, "score": _mean(scores), "per_sample": list(scores), "is_graded": True}
 
 
 @metric_register("vsr")

@@ -51,4 +51,5 @@ FREE_ON_RESUME = frozenset(
 
 def leaves_course(name: str) -> bool:
     """Whether an option, as a config file spells it, may differ between a run and its resume."""
-    return name.replace("-", "_") in FREE_ON_RESUME
+    part = name.replace("-", "_").partition(".")[0]
+    return part in FREE_ON_RESUME if part == "tracker" else name.replace("-", "_") in FREE_ON_RESUME

@@ -11,7 +11,7 @@ from stageline.evaluation.bootstrap import LEVEL, Bootstrap
 from stageline.evaluation.groupings import collect_clusters, collect_groupings
 
 Z_95 = 1.959963984540054
-_TAKEN = ("score", "per_sample", "groups", "unparsed")
+_TAKEN = ("score", "per_sample", "groups", "unparsed", "is_graded")
 
 
 def wilson_interval(num_hits: float, count: int, *, z: float = Z_95) -> tuple[float, float]:
@@ -35,7 +35,8 @@ def make_report(
 
     Args:
         figures: `score`, `per_sample` (0 or 1 each), `groups` ({name: indices}), `unparsed` (1 for
-            an answer that said nothing); more is passed on.
+            an answer that said nothing); more is passed on. With `is_graded` scores lie anywhere
+            between 0 and 1, and have the bootstrap's interval alone.
         settings: how the predictions were made.
         samples: their `groups` give further groupings, their `cluster` what is drawn as a whole.
         bootstrap: how the second interval is drawn.
@@ -65,6 +66,7 @@ class _Shares:
     ) -> None:
         self.scores: Sequence[float] = figures["per_sample"]
         self.unparsed: Sequence[int] | None = figures.get("unparsed")
+        self.is_graded = bool(figures.get("is_graded"))
         self.clusters = clusters
         self.bootstrap = bootstrap
 
@@ -73,9 +75,10 @@ class _Shares:
         scores = [self.scores[index] for index in indices]
         clusters = [self.clusters[index] for index in indices]
         drawn = self.bootstrap.interval(scores, clusters=clusters, name=name)
+        wilson = None if self.is_graded else list(wilson_interval(sum(scores), len(scores)))
         share: dict[str, Any] = {
             "score": sum(scores) / len(scores) if scores else None,
-            "interval_95": list(wilson_interval(sum(scores), len(scores))),
+            "interval_95": wilson,
             "bootstrap_95": None if drawn is None else list(drawn),
             "num_samples": len(scores),
         }

@@ -65,8 +65,9 @@ def _draw(
     places = range(len(groups))
     axes.barh(places, [share.get("unparsed_share", 0.0) for share in shares], left=scores,
               color=_UNPARSED, label="unparsed")  # fmt: skip
-    lows = [max(0.0, share["score"] - share["interval_95"][0]) for share in shares]
-    highs = [max(0.0, share["interval_95"][1] - share["score"]) for share in shares]
+    intervals = [_interval(share) for share in shares]
+    lows = [max(0.0, score - low) for score, (low, _) in zip(scores, intervals, strict=True)]
+    highs = [max(0.0, high - score) for score, (_, high) in zip(scores, intervals, strict=True)]
     axes.barh(places, scores, xerr=[lows, highs], color=_COLOR, capsize=2,
               error_kw={"elinewidth": 1}, label="right")  # fmt: skip
     if overall is not None:
@@ -76,3 +77,8 @@ def _draw(
     axes.set(xlim=(0, 1))
     axes.set_title(f"{name}: share of right answers, 95 % intervals", fontsize=9)
     axes.legend(fontsize=7, loc="lower right")
+
+
+def _interval(share: Mapping[str, Any]) -> Sequence[float]:
+    """That of a share; graded scores have the bootstrap's alone, a single one of them none."""
+    return share["interval_95"] or share["bootstrap_95"] or [share["score"]] * 2

@@ -1,9 +1,9 @@
 """The run log: files are parsed back by other programs' readers."""
 
 import json
-import time
 import math
 import sys
+import time
 
 import pytest
 import yaml
