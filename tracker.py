@@ -76,7 +76,7 @@ class SwanLab:
     Args:
         project: of the service.
         name: of the run; default: its folder.
-        mode: cloud, local (files in the run folder, for `swanlab watch`) or offline.
+        mode: cloud, local or offline (files in the run folder, for `swanlab sync`).
     """
 
     def __init__(
