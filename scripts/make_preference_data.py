@@ -1,9 +1,10 @@
 """Makes preference pairs and labelled answers from questions and what a model said to them.
 
-Usage: make_preference_data.py data/manpages_instruct.jsonl PREDICTIONS data/manpages_preference.jsonl
+Usage: make_preference_data.py QUESTIONS PREDICTIONS data/manpages_preference.jsonl
 
-The manual's line is chosen, the model's own answer rejected. PREDICTIONS is the predictions.jsonl
-of an evaluation over these questions; for the shipped file SmolLM2-135M-Instruct, greedy, 40 tokens.
+QUESTIONS is data/manpages_instruct.jsonl: its answer is chosen, the model's own is rejected.
+PREDICTIONS is the predictions.jsonl of an evaluation over these questions; for the shipped file
+that of SmolLM2-135M-Instruct, greedy, 40 tokens.
 """
 
 import json
