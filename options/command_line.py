@@ -5,16 +5,18 @@ Knows how options are spelled, not which options there are: that is parse_args.p
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from options.config_file import Entry, NoMapping, read_json_options, read_options
 from options.fields import OptionError
-from options.limits import MAX_FILE_BYTES, check_value, read_yaml
+from options.limits import MAX_FILE_BYTES, check_value
 
+HOW = "Write one option a line, as on the command line without the dashes: 'batch-size: 8'."
 SHOWN = 200  # characters of a value in a message
 OPTION = re.compile(r"--[A-Za-z][\w.-]*\+?(=|$)")
 
@@ -66,42 +68,63 @@ def read_words(words: Sequence[str]) -> list[Given]:
 
 
 def read_config(path: str | Path) -> list[Given]:
-    """Reads a YAML file that maps options, without their dashes, to values.
+    """Reads a YAML (or JSON) file that maps options, without their dashes, to values.
+
+    Paths in it are relative to the current directory, as on the command line.
 
     Raises:
         OptionError: the file is missing, is no YAML, or no mapping of options.
     """
     path = Path(path).expanduser()
-    how = "Write one option a line, as on the command line without the dashes: 'batch-size: 8'."
     try:
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:
             raise OptionError(
                 f"--config {path} has {size} bytes. At most {MAX_FILE_BYTES} were expected, "
-                f"because it holds options and no data. {how}"
+                f"because it holds options and no data. {HOW}"
             )
-        content = read_yaml(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        entries = read_json_options(text) if path.suffix == ".json" else read_options(text)
     except OSError as error:
         raise OptionError(
             f"--config {path} can't be read: {error.strerror}. A YAML file with options was "
             f"expected, such as the config.yaml of a run folder. Check the path; it is relative to "
             f"the directory you are in ({Path.cwd()})."
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
+        if isinstance(error, OptionError):
+            raise
+        kind = "JSON" if path.suffix == ".json" else "YAML"
         raise OptionError(
-            f"--config {path} is not plain YAML, so no option can be read: {error}\n  {how}"
+            f"--config {path} is not plain {kind}, so no option can be read: {error}\n  {HOW}"
         ) from error
-    if not isinstance(content, dict | None):
+    if isinstance(entries, NoMapping):
         raise OptionError(
-            f"--config {path} holds a {type(content).__name__}. A mapping of options to values was "
-            f"expected, because each value needs its option's name. {how}"
+            f"--config {path} holds a {entries.kind}. A mapping of options to values was "
+            f"expected, because each value needs its option's name. {HOW}"
         )
-    for name, value in (content or {}).items():
-        check_value(value, typed(str(name)), str(path))
-    return [
-        Given(_plain_name(str(name)), _as_words(value, _plain_name(str(name))), str(path))
-        for name, value in (content or {}).items()
-    ]
+    return list(_given_once(entries, path))
+
+
+def _given_once(entries: Iterable[Entry], path: Path) -> Iterator[Given]:
+    """The options of a file; refuses one that stands there twice, or another config file."""
+    seen: dict[str, str] = {}
+    for entry in entries:
+        place = f"{path}:{entry.line}" if entry.line else str(path)
+        name = _plain_name(entry.name)
+        check_value(entry.value, typed(name), place)
+        if name in seen:
+            raise OptionError(
+                f"{typed(name)} came twice, in {seen[name]} and {place}. It was expected once, "
+                "because nobody could see which of the two counts: take one out."
+            )
+        if name == "config":
+            raise OptionError(
+                f"--config came in {place}. A config file reads no other one: name both on the "
+                "command line, and the later one wins."
+            )
+        seen[name] = place
+        yield Given(name, _as_words(entry.value, name), place)
 
 
 def _plain_name(name: str) -> str:
