@@ -24,10 +24,11 @@ from options.checks import (
     check_partition,
     check_precision,
 )
-from options.command_line import Given, by_name, read_config, read_words, typed
+from options.command_line import Given, by_name, gathered, read_config, read_words, typed
 from options.fields import OptionError, check_limits, expand_paths, option_groups
 from options.help_text import help_text, list_parts
 from options.image_options import check_images
+from options.infer_options import InferConfig, check_prompts
 from options.limits import check_words
 from options.memory_options import check_memory
 from options.number_options import check_numbers
@@ -61,6 +62,13 @@ EVALUATE_KEYS: dict[str, str | None] = {
     "prompt_fn": None,
     "image_token": None,
     "metric": None,
+}
+INFER_KEYS: dict[str, str | None] = {
+    "model": "generate",
+    "builder": "auto",
+    "prompt": "chat",
+    "prompt_fn": "chat",
+    "image_token": "auto",
 }
 # of a training run's keys, those that a check does without unless it gets a dataset
 DATA_KEYS = ("dataset", "prompt", "prompt_fn", "image_token", "collate_fn")
@@ -118,6 +126,13 @@ class EvaluateArguments(Arguments):
 
 
 @dataclass
+class InferArguments(Arguments):
+    """What `infer.py` runs."""
+
+    run: InferConfig
+
+
+@dataclass
 class CheckArguments(TrainArguments):
     """What `check_model.py` runs: a training run's arguments and its own options."""
 
@@ -160,6 +175,21 @@ def parse_evaluate_args(argv: Sequence[str] | None = None) -> EvaluateArguments:
     return EvaluateArguments(run=run, parts=parts, imports=imports)
 
 
+def parse_infer_args(argv: Sequence[str] | None = None) -> InferArguments:
+    """Reads the options of a run that answers; raises as `parse_train_args` does."""
+    words = sys.argv[1:] if argv is None else argv
+    asks_dataset = "dataset" in by_name(_with_configs(read_words(words)))
+    keys = {**INFER_KEYS, **({"dataset": None} if asks_dataset else {})}
+    run, parts, imports = _parse(
+        words, InferConfig, keys=keys, listed={"dataset": {"split": "test"}}, repeated=("text",)
+    )
+    check_limits(run)
+    check_precision(run)
+    check_images(run)
+    check_prompts(run, has_dataset=asks_dataset)
+    return InferArguments(run=run, parts=parts, imports=imports)
+
+
 def parse_check_args(argv: Sequence[str] | None = None) -> CheckArguments:
     """Reads the options of a check, which are those of a training run and some of its own.
 
@@ -197,6 +227,7 @@ def _parse(
     *,
     keys: Mapping[str, str | None],
     listed: Mapping[str, Mapping[str, Any]] = {},
+    repeated: Sequence[str] = (),
 ) -> tuple[Any, dict[str, ChosenPart], list[str]]:
     """Both passes.
 
@@ -204,13 +235,14 @@ def _parse(
         keys: the registers that this program chooses from, with their default keys.
         listed: register -> arguments that are options here although the run supplies them, with
             their default values.
+        repeated: options that may be given several times, a text each time.
     """
     given = _with_configs(read_words(sys.argv[1:] if argv is None else argv))
     for item in given:
         check_words(typed(item.name), item.values)
     imports = [spec for item in given if item.name == "import" for spec in item.values]
     import_parts(dict.fromkeys(imports))
-    options = by_name(given)
+    options = by_name(given) | gathered(given, repeated)
     if "list" in options:
         _print_and_stop(list_parts())
     is_help = options.pop("help", None) is not None

@@ -17,6 +17,7 @@ from options.fields import OptionError
 from options.limits import MAX_FILE_BYTES, check_value
 
 HOW = "Write one option a line, as on the command line without the dashes: 'batch-size: 8'."
+COMMAND_LINE = "command line"  # an origin
 SHOWN = 200  # characters of a value in a message
 OPTION = re.compile(r"--[A-Za-z][\w.-]*\+?(=|$)")
 
@@ -30,7 +31,7 @@ class Given:
     origin: str
 
     def __str__(self) -> str:
-        place = "" if self.origin == "command line" else f" (in {self.origin})"
+        place = "" if self.origin == COMMAND_LINE else f" (in {self.origin})"
         return " ".join([typed(self.name), *map(shortened, self.values)]) + place
 
 
@@ -56,7 +57,7 @@ def read_words(words: Sequence[str]) -> list[Given]:
         name, has_value, value = word[2:].partition("=")
         if OPTION.match(word) and len(name) <= SHOWN:
             values = [value] if has_value else []
-            given.append(Given(_plain_name(name), values, "command line"))
+            given.append(Given(_plain_name(name), values, COMMAND_LINE))
         elif given and not word.startswith("--"):
             given[-1].values.append(word)
         else:
@@ -143,3 +144,28 @@ def _as_words(value: Any, name: str) -> list[str]:
 def by_name(given: Iterable[Given]) -> dict[str, Given]:
     """Options by name; where one was given several times, the last."""
     return {item.name: item for item in given}
+
+
+def gathered(given: Sequence[Given], names: Sequence[str]) -> dict[str, Given]:
+    """Options that hold a text each time they are given, as one list; commas do not part it.
+
+    Raises:
+        OptionError: several words came without quotes.
+    """
+    found: dict[str, Given] = {}
+    for name in names:
+        items = [item for item in given if item.name == name]
+        # a config file has one list, which the command line replaces
+        typed_ones = [item for item in items if item.origin == COMMAND_LINE] or items[-1:]
+        texts: list[str] = []
+        for item in typed_ones:
+            if len(item.values) != 1:
+                raise OptionError(
+                    f"{item} has {len(item.values)} words. One text was expected, because each "
+                    f"{typed(name)} is one: put it in quotes, and repeat {typed(name)} for more."
+                )
+            is_list = item.origin != COMMAND_LINE and item.values[0].startswith("[")
+            texts += map(str, json.loads(item.values[0])) if is_list else item.values
+        if items:
+            found[name] = Given(name, [json.dumps(texts)], typed_ones[-1].origin)
+    return found
