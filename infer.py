@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from answer_run import answer_rows, answer_settings, check_model_path, is_complete
-from parse_args import InferArguments, parse_infer_args, save_config
+from options.answer_args import InferArguments, parse_infer_args
+from parse_args import save_config
 from register import freeze_registers, import_shelf
 from stageline.data.bad_rows import BadRows, leaving_out
 from stageline.data.image_settings import make_image_settings, using_images

@@ -28,7 +28,6 @@ from options.command_line import Given, by_name, gathered, read_config, read_wor
 from options.fields import OptionError, check_limits, expand_paths, option_groups
 from options.help_text import help_text, list_parts
 from options.image_options import check_images
-from options.infer_options import InferConfig, check_prompts
 from options.limits import check_words
 from options.memory_options import check_memory
 from options.number_options import check_numbers
@@ -62,13 +61,6 @@ EVALUATE_KEYS: dict[str, str | None] = {
     "prompt_fn": None,
     "image_token": None,
     "metric": None,
-}
-INFER_KEYS: dict[str, str | None] = {
-    "model": "generate",
-    "builder": "auto",
-    "prompt": "chat",
-    "prompt_fn": "chat",
-    "image_token": "auto",
 }
 # of a training run's keys, those that a check does without unless it gets a dataset
 DATA_KEYS = ("dataset", "prompt", "prompt_fn", "image_token", "collate_fn")
@@ -126,13 +118,6 @@ class EvaluateArguments(Arguments):
 
 
 @dataclass
-class InferArguments(Arguments):
-    """What `infer.py` runs."""
-
-    run: InferConfig
-
-
-@dataclass
 class CheckArguments(TrainArguments):
     """What `check_model.py` runs: a training run's arguments and its own options."""
 
@@ -149,7 +134,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
         OptionError, RegisterError: exit code 2; before any model or data is loaded.
         SystemExit: after `--help` and `--list`.
     """
-    run, parts, imports = _parse(argv, RunConfig, keys=TRAIN_KEYS)
+    run, parts, imports = read_arguments(argv, RunConfig, keys=TRAIN_KEYS)
     check_limits(run)
     check_precision(run)
     check_vision(run)
@@ -166,7 +151,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
 
 def parse_evaluate_args(argv: Sequence[str] | None = None) -> EvaluateArguments:
     """Reads the options of an evaluation; raises as `parse_train_args` does."""
-    run, parts, imports = _parse(
+    run, parts, imports = read_arguments(
         argv, EvaluateConfig, keys=EVALUATE_KEYS, listed={"dataset": {"split": "test"}}
     )
     check_limits(run)
@@ -175,34 +160,19 @@ def parse_evaluate_args(argv: Sequence[str] | None = None) -> EvaluateArguments:
     return EvaluateArguments(run=run, parts=parts, imports=imports)
 
 
-def parse_infer_args(argv: Sequence[str] | None = None) -> InferArguments:
-    """Reads the options of a run that answers; raises as `parse_train_args` does."""
-    words = sys.argv[1:] if argv is None else argv
-    asks_dataset = "dataset" in by_name(_with_configs(read_words(words)))
-    keys = {**INFER_KEYS, **({"dataset": None} if asks_dataset else {})}
-    run, parts, imports = _parse(
-        words, InferConfig, keys=keys, listed={"dataset": {"split": "test"}}, repeated=("text",)
-    )
-    check_limits(run)
-    check_precision(run)
-    check_images(run)
-    check_prompts(run, has_dataset=asks_dataset)
-    return InferArguments(run=run, parts=parts, imports=imports)
-
-
 def parse_check_args(argv: Sequence[str] | None = None) -> CheckArguments:
     """Reads the options of a check, which are those of a training run and some of its own.
 
     The keys that have to do with data may be left out; with --dataset they belong together.
     """
     words = sys.argv[1:] if argv is None else argv
-    given = by_name(_with_configs(read_words(words)))
+    given = by_name(with_configs(read_words(words)))
     keys = {
         name: key
         for name, key in TRAIN_KEYS.items()
         if name not in DATA_KEYS or name in given or {"dataset", "help"} & set(given)
     }
-    run, parts, imports = _parse(words, CheckConfig, keys=keys)
+    run, parts, imports = read_arguments(words, CheckConfig, keys=keys)
     check_limits(run)
     check_precision(run)
     check_partition(run)
@@ -221,7 +191,7 @@ def save_config(arguments: Arguments, path: str | Path) -> None:
     temporary.replace(path)  # a torn write then leaves no half file
 
 
-def _parse(
+def read_arguments(
     argv: Sequence[str] | None,
     config_class: type,
     *,
@@ -237,7 +207,7 @@ def _parse(
             their default values.
         repeated: options that may be given several times, a text each time.
     """
-    given = _with_configs(read_words(sys.argv[1:] if argv is None else argv))
+    given = with_configs(read_words(sys.argv[1:] if argv is None else argv))
     for item in given:
         check_words(typed(item.name), item.values)
     imports = [spec for item in given if item.name == "import" for spec in item.values]
@@ -266,7 +236,7 @@ def _parse(
     return run, parts, list(dict.fromkeys(imports))
 
 
-def _with_configs(given: list[Given]) -> list[Given]:
+def with_configs(given: list[Given]) -> list[Given]:
     """Puts the options of `--config` files in front, so that the command line wins."""
     from_files: list[Given] = []
     for item in given:
