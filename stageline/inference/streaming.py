@@ -50,8 +50,8 @@ class TokenWriter(BaseStreamer):
     def _write_up_to(self, text: str, *, keeps_spaces: bool) -> None:
         text = text if keeps_spaces else text.rstrip()
         if len(text) > len(self.written) and text.startswith(self.written):
-            self.write(text[len(self.written) :])
-            self.written = text
+            added, self.written = text[len(self.written) :], text  # Ctrl-C may come while it writes
+            self.write(added)
 
 
 @torch.no_grad()
