@@ -24,11 +24,16 @@ OPTION = re.compile(r"--[A-Za-z][\w.-]*\+?(=|$)")
 
 @dataclass
 class Given:
-    """One option as it was given: its values as text, and where it came from."""
+    """One option as it was given: its values as text, and where it came from.
+
+    Attributes:
+        content: the value as a config file has it.
+    """
 
     name: str
     values: list[str]
     origin: str
+    content: Any = None
 
     def __str__(self) -> str:
         place = "" if self.origin == COMMAND_LINE else f" (in {self.origin})"
@@ -125,7 +130,7 @@ def _given_once(entries: Iterable[Entry], path: Path) -> Iterator[Given]:
                 "command line, and the later one wins."
             )
         seen[name] = place
-        yield Given(name, _as_words(entry.value, name), place)
+        yield Given(name, _as_words(entry.value, name), place, entry.value)
 
 
 def _plain_name(name: str) -> str:
@@ -155,17 +160,23 @@ def gathered(given: Sequence[Given], names: Sequence[str]) -> dict[str, Given]:
     found: dict[str, Given] = {}
     for name in names:
         items = [item for item in given if item.name == name]
-        # a config file has one list, which the command line replaces
-        typed_ones = [item for item in items if item.origin == COMMAND_LINE] or items[-1:]
-        texts: list[str] = []
-        for item in typed_ones:
-            if len(item.values) != 1:
-                raise OptionError(
-                    f"{item} has {len(item.values)} words. One text was expected, because each "
-                    f"{typed(name)} is one: put it in quotes, and repeat {typed(name)} for more."
-                )
-            is_list = item.origin != COMMAND_LINE and item.values[0].startswith("[")
-            texts += map(str, json.loads(item.values[0])) if is_list else item.values
-        if items:
-            found[name] = Given(name, [json.dumps(texts)], typed_ones[-1].origin)
+        # the command line replaces what a config file has, a later file an earlier one
+        counting = [item for item in items if item.origin == COMMAND_LINE] or items[-1:]
+        texts = [text for item in counting for text in _texts(item)]
+        if counting:
+            words = [json.dumps(texts or None)]
+            found[name] = Given(name, words, counting[-1].origin)
     return found
+
+
+def _texts(item: Given) -> list[str]:
+    """The texts of an option that is a text, or of a config file's list."""
+    if item.origin != COMMAND_LINE:
+        content = item.content if isinstance(item.content, list) else [item.content]
+        return [str(text) for text in content if text is not None]
+    if len(item.values) != 1:
+        raise OptionError(
+            f"{item} has {len(item.values)} words. One text was expected, because each "
+            f"{typed(item.name)} is one: put it in quotes, and repeat {typed(item.name)} for more."
+        )
+    return item.values

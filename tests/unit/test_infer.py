@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from options.command_line import gathered, read_words
+from options.command_line import gathered, read_config, read_words
 from stageline.data.prompt_rows import PromptRows
 from stageline.errors import DataError
 from stageline.testing.small_run import ForkedRun, Job
@@ -122,3 +122,14 @@ def test_texts_are_not_parted_at_commas_and_the_command_line_replaces_a_file(tmp
     given = gathered(read_words(["--text", "a, b", "--text=[c]", "--x", "1"]), ["text", "none"])
     assert list(given) == ["text"]
     assert json.loads(given["text"].values[0]) == ["a, b", "[c]"]
+    file = tmp_path / "run.yaml"
+
+    def texts(content, *words):
+        file.write_text(content)
+        given = gathered([*read_config(file), *read_words(words)], ["text"])
+        return json.loads(given["text"].values[0])
+
+    assert texts("text: [a, 'b, c', 1]\n") == ["a", "b, c", "1"]
+    assert texts("text: '[a] b, c'\n") == ["[a] b, c"]
+    assert texts("text: null\n") is None, "as a saved config has it"
+    assert texts("text: [a, b]\n", "--text", "c") == ["c"]
