@@ -3,24 +3,16 @@
 Stop it at any time: started again with the same options it goes on where it was.
 """
 
-import functools
-import inspect
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from options.command_line import typed
+from answer_run import answer_rows, answer_settings, check_model_path, is_complete
 from parse_args import EvaluateArguments, parse_evaluate_args, save_config
 from register import freeze_registers, import_shelf
 from stageline.data.bad_rows import BadRows, leaving_out
-from stageline.data.image_settings import ImageSettings, make_image_settings, using_images
-from stageline.data.prepare_images import prepare_images
-from stageline.data.tiling import Tiling, match_config
+from stageline.data.image_settings import make_image_settings, using_images
 from stageline.distributed.failure import run_entry
-from stageline.errors import RemoteError, UserError
 from stageline.evaluation.bootstrap import Bootstrap
 from stageline.evaluation.compare import (
     compare,
@@ -35,14 +27,12 @@ from stageline.evaluation.report import (
     report_markdown,
     write_report,
 )
-from stageline.evaluation.runner import Outcome, check_ids, predict
-from stageline.evaluation.same_samples import check_same_samples
+from stageline.evaluation.runner import check_ids
 from stageline.evaluation.usage import format_usage, usage_of
 from stageline.plotting.groups import plot_groups
 from stageline.plotting.pictures import caption, plot_predictions
 
 SHELF = ("models", "prompt", "prompt_fn", "dataset", "metric")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NUM_PICTURES = 36
 
 
@@ -51,12 +41,7 @@ def main() -> int:
     arguments = parse_evaluate_args()
     freeze_registers()
     run, parts = arguments.run, arguments.parts
-    if run.model_path is None and needs_folder(parts["builder"].part):
-        raise UserError(
-            "--model-path is missing. A folder with config.json and weights, or an adapter folder, "
-            "was expected, because it is what is evaluated: give the checkpoint of a run, such as "
-            "runs/digits/checkpoints/step-00000400."
-        )
+    check_model_path(run.model_path, parts["builder"].part)
     images = make_image_settings(**run.image_limits())
     with using_images(images), leaving_out(BadRows(run.skip_bad_rows)) as bad_rows:
         dataset = parts["dataset"].part(dataset_path=run.dataset_path, **parts["dataset"].kwargs)
@@ -73,95 +58,10 @@ def main() -> int:
     settings = answer_settings(arguments)
     file = PredictionFile(folder / "predictions.jsonl", settings_key=fingerprint(settings))
     outcome = answer_rows(arguments, dataset, rows, file, images)
-    if outcome.failed:
-        sample_id, why = next(iter(outcome.failed.items()))
-        raise RemoteError(
-            f"{len(outcome.failed)} of {len(rows)} samples got no answer, such as {sample_id}: "
-            f"{why}. The answers that came are in {file.path}: start again with the same options "
-            "and only the others are asked for."
-        )
-    if outcome.pending:
-        print(
-            f"{len(outcome.pending)} of {len(rows)} samples wait for their answers: hand the "
-            "request files in, and run again with --model.answers_path and what comes back"
-        )
+    if not is_complete(outcome, rows, file):
         return 0
     report_on(arguments, dataset, rows, file, settings)
     return 0
-
-
-def needs_folder(builder: Callable) -> bool:
-    """Whether a builder part cannot do without --model-path: its first argument."""
-    first = next(iter(inspect.signature(builder).parameters.values()))
-    return first.default is first.empty
-
-
-def answer_settings(arguments: EvaluateArguments) -> dict[str, Any]:
-    """All that changes an answer; where files are written and on how many devices does not."""
-    left_out = {
-        *("output-dir", "limit", "batch-size", "num-devices", "visual-gpu-ratio", "metric"),
-        *("image-cache", "image-cache-gib", "max-image-pixels", "max-images-per-sample"),
-        *("compare-with", "bootstrap-resamples", "bootstrap-seed", "skip-bad-rows"),
-    }
-    for name, chosen in arguments.parts.items():
-        without_effect = getattr(chosen.part, "without_effect", ())
-        left_out |= {typed(f"{name}.{option}")[2:] for option in without_effect}
-    config = arguments.as_config()
-    return {name: value for name, value in config.items() if name not in left_out}
-
-
-def answer_rows(
-    arguments: EvaluateArguments,
-    dataset: Any,
-    rows: range,
-    file: PredictionFile,
-    images: ImageSettings,
-) -> Outcome:
-    """Loads the model and answers what the file does not hold yet."""
-    run, parts = arguments.run, arguments.parts
-    samples = [dataset[row][1] for row in rows]
-    check_same_samples(file.records, samples, path=file.path)
-    if all(str(sample["id"]) in file.records for sample in samples):
-        print(f"{file.path} holds all {len(rows)} predictions already")
-        return Outcome()
-    model, processor, device_map = parts["builder"].part(
-        run.model_path,
-        visual_gpu_ratio=run.visual_gpu_ratio,
-        dtype=DTYPES[run.precision],
-        num_devices=run.num_devices,
-        device=run.device,
-        adapter_path=run.adapter_path,
-        trust_remote_code=run.trust_remote_code,
-        **parts["builder"].kwargs,
-    )
-    tiling = Tiling(**run.tiling())
-    prepare_images(processor, images, tiling)
-    if tiling.is_given:
-        match_config(model.config, processor)
-    print(f"devices: {sorted({str(device) for device in device_map.values()})}")
-    texts = {
-        "prompt": parts["prompt"].part,
-        "prompt_fn": functools.partial(parts["prompt_fn"].part, **parts["prompt_fn"].kwargs),
-        "image_token": functools.partial(parts["image_token"].part, **parts["image_token"].kwargs),
-    }
-    answer = functools.partial(
-        parts["model"].part,
-        model,
-        processor,
-        max_new_tokens=run.max_new_tokens,
-        temperature=run.temperature,
-        seed=run.seed,
-        **parts["model"].kwargs,
-    )
-    return predict(
-        dataset,
-        rows,
-        answer=answer,
-        texts=texts,
-        processor=processor,
-        file=file,
-        batch_size=run.batch_size,
-    )
 
 
 def report_on(

@@ -24,7 +24,7 @@ from options.checks import (
     check_partition,
     check_precision,
 )
-from options.command_line import Given, by_name, read_config, read_words, typed
+from options.command_line import Given, by_name, gathered, read_config, read_words, typed
 from options.fields import OptionError, check_limits, expand_paths, option_groups
 from options.help_text import help_text, list_parts
 from options.image_options import check_images
@@ -136,7 +136,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
         OptionError, RegisterError: exit code 2; before any model or data is loaded.
         SystemExit: after `--help` and `--list`.
     """
-    run, parts, imports = _parse(argv, RunConfig, keys=TRAIN_KEYS)
+    run, parts, imports = read_arguments(argv, RunConfig, keys=TRAIN_KEYS)
     check_limits(run)
     check_precision(run)
     check_vision(run)
@@ -154,7 +154,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
 
 def parse_evaluate_args(argv: Sequence[str] | None = None) -> EvaluateArguments:
     """Reads the options of an evaluation; raises as `parse_train_args` does."""
-    run, parts, imports = _parse(
+    run, parts, imports = read_arguments(
         argv, EvaluateConfig, keys=EVALUATE_KEYS, listed={"dataset": {"split": "test"}}
     )
     check_limits(run)
@@ -169,13 +169,13 @@ def parse_check_args(argv: Sequence[str] | None = None) -> CheckArguments:
     The keys that have to do with data may be left out; with --dataset they belong together.
     """
     words = sys.argv[1:] if argv is None else argv
-    given = by_name(_with_configs(read_words(words)))
+    given = by_name(with_configs(read_words(words)))
     keys = {
         name: key
         for name, key in TRAIN_KEYS.items()
         if name not in DATA_KEYS or name in given or {"dataset", "help"} & set(given)
     }
-    run, parts, imports = _parse(words, CheckConfig, keys=keys)
+    run, parts, imports = read_arguments(words, CheckConfig, keys=keys)
     check_limits(run)
     check_precision(run)
     check_partition(run)
@@ -194,12 +194,13 @@ def save_config(arguments: Arguments, path: str | Path) -> None:
     temporary.replace(path)  # a torn write then leaves no half file
 
 
-def _parse(
+def read_arguments(
     argv: Sequence[str] | None,
     config_class: type,
     *,
     keys: Mapping[str, str | None],
     listed: Mapping[str, Mapping[str, Any]] = {},
+    repeated: Sequence[str] = (),
 ) -> tuple[Any, dict[str, ChosenPart], list[str]]:
     """Both passes.
 
@@ -207,13 +208,14 @@ def _parse(
         keys: the registers that this program chooses from, with their default keys.
         listed: register -> arguments that are options here although the run supplies them, with
             their default values.
+        repeated: options that may be given several times, a text each time.
     """
-    given = _with_configs(read_words(sys.argv[1:] if argv is None else argv))
+    given = with_configs(read_words(sys.argv[1:] if argv is None else argv))
     for item in given:
         check_words(typed(item.name), item.values)
     imports = [spec for item in given if item.name == "import" for spec in item.values]
     import_parts(dict.fromkeys(imports))
-    options = by_name(given)
+    options = by_name(given) | gathered(given, repeated)
     if "list" in options:
         _print_and_stop(list_parts())
     is_help = options.pop("help", None) is not None
@@ -237,7 +239,7 @@ def _parse(
     return run, parts, list(dict.fromkeys(imports))
 
 
-def _with_configs(given: list[Given]) -> list[Given]:
+def with_configs(given: list[Given]) -> list[Given]:
     """Puts the options of `--config` files in front, so that the command line wins."""
     from_files: list[Given] = []
     for item in given:

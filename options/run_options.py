@@ -7,6 +7,7 @@ parse_args.py. Options of one part are not here: they are the signature of that 
 from dataclasses import dataclass
 from typing import Literal
 
+from options.answer_options import AnswerOptions
 from options.checkpoint_options import CheckpointOptions
 from options.data_options import DataOptions
 from options.fault_options import FaultOptions
@@ -178,20 +179,12 @@ class RunConfig(
 
 
 @dataclass(kw_only=True)
-class EvaluateConfig(ReportOptions, ImageOptions, SharedOptions):
+class EvaluateConfig(ReportOptions, AnswerOptions, ImageOptions, SharedOptions):
     """Evaluation"""
 
     output_dir: str = option(
         "runs/evaluate", "folder of predictions.jsonl, report.json and plots", is_output=True
     )
-    adapter_path: str | None = option(None, "LoRA adapter folder in peft's format", is_path=True)
-    batch_size: int = option(8, "samples generated together", at_least=1)
-    max_new_tokens: int = option(64, "longest answer, in tokens", at_least=1)
-    temperature: float = option(0.0, "0 takes the likeliest token, more samples", at_least=0)
-    num_devices: int | None = option(
-        None, "devices that the model is spread over; default: all", at_least=1
-    )
-    limit: int | None = option(None, "evaluate only the first samples", at_least=1)
 
     @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:

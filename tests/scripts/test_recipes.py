@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from options.chat_options import ChatConfig
 from options.check_options import CheckConfig
+from options.infer_options import InferConfig
 from options.run_options import EvaluateConfig, RunConfig
 from register import ALL_REGISTERS
 
@@ -21,6 +23,8 @@ PROGRAMS = {
     "train_pp.py": RunConfig,
     "check_model.py": CheckConfig,
     "evaluate.py": EvaluateConfig,
+    "infer.py": InferConfig,
+    "chat.py": ChatConfig,
     "export.py": None,
 }
 

@@ -133,6 +133,11 @@ def test_a_missing_key_lists_what_there_is():
         ("batch-siez: 4\n", "unknown option. Did you mean --batch-size"),
         ("batch-size: x\n", "--batch-size x (in "),
         ("seed: !!python/object/apply:os.getcwd []\n", "is not plain YAML"),
+        ("seed: 1\n\nbatch-siez: 4\n", "run.yaml:3) is an unknown option. Did you mean --batch"),
+        ("seed: 1\nseed: 2\n", "'seed' comes twice"),
+        ("batch-size: 1\nseed: 1\nbatch_size: 2\n", "--batch-size came twice, in "),
+        ("config: other.yaml\n", "A config file reads no other one"),
+        ("batch-size: null\n", "--batch-size null (in "),
     ],
 )
 def test_a_wrong_config_file_is_named(tmp_path, text, wanted):
@@ -143,11 +148,20 @@ def test_a_wrong_config_file_is_named(tmp_path, text, wanted):
     assert str(file) in message
 
 
+def test_a_wrong_json_file_is_named(tmp_path):
+    file = tmp_path / "run.json"
+    file.write_text('{"seed": 1, "seed": 2}')
+    assert f"{file} is not plain JSON" in (text := _error_of([*TRAIN, "--config", str(file)]))
+    assert "'seed' comes twice" in text
+    file.write_text("[1]")
+    assert "holds a list" in _error_of([*TRAIN, "--config", str(file)])
+
+
 def test_options_of_a_part_are_not_nested_in_a_config_file(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("dataset: {limit: 3}\n")
     message = _error_of([*TRAIN[2:], "--config", str(file)])
-    assert f"--dataset ({file})" in message and "limit" in message
+    assert f"--dataset ({file}:1)" in message and "limit" in message
 
 
 def test_an_empty_config_file_changes_nothing(tmp_path):

@@ -1,12 +1,14 @@
 """Options: keys, the options of parts, YAML, round trips. Errors are in test_option_errors.py."""
 
 import functools
+import json
 from typing import Literal
 
 import pytest
 import yaml
 
 import parse_args
+from options.command_line import read_config
 from parse_args import parse_evaluate_args, parse_train_args, save_config
 from register import ALL_REGISTERS, UnknownKeyError
 
@@ -236,6 +238,34 @@ def test_config_file_gives_options_and_the_command_line_wins(tmp_path):
     assert parse_train_args(["--batch-size", "12", "--config", str(file), *TRAIN]).run == run
 
 
+def test_numbers_in_lists_of_a_config_file_are_numbers(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "optimizer.betas: [1e-1, 9.5e-1]\nlimit: null\nnames: &n [1e3, '1e3', on]\nagain: *n\n"
+        'extra: {top_p: 1e-4, name: "1e-4", deep: [{x: -2E+2}]}\nlearning-rate: 1e-4\n'
+    )
+    given = {item.name: item for item in read_config(file)}
+    assert given["optimizer.betas"].values == ["[0.1, 0.95]"]
+    assert given["limit"].values == ["null"]
+    assert json.loads(given["names"].values[0]) == [1000.0, "1e3", True]
+    assert given["again"].values == given["names"].values
+    extra = {"top_p": 1e-4, "name": "1e-4", "deep": [{"x": -200.0}]}
+    assert json.loads(given["extra"].values[0]) == extra
+    assert given["learning_rate"].values == ["1e-4"]  # the option's type says what it is
+    assert given["learning_rate"].origin == f"{file}:6"
+
+
+def test_a_json_file_is_read_as_well(tmp_path):
+    file = tmp_path / "run.json"
+    file.write_text(
+        '{\n\t"learning-rate": 1e-3,\n\t"lora-target": ["a", "b"],\n\t"frozen-vit": true,'
+        '\n\t"model-path": null\n}\n'
+    )
+    run = train("--config", str(file)).run
+    assert (run.learning_rate, run.lora_target, run.frozen_vit) == (1e-3, ["a", "b"], True)
+    assert run.model_path is None
+
+
 def test_a_later_config_file_wins(tmp_path):
     for number in (1, 2):
         (tmp_path / f"{number}.yaml").write_text(f"seed: {number}\nnum-workers: {number}\n")
@@ -349,5 +379,5 @@ def test_a_key_from_a_file_names_the_file(tmp_path):
     file.write_text("loss-fn: sfd\n")
     with pytest.raises(UnknownKeyError) as error:
         train("--config", str(file))
-    assert f"--loss-fn ({file})" in str(error.value)
+    assert f"--loss-fn ({file}:1)" in str(error.value)
     assert "Did you mean 'sft'" in str(error.value)

@@ -1,0 +1,74 @@
+"""Answers prompts that have no gold answer: of a file, of the command line, or of a dataset.
+
+python infer.py --model-path my_model --text "What does ls do?" --prompts more.txt
+
+Writes predictions.jsonl as evaluate.py does, and goes on where it was stopped. Few answers are
+printed as well.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from answer_run import answer_rows, answer_settings, check_model_path, is_complete
+from options.answer_args import InferArguments, parse_infer_args
+from parse_args import save_config
+from register import freeze_registers, import_shelf
+from stageline.data.bad_rows import BadRows, leaving_out
+from stageline.data.image_settings import make_image_settings, using_images
+from stageline.data.prompt_rows import PromptRows
+from stageline.distributed.failure import run_entry
+from stageline.evaluation.predictions import PredictionFile, fingerprint
+from stageline.evaluation.runner import check_ids
+
+SHELF = ("models", "prompt", "prompt_fn", "dataset")
+
+
+def main() -> int:
+    """Answers; returns the exit code."""
+    import_shelf(*(() if "--list" in sys.argv else SHELF))  # the list shows everything
+    arguments = parse_infer_args()
+    freeze_registers()
+    run = arguments.run
+    check_model_path(run.model_path, arguments.parts["builder"].part)
+    images = make_image_settings(**run.image_limits())
+    with using_images(images), leaving_out(BadRows(run.skip_bad_rows)) as bad_rows:
+        dataset = open_prompts(arguments)
+    rows = range(min(len(dataset), run.limit or len(dataset)))
+    check_ids(dataset, rows)
+    if run.check_only:
+        return 0
+    folder = Path(run.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    bad_rows.write(folder / "bad_rows.jsonl")
+    save_config(arguments, folder / "config.yaml")
+    settings_key = fingerprint(answer_settings(arguments))
+    file = PredictionFile(folder / "predictions.jsonl", settings_key=settings_key)
+    outcome = answer_rows(arguments, dataset, rows, file, images)
+    if is_complete(outcome, rows, file):
+        show(arguments, dataset, rows, file)
+    return 0
+
+
+def open_prompts(arguments: InferArguments) -> Any:
+    """What is asked."""
+    run = arguments.run
+    if "dataset" in arguments.parts:
+        dataset = arguments.parts["dataset"]
+        return dataset.part(dataset_path=run.dataset_path, **dataset.kwargs)
+    return PromptRows(run.text or (), path=run.prompts)
+
+
+def show(arguments: InferArguments, dataset: Any, rows: range, file: PredictionFile) -> None:
+    """Prints the answers, if they are few."""
+    if len(rows) <= arguments.run.print_answers:
+        for row in rows:
+            sample = dataset[row][1]
+            question = str(sample.get("question", sample["id"]))
+            print(f"\n> {question}\n{file.records[str(sample['id'])]['prediction']}")
+        print()
+    print(f"{len(rows)} answers are in {file.path}")
+
+
+if __name__ == "__main__":
+    run_entry(main)

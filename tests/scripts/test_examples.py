@@ -1,0 +1,142 @@
+"""Every file of examples/: its options exist, and it runs for two steps with a tiny model.
+
+The first comment line says which command a file is for. A tiny model takes the place of the one
+that a file wants prepared; a checkpoint of another example is made by running that one.
+"""
+
+import json
+import math
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import train_pp  # noqa: F401 - its engines
+from options.answer_args import parse_infer_args
+from options.config_file import read_options
+from parse_args import parse_evaluate_args, parse_train_args
+from register import import_shelf
+from stageline.command_line import COMMANDS, rewritten
+from stageline.testing.small_run import ForkedRun
+from stageline.testing.tiny_models import tiny_config
+from stageline.testing.tiny_tokenizers import tiny_tokenizer
+
+import_shelf()
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+PARSERS = {
+    "train": parse_train_args,
+    "eval": parse_evaluate_args,
+    "infer": parse_infer_args,
+}
+# tiny tokenizers write more tokens
+TRAIN = "--total-steps 2 --warmup-steps 0 --eval-samples 2 --max-token-num 2000 --timeline-step 0"
+SMALLER = {
+    "train": f"{TRAIN} --batch-size 4 --micro-batch-size 2 --partition uniform".split(),
+    "eval": "--limit 2 --bootstrap-resamples 20".split(),
+    "infer": "--limit 2 --max-new-tokens 3".split(),
+}
+_done: dict[str, Path] = {}  # example -> the folder of its run
+
+
+def command_of(path):
+    """What its first line says."""
+    first = path.read_text(encoding="utf-8").splitlines()[0]
+    match = re.fullmatch(rf"# stageline (\w+) examples/{re.escape(path.name)}", first)
+    assert match and match[1] in PARSERS, f"the first line of {path.name} is {first!r}"
+    return match[1]
+
+
+def options_of(path):
+    return {entry.name: entry.value for entry in read_options(path.read_text(encoding="utf-8"))}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Path as examples name it -> a tiny model there."""
+    folder = tmp_path_factory.mktemp("models")
+    make_digits = runpy.run_path(str(ROOT / "scripts/make_digits_model.py"))["main"]
+    make_digits(str(folder / "digits-model"))
+    tokenizer = tiny_tokenizer(eos_token="<|im_end|>")
+    tokenizer.save_pretrained(folder / "smollm2")
+    torch.manual_seed(1)
+    size = {"vocab_size": len(tokenizer), "max_position_embeddings": 2048}
+    config = tiny_config("llama", tied=True, **size)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "smollm2")
+    return {".cache/digits-model": folder / "digits-model", ".cache/smollm2": folder / "smollm2"}
+
+
+def path_here(value, models, folder):
+    """What is to be read in place of a path that an example names."""
+    if value in models:
+        return models[value]
+    for other in EXAMPLES:
+        output = options_of(other).get("output-dir")
+        if output and value.startswith(f"{output}/"):
+            return run(other, models, folder) / value.removeprefix(f"{output}/")
+    assert list(ROOT.glob(value)), f"{value} is not shipped, and no other example makes it"
+    return value
+
+
+def words_of(path, models, folder):
+    """The words after `stageline COMMAND`, made smaller."""
+    words = [
+        str(path.relative_to(ROOT)),
+        "--device",
+        "cpu",
+        "--output-dir",
+        str(folder / path.stem),
+    ]
+    for name, value in options_of(path).items():
+        if name.endswith("-path"):
+            words += [f"--{name}", str(path_here(value, models, folder))]
+    return rewritten([*words, *SMALLER[command_of(path)]])
+
+
+def run(path, models, folder):
+    """Runs an example, once; the folder of its run."""
+    if path.name not in _done:
+        words = words_of(path, models, folder)
+        ranks = options_of(path).get("num-stages", 1)
+        entry = str(ROOT / COMMANDS[command_of(path)].file)
+        done = ForkedRun([entry, *words], ranks=ranks).wait(200)
+        assert done.code == 0, done.out + done.err
+        _done[path.name] = folder / path.stem
+    return _done[path.name]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    _done.clear()
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_parses_and_runs(path, models, folder, monkeypatch):
+    monkeypatch.chdir(ROOT)  # where examples are run from
+    command = command_of(path)
+    made = run(path, models, folder)
+    arguments = PARSERS[command](words_of(path, models, folder))
+    assert arguments.run.output_dir == str(made)
+    if command == "train":
+        lines = map(json.loads, (made / "log.jsonl").read_text().splitlines())
+        losses = [line["loss"] for line in lines if line["kind"] == "train"]
+        assert len(losses) == 2 and all(map(math.isfinite, losses))
+        assert list((made / "checkpoints").glob("step-*"))
+    else:
+        assert len((made / "predictions.jsonl").read_text().splitlines()) == 2
+        assert (made / "report.json").exists() == (command == "eval")
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_says_what_it_needs_and_is_listed(path):
+    text = path.read_text(encoding="utf-8")
+    for made in re.findall(r"\.cache/[\w-]+", text):
+        assert re.search(rf"# First: python scripts/\w+\.py {made}\n", text), made
+    for script in re.findall(r"scripts/\w+\.py", text):
+        assert (ROOT / script).is_file()
+    for name in ("README.md", "README.zh.md"):
+        assert f"`{path.name}`" in (ROOT / "examples" / name).read_text(encoding="utf-8")

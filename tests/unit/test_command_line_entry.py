@@ -1,0 +1,190 @@
+"""The `stageline` command: what it lists, how it rewrites words, that a run is as by the file."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from stageline import command_line
+from stageline.command_line import COMMANDS, find_entry, overview, rewritten
+from stageline.errors import UserError
+from stageline.testing.small_run import Job
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def stageline(*words, cwd, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "stageline", *map(str, words)],
+        cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ([], []),
+        (["run.yaml", "--total-steps", "5"], ["--config", "run.yaml", "--total-steps", "5"]),
+        (["a.yml", "b/c=d.json"], ["--config", "a.yml", "--config", "b/c=d.json"]),
+        (["learning_rate=1e-4"], ["--learning-rate=1e-4"]),
+        (["r.yaml", "dataset.test_size=0.2"], ["--config", "r.yaml", "--dataset.test_size=0.2"]),
+        (["loss_fn.label_smoothing=0"], ["--loss-fn.label_smoothing=0"]),
+        (["model_path=/a b/x=y.yaml"], ["--model-path=/a b/x=y.yaml"]),
+        (["dataset.fields={\"a\": 'b=c'}"], ["--dataset.fields={\"a\": 'b=c'}"]),
+        (["text=two\nlines"], ["--text=two\nlines"]),
+        (["frozen_vit=true", "model_path="], ["--frozen-vit=true", "--model-path="]),
+        (["--lora-target", "a=b", "c.yaml"], ["--lora-target", "a=b", "c.yaml"]),
+        (["-h"], ["-h"]),
+    ],
+)
+def test_words_in_front_become_options(words, wanted):
+    assert rewritten(words) == wanted
+
+
+@pytest.mark.parametrize("words", [["run.txt"], ["=1"], ["r.yaml", "5"], ["1x=2"]])
+def test_a_word_that_is_neither_file_nor_assignment_is_refused(words):
+    with pytest.raises(UserError, match="belongs to no option. Config files"):
+        rewritten(words)
+
+
+def test_entries_that_are_there_are_listed_and_others_refused(tmp_path, monkeypatch):
+    for name, command in COMMANDS.items():
+        is_there = (ROOT / command.file).is_file()
+        assert (f"\n  {name} " in overview()) == is_there
+    with pytest.raises(UserError, match="'evla' is no command of stageline. Did you mean eval"):
+        find_entry("evla")
+    monkeypatch.setattr(command_line, "ROOT", tmp_path)
+    with pytest.raises(UserError, match="register.py is not beside it.*--editable"):
+        find_entry("train")
+    (tmp_path / "register.py").touch()
+    with pytest.raises(UserError, match="serve.py, which is not there: this version has none"):
+        find_entry("serve")
+    assert "  env" in overview() and "train" not in overview().split("env")[0]
+
+
+def test_the_list_loads_no_torch_and_the_script_is_declared(tmp_path):
+    code = (
+        "import sys; sys.argv = ['stageline', '--help']\n"
+        "from stageline.command_line import main\n"
+        "code = main()\n"
+        "big = {'torch', 'transformers', 'yaml', 'numpy', 'register'} & set(sys.modules)\n"
+        "sys.exit(code or (str(big) if big else 0))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == overview()
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"stageline": "stageline.command_line:main"}
+
+
+def test_alone_it_lists_and_an_unknown_command_is_code_2(tmp_path):
+    assert stageline(cwd=tmp_path).stdout == overview()
+    done = stageline("trian", "--help", cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error[usage]: 'trian' is no command of stageline. Did you mean")
+
+
+def test_env_names_versions(tmp_path):
+    done = stageline("env", cwd=tmp_path)
+    lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert done.returncode == 0, done.stderr
+    assert lines["python"] == sys.version.split()[0]
+    assert {"torch", "transformers", "datasets", "CUDA", "cores", "memory"} <= set(lines)
+
+
+ENTRY = """
+import json, os, sys
+from pathlib import Path
+from stageline.distributed.launch import launch_if_needed
+
+launch_if_needed(int(sys.argv[1]))
+told = [sys.argv, sys.path[0], __name__, __file__]
+Path(sys.argv[2], os.environ.get("RANK", "alone")).write_text(json.dumps(told))
+sys.exit(int(sys.argv[3]))
+"""
+WORDS = ['it\'s "so"', "two\nlines; $HOME", "", "--a=b c"]
+
+
+@pytest.mark.parametrize(("processes", "code"), [(1, 3), (2, 0)])
+def test_an_entry_runs_as_a_file_also_in_its_workers(tmp_path, processes, code):
+    """Arguments with spaces and quotes reach it whole; its exit code is the command's."""
+    (tmp_path / "register.py").touch()
+    entry = tmp_path / "train_pp.py"
+    entry.write_text(ENTRY)
+    start = (
+        "import sys; from pathlib import Path; from stageline import command_line\n"
+        f"command_line.ROOT = Path({str(tmp_path)!r})\n"
+        "command_line.rewritten = list\n"
+        "sys.exit(command_line.main())"
+    )
+    words = [str(processes), str(tmp_path), str(code), *WORDS]
+    done = subprocess.run(
+        [sys.executable, "-c", start, "train", *words],
+        cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    names = ["alone"] if processes == 1 else ["0", "1"]
+    for name in names:
+        told = json.loads((tmp_path / name).read_text())
+        assert told == [[str(entry), *words], str(tmp_path), "__main__", str(entry)]
+
+
+def test_a_real_run_of_two_processes_and_ctrl_c_that_leaves_none(tmp_path):
+    """A config file and overrides, from a folder of one's own; all ranks save and end."""
+    job = Job(tmp_path / "it's a job")
+    words = job.command("by_file", "--num-stages", 2, "--warmup-steps", 0)[2:]
+    config = dict(zip((word[2:] for word in words[::2]), words[1::2], strict=True))
+    (job.folder / "run.yaml").write_text(yaml.safe_dump(config))
+    name = 'a "b" c'
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stageline", "train", "run.yaml", "total_steps=100000",
+         "dataset.test_size=4", f"output_dir={name}"],
+        cwd=job.folder, env=ENVIRONMENT, start_new_session=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    log = job.folder / name / "log.jsonl"
+    try:
+        wait_for(lambda: log.exists() and '"train"' in log.read_text(), process, seconds=200)
+        family = [process.pid, *children_of(process.pid)]
+        assert len(family) >= 3, "the command, and a process a stage"
+        os.killpg(process.pid, signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 130, told
+    assert not [pid for pid in family if Path(f"/proc/{pid}").exists()]
+    saved = yaml.safe_load((job.folder / name / "config.yaml").read_text())
+    assert saved["total-steps"] == 100000 and saved["dataset.test_size"] == 4
+    assert len(job.checkpoints(name)) > 0
+
+
+def children_of(parent):
+    """Processes that it started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it ended meanwhile
+            continue
+        if int(fields[1]) == parent:
+            found.append(int(path.parent.name))
+    return found
+
+
+def wait_for(is_so, process, *, seconds):
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

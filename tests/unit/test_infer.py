@@ -1,0 +1,135 @@
+"""infer.py: prompts of files and of the command line are answered as plain transformers does."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from options.command_line import gathered, read_config, read_words
+from stageline.data.prompt_rows import PromptRows
+from stageline.errors import DataError
+from stageline.testing.small_run import ForkedRun, Job
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return Job(tmp_path_factory.mktemp("job"), num_rows=1).model
+
+
+def infer(model, folder, *options):
+    words = (ROOT / "infer.py", "--model-path", model, "--device", "cpu", "--output-dir", folder)
+    return ForkedRun([str(word) for word in (*words, "--max-new-tokens", "6", *options)], ranks=1)
+
+
+def records(folder):
+    lines = (folder / "predictions.jsonl").read_text().splitlines()
+    return {record["sample"]["question"]: record for record in map(json.loads, lines)}
+
+
+def expected(model, messages):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    whole = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        made = whole.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    return tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_texts_are_answered_as_by_transformers_and_asked_once(model, tmp_path):
+    texts = ["Which digit, if any?", 'say "yes", or no']
+    options = [word for text in texts for word in ("--text", text)]
+    done = infer(model, tmp_path, *options).wait(200)
+    assert done.code == 0, done.err
+    found = records(tmp_path)
+    for text in texts:
+        wanted = expected(model, [{"role": "user", "content": text}])
+        assert found[text]["prediction"] == wanted
+        assert f"> {text}\n{wanted}\n" in done.out
+    done = infer(model, tmp_path, *options, "--text", "Question:", "--print-answers", 2).wait(200)
+    assert done.code == 0, done.err
+    assert set(records(tmp_path)) == {*texts, "Question:"}
+    assert len((tmp_path / "predictions.jsonl").read_text().splitlines()) == 3
+    assert "> " not in done.out and "3 answers are in" in done.out
+
+
+def test_rows_without_answers_are_answered_by_template_or_messages(model, tmp_path):
+    messages = [
+        {"role": "user", "content": "yes?"},
+        {"role": "assistant", "content": "no"},
+        {"role": "user", "content": "not?"},
+    ]
+    rows = [{"prompt": "Which?"}, {"id": "m", "messages": messages}]
+    rows += [{"instruction": "Add.", "input": "1 2"}]
+    file = tmp_path / "ask.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = infer(model, tmp_path, "--prompts", file).wait(200)
+    assert done.code == 0, done.err
+    found = records(tmp_path)
+    assert found["not?"]["prediction"] == expected(model, messages)
+    assert found["not?"]["id"] == "m"
+    assert found["Add.\n1 2"]["prompt"].count("Add.\n1 2<|im_end|>") == 1
+    assert found["Which?"]["prediction"] == expected(model, [{"role": "user", "content": "Which?"}])
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ((), "nothing to ask came. One of --prompts FILE, --text"),
+        (("--text", "a", "--dataset", "digits"), "--text and --dataset came. One of"),
+        (("--text", "a", "b"), "--text a b has 2 words. One text was expected"),
+    ],
+)
+def test_one_source_of_prompts_is_wanted(model, tmp_path, options, wanted):
+    done = infer(model, tmp_path, *options).wait(60)
+    assert done.code == 2 and wanted in done.err, done.err
+
+
+def test_prompts_of_a_text_file_are_its_lines(tmp_path):
+    file = tmp_path / "ask.txt"
+    file.write_text("\ufeffone, two\n\n  three\u2028four\r\n")
+    samples = [PromptRows(path=file)[row][1] for row in range(2)]
+    assert [sample["question"] for sample in samples] == ["one, two", "three\u2028four"]
+    first = [sample["id"] for sample in samples]
+    file.write_text("one, two\n\nfour\n")
+    again = [PromptRows(path=file)[row][1]["id"] for row in range(2)]
+    assert again[0] == first[0] and again[1] != first[1], "another prompt is another sample"
+    file.write_text("\n \n")
+    with pytest.raises(DataError, match="ask.txt holds no prompt"):
+        PromptRows(path=file)
+    file.write_bytes(b"caf\xe9\n")
+    with pytest.raises(DataError, match="byte 3 is no UTF-8"):
+        PromptRows(path=file)
+
+
+def test_a_row_that_asks_nothing_is_named(tmp_path):
+    file = tmp_path / "ask.jsonl"
+    file.write_text('{"question": "a"}\n{"answer": "b"}\n')
+    with pytest.raises(
+        DataError, match=r"ask.jsonl:2: the row asks nothing.*has the fields answer"
+    ):
+        PromptRows(path=file)
+    file.write_text('{"question": "a", "image": 3}\n')
+    with pytest.raises(DataError, match=r"ask.jsonl:1: the image is \[?3"):
+        PromptRows(path=file)
+
+
+def test_texts_are_not_parted_at_commas_and_the_command_line_replaces_a_file(tmp_path):
+    given = gathered(read_words(["--text", "a, b", "--text=[c]", "--x", "1"]), ["text", "none"])
+    assert list(given) == ["text"]
+    assert json.loads(given["text"].values[0]) == ["a, b", "[c]"]
+    file = tmp_path / "run.yaml"
+
+    def texts(content, *words):
+        file.write_text(content)
+        given = gathered([*read_config(file), *read_words(words)], ["text"])
+        return json.loads(given["text"].values[0])
+
+    assert texts("text: [a, 'b, c', 1]\n") == ["a", "b, c", "1"]
+    assert texts("text: '[a] b, c'\n") == ["[a] b, c"]
+    assert texts("text: null\n") is None, "as a saved config has it"
+    assert texts("text: [a, b]\n", "--text", "c") == ["c"]
