@@ -25,7 +25,7 @@ from options.checks import (
     check_precision,
 )
 from options.command_line import Given, by_name, read_config, read_words, typed
-from options.fields import OptionError, check_limits, expand_paths, option_groups
+from options.fields import OptionError, absolute, check_limits, expand_paths, option_groups
 from options.help_text import help_text, list_parts
 from options.image_options import check_images
 from options.limits import check_words
@@ -92,11 +92,7 @@ class Arguments:
         for item in fields(self.run):
             if item.name in NOT_SAVED:
                 continue
-            value = getattr(self.run, item.name)
-            is_path = item.metadata["is_path"] or item.metadata["is_output"]
-            config[typed(item.name)[2:]] = (
-                str(Path(value).absolute()) if is_path and value else value
-            )
+            config[typed(item.name)[2:]] = absolute(item, getattr(self.run, item.name))
         for name, chosen in self.parts.items():
             for option, value in chosen.kwargs.items():
                 config[typed(f"{name}.{option}")[2:]] = value

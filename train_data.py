@@ -25,7 +25,7 @@ from stageline.data.loader import MicroBatchLoader
 from stageline.data.preflight import check_vocabulary, preflight
 from stageline.data.prepare_images import prepare_images
 from stageline.data.processor import get_pad_token_id, load_processor
-from stageline.data.sampler import StepSampler
+from stageline.data.sampler import StepSampler, is_stream
 from stageline.data.tiling import Tiling
 from stageline.distributed.process_group import DistributedContext
 from stageline.errors import UserError
@@ -156,6 +156,8 @@ def left_over_rows(run: RunConfig, dataset: Dataset) -> str:
         UserError: there are too few rows for one step.
     """
     num_rows = len(dataset)
+    if is_stream(dataset):
+        return ""
     sampler = StepSampler(
         num_rows,
         step_samples=run.batch_size * run.accumulate_steps,
