@@ -41,7 +41,7 @@ def check_mix(mix: Mix, num_sets: int, probabilities: Sequence[float] | None) ->
             f"{given}: {len(probabilities)} came for {num_sets} sets. One for each set was "
             "expected, in the order of their names."
         )
-    if not all(0 <= value <= 1 for value in probabilities) or abs(sum(probabilities) - 1) > 0.01:
+    if not all(0 <= value <= 1 for value in probabilities) or abs(sum(probabilities) - 1) > 0.02:
         raise UserError(
             f"{given}: values between 0 and 1 that add up to 1 were expected, because each is the "
             f"chance of a set; they add up to {sum(probabilities):g}."

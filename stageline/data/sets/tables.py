@@ -12,10 +12,8 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
-from datasets.arrow_writer import ArrowWriter
 from filelock import FileLock
 
 from stageline.data.bad_rows import BadRows, current_bad_rows, leaving_out
@@ -24,11 +22,11 @@ from stageline.data.sets.files import HUB, Kind, SetFiles
 from stageline.data.sets.text_rows import text_rows
 from stageline.errors import DataError, UserError
 
+if TYPE_CHECKING:  # takes a second to import, and most runs have no use for it
+    from datasets import Dataset
+
 VERSION = 1  # of what is kept of a file
 _MOST_BAD = 100_000  # rows of one file; more, and it is none
-_FEATURES = datasets.Features(
-    {"row": datasets.Value("large_string"), "number": datasets.Value("int64")}
-)
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class Table:
     """
 
     name: str
-    rows: datasets.Dataset
+    rows: "Dataset"
     digest: str
     is_text: bool = False
     has_lines: bool = False
@@ -79,6 +77,8 @@ def open_tables(
     Raises:
         DataError: a file or a row of it cannot be read.
     """
+    import datasets
+
     folder = Path(cache or datasets.config.HF_DATASETS_CACHE)
     if files.kind == "hub":
         return [_hub_table(files.names[0], folder, split=hub_split)]
@@ -138,8 +138,10 @@ def _text_table(path: Path, kind: Kind, folder: Path) -> Table:
     )
 
 
-def _known(place: Path) -> tuple[datasets.Dataset, dict[str, Any]] | None:
+def _known(place: Path) -> "tuple[Dataset, dict[str, Any]] | None":
     """What was made of a file, if it is whole."""
+    import datasets
+
     try:
         kept = json.loads(place.with_suffix(".json").read_text(encoding="utf-8"))
         if place.stat().st_size != kept["bytes"]:
@@ -150,13 +152,17 @@ def _known(place: Path) -> tuple[datasets.Dataset, dict[str, Any]] | None:
         return None
 
 
-def _make(path: Path, kind: Kind, place: Path) -> tuple[datasets.Dataset, dict[str, Any]]:
+def _make(path: Path, kind: Kind, place: Path) -> "tuple[Dataset, dict[str, Any]]":
+    import datasets
+    from datasets.arrow_writer import ArrowWriter
+
+    features = {"row": datasets.Value("large_string"), "number": datasets.Value("int64")}
     unfinished = place.with_name(f"{uuid.uuid4().hex}.unfinished")
     reader, bad = RowFileReader(path), BadRows(_MOST_BAD)
     try:
         num_rows = 0
         with leaving_out(bad):
-            writer = ArrowWriter(path=str(unfinished), features=_FEATURES)
+            writer = ArrowWriter(path=str(unfinished), features=datasets.Features(features))
             for data, _, number in text_rows(reader, kind):
                 writer.write({"row": json.dumps(data, ensure_ascii=False), "number": number})
                 num_rows += 1
@@ -195,6 +201,8 @@ def _library_table(path: Path, kind: Kind, folder: Path) -> Table:
 
 
 def _load(kind: Kind, path: Path, **options: Any) -> Any:
+    import datasets
+
     try:
         return datasets.load_dataset(kind, data_files=[str(path)], split="train", **options)
     except Exception as error:  # the readers of the library raise what they like
@@ -206,6 +214,8 @@ def _load(kind: Kind, path: Path, **options: Any) -> Any:
 
 
 def _hub_table(name: str, folder: Path, *, split: str) -> Table:
+    import datasets
+
     try:
         rows = datasets.load_dataset(name, split=split, cache_dir=str(folder))
     except Exception as error:
