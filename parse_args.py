@@ -34,6 +34,7 @@ from options.number_options import check_numbers
 from options.part_options import ChosenPart, add_part_options, takes
 from options.part_training_options import check_part_training
 from options.run_options import EvaluateConfig, RunConfig
+from options.token_cache_options import check_token_cache
 from options.values import convert, needs_value, option_types
 from options.vision_options import check_vision
 from register import ALL_REGISTERS, import_parts
@@ -142,6 +143,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
     check_numbers(run, shards=run.dp_shard)
     check_part_training(run)
     check_images(run)
+    check_token_cache(run)
     return TrainArguments(run=run, parts=parts, imports=imports)
 
 

@@ -19,6 +19,7 @@ from options.part_training_options import PartTrainingOptions
 from options.plan_options import PlanOptions
 from options.report_options import ReportOptions
 from options.shape_options import ShapeOptions
+from options.token_cache_options import TokenCacheOptions
 from options.vision_options import VisionOptions
 
 
@@ -145,6 +146,7 @@ class ProgressOptions:
 
 @dataclass(kw_only=True)
 class RunConfig(
+    TokenCacheOptions,
     DataOptions,
     ImageOptions,
     FaultOptions,
