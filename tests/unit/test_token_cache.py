@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from dataset import sft
+from parse_args import parse_train_args
 from prompt_fn import chat, fill, none
+from register import import_shelf
 from stageline.data import token_cache
 from stageline.data.check_batch import CheckedCollate
 from stageline.data.collate import encode_for_training
 from stageline.data.fingerprint import data_fingerprint
 from stageline.data.lengths import companion
 from stageline.data.sets.part import Sets
-from stageline.data.token_cache import TokenCache, fill_token_cache, use_token_cache
+from stageline.data.token_cache import TokenCache, fill_token_cache, token_cache_of, use_token_cache
 from stageline.data.token_file import DamagedTokens, TokenFile
 from stageline.data.token_key import token_key
 from stageline.errors import StorageError, UserError
@@ -24,6 +26,12 @@ from stageline.testing.small_run import Job
 from stageline.testing.tiny_processors import tiny_processor
 from stageline.testing.tiny_sets import write_chat
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from train_data import check_data
+from train_parts import SHELF
+from train_pp import pipeline
+
+import_shelf(*SHELF)
+assert pipeline  # importing it registered the engine
 
 
 @pytest.fixture
@@ -97,7 +105,7 @@ def test_each_part_of_the_key_makes_other_entries(dataset, tmp_path):
         "draw": Run(
             None, Sets(dataset_path=str(tmp_path / "rows.jsonl"), max_samples=9, **options)
         ),
-        "vocabulary": Run(None, dataset, processor=tiny_tokenizer(vocab_size=390)),
+        "vocabulary": Run(None, dataset, processor=tiny_tokenizer(vocab_size=270)),
         "eos": Run(None, dataset, processor=tiny_tokenizer(eos_token="<|im_end|>")),
         "template": Run(None, dataset, processor=tiny_tokenizer(chat_template=chatml + " ")),
         "prompt": Run(None, dataset, prompt="[QUESTION] [ANSWER]"),
@@ -260,22 +268,20 @@ def test_the_checked_collate_part_looks_rows_up(dataset, tmp_path):
     assert cache.num_hits == 2
 
 
-def test_a_run_trains_the_same_with_a_cache_and_from_a_stream(tmp_path):
+def test_a_run_fills_the_cache_of_both_sides_and_looks_rows_up(tmp_path, capsys):
     job = Job(tmp_path)
     write_chat(job.rows, [f"{i}?" + "!" * (i % 7) for i in range(40)])
-    more = [
-        "--dataset", "sets", "--prompt-fn", "chat", "--dataset.cache", tmp_path / "cache",
-        "--total-steps", 3, "--save-steps", 0, "--eval-samples", 4, "--dataset.val_size", 4,
-    ]  # fmt: skip
-    tokens = ["--token-cache", tmp_path / "tokens"]
-    for name, options in (("plain", []), ("first", tokens), ("second", tokens)):
-        ended = job.fork(name, *more, *options)
-        assert ended.code == 0, ended.err
-    assert "36 rows found" in ended.out and "4 rows found" in ended.out
-    assert job.losses("plain") == job.losses("first") == job.losses("second")
-    assert len(job.losses("plain")) == 3
-    stream = ["--dataset.streaming", "--dataset.buffer_size", 16]
-    ended = job.fork("stream", *more, *stream, "--save-steps", 2)
-    assert ended.code == 0, ended.err
-    resumed = job.fork("stream", *more, *stream, "--total-steps", 4, "--resume", "auto")
-    assert resumed.code == 0, resumed.err
+    words = job.command("a", "--dataset", "sets", "--dataset.cache", tmp_path / "cache")
+    words += ["--prompt-fn", "chat", "--eval-samples", "all", "--dataset.val_size", "4"]
+    words = words[words.index("--train-model") :]
+    plain = check_data(parse_train_args(words))
+    for said in ("encoded", "found"):
+        data = check_data(parse_train_args([*words, "--token-cache", str(tmp_path / "tokens")]))
+        out = capsys.readouterr().out
+        assert f"36 rows {said}" in out and f"4 rows {said}" in out
+        for side in ("train", "test"):
+            rows = [getattr(data, side)[row] for row in range(4)]
+            assert _is_equal(data.collate(rows, stage=0), plain.collate(rows, stage=0))
+        assert token_cache_of(data.processor).num_misses == (40 if said == "encoded" else 0)
+    with pytest.raises(ValueError, match="came without --token-cache"):
+        parse_train_args([*words, "--token-cache-workers", "2"])
