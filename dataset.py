@@ -17,11 +17,13 @@ from stageline.data.group_lines import Groups
 from stageline.data.json_lines import JsonLines
 from stageline.data.marked_words import MarkedWords
 from stageline.data.scenes import Scenes
+from stageline.data.sets.part import Sets
 from stageline.data.spatial import VSR, RotateCaption, RotateQA, SpatialMM, WhatsUp
 
 dataset_register["digits"] = Digits
 dataset_register["jsonl"] = JsonLines
 dataset_register["groups"] = Groups
+dataset_register["sets"] = Sets
 dataset_register["scenes"] = Scenes
 dataset_register["vsr"] = VSR
 dataset_register["spatial_mm"] = SpatialMM

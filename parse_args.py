@@ -25,7 +25,7 @@ from options.checks import (
     check_precision,
 )
 from options.command_line import Given, by_name, gathered, read_config, read_words, typed
-from options.fields import OptionError, check_limits, expand_paths, option_groups
+from options.fields import OptionError, absolute, check_limits, expand_paths, option_groups
 from options.help_text import help_text, list_parts
 from options.image_options import check_images
 from options.limits import check_words
@@ -35,6 +35,7 @@ from options.part_options import ChosenPart, add_part_options, takes
 from options.part_training_options import check_part_training
 from options.run_options import EvaluateConfig, RunConfig
 from options.stop_options import check_stop
+from options.token_cache_options import check_token_cache
 from options.values import convert, needs_value, option_types
 from options.vision_options import check_vision
 from register import ALL_REGISTERS, import_parts
@@ -94,11 +95,7 @@ class Arguments:
         for item in fields(self.run):
             if item.name in NOT_SAVED:
                 continue
-            value = getattr(self.run, item.name)
-            is_path = item.metadata["is_path"] or item.metadata["is_output"]
-            config[typed(item.name)[2:]] = (
-                str(Path(value).absolute()) if is_path and value else value
-            )
+            config[typed(item.name)[2:]] = absolute(item, getattr(self.run, item.name))
         for name, chosen in self.parts.items():
             for option, value in chosen.kwargs.items():
                 config[typed(f"{name}.{option}")[2:]] = value
@@ -149,6 +146,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
     check_numbers(run, shards=run.dp_shard)
     check_part_training(run)
     check_images(run)
+    check_token_cache(run)
     return TrainArguments(run=run, parts=parts, imports=imports)
 
 

@@ -13,6 +13,8 @@ from options.run_options import RunConfig
 from parse_args import TrainArguments
 from stageline.data.bad_rows import BadRows, leaving_out
 from stageline.data.check_batch import CheckedCollate
+from stageline.data.collate import encode_for_training
+from stageline.data.fingerprint import data_fingerprint
 from stageline.data.groups import (
     check_batch_sizes,
     group_size_of,
@@ -20,13 +22,15 @@ from stageline.data.groups import (
     whole_groups,
 )
 from stageline.data.image_settings import make_image_settings, using_images
-from stageline.data.lengths import padding_argument
+from stageline.data.lengths import companion, padding_argument
 from stageline.data.loader import MicroBatchLoader
 from stageline.data.preflight import check_vocabulary, preflight
 from stageline.data.prepare_images import prepare_images
 from stageline.data.processor import get_pad_token_id, load_processor
-from stageline.data.sampler import StepSampler
+from stageline.data.sampler import StepSampler, is_stream
 from stageline.data.tiling import Tiling
+from stageline.data.token_cache import TokenCache, fill_token_cache, use_token_cache
+from stageline.data.token_key import token_key
 from stageline.distributed.process_group import DistributedContext
 from stageline.errors import UserError
 from stageline.model_folder import load_config
@@ -106,6 +110,8 @@ def check_data(arguments: TrainArguments) -> Data:
     if run.logits_chunk:
         check_token_sum(arguments.parts["loss_fn"].part)
     data = Data(arguments)
+    if run.token_cache is not None:
+        keep_tokens(arguments, data)
     config = load_config(run.config_path or run.model_path, trust_remote_code=run.trust_remote_code)
     check_tied_head(run, config)
     vocab_size = num_rows_of(run, config, new_tokens=data.new_tokens)
@@ -123,6 +129,35 @@ def check_data(arguments: TrainArguments) -> Data:
     if os.environ.get("RANK", "0") == "0":
         print(report, end="", flush=True)
     return data
+
+
+def keep_tokens(arguments: TrainArguments, data: Data) -> None:
+    """Encodes all rows, or finds them encoded; from then on the collate part looks them up.
+
+    Before any process group exists: no other rank times out while this one works.
+    """
+    run, part = arguments.run, arguments.parts["collate_fn"]
+    cache = TokenCache(**data.texts)
+    use_token_cache(data.processor, cache)
+    # not of stage 0: that one warns of samples that are cut
+    encode = companion(functools.partial(data.collate, stage=1), "length_of")
+    if encode is None:
+        encode = functools.partial(encode_for_training, processor=data.processor, **data.texts)
+    for dataset in filter(None, (data.train, data.test)):
+        fill_token_cache(
+            run.token_cache,
+            cache,
+            dataset,
+            encode=encode,
+            key=token_key(
+                **data.texts,
+                processor=data.processor,
+                collate=functools.partial(part.part, **part.kwargs),
+                fingerprint=data_fingerprint(dataset),
+            ),
+            num_workers=run.token_cache_workers,
+            say=print if os.environ.get("RANK", "0") == "0" else lambda line: None,
+        )
 
 
 def check_rows(
@@ -156,6 +191,8 @@ def left_over_rows(run: RunConfig, dataset: Dataset) -> str:
         UserError: there are too few rows for one step.
     """
     num_rows = len(dataset)
+    if is_stream(dataset):
+        return ""
     sampler = StepSampler(
         num_rows,
         step_samples=run.batch_size * run.accumulate_steps,

@@ -41,6 +41,7 @@ FREE_ON_RESUME = frozenset(
     "gradient_checkpointing checkpoint_every checkpoint_mode offload_activations compile_layers "
     "logits_chunk "
     # what is kept of images, and what is refused
+    "token_cache token_cache_workers dataset.cache "
     "image_cache image_cache_gib max_image_pixels max_images_per_sample "
     # progress and checkpoints
     "log_steps eval_steps eval_samples timeline_step save_steps save_best keep_last sync_save "

@@ -10,6 +10,8 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
+_HUB = "hub:"
+
 
 class OptionError(ValueError):
     """An option, or a combination of options, that cannot be run."""
@@ -25,16 +27,18 @@ def option(
     at_most: float | None = None,
     below: float | None = None,
     is_path: bool = False,
+    is_pattern: bool = False,
     is_output: bool = False,
 ) -> Any:
     """A field of an options class: default, help text, and the limits that are checked.
 
     Args:
         is_path: a file or folder that has to exist.
+        is_pattern: of a path: one with *, ? or [ is a pattern, and `hub:name` is no path.
         is_output: a folder that the run makes.
     """
     limits = {"at_least": at_least, "at_most": at_most, "below": below}
-    kind = {"is_path": is_path, "is_output": is_output}
+    kind = {"is_path": is_path, "is_pattern": is_pattern, "is_output": is_output}
     return field(default=default, metadata={"help": help_text, "limits": limits, **kind})
 
 
@@ -75,7 +79,7 @@ def check_limits(config: Any) -> None:
         value = getattr(config, item.name)
         if value is None:
             continue
-        if item.metadata["is_path"] and not Path(value).exists():
+        if item.metadata["is_path"] and not (Path(value).exists() or _is_pattern(item, value)):
             raise OptionError(
                 f"{spelled(item.name)} {value}: there is no such file or folder. "
                 f"Expected: {item.metadata['help']}. Nothing can be read from it otherwise. Check "
@@ -83,6 +87,19 @@ def check_limits(config: Any) -> None:
             )
         if isinstance(value, int | float) and not isinstance(value, bool):
             _check_number(item, value)
+
+
+def absolute(item: dataclasses.Field, value: Any) -> Any:
+    """A path of an option as it is written into a config; other values as they are."""
+    is_path = item.metadata["is_path"] or item.metadata["is_output"]
+    is_name = item.metadata["is_pattern"] and str(value).startswith(_HUB)
+    return str(Path(value).absolute()) if is_path and value and not is_name else value
+
+
+def _is_pattern(item: dataclasses.Field, value: str) -> bool:
+    """Whether a path that does not exist may be all right: the part that takes it will say."""
+    is_given = any(sign in value for sign in "*?[") or value.startswith(_HUB)
+    return item.metadata["is_pattern"] and is_given
 
 
 def _check_number(item: dataclasses.Field, value: float) -> None:

@@ -21,6 +21,7 @@ from options.plan_options import PlanOptions
 from options.report_options import ReportOptions
 from options.shape_options import ShapeOptions
 from options.stop_options import StopOptions
+from options.token_cache_options import TokenCacheOptions
 from options.vision_options import VisionOptions
 
 
@@ -31,7 +32,9 @@ class SharedOptions:
     model_path: str | None = option(
         None, "checkpoint folder with *.safetensors; without it weights start random", is_path=True
     )
-    dataset_path: str | None = option(None, "file or folder of the dataset", is_path=True)
+    dataset_path: str | None = option(
+        None, "file or folder of the dataset", is_path=True, is_pattern=True
+    )
     output_dir: str = option(
         "runs/train", "run folder: config, logs, plots, checkpoints", is_output=True
     )
@@ -145,6 +148,7 @@ class ProgressOptions:
 
 @dataclass(kw_only=True)
 class RunConfig(
+    TokenCacheOptions,
     DataOptions,
     ImageOptions,
     FaultOptions,

@@ -21,6 +21,7 @@ from stageline.data.encode import Encoded, check_targets
 from stageline.data.limit import Overlong, limit_length
 from stageline.data.packing import pack_rows
 from stageline.data.rendered import Rendered
+from stageline.data.token_cache import token_cache_of
 
 
 def encode_for_training(
@@ -38,16 +39,17 @@ def encode_for_training(
         DataError: it has no supervised token.
     """
     name = sample_name(sample)
-    rendered = render_sample(
-        images,
-        sample,
-        prompt=prompt,
-        prompt_fn=prompt_fn,
-        image_token=image_token,
-        processor=processor,
-    )
+    cache = token_cache_of(processor)
+    texts = {"prompt": prompt, "prompt_fn": prompt_fn, "image_token": image_token}
+    kept_as = None if cache is None else cache.name_of(images, sample, **texts)
+    kept = None if kept_as is None else cache.get(kept_as)
+    if kept is not None:
+        return kept
+    rendered = render_sample(images, sample, processor=processor, **texts)
     encoded = encode_sample(rendered, images, processor=processor, name=name)
     check_targets(encoded, name=name)
+    if kept_as is not None:
+        cache.note(kept_as, encoded)
     return encoded
 
 

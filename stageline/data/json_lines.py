@@ -88,7 +88,7 @@ class JsonLines(RowsDataset):
             extra = f"\n{sample['input']}" if sample.get("input") else ""
             sample.setdefault("question", f"{sample['instruction']}{extra}")
             sample.setdefault("answer", sample.get("output"))
-        images = _image_names(row, sample)
+        images = image_names(row.source, sample)
         if sample.get("messages") is None and not _has_text(sample):
             raise _missing(row, "answer", "it is what the model learns to write")
         sample["id"] = str(row.data.get("id", f"{self._name}-{row.number}"))
@@ -103,7 +103,7 @@ def _has_text(sample: dict[str, Any]) -> bool:
     )
 
 
-def _image_names(row: Row, sample: dict[str, Any]) -> list[str] | None:
+def image_names(source: str, sample: dict[str, Any]) -> list[str] | None:
     """Names of the images: of the row, and else of the parts of its messages."""
     names = sample.get("images", sample.get("image"))
     names = [names] if isinstance(names, str) else names
@@ -111,7 +111,7 @@ def _image_names(row: Row, sample: dict[str, Any]) -> list[str] | None:
         names = list(_message_images(sample.get("messages")))
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise DataError(
-            f"{row.source}: the image is {names!r}. A file name or a list of them was expected, "
+            f"{source}: the image is {names!r}. A file name or a list of them was expected, "
             "because pictures are read from files: correct the row."
         )
     return names or None

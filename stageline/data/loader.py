@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from stageline import chaos
 from stageline.data.groups import check_batch_sizes, group_size_of
-from stageline.data.sampler import StepSampler
+from stageline.data.sampler import StepSampler, StreamSampler, is_stream
 from stageline.data.step_maker import MicroBatch, PackedStepMaker, StepMaker
 from stageline.data.workers import end_with_rank
 from stageline.errors import UserError
@@ -31,7 +31,8 @@ class MicroBatchLoader:
 
     Args:
         dataset: map-style, `dataset[i] -> (images, sample)`. With a `group_size` so many
-            consecutive rows stay together in one micro-batch, in their order.
+            consecutive rows stay together in one micro-batch, in their order. With a true
+            `is_stream` its indices are positions, which are taken in order and without end.
         collate: a list of those -> one micro-batch. With a companion `length_of` rows can be
             sorted, with `packed` too they can be packed; see stageline/data/lengths.py.
         batch_size, accumulate_steps: rows of one optimizer step are their product.
@@ -86,7 +87,8 @@ class MicroBatchLoader:
             group_size=group_size,
             is_packed=packing is not None,
         )
-        self.sampler = StepSampler(
+        sampler = StreamSampler if is_stream(dataset) else StepSampler
+        self.sampler = sampler(
             len(dataset),
             step_samples=step_samples,
             dp_rank=dp_rank,

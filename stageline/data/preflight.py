@@ -7,7 +7,7 @@ same on every rank.
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from stageline.data.images import ImageExpander, check_image
 from stageline.data.limit import Overlong, limit_length
 from stageline.data.processor import get_tokenizer
 from stageline.data.rendered import Rendered
+from stageline.data.sampler import is_stream
 from stageline.errors import DataError, UserError
 
 
@@ -30,7 +31,7 @@ class PreflightReport:
     """What was looked at.
 
     Attributes:
-        num_rows: rows of the dataset.
+        num_rows: rows of the dataset; None: a stream.
         num_checked: of them looked at; fewer where the limit of rows or seconds was reached.
         num_overlong: of those, longer than the limit (they are cut or dropped).
         longest: tokens of the longest one, before it is cut.
@@ -39,7 +40,7 @@ class PreflightReport:
         bad: numbers of the rows to leave out.
     """
 
-    num_rows: int
+    num_rows: int | None
     num_checked: int
     num_overlong: int
     longest: int
@@ -51,8 +52,9 @@ class PreflightReport:
     def __str__(self) -> str:
         mean = self.num_tokens / max(self.num_checked, 1)
         share = 100 * self.num_targets / max(self.num_tokens, 1)
+        of = "the first rows of a stream" if self.num_rows is None else f"{self.num_rows} rows"
         text = (
-            f"{self.num_checked} of {self.num_rows} rows checked: {mean:.0f} tokens on average, "
+            f"{self.num_checked} of {of} checked: {mean:.0f} tokens on average, "
             f"{self.longest} at most, {share:.0f} % learnt"
         )
         if self.num_overlong:
@@ -98,6 +100,9 @@ def preflight(
 ) -> PreflightReport:
     """Checks all rows of a dataset, or a seeded choice of `limit`, for at most `seconds`.
 
+    Of a stream it checks the first `limit` rows, and the first bad one ends the run: the stream
+    itself leaves out what cannot be read.
+
     Args:
         vocab_size: rows of the model's embedding; None skips that check.
         bad_rows: takes bad rows, if it takes any; then all rows are checked.
@@ -110,9 +115,9 @@ def preflight(
     if vocab_size is not None:
         check_vocabulary(processor, vocab_size)
     bad_rows = BadRows() if bad_rows is None else bad_rows
-    rows = list(range(len(dataset)))
-    if len(rows) > limit and not bad_rows.limit:
-        rows = sorted(random.Random(seed).sample(rows, limit))
+    if is_stream(dataset):
+        bad_rows = BadRows()
+    rows = _chosen_rows(dataset, seed=seed, limit=None if bad_rows.limit else limit)
     deadline = time.monotonic() + (seconds if not bad_rows.limit else float("inf"))
     check = _RowCheck(max_token_num, overlong, vocab_size)
     texts = {"prompt": prompt, "prompt_fn": prompt_fn, "image_token": image_token}
@@ -126,7 +131,16 @@ def preflight(
             bad.append(row)
         if time.monotonic() > deadline:
             break
-    return check.report(len(dataset), bad)
+    return check.report(None if is_stream(dataset) else len(dataset), bad)
+
+
+def _chosen_rows(dataset: Any, *, seed: int, limit: int | None) -> Sequence[int]:
+    if is_stream(dataset):
+        return range(limit or 0)
+    rows = range(len(dataset))
+    if limit is None or len(rows) <= limit:
+        return rows
+    return sorted(random.Random(seed).sample(rows, limit))
 
 
 class _RowCheck:
@@ -150,7 +164,7 @@ class _RowCheck:
         self.lengths.append(len(encoded))
         self.num_targets += encoded.num_targets
 
-    def report(self, num_rows: int, bad: list[int]) -> PreflightReport:
+    def report(self, num_rows: int | None, bad: list[int]) -> PreflightReport:
         cures = {"cut_prompt": "their prompts are cut", "drop": "dropped", "error": "refused"}
         return PreflightReport(
             num_rows=num_rows,

@@ -59,17 +59,7 @@ def read_rows(path: Path, *, may_be_lists: bool = False) -> list[Row]:
         UserError: there is no such file.
     """
     reader = RowFileReader(path)
-    read = _read_json if path.suffix == ".json" else _read_json_lines
-    found = []
-    for data, source, number in read(reader):
-        if isinstance(data, dict) or (may_be_lists and isinstance(data, list)):
-            found.append((data, source, number))
-            continue
-        error = DataError(
-            f"{source}: the row is {repr(data)[:60]}. A JSON object was expected, because its "
-            "fields are the sample: correct the row."
-        )
-        current_bad_rows().take(source, error)
+    found = list(each_row(reader, may_be_lists=may_be_lists))
     file = reader.done()
     if not found:
         why = "is empty" if file.size == 0 else f"has no rows in its {file.size} bytes"
@@ -77,18 +67,39 @@ def read_rows(path: Path, *, may_be_lists: bool = False) -> list[Row]:
     return [Row(data, source, number, file) for data, source, number in found]
 
 
+def each_row(
+    reader: RowFileReader, *, may_be_lists: bool = False
+) -> Iterator[tuple[Any, str, int]]:
+    """(object, source, number) of each row; bad ones go to `current_bad_rows`."""
+    read = _read_json if reader.path.suffix.lower() == ".json" else _read_json_lines
+    for data, source, number in read(reader):
+        if isinstance(data, dict) or (may_be_lists and isinstance(data, list)):
+            yield data, source, number
+            continue
+        error = DataError(
+            f"{source}: the row is {repr(data)[:60]}. A JSON object was expected, because its "
+            "fields are the sample: correct the row."
+        )
+        current_bad_rows().take(source, error)
+
+
 def _read_json_lines(reader: RowFileReader) -> Iterator[tuple[Any, str, int]]:
     for number, start, line in reader.lines():
         source = f"{reader.path}:{number}"
         try:
-            text = _decode_line(line, start, source)
+            text = decode_line(line, start, source)
             if text.strip():
                 yield _parse_line(text, line, source), source, number
         except DataError as error:
             current_bad_rows().take(source, error)
 
 
-def _decode_line(line: bytes, start: int, source: str) -> str:
+def decode_line(line: bytes, start: int, source: str) -> str:
+    """The text of a line.
+
+    Raises:
+        DataError: it is no UTF-8, or longer than any sample.
+    """
     if len(line) > MAX_LINE_BYTES:
         raise DataError(
             f"{source}: the line has more than {MAX_LINE_BYTES >> 20} MiB. One sample a line was "

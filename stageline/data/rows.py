@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from stageline.data.sampler import is_stream
 from stageline.seeds import HostState, derive_seed, seed_host
 
 Item = tuple[Any, Any]  # images, sample
@@ -22,6 +23,7 @@ class Rows:
         self._dataset = dataset
         self._length_of = length_of
         self._seed = seed
+        self._forgets = is_stream(dataset)  # no position comes again
         self._known: dict[int, int] = {}
         self._drawing: set[int] = set()
 
@@ -48,6 +50,6 @@ class Rows:
             return self._known[row]
         images, sample = self.read(row, step, place) if item is None else item
         length = self._length_of(images, sample)
-        if row not in self._drawing:
+        if row not in self._drawing and not self._forgets:
             self._known[row] = length
         return length

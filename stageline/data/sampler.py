@@ -4,12 +4,18 @@ Depends on the seed and the step alone, so all stages of a pipeline agree withou
 run goes on from any step. Only data parallel replicas get different rows.
 """
 
+import itertools
 from collections.abc import Iterator
 
 import torch
 
 from stageline.data.groups import expand
 from stageline.errors import UserError
+
+
+def is_stream(dataset: object) -> bool:
+    """Whether a dataset has positions of an endless stream instead of rows in any order."""
+    return bool(getattr(dataset, "is_stream", False))
 
 
 class StepSampler:
@@ -116,3 +122,16 @@ class StepSampler:
             rows: list[int | None] = list(order[start : start + self.step_samples])
             shares.append(rows + [None] * (self.step_samples - len(rows)))
         return shares
+
+
+class StreamSampler(StepSampler):
+    """Positions of a stream, which shuffles by itself and has no end: each once, in order."""
+
+    def shares(self, start_step: int = 0) -> Iterator[list[list[int | None]]]:
+        """As of a dataset, without epochs."""
+        for step in itertools.count(start_step):
+            first = step * self._global_samples
+            yield [
+                list(range(start, start + self.step_samples))
+                for start in range(first, first + self._global_samples, self.step_samples)
+            ]

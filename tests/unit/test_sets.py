@@ -1,0 +1,201 @@
+"""The part `sets`: a register of sets, draws of their rows, and two sides without a common row."""
+
+import json
+from collections import Counter
+
+import pytest
+import yaml
+
+from stageline.data.bad_rows import BadRows, leaving_out
+from stageline.data.fingerprint import data_fingerprint
+from stageline.data.sets.part import Sets
+from stageline.errors import DataError, UserError
+from stageline.testing.tiny_datasets import picture, write_lines
+from stageline.testing.tiny_sets import asked, chat_row, write_chat
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two sets of 4 and 10 rows with a register of them."""
+    write_chat(tmp_path / "small.jsonl", [f"s{i}" for i in range(4)])
+    for part in range(2):
+        write_chat(tmp_path / f"large/{part}.jsonl", [f"l{part}{i}" for i in range(5)])
+    info = {
+        "small": {"file_name": "small.jsonl", "formatting": "openai"},
+        "large": {"file_name": "large", "columns": {"messages": "messages"}},
+        "some": {"file_name": "large/*.jsonl", "num_samples": 25},
+    }
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    return tmp_path
+
+
+def _sets(folder, **options):
+    options = {"info": str(folder / "dataset_info.json"), **options}
+    return Sets(dataset_path=None, cache=str(folder / "cache"), **options)
+
+
+def test_a_register_chooses_sets_and_groups_are_called_by_them(folder):
+    dataset = _sets(folder, names=["large", "small"])
+    assert asked(dataset) == [f"l{p}{i}" for p in range(2) for i in range(5)] + [
+        f"s{i}" for i in range(4)
+    ]
+    images, sample = dataset[12]
+    assert images is None
+    assert sample["group"] == "small" and sample["source"] == f"{folder / 'small.jsonl'}:3"
+    assert dataset.describe(12) == sample["source"]
+    ids = [dataset[row][1]["id"] for row in range(len(dataset))]
+    assert len(set(ids)) == 14
+    with pytest.raises(IndexError):
+        dataset[14]
+
+
+def test_a_register_may_be_yaml_and_lie_in_the_folder_of_the_data(folder):
+    info = json.loads((folder / "dataset_info.json").read_text())
+    (folder / "sets.yaml").write_text(yaml.safe_dump(info))
+    by_yaml = _sets(folder, info=str(folder / "sets.yaml"), names=["small"])
+    in_folder = Sets(dataset_path=str(folder), names=["small"], cache=str(folder / "cache"))
+    assert asked(by_yaml) == asked(in_folder) == asked(_sets(folder, names=["small"]))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"names": ["smal"]}, "no such set. Did you mean small"),
+        ({"names": ["small", "small"]}, "more than once"),
+        ({"names": []}, "--dataset.names is missing"),
+        ({"names": ["bad_key"]}, "'colums', which is not known. Did you mean columns"),
+        ({"names": ["elsewhere"]}, "file_name was expected"),
+        ({"names": ["no_file"]}, "has no file_name"),
+        ({"names": ["bad_type"]}, "ranking 'yes'"),
+        ({"names": ["none"]}, "num_samples 0"),
+        ({"names": ["gone"]}, "gone: file_name .*there is no such file"),
+        ({"names": ["small"], "formatting": "alpaca"}, "--dataset.formatting came with a register"),
+        ({"names": ["small"], "max_samples": 0}, "max_samples 0: at least 1"),
+        ({"names": ["small"], "split": "test"}, "there are no held-out rows"),
+        ({"names": ["small"], "val_size": 1, "eval_names": ["large"]}, "came with sets to eval"),
+        ({"names": ["small"], "eval_path": "x", "eval_names": ["large"]}, "came together"),
+        ({"info": None, "names": ["small"]}, "without a register"),
+        ({"info": "nowhere.json", "names": ["small"]}, "cannot be read"),
+        ({"info": None}, "neither --dataset-path nor"),
+    ],
+)
+def test_what_the_register_does_not_have_is_told(change, words, folder):
+    path = folder / "dataset_info.json"
+    more = {
+        "bad_key": {"file_name": "small.jsonl", "colums": {}},
+        "elsewhere": {"hf_hub_url": "a/b"},
+        "no_file": {"formatting": "alpaca"},
+        "bad_type": {"file_name": "small.jsonl", "ranking": "yes"},
+        "none": {"file_name": "small.jsonl", "num_samples": 0},
+        "gone": {"file_name": "gone.jsonl"},
+    }
+    path.write_text(json.dumps({**json.loads(path.read_text()), **more}))
+    with pytest.raises(UserError, match=words):
+        _sets(folder, **change)
+
+
+def test_num_samples_are_drawn_before_max_samples_are_kept(folder):
+    drawn = _sets(folder, names=["some"])
+    assert len(drawn) == 25
+    assert set(asked(drawn)[:10]) == set(asked(_sets(folder, names=["large"])))
+    assert set(Counter(asked(drawn)).values()) > {1}
+    assert asked(_sets(folder, names=["some"], max_samples=7)) == asked(drawn)[:7]
+    kept = _sets(folder, names=["small", "large"], max_samples=5)
+    assert asked(kept) == ["s0", "s1", "s2", "s3", "l00", "l01", "l02", "l03", "l04"]
+    assert asked(drawn) != asked(_sets(folder, names=["some"], seed=1))
+
+
+def test_sets_are_mixed(folder):
+    under = asked(_sets(folder, names=["small", "large"], mix="interleave_under"))
+    assert under == ["s0", "l00", "s1", "l01", "s2", "l02", "s3", "l03"]
+    over = asked(
+        _sets(folder, names=["small", "large"], mix="interleave_over", probabilities=[0.2, 0.8])
+    )
+    assert set(over) == {*under, "l04", *(f"l1{i}" for i in range(5))}
+
+
+@pytest.mark.parametrize("names", [["small", "large"], ["some"]])
+@pytest.mark.parametrize("size", [1, 3, 0.3])
+def test_no_row_is_on_both_sides(names, size, folder):
+    whole = asked(_sets(folder, names=names))
+    train = asked(_sets(folder, names=names, val_size=size))
+    test = asked(_sets(folder, names=names, val_size=size, split="test"))
+    assert not set(train) & set(test)
+    assert len(set(test)) == len(test), "a row is evaluated twice"
+    assert len(test) == (size if isinstance(size, int) else round(size * len(set(whole))))
+    assert train == [question for question in whole if question not in test]
+    assert test == asked(_sets(folder, names=names, val_size=size, split="test"))
+
+
+def test_sets_to_evaluate_on(folder):
+    options = {"names": ["small"], "eval_names": ["some", "large"]}
+    assert asked(_sets(folder, **options)) == ["s0", "s1", "s2", "s3"]
+    test = asked(_sets(folder, **options, split="test"))
+    assert sorted(test[:10]) == test[10:], "each row of `some` once, though 25 are asked for"
+    path = str(folder / "large/1.jsonl")
+    test = Sets(dataset_path=None, eval_path=path, split="test", cache=str(folder / "cache"))
+    assert asked(test) == [f"l1{i}" for i in range(5)]
+
+
+def test_a_row_that_cannot_be_converted_names_its_line_or_is_left_out(folder):
+    path = write_chat(folder / "bad.jsonl", ["a", "b", "c"])
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text(lines[0] + '{"nothing": "of use"}\n' + "".join(lines[1:]))
+    options = {"dataset_path": str(path), "cache": str(folder / "cache")}
+    with pytest.raises(DataError, match=f"{path}:2"):
+        Sets(**options)
+    with leaving_out(BadRows(1)) as bad:
+        assert sorted(asked(Sets(**options, num_samples=3))) == ["a", "b", "c"]
+    assert list(bad.reasons) == [f"{path}:2"]
+
+
+def test_pictures_are_opened_when_a_row_is_asked_for(tmp_path):
+    write_lines(
+        tmp_path / "a.jsonl", [{**chat_row(f"{i}"), "images": [f"{i}.png"]} for i in (0, 1)]
+    )
+    picture(tmp_path / "images/0.png", (7, 5))
+    dataset = Sets(dataset_path=str(tmp_path / "a.jsonl"), cache=str(tmp_path / "cache"))
+    assert dataset[0][0][0].size == (7, 5)
+    with pytest.raises(DataError, match=r"a.jsonl:2: there is no image 1.png"):
+        dataset[1]
+    write_lines(tmp_path / "b.jsonl", [{**chat_row("x"), "images": ["../../etc/passwd"]}])
+    with pytest.raises(DataError, match=r"b.jsonl:1: the image name .* leads out"):
+        Sets(dataset_path=str(tmp_path / "b.jsonl"), cache=str(tmp_path / "cache"))
+
+
+def test_the_fingerprint_tells_other_rows_and_not_other_folders(folder, tmp_path_factory):
+    path = folder / "small.jsonl"
+    other = tmp_path_factory.mktemp("other")
+
+    def fingerprint(file=path, **options):
+        return data_fingerprint(Sets(dataset_path=str(file), cache=str(other / "cache"), **options))
+
+    first = fingerprint()
+    (other / "small.jsonl").write_bytes(path.read_bytes())
+    assert fingerprint(other / "small.jsonl") == first == fingerprint()
+    changed = [
+        fingerprint(max_samples=3),
+        fingerprint(num_samples=4),
+        fingerprint(val_size=1),
+        fingerprint(formatting="openai"),
+        fingerprint(columns={"messages": "messages"}),
+    ]
+    path.write_text(path.read_text().replace("s3", "s4"))
+    assert len({first, *changed, fingerprint()}) == 7
+
+
+def test_processes_that_start_together_make_the_files_once(folder):
+    import multiprocessing
+
+    def read(_):
+        return asked(_sets(folder, names=["small", "large"]))
+
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=read, args=(i,)) for i in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 4
+    files = sorted(path.suffix for path in (folder / "cache/stageline-rows").iterdir())
+    assert files == sorted([".arrow", ".json", ".lock"] * 3)
