@@ -62,12 +62,12 @@ def render_chat(
             return result
         reasons.append(result)
     raise UserError(
-        f"the chat template of {template.name} cannot be followed: {_telling(reasons)}. A template that puts each content, whole or "
-        "trimmed, into its text was expected, and answers that begin where its prompt for "
-        "generation ends, because otherwise it isn't known which tokens are the answer: use "
-        "another chat template (a chat_template.jinja in the folder of --processor-path), other "
-        "--prompt-fn.template_options (enable_thinking ...), rows without what it does not "
-        "write, or a plain template (--prompt-fn fill)."
+        f"the chat template of {template.name} cannot be followed: {_telling(reasons)}. A "
+        "template that puts each content, whole or trimmed, into its text was expected, and "
+        "answers that begin where its prompt for generation ends, because otherwise it isn't "
+        "known which tokens are the answer: use another chat template (a chat_template.jinja in "
+        "the folder of --processor-path), other --prompt-fn.template_options (enable_thinking "
+        "...), rows without what it does not write, or a plain template (--prompt-fn fill)."
     )
 
 

@@ -110,10 +110,10 @@ class LayoutMaker:
         """Refuses a template that drops what is to be learnt; thoughts of earlier turns may go."""
         hidden = {slot.part for slot in self.masking.slots if slot.turn == number}
         written = {self._slot(place[2]).part for place in own}
-        if hidden and not written:
-            raise LayoutError(f"{LEFT_OUT} answer {number}")
         if "call" in hidden - written:
             raise LayoutError(f"it writes no tool calls, which message {number} has")
+        if hidden and not written:
+            raise LayoutError(f"{LEFT_OUT} answer {number}")
         if "reasoning" in hidden - written and number == len(self.turns) - 1:
             raise LayoutError("it does not write the reasoning_content of the last answer")
         if "content" in hidden - written:
