@@ -43,7 +43,7 @@ FREE_ON_RESUME = frozenset(
     "image_cache image_cache_gib max_image_pixels max_images_per_sample "
     # progress and checkpoints
     "log_steps eval_steps eval_samples timeline_step save_steps save_best keep_last sync_save "
-    "resume allow_changes max_skipped_steps replay_steps".split()
+    "resume allow_changes max_skipped_steps replay_steps preview".split()
 )
 
 

@@ -17,6 +17,7 @@ from options.memory_options import MemoryOptions
 from options.number_options import NumberOptions
 from options.part_training_options import PartTrainingOptions
 from options.plan_options import PlanOptions
+from options.preview_options import PreviewOptions
 from options.report_options import ReportOptions
 from options.shape_options import ShapeOptions
 from options.vision_options import VisionOptions
@@ -143,6 +144,7 @@ class ProgressOptions:
 
 @dataclass(kw_only=True)
 class RunConfig(
+    PreviewOptions,
     DataOptions,
     ImageOptions,
     FaultOptions,
