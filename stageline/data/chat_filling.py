@@ -14,12 +14,11 @@ from stageline.data.rendered import Piece
 
 def fill(layout: Layout, slots: Sequence[Slot], official: str) -> list[Piece] | None:
     """The pieces of a conversation; None where the layout is not that of `official`."""
-    texts = _texts_as_they_are(layout.segments, slots)
-    if "".join(texts) != official:
-        found = _match(layout.segments, slots, official)
-        if found is None:
-            return None
-        texts = found
+    texts = _likely(layout.segments, slots, official)
+    if texts is None:
+        texts = _match(layout.segments, slots, official)
+    if texts is None:
+        return None
     pieces = [
         Piece(
             text, is_user=part.slot >= 0, is_target=part.is_target, is_image=part.is_image
@@ -31,8 +30,14 @@ def fill(layout: Layout, slots: Sequence[Slot], official: str) -> list[Piece] | 
     return [piece for piece in pieces if piece.text or piece.is_image]
 
 
-def _texts_as_they_are(segments: Sequence[Segment], slots: Sequence[Slot]) -> list[str]:
-    return [slots[part.slot].text if part.slot >= 0 else part.text for part in segments]
+def _likely(segments: Sequence[Segment], slots: Sequence[Slot], official: str) -> list[str] | None:
+    """The texts as they are, or all of them trimmed; nearly all templates do one of the two."""
+    texts = [slots[part.slot].text if part.slot >= 0 else part.text for part in segments]
+    if "".join(texts) == official:
+        return texts
+    pairs = zip(segments, texts, strict=True)
+    texts = [text.strip() if part.slot >= 0 else text for part, text in pairs]
+    return texts if "".join(texts) == official else None
 
 
 def _match(

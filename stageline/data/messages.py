@@ -156,7 +156,7 @@ def _turn(sample: Mapping[str, Any], number: int, message: Any) -> Turn:
             sample, f"{place} has the fields {', '.join(unknown)}", "those of a chat message"
         )
     for field in ("name", "tool_call_id"):
-        if not isinstance(message.get(field), str | None):
+        if message.get(field) is not None and not isinstance(message[field], str):
             raise _bad_message(sample, f"{place} has the {field} {message[field]!r}", "text")
     weight = message.get("weight")
     is_target = role == "assistant" and (weight is None or bool(weight))
