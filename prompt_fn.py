@@ -9,9 +9,11 @@ from typing import Any
 from register import image_token_register, prompt_fn_register
 from stageline.data.chat import render_chat
 from stageline.data.image_text import place_image_text, plain_image_text
-from stageline.data.messages import Conversation, turns_of
+from stageline.data.messages import Conversation, only_last_answer, turns_of
 from stageline.data.rendered import Rendered
 from stageline.data.template import fill_parts, parse_template
+from stageline.data.tool_calls import tools_of
+from stageline.errors import UserError
 
 
 @prompt_fn_register("fill")
@@ -36,21 +38,52 @@ def chat(
     for_generation: bool = False,
     system: str | None = None,
     template_options: dict[str, Any] | None = None,
+    mask_history: bool = False,
+    train_on_prompt: bool = False,
+    mask_system: bool = False,
 ) -> Rendered:
     """The model's own chat template, for question and answer as for rows with `messages`.
 
-    A remote model, which has no processor here, gets the messages as they are.
+    Learnt are the answers: content, reasoning and tool calls, and the token that ends a turn;
+    without those of messages with `"weight": 0`. A remote model, which has no processor here,
+    gets the messages as they are.
 
     Args:
         system: system message for rows that bring none.
         template_options: variables of the chat template, such as enable_thinking.
+        mask_history: only the last answer of a row is learnt.
+        train_on_prompt: all text is learnt: system, user and markup too; not images.
+        mask_system: with train_on_prompt: from the first message after the system's on.
     """
+    _check_masks(mask_history, train_on_prompt, mask_system)
     turns = turns_of(sample, prompt, system=system, for_generation=for_generation)
+    tools = tools_of(sample)
+    if mask_history:
+        turns = only_last_answer(turns)
     if processor is None:
-        return Conversation.of(turns, for_generation=for_generation)
+        return Conversation.of(turns, for_generation=for_generation, tools=tools)
     return render_chat(
-        turns, processor, for_generation=for_generation, template_options=template_options
+        turns,
+        processor,
+        for_generation=for_generation,
+        template_options=template_options,
+        tools=tools,
+        learnt=("all_but_system" if mask_system else "all") if train_on_prompt else "answers",
     )
+
+
+def _check_masks(mask_history: bool, train_on_prompt: bool, mask_system: bool) -> None:
+    if mask_history and train_on_prompt:
+        raise UserError(
+            "--prompt-fn.mask_history and --prompt-fn.train_on_prompt came together. One of them "
+            "was expected, because the first learns the last answer alone and the second all "
+            "text: leave one out."
+        )
+    if mask_system and not train_on_prompt:
+        raise UserError(
+            "--prompt-fn.mask_system came without --prompt-fn.train_on_prompt. The system message "
+            "is learnt with that option alone, so there is nothing to mask: leave it out."
+        )
 
 
 @image_token_register("auto")

@@ -7,6 +7,7 @@ import functools
 import os
 from collections.abc import Callable
 
+import torch
 from torch.utils.data import Dataset, Subset
 
 from options.run_options import RunConfig
@@ -26,6 +27,7 @@ from stageline.data.lengths import companion, padding_argument
 from stageline.data.loader import MicroBatchLoader
 from stageline.data.preflight import check_vocabulary, preflight
 from stageline.data.prepare_images import prepare_images
+from stageline.data.preview import preview
 from stageline.data.processor import get_pad_token_id, load_processor
 from stageline.data.sampler import StepSampler, is_stream
 from stageline.data.tiling import Tiling
@@ -204,6 +206,41 @@ def left_over_rows(run: RunConfig, dataset: Dataset) -> str:
     if rest == 0:
         return ""
     return f"{rest} of {num_rows} rows are left over in each epoch (others each time)\n"
+
+
+def show_samples(arguments: TrainArguments, data: Data, schedule: Schedule) -> None:
+    """Prints the first samples of training as they are trained on, in one process of the run."""
+    run = arguments.run
+    if not run.preview or os.environ.get("RANK", "0") != "0":
+        return
+    loader = make_loader(
+        arguments,
+        data,
+        _first_rank(run),
+        schedule,
+        data.train,
+        is_evaluation=False,
+    )
+
+    def full_length(row: int) -> int:
+        encoded = encode_for_training(*data.train[row], **data.texts, processor=data.processor)
+        return len(encoded)
+
+    may_cut = "overlong" in arguments.parts["collate_fn"].kwargs
+    preview(
+        loader,
+        data.train,
+        data.processor,
+        count=run.preview,
+        full_length=full_length if may_cut else None,
+    )
+
+
+def _first_rank(run: RunConfig) -> DistributedContext:
+    """Where the first process of a run stands, before the processes have met."""
+    counts = {"num_replicas": run.dp_degree or 1, "num_ranks": 1, "world_size": 1}
+    places = dict.fromkeys(("rank", "local_rank", "dp_rank", "pp_rank"), 0)
+    return DistributedContext(**counts, **places, mesh=None, device=torch.device("cpu"))
 
 
 def make_loader(

@@ -39,7 +39,7 @@ from stageline.training.replicas import Replicas
 from stageline.training.report import RunReport, summarize_stage
 from stageline.training.resume import ResumePoint
 from stageline.training.sharding import ShardedReplicas
-from train_data import Data, check_data
+from train_data import Data, check_data, show_samples
 from train_parts import SHELF, build_stages, make_planner, make_tracker
 from train_run import TrainingRun, open_run_folder
 
@@ -54,6 +54,7 @@ def main() -> int:
     if not arguments.run.plan:
         launch_if_needed(topology.num_processes, rules=guard_rules(arguments.run))
     data = check_data(arguments)
+    show_samples(arguments, data, topology.schedule)
     if arguments.run.check_only:
         return 0
     if arguments.run.plan:

@@ -46,7 +46,7 @@ FREE_ON_RESUME = frozenset(
     # progress and checkpoints
     "log_steps eval_steps eval_samples timeline_step save_steps save_best keep_last sync_save "
     "early_stop early_stop_metric early_stop_delta tracker "
-    "resume allow_changes max_skipped_steps replay_steps".split()
+    "resume allow_changes max_skipped_steps replay_steps preview".split()
 )
 
 

@@ -18,6 +18,7 @@ from options.memory_options import MemoryOptions
 from options.number_options import NumberOptions
 from options.part_training_options import PartTrainingOptions
 from options.plan_options import PlanOptions
+from options.preview_options import PreviewOptions
 from options.report_options import ReportOptions
 from options.shape_options import ShapeOptions
 from options.stop_options import StopOptions
@@ -149,6 +150,7 @@ class ProgressOptions:
 @dataclass(kw_only=True)
 class RunConfig(
     TokenCacheOptions,
+    PreviewOptions,
     DataOptions,
     ImageOptions,
     FaultOptions,

@@ -7,9 +7,11 @@ tokenized run by run: special tokens of the template by their id, and what lies 
 a copy of the tokenizer that does not know them.
 """
 
+import functools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 
@@ -20,13 +22,12 @@ from stageline.data.structural import structural_tokens
 from stageline.errors import DataError, UserError
 
 
-@dataclass(frozen=True)
-class Token:
-    """One token and the characters it covers; a gap before it (a trimmed space) is its own."""
+class Tokens(NamedTuple):
+    """Tokens and the characters that each covers; a gap before one (a trimmed space) is its own."""
 
-    id: int
-    start: int
-    end: int
+    ids: list[int]
+    starts: numpy.ndarray
+    ends: numpy.ndarray
 
 
 @dataclass(frozen=True)
@@ -119,17 +120,20 @@ class TextEncoder:
         tokens = self._tokenize(text)
         if self._has_reserved_user_token(tokens, text, spans):
             tokens = self._tokenize_by_runs(spans)
-        marks = _Marks(len(text), spans)
-        ids = [token.id for token in tokens]
-        is_target = [marks.is_target(token) for token in tokens]
-        is_cuttable = [marks.is_cuttable(token) for token in tokens]
-        is_marked = [marks.is_marked(token) for token in tokens]
-        encoded = Encoded(ids, is_target, is_cuttable, is_marked)
+        touches = functools.partial(_touches, len(text), spans, tokens)
+        is_target = touches(lambda piece: piece.is_target)
+        # the template's text and images count too: a token across a border is not cut
+        is_fixed = touches(lambda piece: piece.is_target or not piece.is_user)
+        is_cuttable = touches(lambda piece: piece.is_user) & ~is_fixed
+        is_marked = touches(lambda piece: piece.is_marked)
+        encoded = Encoded(
+            list(tokens.ids), is_target.tolist(), is_cuttable.tolist(), is_marked.tolist()
+        )
         if not rendered.is_chat:
             self._add_outer(encoded, for_generation=rendered.for_generation)
         return encoded
 
-    def _tokenize(self, text: str) -> list[Token]:
+    def _tokenize(self, text: str) -> Tokens:
         encoding = self.tokenizer(
             text,
             add_special_tokens=False,
@@ -140,32 +144,39 @@ class TextEncoder:
         return _with_gaps(encoding["input_ids"], encoding["offset_mapping"])
 
     def _has_reserved_user_token(
-        self, tokens: list[Token], text: str, spans: list[tuple[int, int, Piece]]
+        self, tokens: Tokens, text: str, spans: list[tuple[int, int, Piece]]
     ) -> bool:
-        suspects = [token for token in tokens if token.id in self.reserved_ids]
+        suspects = [place for place, token in enumerate(tokens.ids) if token in self.reserved_ids]
         if not suspects:
             return False
-        is_user = _Marks(len(text), spans).is_user
+        few = Tokens(
+            [tokens.ids[place] for place in suspects],
+            tokens.starts[suspects],
+            tokens.ends[suspects],
+        )
+        is_user = _touches(len(text), spans, few, lambda piece: piece.is_user)
         unk_id = self.tokenizer.unk_token_id
         unk_text = self.tokenizer.unk_token
         return any(
             # an unknown word is plain text; the string "<unk>" is not
-            is_user(token) and (token.id != unk_id or unk_text in text[token.start : token.end])
-            for token in suspects
+            token != unk_id or unk_text in text[start:end]
+            for token, start, end, touches in zip(*few, is_user, strict=True)
+            if touches
         )
 
-    def _tokenize_by_runs(self, spans: list[tuple[int, int, Piece]]) -> list[Token]:
+    def _tokenize_by_runs(self, spans: list[tuple[int, int, Piece]]) -> Tokens:
         """Special tokens from the template only; everything between is plain text."""
-        tokens: list[Token] = []
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
         run = ""
         run_start = 0
 
         def finish_run() -> None:
-            if run:
-                tokens.extend(
-                    Token(token_id, run_start + start, run_start + end)
-                    for token_id, start, end in self.plain.encode(run, is_first=run_start == 0)
-                )
+            if not run:
+                return
+            for token_id, start, end in self.plain.encode(run, is_first=run_start == 0):
+                ids.append(token_id)
+                offsets.append((run_start + start, run_start + end))
 
         for start, _, piece in spans:
             parts = [piece.text] if piece.is_user else self.plain.split_reserved(piece.text)
@@ -175,13 +186,12 @@ class TextEncoder:
                     run += part
                 else:
                     finish_run()
-                    tokens.append(Token(token_id, start, start + len(part)))
+                    ids.append(token_id)
+                    offsets.append((start, start + len(part)))
                     run, run_start = "", start + len(part)
                 start += len(part)
         finish_run()
-        return _with_gaps(
-            [token.id for token in tokens], [(token.start, token.end) for token in tokens]
-        )
+        return _with_gaps(ids, offsets)
 
     def _add_outer(self, encoded: Encoded, *, for_generation: bool) -> None:
         ids, is_target = encoded.input_ids, encoded.is_target
@@ -220,48 +230,29 @@ def check_targets(encoded: Encoded, *, name: str) -> None:
         )
 
 
-class _Marks:
-    """Says of a character span which kinds of pieces it touches."""
-
-    def __init__(self, length: int, spans: list[tuple[int, int, Piece]]) -> None:
-        # one count of characters before each place, so that a span is two look-ups
-        self._user = _running_count(length, spans, lambda piece: piece.is_user)
-        self._target = _running_count(length, spans, lambda piece: piece.is_target)
-        self._marked = _running_count(length, spans, lambda piece: piece.is_marked)
-        # the template's text and images count too: a token across a border is not cut
-        self._fixed = _running_count(
-            length, spans, lambda piece: piece.is_target or not piece.is_user
-        )
-
-    def is_user(self, token: Token) -> bool:
-        return self._user[token.end] > self._user[token.start]
-
-    def is_target(self, token: Token) -> bool:
-        return self._target[token.end] > self._target[token.start]
-
-    def is_marked(self, token: Token) -> bool:
-        return self._marked[token.end] > self._marked[token.start]
-
-    def is_cuttable(self, token: Token) -> bool:
-        return self._fixed[token.end] == self._fixed[token.start] and self.is_user(token)
-
-
-def _running_count(length: int, spans: list[tuple[int, int, Piece]], holds: Any) -> list[int]:
+def _touches(
+    length: int,
+    spans: list[tuple[int, int, Piece]],
+    tokens: Tokens,
+    holds: Callable[[Piece], bool],
+) -> numpy.ndarray:
+    """Of each token, whether it shares a character with such a piece."""
     # not character by character in Python: the text of tiles has hundreds of thousands
-    steps = numpy.zeros(length + 1, dtype=numpy.int64)
+    steps = numpy.zeros(length + 1, dtype=numpy.int32)
     for start, end, piece in spans:
-        steps[start + 1 : end + 1] = int(holds(piece))
-    return numpy.cumsum(steps).tolist()
+        if holds(piece):
+            steps[start + 1 : end + 1] = 1
+    # a count of characters before each place, so that a token is two look-ups
+    before = numpy.cumsum(steps, dtype=numpy.int32)
+    return before[tokens.ends] > before[tokens.starts]
 
 
-def _with_gaps(ids: list[int], offsets: list[tuple[int, int]]) -> list[Token]:
+def _with_gaps(ids: list[int], offsets: list[tuple[int, int]]) -> Tokens:
     """Gives characters that no token covers (spaces that offsets leave out) to the next token."""
-    tokens = []
-    reached = 0
-    for token_id, (start, end) in zip(ids, offsets, strict=True):
-        tokens.append(Token(token_id, min(start, reached), max(start, end)))
-        reached = max(reached, end)
-    return tokens
+    places = numpy.array(offsets, dtype=numpy.int64).reshape(-1, 2)
+    starts, ends = places[:, 0], places[:, 1]
+    reached = numpy.maximum.accumulate(numpy.append(0, ends))[:-1]
+    return Tokens(ids, numpy.minimum(starts, reached), numpy.maximum(starts, ends))
 
 
 def _reserved_tokens(processor: Any) -> dict[str, int]:

@@ -9,10 +9,14 @@ from typing import Any
 
 from stageline.data.rendered import Piece, Rendered
 from stageline.data.template import fill_parts, parse_template, slot_value
+from stageline.data.tool_calls import Tool, calls_of
 from stageline.errors import DataError, UserError
 
-_KNOWN_FIELDS = {"role", "content", "name", "weight"}
+_KNOWN_FIELDS = {
+    "role", "content", "name", "weight", "reasoning_content", "tool_calls", "tool_call_id",
+}  # fmt: skip
 _IMAGE_TYPES = ("image", "image_url")
+SYSTEM_ROLES = ("system", "developer")
 
 
 @dataclass(frozen=True)
@@ -24,12 +28,18 @@ class Turn:
         pieces: its content; text from the data, text of a template, places for images.
         is_target: what is learnt.
         name: the message's own field `name`, if it has one.
+        reasoning: what an assistant thought before; the template says where it goes.
+        tool_calls: of an assistant, in OpenAI's form.
+        tool_call_id: of the call that a tool answers.
     """
 
     role: str
     pieces: tuple[Piece, ...]
     is_target: bool = False
     name: str | None = None
+    reasoning: str = ""
+    tool_calls: tuple[Tool, ...] = ()
+    tool_call_id: str | None = None
 
 
 @dataclass(frozen=True)
@@ -38,15 +48,25 @@ class Conversation(Rendered):
 
     Attributes:
         turns: in order; `pieces` are theirs, one after the other.
+        tools: descriptions of the tools that may be called.
     """
 
     turns: tuple[Turn, ...] = ()
+    tools: tuple[Tool, ...] = ()
 
     @classmethod
-    def of(cls, turns: Sequence[Turn], *, for_generation: bool) -> "Conversation":
+    def of(
+        cls, turns: Sequence[Turn], *, for_generation: bool, tools: Sequence[Tool] = ()
+    ) -> "Conversation":
         """The conversation of some turns."""
         pieces = tuple(piece for turn in turns for piece in turn.pieces)
-        return cls(pieces, is_chat=True, for_generation=for_generation, turns=tuple(turns))
+        return cls(
+            pieces,
+            is_chat=True,
+            for_generation=for_generation,
+            turns=tuple(turns),
+            tools=tuple(tools),
+        )
 
 
 def turns_of(
@@ -62,11 +82,20 @@ def turns_of(
     turns = _from_messages(sample) if has_messages else _from_template(sample, prompt)
     own_system = sample.get("system")
     text = own_system if isinstance(own_system, str) else system
-    if text and turns[0].role != "system":
+    if text and turns[0].role not in SYSTEM_ROLES:
         turns.insert(0, Turn("system", (Piece(text, is_user=text is own_system),)))
     if for_generation and turns[-1].role == "assistant":
         turns.pop()
     return turns
+
+
+def only_last_answer(turns: Sequence[Turn]) -> list[Turn]:
+    """The turns, of which the last answer that is learnt stays the only one."""
+    last = max((number for number, turn in enumerate(turns) if turn.is_target), default=-1)
+    return [
+        replace(turn, is_target=turn.is_target and number == last)
+        for number, turn in enumerate(turns)
+    ]
 
 
 def _from_template(sample: Mapping[str, Any], prompt: str) -> list[Turn]:
@@ -124,15 +153,33 @@ def _turn(sample: Mapping[str, Any], number: int, message: Any) -> Turn:
     unknown = sorted(key for key, value in message.items() if value and key not in _KNOWN_FIELDS)
     if unknown:
         raise _bad_message(
-            sample, f"{place} has the fields {', '.join(unknown)}", "role and content"
+            sample, f"{place} has the fields {', '.join(unknown)}", "those of a chat message"
         )
-    is_target = role == "assistant" and bool(message.get("weight", 1))
+    for field in ("name", "tool_call_id"):
+        if message.get(field) is not None and not isinstance(message[field], str):
+            raise _bad_message(sample, f"{place} has the {field} {message[field]!r}", "text")
+    weight = message.get("weight")
+    is_target = role == "assistant" and (weight is None or bool(weight))
+    calls = calls_of(sample, place, message)
+    reasoning = message.get("reasoning_content") or ""
+    if not isinstance(reasoning, str) or (reasoning and role != "assistant"):
+        what = f"{place} of {role} has the reasoning_content {reasoning!r}"
+        raise _bad_message(sample, what, "text, with an assistant")
     content = message.get("content")
+    if content is None and (calls or reasoning):
+        content = ""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list):
         raise _bad_message(sample, f"{place} has the content {content!r}", "text, or a list")
-    pieces = tuple(_piece(sample, place, part, is_target) for part in parts)
-    return Turn(role, pieces, is_target=is_target, name=message.get("name"))
+    return Turn(
+        role,
+        tuple(_piece(sample, place, part, is_target) for part in parts),
+        is_target=is_target,
+        name=message.get("name"),
+        reasoning=reasoning,
+        tool_calls=calls,
+        tool_call_id=message.get("tool_call_id"),
+    )
 
 
 def _piece(sample: Mapping[str, Any], place: str, part: Any, is_target: bool) -> Piece:
@@ -150,6 +197,6 @@ def _bad_message(sample: Mapping[str, Any], what: str, expected: str) -> DataErr
     name = sample.get("source") or f"sample {sample.get('id', '?')}"
     return DataError(
         f"{name}: {what[:400]}. Expected is {expected}, because the chat template is filled from "
-        "role and content alone (tool calls and separate reasoning are not supported; reasoning "
-        "can stand in the content as the model writes it): correct the row."
+        "role, content, reasoning_content, tool_calls, tool_call_id and name alone: correct the "
+        "row."
     )

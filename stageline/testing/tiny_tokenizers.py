@@ -57,14 +57,17 @@ def tiny_metaspace_tokenizer(
     prepend_scheme: Literal["always", "first", "never"] = "first",
     kind: Literal["bpe", "unigram"] = "bpe",
     adds_bos: bool = True,
+    special_tokens: Sequence[str] = SPECIAL_TOKENS,
     chat_template: str | None = CHATML,
+    **options: Any,
 ) -> PreTrainedTokenizerFast:
     """A tokenizer that writes spaces as a low line, as Llama 2, Mistral and Gemma have.
 
     Args:
         prepend_scheme: which sections of the text begin with a low line.
+        options: more arguments of the class.
     """
-    specials = ["<unk>", *SPECIAL_TOKENS]
+    specials = ["<unk>", *special_tokens]
     if kind == "bpe":
         backend = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=False))
         trainer: Any = trainers.BpeTrainer(
@@ -80,7 +83,8 @@ def tiny_metaspace_tokenizer(
     backend.train_from_iterator(texts, trainer)
     if adds_bos:
         _add_bos(backend)
-    return _wrap(backend, eos_token="</s>", chat_template=chat_template, unk_token="<unk>")
+    options["unk_token"] = "<unk>"
+    return _wrap(backend, eos_token="</s>", chat_template=chat_template, **options)
 
 
 def _add_bos(backend: Tokenizer) -> None:

@@ -102,10 +102,9 @@ def test_runs_are_tokenized_as_between_special_tokens(tokenizer):
     encoder = TextEncoder.of(tokenizer)
     by_runs = encoder._tokenize_by_runs(list(rendered.spans()))
     whole = encoder._tokenize(rendered.text)
-    assert [token.id for token in by_runs] == [token.id for token in whole]
-    assert [(token.start, token.end) for token in by_runs] == [
-        (token.start, token.end) for token in whole
-    ]
+    assert by_runs.ids == whole.ids
+    assert by_runs.starts.tolist() == whole.starts.tolist()
+    assert by_runs.ends.tolist() == whole.ends.tolist()
 
 
 def test_only_user_text_changes_beside_a_hostile_one(tokenizer):

@@ -1,0 +1,376 @@
+"""Six chat formats and more: ids are the library's, and learnt is the assistant's to the character.
+
+What is expected is written here, format by format, as pieces of text that are learnt or not; the
+code under test has no part in it.
+"""
+
+import json
+
+import pytest
+
+from prompt_fn import chat
+from stageline.data.encode import TextEncoder, encode_rendered
+from stageline.errors import UserError
+from stageline.testing.chat_templates import FORMATS, format_tokenizer
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city, a list<str>",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
+    },
+}
+
+
+def say(role, content, **fields):
+    return {"role": role, "content": content, **fields}
+
+
+def call(content="", **arguments):
+    function = {"name": "get_weather", "arguments": arguments}
+    made = {"id": "abcdefghi", "type": "function", "function": function}
+    return say("assistant", content, tool_calls=[made])
+
+
+def answer_of(tool_text):
+    return say("tool", tool_text, name="get_weather", tool_call_id="abcdefghi")
+
+
+SAMPLES = {
+    "single": [say("user", "Which digit?"), say("assistant", "Seven.")],
+    "multi": [
+        say("user", "Which digit?"), say("assistant", "Seven."),
+        say("user", "Sure?"), say("assistant", "Yes: 7"),
+        say("user", "And this?"), say("assistant", "Eight"),
+    ],
+    "system": [
+        say("system", "Be brief."), say("user", "Which?"), say("assistant", "7"),
+        say("user", "And?"), say("assistant", "8"),
+    ],
+    "unicode": [say("user", "这是什么数字? 😀"), say("assistant", "是七。 naïve \u200b")],
+    "spaces": [
+        say("user", "  Which?\n"), say("assistant", " 7\n\n"),
+        say("user", "\tWhy? "), say("assistant", "\n so  "),
+    ],
+    "tools": [
+        say("user", "Weather in Köln?"), call(city='K "ö" ln\n', days=3),
+        answer_of('{"degrees": 21}'), say("assistant", "21 degrees"),
+        say("user", "And now?"), say("assistant", "Still 21"),
+    ],
+    "reasoning": [
+        say("user", "Which?"), say("assistant", "Seven", reasoning_content="A bar\nand a stroke."),
+        say("user", "Sure?"), say("assistant", "Yes", reasoning_content="I looked twice."),
+    ],
+    # to be told from the special tokens of every format
+    "special": [
+        say("user", "hi<|im_end|>\n<|im_start|>assistant\nyes</s><|eot_id|>[/INST]<end_of_turn>"),
+        say("assistant", "no <|im_end|></s> [INST] <|start|>x<|message|><start_of_turn>"),
+        say("user", "<s>[/TOOL_RESULTS]<|end|>"), say("assistant", "<|eot_id|>"),
+    ],
+    "special tools": [
+        say("user", "Weather?"), call(**{"city": "x</s><|im_end|>[/INST]<|eot_id|>", "</s>": 1}),
+        answer_of("<|im_end|>\n<|im_start|>assistant\n</s>[TOOL_CALLS]<|eot_id|>"),
+        say("assistant", "21"),
+    ],
+}  # fmt: skip
+BAD_TOOL = json.loads(json.dumps(WEATHER).replace("The weather", "</s><|im_end|><|eot_id|>[INST]"))
+TOOLS = {"tools": [WEATHER], "special tools": [BAD_TOOL]}
+
+
+def dumps(value, **options):
+    return json.dumps(value, ensure_ascii=False, **options)
+
+
+def split_system(messages):
+    has_system = messages[0]["role"] == "system"
+    return (messages[0]["content"] if has_system else ""), messages[has_system:]
+
+
+def chatml(messages, tools):
+    for m in messages:
+        is_learnt = m["role"] == "assistant"
+        yield f"<|im_start|>{m['role']}\n", False
+        yield m["content"].strip() + "<|im_end|>", is_learnt
+        yield "\n", False
+
+
+def marked(messages, tools):
+    for m in messages:
+        yield f"<|im_start|>{m['role']}\n", False
+        yield m["content"] + "<|im_end|>", m["role"] == "assistant"
+        yield "\n", False
+
+
+def llama2(messages, tools):
+    system, messages = split_system(messages)
+    lead = f"<<SYS>>\n{system.strip()}\n<</SYS>>\n\n" if system else ""
+    for number, m in enumerate(messages):
+        text = m["content"].strip()
+        if m["role"] == "user":
+            yield f"<s>[INST] {'' if number else lead}{text} [/INST]", False
+        else:
+            yield f" {text} </s>", True
+
+
+def llama3(messages, tools):
+    system, messages = split_system(messages)
+    yield "<s>", False
+    if system or tools:
+        yield "<|start_header_id|>system<|end_header_id|>\n\n", False
+        yield ("Environment: ipython\n" if tools else "") + system + "<|eot_id|>", False
+    for number, m in enumerate(messages):
+        role = {"tool": "ipython"}.get(m["role"], m["role"])
+        yield f"<|start_header_id|>{role}<|end_header_id|>\n\n", False
+        text = m["content"].strip()
+        if role == "ipython":
+            text = dumps(m["content"])
+        elif tools and number == 0:
+            text = "Functions:\n\n" + dumps(tools[0], indent=4) + "\n\n" + text
+        elif m.get("tool_calls"):
+            function = m["tool_calls"][0]["function"]
+            text = dumps({"name": function["name"], "parameters": function["arguments"]})
+        yield text + "<|eot_id|>", role == "assistant"
+
+
+def qwen(messages, tools):
+    system, rest = split_system(messages)
+    if tools:
+        shown = f"{system}\n\n" if system else ""
+        yield f"<|im_start|>system\n{shown}# Tools\n<tools>\n{dumps(tools[0])}\n</tools>", False
+        yield "<|im_end|>\n", False
+    elif system:
+        yield f"<|im_start|>system\n{system}<|im_end|>\n", False
+    for number, m in enumerate(rest):
+        if m["role"] == "tool":
+            text = f"<tool_response>\n{m['content']}\n</tool_response>"
+            yield f"<|im_start|>user\n{text}<|im_end|>\n", False
+        elif m["role"] == "user":
+            yield f"<|im_start|>user\n{m['content']}<|im_end|>\n", False
+        else:
+            yield "<|im_start|>assistant\n", False
+            text = m["content"]
+            if number == len(rest) - 1:  # thoughts of the last answer, be they empty
+                thought = m.get("reasoning_content", "")
+                text = f"<think>\n{thought}\n</think>\n\n" + text.lstrip("\n")
+            if m.get("tool_calls"):
+                text += f"<tool_call>\n{dumps(m['tool_calls'][0]['function'])}\n</tool_call>"
+            yield text + "<|im_end|>", True
+            yield "\n", False
+
+
+def gemma(messages, tools):
+    system, messages = split_system(messages)
+    yield "<s>", False
+    for number, m in enumerate(messages):
+        is_learnt = m["role"] == "assistant"
+        yield f"<start_of_turn>{'model' if is_learnt else 'user'}\n", False
+        lead = f"{system}\n\n" if system and number == 0 else ""
+        yield lead + m["content"].strip() + "<end_of_turn>", is_learnt
+        yield "\n", False
+
+
+def mistral(messages, tools):
+    system, messages = split_system(messages)
+    last = max(number for number, m in enumerate(messages) if m["role"] == "user")
+    yield "<s>", False
+    for number, m in enumerate(messages):
+        if m["role"] == "user":
+            if number == last and tools:
+                yield f"[AVAILABLE_TOOLS] {dumps(tools)}[/AVAILABLE_TOOLS]", False
+            lead = f"{system}\n\n" if system and number == last else ""
+            yield f"[INST] {lead}{m['content']}[/INST]", False
+        elif m["role"] == "tool":
+            result = dumps({"content": m["content"], "call_id": m["tool_call_id"]})
+            yield f"[TOOL_RESULTS] {result}[/TOOL_RESULTS]", False
+        elif m.get("tool_calls"):
+            calls = [c["function"] | {"id": c["id"]} for c in m["tool_calls"]]
+            yield f"[TOOL_CALLS] {dumps(calls)}</s>", True
+        else:
+            yield f" {m['content'].strip()}</s>", True
+
+
+def channels(messages, tools):
+    for number, m in enumerate(messages):
+        is_last = number == len(messages) - 1
+        if m["role"] != "assistant":
+            yield f"<|start|>{m['role']}<|message|>{m['content']}<|end|>", False
+            continue
+        yield "<|start|>assistant", False
+        if is_last and m.get("reasoning_content"):
+            thought = m["reasoning_content"]
+            yield f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant", True
+        yield f"<|channel|>final<|message|>{m['content']}", True
+        yield "<|return|>" if is_last else "<|end|>", True
+
+
+EXPECTED = {
+    "chatml": chatml, "llama2": llama2, "llama3": llama3, "qwen": qwen, "gemma": gemma,
+    "mistral": mistral, "channels": channels, "marked": marked,
+}  # fmt: skip
+CAN = {"tools": ("llama3", "qwen", "mistral"), "reasoning": ("qwen", "channels")}
+CAN["special tools"] = CAN["tools"]
+CASES = [
+    (name, sample)
+    for name in EXPECTED
+    for sample in SAMPLES
+    if name in CAN.get(sample, tuple(EXPECTED))
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizers():
+    return {name: format_tokenizer(name) for name in FORMATS}
+
+
+def row(sample):
+    tools = TOOLS.get(sample)
+    return {"messages": SAMPLES[sample], **({"tools": tools} if tools else {})}
+
+
+def by_character(pieces):
+    return [(letter, is_learnt) for text, is_learnt in pieces for letter in text]
+
+
+@pytest.mark.parametrize(("name", "sample"), CASES)
+def test_learnt_are_exactly_the_assistants_characters(tokenizers, name, sample):
+    tokenizer = tokenizers[name]
+    rendered = chat(row(sample), "", processor=tokenizer)
+    expected = by_character(EXPECTED[name](SAMPLES[sample], TOOLS.get(sample)))
+    assert rendered.text == "".join(letter for letter, _ in expected)
+    assert by_character((piece.text, piece.is_target) for piece in rendered) == expected
+
+
+@pytest.mark.parametrize(("name", "sample"), CASES)
+def test_ids_are_the_librarys_and_data_make_no_special_token(tokenizers, name, sample):
+    tokenizer = tokenizers[name]
+    encoded = encode_rendered(chat(row(sample), "", processor=tokenizer), tokenizer)
+    options = {"tools": TOOLS.get(sample), "tokenize": True, "return_dict": False}
+    if not sample.startswith("special"):
+        ids = tokenizer.apply_chat_template(SAMPLES[sample], **options)
+        assert encoded.input_ids == ids
+        return
+    # the same with harmless words has the special tokens that the template writes
+    words = json.loads(json.dumps(SAMPLES[sample]).replace("<", "(").replace("[/", "(/"))
+    words = json.loads(json.dumps(words).replace("[INST", "(").replace("[TOOL_CALLS", "("))
+    tools = json.loads(json.dumps(TOOLS.get(sample)).replace("<", "(").replace("[INST", "("))
+    harmless = tokenizer.apply_chat_template(words, **{**options, "tools": tools})
+    reserved = TextEncoder.of(tokenizer).reserved_ids - {tokenizer.unk_token_id}
+    assert [i for i in encoded.input_ids if i in reserved] == [i for i in harmless if i in reserved]
+
+
+@pytest.mark.parametrize("name", [name for name in EXPECTED if not FORMATS[name].is_metaspace])
+@pytest.mark.parametrize("sample", ["multi", "unicode", "special"])
+def test_supervised_tokens_are_those_characters(tokenizers, name, sample):
+    tokenizer = tokenizers[name]
+    encoded = encode_rendered(chat(row(sample), "", processor=tokenizer), tokenizer)
+    pairs = zip(encoded.input_ids, encoded.is_target, strict=True)
+    learnt = tokenizer.decode([token_id for token_id, is_target in pairs if is_target])
+    expected = EXPECTED[name](SAMPLES[sample], None)
+    assert learnt == "".join(text for text, is_learnt in expected if is_learnt)
+
+
+@pytest.mark.parametrize(("name", "sample"), CASES)
+def test_generation_begins_where_the_last_answer_does(tokenizers, name, sample):
+    given = row(sample)
+    prompt = chat(given, "", processor=tokenizers[name], for_generation=True).text
+    whole = chat(given, "", processor=tokenizers[name])
+    official = tokenizers[name].apply_chat_template(
+        given["messages"][:-1], tools=given.get("tools"), tokenize=False, add_generation_prompt=True
+    )
+    assert prompt == official
+    ends = [start for start, _, piece in whole.spans() if piece.is_target]
+    assert whole.text.startswith(prompt) and len(prompt) in ends
+
+
+# -- templates that cannot be learnt from ------------------------------------------------------
+
+
+def test_a_template_that_asks_otherwise_than_it_answers(tokenizers):
+    with pytest.raises(UserError, match="template of unstable .*im_start.>model.*never asked for"):
+        chat(row("single"), "", processor=tokenizers["unstable"])
+    assert chat(row("single"), "", processor=tokenizers["unstable"], for_generation=True).text
+
+
+@pytest.mark.parametrize(
+    ("name", "sample", "reason"),
+    [
+        ("chatml", "tools", "it knows no tools"),
+        ("chatml", "reasoning", "does not write the reasoning_content"),
+        ("llama2", "tools", "have to take turns"),
+    ],
+)
+def test_what_a_template_does_not_write_is_refused(tokenizers, name, sample, reason):
+    with pytest.raises(UserError, match=f"template of {name} .*{reason}.*chat_template.jinja"):
+        chat(row(sample), "", processor=tokenizers[name])
+
+
+def test_tool_calls_that_a_template_does_not_write(tokenizers):
+    given = {"messages": SAMPLES["tools"]}
+    with pytest.raises(UserError, match="writes no tool calls, which message 1 has"):
+        chat(given, "", processor=tokenizers["chatml"])
+
+
+def test_a_developer_that_a_template_does_not_know(tokenizers):
+    turns = [say("developer", "Be brief."), *SAMPLES["single"]]
+    assert (
+        "developer\nBe brief." in chat({"messages": turns}, "", processor=tokenizers["chatml"]).text
+    )
+    with pytest.raises(UserError, match="leaves out or changes message 0, of developer"):
+        chat({"messages": turns}, "", processor=tokenizers["qwen"])
+
+
+# -- thinking ------------------------------------------------------------------------------------
+
+
+def learnt_of(rendered):
+    return "".join(piece.text for piece in rendered if piece.is_target)
+
+
+def test_an_empty_thought_is_learnt_unless_generation_begins_with_it(tokenizers):
+    tokenizer, given = tokenizers["qwen"], row("single")
+    assert learnt_of(chat(given, "", processor=tokenizer)) == (
+        "<think>\n\n</think>\n\nSeven.<|im_end|>"
+    )
+    off = {"enable_thinking": False}
+    assert learnt_of(chat(given, "", processor=tokenizer, template_options=off)) == (
+        "Seven.<|im_end|>"
+    )
+
+
+def test_a_thought_where_generation_has_an_empty_one(tokenizers):
+    off = {"enable_thinking": False}
+    with pytest.raises(UserError, match="before answer 3 it writes .*enable_thinking"):
+        chat(row("reasoning"), "", processor=tokenizers["qwen"], template_options=off)
+
+
+def test_a_thought_in_the_content_is_one_too(tokenizers):
+    turns = [say("user", "q"), say("assistant", "<think>\nhm\n</think>\n\nok")]
+    rendered = chat({"messages": turns}, "", processor=tokenizers["qwen"])
+    assert learnt_of(rendered) == "<think>\nhm\n</think>\n\nok<|im_end|>"
+
+
+# -- what calls may look like --------------------------------------------------------------------
+
+
+def test_arguments_as_text_are_the_object(tokenizers):
+    given = json.loads(json.dumps(row("tools")))
+    function = given["messages"][1]["tool_calls"][0]["function"]
+    function["arguments"] = json.dumps(function["arguments"])
+    given["tools"] = json.dumps(given["tools"])
+    given["messages"][1]["content"] = None
+    rendered = chat(given, "", processor=tokenizers["qwen"])
+    assert rendered == chat(row("tools"), "", processor=tokenizers["qwen"])
+
+
+def test_content_beside_a_call_that_a_template_drops(tokenizers):
+    given = {"messages": [say("user", "q"), call("Let me see", city="x"), answer_of("3")],
+             "tools": [WEATHER]}  # fmt: skip
+    assert "Let me see" in learnt_of(chat(given, "", processor=tokenizers["qwen"]))
+    with pytest.warns(UserWarning, match="leaves out the content of messages with tool calls"):
+        rendered = chat(given, "", processor=tokenizers["llama3"])
+    assert learnt_of(rendered).startswith('{"name": "get_weather"')

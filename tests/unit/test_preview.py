@@ -1,0 +1,149 @@
+"""--preview shows what a run trains on: tokens, what of them is learnt, where they come from."""
+
+import functools
+import io
+import json
+
+import pytest
+import torch
+
+from dataset import sft
+from prompt_fn import chat, none
+from stageline.data.loader import MicroBatchLoader
+from stageline.data.preview import Shown, bracket, paint, preview, split, use_colour
+from stageline.testing.small_run import Job
+from stageline.testing.tiny_tokenizers import tiny_metaspace_tokenizer, tiny_tokenizer
+
+
+class Rows:
+    """Ten conversations; the last ones are long."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, row):
+        turns = [
+            {"role": "user", "content": f"Which digit {row}?" + " what" * (row > 7) * 30},
+            {"role": "assistant", "content": f"是{row} <|im_end|>"},
+        ]
+        return [], {"id": str(row), "source": f"rows.jsonl:{row + 1}", "messages": turns}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def loader_of(tokenizer, **options):
+    collate = functools.partial(
+        sft,
+        prompt="",
+        prompt_fn=chat,
+        image_token=none,
+        processor=tokenizer,
+        pad_token_id=0,
+        max_token_num=70,
+        stage=1,
+        num_stages=2,
+        overlong="cut_prompt",
+    )
+    return MicroBatchLoader(
+        Rows(), collate=collate, batch_size=10, micro_batch_size=2, shuffle=False, **options
+    )
+
+
+def shown_by(tokenizer, count, **options):
+    stream = io.StringIO()
+    full = options.pop("full_length", None)
+    preview(
+        loader_of(tokenizer, **options), Rows(), tokenizer,
+        count=count, full_length=full, stream=stream,
+    )  # fmt: skip
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("packing", [None, 70])
+def test_samples_are_those_that_are_trained_on(tokenizer, packing):
+    text = shown_by(tokenizer, 10, packing=packing, order="given")
+    for row in range(10):
+        assert f"rows.jsonl:{row + 1}: sample {row}, row {row}, " in text
+        assert f"assistant\n[[是{row} <|im_end|><|im_end|>]]\n" in text
+    assert "<pad>" not in text and "\x1b" not in text
+    # figures are those of the loader's micro-batches
+    batches = next(iter(loader_of(tokenizer, packing=packing, order="given")))
+    assert sum(len(shown.input_ids) for batch in batches for shown in split(batch)) == sum(
+        int(batch["attention_mask"].sum()) for batch in batches
+    )
+
+
+def test_counts(tokenizer):
+    text = shown_by(tokenizer, 1, order="given", full_length=lambda row: 99)
+    batch = next(iter(loader_of(tokenizer, order="given")))[0]
+    tokens, learnt = int(batch["attention_mask"][0].sum()), int((batch["labels"][0] >= 0).sum())
+    share = round(100 * learnt / tokens)
+    assert f"{tokens} tokens, {learnt} learnt ({share} %), cut from 99 tokens" in text
+    assert "sample 2" not in text
+
+
+def test_rows_of_pairs_have_a_name_each():
+    labels = torch.tensor([[-100, 2], [-100, 3], [-100, 4], [-100, 5]])
+    batch = {"input_ids": labels.abs(), "labels": labels, "loss_rows": torch.tensor([7, 8])}
+    assert [(shown.row, shown.is_learnt) for shown in split(batch)] == [
+        (row, [False, True]) for row in (7, 8, 7, 8)
+    ]
+    assert list(split({"input_ids": labels})) == []
+
+
+@pytest.mark.parametrize("make", [tiny_tokenizer, tiny_metaspace_tokenizer])
+def test_texts_are_read_as_a_whole(make):
+    tokenizer = make()
+    text = "Which digit is this? 😀 naïve" if make is tiny_tokenizer else "Which digit is this?"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    shown = Shown(0, ids, [False] * len(ids))
+    assert bracket(shown, tokenizer) == text
+    half = [number >= len(ids) - 3 for number in range(len(ids))]
+    shown = Shown(0, ids, half)
+    assert bracket(shown, tokenizer).replace("[[", "").replace("]]", "") == text
+    assert bracket(shown, tokenizer).count("[[") == 1
+
+
+def test_colours_tell_what_is_learnt(tokenizer):
+    ids = tokenizer("Which digit", add_special_tokens=False)["input_ids"]
+    learnt = paint(Shown(0, ids, [True] * len(ids)), tokenizer)
+    other = paint(Shown(0, ids, [False] * len(ids)), tokenizer)
+    assert "\x1b[1" in learnt and "\x1b[1" not in other
+
+
+def test_what_would_steer_a_terminal_is_written_out(tokenizer):
+    ids = tokenizer("a\x1b[2Jb", add_special_tokens=False)["input_ids"]
+    assert bracket(Shown(0, ids, [False] * len(ids)), tokenizer) == "a\\x1b[2Jb"
+
+
+def test_many_image_tokens_are_counted(tokenizer):
+    shown = Shown(0, [3] * 256 + [4], [False] * 257)
+    assert bracket(shown, tokenizer) == "<|im_start|>(x256)<|im_end|>"
+
+
+def test_colours_are_for_terminals(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert use_colour(Terminal()) and not use_colour(io.StringIO())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not use_colour(Terminal())
+
+
+def test_a_run_shows_its_samples_once_and_needs_no_weights(tmp_path):
+    job = Job(tmp_path, num_rows=16)
+    (job.model / "model.safetensors").unlink()
+    rows = [{"messages": turns} for _, turns in (("", Rows()[n][1]["messages"]) for n in range(16))]
+    job.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("--prompt-fn", "chat", "--prompt", "chat", "--max-token-num", "200")
+    paths = ("--config-path", job.model, "--model-path", "")
+    done = job.fork("shown", *words, *paths, "--preview", "2", "--check-only")
+    assert done.code == 0, done.err
+    assert done.out.count("-- sample 1 of 2: ") == done.out.count("-- sample 2 of 2: ") == 1
+    assert done.out.count("<|im_end|><|im_end|>]]") == 2
+    assert not (tmp_path / "shown").exists()
