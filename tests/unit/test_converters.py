@@ -174,7 +174,7 @@ GOLDENS = {
                 {"role": "system", "content": "S"},
                 _user([{"type": "text", "text": "Q"}]),
                 _bot("", tool_calls=[{"id": "c1", **CALL[0]}]),
-                {"role": "tool", "content": "3"},
+                {"role": "tool", "content": "3", "tool_call_id": "c1"},
                 {"role": "tool", "content": "three"},
                 _bot("3", weight=0),
             ],

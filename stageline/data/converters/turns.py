@@ -61,8 +61,9 @@ def read_message(message: Any, tags: Tags, *, place: str, source: str) -> Messag
     if role == "assistant":
         read.update(_answer_fields(message, place, source))
     read["content"] = _content(content, read, place=place, source=source)
-    if isinstance(message.get("name"), str):
-        read["name"] = message["name"]
+    for name in ("name", "tool_call_id"):
+        if isinstance(message.get(name), str):
+            read[name] = message[name]
     return read
 
 
