@@ -15,6 +15,7 @@ from stageline.data.contrastive import collate_contrastive
 from stageline.data.digits import Digits
 from stageline.data.group_lines import Groups
 from stageline.data.json_lines import JsonLines
+from stageline.data.limit import Overlong
 from stageline.data.marked_words import MarkedWords
 from stageline.data.scenes import Scenes
 from stageline.data.sets.part import Sets
@@ -45,13 +46,14 @@ def sft(
     stage: int,
     num_stages: int,
     pad_to_multiple_of: int = 1,
-    overlong: Literal["error", "cut_prompt", "drop"] = "error",
+    overlong: Overlong = "error",
 ) -> dict[str, torch.Tensor]:
     """Supervised fine-tuning: the template's answer is learnt; rows are padded on the right.
 
     Args:
         overlong: what to do with a sample of more than --max-token-num tokens: refuse it, cut
-            the beginning of its prompt's text, or drop it. The answer is never cut.
+            the beginning of its prompt's text, let prompt and answer share the room, where both
+            lose their ends (docs/data_formats.md), or drop it.
     """
     return collate_sft(
         samples,
@@ -95,7 +97,7 @@ def contrastive(
     stage: int,
     num_stages: int,
     pad_to_multiple_of: int = 1,
-    overlong: Literal["error", "cut_prompt", "drop"] = "error",
+    overlong: Overlong = "error",
     marked: Literal["directions", "clock", "none"] | list[str] = "directions",
 ) -> dict[str, torch.Tensor]:
     """As sft, of whole groups (anchor, positive, negatives), with words of interest marked.

@@ -7,27 +7,23 @@ tokenized run by run: special tokens of the template by their id, and what lies 
 a copy of the tokenizer that does not know them.
 """
 
-import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
+from transformers import PreTrainedTokenizerFast
 
 from stageline.data.plain_tokenizer import PlainTokenizer
 from stageline.data.processor import get_tokenizer
 from stageline.data.rendered import Piece, Rendered
 from stageline.data.structural import structural_tokens
+from stageline.data.token_marks import TokenMarks
 from stageline.errors import DataError, UserError
 
-
-class Tokens(NamedTuple):
-    """Tokens and the characters that each covers; a gap before one (a trimmed space) is its own."""
-
-    ids: list[int]
-    starts: numpy.ndarray
-    ends: numpy.ndarray
+Offsets = Sequence[tuple[int, int]]
+_ZERO = numpy.zeros(1, dtype=numpy.int64)
 
 
 @dataclass(frozen=True)
@@ -36,14 +32,20 @@ class Encoded:
 
     Attributes:
         is_target: supervised.
-        is_cuttable: from the data and in the prompt; the only ones that may be cut.
+        is_cuttable: from the data and in the prompt; the only ones that `cut_prompt` cuts.
         is_marked: of a marked piece of the text; empty where none is.
+        is_text: from the data alone, in prompts and answers; empty where it isn't known.
+        is_answer: of an answer, supervised or not; empty where that is `is_target`.
+        is_image: of an image; empty where there is none.
     """
 
     input_ids: list[int]
     is_target: list[bool]
     is_cuttable: list[bool]
     is_marked: list[bool] = field(default_factory=list)
+    is_text: list[bool] = field(default_factory=list)
+    is_answer: list[bool] = field(default_factory=list)
+    is_image: list[bool] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -53,14 +55,19 @@ class Encoded:
         """Supervised tokens that have a token before them: the first one is never predicted."""
         return sum(self.is_target[1:])
 
+    @property
+    def marks(self) -> list[list[bool]]:
+        """The lists of marks, without those that are empty."""
+        lists = (self.is_target, self.is_cuttable, self.is_marked)
+        return [marks for marks in (*lists, self.is_text, self.is_answer, self.is_image) if marks]
+
     def keep(self, chosen: list[int]) -> "Encoded":
         """Only the tokens at the given places."""
-        return Encoded(
-            [self.input_ids[place] for place in chosen],
-            [self.is_target[place] for place in chosen],
-            [self.is_cuttable[place] for place in chosen],
-            [self.is_marked[place] for place in chosen] if self.is_marked else [],
-        )
+
+        def kept(values: list[Any]) -> list[Any]:
+            return [values[place] for place in chosen] if values else []
+
+        return Encoded(**{name: kept(values) for name, values in vars(self).items()})
 
 
 class TextEncoder:
@@ -90,6 +97,7 @@ class TextEncoder:
         self.reserved = _reserved_tokens(processor)
         self.reserved_ids = frozenset(self.reserved.values())
         self.prefix = _first_tokens(self.tokenizer)
+        self._is_direct = _is_plain_class(type(self.tokenizer))
         self._plain: PlainTokenizer | None = None
 
     @classmethod
@@ -117,54 +125,64 @@ class TextEncoder:
         """
         text = rendered.text
         spans = list(rendered.spans())
-        tokens = self._tokenize(text)
-        if self._has_reserved_user_token(tokens, text, spans):
-            tokens = self._tokenize_by_runs(spans)
-        touches = functools.partial(_touches, len(text), spans, tokens)
-        is_target = touches(lambda piece: piece.is_target)
-        # the template's text and images count too: a token across a border is not cut
-        is_fixed = touches(lambda piece: piece.is_target or not piece.is_user)
-        is_cuttable = touches(lambda piece: piece.is_user) & ~is_fixed
-        is_marked = touches(lambda piece: piece.is_marked)
+        ids, starts, ends = _with_gaps(*self.tokenize(text))
+        marks = TokenMarks(spans, starts, ends)
+        if self._has_reserved_user_token(ids, starts, ends, marks, text):
+            ids, starts, ends = _with_gaps(*self._tokenize_by_runs(spans))
+            marks = TokenMarks(spans, starts, ends)
+        has_answers = any(piece.is_answer for piece in rendered)
         encoded = Encoded(
-            list(tokens.ids), is_target.tolist(), is_cuttable.tolist(), is_marked.tolist()
+            ids,
+            is_target=marks.is_target.tolist(),
+            is_cuttable=(marks.is_text & ~marks.is_target).tolist(),
+            is_marked=marks.is_marked.tolist(),
+            is_text=marks.is_text.tolist(),
+            is_answer=marks.is_answer.tolist() if has_answers else [],
+            is_image=marks.is_image.tolist() if rendered.num_images else [],
         )
         if not rendered.is_chat:
             self._add_outer(encoded, for_generation=rendered.for_generation)
         return encoded
 
-    def _tokenize(self, text: str) -> Tokens:
-        encoding = self.tokenizer(
+    def tokenize(self, text: str) -> tuple[list[int], Offsets]:
+        """Ids of a text, as the library makes them, and the characters that each covers."""
+        backend = self.tokenizer.backend_tokenizer if self._is_direct else None
+        if (
+            backend is not None
+            and backend.truncation is None
+            and backend.padding is None
+            and backend.encode_special_tokens == self.tokenizer.split_special_tokens
+        ):  # what the library does in the end, without what it does before and after
+            encoding = backend.encode(text, add_special_tokens=False)
+            return encoding.ids, encoding.offsets
+        output = self.tokenizer(
             text,
             add_special_tokens=False,
             return_offsets_mapping=True,
             return_attention_mask=False,
             verbose=False,  # our own limit is checked later
         )
-        return _with_gaps(encoding["input_ids"], encoding["offset_mapping"])
+        return output["input_ids"], output["offset_mapping"]
 
     def _has_reserved_user_token(
-        self, tokens: Tokens, text: str, spans: list[tuple[int, int, Piece]]
+        self,
+        ids: list[int],
+        starts: numpy.ndarray,
+        ends: numpy.ndarray,
+        marks: TokenMarks,
+        text: str,
     ) -> bool:
-        suspects = [place for place, token in enumerate(tokens.ids) if token in self.reserved_ids]
-        if not suspects:
-            return False
-        few = Tokens(
-            [tokens.ids[place] for place in suspects],
-            tokens.starts[suspects],
-            tokens.ends[suspects],
-        )
-        is_user = _touches(len(text), spans, few, lambda piece: piece.is_user)
-        unk_id = self.tokenizer.unk_token_id
-        unk_text = self.tokenizer.unk_token
+        reserved = self.reserved_ids
+        suspects = [place for place, token_id in enumerate(ids) if token_id in reserved]
+        unk_id, unk_text = self.tokenizer.unk_token_id, self.tokenizer.unk_token
         return any(
             # an unknown word is plain text; the string "<unk>" is not
-            token != unk_id or unk_text in text[start:end]
-            for token, start, end, touches in zip(*few, is_user, strict=True)
-            if touches
+            marks.is_user[place]
+            and (ids[place] != unk_id or unk_text in text[starts[place] : ends[place]])
+            for place in suspects
         )
 
-    def _tokenize_by_runs(self, spans: list[tuple[int, int, Piece]]) -> Tokens:
+    def _tokenize_by_runs(self, spans: list[tuple[int, int, Piece]]) -> tuple[list[int], Offsets]:
         """Special tokens from the template only; everything between is plain text."""
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
@@ -172,11 +190,10 @@ class TextEncoder:
         run_start = 0
 
         def finish_run() -> None:
-            if not run:
-                return
-            for token_id, start, end in self.plain.encode(run, is_first=run_start == 0):
-                ids.append(token_id)
-                offsets.append((run_start + start, run_start + end))
+            if run:
+                for token_id, start, end in self.plain.encode(run, is_first=run_start == 0):
+                    ids.append(token_id)
+                    offsets.append((run_start + start, run_start + end))
 
         for start, _, piece in spans:
             parts = [piece.text] if piece.is_user else self.plain.split_reserved(piece.text)
@@ -191,13 +208,13 @@ class TextEncoder:
                     run, run_start = "", start + len(part)
                 start += len(part)
         finish_run()
-        return _with_gaps(ids, offsets)
+        return ids, offsets
 
     def _add_outer(self, encoded: Encoded, *, for_generation: bool) -> None:
         ids, is_target = encoded.input_ids, encoded.is_target
         if self.prefix and ids[: len(self.prefix)] != self.prefix:
             ids[:0] = self.prefix
-            for marks in (is_target, encoded.is_cuttable, encoded.is_marked):
+            for marks in encoded.marks:
                 marks[:0] = [False] * len(self.prefix)
         eos_id = self.tokenizer.eos_token_id
         if for_generation or eos_id is None or not any(is_target):
@@ -205,10 +222,13 @@ class TextEncoder:
         if ids[-1] == eos_id:  # the template ends with it
             is_target[-1] = True
             return
+        others = [marks for marks in encoded.marks if marks is not is_target]
         ids.append(eos_id)
         is_target.append(True)
-        encoded.is_cuttable.append(False)
-        encoded.is_marked.append(False)
+        for marks in others:
+            marks.append(False)
+        if encoded.is_answer:
+            encoded.is_answer[-1] = True
 
 
 def encode_rendered(rendered: Rendered, processor: Any) -> Encoded:
@@ -230,29 +250,13 @@ def check_targets(encoded: Encoded, *, name: str) -> None:
         )
 
 
-def _touches(
-    length: int,
-    spans: list[tuple[int, int, Piece]],
-    tokens: Tokens,
-    holds: Callable[[Piece], bool],
-) -> numpy.ndarray:
-    """Of each token, whether it shares a character with such a piece."""
-    # not character by character in Python: the text of tiles has hundreds of thousands
-    steps = numpy.zeros(length + 1, dtype=numpy.int32)
-    for start, end, piece in spans:
-        if holds(piece):
-            steps[start + 1 : end + 1] = 1
-    # a count of characters before each place, so that a token is two look-ups
-    before = numpy.cumsum(steps, dtype=numpy.int32)
-    return before[tokens.ends] > before[tokens.starts]
-
-
-def _with_gaps(ids: list[int], offsets: list[tuple[int, int]]) -> Tokens:
+def _with_gaps(ids: list[int], offsets: Offsets) -> tuple[list[int], numpy.ndarray, numpy.ndarray]:
     """Gives characters that no token covers (spaces that offsets leave out) to the next token."""
-    places = numpy.array(offsets, dtype=numpy.int64).reshape(-1, 2)
-    starts, ends = places[:, 0], places[:, 1]
-    reached = numpy.maximum.accumulate(numpy.append(0, ends))[:-1]
-    return Tokens(ids, numpy.minimum(starts, reached), numpy.maximum(starts, ends))
+    spans = numpy.array(offsets, dtype=numpy.int64).reshape(len(offsets), 2)
+    starts, ends = spans[:, 0], spans[:, 1]
+    reached = numpy.maximum.accumulate(ends)
+    before = numpy.concatenate((_ZERO, reached[:-1])) if len(ids) else reached
+    return ids, numpy.minimum(starts, before), numpy.maximum(starts, ends)
 
 
 def _reserved_tokens(processor: Any) -> dict[str, int]:
@@ -280,3 +284,11 @@ def _first_tokens(tokenizer: Any) -> list[int]:
         if full[start : start + len(bare)] == bare:
             return full[:start]
     return []
+
+
+def _is_plain_class(kind: type) -> bool:
+    """Whether a class leaves encoding to the library's; one of a model's own code may do more."""
+    names = ("__call__", "_encode_plus", "backend_tokenizer")
+    return issubclass(kind, PreTrainedTokenizerFast) and all(
+        getattr(kind, name, None) is getattr(PreTrainedTokenizerFast, name, None) for name in names
+    )

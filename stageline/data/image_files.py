@@ -5,7 +5,7 @@ there is such a file, so that no error tells what lies on this machine. Pixels a
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from stageline.data.image_index import FileFacts, ImageIndex, file_key
@@ -67,6 +67,21 @@ class ImageFolders:
             raise
         return picture
 
+    def locate(self, name: str, *, source: str) -> str:
+        """The file or folder of a film, links followed.
+
+        Raises:
+            DataError: the name leads out of the folders, or there is no such file or folder.
+        """
+        path, places = self._find(name, source, exists=_exists)
+        if path is None:
+            raise DataError(
+                f"{source}: there is no film {name[:200]}. A file or a folder of pictures was "
+                f"looked for at {', '.join(places)[:1000]}. Put it there, or correct the row or "
+                "the dataset's option for the folder of images."
+            )
+        return path
+
     def _picture(self, path: str) -> PictureFile:
         key = file_key(path, os.stat(path))
         facts, opened = self._index.get(key), None
@@ -76,11 +91,13 @@ class ImageFolders:
             self._index.note(key, facts)
         return PictureFile(path, key=key, facts=facts, index=self._index, opened=opened)
 
-    def _find(self, name: str, source: str) -> tuple[str | None, list[str]]:
+    def _find(
+        self, name: str, source: str, exists: Callable[[str], bool] | None = None
+    ) -> tuple[str | None, list[str]]:
         """The file, links followed, if there is one; and the places where it may be."""
         places = [_real_path(os.path.join(root, name)) for root in self._real_roots]
         allowed = list(dict.fromkeys(place for place in places if self._is_below(place)))
-        path = next((place for place in allowed if _is_file(place)), None)
+        path = next((place for place in allowed if (exists or _is_file)(place)), None)
         if path is None and not all(self._is_below(place) for place in places):
             raise self._leads_out(name, source)
         return path, allowed
@@ -108,6 +125,13 @@ def _real_path(path: str) -> str:
 def _is_file(place: str) -> bool:
     try:
         return os.path.isfile(place)
+    except (OSError, ValueError):
+        return False
+
+
+def _exists(place: str) -> bool:
+    try:
+        return os.path.exists(place)
     except (OSError, ValueError):
         return False
 

@@ -1,15 +1,16 @@
-"""What happens to a sample that is longer than the context: refuse it, cut its prompt, drop it.
+"""What happens to a sample that is longer than the context: refuse it, cut it, drop it.
 
-The answer and image tokens are never cut.
+Image tokens are never cut, and answers only where prompt and answer share the room.
 """
 
 import warnings
 from typing import Literal
 
 from stageline.data.encode import Encoded
+from stageline.data.share import share_places
 from stageline.errors import DataError
 
-Overlong = Literal["error", "cut_prompt", "drop"]
+Overlong = Literal["error", "cut_prompt", "share", "drop"]
 _has_warned: set[str] = set()
 
 
@@ -26,8 +27,10 @@ def limit_length(
 
     Args:
         overlong: `error` refuses a longer sample. `cut_prompt` takes text from the data out of
-            the prompt, its beginning first; the template's text, images and answers stay. `drop`
-            puts a row without labels in its place, so that the number of rows stays.
+            the prompt, its beginning first; the template's text, images and answers stay. `share`
+            cuts the ends of prompts and answers, by the rule of share.py; what would have nothing
+            to learn then is dropped. `drop` puts a row without labels in its place, so that the
+            number of rows stays.
         name: of the sample, for errors.
         warn: say so (once per way) when a sample is changed.
 
@@ -37,9 +40,19 @@ def limit_length(
     surplus = len(encoded) - max_token_num
     if surplus <= 0:
         return encoded
-    if overlong == "drop":
+    kept = share_places(encoded, max_token_num) if overlong == "share" else None
+    if kept is not None:
         if warn:
-            _warn_once("drop", f"{name} is dropped: {_lengths(encoded, max_token_num)}")
+            _warn_once("share", _shared(encoded, kept, max_token_num, name))
+        return encoded.keep(kept)
+    if overlong in ("drop", "share"):
+        if warn:
+            why = ", and with a share for each nothing to learn would be left"
+            _warn_once(
+                f"{overlong}, drop",
+                f"{name} is dropped: {_lengths(encoded, max_token_num)}"
+                f"{why if overlong == 'share' else ''}",
+            )
         return Encoded([pad_token_id], [False], [False])
     cuttable = [place for place, may_go in enumerate(encoded.is_cuttable) if may_go]
     if overlong == "cut_prompt" and len(cuttable) >= surplus:
@@ -61,12 +74,23 @@ def _lengths(encoded: Encoded, max_token_num: int) -> str:
     )
 
 
+def _shared(encoded: Encoded, kept: list[int], max_token_num: int, name: str) -> str:
+    targets = sum(encoded.is_target[place] for place in kept)
+    is_cut = targets < sum(encoded.is_target)
+    end = ", so it has lost its end, and the model learns none there" if is_cut else ""
+    return (
+        f"{name} is cut to {len(kept)} tokens, {targets} of them the answer{end}: "
+        f"{_lengths(encoded, max_token_num)}"
+    )
+
+
 def _too_long(
     encoded: Encoded, max_token_num: int, name: str, num_cuttable: int, overlong: Overlong
 ) -> str:
     cure = (
         f"--collate-fn.overlong cut_prompt would cut up to {num_cuttable} tokens from the "
-        "beginning of its prompt's text, --collate-fn.overlong drop leaves such samples out"
+        "beginning of its prompt's text, --collate-fn.overlong share cuts prompt and answer, "
+        "--collate-fn.overlong drop leaves such samples out"
         if overlong == "error"
         else f"only {num_cuttable} tokens of its prompt may be cut, --collate-fn.overlong drop "
         "leaves such samples out"

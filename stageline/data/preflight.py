@@ -25,6 +25,8 @@ from stageline.data.rendered import Rendered
 from stageline.data.sampler import is_stream
 from stageline.errors import DataError, UserError
 
+_SHARED = "prompts and answers are cut"
+
 
 @dataclass(frozen=True)
 class PreflightReport:
@@ -37,6 +39,7 @@ class PreflightReport:
         longest: tokens of the longest one, before it is cut.
         num_tokens, num_targets: sums over the rows looked at.
         what_if_overlong: what happens to those that are longer.
+        num_dropped: of them dropped, by what would be left to learn.
         bad: numbers of the rows to leave out.
     """
 
@@ -48,6 +51,7 @@ class PreflightReport:
     num_targets: int
     what_if_overlong: str = "refused"
     bad: list[int] = field(default_factory=list)
+    num_dropped: int = 0
 
     def __str__(self) -> str:
         mean = self.num_tokens / max(self.num_checked, 1)
@@ -58,7 +62,9 @@ class PreflightReport:
             f"{self.longest} at most, {share:.0f} % learnt"
         )
         if self.num_overlong:
-            text += f", {self.num_overlong} too long ({self.what_if_overlong})"
+            text += f", {self.num_overlong} too long ({self.what_if_overlong}"
+            shares = self.what_if_overlong == _SHARED
+            text += f"; {self.num_dropped} dropped: nothing to learn left)" if shares else ")"
         return text + (f", {len(self.bad)} left out" if self.bad else "")
 
 
@@ -152,6 +158,7 @@ class _RowCheck:
         self.vocab_size = vocab_size
         self.lengths: list[int] = []
         self.num_targets = 0
+        self.num_dropped = 0
 
     def __call__(self, images: Images, sample: Sample, **texts: Any) -> None:
         name = sample_name(sample)
@@ -159,13 +166,20 @@ class _RowCheck:
         if self.vocab_size is not None:
             check_encoded(encoded.input_ids, self.vocab_size, name=name)
         limit = {"max_token_num": self.max_token_num, "overlong": self.overlong}
-        limit_length(encoded, **limit, name=name, warn=False)
+        limited = limit_length(encoded, **limit, name=name, warn=False)
+        self.num_dropped += not any(limited.is_target)
         _check_images(images, name, texts["processor"])
         self.lengths.append(len(encoded))
         self.num_targets += encoded.num_targets
 
     def report(self, num_rows: int | None, bad: list[int]) -> PreflightReport:
-        cures = {"cut_prompt": "their prompts are cut", "drop": "dropped", "error": "refused"}
+        self._check_some_left()
+        cures = {
+            "cut_prompt": "their prompts are cut",
+            "share": _SHARED,
+            "drop": "dropped",
+            "error": "refused",
+        }
         return PreflightReport(
             num_rows=num_rows,
             num_checked=len(self.lengths) + len(bad),
@@ -175,7 +189,17 @@ class _RowCheck:
             num_targets=self.num_targets,
             what_if_overlong=cures[self.overlong],
             bad=bad,
+            num_dropped=self.num_dropped,
         )
+
+    def _check_some_left(self) -> None:
+        if self.num_dropped and self.num_dropped == len(self.lengths):
+            raise DataError(
+                f"all {self.num_dropped} rows that were looked at are too long and would be "
+                f"dropped: they have {min(self.lengths)} tokens and more, and --max-token-num is "
+                f"{self.max_token_num}. Some that fit were expected, because nothing would be "
+                "learnt: raise --max-token-num, or shorten the rows."
+            )
 
 
 def _source(dataset: Any, row: int) -> str:

@@ -18,6 +18,7 @@ class Piece:
         is_target: it is supervised.
         is_image: it stands for one image; image_token parts put the model's own text here.
         is_marked: its tokens are of special interest to a loss.
+        is_answer: it is an answer that is not supervised.
     """
 
     text: str
@@ -25,6 +26,7 @@ class Piece:
     is_target: bool = False
     is_image: bool = False
     is_marked: bool = False
+    is_answer: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,4 +84,22 @@ class Rendered:
         return self.with_pieces(
             replace(piece, text=next(remaining)) if piece.is_image else piece
             for piece in self.pieces
+        )
+
+    def only_last_learnt(self) -> "Rendered":
+        """Of several stretches that are supervised only the last; the others are answers still."""
+        places = [place for place, piece in enumerate(self.pieces) if piece.is_target]
+        last = next(
+            (
+                end
+                for end, start in zip(places[::-1], places[-2::-1], strict=False)
+                if any(piece.text for piece in self.pieces[start + 1 : end])
+            ),
+            0,
+        )
+        return self.with_pieces(
+            replace(piece, is_target=False, is_answer=True)
+            if piece.is_target and place < last
+            else piece
+            for place, piece in enumerate(self.pieces)
         )

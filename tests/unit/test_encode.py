@@ -1,12 +1,16 @@
 """Tokens and labels: as the library tokenizes, and never a special token out of the data."""
 
+import random
+
+import numpy
 import pytest
 
 from prompt_fn import fill
 from stageline.data import limit
-from stageline.data.encode import TextEncoder, check_targets, encode_rendered
+from stageline.data.encode import TextEncoder, _with_gaps, check_targets, encode_rendered
 from stageline.data.limit import limit_length
 from stageline.data.rendered import Piece, Rendered
+from stageline.data.token_marks import TokenMarks
 from stageline.errors import DataError
 from stageline.testing.tiny_tokenizers import tiny_metaspace_tokenizer, tiny_tokenizer
 
@@ -101,10 +105,62 @@ def test_runs_are_tokenized_as_between_special_tokens(tokenizer):
     rendered = Rendered(pieces, is_chat=True)
     encoder = TextEncoder.of(tokenizer)
     by_runs = encoder._tokenize_by_runs(list(rendered.spans()))
-    whole = encoder._tokenize(rendered.text)
-    assert by_runs.ids == whole.ids
-    assert by_runs.starts.tolist() == whole.starts.tolist()
-    assert by_runs.ends.tolist() == whole.ends.tolist()
+    whole = encoder.tokenize(rendered.text)
+    assert by_runs[0] == whole[0]
+    for ours, theirs in zip(_with_gaps(*by_runs)[1:], _with_gaps(*whole)[1:], strict=True):
+        assert ours.tolist() == theirs.tolist()
+
+
+@pytest.mark.parametrize(
+    "text", ["", " a </s> b  c", "\u00e9 \u4e2d\n\n\U0001f600 digit", "<|im_start|>user\nno"]
+)
+def test_the_short_way_to_tokens_is_the_librarys(tokenizer, text):
+    encoder = TextEncoder.of(tokenizer)
+    assert encoder._is_direct
+    direct = encoder.tokenize(text)
+    # a padding that stayed behind from another call has to be undone, which only the library does
+    tokenizer(["a", "a b c"], padding="max_length", max_length=64, truncation=True)
+    assert tokenizer.backend_tokenizer.padding is not None
+    assert encoder.tokenize(text) == direct
+    output = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    assert direct == (output["input_ids"], output["offset_mapping"])
+
+
+def test_a_tokenizer_class_of_its_own_is_asked_itself():
+    class Own(type(tiny_tokenizer())):
+        def _encode_plus(self, text, *args, **options):
+            return super()._encode_plus(text.lower(), *args, **options)
+
+    own = tiny_tokenizer()
+    own.__class__ = Own
+    encoder = TextEncoder(own)
+    assert not encoder._is_direct
+    assert encoder.tokenize("CAT")[0] == TextEncoder.of(tiny_tokenizer()).tokenize("cat")[0]
+
+
+def test_marks_are_those_of_each_character():
+    """Against a count over characters, with tokens across borders and tokens of no characters."""
+    draw = random.Random(3)
+    for _ in range(30):
+        pieces = [
+            Piece("x" * draw.randrange(4), *(draw.random() < 0.5 for _ in range(5)))
+            for _ in range(draw.randrange(6))
+        ]
+        rendered = Rendered(tuple(pieces))
+        size = len(rendered.text)
+        starts = [draw.randrange(size + 1) for _ in range(12)]
+        ends = [draw.randrange(start, size + 1) for start in starts]
+        marks = TokenMarks(list(rendered.spans()), numpy.array(starts), numpy.array(ends))
+        owners = [piece for piece in pieces for _ in piece.text]
+        for place, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            own = owners[start:end]
+            assert marks.is_user[place] == any(piece.is_user for piece in own)
+            assert marks.is_target[place] == any(piece.is_target for piece in own)
+            assert marks.is_image[place] == any(piece.is_image for piece in own)
+            assert marks.is_marked[place] == any(piece.is_marked for piece in own)
+            answers = any(piece.is_target or piece.is_answer for piece in own)
+            assert marks.is_answer[place] == answers
+            assert marks.is_text[place] == (bool(own) and all(piece.is_user for piece in own))
 
 
 def test_only_user_text_changes_beside_a_hostile_one(tokenizer):

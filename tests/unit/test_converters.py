@@ -1,0 +1,571 @@
+"""Rows of each format against the samples that they are to become, and bad rows' messages.
+
+The alpaca and sharegpt rows are those of LLaMA-Factory's own tests and example files in kind.
+"""
+
+import copy
+
+import pytest
+
+from stageline.data.converters import make_converter
+from stageline.errors import DataError, UserError
+
+
+def _user(text):
+    return {"role": "user", "content": text}
+
+
+def _bot(text, **fields):
+    return {"role": "assistant", "content": text, **fields}
+
+
+def _says(**pairs):
+    return [{"from": who, "value": text} for who, text in pairs.items()]
+
+
+SUM = {"name": "sum", "parameters": {"type": "object"}}
+SUM_TOOL = {"type": "function", "function": SUM}
+CALL = [{"type": "function", "function": {"name": "sum", "arguments": {"a": [1, 2]}}}]
+
+# name -> (options, row, sample)
+GOLDENS = {
+    "alpaca": (
+        {"formatting": "alpaca"},
+        {"instruction": "Add.", "input": "1 2", "output": "3"},
+        {"messages": [_user("Add.\n1 2"), _bot("3")]},
+    ),
+    "alpaca without input": (
+        {"formatting": "alpaca"},
+        {"instruction": "Hi", "input": "", "output": "Ho"},
+        {"messages": [_user("Hi"), _bot("Ho")]},
+    ),
+    "alpaca, input alone": (
+        {"formatting": "alpaca"},
+        {"instruction": None, "input": "Hi", "output": "Ho"},
+        {"messages": [_user("Hi"), _bot("Ho")]},
+    ),
+    "alpaca with all": (
+        {"formatting": "alpaca"},
+        {
+            "instruction": "c",
+            "output": "d",
+            "history": [["a", "b"], ["e", "f"]],
+            "system": "S",
+            "tools": '[{"name": "sum", "parameters": {"type": "object"}}]',
+        },
+        {
+            "messages": [_user("a"), _bot("b"), _user("e"), _bot("f"), _user("c"), _bot("d")],
+            "system": "S",
+            "tools": [SUM_TOOL],
+        },
+    ),
+    "alpaca by other names": (
+        {"formatting": "alpaca", "columns": {"prompt": "q", "response": "a"}},
+        {"q": "Hi", "a": "Ho", "input": "not named, so not there"},
+        {"messages": [_user("Hi"), _bot("Ho")]},
+    ),
+    "alpaca of a pre-training set": (
+        {"formatting": "alpaca", "columns": {"prompt": "body"}},
+        {"body": "Once upon"},
+        {"text": "Once upon"},
+    ),
+    "alpaca ranking": (
+        {"formatting": "alpaca", "ranking": True},
+        {"instruction": "Q", "input": "", "chosen": "good", "rejected": "bad"},
+        {"messages": [_user("Q")], "chosen": [_bot("good")], "rejected": [_bot("bad")]},
+    ),
+    "alpaca ranking with messages": (
+        {"formatting": "alpaca", "ranking": True},
+        {
+            "instruction": "Q",
+            "chosen": {"from": "gpt", "value": "good"},
+            "rejected": {"role": "assistant", "content": "bad"},
+        },
+        {"messages": [_user("Q")], "chosen": [_bot("good")], "rejected": [_bot("bad")]},
+    ),
+    "alpaca kto": (
+        {"formatting": "alpaca"},
+        {"instruction": "Q", "output": "A", "kto_tag": False},
+        {"messages": [_user("Q"), _bot("A")], "label": False},
+    ),
+    "sharegpt": (
+        {"formatting": "sharegpt"},
+        {"conversations": _says(system="S", human="Q", gpt="A")},
+        {"messages": [{"role": "system", "content": "S"}, _user("Q"), _bot("A")]},
+    ),
+    "sharegpt by other names": (
+        {
+            "formatting": "sharegpt",
+            "columns": {"messages": "dialog", "system": "sys"},
+            "tags": {
+                "role_tag": "who",
+                "content_tag": "what",
+                "user_tag": "U",
+                "assistant_tag": "A",
+            },
+        },
+        {
+            "dialog": [{"who": "U", "what": "Q"}, {"who": "A", "what": "R"}],
+            "sys": "S",
+        },
+        {"messages": [_user("Q"), _bot("R")], "system": "S"},
+    ),
+    "sharegpt with a function": (
+        {"formatting": "sharegpt"},
+        {
+            "conversations": _says(
+                human="Q",
+                function_call='<think>hm</think>{"name": "sum", "arguments": {"a": [1, 2]}}',
+                observation='{"s": 3}',
+                gpt="3",
+            ),
+            "tools": [SUM],
+        },
+        {
+            "messages": [
+                _user("Q"),
+                _bot("", tool_calls=CALL, reasoning_content="hm"),
+                {"role": "tool", "content": '{"s": 3}'},
+                _bot("3"),
+            ],
+            "tools": [SUM_TOOL],
+        },
+    ),
+    "sharegpt ranking": (
+        {"formatting": "sharegpt", "ranking": True},
+        {
+            "conversations": _says(human="Q"),
+            "chosen": {"from": "gpt", "value": "good"},
+            "rejected": {"from": "gpt", "value": "bad"},
+        },
+        {"messages": [_user("Q")], "chosen": [_bot("good")], "rejected": [_bot("bad")]},
+    ),
+    "sharegpt kto": (
+        {"formatting": "sharegpt", "columns": {"messages": "messages", "kto_tag": "label"}},
+        {"messages": _says(human="Q", gpt="A"), "label": 1},
+        {"messages": [_user("Q"), _bot("A")], "label": True},
+    ),
+    "openai": (
+        {"formatting": "openai"},
+        {
+            "messages": [
+                {"role": "developer", "content": "S"},
+                _user([{"type": "text", "text": "Q"}]),
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "refusal": None,
+                    "tool_calls": [
+                        {
+                            "id": "c1",
+                            "type": "function",
+                            "function": {"name": "sum", "arguments": '{"a": [1, 2]}'},
+                        }
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "c1", "content": "3"},
+                {"role": "tool", "content": "three"},
+                _bot("3", weight=0),
+            ],
+            "tools": [SUM_TOOL],
+        },
+        {
+            "messages": [
+                {"role": "system", "content": "S"},
+                _user([{"type": "text", "text": "Q"}]),
+                _bot("", tool_calls=[{"id": "c1", **CALL[0]}]),
+                {"role": "tool", "content": "3", "tool_call_id": "c1"},
+                {"role": "tool", "content": "three"},
+                _bot("3", weight=0),
+            ],
+            "tools": [SUM_TOOL],
+        },
+    ),
+    "openai, answers that are not learnt": (
+        {"formatting": "openai"},
+        {"messages": [_user("a"), _bot("b", loss=False), _user("c"), _bot("d", reasoning="e")]},
+        {
+            "messages": [
+                _user("a"),
+                _bot("b", weight=0),
+                _user("c"),
+                _bot("d", reasoning_content="e"),
+            ]
+        },
+    ),
+    "prompt and completion": (
+        {"formatting": "openai"},
+        {"prompt": "Q", "completion": "A"},
+        {"messages": [_user("Q"), _bot("A")]},
+    ),
+    "prompt, completion and label": (
+        {"formatting": "auto"},
+        {"prompt": [_user("Q")], "completion": [_bot("A")], "label": "true"},
+        {"messages": [_user("Q"), _bot("A")], "label": True},
+    ),
+    "messages and label": (
+        {"formatting": "auto"},
+        {"messages": [_user("Q"), _bot("A")], "label": False},
+        {"messages": [_user("Q"), _bot("A")], "label": False},
+    ),
+    "messages and another label": (
+        {"formatting": "auto"},
+        {"messages": [_user("Q"), _bot("A")], "label": "cats"},
+        {"messages": [_user("Q"), _bot("A")]},
+    ),
+    "pair with a prompt": (
+        {"formatting": "auto"},
+        {"prompt": "Q", "chosen": "good", "rejected": "bad"},
+        {"messages": [_user("Q")], "chosen": [_bot("good")], "rejected": [_bot("bad")]},
+    ),
+    "pair with messages": (
+        {"formatting": "auto"},
+        {"messages": [_user("Q")], "chosen": _bot("good"), "rejected": [_bot("bad")]},
+        {"messages": [_user("Q")], "chosen": [_bot("good")], "rejected": [_bot("bad")]},
+    ),
+    "pair of conversations": (
+        {"formatting": "auto"},
+        {
+            "chosen": [_user("a"), _bot("b"), _user("c"), _bot("good")],
+            "rejected": [_user("a"), _bot("b"), _user("c"), _bot("bad")],
+        },
+        {
+            "messages": [_user("a"), _bot("b"), _user("c")],
+            "chosen": [_bot("good")],
+            "rejected": [_bot("bad")],
+        },
+    ),
+    "pair of conversations that part early": (
+        {"formatting": "auto"},
+        {
+            "prompt": "a",
+            "chosen": [_user("a"), _bot("b"), _user("c"), _bot("d")],
+            "rejected": [_user("a"), _bot("x")],
+        },
+        {
+            "messages": [_user("a")],
+            "chosen": [_bot("b"), _user("c"), _bot("d")],
+            "rejected": [_bot("x")],
+        },
+    ),
+    "pair of equal conversations": (
+        {"formatting": "auto"},
+        {"chosen": [_user("a"), _bot("b")], "rejected": [_user("a"), _bot("b")]},
+        {"messages": [_user("a")], "chosen": [_bot("b")], "rejected": [_bot("b")]},
+    ),
+    "text": ({"formatting": "text"}, {"text": "Once"}, {"text": "Once"}),
+    "text by another name": (
+        {"formatting": "text", "columns": {"text": "body"}},
+        {"body": "Once"},
+        {"text": "Once"},
+    ),
+    "auto: alpaca, with the rendered text that Stanford's file has": (
+        {},
+        {"instruction": "Q", "input": "", "output": "A", "text": "Below is ..."},
+        {"messages": [_user("Q"), _bot("A")]},
+    ),
+    "auto: sharegpt": (
+        {},
+        {"conversations": _says(human="Q", gpt="A")},
+        {"messages": [_user("Q"), _bot("A")]},
+    ),
+    "auto: conversations with roles": (
+        {},
+        {"conversations": [_user("Q"), _bot("A")]},
+        {"messages": [_user("Q"), _bot("A")]},
+    ),
+    "auto: text": ({}, {"text": "Once", "url": "x"}, {"text": "Once"}),
+    "auto: question and answer": (
+        {},
+        {"question": "Q", "answer": "A", "level": 3},
+        {"question": "Q", "answer": "A", "level": 3},
+    ),
+    "auto: other names": (
+        {"columns": {"messages": "dialog"}},
+        {"dialog": _says(human="Q", gpt="A")},
+        {"messages": [_user("Q"), _bot("A")]},
+    ),
+    "a picture in the text": (
+        {"formatting": "sharegpt"},
+        {
+            "conversations": _says(human="<image>What is <image>?", gpt="An <image>."),
+            "images": ["a.png", "b.png"],
+        },
+        {
+            "messages": [
+                _user(
+                    [
+                        {"type": "image"},
+                        {"type": "text", "text": "What is "},
+                        {"type": "image"},
+                        {"type": "text", "text": "?"},
+                    ]
+                ),
+                _bot("An <image>."),
+            ],
+            "images": ["a.png", "b.png"],
+        },
+    ),
+    "a placeholder in a row without pictures is text": (
+        {"formatting": "alpaca"},
+        {"instruction": "What is <image> in HTML?", "output": "Nothing."},
+        {"messages": [_user("What is <image> in HTML?"), _bot("Nothing.")]},
+    ),
+    "pictures and films without places": (
+        {"formatting": "alpaca"},
+        {"instruction": "Q", "output": "A", "image": "a.png", "videos": ["v.gif"]},
+        {
+            "messages": [
+                _user([{"type": "image"}, {"type": "video"}, {"type": "text", "text": "Q"}]),
+                _bot("A"),
+            ],
+            "images": ["a.png"],
+            "videos": ["v.gif"],
+        },
+    ),
+    "a film": (
+        {"formatting": "sharegpt", "columns": {"messages": "conversations", "videos": "clips"}},
+        {"conversations": _says(human="<video>Q", gpt="A"), "clips": [["1.png", "2.png"]]},
+        {
+            "messages": [_user([{"type": "video"}, {"type": "text", "text": "Q"}]), _bot("A")],
+            "videos": [["1.png", "2.png"]],
+        },
+    ),
+    "parts with files": (
+        {"formatting": "openai"},
+        {
+            "messages": [
+                _user(
+                    [
+                        {"type": "image_url", "image_url": {"url": "a.png"}},
+                        {"type": "text", "text": "<image>?"},
+                        {"type": "image"},
+                        {"type": "video", "video": "v.gif"},
+                    ]
+                ),
+                _bot("A"),
+            ],
+            "images": ["b.png"],
+        },
+        {
+            "messages": [
+                _user(
+                    [
+                        {"type": "image"},
+                        {"type": "text", "text": "<image>?"},
+                        {"type": "image"},
+                        {"type": "video"},
+                    ]
+                ),
+                _bot("A"),
+            ],
+            "images": ["a.png", "b.png"],
+            "videos": ["v.gif"],
+        },
+    ),
+}
+
+# name -> (options, row, what the message says)
+BAD = {
+    "an output that is no text": (
+        {"formatting": "alpaca"},
+        {"instruction": "Q", "output": {"a": 1}},
+        "'output' is {'a': 1}.*Text was expected",
+    ),
+    "no output": ({"formatting": "alpaca"}, {"instruction": "Q"}, "'output' is missing"),
+    "a ranking that nobody announced": (
+        {"formatting": "alpaca"},
+        {"instruction": "Q", "chosen": "good"},
+        "ranking: true",
+    ),
+    "no question": (
+        {"formatting": "alpaca"},
+        {"instruction": "", "output": "A"},
+        "'instruction' and 'input' are empty",
+    ),
+    "a bad history": (
+        {"formatting": "alpaca"},
+        {"instruction": "Q", "output": "A", "history": [["a"]]},
+        "'history' has \\['a'\\]",
+    ),
+    "a ranking without the rejected answer": (
+        {"formatting": "alpaca", "ranking": True},
+        {"instruction": "Q", "chosen": "good"},
+        "'rejected' is missing",
+    ),
+    "a label that is none": (
+        {"formatting": "alpaca"},
+        {"instruction": "Q", "output": "A", "kto_tag": "good"},
+        "'kto_tag' is 'good'. true or false was expected",
+    ),
+    "a label of 2": (
+        {"formatting": "auto"},
+        {"prompt": "Q", "completion": "A", "label": 2},
+        "'label' is 2",
+    ),
+    "a label that is missing": (
+        {"formatting": "alpaca", "columns": {"prompt": "q", "response": "a", "kto_tag": "good"}},
+        {"q": "Q", "a": "A"},
+        "'good' is missing",
+    ),
+    "out of turn": (
+        {"formatting": "sharegpt"},
+        {"conversations": [*_says(human="Q"), *_says(human="Q", gpt="A"), *_says(gpt="B")]},
+        "message 1 of 'conversations' is of the user. One of assistant was expected",
+    ),
+    "the assistant first": (
+        {"formatting": "sharegpt"},
+        {"conversations": _says(gpt="A", human="Q")},
+        "message 0 .* is of the assistant. One of user or tool was",
+    ),
+    "no answer at the end": (
+        {"formatting": "sharegpt"},
+        {"conversations": _says(human="Q")},
+        "the last of 1 messages .* is of the user. The assistant's was",
+    ),
+    "a ranking with an answer before the answers": (
+        {"formatting": "sharegpt", "ranking": True},
+        {
+            "conversations": _says(human="Q", gpt="A"),
+            "chosen": _says(gpt="a")[0],
+            "rejected": _says(gpt="b")[0],
+        },
+        "the last of 2 messages .* The user's or a tool's was",
+    ),
+    "an unknown speaker": (
+        {"formatting": "sharegpt"},
+        {"conversations": [{"from": "user", "value": "Q"}]},
+        "message 0 .* has the from 'user'. One of human, gpt, observation, function_call, system",
+    ),
+    "a system message in the middle": (
+        {"formatting": "sharegpt"},
+        {"conversations": _says(human="Q", system="S", gpt="A")},
+        "message 1 .* is of the system",
+    ),
+    "two system messages": (
+        {"formatting": "sharegpt"},
+        {"conversations": _says(system="S", human="Q", gpt="A"), "system": "T"},
+        "one system message",
+    ),
+    "an empty conversation": (
+        {"formatting": "sharegpt"},
+        {"conversations": []},
+        "'conversations' is \\[\\]. A list of at least one message",
+    ),
+    "a call that is no JSON": (
+        {"formatting": "sharegpt"},
+        {"conversations": _says(human="Q", function_call="sum(1, 2)")},
+        "message 1 .* calls a function by 'sum\\(1, 2\\)'",
+    ),
+    "arguments that are no object": (
+        {"formatting": "openai"},
+        {
+            "messages": [
+                _user("Q"),
+                _bot("", tool_calls=[{"function": {"name": "sum", "arguments": "[1"}}]),
+            ]
+        },
+        "calls 'sum' with '\\[1'",
+    ),
+    "tools that are no JSON": (
+        {"formatting": "alpaca"},
+        {"instruction": "Q", "output": "A", "tools": "sum"},
+        "'tools' is 'sum'",
+    ),
+    "a message without text": (
+        {"formatting": "openai"},
+        {"messages": [_user(None), _bot("A")]},
+        "the content of message 0 of 'messages' is missing",
+    ),
+    "an unknown part": (
+        {"formatting": "openai"},
+        {"messages": [_user([{"type": "input_audio"}]), _bot("A")]},
+        "has the part {'type': 'input_audio'}",
+    ),
+    "fewer places than pictures": (
+        {"formatting": "alpaca"},
+        {"instruction": "<image>", "output": "A", "images": ["a.png", "b.png"]},
+        "1 places for images and 2 names",
+    ),
+    "more places than pictures": (
+        {"formatting": "alpaca"},
+        {"instruction": "<image>", "output": "A", "images": []},
+        "1 places for images and 0 names",
+    ),
+    "pictures that are no names": (
+        {"formatting": "alpaca"},
+        {"instruction": "Q", "output": "A", "images": [{"bytes": "x"}]},
+        "the images are .* A file name or a list of them",
+    ),
+    "a pair with two prompts": (
+        {"formatting": "openai"},
+        {"prompt": "Q", "messages": [_user("Q")], "chosen": "a", "rejected": "b"},
+        "both 'messages' and 'prompt'.*messages.*null",
+    ),
+    "texts without a prompt": (
+        {"formatting": "auto"},
+        {"chosen": "a", "rejected": "b"},
+        "there is no prompt",
+    ),
+    "conversations with other questions": (
+        {"formatting": "auto"},
+        {"chosen": [_user("a"), _bot("b")], "rejected": [_user("x"), _bot("b")]},
+        "differ first in message 0, of the user",
+    ),
+    "conversations with another prompt beside them": (
+        {"formatting": "auto"},
+        {
+            "prompt": "z",
+            "chosen": [_user("a"), _bot("b")],
+            "rejected": [_user("a"), _bot("c")],
+        },
+        "the prompt is 'z'.*another one, 'a'",
+    ),
+    "a text that is none": ({"formatting": "text"}, {"text": ["a"]}, "'text' is \\['a'\\]"),
+    "no row": ({"formatting": "text"}, ["a"], "the row is \\['a'\\]"),
+    "nothing known": ({}, {"a": "b", "c": "d"}, "seen were a, c. One of conversations"),
+    "two formats": (
+        {},
+        {"instruction": "Q", "output": "A", "messages": [_user("Q"), _bot("A")]},
+        "several formats, messages, instruction; seen were instruction, messages, output",
+    ),
+    "messages of no known kind": (
+        {},
+        {"messages": [{"speaker": "a", "text": "b"}]},
+        "messages in 'messages' that begin with {'speaker'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_rows_become_samples(name):
+    options, row, sample = GOLDENS[name]
+    before = copy.deepcopy(row)
+    assert make_converter(**{"formatting": "auto", **options})(row, "f:1") == sample
+    assert row == before, "rows are read again and again"
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_rows_are_named(name):
+    options, row, message = BAD[name]
+    with pytest.raises(DataError, match=message) as caught:
+        make_converter(**{"formatting": "auto", **options})(row, "rows.jsonl:7")
+    text = str(caught.value)
+    assert text.startswith("rows.jsonl:7: ")
+    assert " expected, because " in text and text.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"formatting": "alpace"}, "'alpace'. One of auto, alpaca, sharegpt"),
+        ({"formatting": "alpaca", "columns": {"messages": "m"}}, "'messages'. One of prompt"),
+        ({"formatting": "alpaca", "columns": {"audios": "m"}}, "'audios'"),
+        ({"columns": {"answers": "m"}}, "'answers'"),
+        ({"formatting": "sharegpt", "tags": {"role": "m"}}, "'role'. One of role_tag"),
+        ({"tags": {"role_tag": "m"}}, "without a formatting"),
+    ],
+)
+def test_unknown_names_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        make_converter(**{"formatting": "auto", **options})

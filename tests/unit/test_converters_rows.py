@@ -1,0 +1,196 @@
+"""The jsonl part on rows of other formats, and films as pictures."""
+
+import pytest
+from PIL import Image
+
+from prompt_fn import chat
+from stageline.data.image_files import ImageFolders
+from stageline.data.json_lines import JsonLines
+from stageline.data.video_frames import frame_places, read_frames
+from stageline.errors import DataError, UserError
+from stageline.testing.tiny_datasets import picture, write_lines
+from stageline.testing.tiny_tokenizers import tiny_tokenizer
+
+USER, BOT = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+
+
+def _rows(tmp_path, *rows, **options):
+    write_lines(tmp_path / "rows.jsonl", rows)
+    options.setdefault("test_size", 0)
+    return JsonLines(dataset_path=str(tmp_path / "rows.jsonl"), **options)
+
+
+def _only(tmp_path, row, **options):
+    return _rows(tmp_path, row, **options)[0]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "Q", "answer": "A", "label": True, "prompt": "x", "level": 3},
+        {"messages": [USER, BOT], "label": "cats"},
+        {"messages": [{"role": "ipython", "content": "x"}, USER, BOT], "system": "S"},
+        {"text": "Once"},
+        {"caption": "C", "tools": "hammer"},
+    ],
+)
+def test_rows_that_were_read_before_stay_as_they_are(tmp_path, row):
+    _, sample = _only(tmp_path, row)
+    assert {name: sample[name] for name in row} == row
+
+
+def test_instructions_stay_questions_for_templates_unless_the_format_is_named(tmp_path):
+    row = {"instruction": "Q", "input": "x", "output": "A", "history": []}
+    _, plain = _only(tmp_path, row)
+    assert plain["question"] == "Q\nx" and "messages" not in plain
+    _, named = _only(tmp_path, row, formatting="alpaca")
+    assert named["messages"] == [{"role": "user", "content": "Q\nx"}, BOT]
+    _, with_past = _only(tmp_path, {**row, "history": [["a", "b"]]})
+    assert len(with_past["messages"]) == 4, "a history is not lost without a word"
+
+
+def test_other_formats_are_found(tmp_path):
+    dataset = _rows(
+        tmp_path,
+        {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
+        {"prompt": "Q", "chosen": "A", "rejected": "B", "id": "pair", "score": 2},
+        {"prompt": "Q", "completion": "A", "label": False},
+        {"messages": [USER, BOT], "tools": [{"name": "sum"}]},
+    )
+    samples = [dataset[row][1] for row in range(4)]
+    assert samples[0]["messages"] == [USER, BOT] and "conversations" not in samples[0]
+    assert samples[1]["chosen"] == [BOT] and samples[1]["messages"] == [USER]
+    assert samples[1]["id"] == "pair" and samples[1]["score"] == 2
+    assert samples[2]["label"] is False and samples[2]["messages"] == [USER, BOT]
+    assert samples[3]["tools"] == [{"type": "function", "function": {"name": "sum"}}]
+    assert samples[0]["source"].endswith("rows.jsonl:1")
+
+
+def test_columns_and_tags_are_options(tmp_path):
+    row = {"dialog": [{"who": "me", "says": "Q"}, {"who": "it", "says": "A"}]}
+    _, sample = _only(
+        tmp_path,
+        row,
+        formatting="sharegpt",
+        columns={"messages": "dialog"},
+        tags={"role_tag": "who", "content_tag": "says", "user_tag": "me", "assistant_tag": "it"},
+    )
+    assert sample["messages"] == [USER, BOT] and "dialog" not in sample
+
+
+def test_a_bad_row_is_told_with_file_and_line(tmp_path):
+    good = {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]}
+    with pytest.raises(DataError, match=r"rows.jsonl:2: the last of 1 messages"):
+        _rows(tmp_path, good, {"conversations": good["conversations"][:1]})
+
+
+@pytest.mark.parametrize(
+    ("count", "num_frames", "expected"),
+    [
+        (10, 4, [0, 3, 6, 9]),
+        (3, 8, [0, 1, 2]),
+        (9, 1, [0]),
+        (100, 2, [0, 99]),
+        (8, 5, [0, 1, 3, 5, 7]),
+    ],
+)
+def test_frames_are_spread_evenly(count, num_frames, expected):
+    assert frame_places(count, num_frames) == expected
+
+
+def _shades(frames):
+    return [frame.convert("RGB").getpixel((0, 0))[0] for frame in frames]
+
+
+def _film(path, count=10):
+    shades = [Image.new("RGB", (8, 6), (20 * place, 0, 0)) for place in range(count)]
+    options = {"lossless": True} if path.suffix == ".webp" else {}
+    shades[0].save(path, save_all=True, append_images=shades[1:], duration=40, **options)
+
+
+@pytest.mark.parametrize("suffix", [".gif", ".webp", ".png"])
+def test_frames_of_an_animation(tmp_path, suffix):
+    _film(tmp_path / f"film{suffix}")
+    frames = read_frames(
+        f"film{suffix}", folders=ImageFolders([tmp_path]), num_frames=4, source="row"
+    )
+    assert _shades(frames) == [0, 60, 120, 180]
+
+
+def test_frames_of_a_folder_are_in_the_order_of_their_numbers(tmp_path):
+    for place in range(12):
+        path = tmp_path / "film" / f"frame{place}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.new("RGB", (8, 6), (place, 0, 0)).save(path)
+    (tmp_path / "film" / "notes.txt").write_text("no picture")
+    folders = ImageFolders([tmp_path])
+    frames = read_frames("film", folders=folders, num_frames=3, source="row")
+    assert _shades(frames) == [0, 5, 11]
+    names = [f"film/frame{place}.png" for place in (2, 4)]
+    assert _shades(read_frames(names, folders=folders, num_frames=3, source="row")) == [2, 4]
+
+
+def test_films_that_cannot_be_read(tmp_path, monkeypatch):
+    folders = ImageFolders([tmp_path])
+
+    def read(name, **options):
+        read_frames(name, folders=folders, source="f:1", **{"num_frames": 2, **options})
+
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "film.mp4").write_bytes(b"film")
+    (tmp_path / "film.gif").write_bytes(b"GIF89a")
+    monkeypatch.setitem(__import__("sys").modules, "av", None)
+    with pytest.raises(DataError, match="f:1: there is no film none.gif"):
+        read("none.gif")
+    with pytest.raises(DataError, match="leads out"):
+        read("../other")
+    with pytest.raises(DataError, match="the folder holds none of"):
+        read("empty")
+    with pytest.raises(DataError, match="film.gif does not decode"):
+        read("film.gif")
+    with pytest.raises(UserError, match="f:1: the film .*film.mp4.*package av"):
+        read("film.mp4")
+    with pytest.raises(UserError, match="num_frames is 0"):
+        read("empty", num_frames=0)
+
+
+def test_a_film_of_av_if_it_is_there(tmp_path):
+    av = pytest.importorskip("av")
+    with av.open(str(tmp_path / "film.mp4"), "w") as film:
+        stream = film.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for shade in (0, 60, 120, 180, 240):
+            picture_of = Image.new("RGB", (64, 48), (shade,) * 3)
+            for packet in stream.encode(av.VideoFrame.from_image(picture_of)):
+                film.mux(packet)
+        for packet in stream.encode():
+            film.mux(packet)
+    folders = ImageFolders([tmp_path])
+    frames = read_frames("film.mp4", folders=folders, num_frames=3, source="row")
+    assert [round(shade / 60) for shade in _shades(frames)] == [0, 2, 4]
+
+
+def test_a_sample_with_a_film_and_a_picture_has_a_place_for_each_frame(tmp_path):
+    _film(tmp_path / "film.gif")
+    picture(tmp_path / "a.png")
+    row = {
+        "conversations": [
+            {"from": "human", "value": "<video>Then <image>?"},
+            {"from": "gpt", "value": "A"},
+        ],
+        "images": ["a.png"],
+        "videos": ["film.gif"],
+    }
+    images, sample = _only(tmp_path, row, num_frames=3)
+    assert [image.size for image in images] == [(8, 6)] * 3 + [(20, 30)]
+    kinds = [part["type"] for part in sample["messages"][0]["content"]]
+    assert kinds == ["image", "image", "image", "text", "image", "text"]
+    rendered = chat({**sample, "num_images": 4}, "", processor=tiny_tokenizer(chat_template=LISTS))
+    assert rendered.num_images == 4
+
+
+LISTS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] + '\n' }}{% if m['content'] is string %}"
+    "{{ m['content'] }}{% else %}{% for p in m['content'] %}{% if p['type'] == 'text' %}"
+    "{{ p['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>{% endfor %}"
+)
