@@ -18,7 +18,8 @@ import numpy
 
 from stageline.data.encode import Encoded
 
-_TARGET, _CUTTABLE, _MARKED, _HAS_MARKS = 1, 2, 4, 8
+# a bit each in a token's marks, and eight bits further whether the row has such marks at all
+_MARKS = ("is_target", "is_cuttable", "is_marked", "is_text", "is_answer", "is_image")
 _NAME = numpy.dtype([("high", "<u8"), ("low", "<u8")])
 _CHUNK = 1 << 24
 _FILES = ("ids.bin", "marks.bin", "names.npy", "places.npy")
@@ -32,10 +33,10 @@ class DamagedTokens(Exception):
 
 def to_entry(name: bytes, encoded: Encoded) -> Entry:
     """A row as it is written."""
-    marks = numpy.array(encoded.is_target, numpy.uint8) * _TARGET
-    marks |= numpy.array(encoded.is_cuttable, numpy.uint8) * _CUTTABLE
-    if encoded.is_marked:
-        marks |= numpy.array(encoded.is_marked, numpy.uint8) * _MARKED | _HAS_MARKS
+    marks = numpy.zeros(len(encoded), "<u2")
+    for bit, kind in enumerate(_MARKS):
+        if own := getattr(encoded, kind):
+            marks |= numpy.array(own, "<u2") << bit | 1 << bit + 8
     return name, numpy.array(encoded.input_ids, "<i4"), marks
 
 
@@ -55,7 +56,7 @@ class TokenFile:
             self._names = numpy.load(folder / "names.npy", mmap_mode="r", allow_pickle=False)
             self._places = numpy.load(folder / "places.npy", mmap_mode="r", allow_pickle=False)
             self._ids = _mapped(folder / "ids.bin", "<i4")
-            self._marks = _mapped(folder / "marks.bin", "u1")
+            self._marks = _mapped(folder / "marks.bin", "<u2")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DamagedTokens(f"{folder}: {error}") from error
 
@@ -76,13 +77,12 @@ class TokenFile:
             return None
         start, length = map(int, self._places[first])
         marks = self._marks[start : start + length]
-        has_marks = length > 0 and bool(marks[0] & _HAS_MARKS)
-        return Encoded(
-            self._ids[start : start + length].tolist(),
-            ((marks & _TARGET) != 0).tolist(),
-            ((marks & _CUTTABLE) != 0).tolist(),
-            ((marks & _MARKED) != 0).tolist() if has_marks else [],
-        )
+        there = int(marks[0]) if length else 0
+        kinds = {
+            kind: ((marks & 1 << bit) != 0).tolist() if there & 1 << bit + 8 else []
+            for bit, kind in enumerate(_MARKS)
+        }
+        return Encoded(self._ids[start : start + length].tolist(), **kinds)
 
 
 def write_tokens(folder: Path, entries: Iterable[Entry], *, key: dict[str, Any]) -> None:
