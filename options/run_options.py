@@ -17,6 +17,7 @@ from options.memory_options import MemoryOptions
 from options.number_options import NumberOptions
 from options.part_training_options import PartTrainingOptions
 from options.plan_options import PlanOptions
+from options.reference_options import ReferenceOptions
 from options.report_options import ReportOptions
 from options.shape_options import ShapeOptions
 from options.vision_options import VisionOptions
@@ -156,6 +157,7 @@ class RunConfig(
     PipelineOptions,
     OptimizerOptions,
     PartTrainingOptions,
+    ReferenceOptions,
     FreezeOptions,
     ShapeOptions,
     BatchOptions,

@@ -97,6 +97,7 @@ class TrainStep:
         replicas: copies of the pipeline that share each step; None: there is one.
         skips: decides which steps change no weight, and counts them.
         replay_steps: every so many steps one is run twice and compared; 0: never.
+        prepare: adds to the micro-batches of a step what the loss needs besides, on all ranks.
     """
 
     def __init__(
@@ -112,8 +113,10 @@ class TrainStep:
         replicas: Replicas | None = None,
         skips: Skips | None = None,
         replay_steps: int = 0,
+        prepare: Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]] = list,
     ) -> None:
         self.runner = runner
+        self.prepare = prepare
         self.loss_fn = loss_fn
         self.part = LossPart(loss_fn)
         self.learning_rate = learning_rate
@@ -171,6 +174,7 @@ class TrainStep:
         check_agreement(micro_batches, group=self.runner.group)
         with progress.doing("the other ranks at the start of a step", is_waiting=True):
             counts, num_tokens, num_samples = self._count(micro_batches)
+        micro_batches = self.prepare(micro_batches)
         rate = self.learning_rate(step)
         random_state = RandomState(self.runner.device)
         passes = functools.partial(self._passes, micro_batches, counts=counts, step=step)
