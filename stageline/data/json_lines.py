@@ -24,6 +24,7 @@ class JsonLines(RowsDataset):
     A row is {"question": ..., "answer": ..., "image": "a.png" or ["a.png", "b.png"]}, or
     {"instruction": ..., "input": ..., "output": ...}, or {"messages": [{"role": "user",
     "content": ...}, ...]} for --prompt-fn chat. Every field can be used in a template by its name.
+    Preferences have chosen and rejected in place of the answer, or a label (true, false) beside it.
     dataset_path is a file, or a folder with train.jsonl and test.jsonl.
 
     Args:
@@ -89,7 +90,8 @@ class JsonLines(RowsDataset):
             sample.setdefault("question", f"{sample['instruction']}{extra}")
             sample.setdefault("answer", sample.get("output"))
         images = _image_names(row, sample)
-        if sample.get("messages") is None and not _has_text(sample):
+        is_pair = "chosen" in sample and "rejected" in sample
+        if sample.get("messages") is None and not is_pair and not _has_text(sample):
             raise _missing(row, "answer", "it is what the model learns to write")
         sample["id"] = str(row.data.get("id", f"{self._name}-{row.number}"))
         sample["group"] = str(sample.get(self._group, "all"))
