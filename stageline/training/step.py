@@ -174,10 +174,9 @@ class TrainStep:
         check_agreement(micro_batches, group=self.runner.group)
         with progress.doing("the other ranks at the start of a step", is_waiting=True):
             counts, num_tokens, num_samples = self._count(micro_batches)
-        micro_batches = self.prepare(micro_batches)
         rate = self.learning_rate(step)
         random_state = RandomState(self.runner.device)
-        passes = functools.partial(self._passes, micro_batches, counts=counts, step=step)
+        passes = functools.partial(self._passes, self.prepare(micro_batches), counts, step=step)
         loss_of = self.replay(passes, step=step) if self.replay.is_due(step) else passes()
         with progress.doing("gradients of the other ranks", is_waiting=True):
             norm, norms = self._reduce()
@@ -230,9 +229,9 @@ class TrainStep:
     def _passes(
         self,
         micro_batches: Sequence[MicroBatch],
+        counts: Mapping[str, int],
         recorder: Recorder | None = None,
         *,
-        counts: Mapping[str, int],
         step: int,
     ) -> StepLoss:
         """Forward and backward of all micro-batches, from gradients of zero on."""
