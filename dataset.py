@@ -17,6 +17,14 @@ from stageline.data.group_lines import Groups
 from stageline.data.json_lines import JsonLines
 from stageline.data.limit import Overlong
 from stageline.data.marked_words import MarkedWords
+from stageline.data.preference import (
+    collate_answers,
+    collate_pairs,
+    encode_answer,
+    encode_pair,
+    length_answer,
+    length_pair,
+)
 from stageline.data.scenes import Scenes
 from stageline.data.sets.part import Sets
 from stageline.data.spatial import VSR, RotateCaption, RotateQA, SpatialMM, WhatsUp
@@ -137,3 +145,91 @@ def _contrastive_length(
 
 contrastive.length_of = _contrastive_length
 contrastive.needs_groups = True  # refused early where the dataset has none
+
+
+@collate_fn_register("dpo")
+def dpo(
+    samples: Sequence[tuple[Sequence[Any] | None, dict[str, Any]]],
+    *,
+    prompt: str,
+    prompt_fn: Any,
+    image_token: Any,
+    processor: Any,
+    pad_token_id: int,
+    max_token_num: int,
+    stage: int,
+    num_stages: int,
+    pad_to_multiple_of: int = 1,
+    overlong: Literal["error", "cut_prompt", "drop"] = "error",
+) -> dict[str, torch.Tensor]:
+    """Preferences: each sample becomes two rows, its prompt with `chosen` and with `rejected`.
+
+    Args:
+        overlong: as in sft; both rows are cut or dropped alike.
+    """
+    return collate_pairs(
+        samples,
+        prompt=prompt,
+        prompt_fn=prompt_fn,
+        image_token=image_token,
+        processor=processor,
+        pad_token_id=pad_token_id,
+        max_token_num=max_token_num,
+        stage=stage,
+        overlong=overlong,
+        pad_to_multiple_of=pad_to_multiple_of,
+    )
+
+
+def _pair_length(images: Any, sample: dict[str, Any], *, num_stages: int, **common: Any) -> int:
+    return length_pair(images, sample, **common)
+
+
+dpo.length_of = _pair_length
+dpo.encode = encode_pair  # the rows of a sample, for a look at the data before a run
+
+
+@collate_fn_register("kto")
+def kto(
+    samples: Sequence[tuple[Sequence[Any] | None, dict[str, Any]]],
+    *,
+    prompt: str,
+    prompt_fn: Any,
+    image_token: Any,
+    processor: Any,
+    pad_token_id: int,
+    max_token_num: int,
+    stage: int,
+    num_stages: int,
+    pad_to_multiple_of: int = 1,
+    overlong: Literal["error", "cut_prompt", "drop"] = "error",
+) -> dict[str, torch.Tensor]:
+    """Answers that are wanted (`label` true) or not; the last answer of each sample is learnt.
+
+    Args:
+        overlong: as in sft.
+    """
+    return collate_answers(
+        samples,
+        prompt=prompt,
+        prompt_fn=prompt_fn,
+        image_token=image_token,
+        processor=processor,
+        pad_token_id=pad_token_id,
+        max_token_num=max_token_num,
+        stage=stage,
+        overlong=overlong,
+        pad_to_multiple_of=pad_to_multiple_of,
+    )
+
+
+def _answer_length(images: Any, sample: dict[str, Any], *, num_stages: int, **common: Any) -> int:
+    return length_answer(images, sample, **common)
+
+
+def _encode_answer(images: Any, sample: dict[str, Any], **texts: Any) -> list[Any]:
+    return [encode_answer(images, sample, **texts)]
+
+
+kto.length_of = _answer_length
+kto.encode = _encode_answer

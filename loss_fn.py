@@ -7,6 +7,7 @@ Shapes: logits [B, T, V], labels [B, T] aligned with the token ids, -100 where u
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch.nn import functional
@@ -20,6 +21,21 @@ from stageline.modules.contrastive_loss import (
     next_marks,
     token_losses,
     warm_up,
+)
+from stageline.modules.preference_loss import (
+    KL,
+    WITHOUT_REFERENCE,
+    PairOptions,
+    answer_losses,
+    count_answers,
+    count_chosen,
+    count_pairs,
+    count_unwanted,
+    count_wanted,
+    given,
+    pair_losses,
+    row_lengths,
+    row_log_probs,
 )
 from stageline.modules.similarity import cos_similarity, js_similarity
 
@@ -119,3 +135,144 @@ def contrastive(
 
 
 contrastive.counts = {"num_marked": count_marked, "num_groups": count_groups}
+
+
+@loss_fn_register("dpo")
+def dpo(
+    logits_BTV: torch.Tensor,
+    micro_batch: dict[str, torch.Tensor],
+    *,
+    num_targets: torch.Tensor,
+    num_pairs: torch.Tensor,
+    num_chosen: torch.Tensor,
+    beta: float = 0.1,
+    loss_type: Literal[
+        "sigmoid",
+        "robust",
+        "hinge",
+        "ipo",
+        "apo_zero",
+        "apo_down",
+        "sppo_hard",
+        "nca_pair",
+        "simpo",
+        "orpo",
+    ] = "sigmoid",
+    label_smoothing: float = 0.0,
+    margin: float = 0.0,
+    sft_weight: float = 0.0,
+    reference_free: bool = False,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Direct preference optimization: chosen answers against rejected ones (--collate-fn dpo).
+
+    The mean over all pairs of the step. Rewards are beta times the log-ratio of model and
+    reference.
+
+    Args:
+        beta: how dear it is to leave the reference; of ipo, simpo and orpo their own weight.
+        loss_type: sigmoid is the one of the paper.
+        label_smoothing: share of the pairs that is taken to be the wrong way round (sigmoid,
+            robust, simpo).
+        margin: by which simpo wants the chosen answer ahead.
+        sft_weight: of the next-token loss over the chosen answers, added to the rest.
+        reference_free: compare with nothing, as simpo and orpo always do.
+    """  # fmt: skip
+    if beta <= 0 or not 0 <= label_smoothing < 0.5 or min(sft_weight, margin) < 0:
+        raise UserError(
+            f"the loss dpo has beta {beta:g}, label_smoothing {label_smoothing:g}, sft_weight "
+            f"{sft_weight:g}, margin {margin:g}. A beta above 0, a smoothing from 0 to below 0.5 "
+            "and nothing below 0 were expected: correct the options of --loss-fn."
+        )
+    log_probs_B = row_log_probs(logits_BTV, micro_batch["labels"])
+    losses_P, rewards = pair_losses(
+        log_probs_B,
+        micro_batch,
+        loss_type=loss_type,
+        options=PairOptions(beta, label_smoothing, margin),
+        has_reference=_compares(loss_type=loss_type, reference_free=reference_free),
+    )
+    pairs = num_pairs.clamp(min=1)
+    loss = losses_P.sum() / pairs
+    figures = {name: value.sum() / pairs for name, value in rewards.items()}
+    if sft_weight > 0:
+        figures["chosen_loss"] = -log_probs_B[::2].sum() / num_chosen.clamp(min=1)
+        loss = loss + sft_weight * figures["chosen_loss"]
+    return loss, figures
+
+
+def _compares(
+    *, loss_type: str = "sigmoid", reference_free: bool = False, **others: object
+) -> bool:
+    return not reference_free and loss_type not in WITHOUT_REFERENCE
+
+
+dpo.counts = {"num_pairs": count_pairs, "num_chosen": count_chosen}
+dpo.needs_reference = _compares  # so the run adds loss_reference to each micro-batch
+
+
+@loss_fn_register("kto")
+def kto(
+    logits_BTV: torch.Tensor,
+    micro_batch: dict[str, torch.Tensor],
+    *,
+    num_targets: torch.Tensor,
+    num_answers: torch.Tensor,
+    num_wanted: torch.Tensor,
+    num_unwanted: torch.Tensor,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    use_kl: bool = True,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Kahneman-Tversky optimization: single answers that are wanted or not (--collate-fn kto).
+
+    The mean over all answers of the step; the baseline is a mean over the whole step, too.
+
+    Args:
+        beta: how dear it is to leave the reference.
+        desirable_weight: of wanted answers; with fewer of them, more balances the two.
+        undesirable_weight: of the others.
+        use_kl: compare with how far the model is from the reference in general; without, that is
+            taken as 0 (apo_zero_unpaired of trl), and a step has one pass less.
+    """
+    if beta <= 0 or min(desirable_weight, undesirable_weight) < 0:
+        raise UserError(
+            f"the loss kto has beta {beta:g}, desirable_weight {desirable_weight:g}, "
+            f"undesirable_weight {undesirable_weight:g}. A beta above 0 and weights of 0 or more "
+            "were expected: correct the options of --loss-fn."
+        )
+    log_probs_B = row_log_probs(logits_BTV, micro_batch["labels"])
+    kl = given(micro_batch, KL) if use_kl else None
+    losses_B, rewards_B = answer_losses(
+        log_probs_B,
+        micro_batch,
+        beta=beta,
+        kl=kl,
+        wanted_weight=desirable_weight,
+        unwanted_weight=undesirable_weight,
+    )
+    answers = num_answers.clamp(min=1)
+    is_wanted = micro_batch["loss_is_wanted"]
+    chosen = (rewards_B * is_wanted).sum() / num_wanted.clamp(min=1)
+    rejected = (rewards_B * ~is_wanted).sum() / num_unwanted.clamp(min=1)
+    figures = {
+        "rewards_chosen": chosen,
+        "rewards_rejected": rejected,
+        "reward_margin": chosen - rejected,
+    }
+    if kl is not None:
+        figures["kl"] = kl * (row_lengths(micro_batch["labels"]) > 0).sum() / answers
+    return losses_B.sum() / answers, figures
+
+
+def _estimates(*, use_kl: bool = True, **others: object) -> bool:
+    return use_kl
+
+
+kto.counts = {
+    "num_answers": count_answers,
+    "num_wanted": count_wanted,
+    "num_unwanted": count_unwanted,
+}
+kto.needs_reference = True
+kto.needs_kl = _estimates  # so the run adds loss_kl, too

@@ -25,6 +25,7 @@ from stageline.data.groups import (
 from stageline.data.image_settings import make_image_settings, using_images
 from stageline.data.lengths import companion, padding_argument
 from stageline.data.loader import MicroBatchLoader
+from stageline.data.preference import WithOthers
 from stageline.data.preflight import check_vocabulary, preflight
 from stageline.data.prepare_images import prepare_images
 from stageline.data.preview import preview
@@ -38,6 +39,7 @@ from stageline.errors import UserError
 from stageline.model_folder import load_config
 from stageline.modules.chunked_loss import check_token_sum
 from stageline.pipeline.schedules import Schedule
+from stageline.training.loss_part import declares
 from train_vocabulary import add_tokens, check_tied_head, num_rows_of
 
 
@@ -125,6 +127,10 @@ def check_data(arguments: TrainArguments) -> Data:
         data.train = check_rows(arguments, data, data.train, vocab_size)
         if data.test is not None:
             data.test = check_rows(arguments, data, data.test, vocab_size)
+    loss_fn = arguments.parts["loss_fn"]
+    if declares(functools.partial(loss_fn.part, **loss_fn.kwargs), "needs_kl"):
+        data.train = WithOthers(data.train)
+        data.test = None if data.test is None else WithOthers(data.test)
     report = left_over_rows(run, data.train)
     if data.bad_rows.reasons:
         report += f"{len(data.bad_rows)} bad rows are left out:\n{data.bad_rows.listed()}\n"
@@ -176,6 +182,7 @@ def check_rows(
         vocab_size=vocab_size,
         bad_rows=data.bad_rows,
         seed=run.seed,
+        encode=getattr(arguments.parts["collate_fn"].part, "encode", None),
     )
     bad = set(whole_groups(report.bad, group_size_of(dataset)))
     with_them = len(bad) - len(report.bad)

@@ -20,6 +20,7 @@ from stageline.data.new_tokens import NewTokens
 from stageline.data.tiling import Tiling, match_config
 from stageline.distributed.process_group import DistributedContext
 from stageline.modules.chunked_loss import ChunkedLoss
+from stageline.modules.preference_loss import without_reference
 from stageline.pipeline.packing_check import check_packing
 from stageline.pipeline.schedules import Schedule
 from stageline.pipeline.topology import Topology
@@ -205,11 +206,10 @@ def make_planner(
             visual_gpu_ratio=run.visual_gpu_ratio,
             group_size=group_size_of(data.train),
         ),
-        micro_batch_of=functools.partial(
-            example_micro_batch,
-            data.train,
-            functools.partial(data.collate, stage=0),
-            seed=run.seed,
+        micro_batch_of=lambda num_rows: without_reference(
+            example_micro_batch(
+                data.train, functools.partial(data.collate, stage=0), num_rows, seed=run.seed
+            )
         ),
         loss_for=loss_for,
         make_optimizer=functools.partial(make_optimizer, arguments),

@@ -4,6 +4,9 @@ train_pp.py builds the stages; the chosen parts are called in train_parts.py.
 """
 
 import functools
+import hashlib
+import json
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,6 +27,13 @@ from stageline.training.early_stop import EarlyStop
 from stageline.training.evaluation import evaluate
 from stageline.training.figure_order import figure_of
 from stageline.training.precision import LossScaler
+from stageline.training.reference import (
+    FromColumns,
+    Reference,
+    choose_mode,
+    make_reference,
+)
+from stageline.training.reference_table import TableMaker, weights_fingerprint
 from stageline.training.replicas import Replicas
 from stageline.training.report import RunReport
 from stageline.training.resume import ResumePoint, check_same_run, clear_way, find_resume_point
@@ -34,8 +44,14 @@ from stageline.training.step import StepResult, TrainStep
 from stageline.training.step_timeline import StepTimeline
 from stageline.training.trainer import Trainer, TrainOptions
 from train_data import Data, make_loader
-from train_parts import make_learning_rate, make_loss, make_optimizer
+from train_parts import bind_loss, make_learning_rate, make_loss, make_optimizer
 
+# options that change what steps do, and not what the start model says
+ONLY_OF_STEPS = frozenset(
+    "learning-rate min-lr warmup-steps warmup-start-lr total-steps weight-decay max-grad-norm "
+    "vit-learning-rate mlp-learning-rate llm-learning-rate lm-head-learning-rate "
+    "optimizer lr-scheduler loss-fn micro-batch-size micro-batch-order reference".split()
+)
 LONGEST_SAVE = timedelta(hours=2)  # that a rank waits for the others while they write
 
 
@@ -105,6 +121,71 @@ def resume_step(train_step: TrainStep, point: ResumePoint) -> None:
     train_step.load_state_dict(point.state.facts["numbers"])
 
 
+def make_references(
+    arguments: TrainArguments,
+    data: Data,
+    context: DistributedContext,
+    runner: PipelineRunner,
+    replicas: Replicas,
+    report: RunReport,
+    start_step: int,
+) -> dict[str, Reference]:
+    """What tells the loss of the start model, for training and held-out rows, if it wants to know.
+
+    Computes what has to be computed before the first step.
+    """
+    run, loss_fn = arguments.run, bind_loss(arguments)
+    make = functools.partial(make_reference, runner, loss_fn=loss_fn, replicas=replicas)
+    plain = make()
+    sets = {"train": data.train, "test": data.test}
+    if not plain.needs_reference:
+        return dict.fromkeys(sets, plain)
+    columns = {"ref_chosen_logps", "ref_logps"}
+    mode, why = choose_mode(
+        run.reference,
+        runner,
+        has_columns=not columns.isdisjoint(data.train[0][1]) and not plain.needs_kl,
+        is_resumed=start_step > 0,
+    )
+    report.say(f"reference of the loss: {mode} ({why})")
+    if mode != "precompute":
+        return dict.fromkeys(sets, make(source=FromColumns(runner)) if mode == "columns" else plain)
+    found = dict.fromkeys(sets, plain)
+    for name, dataset in sets.items():
+        if dataset is None:
+            continue
+        table = TableMaker(
+            runner,
+            path=Path(run.output_dir).absolute() / "reference" / f"{name}.safetensors",
+            key=reference_key(arguments, dataset),
+            needs_kl=plain.needs_kl,
+            replicas=replicas,
+            say=report.say,
+        )
+        loader = make_loader(arguments, data, context, runner.schedule, dataset, is_evaluation=True)
+        source = table(
+            loader,
+            num_samples=len(dataset),
+            num_batches=len(loader),
+            is_start=start_step == 0,
+        )
+        found[name] = make(source=source)
+    return found
+
+
+def reference_key(arguments: TrainArguments, dataset: object) -> str:
+    """Tells apart what the log-probabilities of a dataset under the start model depend on."""
+    config = arguments.as_config()
+    told: Mapping[str, object] = {
+        name: value
+        for name, value in config.items()
+        if not leaves_course(name) and name.partition(".")[0] not in ONLY_OF_STEPS
+    }
+    run = arguments.run
+    words = (data_fingerprint(dataset), weights_fingerprint(run.model_path), run.max_token_num)
+    return hashlib.sha256(json.dumps([told, words], default=str).encode()).hexdigest()
+
+
 class TrainingRun:
     """The loop of a run, and what happens beside its steps."""
 
@@ -123,6 +204,10 @@ class TrainingRun:
         self.data, self.runner, self.replicas, self.report = data, runner, replicas, report
         self.start_step = point.step if point else 0
         self.loss_fn = make_loss(arguments, runner.local.models[-1])
+        references = make_references(
+            arguments, data, context, runner, replicas, report, self.start_step
+        )
+        self.reference = references["test"]
         self.timeline = StepTimeline(runner, step=min(run.timeline_step, run.total_steps) - 1)
         self.train_step = TrainStep(
             runner,
@@ -141,6 +226,7 @@ class TrainingRun:
                 spike_action=run.spike_action,
             ),
             replay_steps=run.replay_steps,
+            prepare=references["train"],
         )
         loader = functools.partial(make_loader, arguments, data, context, runner.schedule)
         self.batches = loader(data.train, is_evaluation=False, start_step=self.start_step)
@@ -214,6 +300,7 @@ class TrainingRun:
                 step=step,
                 keep=self.report.num_pictures,
                 replicas=self.replicas,
+                prepare=self.reference,
             )
         is_best = self.best.improves(result)
         self.report.evaluated(

@@ -19,6 +19,7 @@ from options.number_options import NumberOptions
 from options.part_training_options import PartTrainingOptions
 from options.plan_options import PlanOptions
 from options.preview_options import PreviewOptions
+from options.reference_options import ReferenceOptions
 from options.report_options import ReportOptions
 from options.shape_options import ShapeOptions
 from options.stop_options import StopOptions
@@ -165,6 +166,7 @@ class RunConfig(
     PipelineOptions,
     OptimizerOptions,
     PartTrainingOptions,
+    ReferenceOptions,
     FreezeOptions,
     ShapeOptions,
     BatchOptions,

@@ -101,12 +101,13 @@ def _bad_id(
     batch: dict[str, torch.Tensor],
     samples: Sequence[Sequence[Any]],
 ) -> DataError:
-    row, *rest = is_bad.nonzero()[0].tolist()
+    number, *rest = is_bad.nonzero()[0].tolist()
+    row = number * len(samples) // len(values)  # a sample may be several rows
     names = [sample_name(sample) for _, sample in samples[row]] if row < len(samples) else []
     if "sample_ids" in batch and len(names) > 1:  # a packed row: which of its samples
-        number = int(batch["sample_ids"][row, rest[0]])
-        names = names[number : number + 1] or names
-    value = int(values[(row, *rest)])
+        place = int(batch["sample_ids"][row, rest[0]])
+        names = names[place : place + 1] or names
+    value = int(values[(number, *rest)])
     return DataError(
         _message(kind, value, rest[0] if rest else 0, vocab_size, " and ".join(names) or "?")
     )

@@ -122,7 +122,8 @@ class JsonLines(RowsDataset):
     def convert(self, row: Row) -> tuple[list[str] | None, dict[str, Any]]:
         sample = self._converted(row) if self._is_converted(row) else self._plain(row)
         images = image_names(row.source, sample)
-        if sample.get("messages") is None and not _has_text(sample):
+        is_pair = "chosen" in sample and "rejected" in sample
+        if sample.get("messages") is None and not is_pair and not _has_text(sample):
             raise _missing(row, "answer", "it is what the model learns to write")
         sample["id"] = str(row.data.get("id", f"{self._name}-{row.number}"))
         sample["group"] = str(sample.get(self._group, "all"))
@@ -153,6 +154,8 @@ class JsonLines(RowsDataset):
 def _needs_converter(data: dict[str, Any]) -> bool:
     """Whether a row has what neither a template nor `messages` as they are can say."""
     there = {name for name, value in data.items() if value not in (None, "", [])}
+    if {"chosen", "rejected"} <= there and isinstance(data["chosen"], str) and "question" in there:
+        return False  # the answers of a template
     if "conversations" in there or {"chosen", "rejected"} <= there:
         return True
     if {"prompt", "completion"} <= there and not _has_text(data):

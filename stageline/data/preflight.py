@@ -17,6 +17,7 @@ from stageline.data.bad_rows import BadRows
 from stageline.data.batch import Images, Sample, sample_name
 from stageline.data.check_batch import check_encoded
 from stageline.data.collate import encode_for_training
+from stageline.data.encode import Encoded
 from stageline.data.image_settings import ImageSettings
 from stageline.data.images import ImageExpander, check_image
 from stageline.data.limit import Overlong, limit_length
@@ -103,6 +104,7 @@ def preflight(
     limit: int = 2000,
     seconds: float = 30.0,
     seed: int = 0,
+    encode: Callable[..., list[Encoded]] | None = None,
 ) -> PreflightReport:
     """Checks all rows of a dataset, or a seeded choice of `limit`, for at most `seconds`.
 
@@ -112,6 +114,7 @@ def preflight(
     Args:
         vocab_size: rows of the model's embedding; None skips that check.
         bad_rows: takes bad rows, if it takes any; then all rows are checked.
+        encode: (images, sample, **texts) -> the rows that the collate part makes of a sample.
 
     Raises:
         DataError: for the first bad row: it does not render, has nothing to learn, is too long,
@@ -125,7 +128,7 @@ def preflight(
         bad_rows = BadRows()
     rows = _chosen_rows(dataset, seed=seed, limit=None if bad_rows.limit else limit)
     deadline = time.monotonic() + (seconds if not bad_rows.limit else float("inf"))
-    check = _RowCheck(max_token_num, overlong, vocab_size)
+    check = _RowCheck(max_token_num, overlong, vocab_size, encode or encode_one)
     texts = {"prompt": prompt, "prompt_fn": prompt_fn, "image_token": image_token}
     bad: list[int] = []
     for row in rows:
@@ -152,25 +155,37 @@ def _chosen_rows(dataset: Any, *, seed: int, limit: int | None) -> Sequence[int]
 class _RowCheck:
     """Looks at one row after the other, and counts."""
 
-    def __init__(self, max_token_num: int, overlong: Overlong, vocab_size: int | None) -> None:
+    def __init__(
+        self,
+        max_token_num: int,
+        overlong: Overlong,
+        vocab_size: int | None,
+        encode: Callable[..., list[Encoded]],
+    ) -> None:
         self.max_token_num = max_token_num
         self.overlong = overlong
         self.vocab_size = vocab_size
+        self.encode = encode
         self.lengths: list[int] = []
+        self.num_tokens = 0
         self.num_targets = 0
         self.num_dropped = 0
 
     def __call__(self, images: Images, sample: Sample, **texts: Any) -> None:
         name = sample_name(sample)
-        encoded = encode_for_training(images, sample, **texts)
-        if self.vocab_size is not None:
-            check_encoded(encoded.input_ids, self.vocab_size, name=name)
+        rows = self.encode(images, sample, **texts)
         limit = {"max_token_num": self.max_token_num, "overlong": self.overlong}
-        limited = limit_length(encoded, **limit, name=name, warn=False)
-        self.num_dropped += not any(limited.is_target)
+        is_dropped = False
+        for encoded in rows:
+            if self.vocab_size is not None:
+                check_encoded(encoded.input_ids, self.vocab_size, name=name)
+            limited = limit_length(encoded, **limit, name=name, warn=False)
+            is_dropped |= not any(limited.is_target)
+        self.num_dropped += is_dropped
         _check_images(images, name, texts["processor"])
-        self.lengths.append(len(encoded))
-        self.num_targets += encoded.num_targets
+        self.lengths.append(max(map(len, rows)))
+        self.num_tokens += sum(map(len, rows))
+        self.num_targets += sum(encoded.num_targets for encoded in rows)
 
     def report(self, num_rows: int | None, bad: list[int]) -> PreflightReport:
         self._check_some_left()
@@ -185,7 +200,7 @@ class _RowCheck:
             num_checked=len(self.lengths) + len(bad),
             num_overlong=sum(length > self.max_token_num for length in self.lengths),
             longest=max(self.lengths, default=0),
-            num_tokens=sum(self.lengths),
+            num_tokens=self.num_tokens,
             num_targets=self.num_targets,
             what_if_overlong=cures[self.overlong],
             bad=bad,
@@ -200,6 +215,11 @@ class _RowCheck:
                 f"{self.max_token_num}. Some that fit were expected, because nothing would be "
                 "learnt: raise --max-token-num, or shorten the rows."
             )
+
+
+def encode_one(images: Images, sample: Sample, **texts: Any) -> list[Encoded]:
+    """The one row that most collate parts make of a sample."""
+    return [encode_for_training(images, sample, **texts)]
 
 
 def _source(dataset: Any, row: int) -> str:

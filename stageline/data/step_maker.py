@@ -118,9 +118,13 @@ class StepMaker(Dataset):
     def _collate(self, items: list[Any], rows: list[int | None]) -> MicroBatch:
         """A micro-batch; rows that only fill up get labels of -100.
 
-        `loss_rows` says which row of the dataset each one is (-1: none); stages do not get it.
+        `loss_rows` says which row of the dataset each one is (-1: none); stages do not get it. A
+        collate part may make several rows of each sample, next to each other.
         """
         batch = self.collate(items)
+        times, rest = divmod(len(batch["labels"]), len(rows))
+        assert times and not rest, f"{len(rows)} samples became {len(batch['labels'])} rows"
+        rows = [row for row in rows for _ in range(times)]
         batch["labels"][torch.tensor([row is None for row in rows])] = IGNORE
         batch["loss_rows"] = torch.tensor([-1 if row is None else row for row in rows])
         return batch

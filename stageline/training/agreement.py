@@ -14,7 +14,8 @@ import torch.distributed as dist
 from stageline import progress
 from stageline.errors import DataError
 
-SHARED = ("input_ids", "labels")  # pixels are made on the first stage only
+# pixels are made on the first stage only
+SHARED = ("input_ids", "labels", "loss_kl_input_ids", "loss_kl_labels")
 
 
 def check_agreement(

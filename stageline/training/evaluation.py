@@ -57,6 +57,7 @@ def evaluate(
     step: int = 0,
     keep: int = 0,
     replicas: Replicas | None = None,
+    prepare: Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]] = list,
 ) -> EvalResult:
     """Runs all batches forward only.
 
@@ -66,7 +67,8 @@ def evaluate(
         batches: lists of micro-batches of this replica; rows without a label weigh nothing.
             `loss_rows` [B] says which row of the dataset each one is; without it they come in
             its order.
-        keep: how many rows' predicted tokens to return.
+        keep: how many rows' predicted tokens to return; of a row that comes twice, the first.
+        prepare: adds to the micro-batches what the loss needs besides, on all ranks.
         replicas: they share the rows out; figures are those of all.
     """
     replicas = replicas or Replicas()
@@ -77,7 +79,7 @@ def evaluate(
         step_rows = sum(len(batch["input_ids"]) for batch in micro_batches)
         figures.next_row = num_rows + replicas.rank * step_rows
         check_agreement(micro_batches, group=runner.group)
-        runner.evaluate(micro_batches, on_output=figures.add, recorder=recorder)
+        runner.evaluate(prepare(micro_batches), on_output=figures.add, recorder=recorder)
         num_rows += replicas.size * step_rows
     shared = [figures.hits, figures.totals, figures.sums, figures.predicted]
     if runner.schedule.num_ranks > 1:
@@ -166,7 +168,7 @@ class _Figures:
         self.totals = _added([self.totals, self.part.count([batch])])
         for index, row in enumerate(batch.get("loss_rows", in_order).tolist()):
             if row < self.keep and bool(is_target[index].any()):
-                self.predicted[row] = guesses[index][is_target[index]].tolist()
+                self.predicted.setdefault(row, guesses[index][is_target[index]].tolist())
 
     def _add(self, sums: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         for name, by_count in sums.items():

@@ -121,6 +121,18 @@ def innermost(loss_fn: Callable[..., Any]) -> Any:
             return part
 
 
+def declares(loss_fn: Callable[..., Any], name: str) -> bool:
+    """Whether a part says yes to `name`: by a flag, or by a function of its options."""
+    options: dict[str, Any] = {}
+    part: Any = loss_fn
+    while isinstance(part, functools.partial) or hasattr(part, "loss_fn"):
+        if isinstance(part, functools.partial):
+            options = {**part.keywords, **options}
+        part = part.func if isinstance(part, functools.partial) else part.loss_fn
+    answer = getattr(part, name, False)
+    return bool(answer(**options) if callable(answer) else answer)
+
+
 def count_targets(batch: MicroBatch) -> int:
     """Supervised tokens of a micro-batch; the first token of a row is never predicted."""
     return int((batch["labels"][:, 1:] != IGNORE).sum())

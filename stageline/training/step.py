@@ -97,6 +97,7 @@ class TrainStep:
         replicas: copies of the pipeline that share each step; None: there is one.
         skips: decides which steps change no weight, and counts them.
         replay_steps: every so many steps one is run twice and compared; 0: never.
+        prepare: adds to the micro-batches of a step what the loss needs besides, on all ranks.
     """
 
     def __init__(
@@ -112,8 +113,10 @@ class TrainStep:
         replicas: Replicas | None = None,
         skips: Skips | None = None,
         replay_steps: int = 0,
+        prepare: Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]] = list,
     ) -> None:
         self.runner = runner
+        self.prepare = prepare
         self.loss_fn = loss_fn
         self.part = LossPart(loss_fn)
         self.learning_rate = learning_rate
@@ -173,7 +176,7 @@ class TrainStep:
             counts, num_tokens, num_samples = self._count(micro_batches)
         rate = self.learning_rate(step)
         random_state = RandomState(self.runner.device)
-        passes = functools.partial(self._passes, micro_batches, counts=counts, step=step)
+        passes = functools.partial(self._passes, self.prepare(micro_batches), counts, step=step)
         loss_of = self.replay(passes, step=step) if self.replay.is_due(step) else passes()
         with progress.doing("gradients of the other ranks", is_waiting=True):
             norm, norms = self._reduce()
@@ -226,9 +229,9 @@ class TrainStep:
     def _passes(
         self,
         micro_batches: Sequence[MicroBatch],
+        counts: Mapping[str, int],
         recorder: Recorder | None = None,
         *,
-        counts: Mapping[str, int],
         step: int,
     ) -> StepLoss:
         """Forward and backward of all micro-batches, from gradients of zero on."""
