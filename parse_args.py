@@ -62,6 +62,8 @@ EVALUATE_KEYS: dict[str, str | None] = {
     "image_token": None,
     "metric": None,
 }
+# a collate_fn part may name keys that suit it, {"loss_fn": "rm"}, where none are given
+SUGGESTS = ("collate_fn", "default_keys")
 # of a training run's keys, those that a check does without unless it gets a dataset
 DATA_KEYS = ("dataset", "prompt", "prompt_fn", "image_token", "collate_fn")
 SPECIAL = ("import", "config", "list", "help")  # answered before the options are known
@@ -214,6 +216,7 @@ def _parse(
     if "list" in options:
         _print_and_stop(list_parts())
     is_help = options.pop("help", None) is not None
+    keys = _with_suggested(options, keys)
     chosen = _choose(options, keys, may_miss=is_help)
     owned = _owned_keys(options, chosen)
     keys = {**keys, **owned}
@@ -272,6 +275,18 @@ def _choose(
         register.pick(key, option=register.option + suffix)
         chosen[name] = key
     return chosen
+
+
+def _with_suggested(
+    options: dict[str, Given], keys: Mapping[str, str | None]
+) -> dict[str, str | None]:
+    """The keys with the defaults that the chosen collate_fn part suggests."""
+    name, attribute = SUGGESTS
+    item = options.get(name)
+    if name not in keys or item is None or len(item.values) != 1:
+        return dict(keys)
+    suggested = getattr(ALL_REGISTERS[name].get(item.values[0]), attribute, {})
+    return {one: suggested.get(one, default) for one, default in keys.items()}
 
 
 def _owned_keys(options: dict[str, Given], chosen: Mapping[str, str]) -> dict[str, None]:

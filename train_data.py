@@ -130,6 +130,7 @@ def check_rows(
 ) -> Dataset:
     """The dataset without rows that are bad and may be left out."""
     run = arguments.run
+    texts_of = getattr(arguments.parts["collate_fn"].part, "texts_of", None)
     report = preflight(
         dataset,
         **data.texts,
@@ -139,6 +140,7 @@ def check_rows(
         vocab_size=vocab_size,
         bad_rows=data.bad_rows,
         seed=run.seed,
+        **({"texts_of": texts_of} if texts_of else {}),
     )
     bad = set(whole_groups(report.bad, group_size_of(dataset)))
     with_them = len(bad) - len(report.bad)

@@ -29,7 +29,7 @@ from stageline.checkpoint.files import (
 )
 from stageline.checkpoint.finite import check_finite
 from stageline.checkpoint.host_memory import returns_freed_memory
-from stageline.checkpoint.init import DONE, check_filled, init_lora, materialise, run_init
+from stageline.checkpoint.init import DONE, check_filled, init_fresh, init_lora, materialise, run_init
 from stageline.checkpoint.layout import check_read
 from stageline.errors import CheckpointError, UserError
 from stageline.model_folder import read_json
@@ -86,6 +86,7 @@ def load_split_model(
     else:
         _check_no_earlier_lora(key_map, checkpoint)
         _read_by_library(model, files, key_map, device=device, dtype=dtype, checkpoint=checkpoint)
+    init_fresh(model, seed=seed)
     _fill_fresh_lora(model, device=device, dtype=dtype, seed=seed, is_adapter=adapter is not None)
     if adapter is not None:
         fill_earlier_lora(model, adapter)
@@ -169,6 +170,7 @@ def _read_by_library(
             f"{checkpoint} does not fit stage {model.stage} of {type(model.whole).__name__}: "
             f"{error}. A checkpoint of the same architecture and configuration was expected."
         ) from error
+    model.keys_fresh = set(info["missing_keys"]) & model.fresh_names
     _check_info(model, checkpoint, info, whole_names)
     _take(model, loaded, key_map, checkpoint=checkpoint)
     generation = checkpoint / GENERATION_CONFIG_NAME
@@ -226,12 +228,13 @@ def _check_info(
         for name in info["unexpected_keys"]
         # a checkpoint of the bare base model lacks the prefix
         if not {name, base + name, name.removeprefix(base)} & whole_names
+        and not name.startswith(model.unused_names)
     }
     wrong = [
         f"{name} (file {list(found)}, model {list(expected)})"
         for name, found, expected in info["mismatched_keys"]
     ]
-    _refuse(model, checkpoint, set(info["missing_keys"]), unknown, wrong)
+    _refuse(model, checkpoint, set(info["missing_keys"]) - model.keys_fresh, unknown, wrong)
 
 
 def _refuse(

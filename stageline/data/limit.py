@@ -1,6 +1,6 @@
 """What happens to a sample that is longer than the context: refuse it, cut its prompt, drop it.
 
-The answer and image tokens are never cut.
+The answer and image tokens are never cut; a plain text, which has no answer, may lose its end.
 """
 
 import warnings
@@ -9,7 +9,7 @@ from typing import Literal
 from stageline.data.encode import Encoded
 from stageline.errors import DataError
 
-Overlong = Literal["error", "cut_prompt", "drop"]
+Overlong = Literal["error", "cut_prompt", "drop", "cut"]
 _has_warned: set[str] = set()
 
 
@@ -27,7 +27,8 @@ def limit_length(
     Args:
         overlong: `error` refuses a longer sample. `cut_prompt` takes text from the data out of
             the prompt, its beginning first; the template's text, images and answers stay. `drop`
-            puts a row without labels in its place, so that the number of rows stays.
+            puts a row without labels in its place, so that the number of rows stays. `cut` keeps
+            the beginning, for plain text: what it was cut at is no end, so EOS goes with the rest.
         name: of the sample, for errors.
         warn: say so (once per way) when a sample is changed.
 
@@ -41,6 +42,11 @@ def limit_length(
         if warn:
             _warn_once("drop", f"{name} is dropped: {_lengths(encoded, max_token_num)}")
         return Encoded([pad_token_id], [False], [False])
+    if overlong == "cut":
+        if warn:
+            lengths = _lengths(encoded, max_token_num)
+            _warn_once("cut", f"{name} keeps its first {max_token_num} tokens: {lengths}")
+        return encoded.keep(list(range(max_token_num)))
     cuttable = [place for place, may_go in enumerate(encoded.is_cuttable) if may_go]
     if overlong == "cut_prompt" and len(cuttable) >= surplus:
         if warn:
@@ -64,6 +70,12 @@ def _lengths(encoded: Encoded, max_token_num: int) -> str:
 def _too_long(
     encoded: Encoded, max_token_num: int, name: str, num_cuttable: int, overlong: Overlong
 ) -> str:
+    if num_cuttable == 0 and overlong == "error":
+        cure = (
+            "--collate-fn.overlong drop leaves such samples out, and with --collate-fn pt "
+            "--collate-fn.overlong cut keeps the beginning of a text"
+        )
+        return _refusal(encoded, max_token_num, name, cure)
     cure = (
         f"--collate-fn.overlong cut_prompt would cut up to {num_cuttable} tokens from the "
         "beginning of its prompt's text, --collate-fn.overlong drop leaves such samples out"
@@ -71,6 +83,10 @@ def _too_long(
         else f"only {num_cuttable} tokens of its prompt may be cut, --collate-fn.overlong drop "
         "leaves such samples out"
     )
+    return _refusal(encoded, max_token_num, name, cure)
+
+
+def _refusal(encoded: Encoded, max_token_num: int, name: str, cure: str) -> str:
     return (
         f"{name}: {_lengths(encoded, max_token_num)}. A sample has to fit as a whole, because a "
         f"cut answer would teach a wrong end and cut image tokens break the model. Raise "

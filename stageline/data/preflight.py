@@ -7,7 +7,7 @@ same on every rank.
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,7 @@ class PreflightReport:
         num_checked: of them looked at; fewer where the limit of rows or seconds was reached.
         num_overlong: of those, longer than the limit (they are cut or dropped).
         longest: tokens of the longest one, before it is cut.
+        num_texts: of those rows; more than rows where a row is two answers.
         num_tokens, num_targets: sums over the rows looked at.
         what_if_overlong: what happens to those that are longer.
         bad: numbers of the rows to leave out.
@@ -45,11 +46,12 @@ class PreflightReport:
     longest: int
     num_tokens: int
     num_targets: int
+    num_texts: int = 0
     what_if_overlong: str = "refused"
     bad: list[int] = field(default_factory=list)
 
     def __str__(self) -> str:
-        mean = self.num_tokens / max(self.num_checked, 1)
+        mean = self.num_tokens / max(self.num_texts or self.num_checked, 1)
         share = 100 * self.num_targets / max(self.num_tokens, 1)
         text = (
             f"{self.num_checked} of {self.num_rows} rows checked: {mean:.0f} tokens on average, "
@@ -95,12 +97,14 @@ def preflight(
     limit: int = 2000,
     seconds: float = 30.0,
     seed: int = 0,
+    texts_of: Callable[[Sample], Sequence[Sample]] = lambda sample: (sample,),
 ) -> PreflightReport:
     """Checks all rows of a dataset, or a seeded choice of `limit`, for at most `seconds`.
 
     Args:
         vocab_size: rows of the model's embedding; None skips that check.
         bad_rows: takes bad rows, if it takes any; then all rows are checked.
+        texts_of: a row -> what is tokenized of it: of a pair both answers.
 
     Raises:
         DataError: for the first bad row: it does not render, has nothing to learn, is too long,
@@ -120,7 +124,9 @@ def preflight(
     for row in rows:
         try:
             images, sample = dataset[row]
-            check(images, sample, processor=processor, **texts)
+            for one in texts_of(sample):
+                check(images, one, processor=processor, **texts)
+            check.num_rows += 1
         except DataError as error:
             bad_rows.take(_source(dataset, row), error)
             bad.append(row)
@@ -138,6 +144,7 @@ class _RowCheck:
         self.vocab_size = vocab_size
         self.lengths: list[int] = []
         self.num_targets = 0
+        self.num_rows = 0
 
     def __call__(self, images: Images, sample: Sample, **texts: Any) -> None:
         name = sample_name(sample)
@@ -151,14 +158,20 @@ class _RowCheck:
         self.num_targets += encoded.num_targets
 
     def report(self, num_rows: int, bad: list[int]) -> PreflightReport:
-        cures = {"cut_prompt": "their prompts are cut", "drop": "dropped", "error": "refused"}
+        cures = {
+            "cut_prompt": "their prompts are cut",
+            "cut": "their ends are cut",
+            "drop": "dropped",
+            "error": "refused",
+        }
         return PreflightReport(
             num_rows=num_rows,
-            num_checked=len(self.lengths) + len(bad),
+            num_checked=self.num_rows + len(bad),
             num_overlong=sum(length > self.max_token_num for length in self.lengths),
             longest=max(self.lengths, default=0),
             num_tokens=sum(self.lengths),
             num_targets=self.num_targets,
+            num_texts=len(self.lengths),
             what_if_overlong=cures[self.overlong],
             bad=bad,
         )

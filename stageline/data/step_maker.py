@@ -121,8 +121,10 @@ class StepMaker(Dataset):
         `loss_rows` says which row of the dataset each one is (-1: none); stages do not get it.
         """
         batch = self.collate(items)
-        batch["labels"][torch.tensor([row is None for row in rows])] = IGNORE
-        batch["loss_rows"] = torch.tensor([-1 if row is None else row for row in rows])
+        each = len(batch["labels"]) // len(rows)  # a sample may be several rows: a pair
+        numbers = torch.tensor([-1 if row is None else row for row in rows])
+        batch["loss_rows"] = numbers.repeat_interleave(each)
+        batch["labels"][batch["loss_rows"] < 0] = IGNORE
         return batch
 
 

@@ -70,7 +70,7 @@ class BestCheckpoint:
         if self.metric == "none" or result.num_targets == 0:
             return False
         value = getattr(result, self.metric)
-        if not math.isfinite(value):
+        if value is None or not math.isfinite(value):
             return False
         if self.value is None:
             return True

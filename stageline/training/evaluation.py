@@ -27,7 +27,7 @@ class EvalResult:
         loss: the mean over supervised tokens; of a loss_fn part with several terms their sum,
             each divided by its own number in the whole set.
         token_accuracy: the share of supervised tokens that greedy prediction hits, given the true
-            tokens before them.
+            tokens before them; None where the loss_fn part scores instead of predicting.
         num_targets: supervised tokens.
         predicted: token ids predicted at the supervised places, a list per row, of the first
             `keep` rows of the dataset; empty for a row without any. On every rank.
@@ -35,7 +35,7 @@ class EvalResult:
     """
 
     loss: float
-    token_accuracy: float
+    token_accuracy: float | None
     num_targets: int
     predicted: list[list[int]] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
@@ -81,7 +81,11 @@ def evaluate(
     by_row = {row: ids for *_, rows in told for row, ids in rows.items()}
     return EvalResult(
         loss=means.pop("loss", 0.0),
-        token_accuracy=sum(hits for hits, *_ in told) / max(num_targets, 1),
+        token_accuracy=(
+            sum(hits for hits, *_ in told) / max(num_targets, 1)
+            if figures.part.predicts_tokens
+            else None
+        ),
         num_targets=num_targets,
         predicted=[by_row.get(row, []) for row in range(max(by_row, default=-1) + 1)],
         figures=means,
@@ -144,9 +148,11 @@ class _Figures:
         for logits, piece in self.pieces(logits_of(output), batch):
             self._add(self.part.sums(logits, piece, step=self.step))
             found.append(logits[:, :-1].argmax(dim=-1))
+        self.totals = _added([self.totals, self.part.count([batch])])
+        if not self.part.predicts_tokens:
+            return
         guesses = torch.cat(found, dim=1)
         self.hits += int(((guesses == labels) & is_target).sum())
-        self.totals = _added([self.totals, self.part.count([batch])])
         for index, row in enumerate(batch.get("loss_rows", in_order).tolist()):
             if row < self.keep and bool(is_target[index].any()):
                 self.predicted[row] = guesses[index][is_target[index]].tolist()

@@ -32,6 +32,7 @@ class LossPart:
 
     Attributes:
         counts: name -> function that counts in a micro-batch; `num_targets` comes first.
+        predicts_tokens: what it gets are logits of the next token; `part.predicts_tokens` says no.
 
     Raises:
         UserError: a count has the name of another argument, or the part does not take it.
@@ -41,6 +42,7 @@ class LossPart:
         self.loss_fn = loss_fn
         part = innermost(loss_fn)
         own: Mapping[str, Callable[[MicroBatch], int]] = getattr(part, "counts", {})
+        self.predicts_tokens = bool(getattr(part, "predicts_tokens", True))
         taken = _arguments(part)
         for name in own:
             if name in ("num_targets", "step") or not (name in taken or "**" in taken):

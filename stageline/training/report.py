@@ -152,17 +152,18 @@ class RunReport:
         """
         figures: dict[str, float | bool] = {
             "loss": result.loss,
-            "token_accuracy": result.token_accuracy,
             "num_targets": result.num_targets,
             **result.figures,
         }
+        told = ""
+        if result.token_accuracy is not None:
+            figures["token_accuracy"] = result.token_accuracy
+            told = f", token accuracy {result.token_accuracy:.4f} on {result.num_targets} tokens"
         if is_best:
             figures["is_best"] = True
         self.log.log_eval(step, figures)
         self.say(
-            f"step {step}: held-out loss {result.loss:.4f}, "
-            f"token accuracy {result.token_accuracy:.4f} on {result.num_targets} tokens"
-            f"{name_figures(result.figures)}"
+            f"step {step}: held-out loss {result.loss:.4f}{told}{name_figures(result.figures)}"
         )
         if self.context.is_main and result.predicted:
             self._draw_samples(step, result, dataset, processor)
