@@ -152,9 +152,7 @@ def pt(
             beginning (without EOS), or drop it.
     """
     del common["num_stages"]
-    return collate_text(
-        samples, pad_to_multiple_of=pad_to_multiple_of, overlong=overlong, **common
-    )
+    return collate_text(samples, pad_to_multiple_of=pad_to_multiple_of, overlong=overlong, **common)
 
 
 def _pt_length(images: Any, sample: dict[str, Any], *, num_stages: int, **common: Any) -> int:

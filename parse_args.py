@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
+from options.attention_options import check_attention
 from options.check_options import CheckConfig
 from options.checks import (
     check_batches,
@@ -148,6 +149,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
     check_numbers(run, shards=run.dp_shard)
     check_part_training(run)
     check_images(run)
+    check_attention(run, parts["train_model"])
     return TrainArguments(run=run, parts=parts, imports=imports)
 
 
@@ -179,6 +181,7 @@ def parse_check_args(argv: Sequence[str] | None = None) -> CheckArguments:
     check_precision(run)
     check_partition(run)
     check_part_training(run)
+    check_attention(run, parts["train_model"])
     return CheckArguments(run=run, parts=parts, imports=imports)
 
 

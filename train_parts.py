@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from options.attention_options import attention_arguments
 from options.part_options import ChosenPart
 from options.part_training_options import learning_rate_scales, part_options
 from parse_args import TrainArguments
@@ -106,6 +107,7 @@ def build_part(
         **{name: getattr(run, name) for name in names.split()},
         **part_options(run),
         **part.kwargs,
+        **attention_arguments(run),
     }
     model, _, _ = part.part(**{**options, **changes})
     if Tiling(**run.tiling()).is_given:

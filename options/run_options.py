@@ -7,6 +7,7 @@ parse_args.py. Options of one part are not here: they are the signature of that 
 from dataclasses import dataclass
 from typing import Literal
 
+from options.attention_options import AttentionOptions
 from options.checkpoint_options import CheckpointOptions
 from options.data_options import DataOptions
 from options.fault_options import FaultOptions
@@ -143,6 +144,7 @@ class ProgressOptions:
 
 @dataclass(kw_only=True)
 class RunConfig(
+    AttentionOptions,
     DataOptions,
     ImageOptions,
     FaultOptions,

@@ -2,8 +2,8 @@
 
 `base.py` has the contract, `causal_lm.py` every decoder, `vision_language.py` every model with a
 vision tower, `deepstack.py` those whose tower speaks to deeper layers, too, `gemma3_vision.py`
-Gemma3, `cross_attention.py` those whose layers attend to images (Mllama), `reward.py` reward models. A new architecture is a
-subclass: see docs/add_a_model.md.
+Gemma3, `cross_attention.py` those whose layers attend to images (Mllama), `reward.py` reward
+models. A new architecture is a subclass: see docs/add_a_model.md.
 """
 
 from pp_models.base import StageModel

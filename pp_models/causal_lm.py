@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from pp_models.attention import cache_off, refused_attention
 from pp_models.base import StageModel
 from pp_models.discover import EMBEDDING_DROPOUTS, POSITION_EMBEDDINGS, ModelPaths, find_paths
 from pp_models.packing import is_packed, without_masks
@@ -43,7 +44,11 @@ class CausalLMStage(StageModel):
             kwargs: dict[str, object] = {"trust_remote_code": has_trusted_code(config)}
             if attn_implementation:
                 kwargs["attn_implementation"] = attn_implementation
-            whole = self.auto_class.from_config(config, dtype=self.dtype, **kwargs)
+            try:
+                whole = self.auto_class.from_config(config, dtype=self.dtype, **kwargs)
+            except (ValueError, ImportError) as error:
+                raise refused_attention(config, attn_implementation, error) from error
+        self.cached_configs = cache_off(whole.config)
         self.paths = self.find_paths(whole)
         config_asks = bool(getattr(self.text_config, FLAG, False))
         asks = config_asks if output_router_logits is None else output_router_logits

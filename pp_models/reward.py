@@ -31,6 +31,7 @@ class RewardStage(CausalLMStage):
 
     auto_class = AutoModelForSequenceClassification
     is_tied = False
+    gives_scores = True
     runs_head = False  # the library's own would pick the last token by its id
     # of a language model; older folders of gpt_neox have the second name
     unused_names = ("lm_head.", "embed_out.")

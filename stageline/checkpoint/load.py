@@ -29,7 +29,14 @@ from stageline.checkpoint.files import (
 )
 from stageline.checkpoint.finite import check_finite
 from stageline.checkpoint.host_memory import returns_freed_memory
-from stageline.checkpoint.init import DONE, check_filled, init_fresh, init_lora, materialise, run_init
+from stageline.checkpoint.init import (
+    DONE,
+    check_filled,
+    init_fresh,
+    init_lora,
+    materialise,
+    run_init,
+)
 from stageline.checkpoint.layout import check_read
 from stageline.errors import CheckpointError, UserError
 from stageline.model_folder import read_json

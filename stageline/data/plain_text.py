@@ -1,9 +1,9 @@
 """Makes micro-batches of plain text, for pre-training; the bodies of the `pt` collate part.
 
-All that is in a row is learnt: the tokens that the tokenizer begins a text with, the text, EOS. What
-is padding is known by its place, so a padding token that is EOS too does no harm. Text from the data
-never becomes a special token. Cutting long documents into rows is not done here: a collate part
-makes as many rows as it gets samples.
+All that is in a row is learnt: the tokens that the tokenizer begins a text with, the text, EOS.
+What is padding is known by its place, so a padding token that is EOS too does no harm. Text from
+the data never becomes a special token. Cutting long documents into rows is not done here: a
+collate part makes as many rows as it gets samples.
 """
 
 from collections.abc import Sequence
