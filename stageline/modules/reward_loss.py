@@ -14,13 +14,17 @@ Batch = dict[str, torch.Tensor]
 def pair_rewards(
     scores_BT1: torch.Tensor, batch: Batch
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rewards [P] in float32 of chosen and rejected answers, and 1.0 for each pair that counts.
+    """Rewards [P] of chosen and rejected answers, and 1.0 for each pair that counts.
+
+    Scores of half types become float32 first.
 
     Pairs that only fill a batch up, or were dropped, have no labels; their rewards are 0.
     """
-    counts_P = _has_labels(batch).to(scores_BT1.device)
+    if scores_BT1.dtype in (torch.bfloat16, torch.float16):
+        scores_BT1 = scores_BT1.float()
+    counts_P = _has_labels(batch).to(scores_BT1)
     is_read_BT = (batch["labels"] != IGNORE).to(scores_BT1.device)
-    rewards_B = (scores_BT1[..., 0].float() * is_read_BT).sum(dim=1)
+    rewards_B = scores_BT1[..., 0].masked_fill(~is_read_BT, 0.0).sum(dim=1)
     chosen_P, rejected_P = rewards_B[0::2] * counts_P, rewards_B[1::2] * counts_P
     return chosen_P, rejected_P, counts_P
 
