@@ -49,11 +49,7 @@ def check_attention(run: Any, part: Any = None) -> None:
             f"{given} came with --train-model.attn_implementation {own}. One of the two was "
             "expected, because both choose the kernel of attention. Leave one out."
         )
-    if run.attention in ("flex", "flash") and run.device == "cpu":
-        raise OptionError(
-            f"{given} came with --device cpu. A GPU was expected, because this kernel has no "
-            "backward pass on a CPU. Use --attention sdpa, or --device cuda."
-        )
+    check_attention_device(run, run.device)
     if run.attention != "flash":
         return
     if not (run.bf16 or run.fp16):
@@ -66,4 +62,17 @@ def check_attention(run: Any, part: Any = None) -> None:
             f"{given} came, and the package flash_attn is not installed. It was expected, because "
             "it has the kernel. Install it (pip install flash-attn --no-build-isolation), or use "
             "--attention sdpa."
+        )
+
+
+def check_attention_device(run: Any, device: str) -> None:
+    """Refuses a kernel that cannot train on a kind of device: auto (not known yet), cpu or cuda.
+
+    Raises:
+        OptionError: says what to do.
+    """
+    if device == "cpu" and run.attention in ("flex", "flash"):
+        raise OptionError(
+            f"--attention {run.attention} came for a run on the CPU. A GPU was expected, because "
+            "this kernel has no backward pass on a CPU. Use --attention sdpa, or --device cuda."
         )
