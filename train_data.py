@@ -105,6 +105,7 @@ def check_data(arguments: TrainArguments) -> Data:
     run = arguments.run
     if run.logits_chunk:
         check_token_sum(arguments.parts["loss_fn"].part)
+    check_scores(arguments)
     data = Data(arguments)
     config = load_config(run.config_path or run.model_path, trust_remote_code=run.trust_remote_code)
     check_tied_head(run, config)
@@ -123,6 +124,27 @@ def check_data(arguments: TrainArguments) -> Data:
     if os.environ.get("RANK", "0") == "0":
         print(report, end="", flush=True)
     return data
+
+
+def check_scores(arguments: TrainArguments) -> None:
+    """Refuses a loss that predicts tokens on a model that scores them, and its accuracy.
+
+    Raises:
+        UserError: says which key or option to change.
+    """
+    model, loss = arguments.parts["train_model"], arguments.parts["loss_fn"]
+    if getattr(loss.part, "predicts_tokens", True):
+        if getattr(model.part, "gives_scores", False):
+            raise UserError(
+                f"--loss-fn {loss.key} came with --train-model {model.key}, which gives a score "
+                "for each token and no logits. A loss over scores was expected: use --collate-fn "
+                "rm with --loss-fn rm, or --train-model causal_lm."
+            )
+    elif arguments.run.save_best == "token_accuracy":
+        raise UserError(
+            f"--save-best token_accuracy came with --loss-fn {loss.key}, which predicts no tokens. "
+            "The loss was expected, because there is no such accuracy: use --save-best loss."
+        )
 
 
 def check_rows(

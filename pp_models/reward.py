@@ -107,3 +107,6 @@ def reward(
         router_aux_loss_coef=router_aux_loss_coef,
         **kwargs,
     )
+
+
+reward.gives_scores = True  # a loss that predicts tokens is refused early

@@ -23,6 +23,7 @@ from stageline.modules.reward_loss import count_pairs
 from stageline.testing.tiny_models import tiny_config
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
 from stageline.training.loss_part import LossPart
+from train_data import check_scores
 
 import_shelf()
 
@@ -244,3 +245,18 @@ def test_keys_that_suit_the_rm_collate_part_need_not_be_given(tmp_path):
         given = parse_train_args([*words, "--loss-fn", "sft", "--prompt", "question"]).parts
         assert given["loss_fn"].key == "sft" and given["prompt"].key == "question"
         assert collate_fn_register["rm"].texts_of is both_answers
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (("--train-model", "reward", "--loss-fn", "sft"), "gives a score for each token"),
+        (("--train-model", "reward", "--save-best", "token_accuracy"), "use --save-best loss"),
+    ],
+)
+def test_what_does_not_go_with_scores_is_refused_before_anything_is_read(words, match):
+    with restored_registers():
+        engine_register.register("pipeline", len, replace=True)
+        arguments = parse_train_args([*words, "--dataset", "jsonl", "--collate-fn", "rm"])
+        with pytest.raises(UserError, match=match):
+            check_scores(arguments)
