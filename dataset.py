@@ -17,6 +17,7 @@ from stageline.data.group_lines import Groups
 from stageline.data.json_lines import JsonLines
 from stageline.data.limit import Overlong
 from stageline.data.marked_words import MarkedWords
+from stageline.data.plain_text import collate_packed_text, collate_text, length_text
 from stageline.data.preference import (
     collate_answers,
     collate_pairs,
@@ -25,6 +26,7 @@ from stageline.data.preference import (
     length_answer,
     length_pair,
 )
+from stageline.data.rewards import collate_rewards, encode_both, length_rewards
 from stageline.data.scenes import Scenes
 from stageline.data.sets.part import Sets
 from stageline.data.spatial import VSR, RotateCaption, RotateQA, SpatialMM, WhatsUp
@@ -233,3 +235,67 @@ def _encode_answer(images: Any, sample: dict[str, Any], **texts: Any) -> list[An
 
 kto.length_of = _answer_length
 kto.encode = _encode_answer
+
+
+@collate_fn_register("pt")
+def pt(
+    samples: Sequence[tuple[None, dict[str, Any]]],
+    *,
+    pad_to_multiple_of: int = 1,
+    overlong: Literal["error", "cut", "drop"] = "error",
+    **common: Any,
+) -> dict[str, torch.Tensor]:
+    """Pre-training on plain text: every token of the field `text` is learnt, and EOS behind it.
+
+    Args:
+        overlong: what to do with a text of more than --max-token-num tokens: refuse it, keep its
+            beginning (without EOS), or drop it.
+    """
+    del common["num_stages"]
+    return collate_text(samples, pad_to_multiple_of=pad_to_multiple_of, overlong=overlong, **common)
+
+
+def _pt_length(images: Any, sample: dict[str, Any], *, num_stages: int, **common: Any) -> int:
+    return length_text(images, sample, **common)
+
+
+def _packed_pt(
+    rows: Sequence[Sequence[tuple[Any, dict[str, Any]]]], *, num_stages: int, **common: Any
+) -> dict[str, torch.Tensor]:
+    return collate_packed_text(rows, **common)
+
+
+pt.length_of = _pt_length
+pt.packed = _packed_pt
+# text is all there is: no template to choose
+pt.default_keys = {"prompt": "text", "prompt_fn": "fill", "image_token": "none", "loss_fn": "sft"}
+
+
+@collate_fn_register("rm")
+def rm(
+    samples: Sequence[tuple[Sequence[Any] | None, dict[str, Any]]],
+    *,
+    pad_to_multiple_of: int = 1,
+    overlong: Literal["error", "cut_prompt", "drop"] = "error",
+    **common: Any,
+) -> dict[str, torch.Tensor]:
+    """Pairs for a reward model: two rows a sample, the chosen answer and then the rejected one.
+
+    A field `margin` says by how much the chosen one is to win. --micro-batch-size counts samples.
+
+    Args:
+        overlong: as in sft, for each of the two; a pair with a dropped row counts for nothing.
+    """
+    del common["num_stages"]
+    return collate_rewards(
+        samples, pad_to_multiple_of=pad_to_multiple_of, overlong=overlong, **common
+    )
+
+
+def _rm_length(images: Any, sample: dict[str, Any], *, num_stages: int, **common: Any) -> int:
+    return length_rewards(images, sample, **common)
+
+
+rm.length_of = _rm_length
+rm.encode = encode_both
+rm.default_keys = {"prompt": "chat", "prompt_fn": "chat", "image_token": "auto", "loss_fn": "rm"}

@@ -126,12 +126,13 @@ def make_stages(folder: Path, *, trust_remote_code: bool = False) -> "list[nn.Mo
     from stageline.checkpoint.adapter import find_base
     from stageline.checkpoint.files import ADAPTER_CONFIG
     from stageline.checkpoint.layout import MANIFEST
+    from stageline.checkpoint.tasks import is_scored
     from stageline.model_folder import load_config
 
     is_adapter = (folder / ADAPTER_CONFIG).exists()
     base = find_base(folder) if is_adapter else folder
     config = load_config(base, trust_remote_code=trust_remote_code)
-    key = stage_key(config)
+    key = "reward" if is_adapter and is_scored(folder) else stage_key(config)
     if key is None:
         return f"no train_model part is made for {(config.architectures or ['it'])[0]}"
     build = functools.partial(
@@ -167,6 +168,9 @@ def stage_key(config: "PretrainedConfig") -> str | None:
     """The key of the train_model part for a configuration: its family's, else a generic one."""
     import transformers
 
+    name = (config.architectures or [""])[0]
+    if name.endswith("ForSequenceClassification") and config.num_labels == 1:
+        return "reward"
     kinds = {
         "vision_language": transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
         "causal_lm": transformers.MODEL_FOR_CAUSAL_LM_MAPPING,

@@ -37,12 +37,13 @@ from stageline.modules.preference_loss import (
     row_lengths,
     row_log_probs,
 )
+from stageline.modules.reward_loss import count_reward_pairs, pair_rewards
 from stageline.modules.similarity import cos_similarity, js_similarity
 
 IGNORE = -100
 
 
-@loss_fn_register("sft")
+@loss_fn_register("sft", "pt")
 def sft(
     logits_BTV: torch.Tensor, micro_batch: dict[str, torch.Tensor], *, num_targets: torch.Tensor
 ) -> torch.Tensor:
@@ -276,3 +277,50 @@ kto.counts = {
 }
 kto.needs_reference = True
 kto.needs_kl = _estimates  # so the run adds loss_kl, too
+
+
+@loss_fn_register("rm")
+def rm(
+    scores_BT1: torch.Tensor,
+    micro_batch: dict[str, torch.Tensor],
+    *,
+    num_targets: torch.Tensor,
+    num_pairs: torch.Tensor,
+    center_coefficient: float = 0.0,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A reward model's loss over pairs: -log sigmoid(chosen reward - rejected reward - margin).
+
+    Of rows as --collate-fn rm makes them, scored by --train-model reward. Divided by the pairs of
+    the whole batch.
+
+    Args:
+        center_coefficient: of the squared sum of a pair's two rewards, which keeps rewards around
+            0; 0.01 is common.
+    """
+    if scores_BT1.shape[-1] != 1:
+        raise UserError(
+            f"the rm loss got {scores_BT1.shape[-1]} numbers a token. One was expected, because a "
+            "reward is a number: train with --train-model reward."
+        )
+    if center_coefficient < 0:
+        raise UserError(
+            f"--loss-fn.center_coefficient is {center_coefficient:g}. 0 or more was expected, "
+            "because rewards are to be drawn to 0, not pushed from it: correct it."
+        )
+    chosen_P, rejected_P, counts_P = pair_rewards(scores_BT1, micro_batch)
+    margins_P = micro_batch.get("loss_margins", torch.zeros(())).to(chosen_P)
+    apart_P = chosen_P - rejected_P
+    loss = -(functional.logsigmoid(apart_P - margins_P) * counts_P).sum() / num_pairs
+    if center_coefficient:
+        loss = loss + center_coefficient * (chosen_P + rejected_P).square().sum() / num_pairs
+    figures = {
+        "reward_accuracy": ((apart_P > 0) * counts_P).sum() / num_pairs,
+        "chosen_reward": chosen_P.sum() / num_pairs,
+        "rejected_reward": rejected_P.sum() / num_pairs,
+        "reward_margin": apart_P.sum() / num_pairs,
+    }
+    return loss, figures
+
+
+rm.counts = {"num_pairs": count_reward_pairs}
+rm.predicts_tokens = False  # an evaluation has no token accuracy, nor answers to show

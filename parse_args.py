@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
+from options.attention_options import check_attention
 from options.check_options import CheckConfig
 from options.checks import (
     check_batches,
@@ -65,6 +66,8 @@ EVALUATE_KEYS: dict[str, str | None] = {
     "image_token": None,
     "metric": None,
 }
+# a collate_fn part may name keys that suit it, {"loss_fn": "rm"}, where none are given
+SUGGESTS = ("collate_fn", "default_keys")
 # of a training run's keys, those that a check does without unless it gets a dataset
 DATA_KEYS = ("dataset", "prompt", "prompt_fn", "image_token", "collate_fn")
 SPECIAL = ("import", "config", "list", "help")  # answered before the options are known
@@ -147,6 +150,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
     check_part_training(run)
     check_images(run)
     check_token_cache(run)
+    check_attention(run, parts["train_model"])
     return TrainArguments(run=run, parts=parts, imports=imports)
 
 
@@ -178,6 +182,7 @@ def parse_check_args(argv: Sequence[str] | None = None) -> CheckArguments:
     check_precision(run)
     check_partition(run)
     check_part_training(run)
+    check_attention(run, parts["train_model"])
     return CheckArguments(run=run, parts=parts, imports=imports)
 
 
@@ -217,6 +222,7 @@ def read_arguments(
     if "list" in options:
         _print_and_stop(list_parts())
     is_help = options.pop("help", None) is not None
+    keys = _with_suggested(options, keys)
     chosen = _choose(options, keys, may_miss=is_help)
     owned = _owned_keys(options, chosen)
     keys = {**keys, **owned}
@@ -275,6 +281,18 @@ def _choose(
         register.pick(key, option=register.option + suffix)
         chosen[name] = key
     return chosen
+
+
+def _with_suggested(
+    options: dict[str, Given], keys: Mapping[str, str | None]
+) -> dict[str, str | None]:
+    """The keys with the defaults that the chosen collate_fn part suggests."""
+    name, attribute = SUGGESTS
+    item = options.get(name)
+    if name not in keys or item is None or len(item.values) != 1:
+        return dict(keys)
+    suggested = getattr(ALL_REGISTERS[name].get(item.values[0]), attribute, {})
+    return {one: suggested.get(one, default) for one, default in keys.items()}
 
 
 def _owned_keys(options: dict[str, Given], chosen: Mapping[str, str]) -> dict[str, None]:

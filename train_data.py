@@ -113,6 +113,7 @@ def check_data(arguments: TrainArguments) -> Data:
     run = arguments.run
     if run.logits_chunk:
         check_token_sum(arguments.parts["loss_fn"].part)
+    check_scores(arguments)
     data = Data(arguments)
     if run.token_cache is not None:
         keep_tokens(arguments, data)
@@ -165,6 +166,27 @@ def keep_tokens(arguments: TrainArguments, data: Data) -> None:
             ),
             num_workers=run.token_cache_workers,
             say=print if os.environ.get("RANK", "0") == "0" else lambda line: None,
+        )
+
+
+def check_scores(arguments: TrainArguments) -> None:
+    """Refuses a loss that predicts tokens on a model that scores them, and its accuracy.
+
+    Raises:
+        UserError: says which key or option to change.
+    """
+    model, loss = arguments.parts["train_model"], arguments.parts["loss_fn"]
+    if getattr(loss.part, "predicts_tokens", True):
+        if getattr(model.part, "gives_scores", False):
+            raise UserError(
+                f"--loss-fn {loss.key} came with --train-model {model.key}, which gives a score "
+                "for each token and no logits. A loss over scores was expected: use --collate-fn "
+                "rm with --loss-fn rm, or --train-model causal_lm."
+            )
+    elif arguments.run.save_best == "token_accuracy":
+        raise UserError(
+            f"--save-best token_accuracy came with --loss-fn {loss.key}, which predicts no tokens. "
+            "The loss was expected, because there is no such accuracy: use --save-best loss."
         )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from options.attention_options import attention_arguments, check_attention_device
 from options.part_options import ChosenPart
 from options.part_training_options import learning_rate_scales, part_options
 from parse_args import TrainArguments
@@ -53,6 +54,7 @@ def build_stages(
             adapter's base comes later, by `resume_step`.
     """
     run = arguments.run
+    check_attention_device(run, context.device.type)
     weights, processor = run.model_path, run.processor_path
     if point is not None:
         weights = str(point.folder) if point.base is None else run.model_path or point.base
@@ -108,6 +110,7 @@ def build_part(
         **{name: getattr(run, name) for name in names.split()},
         **part_options(run),
         **part.kwargs,
+        **attention_arguments(run),
     }
     model, _, _ = part.part(**{**options, **changes})
     if Tiling(**run.tiling()).is_given:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from options.answer_options import AnswerOptions
+from options.attention_options import AttentionOptions
 from options.checkpoint_options import CheckpointOptions
 from options.data_options import DataOptions
 from options.fault_options import FaultOptions
@@ -152,6 +153,7 @@ class ProgressOptions:
 class RunConfig(
     TokenCacheOptions,
     PreviewOptions,
+    AttentionOptions,
     DataOptions,
     ImageOptions,
     FaultOptions,

@@ -2,8 +2,8 @@
 
 `base.py` has the contract, `causal_lm.py` every decoder, `vision_language.py` every model with a
 vision tower, `deepstack.py` those whose tower speaks to deeper layers, too, `gemma3_vision.py`
-Gemma3, `cross_attention.py` those whose layers attend to images (Mllama). A new architecture is a
-subclass: see docs/add_a_model.md.
+Gemma3, `cross_attention.py` those whose layers attend to images (Mllama), `reward.py` reward
+models. A new architecture is a subclass: see docs/add_a_model.md.
 """
 
 from pp_models.base import StageModel
@@ -11,6 +11,7 @@ from pp_models.causal_lm import CausalLMStage
 from pp_models.cross_attention import CrossAttentionStage
 from pp_models.deepstack import DeepstackStage
 from pp_models.gemma3_vision import Gemma3VisionStage
+from pp_models.reward import RewardStage
 from pp_models.vision_language import VisionLanguageStage
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "CrossAttentionStage",
     "DeepstackStage",
     "Gemma3VisionStage",
+    "RewardStage",
     "StageModel",
     "VisionLanguageStage",
 ]

@@ -37,8 +37,15 @@ class StageModel(nn.Module):
         logits_chunk: above 0 the last stage returns hidden states in the place of logits, and
             the loss makes logits of so many tokens at a time (stageline/modules/chunked_loss.py).
         vocabulary: module paths of embedding and head in the whole model.
+        cached_configs: parts of the configuration, "" for all of it, whose `use_cache` is off here
+            and on in what is saved.
+        fresh_names: weights that a checkpoint may lack: they start by the seed, as without one.
+        unused_names: beginnings of names in a checkpoint that the model has no use for.
     """
 
+    cached_configs: tuple[str, ...] = ()
+    fresh_names: frozenset[str] = frozenset()
+    unused_names: tuple[str, ...] = ()
     logits_chunk = 0
     checkpoint_every = 1
 

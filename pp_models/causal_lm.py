@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from pp_models.attention import cache_off, refused_attention
 from pp_models.base import StageModel
 from pp_models.discover import EMBEDDING_DROPOUTS, POSITION_EMBEDDINGS, ModelPaths, find_paths
 from pp_models.packing import is_packed, without_masks
@@ -43,8 +44,12 @@ class CausalLMStage(StageModel):
             kwargs: dict[str, object] = {"trust_remote_code": has_trusted_code(config)}
             if attn_implementation:
                 kwargs["attn_implementation"] = attn_implementation
-            whole = self.auto_class.from_config(config, dtype=self.dtype, **kwargs)
-        self.paths = find_paths(whole)
+            try:
+                whole = self.auto_class.from_config(config, dtype=self.dtype, **kwargs)
+            except (ValueError, ImportError) as error:
+                raise refused_attention(config, attn_implementation, error) from error
+        self.cached_configs = cache_off(whole.config)
+        self.paths = self.find_paths(whole)
         config_asks = bool(getattr(self.text_config, FLAG, False))
         asks = config_asks if output_router_logits is None else output_router_logits
         self.router_loss: RouterLoss | None = None
@@ -54,6 +59,10 @@ class CausalLMStage(StageModel):
         # the library computes a loss of its own from what it records, and fails on no layers
         records = asks and has_routers(whole)
         self.flags: dict[str, bool] = {FLAG: records} if asks or config_asks else {}
+
+    def find_paths(self, whole: PreTrainedModel) -> ModelPaths:
+        """Where the parts of the whole model lie."""
+        return find_paths(whole)
 
     def parts(self) -> dict[str, list[str]]:
         return {
@@ -118,6 +127,15 @@ class CausalLMStage(StageModel):
             return tensors
         return (*tensors, self.router_loss.example())
 
+    @property
+    def runs_head(self) -> bool:
+        """On the last stage the class's own forward runs: it may scale or cap the logits."""
+        return self.is_last and not self.logits_chunk
+
+    def finish(self, hidden_BTH: torch.Tensor) -> torch.Tensor:
+        """What goes on of a stage that does not run the model's own head."""
+        return hidden_BTH
+
     def forward(
         self,
         hidden_or_ids: torch.Tensor,
@@ -126,11 +144,10 @@ class CausalLMStage(StageModel):
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         inputs = self.model_inputs(batch)
         inputs["input_ids" if self.is_first else "inputs_embeds"] = hidden_or_ids
-        # on the last stage the class's own forward: it may scale or cap the logits
-        has_head = self.is_last and not self.logits_chunk
+        has_head = self.runs_head
         model = self.whole if has_head else self.whole.base_model
         outputs = model(**inputs, **self.flags, use_cache=False)
-        tensor = outputs.logits if has_head else outputs.last_hidden_state
+        tensor = outputs.logits if has_head else self.finish(outputs.last_hidden_state)
         if self.router_loss is None:
             return tensor
         statistics = self.router_loss.add(

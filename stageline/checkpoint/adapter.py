@@ -357,7 +357,7 @@ def peft_config(
     base: str,
     dropout: float,
     modules_to_save: list[str],
-    is_causal_lm: bool,
+    task: str | None,
     token_ids: dict[str, list[int]] | None = None,
 ) -> dict[str, object]:
     """The content of adapter_config.json.
@@ -366,14 +366,14 @@ def peft_config(
         facts: of all stages, see `adapter_facts`.
         base: the folder of the frozen model.
         modules_to_save: modules that were trained whole.
-        is_causal_lm: whether it is a text model with a head.
+        task: what peft calls the kind of model; see tasks.py.
         token_ids: module -> ids of the new tokens whose rows the adapter holds.
     """
     ordered = sorted(facts)
     rank, alpha, _ = facts[ordered[0]]
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if is_causal_lm else None,
+        "task_type": task,
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": alpha,

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from stageline.checkpoint.probes import Inputs
+from stageline.checkpoint.tasks import CLASSIFIER
 from stageline.data.cross_mask import CROSS_MASK, grow_cross_mask
 
 NEW_TOKENS = 6
@@ -25,7 +26,7 @@ class Answer:
     """The answer to one probe.
 
     Attributes:
-        logits: [B, T, V] in float32.
+        logits: [B, T, V] in float32; of a reward model [B, 1], the rewards.
         tokens: [B, N] greedy ones; None: the model does not generate.
         steps: [B, N, V], the logits that the tokens were chosen by; None: not kept.
     """
@@ -51,6 +52,8 @@ class Comparison:
 @torch.no_grad()
 def answer_of_stages(stages: Sequence[nn.Module], inputs: Inputs) -> Answer:
     """Runs stages one after the other, each as training runs it; no cache."""
+    if getattr(stages[-1], "gives_scores", False):  # of rows without padding
+        return Answer(_chain(stages, inputs)[:, -1], None)
     return _answer_step_by_step(lambda grown: _chain(stages, grown), inputs)
 
 
@@ -63,10 +66,14 @@ def answer_of_model(model: nn.Module, inputs: Inputs, *, steps: bool = False) ->
     """
 
     def run(grown: Inputs) -> torch.Tensor:
+        if is_classifier:  # one without a padding token takes single rows only
+            rows = zip(*(value.split(1) for value in grown.values()), strict=True)
+            return torch.cat([model(**dict(zip(grown, row, strict=True))).logits for row in rows])
         output = model(**grown, use_cache=False) if can_generate else model(**grown)
         return getattr(output, "logits", output[0]).float()
 
     can_generate = model.can_generate()
+    is_classifier = type(model).__name__.endswith(CLASSIFIER)
     if can_generate and steps:
         return _answer_step_by_step(run, inputs)
     return Answer(run(inputs), _generate(model, inputs) if can_generate else None)

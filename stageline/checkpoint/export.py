@@ -4,7 +4,7 @@ Works in host memory with the whole model, on one process. The new folder is wri
 with the checkpoint, and gets its name when all is there. Not here: saving during a run.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -36,6 +36,7 @@ from stageline.checkpoint.layout import MANIFEST, discard, draft_name, verify
 from stageline.checkpoint.model_card import ModelFacts, model_card
 from stageline.checkpoint.plain_model import load_plain, tensor_dtypes, weight_sizes
 from stageline.checkpoint.run_facts import read_run_facts
+from stageline.checkpoint.tasks import CLASSIFIER, is_scored
 from stageline.errors import UserError
 from stageline.modules.lora import merge_lora
 
@@ -215,6 +216,8 @@ class _Export:
             config = None  # an adapter whose base is elsewhere
         base = named_base(self.source) if is_adapter else None
         facts = ModelFacts.of(config, name=self.target.name, kind=kind, base=base)
+        if is_adapter and is_scored(self.source):  # its base may be a language model
+            facts = replace(facts, class_name=f"AutoModel{CLASSIFIER}")
         write_card(model_card(facts, run), run.curve, draft)
         open_to_readers(draft)
 

@@ -22,6 +22,7 @@ from stageline.checkpoint.answers import (
 from stageline.checkpoint.files import ADAPTER_CONFIG
 from stageline.checkpoint.host_memory import available_memory
 from stageline.checkpoint.plain_model import (
+    load_base,
     load_plain,
     load_with_peft,
     weight_sizes,
@@ -160,7 +161,7 @@ def _expected(
 def _load_exported(folder: Path, *, trust_remote_code: bool) -> nn.Module:
     """As its user would: an adapter through `peft` where that is installed."""
     if (folder / ADAPTER_CONFIG).exists():
-        base = load_plain(find_base(folder), dtype=COMPUTE, trust_remote_code=trust_remote_code)
+        base = load_base(folder, dtype=COMPUTE, trust_remote_code=trust_remote_code)
         adapted = load_with_peft(folder, base)
         if adapted is not None:
             return adapted

@@ -146,6 +146,17 @@ def _reset_plain(module: nn.Module) -> None:
         parameter.copy_(value)
 
 
+@torch.no_grad()
+def init_fresh(model: nn.Module, *, seed: int) -> None:
+    """Draws the weights in `model.keys_fresh`, which a checkpoint lacked, as `run_init` would."""
+    for path in sorted({name.rpartition(".")[0] for name in getattr(model, "keys_fresh", ())}):
+        module = model.get_submodule(path)
+        device = next(module.parameters()).device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(name_seed(seed, path))
+            model.whole._init_weights(module)
+
+
 def init_lora(model: nn.Module, *, seed: int, only_outermost: bool = False) -> None:
     """Starts the adapters: A random by its name and the seed, B zero."""
     for name, module in model.named_modules():

@@ -6,15 +6,12 @@ built, what this stage drops. Not here: adapters (`adapter.py`), random starts (
 """
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
-from transformers.utils import logging as transformers_logging
 
 from stageline.checkpoint.adapter import adapter_files, fill_earlier_lora, find_base
 from stageline.checkpoint.dtypes import cast_note, entries_of, integer_weights
@@ -29,8 +26,16 @@ from stageline.checkpoint.files import (
 )
 from stageline.checkpoint.finite import check_finite
 from stageline.checkpoint.host_memory import returns_freed_memory
-from stageline.checkpoint.init import DONE, check_filled, init_lora, materialise, run_init
+from stageline.checkpoint.init import (
+    DONE,
+    check_filled,
+    init_fresh,
+    init_lora,
+    materialise,
+    run_init,
+)
 from stageline.checkpoint.layout import check_read
+from stageline.checkpoint.quiet import quiet
 from stageline.errors import CheckpointError, UserError
 from stageline.model_folder import read_json
 from stageline.modules.lora import WRAPPED, is_lora_name, strip_lora, unwrapped
@@ -86,6 +91,7 @@ def load_split_model(
     else:
         _check_no_earlier_lora(key_map, checkpoint)
         _read_by_library(model, files, key_map, device=device, dtype=dtype, checkpoint=checkpoint)
+    init_fresh(model, seed=seed)
     _fill_fresh_lora(model, device=device, dtype=dtype, seed=seed, is_adapter=adapter is not None)
     if adapter is not None:
         fill_earlier_lora(model, adapter)
@@ -152,7 +158,7 @@ def _read_by_library(
     stage_class = _pruning_class(model, whole_names)
     kwargs = {"device_map": {"": device}} if device.type != "cpu" else {}
     try:
-        with _quiet(), returns_freed_memory():
+        with quiet(), returns_freed_memory():
             loaded, info = stage_class.from_pretrained(
                 None,
                 state_dict=lazy_state(files, model.keys_read),
@@ -169,6 +175,7 @@ def _read_by_library(
             f"{checkpoint} does not fit stage {model.stage} of {type(model.whole).__name__}: "
             f"{error}. A checkpoint of the same architecture and configuration was expected."
         ) from error
+    model.keys_fresh = set(info["missing_keys"]) & getattr(model, "fresh_names", frozenset())
     _check_info(model, checkpoint, info, whole_names)
     _take(model, loaded, key_map, checkpoint=checkpoint)
     generation = checkpoint / GENERATION_CONFIG_NAME
@@ -202,21 +209,6 @@ def _pruning_class(model: nn.Module, whole_names: set[str]) -> type[PreTrainedMo
     return Pruned
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps the library from listing the tensors of all other stages, and from drawing bars."""
-    level = transformers_logging.get_verbosity()
-    had_bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
-        if had_bars:
-            transformers_logging.enable_progress_bar()
-
-
 def _check_info(
     model: nn.Module, checkpoint: Path, info: dict[str, object], whole_names: set[str]
 ) -> None:
@@ -226,12 +218,13 @@ def _check_info(
         for name in info["unexpected_keys"]
         # a checkpoint of the bare base model lacks the prefix
         if not {name, base + name, name.removeprefix(base)} & whole_names
+        and not name.startswith(getattr(model, "unused_names", ()))
     }
     wrong = [
         f"{name} (file {list(found)}, model {list(expected)})"
         for name, found, expected in info["mismatched_keys"]
     ]
-    _refuse(model, checkpoint, set(info["missing_keys"]), unknown, wrong)
+    _refuse(model, checkpoint, set(info["missing_keys"]) - model.keys_fresh, unknown, wrong)
 
 
 def _refuse(

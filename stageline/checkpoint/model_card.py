@@ -10,6 +10,7 @@ import yaml
 from transformers import PretrainedConfig
 
 from stageline.checkpoint.run_facts import KEYS, RunFacts, is_number, short_path
+from stageline.checkpoint.tasks import CLASSIFIER
 
 Kind = Literal["model", "adapter", "merged"]
 MAX_ROWS = 12  # of the curve as a table, where there is no picture
@@ -78,12 +79,18 @@ def _front_matter(model: ModelFacts, run: RunFacts) -> str:
     data: dict[str, Any] = {
         "base_model": base_of(model, run),
         "library_name": "peft" if model.kind == "adapter" else "transformers",
-        "pipeline_tag": "image-text-to-text" if model.has_images else "text-generation",
+        "pipeline_tag": _pipeline_tag(model),
         "tags": [tag for tag in tags if tag],
         "datasets": [name] if (name := _dataset(run)) else None,
     }
     known = {name: value for name, value in data.items() if value is not None}
     return f"---\n{yaml.safe_dump(known, sort_keys=False, allow_unicode=True)}---\n"
+
+
+def _pipeline_tag(model: ModelFacts) -> str:
+    if (model.class_name or "").endswith(CLASSIFIER):
+        return "text-classification"
+    return "image-text-to-text" if model.has_images else "text-generation"
 
 
 def _dataset(run: RunFacts) -> str | None:
@@ -115,12 +122,13 @@ def _how_to_load(model: ModelFacts) -> str:
     reader = "AutoProcessor" if model.has_images else "AutoTokenizer"
     name = "processor" if model.has_images else "tokenizer"
     folder = repr(model.name)
+    how = 'dtype="auto"' + (", num_labels=1" if auto.endswith(CLASSIFIER) else "")
     if model.kind == "adapter":
         body = [
             "from peft import PeftModel",
             f"from transformers import {auto}, {reader}",
             "",
-            f'base = {auto}.from_pretrained({(model.base or "the base model")!r}, dtype="auto")',
+            f"base = {auto}.from_pretrained({(model.base or 'the base model')!r}, {how})",
             f"model = PeftModel.from_pretrained(base, {folder})",
         ]
     else:

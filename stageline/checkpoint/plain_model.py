@@ -17,6 +17,7 @@ from stageline.checkpoint.files import (
     open_tensors,
     weight_files,
 )
+from stageline.checkpoint.tasks import CLASSIFIER, is_scored
 from stageline.checkpoint.whole import load_whole
 from stageline.model_folder import load_config
 
@@ -41,7 +42,7 @@ def load_plain(
             some weights at random, or drop some.
     """
     if (folder / ADAPTER_CONFIG).exists():
-        base = load_plain(find_base(folder), dtype=dtype, trust_remote_code=trust_remote_code)
+        base = load_base(folder, dtype=dtype, trust_remote_code=trust_remote_code)
         return attach_adapter(base, folder).eval()
     config = load_config(folder, trust_remote_code=trust_remote_code)
     named = getattr(transformers, (config.architectures or [""])[0], None)
@@ -49,6 +50,25 @@ def load_plain(
     model_class: Any = named or transformers.AutoModelForCausalLM
     dtype = dtype or _dtype_of(folder)
     return load_whole(model_class, folder, config, is_strict=True, dtype=dtype, **kwargs).eval()
+
+
+def load_base(
+    adapter: Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The model that an adapter is put on; of a reward model's adapter one that scores."""
+    folder = find_base(adapter)
+    config = load_config(folder, trust_remote_code=trust_remote_code)
+    is_base_scored = (config.architectures or [""])[0].endswith(CLASSIFIER)
+    if not is_scored(adapter) or is_base_scored:
+        return load_plain(folder, dtype=dtype, trust_remote_code=trust_remote_code)
+    return load_whole(
+        transformers.AutoModelForSequenceClassification,
+        folder,
+        config,
+        num_labels=1,
+        may_lack="score.",  # in the adapter
+        dtype=dtype or _dtype_of(folder),
+    ).eval()
 
 
 def _dtype_of(folder: Path) -> torch.dtype | str:

@@ -18,6 +18,7 @@ from stageline.checkpoint.adapter import (
 )
 from stageline.checkpoint.adapter_rows import ROWS_OF_PEFT, rows_share
 from stageline.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FILE, write_tensors
+from stageline.checkpoint.tasks import task_of
 from stageline.errors import UserError
 from stageline.modules.lora import WRAPPED, is_lora_name, lora_stacks, strip_lora
 from stageline.modules.new_rows import is_row_name
@@ -140,7 +141,7 @@ def merge_parts(
             dropout=max(part["dropout"] for part in parts),
             modules_to_save=modules if has_extras else [],
             token_ids=token_ids if has_extras else None,
-            is_causal_lm=model_class.endswith(("ForCausalLM", "LMHeadModel")),
+            task=task_of(model_class),
         )
         write_tensors(dict(sorted(tensors.items())), target / ADAPTER_FILE)
         (target / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")

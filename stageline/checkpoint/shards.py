@@ -107,6 +107,8 @@ def save_config(stage: nn.Module, folder: Path) -> None:
     if stage.config is None:
         return
     config = copy.deepcopy(stage.config)
+    for name in getattr(stage, "cached_configs", ()):  # off in training alone
+        (getattr(config, name) if name else config).use_cache = True
     if stage.whole is not None:
         config.architectures = [type(stage.whole).__name__]
         config.dtype = str(stage.whole.dtype).removeprefix("torch.")

@@ -29,6 +29,7 @@ def load_whole(
     config: PretrainedConfig,
     *,
     is_strict: bool = False,
+    may_lack: str | None = None,
     **options: object,
 ) -> PreTrainedModel:
     """A whole model with every weight from the folder.
@@ -36,6 +37,7 @@ def load_whole(
     Args:
         auto_class: an Auto class or a model class of the library.
         is_strict: weights that the model has no place for are refused, too.
+        may_lack: beginning of the names of weights that others fill; None: none.
         options: of its `from_pretrained`.
 
     Raises:
@@ -58,9 +60,12 @@ def load_whole(
         )
     except (OSError, RuntimeError, ValueError) as error:
         raise _does_not_fit(folder, str(error).strip()[:500]) from error
-    missing = list_names(set(info["missing_keys"]))
-    if missing:
-        raise _does_not_fit(folder, f"{len(info['missing_keys'])} weights are missing: {missing}")
+    lacking = {
+        name for name in info["missing_keys"] if may_lack is None or not name.startswith(may_lack)
+    }
+    if lacking:
+        names = list_names(lacking)
+        raise _does_not_fit(folder, f"{len(lacking)} weights are missing: {names}")
     wrong = [
         f"{name} (file {list(found)}, model {list(expected)})"
         for name, found, expected in info["mismatched_keys"]

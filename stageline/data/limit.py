@@ -1,6 +1,7 @@
 """What happens to a sample that is longer than the context: refuse it, cut it, drop it.
 
-Image tokens are never cut, and answers only where prompt and answer share the room.
+Image tokens are never cut, and answers only where prompt and answer share the room. A plain text,
+which has no answer, may lose its end.
 """
 
 import warnings
@@ -10,7 +11,7 @@ from stageline.data.encode import Encoded
 from stageline.data.share import share_places
 from stageline.errors import DataError
 
-Overlong = Literal["error", "cut_prompt", "share", "drop"]
+Overlong = Literal["error", "cut_prompt", "share", "drop", "cut"]
 _has_warned: set[str] = set()
 
 
@@ -30,7 +31,8 @@ def limit_length(
             the prompt, its beginning first; the template's text, images and answers stay. `share`
             cuts the ends of prompts and answers, by the rule of share.py; what would have nothing
             to learn then is dropped. `drop` puts a row without labels in its place, so that the
-            number of rows stays.
+            number of rows stays. `cut` keeps the beginning, for plain text: what it was cut at is
+            no end, so EOS goes with the rest.
         name: of the sample, for errors.
         warn: say so (once per way) when a sample is changed.
 
@@ -54,6 +56,11 @@ def limit_length(
                 f"{why if overlong == 'share' else ''}",
             )
         return Encoded([pad_token_id], [False], [False])
+    if overlong == "cut":
+        if warn:
+            lengths = _lengths(encoded, max_token_num)
+            _warn_once("cut", f"{name} keeps its first {max_token_num} tokens: {lengths}")
+        return encoded.keep(list(range(max_token_num)))
     cuttable = [place for place, may_go in enumerate(encoded.is_cuttable) if may_go]
     if overlong == "cut_prompt" and len(cuttable) >= surplus:
         if warn:
@@ -87,6 +94,12 @@ def _shared(encoded: Encoded, kept: list[int], max_token_num: int, name: str) ->
 def _too_long(
     encoded: Encoded, max_token_num: int, name: str, num_cuttable: int, overlong: Overlong
 ) -> str:
+    if num_cuttable == 0 and overlong == "error":
+        cure = (
+            "--collate-fn.overlong drop leaves such samples out, and with --collate-fn pt "
+            "--collate-fn.overlong cut keeps the beginning of a text"
+        )
+        return _refusal(encoded, max_token_num, name, cure)
     cure = (
         f"--collate-fn.overlong cut_prompt would cut up to {num_cuttable} tokens from the "
         "beginning of its prompt's text, --collate-fn.overlong share cuts prompt and answer, "
@@ -95,6 +108,10 @@ def _too_long(
         else f"only {num_cuttable} tokens of its prompt may be cut, --collate-fn.overlong drop "
         "leaves such samples out"
     )
+    return _refusal(encoded, max_token_num, name, cure)
+
+
+def _refusal(encoded: Encoded, max_token_num: int, name: str, cure: str) -> str:
     return (
         f"{name}: {_lengths(encoded, max_token_num)}. A sample has to fit as a whole, because a "
         f"cut answer would teach a wrong end and cut image tokens break the model. Raise "

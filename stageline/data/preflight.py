@@ -191,6 +191,7 @@ class _RowCheck:
         self._check_some_left()
         cures = {
             "cut_prompt": "their prompts are cut",
+            "cut": "their ends are cut",
             "share": _SHARED,
             "drop": "dropped",
             "error": "refused",

@@ -28,7 +28,7 @@ class EvalResult:
         loss: the mean over supervised tokens; of a loss_fn part with several terms their sum,
             each divided by its own number in the whole set.
         token_accuracy: the share of supervised tokens that greedy prediction hits, given the true
-            tokens before them.
+            tokens before them; None where the loss_fn part scores instead of predicting.
         num_targets: supervised tokens.
         predicted: token ids predicted at the supervised places, a list per row, of the first
             `keep` rows of the dataset; empty for a row without any. On every rank.
@@ -37,7 +37,7 @@ class EvalResult:
     """
 
     loss: float
-    token_accuracy: float
+    token_accuracy: float | None
     num_targets: int
     predicted: list[list[int]] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
@@ -45,8 +45,9 @@ class EvalResult:
 
     def named(self) -> dict[str, float]:
         """Every figure by its name in the log."""
-        own = {} if self.perplexity is None else {"perplexity": self.perplexity}
-        return {"loss": self.loss, **own, "token_accuracy": self.token_accuracy, **self.figures}
+        some = {"perplexity": self.perplexity, "token_accuracy": self.token_accuracy}
+        known = {name: value for name, value in some.items() if value is not None}
+        return {"loss": self.loss, **known, **self.figures}
 
 
 def evaluate(
@@ -92,7 +93,11 @@ def evaluate(
     loss = means.pop("loss", 0.0)
     return EvalResult(
         loss=loss,
-        token_accuracy=sum(hits for hits, *_ in told) / max(num_targets, 1),
+        token_accuracy=(
+            sum(hits for hits, *_ in told) / max(num_targets, 1)
+            if figures.part.predicts_tokens
+            else None
+        ),
         num_targets=num_targets,
         predicted=[by_row.get(row, []) for row in range(max(by_row, default=-1) + 1)],
         figures=means,
@@ -163,9 +168,11 @@ class _Figures:
         for logits, piece in self.pieces(logits_of(output), batch):
             self._add(self.part.sums(logits, piece, step=self.step))
             found.append(logits[:, :-1].argmax(dim=-1))
+        self.totals = _added([self.totals, self.part.count([batch])])
+        if not self.part.predicts_tokens:
+            return
         guesses = torch.cat(found, dim=1)
         self.hits += int(((guesses == labels) & is_target).sum())
-        self.totals = _added([self.totals, self.part.count([batch])])
         for index, row in enumerate(batch.get("loss_rows", in_order).tolist()):
             if row < self.keep and bool(is_target[index].any()):
                 self.predicted.setdefault(row, guesses[index][is_target[index]].tolist())

@@ -33,6 +33,7 @@ class LossPart:
     Attributes:
         counts: name -> function that counts in a micro-batch; `num_targets` comes first.
         is_token_sum: the loss is the mean of token losses.
+        predicts_tokens: what it gets are logits of the next token; `part.predicts_tokens` says no.
 
     Raises:
         UserError: a count has the name of another argument, or the part does not take it.
@@ -42,6 +43,7 @@ class LossPart:
         self.loss_fn = loss_fn
         part = innermost(loss_fn)
         own: Mapping[str, Callable[[MicroBatch], int]] = getattr(part, "counts", {})
+        self.predicts_tokens = bool(getattr(part, "predicts_tokens", True))
         taken = _arguments(part)
         for name in own:
             if name in ("num_targets", "step") or not (name in taken or "**" in taken):

@@ -164,12 +164,14 @@ class RunReport:
             is_best: the weights are kept as the best so far.
         """
         figures: dict[str, float | bool] = {**result.named(), "num_targets": result.num_targets}
+        told = ""
+        if result.token_accuracy is not None:
+            told = f", token accuracy {result.token_accuracy:.4f} on {result.num_targets} tokens"
         if is_best:
             figures["is_best"] = True
         self.log.log_eval(step, figures)
         self.say(
-            f"step {step}: held-out loss {result.loss:.4f}{_perplexity(result)}, "
-            f"token accuracy {result.token_accuracy:.4f} on {result.num_targets} tokens"
+            f"step {step}: held-out loss {result.loss:.4f}{_perplexity(result)}{told}"
             f"{name_figures(result.figures)}"
         )
         if self.context.is_main and result.predicted:

@@ -1,0 +1,56 @@
+"""--attention: what reaches a train_model part, and which kernels are refused before a run."""
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+
+from options.attention_options import (
+    attention_arguments,
+    check_attention,
+    check_attention_device,
+)
+from options.fields import OptionError
+from options.run_options import RunConfig
+
+
+def part(own=None):
+    return SimpleNamespace(kwargs={"attn_implementation": own})
+
+
+def test_only_a_chosen_kernel_reaches_the_part():
+    assert attention_arguments(RunConfig()) == {}
+    wanted = {"attn_implementation": "flex_attention"}
+    assert attention_arguments(RunConfig(attention="flex")) == wanted
+    check_attention(RunConfig(attention="sdpa"), part())
+    check_attention(RunConfig(attention="sdpa"), part("sdpa"))
+    check_attention(RunConfig(), part("flash_attention_2"))
+
+
+@pytest.mark.parametrize(
+    ("run", "own", "match"),
+    [
+        ({"attention": "sdpa"}, "eager", "--train-model.attn_implementation eager"),
+        ({"attention": "flex", "device": "cpu"}, None, "no backward pass on a CPU"),
+        ({"attention": "flash", "device": "cpu", "bf16": True}, None, "on the CPU"),
+        ({"attention": "flash"}, None, "Add --bf16"),
+    ],
+)
+def test_what_cannot_run_is_refused(run, own, match):
+    with pytest.raises(OptionError, match=match):
+        check_attention(RunConfig(**run), part(own))
+
+
+def test_flash_attention_needs_its_package(monkeypatch):
+    run = RunConfig(attention="flash", bf16=True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(OptionError, match="pip install flash-attn"):
+        check_attention(run, part())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    check_attention(run, part())
+
+
+def test_a_device_that_was_found_later_is_looked_at_too():
+    check_attention_device(RunConfig(attention="flex"), "cuda")
+    with pytest.raises(OptionError, match="--attention flex came for a run on the CPU"):
+        check_attention_device(RunConfig(attention="flex"), "cpu")
