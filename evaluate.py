@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from options.command_line import typed
+from options.lora_options import adapter_arguments
 from parse_args import EvaluateArguments, parse_evaluate_args, save_config
 from register import freeze_registers, import_shelf
 from stageline.data.bad_rows import BadRows, leaving_out
@@ -130,8 +131,8 @@ def answer_rows(
         dtype=DTYPES[run.precision],
         num_devices=run.num_devices,
         device=run.device,
-        adapter_path=run.adapter_path,
         trust_remote_code=run.trust_remote_code,
+        **adapter_arguments(run),
         **parts["builder"].kwargs,
     )
     tiling = Tiling(**run.tiling())

@@ -29,6 +29,7 @@ from options.fields import OptionError, check_limits, expand_paths, option_group
 from options.help_text import help_text, list_parts
 from options.image_options import check_images
 from options.limits import check_words
+from options.lora_options import adapter_arguments, check_lora
 from options.memory_options import check_memory
 from options.number_options import check_numbers
 from options.part_options import ChosenPart, add_part_options, takes
@@ -68,6 +69,13 @@ SPECIAL = ("import", "config", "list", "help")  # answered before the options ar
 NOT_SAVED = ("check_only", "plan", "resume", "allow_changes")
 
 
+def absolute(value: str | list[str]) -> str | list[str]:
+    """A path, or each of several, from the root of the file system on."""
+    if isinstance(value, list):
+        return [str(Path(one).absolute()) for one in value]
+    return str(Path(value).absolute())
+
+
 @dataclass
 class Arguments:
     """A resolved command line.
@@ -94,9 +102,7 @@ class Arguments:
                 continue
             value = getattr(self.run, item.name)
             is_path = item.metadata["is_path"] or item.metadata["is_output"]
-            config[typed(item.name)[2:]] = (
-                str(Path(value).absolute()) if is_path and value else value
-            )
+            config[typed(item.name)[2:]] = absolute(value) if is_path and value else value
         for name, chosen in self.parts.items():
             for option, value in chosen.kwargs.items():
                 config[typed(f"{name}.{option}")[2:]] = value
@@ -145,6 +151,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
     check_memory(run)
     check_numbers(run, shards=run.dp_shard)
     check_part_training(run)
+    check_lora(run)
     check_images(run)
     return TrainArguments(run=run, parts=parts, imports=imports)
 
@@ -157,6 +164,7 @@ def parse_evaluate_args(argv: Sequence[str] | None = None) -> EvaluateArguments:
     check_limits(run)
     check_precision(run)
     check_images(run)
+    adapter_arguments(run)
     return EvaluateArguments(run=run, parts=parts, imports=imports)
 
 
@@ -177,6 +185,7 @@ def parse_check_args(argv: Sequence[str] | None = None) -> CheckArguments:
     check_precision(run)
     check_partition(run)
     check_part_training(run)
+    check_lora(run)
     return CheckArguments(run=run, parts=parts, imports=imports)
 
 

@@ -30,7 +30,7 @@ def option(
     """A field of an options class: default, help text, and the limits that are checked.
 
     Args:
-        is_path: a file or folder that has to exist.
+        is_path: a file or folder that has to exist, or several.
         is_output: a folder that the run makes.
     """
     limits = {"at_least": at_least, "at_most": at_most, "below": below}
@@ -63,6 +63,8 @@ def expand_paths(config: Any) -> None:
         if isinstance(value, str) and (item.metadata["is_path"] or item.metadata["is_output"]):
             expanded = str(Path(value).expanduser()) if value else item.default
             setattr(config, item.name, expanded)
+        elif isinstance(value, list) and item.metadata["is_path"]:
+            setattr(config, item.name, [str(Path(one).expanduser()) for one in value])
 
 
 def check_limits(config: Any) -> None:
@@ -75,9 +77,11 @@ def check_limits(config: Any) -> None:
         value = getattr(config, item.name)
         if value is None:
             continue
-        if item.metadata["is_path"] and not Path(value).exists():
+        paths = value if isinstance(value, list) else [value]
+        missing = [path for path in paths if item.metadata["is_path"] and not Path(path).exists()]
+        if missing:
             raise OptionError(
-                f"{spelled(item.name)} {value}: there is no such file or folder. "
+                f"{spelled(item.name)} {missing[0]}: there is no such file or folder. "
                 f"Expected: {item.metadata['help']}. Nothing can be read from it otherwise. Check "
                 f"the path; it is relative to the directory you are in ({Path.cwd()})."
             )

@@ -12,6 +12,7 @@ from options.data_options import DataOptions
 from options.fault_options import FaultOptions
 from options.fields import option
 from options.image_options import ImageOptions
+from options.lora_options import LoRAOptions
 from options.machine_options import MachineOptions
 from options.memory_options import MemoryOptions
 from options.number_options import NumberOptions
@@ -156,6 +157,7 @@ class RunConfig(
     PipelineOptions,
     OptimizerOptions,
     PartTrainingOptions,
+    LoRAOptions,
     FreezeOptions,
     ShapeOptions,
     BatchOptions,
@@ -182,7 +184,14 @@ class EvaluateConfig(ReportOptions, ImageOptions, SharedOptions):
     output_dir: str = option(
         "runs/evaluate", "folder of predictions.jsonl, report.json and plots", is_output=True
     )
-    adapter_path: str | None = option(None, "LoRA adapter folder in peft's format", is_path=True)
+    adapter_path: list[str] | None = option(
+        None,
+        "LoRA adapter folder in peft's format; several are merged one after the other",
+        is_path=True,
+    )
+    adapter_weights: list[float] | None = option(
+        None, "how much of each adapter is added; default: all of it"
+    )
     batch_size: int = option(8, "samples generated together", at_least=1)
     max_new_tokens: int = option(64, "longest answer, in tokens", at_least=1)
     temperature: float = option(0.0, "0 takes the likeliest token, more samples", at_least=0)
