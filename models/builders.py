@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 
 from register import builder_register
 from stageline.checkpoint.adapter import attach_adapter, find_base
-from stageline.checkpoint.adapter_start import merge_adapters
+from stageline.checkpoint.adapter_start import Adapters
 from stageline.checkpoint.whole import check_weights, load_whole
 from stageline.data.processor import load_processor
 from stageline.errors import UserError
@@ -71,7 +71,8 @@ def auto(
     if len(adapters) == 1 and adapter_weights is None:
         attach_adapter(model, adapters[0])
     else:
-        merge_adapters(model, adapters, adapter_weights)
+        weights = None if adapter_weights is None else tuple(adapter_weights)
+        Adapters(tuple(map(Path, adapters)), weights).merge(model)
     processor = load_processor(processor_folder, trust_remote_code=trust_remote_code)
     return model.eval(), processor, device_map
 

@@ -5,7 +5,7 @@ adapters. Not here: adapters that are stacked, which a folder as `--model-path` 
 (`adapter.py`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -213,27 +213,42 @@ def _untie_if_changed(model: nn.Module, adapter: Adapter) -> None:
             config.tie_word_embeddings = False
 
 
-def merge_adapters(
-    model: nn.Module, paths: Sequence[str | Path], weights: Sequence[float] | None = None
-) -> nn.Module:
-    """Adds adapters to a plain transformers model, one after the other, as `peft` would.
+@dataclass(frozen=True)
+class Adapters:
+    """Adapter folders that are added to a model one after the other, as `peft` would.
 
-    Args:
+    Attributes:
         weights: how much of each is added; None: all of it.
-
-    Raises:
-        UserError: a weight for DoRA, whose lengths are no sum.
     """
-    for path, weight in zip(paths, weights or [1.0] * len(paths), strict=True):
-        attach_adapter(model, path)
-        for module in model.modules():
-            if isinstance(module, LoRAWrapper):
-                if weight != 1 and module.lora.use_dora:
-                    raise UserError(
-                        f"--adapter-weights {weight:g} came for {path}, which is DoRA; 1 was "
-                        "expected: its lengths take the place of the weight's own and are no "
-                        "share of a sum. Give 1 for it."
-                    )
-                module.lora.scale *= weight
-        merge_lora(model)
-    return model
+
+    paths: tuple[Path, ...]
+    weights: tuple[float, ...] | None = None
+
+    def merge(self, model: nn.Module) -> nn.Module:
+        """Adds them to a plain transformers model, in place.
+
+        Raises:
+            UserError: a weight for DoRA, whose lengths are no sum, or another number of weights.
+        """
+        weights = self.weights or (1.0,) * len(self.paths)
+        if len(weights) != len(self.paths):
+            raise UserError(
+                f"--adapter-weights has {len(weights)} numbers for {len(self.paths)} folders in "
+                "--adapter-path, one a folder was expected: each is added by its own. Give as many."
+            )
+        for path, weight in zip(self.paths, weights, strict=True):
+            attach_adapter(model, path)
+            for module in model.modules():
+                if isinstance(module, LoRAWrapper):
+                    _weaken(module, weight, path)
+            merge_lora(model)
+        return model
+
+
+def _weaken(module: LoRAWrapper, weight: float, path: Path) -> None:
+    if weight != 1 and module.lora.use_dora:
+        raise UserError(
+            f"--adapter-weights {weight:g} came for {path}, which is DoRA; 1 was expected: its "
+            "lengths take the place of the weight's own and are no share of a sum. Give 1 for it."
+        )
+    module.lora.scale *= weight
