@@ -9,6 +9,7 @@ from pp_models.vision_language import VISION_LANGUAGE_MODELS
 from stageline.modules.layer_seeds import LayerSeeds
 from stageline.modules.neftune import noisy_modules
 from stageline.modules.new_rows import NewRows
+from stageline.pipeline.stage_passes import model_inputs
 from stageline.testing.tiny_batches import drop_pixels, tiny_micro_batches
 from stageline.testing.tiny_checkpoints import auto_class, tiny_whole
 
@@ -43,8 +44,7 @@ def chain(stages, family, seeds=None, micro_batch=0):
         if seeds is not None:
             seeds.start(stage, micro_batch)
         own = batch if stage.stage == 0 else drop_pixels(batch)
-        own = {name: value for name, value in own.items() if name != "input_ids"}
-        out = stage(*tensors, **own)
+        out = stage(*tensors, **model_inputs(own))
         tensors = out if isinstance(out, tuple) else (out,)
     return tensors[0]
 
