@@ -129,9 +129,7 @@ def find_targets(
         names = [
             name
             for prefix, skip in _prefixes(part, parts)
-            for name in linear_names(
-                whole.get_submodule(prefix), prefix=prefix, skip=[*skip, *kept]
-            )
+            for name in _linear_names_below(whole, prefix, skip=[*skip, *kept])
         ]
         chosen = frozenset(
             name
@@ -143,6 +141,14 @@ def find_targets(
             raise _no_match(part, one, names)
         found[part] = replace(one, target=chosen)
     return found
+
+
+def _linear_names_below(whole: nn.Module, prefix: str, *, skip: list[str]) -> list[str]:
+    try:
+        module = whole.get_submodule(prefix)
+    except AttributeError:
+        return []  # a parameter by itself: the line end of LLaVA-NeXT
+    return linear_names(module, prefix=prefix, skip=skip)
 
 
 def wrap_parts(
