@@ -85,6 +85,21 @@ def check_lora(run: Any) -> None:
             "none. Add --model-path, or leave it out."
         )
     _check_adapters(run, has_new=has_new)
+    _check_quantised(run)
+
+
+def _check_quantised(run: Any) -> None:
+    """Refuses what would change weights that are kept in few bits."""
+    quantization = getattr(run, "quantization", None)
+    paths = run.adapter_path or []
+    merges = len(paths) > 1 or (paths and run.create_new_adapter)
+    if quantization and (merges or run.lora_init.startswith(PISSA)):
+        given = "merged --adapter-path" if merges else f"--lora-init {run.lora_init}"
+        raise OptionError(
+            f"{given} came with --quantization {quantization}. A base that stays as it is was "
+            "expected, because a weight in few bits that changes is rounded anew. Merge with "
+            "export.py first and quantise that model, or give one adapter to go on with."
+        )
 
 
 def _check_adapters(run: Any, *, has_new: bool) -> None:

@@ -135,23 +135,29 @@ def linear_sizes(module: nn.Module) -> tuple[int, int]:
 def is_quantised(module: nn.Module) -> bool:
     """Whether a linear layer keeps its weight as something else than plain floats."""
     weight = module.weight
-    is_plain = type(weight) in (torch.Tensor, nn.Parameter)
-    return hasattr(module, "dense_weight") or not (is_plain and weight.is_floating_point())
+    is_plain = _is_plain(weight) and weight.is_floating_point()
+    return getattr(module, "is_quantised", False) or not is_plain
+
+
+def _is_plain(weight: torch.Tensor) -> bool:
+    return type(weight) in (torch.Tensor, nn.Parameter)
 
 
 def dense_weight(module: nn.Module) -> torch.Tensor:
     """The weight [out, in] of a linear layer as floats, whatever it keeps.
 
-    A layer of another kind has a method `dense_weight()`, a quantised tensor has `dequantize`.
+    Of bitsandbytes with its scales, of a quantised kind of tensor by its `dequantize`.
     """
-    if hasattr(module, "dense_weight"):
-        return module.dense_weight()
     weight = module.weight
     if getattr(weight, "quant_state", None) is not None:
         from bitsandbytes.functional import dequantize_4bit
 
         return dequantize_4bit(weight.data, weight.quant_state)
-    if is_quantised(module) and hasattr(weight, "dequantize") and weight.is_floating_point():
+    if weight.dtype == torch.int8:
+        scales = getattr(weight, "SCB", None)
+        scales = module.state.SCB if scales is None else scales
+        return weight.data.to(torch.float32) * (scales.to(torch.float32) / 127).unsqueeze(1)
+    if type(weight).__module__.startswith("torchao"):
         weight = weight.dequantize()
     return weight.T if isinstance(module, Conv1D) else weight
 

@@ -107,6 +107,13 @@ def test_merged_one_after_the_other_as_peft_does(names, folder, tmp_path):
     torch.testing.assert_close(logits(found), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_dora_is_exported_and_compared_with_stages(folder, tmp_path):
+    for merge in (True, False):
+        target = tmp_path / f"out{merge}"
+        report = export_folder(folder / "b", target, merge=merge, make_stages=make_stages)
+        assert report.verdict.reference == "its 2 stages"
+
+
 def test_weights_say_how_much_of_each(folder):
     theirs = peft.PeftModel.from_pretrained(base_of(folder), folder / "a")
     for module in theirs.modules():
