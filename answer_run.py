@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from options.command_line import typed
+from options.lora_options import adapter_arguments
 from parse_args import Arguments
 from stageline.data.image_settings import ImageSettings
 from stageline.data.prepare_images import prepare_images
@@ -100,7 +101,7 @@ def build_model(arguments: Arguments) -> tuple[Any, Any, dict[str, Any]]:
         dtype=DTYPES[run.precision],
         num_devices=run.num_devices,
         device=run.device,
-        adapter_path=run.adapter_path,
+        **adapter_arguments(run),
         trust_remote_code=run.trust_remote_code,
         **builder.kwargs,
     )

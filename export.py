@@ -36,6 +36,27 @@ def num_bytes(text: str) -> int:
     return int(float(match[1]) * UNITS[unit])
 
 
+def folders(text: str) -> tuple[Path, ...]:
+    """Folders between commas, all of which exist."""
+    found = tuple(Path(one).expanduser() for one in text.split(","))
+    missing = [path for path in found if not path.is_dir()]
+    if missing:
+        raise argparse.ArgumentTypeError(
+            f"{missing[0]} is no folder, an adapter folder was expected: check the path"
+        )
+    return found
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """Numbers between commas."""
+    try:
+        return tuple(float(one) for one in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has {error}, numbers between commas were expected, 1,0.5: one an adapter"
+        ) from error
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The options of this entry."""
     parser = argparse.ArgumentParser(
@@ -50,6 +71,18 @@ def make_parser() -> argparse.ArgumentParser:
         "--merge",
         action="store_true",
         help="add an adapter to its base model; else it is exported as an adapter for peft",
+    )
+    add(
+        "--adapter-path",
+        type=folders,
+        metavar="A,B",
+        help="adapter folders that are added to the model at --model-path, one after the other",
+    )
+    add(
+        "--adapter-weights",
+        type=numbers,
+        metavar="X,Y",
+        help="how much of each adapter is added (default: all of it)",
     )
     add("--dtype", choices=DTYPES, help="of the exported weights (default: as they are)")
     add(
@@ -86,16 +119,24 @@ def main() -> None:
     import torch
     import transformers
 
+    from stageline.checkpoint.adapter_start import Adapters
     from stageline.checkpoint.export import export_folder
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if options.verify:
         import_shelf("pp_models")
+    paths = options.adapter_path
+    if options.adapter_weights and not paths:
+        raise UserError(
+            "--adapter-weights came without --adapter-path, the adapters were expected: it says "
+            "how much of each is added. Add them, or leave it out."
+        )
     report = export_folder(
         options.model_path,
         options.output_path,
         merge=options.merge,
+        adapters=Adapters(paths, options.adapter_weights) if paths else None,
         dtype=getattr(torch, options.dtype) if options.dtype else None,
         max_shard_bytes=options.max_shard_size,
         verifies=options.verify,
@@ -200,7 +241,8 @@ def lora_options(folder: Path, build: functools.partial) -> dict[str, object]:
 
     whole, _, _ = build(checkpoint_path=None, stage=0, device="meta")
     counts: dict[str, int] = {}
-    for adapter in read_stack(folder):
+    adapters = read_stack(folder)
+    for adapter in adapters:
         for name in adapter.pairs:
             counts[name] = counts.get(name, 0) + 1
     depths: dict[str, int] = {}
@@ -213,7 +255,8 @@ def lora_options(folder: Path, build: functools.partial) -> dict[str, object]:
             f"{folder} has LoRA outside of vision tower, projector and language model: stages "
             "have none there. Export with --no-verify."
         )
-    return {**depths, "lora_target": sorted(counts)}
+    kind = {"use_dora": True} if any(adapter.magnitudes for adapter in adapters) else {}
+    return {**depths, **kind, "lora_target": sorted(counts)}
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from options.fields import OptionError, absolute, check_limits, expand_paths, op
 from options.help_text import help_text, list_parts
 from options.image_options import check_images
 from options.limits import check_words
+from options.lora_options import adapter_arguments, check_lora
 from options.memory_options import check_memory
 from options.number_options import check_numbers
 from options.part_options import ChosenPart, add_part_options, takes
@@ -148,6 +149,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
     check_memory(run)
     check_numbers(run, shards=run.dp_shard)
     check_part_training(run)
+    check_lora(run)
     check_images(run)
     check_token_cache(run)
     check_attention(run, parts["train_model"])
@@ -162,6 +164,7 @@ def parse_evaluate_args(argv: Sequence[str] | None = None) -> EvaluateArguments:
     check_limits(run)
     check_precision(run)
     check_images(run)
+    adapter_arguments(run)
     return EvaluateArguments(run=run, parts=parts, imports=imports)
 
 
@@ -183,6 +186,7 @@ def parse_check_args(argv: Sequence[str] | None = None) -> CheckArguments:
     check_partition(run)
     check_part_training(run)
     check_attention(run, parts["train_model"])
+    check_lora(run)
     return CheckArguments(run=run, parts=parts, imports=imports)
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 import torch
 
 from options.attention_options import attention_arguments, check_attention_device
+from options.lora_options import lora_arguments
 from options.part_options import ChosenPart
 from options.part_training_options import learning_rate_scales, part_options
+from options.run_options import RunConfig
 from parse_args import TrainArguments
 from stageline.data.example import example_micro_batch
 from stageline.data.groups import (
@@ -21,6 +23,7 @@ from stageline.data.new_tokens import NewTokens
 from stageline.data.tiling import Tiling, match_config
 from stageline.distributed.process_group import DistributedContext
 from stageline.modules.chunked_loss import ChunkedLoss
+from stageline.modules.lora_start import PISSA
 from stageline.modules.preference_loss import without_reference
 from stageline.pipeline.packing_check import check_packing
 from stageline.pipeline.schedules import Schedule
@@ -70,9 +73,16 @@ def build_stages(
             processor_path=processor,
             device=context.device,
             **rows_option(run, new_tokens, is_known=point is not None and point.base is None),
+            **taken_option(run, point),
         )
         for stage in schedule.stages_of(context.pp_rank)
     ]
+    for stage in stages:
+        if point is not None and point.base is not None:
+            stage.loaded_from = getattr(stage, "loaded_from", None) or point.base
+        if stage.stage == 0:
+            for line in getattr(getattr(stage, "start", None), "notes", ()):
+                print(line, flush=True)
     for stage in stages:
         note = getattr(stage, "cast_note", None)
         if note and stage.stage == 0:
@@ -83,6 +93,12 @@ def build_stages(
                 continue  # no row crosses it
             check_packing(stage, rows=run.micro_batch_size, device=context.device)
     return stages
+
+
+def taken_option(run: RunConfig, point: ResumePoint | None) -> dict[str, str]:
+    """The checkpoint that knows what PiSSA took out of the weights, of a run that goes on."""
+    is_wanted = point is not None and point.base is not None and run.lora_init.startswith(PISSA)
+    return {"lora_taken_from": str(point.folder)} if is_wanted else {}
 
 
 def build_part(
@@ -109,6 +125,7 @@ def build_part(
         "dtype": DTYPES[run.precision],
         **{name: getattr(run, name) for name in names.split()},
         **part_options(run),
+        **lora_arguments(run),
         **part.kwargs,
         **attention_arguments(run),
     }

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from options.run_options import RunConfig
 from parse_args import TrainArguments
 from stageline.checkpoint.files import find_checkpoint
-from stageline.checkpoint.vocabulary import num_rows_on_disk
+from stageline.checkpoint.vocabulary import num_rows_on_disk, rows_of_adapter
 from stageline.data.new_tokens import NewTokens, add_new_tokens, processor_of_weights
 from stageline.data.preflight import check_vocabulary
 from stageline.errors import UserError
@@ -46,6 +46,9 @@ def num_rows_of(
     if run.model_path is not None:
         folder = find_checkpoint(run.model_path)
         found.append(num_rows_on_disk(folder, trust_remote_code=run.trust_remote_code))
+    width = getattr(config.get_text_config(decoder=True), "hidden_size", None)
+    for path in run.adapter_path or ():
+        found += rows_of_adapter(Path(path), width)
     return max(found)
 
 

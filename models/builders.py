@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 
 from register import builder_register
 from stageline.checkpoint.adapter import attach_adapter, find_base
+from stageline.checkpoint.adapter_start import Adapters
 from stageline.checkpoint.whole import check_weights, load_whole
 from stageline.data.processor import load_processor
 from stageline.errors import UserError
@@ -23,7 +24,8 @@ def auto(
     dtype: torch.dtype = torch.float32,
     num_devices: int | None = None,
     device: str = "auto",
-    adapter_path: str | None = None,
+    adapter_path: str | list[str] | None = None,
+    adapter_weights: list[float] | None = None,
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
 ) -> tuple[PreTrainedModel, object, dict[str, object]]:
@@ -31,12 +33,15 @@ def auto(
 
     Args:
         model_path: a model folder, or an adapter folder that names its base.
+        adapter_path: one is put on; several are merged into the weights in their order.
+        adapter_weights: how much of each is added; None: all of it.
         attn_implementation: eager, sdpa or another of the library's.
     """
     folder = processor_folder = find_folder(model_path)
+    adapters = [adapter_path] if isinstance(adapter_path, str) else list(adapter_path or ())
     if (folder / "adapter_config.json").is_file():
-        adapter_path, folder = adapter_path or str(folder), find_base(folder)
-    processor_folder = _processor_folder(adapter_path or processor_folder, folder)
+        adapters, folder = adapters or [str(folder)], find_base(folder)
+    processor_folder = _processor_folder([processor_folder, *adapters][-1], folder)
     config = load_config(folder, trust_remote_code=trust_remote_code)
     check_weights(folder)
     auto_class = _auto_class(config)
@@ -63,8 +68,11 @@ def auto(
             device_map=None if device_map == {"": "cpu"} else device_map,
             **options,
         )
-    if adapter_path:
-        attach_adapter(model, adapter_path)
+    if len(adapters) == 1 and adapter_weights is None:
+        attach_adapter(model, adapters[0])
+    else:
+        weights = None if adapter_weights is None else tuple(adapter_weights)
+        Adapters(tuple(map(Path, adapters)), weights).merge(model)
     processor = load_processor(processor_folder, trust_remote_code=trust_remote_code)
     return model.eval(), processor, device_map
 

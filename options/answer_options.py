@@ -9,7 +9,14 @@ from options.fields import option
 class AnswerOptions:
     """Answers"""
 
-    adapter_path: str | None = option(None, "LoRA adapter folder in peft's format", is_path=True)
+    adapter_path: list[str] | None = option(
+        None,
+        "LoRA adapter folder in peft's format; several are merged one after the other",
+        is_path=True,
+    )
+    adapter_weights: list[float] | None = option(
+        None, "how much of each adapter is added; default: all of it"
+    )
     batch_size: int = option(8, "samples generated together", at_least=1)
     max_new_tokens: int = option(64, "longest answer, in tokens", at_least=1)
     temperature: float = option(0.0, "0 takes the likeliest token, more samples", at_least=0)

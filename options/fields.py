@@ -33,7 +33,7 @@ def option(
     """A field of an options class: default, help text, and the limits that are checked.
 
     Args:
-        is_path: a file or folder that has to exist.
+        is_path: a file or folder that has to exist, or several.
         is_pattern: of a path: one with *, ? or [ is a pattern, and `hub:name` is no path.
         is_output: a folder that the run makes.
     """
@@ -67,6 +67,8 @@ def expand_paths(config: Any) -> None:
         if isinstance(value, str) and (item.metadata["is_path"] or item.metadata["is_output"]):
             expanded = str(Path(value).expanduser()) if value else item.default
             setattr(config, item.name, expanded)
+        elif isinstance(value, list) and item.metadata["is_path"]:
+            setattr(config, item.name, [str(Path(one).expanduser()) for one in value])
 
 
 def check_limits(config: Any) -> None:
@@ -79,9 +81,15 @@ def check_limits(config: Any) -> None:
         value = getattr(config, item.name)
         if value is None:
             continue
-        if item.metadata["is_path"] and not (Path(value).exists() or _is_pattern(item, value)):
+        paths = value if isinstance(value, list) else [value]
+        missing = [
+            path
+            for path in paths
+            if item.metadata["is_path"] and not (Path(path).exists() or _is_pattern(item, path))
+        ]
+        if missing:
             raise OptionError(
-                f"{spelled(item.name)} {value}: there is no such file or folder. "
+                f"{spelled(item.name)} {missing[0]}: there is no such file or folder. "
                 f"Expected: {item.metadata['help']}. Nothing can be read from it otherwise. Check "
                 f"the path; it is relative to the directory you are in ({Path.cwd()})."
             )
@@ -91,6 +99,8 @@ def check_limits(config: Any) -> None:
 
 def absolute(item: dataclasses.Field, value: Any) -> Any:
     """A path of an option as it is written into a config; other values as they are."""
+    if isinstance(value, list):
+        return [absolute(item, one) for one in value]
     is_path = item.metadata["is_path"] or item.metadata["is_output"]
     is_name = item.metadata["is_pattern"] and str(value).startswith(_HUB)
     return str(Path(value).absolute()) if is_path and value and not is_name else value

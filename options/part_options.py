@@ -39,10 +39,13 @@ CONTRACTS: dict[str, Contract] = {
         "gradient_checkpointing checkpoint_every checkpoint_mode offload_activations "
         "compile_layers logits_chunk trust_remote_code model_types new_rows vit_lora_rank "
         "mlp_lora_rank llm_lora_rank vit_lora_alpha mlp_lora_alpha llm_lora_alpha "
-        "vit_lora_target mlp_lora_target llm_lora_target",
+        "vit_lora_target mlp_lora_target llm_lora_target use_rslora use_dora lora_init "
+        "lora_exclude modules_to_save adapter_path create_new_adapter lora_taken_from "
+        "neftune_alpha",
     ),
     "builder": _contract(
-        1, "visual_gpu_ratio dtype num_devices device adapter_path trust_remote_code"
+        1,
+        "visual_gpu_ratio dtype num_devices device adapter_path adapter_weights trust_remote_code",
     ),
     "prompt": Contract(),
     "prompt_fn": _contract(2, "processor for_generation"),

@@ -14,6 +14,7 @@ from options.data_options import DataOptions
 from options.fault_options import FaultOptions
 from options.fields import option
 from options.image_options import ImageOptions
+from options.lora_options import LoRAOptions
 from options.machine_options import MachineOptions
 from options.memory_options import MemoryOptions
 from options.number_options import NumberOptions
@@ -169,6 +170,7 @@ class RunConfig(
     OptimizerOptions,
     PartTrainingOptions,
     ReferenceOptions,
+    LoRAOptions,
     FreezeOptions,
     ShapeOptions,
     BatchOptions,

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from pp_models.filling import Source, fill_stage, read_config
+from stageline.checkpoint.adapter_start import AdapterStart
 from stageline.data.processor import get_pad_token_id, load_processor
 from stageline.errors import PlanError, UserError
 from stageline.modules import compiling, offload
@@ -18,6 +19,7 @@ from stageline.modules.checkpointing import CheckpointMode, checkpoint_layers, t
 from stageline.modules.lora import key_map_without_last_lora
 from stageline.modules.new_rows import NewRows, vocabulary_paths
 from stageline.modules.part_lora import find_targets, lora_of_parts, wrap_parts
+from stageline.modules.whole_modules import find_whole_modules, is_inside
 from stageline.pipeline.partition import layer_range, stage_layers
 
 PARTS = ("vit", "mlp", "llm", "lm_head")
@@ -33,6 +35,8 @@ class StageModel(nn.Module):
         whole: the pruned transformers model, or None for a subclass that builds its own modules.
         partition: layers per stage.
         layers: the global indices of this stage's layers.
+        start: adapters that are there already, and modules trained whole, of the arguments `lora`.
+        whole_modules: paths of these modules, of all stages.
         lora: part -> its LoRA, of the arguments `lora`: see `lora_of_parts`.
         logits_chunk: above 0 the last stage returns hidden states in the place of logits, and
             the loss makes logits of so many tokens at a time (stageline/modules/chunked_loss.py).
@@ -77,6 +81,8 @@ class StageModel(nn.Module):
             "llm": frozen_llm,
             "lm_head": frozen_lm_head,
         }
+        self.start = AdapterStart.of(lora)
+        self.whole_modules: frozenset[str] = frozenset()
         self.lora = lora_of_parts(**lora)
         if vision_stages and not hasattr(self, "tower_partition"):
             raise UserError(
@@ -225,13 +231,15 @@ class StageModel(nn.Module):
     def frozen(self) -> None:
         """Sets `requires_grad` on every parameter by part.
 
-        A part with LoRA trains its outermost adapter alone. A tied head follows the embeddings,
-        whose weight it is.
+        A part with LoRA trains its outermost adapter alone, and modules that are to be trained
+        whole. A tied head follows the embeddings, whose weight it is.
         """
         for name, parameter in self.named_parameters():
             part = self.part_of(name)
             is_last_lora = ".lora.lora_" in name and ".lora_module." not in name
-            if part in self.lora and self.lora[part].num > 0:
+            if is_inside(name, self.whole_modules):
+                parameter.requires_grad_(True)
+            elif part in self.lora and self.lora[part].num > 0:
                 parameter.requires_grad_(is_last_lora)
             else:
                 parameter.requires_grad_(not self.frozen_parts.get(part or "", False))
@@ -252,7 +260,9 @@ class StageModel(nn.Module):
         """Prunes `whole` to this stage and shares its modules; then puts LoRA on."""
         self.parameter_order = [name for name, _ in whole.named_parameters()]
         self.vocabulary = vocabulary_paths(whole)
-        self.lora = find_targets(whole, self.parts(), self.lora)
+        lora = self.start.lora_of(self.lora, self.part_of)
+        self.whole_modules = find_whole_modules(whole, self.start.modules_to_save)
+        self.lora = find_targets(whole, self.parts(), lora, kept=self.whole_modules)
         self.prune(whole)
         self.__dict__["whole"] = whole  # not a child: its children are ours
         self.__dict__["_modules"] = whole._modules
@@ -315,6 +325,7 @@ class StageModel(nn.Module):
         model_types: tuple[str, ...] | None = None,
         is_piece: bool = False,
         new_rows: NewRows | None = None,
+        neftune_alpha: float = 0.0,
         **model_kwargs: object,
     ) -> tuple["StageModel", object, int]:
         """Builds one stage and fills it; the body of most train_model parts.
@@ -326,20 +337,19 @@ class StageModel(nn.Module):
             is_piece: for the planner: a stage may be without layers, on the meta device it stays
                 without weights, and no processor is read.
             new_rows: tokens that the tokenizer got for this run.
+            neftune_alpha: noise on the embeddings in training, see `neftune.py`; 0: none.
 
         Returns:
             The stage on `device`, the processor, and the id of the padding token.
         """
-        config_path = config_path or checkpoint_path
+        config_path, code = config_path or checkpoint_path, trust_remote_code
         weights = None if new_rows is None else checkpoint_path
-        config = read_config(
-            config_path, model_types, weights=weights, trust_remote_code=trust_remote_code
-        )
+        config = read_config(config_path, model_types, weights=weights, trust_remote_code=code)
         model_kwargs |= {"is_piece": True} if is_piece else {}
         model = cls(config, stage=stage, num_stages=num_stages, dtype=dtype, **model_kwargs)
         is_only_looked_at = is_piece and torch.device(device).type == "meta"
         source = None if is_only_looked_at else Source(checkpoint_path, seed, device, dtype)
-        fill_stage(model, source, new_rows=new_rows)
+        fill_stage(model, source, new_rows=new_rows, neftune_alpha=neftune_alpha)
         model.logits_chunk = logits_chunk
         # from the inside out: what is compiled can be recomputed, what that keeps be offloaded
         if compile_layers:
@@ -350,7 +360,6 @@ class StageModel(nn.Module):
             offload.offload_activations(model)
         if is_piece:
             return model, None, 0
-        processor = load_processor(
-            processor_path or checkpoint_path or config_path, trust_remote_code=trust_remote_code
-        )
+        path = processor_path or checkpoint_path or config_path
+        processor = load_processor(path, trust_remote_code=code)
         return model, processor, get_pad_token_id(processor)

@@ -12,6 +12,7 @@ from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.vocabulary import num_rows_on_disk
 from stageline.errors import UserError
 from stageline.model_folder import load_config
+from stageline.modules.neftune import add_noise
 from stageline.modules.new_rows import NewRows, put_new_rows, set_vocab_size, vocab_size_of
 
 
@@ -29,11 +30,18 @@ class Source:
     dtype: torch.dtype
 
 
-def fill_stage(model: nn.Module, source: Source | None, *, new_rows: NewRows | None) -> None:
+def fill_stage(
+    model: nn.Module,
+    source: Source | None,
+    *,
+    new_rows: NewRows | None,
+    neftune_alpha: float = 0.0,
+) -> None:
     """Gives a stage on meta its weights, and says which of them train.
 
     Args:
         source: None: it stays on meta.
+        neftune_alpha: noise on the embeddings in training; 0: none.
     """
     if source is not None:
         where = {"seed": source.seed, "device": source.device, "dtype": source.dtype}
@@ -44,6 +52,8 @@ def fill_stage(model: nn.Module, source: Source | None, *, new_rows: NewRows | N
     model.frozen()
     if new_rows is not None:
         put_new_rows(model, new_rows)
+    if neftune_alpha:  # behind the rows of new tokens, which take the places of what was looked up
+        add_noise(model, model.vocabulary, neftune_alpha)
     model.train()
 
 

@@ -34,7 +34,8 @@ from stageline.checking.whole_model import (
 )
 from stageline.checkpoint.files import weight_files
 from stageline.errors import UserError
-from stageline.modules.lora import LoRALayer, name_seed
+from stageline.modules.lora_layer import LoRALayer
+from stageline.modules.lora_start import name_seed
 
 ReferenceKind = Literal["auto", "transformers", "part"]
 

@@ -11,10 +11,8 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from stageline.checkpoint.adapter_rows import (
-    INDICES,
     Rows,
     fit_vocabulary,
     put_rows,
@@ -23,13 +21,15 @@ from stageline.checkpoint.adapter_rows import (
 from stageline.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FILE, list_names, read_tensors
 from stageline.errors import CheckpointError, UserError
 from stageline.model_folder import read_json
-from stageline.modules.lora import LoRALayer, LoRAWrapper, innermost, is_linear, lora_stacks
+from stageline.modules.lora import LoRAWrapper, innermost, is_linear, lora_stacks
+from stageline.modules.lora_layer import MAGNITUDE, LoRALayer
 
 PEFT_PREFIX = "base_model.model."
 STACK_FOLDER = "stack"
 _PART = re.compile(r"^(?P<module>.+)\.lora_(?P<which>[AB])\.weight$")
+_MAGNITUDE = re.compile(rf"^(?P<module>.+)\.{MAGNITUDE}(\.weight)?$")
 # settings of peft that change the mathematics and that LoRAWrapper has not
-_UNSUPPORTED = ("use_dora", "lora_bias", "layer_replication", "target_parameters", "use_qalora")
+_UNSUPPORTED = ("lora_bias", "layer_replication", "target_parameters", "use_qalora")
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Adapter:
         pairs: module name -> (A [rank, in], B [out, rank]).
         extras: parameters of modules that were trained whole, by name.
         rows: module -> ids of new tokens and their rows.
+        magnitudes: of DoRA, module name -> a length for each output.
     """
 
     folder: Path
@@ -49,6 +50,7 @@ class Adapter:
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]
     extras: dict[str, torch.Tensor]
     rows: Rows = field(default_factory=dict)
+    magnitudes: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def scale(self, module: str) -> float:
         """alpha / rank of one module, or alpha / sqrt(rank) if the adapter says so."""
@@ -110,16 +112,19 @@ def read_adapter(folder: str | Path) -> Adapter:
             "is no adapter. Copy the adapter again, with safetensors weights."
         )
     halves: dict[str, dict[str, torch.Tensor]] = {}
-    extras = {}
+    extras, magnitudes = {}, {}
     for name, tensor in read_tensors(file).items():
         plain = name.removeprefix(PEFT_PREFIX)
         match = _PART.match(plain)
-        if match:
+        magnitude = _MAGNITUDE.match(plain)
+        if magnitude:
+            magnitudes[magnitude["module"]] = tensor
+        elif match:
             halves.setdefault(match["module"], {})[match["which"]] = tensor
         elif "lora_" in plain:
             raise CheckpointError(
                 f"{file} holds {name}, only lora_A and lora_B of linear layers were expected: "
-                "LoRA on embeddings or with magnitudes is not supported. Merge it with peft first."
+                "LoRA on embeddings or of experts is not supported. Merge it with peft first."
             )
         else:
             extras[plain] = tensor
@@ -138,8 +143,25 @@ def read_adapter(folder: str | Path) -> Adapter:
                 "[rank, in] and [out, rank] were expected: they are multiplied. Copy the adapter "
                 "again."
             )
+    _check_magnitudes(config, pairs, magnitudes, file)
     rows, extras = split_rows(extras, config, file)
-    return Adapter(folder=folder, config=config, pairs=pairs, extras=extras, rows=rows)
+    return Adapter(folder, config, pairs, extras, rows, magnitudes)
+
+
+def _check_magnitudes(
+    config: dict[str, object],
+    pairs: dict[str, tuple[torch.Tensor, torch.Tensor]],
+    magnitudes: dict[str, torch.Tensor],
+    file: Path,
+) -> None:
+    wanted = {name: [b.shape[0]] for name, (_, b) in pairs.items()}
+    found = {name: list(value.shape) for name, value in magnitudes.items()}
+    if found != (wanted if config.get("use_dora") else {}):
+        raise CheckpointError(
+            f"{file} holds {len(found)} magnitude vectors for {len(wanted)} layers and "
+            f"{ADAPTER_CONFIG} says use_dora={bool(config.get('use_dora'))}; one a layer, as long "
+            "as its outputs, was expected with DoRA, none without. Copy the adapter again."
+        )
 
 
 def _check_numbers(config: dict[str, object], path: Path) -> None:
@@ -197,13 +219,14 @@ def attach_adapter(hf_model: nn.Module, adapter_path: str | Path) -> nn.Module:
     modules = dict(hf_model.named_modules())
     unknown = {name for name in adapter.pairs if not _is_wrappable(modules.get(name))}
     unknown |= {name for name in adapter.extras if name.rpartition(".")[0] not in modules}
-    _refuse_unknown(adapter, unknown, type(hf_model).__name__)
+    refuse_unknown(adapter, unknown, type(hf_model).__name__)
     fit_vocabulary(hf_model, [adapter])
     for name, pair in adapter.pairs.items():
         parent, _, leaf = name.rpartition(".")
-        wrapper = LoRAWrapper(modules[name], rank=1, alpha=1.0)
+        use_dora = name in adapter.magnitudes
+        wrapper = LoRAWrapper(modules[name], rank=1, alpha=1.0, use_dora=use_dora)
         _check_shape(adapter, name, wrapper.lora)
-        fill_layer(wrapper.lora, pair, adapter.scale(name))
+        wrapper.lora.load(*pair, adapter.scale(name), adapter.magnitudes.get(name))
         wrapper.train(modules[name].training)
         setattr(hf_model.get_submodule(parent), leaf, wrapper)
     put_extras(hf_model, adapter.extras)
@@ -215,7 +238,8 @@ def _is_wrappable(module: nn.Module | None) -> bool:
     return module is not None and is_linear(module)
 
 
-def _refuse_unknown(adapter: Adapter, unknown: set[str], model_name: str) -> None:
+def refuse_unknown(adapter: Adapter, unknown: set[str], model_name: str) -> None:
+    """Refuses an adapter with weights for modules that are not there."""
     if unknown:
         raise CheckpointError(
             f"the adapter {adapter.folder} has weights for {list_names(unknown)}, linear layers of "
@@ -237,17 +261,6 @@ def _check_shape(adapter: Adapter, name: str, layer: LoRALayer) -> None:
         )
 
 
-@torch.no_grad()
-def fill_layer(layer: LoRALayer, pair: tuple[torch.Tensor, torch.Tensor], scale: float) -> None:
-    """Gives a layer the weights of an adapter, whatever its rank was before."""
-    for linear, value in zip((layer.lora_A, layer.lora_B), pair, strict=True):
-        old = linear.weight
-        linear.out_features, linear.in_features = value.shape
-        value = value.to(device=old.device, dtype=old.dtype)
-        linear.weight = nn.Parameter(value, requires_grad=old.requires_grad)
-    layer.scale = scale
-
-
 def put_extras(model: nn.Module, extras: dict[str, torch.Tensor]) -> None:
     """Puts modules that were trained whole; a tied head becomes a weight of its own, as in peft."""
     for name, value in extras.items():
@@ -258,21 +271,24 @@ def put_extras(model: nn.Module, extras: dict[str, torch.Tensor]) -> None:
         setattr(module, leaf, nn.Parameter(value, requires_grad=old.requires_grad))
 
 
-def fill_earlier_lora(model: nn.Module, folder: Path) -> None:
+def fill_earlier_lora(model: nn.Module, folder: Path, adapters: list[Adapter]) -> None:
     """Fills a stage's LoRAs from an adapter folder: all but the last, or as many as it holds.
 
-    With as many adapters as LoRAs the last one is filled too: that run goes on.
+    With as many adapters as LoRAs the last one is filled too: that run goes on. What was trained
+    whole is noted in `model.carried`: a folder saved from here has to hold it as well.
+
+    Args:
+        adapters: of the folder, innermost first.
 
     Raises:
         UserError: the counts do not fit.
         CheckpointError: the adapter has weights that no stage could hold.
     """
-    adapters = read_stack(folder)
     fit_vocabulary(model, adapters)
     stacks = lora_stacks(model)
     whole_names = {name.rpartition(".")[0] for name in model.parameter_order}
     for level, adapter in enumerate(adapters):
-        _refuse_unknown(adapter, _unplaced(adapter, whole_names, model), type(model).__name__)
+        refuse_unknown(adapter, _unplaced(adapter, whole_names, model), type(model).__name__)
         for name, pair in adapter.pairs.items():
             if name not in stacks:
                 continue  # another stage has it
@@ -285,8 +301,11 @@ def fill_earlier_lora(model: nn.Module, folder: Path) -> None:
                     f"last may be new. Set --llm-lora-num (or --vit-lora-num, --mlp-lora-num) to "
                     f"{count + 1}, or merge them with export.py --merge."
                 )
-            _check_shape(adapter, name, wrappers[level].lora)
-            fill_layer(wrappers[level].lora, pair, adapter.scale(name))
+            layer = wrappers[level].lora
+            _check_shape(adapter, name, layer)
+            _check_kind(adapter, name, layer, is_alone=len(wrappers) == 1)
+            layer.load(*pair, adapter.scale(name), adapter.magnitudes.get(name))
+            layer.use_rslora = bool(adapter.config.get("use_rslora"))
         here = dict(model.named_parameters(remove_duplicate=False))
         plain = {name: adapter.extras[name] for name in adapter.extras if name in here}
         wrapped = {
@@ -296,6 +315,25 @@ def fill_earlier_lora(model: nn.Module, folder: Path) -> None:
         }
         put_extras(model, {**plain, **wrapped})
         put_rows(model, adapter)
+        model.carried = frozenset({*getattr(model, "carried", ()), *plain, *wrapped})
+
+
+def _check_kind(adapter: Adapter, name: str, layer: LoRALayer, *, is_alone: bool) -> None:
+    """Refuses an adapter of another kind than the layer that is to hold it."""
+    is_dora = name in adapter.magnitudes
+    if is_dora != layer.use_dora or (is_dora and not is_alone):
+        raise UserError(
+            f"{adapter.folder} holds {'DoRA' if is_dora else 'plain LoRA'} for {name}, the same "
+            "kind was expected here, and DoRA without another adapter on its layer: its length is "
+            "that of one sum. Give it with --adapter-path, which takes the kind from the file "
+            "(with --create-new-adapter it is merged first)."
+        )
+    if layer.taken is not None:
+        raise UserError(
+            f"{adapter.folder} came with --lora-init {layer.start}, a new adapter was expected: a "
+            "saved one belongs to the weights before PiSSA. Leave --lora-init out, or add "
+            "--create-new-adapter to --adapter-path."
+        )
 
 
 def _unplaced(adapter: Adapter, whole_names: set[str], model: nn.Module) -> set[str]:
@@ -309,82 +347,3 @@ def _unplaced(adapter: Adapter, whole_names: set[str], model: nn.Module) -> set[
         if (is_here and name not in stacks) or (not is_here and name not in whole_names):
             unplaced.add(name)
     return unplaced
-
-
-# -- out of a model ----------------------------------------------------------------------------
-
-
-def adapter_tensors(model: nn.Module, *, level: int | None) -> dict[str, torch.Tensor]:
-    """The adapters of a model under `peft` names.
-
-    Args:
-        level: which of stacked ones, 0 the innermost; None: all as one, ranks side by side.
-    """
-    tensors = {}
-    for name, wrappers in lora_stacks(model).items():
-        layers = [wrapper.lora for wrapper in wrappers]
-        if level is not None:
-            layers = layers[level : level + 1]
-        if not layers:
-            continue
-        last = layers[-1].scale
-        a = torch.cat([layer.lora_A.weight.detach() for layer in layers])
-        b = torch.cat(
-            [layer.lora_B.weight.detach() * (layer.scale / last) for layer in layers], dim=1
-        )
-        tensors[f"{PEFT_PREFIX}{name}.lora_A.weight"] = a.contiguous()
-        tensors[f"{PEFT_PREFIX}{name}.lora_B.weight"] = b.contiguous()
-    return tensors
-
-
-def adapter_facts(model: nn.Module, *, level: int | None) -> dict[str, tuple[int, float, bool]]:
-    """Module name -> (rank, alpha, whether the layer keeps its weight transposed)."""
-    facts = {}
-    for name, wrappers in lora_stacks(model).items():
-        layers = [wrapper.lora for wrapper in wrappers]
-        if level is not None:
-            layers = layers[level : level + 1]
-        if layers:
-            rank = sum(layer.rank for layer in layers)
-            is_transposed = isinstance(innermost(wrappers[0]), Conv1D)
-            facts[name] = (rank, layers[-1].scale * rank, is_transposed)
-    return facts
-
-
-def peft_config(
-    facts: dict[str, tuple[int, float, bool]],
-    *,
-    base: str,
-    dropout: float,
-    modules_to_save: list[str],
-    task: str | None,
-    token_ids: dict[str, list[int]] | None = None,
-) -> dict[str, object]:
-    """The content of adapter_config.json.
-
-    Args:
-        facts: of all stages, see `adapter_facts`.
-        base: the folder of the frozen model.
-        modules_to_save: modules that were trained whole.
-        task: what peft calls the kind of model; see tasks.py.
-        token_ids: module -> ids of the new tokens whose rows the adapter holds.
-    """
-    ordered = sorted(facts)
-    rank, alpha, _ = facts[ordered[0]]
-    return {
-        "peft_type": "LORA",
-        "task_type": task,
-        "base_model_name_or_path": base,
-        "r": rank,
-        "lora_alpha": alpha,
-        "lora_dropout": dropout,
-        "bias": "none",
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "fan_in_fan_out": any(transposed for _, _, transposed in facts.values()),
-        "target_modules": ordered,
-        "modules_to_save": modules_to_save or None,
-        "rank_pattern": {re.escape(n): facts[n][0] for n in ordered if facts[n][0] != rank},
-        "alpha_pattern": {re.escape(n): facts[n][1] for n in ordered if facts[n][1] != alpha},
-        **({INDICES: token_ids} if token_ids else {}),
-    }

@@ -12,6 +12,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from stageline import chaos
 from stageline.checkpoint.adapter import find_base, read_adapter_config
+from stageline.checkpoint.adapter_start import Adapters
 from stageline.checkpoint.export_check import (
     TOLERANCE,
     ExportError,
@@ -68,6 +69,7 @@ def export_folder(
     target: str | Path,
     *,
     merge: bool = False,
+    adapters: Adapters | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     verifies: bool = True,
@@ -81,6 +83,7 @@ def export_folder(
         source: a folder that a run saved, or any Hugging Face model or adapter folder.
         target: a new folder.
         merge: adds an adapter to its base; the result is a whole model.
+        adapters: are added to `source`, a whole model, one after the other.
         dtype: of the weights in the new folder; None: as they are.
         verifies: loads the result in plain transformers and compares logits and greedy tokens;
             left out, with a note, where the host's memory is too small for it.
@@ -103,11 +106,17 @@ def export_folder(
             f"--merge came with {source}, an adapter folder was expected: there is nothing to "
             "merge in a whole model. Leave --merge out."
         )
+    if adapters is not None and is_adapter:
+        raise UserError(
+            f"--adapter-path came with {source}, which is an adapter itself; the base of the "
+            "adapters was expected as --model-path. Name all adapters in --adapter-path."
+        )
     export = _Export(
         source,
         target,
         base=find_base(source) if merge else None,
         keeps_adapter=is_adapter and not merge,
+        adapters=adapters,
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
         trust_remote_code=trust_remote_code,
@@ -126,15 +135,22 @@ class _Export:
 
     Attributes:
         base: the model that the source, an adapter, is added to.
+        adapters: what is added to the source, a model; None: nothing.
     """
 
     source: Path
     target: Path
     base: Path | None
     keeps_adapter: bool
+    adapters: Adapters | None
     dtype: torch.dtype | None
     max_shard_bytes: int
     trust_remote_code: bool
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether weights are written that no file holds."""
+        return self.base is not None or self.adapters is not None
 
     @property
     def model_folder(self) -> Path:
@@ -156,6 +172,7 @@ class _Export:
                     draft,
                     rounded_to=self.rounded_to(),
                     make_stages=make_stages,
+                    adapters=self.adapters,
                     trust_remote_code=self.trust_remote_code,
                 )
             with storage_errors(self.target, needed):
@@ -180,16 +197,19 @@ class _Export:
         else:
             self.write_model(draft)
         # what an adapter's folder lacks is its base's
-        for folder in filter(None, (self.base, self.source)):
+        more = self.adapters.paths if self.adapters else ()
+        for folder in filter(None, (self.base, self.source, *more)):
             copy_side_files(folder, draft, with_code=self.trust_remote_code)
         self.write_card(draft)
 
     def write_model(self, draft: Path) -> None:
         """The whole model; an adapter is added to it."""
         # a sum in another type than the base's is rounded once, to that type
-        sums = torch.float32 if self.base is not None and self.dtype is not None else None
+        sums = torch.float32 if self.is_sum and self.dtype is not None else None
         model = load_plain(self.source, dtype=sums, trust_remote_code=self.trust_remote_code)
-        if self.base is not None:
+        if self.adapters is not None:
+            self.adapters.merge(model)
+        if self.is_sum:
             model = merge_lora(model)
             untie_changed_head(model)
         if self.dtype is not None:
@@ -207,14 +227,15 @@ class _Export:
         """The model card, with what is known of the run around the source."""
         run = read_run_facts(self.source)
         is_adapter = (self.source / ADAPTER_CONFIG).exists()
-        kind = "adapter" if self.keeps_adapter else "merged" if is_adapter else "model"
+        is_merged = is_adapter or self.adapters is not None
+        kind = "adapter" if self.keeps_adapter else "merged" if is_merged else "model"
         try:
             config = read_config_of_base(self.source, trust_remote_code=self.trust_remote_code)
         except UserError:
             if not self.keeps_adapter:
                 raise
             config = None  # an adapter whose base is elsewhere
-        base = named_base(self.source) if is_adapter else None
+        base = named_base(self.source) if is_adapter else str(self.source) if is_merged else None
         facts = ModelFacts.of(config, name=self.target.name, kind=kind, base=base)
         if is_adapter and is_scored(self.source):  # its base may be a language model
             facts = replace(facts, class_name=f"AutoModel{CLASSIFIER}")
@@ -224,7 +245,7 @@ class _Export:
     def rounded_to(self) -> torch.dtype | None:
         """The half type that weights are rounded to, if they are."""
         before = tensor_dtypes(self.model_folder)
-        if self.base is not None:  # the sum is
+        if self.is_sum:  # the sum is
             written = before if self.dtype is None else {self.dtype}
         else:
             written = {self.dtype} if before != {self.dtype} else set()

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from stageline.checkpoint.adapter import find_base
+from stageline.checkpoint.adapter_start import Adapters
 from stageline.checkpoint.answers import (
     Answer,
     answer_of_model,
@@ -99,22 +100,26 @@ def check_export(
     *,
     rounded_to: torch.dtype | None,
     make_stages: StageMaker | None = None,
+    adapters: Adapters | None = None,
     trust_remote_code: bool = False,
 ) -> Verdict:
     """Compares logits and greedy tokens of a checkpoint and of what was exported of it.
 
     Args:
+        adapters: what was added to it.
         rounded_to: a half type that weights were rounded to; None: no weight was.
 
     Raises:
         ExportError: they differ by more than the tolerance.
     """
     config = read_config_of_base(source, trust_remote_code=trust_remote_code)
+    told = [source, *(adapters.paths if adapters else ())]
+    new_ids = sorted({token for folder in told for token in token_ids_on_disk(folder)})
     probes, note = make_probes(
-        config, exported, new_ids=token_ids_on_disk(source), trust_remote_code=trust_remote_code
+        config, exported, new_ids=new_ids, trust_remote_code=trust_remote_code
     )
     notes = [] if note is None else [f"compared without an image: {note}"]
-    expected, reference, why = _expected(source, probes, make_stages, trust_remote_code)
+    expected, reference, why = _expected(source, probes, make_stages, adapters, trust_remote_code)
     notes += [] if why is None else [why]
     model = _load_exported(exported, trust_remote_code=trust_remote_code)
     tolerance = TOLERANCE[rounded_to or COMPUTE]
@@ -143,17 +148,20 @@ def _expected(
     source: Path,
     probes: dict[str, Inputs],
     make_stages: StageMaker | None,
+    adapters: Adapters | None,
     trust_remote_code: bool,
 ) -> tuple[dict[str, Answer], str, str | None]:
     """Answers of the checkpoint, of whom they are, and why not of its stages."""
     why = None
-    if make_stages is not None:
+    if make_stages is not None and adapters is None:
         stages = make_stages(source)
         if not isinstance(stages, str):
             answers = {name: answer_of_stages(stages, inputs) for name, inputs in probes.items()}
             return answers, f"its {len(stages)} stages", None
         why = f"compared with plain transformers, not with stages: {stages}"
     model = load_plain(source, dtype=COMPUTE, trust_remote_code=trust_remote_code)
+    if adapters is not None:
+        adapters.merge(model)
     answers = {name: answer_of_model(model, inputs, steps=True) for name, inputs in probes.items()}
     return answers, "the checkpoint in plain transformers", why
 

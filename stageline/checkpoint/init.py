@@ -4,20 +4,16 @@ Each module draws from a seed of its own, made of the run's seed and the module'
 model's own `_init_weights`. Not here: where the weights of a checkpoint come from (`load.py`).
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from stageline.checkpoint.finite import is_finite
 from stageline.errors import UserError
-from stageline.modules.lora import (
-    LoRALayer,
-    LoRAWrapper,
-    init_lora_layer,
-    name_seed,
-    strip_lora,
-    unwrapped,
-)
+from stageline.modules.lora import LoRAWrapper, innermost, strip_lora, unwrapped
+from stageline.modules.lora_start import Pair, init_lora_layer, name_seed
 from stageline.modules.pass_through import PassThrough
 
 # the library's own mark: its init functions leave such a tensor alone
@@ -157,12 +153,30 @@ def init_fresh(model: nn.Module, *, seed: int) -> None:
             model.whole._init_weights(module)
 
 
-def init_lora(model: nn.Module, *, seed: int, only_outermost: bool = False) -> None:
-    """Starts the adapters: A random by its name and the seed, B zero."""
-    for name, module in model.named_modules():
-        is_inner = strip_lora(name) != name
-        if isinstance(module, LoRALayer) and not (only_outermost and is_inner):
-            init_lora_layer(module, name, seed=seed)
+def init_lora(
+    model: nn.Module,
+    *,
+    seed: int,
+    only_outermost: bool = False,
+    taken: Mapping[str, Pair] | None = None,
+) -> None:
+    """Starts the adapters: A random by its name and the seed, B zero, or as `--lora-init` says.
+
+    Args:
+        taken: plain module name -> what PiSSA took out of its weight when the run began.
+    """
+    for name, wrapper in list(model.named_modules()):
+        full_name = f"{name}.lora" if name else "lora"
+        plain = strip_lora(name)
+        is_inner = plain != name
+        if isinstance(wrapper, LoRAWrapper) and not (only_outermost and is_inner):
+            init_lora_layer(
+                wrapper.lora,
+                full_name,
+                seed=seed,
+                base=innermost(wrapper),
+                taken=(taken or {}).get(plain),
+            )
 
 
 def check_filled(model: nn.Module, source: str) -> None:

@@ -13,7 +13,8 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from stageline.checkpoint.adapter import adapter_files, fill_earlier_lora, find_base
+from stageline.checkpoint.adapter import adapter_files, find_base
+from stageline.checkpoint.adapter_start import AdapterStart
 from stageline.checkpoint.dtypes import cast_note, entries_of, integer_weights
 from stageline.checkpoint.files import (
     ADAPTER_CONFIG,
@@ -26,14 +27,7 @@ from stageline.checkpoint.files import (
 )
 from stageline.checkpoint.finite import check_finite
 from stageline.checkpoint.host_memory import returns_freed_memory
-from stageline.checkpoint.init import (
-    DONE,
-    check_filled,
-    init_fresh,
-    init_lora,
-    materialise,
-    run_init,
-)
+from stageline.checkpoint.init import DONE, check_filled, init_fresh, materialise, run_init
 from stageline.checkpoint.layout import check_read
 from stageline.checkpoint.quiet import quiet
 from stageline.errors import CheckpointError, UserError
@@ -92,16 +86,16 @@ def load_split_model(
         _check_no_earlier_lora(key_map, checkpoint)
         _read_by_library(model, files, key_map, device=device, dtype=dtype, checkpoint=checkpoint)
     init_fresh(model, seed=seed)
-    _fill_fresh_lora(model, device=device, dtype=dtype, seed=seed, is_adapter=adapter is not None)
-    if adapter is not None:
-        fill_earlier_lora(model, adapter)
+    materialise(model, device=device, dtype=dtype, casts_others=False)
+    start: AdapterStart = getattr(model, "start", None) or AdapterStart()
+    start.begin(model, adapter, seed=seed)
     # a stage looks at its own files: together the stages look at all of them
     read = {files[name] for name in model.keys_read}
     check_read([*read, *(adapter_files(adapter) if adapter is not None else [])])
     model.cast_note = cast_note(entries, model.keys_read, dtype)
     _check_numbers(model, files, key_map, checkpoint=checkpoint, adapter=adapter or checkpoint)
     check_filled(model, f"reading {checkpoint_path}")
-    model.loaded_from = str(checkpoint.resolve())
+    model.loaded_from = None if start.merged else str(checkpoint.resolve())
 
 
 def _leaves(model: nn.Module) -> set[str]:
@@ -375,16 +369,3 @@ def _finish_by_names(
     for tensor in marked:
         if hasattr(tensor, DONE):
             delattr(tensor, DONE)
-
-
-def _fill_fresh_lora(
-    model: nn.Module,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    seed: int,
-    is_adapter: bool,
-) -> None:
-    """Gives the adapters that are not in the checkpoint memory and their start."""
-    materialise(model, device=device, dtype=dtype, casts_others=False)
-    init_lora(model, seed=seed, only_outermost=not is_adapter)

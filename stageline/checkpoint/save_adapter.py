@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from stageline import chaos
-from stageline.checkpoint.adapter import (
-    PEFT_PREFIX,
-    STACK_FOLDER,
+from stageline.checkpoint.adapter import PEFT_PREFIX, STACK_FOLDER
+from stageline.checkpoint.adapter_out import (
     adapter_facts,
+    adapter_kinds,
     adapter_tensors,
     peft_config,
 )
@@ -29,17 +29,22 @@ SUM = -1  # stands for all levels as one adapter
 def trained_names(stage: nn.Module) -> list[str]:
     """Parameters besides the adapters that this stage trains; a tied one under each name.
 
+    Those, too, that an earlier adapter on which this run builds trained whole.
+
     Raises:
         UserError: a weight below an adapter is trained: an adapter folder has no place for it.
     """
     names = []
+    carried = getattr(stage, "carried", ())
     for name, parameter in stage.named_parameters(remove_duplicate=False):
-        if not parameter.requires_grad or is_lora_name(name) or is_row_name(name):
+        is_kept = parameter.requires_grad or strip_lora(name) in carried
+        if not is_kept or is_lora_name(name) or is_row_name(name):
             continue
         if WRAPPED in name.split("."):
             raise UserError(
                 f"{strip_lora(name)} is trained and has a LoRA as well, one of both was expected: "
-                "an adapter folder holds no base weights. Freeze the base of layers with LoRA."
+                "an adapter folder holds no base weights. Freeze the base of layers with LoRA, or "
+                "merge an earlier adapter that changed it (--adapter-path, --create-new-adapter)."
             )
         names.append(name)
     return names
@@ -54,6 +59,7 @@ class AdapterShare:
         tensors, facts: level -> tensors by name in the file, what `peft_config` takes.
         modules: modules that were trained whole.
         token_ids: module -> ids of the new tokens whose rows are among the tensors.
+        kinds: level -> see `adapter_kinds`.
     """
 
     stage: int
@@ -63,6 +69,7 @@ class AdapterShare:
     facts: dict[int, dict[str, tuple[int, float, bool]]]
     modules: list[str]
     token_ids: dict[str, list[int]] = field(default_factory=dict)
+    kinds: dict[int, set[str]] = field(default_factory=dict)
 
 
 def adapter_share(stage: nn.Module, *, claimed: set[str]) -> AdapterShare:
@@ -77,9 +84,10 @@ def adapter_share(stage: nn.Module, *, claimed: set[str]) -> AdapterShare:
     extras = [name for name in trained if name not in claimed]
     rows = rows_share(stage, trained=trained)
     parameters = dict(stage.named_parameters(remove_duplicate=False))
-    tensors, facts = {}, {}
+    tensors, facts, kinds = {}, {}, {}
     for level in _levels(depth):
         chosen = None if level == SUM else level
+        kinds[level] = adapter_kinds(stage, level=chosen)
         state = {
             name: value.to("cpu") for name, value in adapter_tensors(stage, level=chosen).items()
         }
@@ -94,7 +102,7 @@ def adapter_share(stage: nn.Module, *, claimed: set[str]) -> AdapterShare:
         dropout = getattr(wrappers[-1].lora.dropout, "p", 0.0)
     modules = sorted({name.rpartition(".")[0] for name in extras})
     token_ids = {module: ids for module, (ids, _) in rows.items()}
-    return AdapterShare(stage.stage, depth, dropout, tensors, facts, modules, token_ids)
+    return AdapterShare(stage.stage, depth, dropout, tensors, facts, modules, token_ids, kinds)
 
 
 def write_part(share: AdapterShare, folder: Path) -> dict[str, object]:
@@ -110,6 +118,7 @@ def write_part(share: AdapterShare, folder: Path) -> dict[str, object]:
         "facts": share.facts,
         "modules": share.modules,
         "token_ids": share.token_ids,
+        "kinds": share.kinds,
         "files": files,
     }
 
@@ -141,6 +150,7 @@ def merge_parts(
             dropout=max(part["dropout"] for part in parts),
             modules_to_save=modules if has_extras else [],
             token_ids=token_ids if has_extras else None,
+            kinds={kind for part in parts for kind in part["kinds"].get(level, ())},
             task=task_of(model_class),
         )
         write_tensors(dict(sorted(tensors.items())), target / ADAPTER_FILE)

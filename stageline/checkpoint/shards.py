@@ -14,7 +14,8 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from stageline.checkpoint.files import INDEX_FILE, SINGLE_FILE
 from stageline.checkpoint.host_copies import HostCopies
-from stageline.modules.lora import unwrapped
+from stageline.modules.lora import innermost, lora_stacks, unwrapped
+from stageline.modules.lora_start import restored_weight
 from stageline.modules.new_rows import fold_rows, is_row_name
 
 Shard = dict[str, torch.Tensor]
@@ -31,8 +32,10 @@ def disk_state(stage: nn.Module, claimed: set[str]) -> dict[str, torch.Tensor]:
     Tensors are those of the stage or views of them, wherever the names on disk allow it.
     """
     fold_rows(stage)
+    whole_weights = _before_pissa(stage)
     with unwrapped(stage):
         state = stage.state_dict(keep_vars=True)
+        state |= whole_weights
         state = {name: value for name, value in state.items() if not is_row_name(name)}
         taken = {id(value) for name, value in state.items() if name in claimed}
         own = {}
@@ -47,6 +50,15 @@ def disk_state(stage: nn.Module, claimed: set[str]) -> dict[str, torch.Tensor]:
             own.pop(name, None)
         # the public save_pretrained writes nothing on ranks other than 0
         return revert_weight_conversion(stage.whole, own)
+
+
+def _before_pissa(stage: nn.Module) -> dict[str, torch.Tensor]:
+    """Weights that PiSSA took a part of, whole again: adapters are saved for these."""
+    return {
+        f"{name}.weight": restored_weight(wrappers[-1].lora, innermost(wrappers[-1]))
+        for name, wrappers in lora_stacks(stage).items()
+        if wrappers[-1].lora.taken is not None
+    }
 
 
 def copy_state(

@@ -28,7 +28,7 @@ def num_rows_on_disk(
     if of_base or not is_adapter:
         return num_rows
     width = getattr(config.get_text_config(decoder=True), "hidden_size", None)
-    return max([num_rows, *_rows_of_adapter(folder, width)])
+    return max([num_rows, *rows_of_adapter(folder, width)])
 
 
 def token_ids_on_disk(folder: Path) -> list[int]:
@@ -40,7 +40,7 @@ def token_ids_on_disk(folder: Path) -> list[int]:
     return sorted({token for ids in lists for token in ids})
 
 
-def _rows_of_adapter(folder: Path, width: int | None) -> list[int]:
+def rows_of_adapter(folder: Path, width: int | None) -> list[int]:
     """The sizes that it asks of the vocabulary: by rows, or by a matrix that was trained whole."""
     sizes = [token + 1 for token in token_ids_on_disk(folder)[-1:]]
     kept = tuple(read_adapter_config(folder).get("modules_to_save") or ())

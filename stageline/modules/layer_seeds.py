@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from stageline.errors import UserError
+from stageline.modules.neftune import noisy_modules
 from stageline.seeds import derive_seed, mix_seed, seed_host
 
 _LOSS = 0
+_EMBEDDING = 1 << 19  # noise on the embeddings, whose turn depends on where a tower lies
 _TOWER = 1 << 20  # behind all places of the decoder: those of a vision tower's blocks
 
 
@@ -95,6 +97,10 @@ class LayerSeeds:
         own = [(0, index, layer) for index, layer in _layers(model) if index in model.layers]
         if hasattr(model, "tower_list"):
             own += [(_TOWER, index, block) for index, block in model.tower_list()]
+        for embedding in noisy_modules(model):
+            embedding.register_forward_pre_hook(functools.partial(self._hook, _EMBEDDING))
+            after = functools.partial(self._hook, _before(0))
+            embedding.register_forward_hook(after)
         for base, index, layer in own:
             layer.register_forward_pre_hook(functools.partial(self._hook, base + _inside(index)))
             layer.register_forward_hook(functools.partial(self._hook, base + _before(index + 1)))

@@ -6,8 +6,6 @@ device. Not here: files (see `stageline/checkpoint/adapter.py`) and experts, whi
 as fused parameters and not as linear layers.
 """
 
-import hashlib
-import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,6 +15,13 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from stageline.errors import UserError
+from stageline.modules.lora_layer import (
+    LoRALayer,
+    dense_weight,
+    linear_sizes,
+    put_weight,
+)
+from stageline.modules.lora_start import init_lora_layer
 
 WRAPPED = "lora_module"
 ALL_LINEAR = "all-linear"
@@ -31,47 +36,6 @@ def wrapped_module(name: str) -> str:
     return re.split(rf"\.{WRAPPED}\.|\.lora\.lora_", name, maxsplit=1)[0]
 
 
-class LoRALayer(nn.Module):
-    """The adapter alone: scale * B(A(dropout(x))).
-
-    Args:
-        in_features, out_features: of the layer beside it.
-        rank: rows of A.
-        scale: alpha / rank.
-        dropout: on the input, in training.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        rank: int,
-        scale: float,
-        dropout: float = 0.0,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        kwargs = {"bias": False, "device": device, "dtype": dtype}
-        self.lora_A = nn.Linear(in_features, rank, **kwargs)
-        self.lora_B = nn.Linear(rank, out_features, **kwargs)
-        self.dropout = nn.Dropout(dropout) if dropout > 0.0 else nn.Identity()
-        self.scale = scale
-
-    @property
-    def rank(self) -> int:
-        return self.lora_A.out_features
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.to(self.lora_A.weight.dtype)
-        return self.lora_B(self.lora_A(self.dropout(x))) * self.scale
-
-    def delta(self) -> torch.Tensor:
-        """What the adapter adds to a weight [out, in], in float32."""
-        return self.scale * (self.lora_B.weight.float() @ self.lora_A.weight.float())
-
-
 class LoRAWrapper(nn.Module):
     """A linear layer (or a wrapped one) and its adapter; stands in the layer's place.
 
@@ -80,9 +44,24 @@ class LoRAWrapper(nn.Module):
         rank: rank of the adapter.
         alpha: the adapter's output is scaled by alpha / rank.
         dropout: on the adapter's input.
+        use_rslora: it is scaled by alpha / sqrt(rank) (arXiv 2312.03732).
+        use_dora: a magnitude for each output, too; not beside another adapter.
+        start: see `lora_start.py`.
+        dtype: of the adapter; None: the weight's, float32 beside one that holds no floats.
     """
 
-    def __init__(self, module: nn.Module, *, rank: int, alpha: float, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        rank: int,
+        alpha: float,
+        dropout: float = 0.0,
+        use_rslora: bool = False,
+        use_dora: bool = False,
+        start: str = "default",
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.lora_module = module
         self.in_features, self.out_features = linear_sizes(module)
@@ -91,11 +70,13 @@ class LoRAWrapper(nn.Module):
             self.in_features,
             self.out_features,
             rank=rank,
-            scale=alpha / rank,
+            scale=alpha / rank**0.5 if use_rslora else alpha / rank,
             dropout=dropout,
+            use_dora=use_dora,
             device=weight.device,
-            dtype=weight.dtype if weight.is_floating_point() else None,
+            dtype=dtype or (weight.dtype if weight.is_floating_point() else None),
         )
+        self.lora.use_rslora, self.lora.start = use_rslora, start
 
     @property
     def weight(self) -> torch.Tensor:
@@ -108,19 +89,17 @@ class LoRAWrapper(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result = self.lora_module(x)
-        return result + self.lora(x).to(result.dtype)
-
-
-def linear_sizes(module: nn.Module) -> tuple[int, int]:
-    """(in_features, out_features) of a linear layer; a `Conv1D` keeps its weight transposed."""
-    if isinstance(module, Conv1D):
-        return module.weight.shape[0], module.weight.shape[1]
-    return module.in_features, module.out_features
+        if self.lora.use_dora:
+            more = self.lora.forward_dora(x, result, self.lora_module)
+        else:
+            more = self.lora(x)
+        return result + more.to(result.dtype)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module can be wrapped."""
-    return isinstance(module, (nn.Linear, Conv1D, LoRAWrapper))
+    """Whether a module can be wrapped: also one of another class that says so itself."""
+    known = isinstance(module, (nn.Linear, Conv1D, LoRAWrapper))
+    return known or getattr(module, "is_linear_layer", False)
 
 
 def wrap_linear(
@@ -133,6 +112,7 @@ def wrap_linear(
     prefix: str = "",
     skip: Iterable[str] = (),
     seed: int = 0,
+    **kind: object,
 ) -> nn.Module:
     """Puts an adapter on linear layers, in place; a layer that has one gets a further one.
 
@@ -144,6 +124,7 @@ def wrap_linear(
         prefix: the module's own path, for full names.
         skip: paths that are left alone, with all below them.
         seed: of A, with the parameter's full name; weights on meta are drawn when they are filled.
+        kind: `use_rslora`, `use_dora` and `start` of `LoRAWrapper`.
 
     Returns:
         The module, or its wrapper when it is a linear layer itself.
@@ -159,8 +140,9 @@ def wrap_linear(
     root = module
     for parent, leaf, name in chosen:
         inner = module if parent is None else parent._modules[leaf]
-        wrapper = LoRAWrapper(inner, rank=rank, alpha=alpha, dropout=dropout)
-        init_lora_layer(wrapper.lora, f"{name}.lora" if name else "lora", seed=seed)
+        wrapper = LoRAWrapper(inner, rank=rank, alpha=alpha, dropout=dropout, **kind)
+        full_name = f"{name}.lora" if name else "lora"
+        init_lora_layer(wrapper.lora, full_name, seed=seed, base=innermost(wrapper))
         if parent is None:
             root = wrapper
         else:
@@ -237,28 +219,6 @@ def _other_layers(name: str) -> Iterator[str]:
             yield f"{name[: match.start()]}{index}{name[match.end() :]}"
 
 
-def name_seed(seed: int, name: str) -> int:
-    """A seed for one named thing: independent of everything else that is drawn."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "big")
-
-
-def init_lora_layer(layer: LoRALayer, name: str, *, seed: int) -> None:
-    """Draws A as `peft` does (uniform by its inputs) and sets B to zero; nothing on meta.
-
-    Args:
-        name: the layer's full name, which with `seed` decides the draw on any device.
-    """
-    weight = layer.lora_A.weight
-    if weight.is_meta:
-        return
-    generator = torch.Generator().manual_seed(name_seed(seed, f"{name}.lora_A.weight"))
-    drawn = torch.empty(weight.shape, dtype=torch.float32)
-    nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
-    with torch.no_grad():
-        weight.copy_(drawn)
-        layer.lora_B.weight.zero_()
-
-
 def lora_stacks(model: nn.Module) -> dict[str, list[LoRAWrapper]]:
     """Plain module name -> its wrappers, innermost first."""
     stacks: dict[str, list[LoRAWrapper]] = {}
@@ -298,14 +258,20 @@ def innermost(module: nn.Module) -> nn.Module:
 def merge_lora(model: nn.Module) -> nn.Module:
     """Adds every adapter to its weight and takes it away; returns the model.
 
-    The sum is made in float32 and rounded once to the weight's dtype.
+    The sum is made in at least float32 and rounded once to the weight's dtype.
+
+    Raises:
+        UserError: a weight is quantised.
     """
     for wrappers in lora_stacks(model).values():
         base = innermost(wrappers[0])
-        delta = sum(wrapper.lora.delta() for wrapper in wrappers)
-        if isinstance(base, Conv1D):
-            delta = delta.T
-        base.weight.copy_((base.weight.float() + delta).to(base.weight.dtype))
+        weight = dense_weight(base)
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        if len(wrappers) == 1:
+            total = wrappers[0].lora.merged(weight)
+        else:
+            total = weight.to(dtype) + sum(wrapper.lora.delta(dtype) for wrapper in wrappers)
+        put_weight(base, total, why="merging an adapter")
     if isinstance(model, LoRAWrapper):
         return innermost(model)
     for parent in list(model.modules()):
@@ -322,7 +288,7 @@ def strip_lora(name: str) -> str:
 
 def is_lora_name(name: str) -> bool:
     """Whether a name is that of a weight of an adapter, of any depth."""
-    return re.search(r"(^|\.)lora\.lora_[AB]\.weight$", name) is not None
+    return re.search(r"(^|\.)lora\.lora_([AB]\.weight|magnitude_vector)$", name) is not None
 
 
 def key_map_without_last_lora(names: Iterable[str]) -> dict[str, str]:

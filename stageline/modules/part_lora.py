@@ -11,10 +11,18 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from stageline.errors import UserError
-from stageline.modules.lora import MAX_NAMES_SHOWN, Target, is_target, linear_names, wrap_linear
+from stageline.modules.lora import (
+    ALL_LINEAR,
+    MAX_NAMES_SHOWN,
+    Target,
+    is_target,
+    linear_names,
+    wrap_linear,
+)
+from stageline.modules.lora_start import PISSA
 
 LORA_PARTS = {"vit": "vision tower", "mlp": "projector", "llm": "language model"}
-ALL = "all"
+EVERYTHING = ("all", ["all"], ALL_LINEAR, [ALL_LINEAR])
 SETTINGS = ("num", "rank", "alpha", "target")
 
 
@@ -25,6 +33,8 @@ class PartLoRA:
     Attributes:
         num: adapters stacked on each layer; 0: none.
         target: see `wrap_linear`.
+        exclude: layers of the target that get none, told in the same way; None: all get one.
+        use_rslora, use_dora, start: see `LoRAWrapper`.
     """
 
     num: int = 0
@@ -32,11 +42,16 @@ class PartLoRA:
     alpha: float = 16.0
     dropout: float = 0.0
     target: Target = None
+    exclude: Target = None
+    use_rslora: bool = False
+    use_dora: bool = False
+    start: str = "default"
 
     @property
     def layer_options(self) -> dict[str, object]:
         """What `wrap_linear` takes of it."""
-        return {"rank": self.rank, "alpha": self.alpha, "dropout": self.dropout}
+        names = ("rank", "alpha", "dropout", "use_rslora", "use_dora", "start")
+        return {name: getattr(self, name) for name in names}
 
 
 def lora_of_parts(
@@ -45,38 +60,64 @@ def lora_of_parts(
     lora_alpha: float = 16.0,
     lora_dropout: float = 0.0,
     lora_target: list[str] | str | None = None,
+    lora_exclude: list[str] | str | None = None,
+    use_rslora: bool = False,
+    use_dora: bool = False,
+    lora_init: str = "default",
     **of_parts: object,
 ) -> dict[str, PartLoRA]:
     """Part -> its LoRA.
 
     Args:
+        lora_exclude: layers that get no LoRA in any part, see `PartLoRA`.
+        lora_init: how a new adapter starts, see `lora_start.py`.
         of_parts: `vit_lora_num`, `vit_lora_rank`, `vit_lora_alpha`, `vit_lora_target`, and the same
             of `mlp` and `llm`; what is left out or None is what the options of all parts say.
 
     Raises:
         TypeError: an argument that no part has.
+        UserError: DoRA or PiSSA for a stack of adapters.
     """
+    kind = {"use_rslora": use_rslora, "use_dora": use_dora, "start": lora_init}
     everywhere = {"num": 0, "rank": lora_rank, "alpha": lora_alpha, "target": lora_target}
     found = {}
     for part in LORA_PARTS:
         own = {name: of_parts.pop(f"{part}_lora_{name}", None) for name in SETTINGS}
         given = {name: value for name, value in own.items() if value is not None}
         chosen = {**everywhere, **given}
-        chosen["target"] = None if chosen["target"] in (ALL, [ALL]) else chosen["target"]
-        found[part] = PartLoRA(dropout=lora_dropout, **chosen)
+        chosen["target"] = None if chosen["target"] in EVERYTHING else chosen["target"]
+        found[part] = PartLoRA(dropout=lora_dropout, exclude=lora_exclude, **kind, **chosen)
+        _check_stack(part, found[part])
     if of_parts:
         raise TypeError(f"a stage model takes no argument {', '.join(map(repr, sorted(of_parts)))}")
     return found
 
 
+def _check_stack(part: str, lora: PartLoRA) -> None:
+    """Refuses on several adapters what is about the one weight below."""
+    is_pissa = lora.start.startswith(PISSA)
+    if lora.num > 1 and (lora.use_dora or is_pissa):
+        option = "--use-dora" if lora.use_dora else f"--lora-init {lora.start}"
+        raise UserError(
+            f"{option} came with --{part}-lora-num {lora.num}, 1 was expected: it is about the "
+            "weight below, which is one adapter's alone. To build on an earlier adapter merge it: "
+            "--adapter-path FOLDER --create-new-adapter."
+        )
+
+
 def find_targets(
-    whole: nn.Module, parts: Mapping[str, list[str]], lora: Mapping[str, PartLoRA]
+    whole: nn.Module,
+    parts: Mapping[str, list[str]],
+    lora: Mapping[str, PartLoRA],
+    *,
+    kept: Iterable[str] = (),
 ) -> dict[str, PartLoRA]:
     """The same LoRA with full names for targets, those of all stages.
 
     Args:
         whole: the model before anything is dropped.
         parts: module path prefixes of each part.
+        kept: paths of modules that are trained whole and get no LoRA.
 
     Raises:
         UserError: a part with LoRA has no layer that its target matches.
@@ -88,13 +129,26 @@ def find_targets(
         names = [
             name
             for prefix, skip in _prefixes(part, parts)
-            for name in linear_names(whole.get_submodule(prefix), prefix=prefix, skip=skip)
+            for name in _linear_names_below(whole, prefix, skip=[*skip, *kept])
         ]
-        chosen = frozenset(name for name in names if is_target(name, one.target))
+        chosen = frozenset(
+            name
+            for name in names
+            if is_target(name, one.target)
+            and (one.exclude is None or not is_target(name, one.exclude))
+        )
         if not chosen:
             raise _no_match(part, one, names)
         found[part] = replace(one, target=chosen)
     return found
+
+
+def _linear_names_below(whole: nn.Module, prefix: str, *, skip: list[str]) -> list[str]:
+    try:
+        module = whole.get_submodule(prefix)
+    except AttributeError:
+        return []  # a parameter by itself: the line end of LLaVA-NeXT
+    return linear_names(module, prefix=prefix, skip=skip)
 
 
 def wrap_parts(
@@ -135,6 +189,13 @@ def _no_match(part: str, lora: PartLoRA, names: list[str]) -> UserError:
         )
     target = lora.target if isinstance(lora.target, str) else ",".join(lora.target or ())
     endings = sorted({name.rpartition(".")[2] for name in names})
+    if lora.exclude is not None and any(is_target(name, lora.target) for name in names):
+        left_out = lora.exclude if isinstance(lora.exclude, str) else ",".join(lora.exclude)
+        return UserError(
+            f"--lora-exclude {left_out} leaves none of the {len(names)} linear layers in the "
+            f"{LORA_PARTS[part]}, one at least was expected: LoRA goes on what is left. Exclude "
+            f"fewer of {', '.join(endings[:MAX_NAMES_SHOWN])}."
+        )
     return UserError(
         f"--{part}-lora-target (or --lora-target) {target} matches none of the {len(names)} linear "
         f"layers in the {LORA_PARTS[part]}, at least one was expected: LoRA goes on linear layers. "

@@ -1,0 +1,254 @@
+"""Saved adapters that a run begins with: earlier ones are merged, the last one goes on.
+
+A merged base is no longer the folder that it was read from, so that a run saves it beside its
+adapters. Not here: adapters that are stacked, which a folder as `--model-path` begins
+(`adapter.py`).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from stageline.checkpoint.adapter import (
+    Adapter,
+    attach_adapter,
+    fill_earlier_lora,
+    put_extras,
+    read_adapter,
+    read_stack,
+    refuse_unknown,
+)
+from stageline.checkpoint.adapter_rows import fit_vocabulary, put_rows
+from stageline.checkpoint.init import init_lora
+from stageline.errors import UserError
+from stageline.modules.lora import LoRAWrapper, innermost, merge_lora
+from stageline.modules.lora_layer import dense_weight, put_weight
+from stageline.modules.lora_start import PISSA, Pair
+from stageline.modules.part_lora import LORA_PARTS, PartLoRA
+
+
+@dataclass
+class AdapterStart:
+    """What a stage begins with beside the weights of its base.
+
+    Attributes:
+        modules_to_save: modules that are trained whole, as they were told.
+        paths: adapter folders, innermost first.
+        creates: all are merged and a new adapter is made; else the last one goes on.
+        taken_from: a checkpoint of this run, whose PiSSA start is that of this one.
+        notes: lines to print, once the model is there.
+    """
+
+    modules_to_save: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
+    creates: bool = False
+    taken_from: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> "AdapterStart":
+        """Takes its own arguments out of those of a stage model."""
+        return cls(
+            tuple(options.pop("modules_to_save", None) or ()),
+            tuple(map(str, options.pop("adapter_path", None) or ())),
+            bool(options.pop("create_new_adapter", False)),
+            options.pop("lora_taken_from", None),
+        )
+
+    @property
+    def merged(self) -> tuple[str, ...]:
+        """Folders of the adapters that become part of the base."""
+        return self.paths if self.creates else self.paths[:-1]
+
+    @property
+    def resumed(self) -> str | None:
+        """The folder of the adapter that goes on."""
+        return None if self.creates or not self.paths else self.paths[-1]
+
+    def lora_of(
+        self, lora: Mapping[str, PartLoRA], part_of: Callable[[str], str | None]
+    ) -> dict[str, PartLoRA]:
+        """The LoRA of each part: as it was asked for, or as the resumed file has it.
+
+        Raises:
+            UserError: the file has adapters on layers of no part that can have some.
+        """
+        if self.resumed is None:
+            return dict(lora)
+        adapter = read_adapter(self.resumed)
+        names: dict[str | None, list[str]] = {}
+        for name in adapter.pairs:
+            names.setdefault(part_of(name), []).append(name)
+        others = {name for part in names.keys() - LORA_PARTS for name in names[part]}
+        if others:
+            raise UserError(
+                f"{self.resumed} has LoRA on {', '.join(sorted(others)[:5])}, which is in none of "
+                f"{', '.join(LORA_PARTS.values())}; an adapter on these was expected, to go on "
+                "with it. Merge it instead (--create-new-adapter), or export it merged."
+            )
+        found = {}
+        for part, one in lora.items():
+            found[part] = _as_in_file(adapter, names.get(part, []), one)
+            if found[part].num or one.num:
+                self.notes.append(f"{self.resumed} decides: {_words(part, found[part])}")
+        self.modules_to_save += tuple(
+            name.rpartition(".")[0] for name in adapter.extras if "." in name
+        )
+        return found
+
+    def begin(self, model: nn.Module, stacked: Path | None, *, seed: int) -> None:
+        """Merges, starts and fills the adapters of a stage whose base is filled.
+
+        Args:
+            stacked: the adapter folder that came as the checkpoint; None: a whole model came.
+
+        Raises:
+            UserError: adapters came in both ways.
+        """
+        if stacked is not None and self.paths:
+            raise UserError(
+                f"--model-path {stacked} is an adapter, and --adapter-path {','.join(self.paths)} "
+                "came too; the base of these was expected as --model-path: it is what they are "
+                "put on. Name all adapters in --adapter-path, in their order."
+            )
+        self.merge_into(model)
+        init_lora(model, seed=seed, only_outermost=stacked is None, taken=self.taken())
+        if stacked is not None:
+            fill_earlier_lora(model, stacked, read_stack(stacked))
+        if self.resumed is not None:
+            fill_earlier_lora(model, Path(self.resumed), [read_adapter(self.resumed)])
+
+    def merge_into(self, model: nn.Module) -> None:
+        """Adds the earlier adapters to the weights of a filled stage, one after the other."""
+        for path in self.merged:
+            adapter = read_adapter(path)
+            merge_adapter(model, adapter)
+            self.notes.append(f"merged {path} into the base, which the run saves beside its own")
+
+    def taken(self) -> dict[str, Pair]:
+        """Module -> what PiSSA took out of its weight, as a checkpoint of this run tells it."""
+        if self.taken_from is None:
+            return {}
+        adapter = read_adapter(self.taken_from)
+        return {
+            name: (a[len(a) // 2 :].contiguous(), -b[:, len(a) // 2 :])
+            for name, (a, b) in adapter.pairs.items()
+        }
+
+
+def _as_in_file(adapter: Adapter, names: list[str], asked: PartLoRA) -> PartLoRA:
+    if not names:
+        return replace(asked, num=0)
+    rank = adapter.pairs[names[0]][0].shape[0]
+    use_rslora = bool(adapter.config.get("use_rslora"))
+    return PartLoRA(
+        num=1,
+        rank=rank,
+        alpha=adapter.scale(names[0]) * (rank**0.5 if use_rslora else rank),
+        dropout=asked.dropout,
+        target=frozenset(names),
+        use_rslora=use_rslora,
+        use_dora=bool(adapter.magnitudes),
+    )
+
+
+def _words(part: str, lora: PartLoRA) -> str:
+    if not lora.num:
+        return f"no LoRA on the {LORA_PARTS[part]}"
+    kind = "DoRA" if lora.use_dora else "rank-stabilised LoRA" if lora.use_rslora else "LoRA"
+    return (
+        f"{kind} on {len(lora.target)} layers of the {LORA_PARTS[part]}, rank {lora.rank}, alpha "
+        f"{lora.alpha:g}; --lora-rank, --lora-alpha, --lora-target are those of new ones"
+    )
+
+
+def is_pissa(lora: Mapping[str, PartLoRA]) -> bool:
+    """Whether an adapter starts with a part of its weight."""
+    return any(one.num and one.start.startswith(PISSA) for one in lora.values())
+
+
+# -- merging ---------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def merge_adapter(model: nn.Module, adapter: Adapter) -> None:
+    """Adds an adapter to the weights of a stage that are here, in place.
+
+    Raises:
+        CheckpointError: it has weights that no stage has.
+        UserError: a weight is quantised.
+    """
+    whole_names = {name.rpartition(".")[0] for name in model.parameter_order}
+    refuse_unknown(adapter, set(adapter.pairs) - whole_names, type(model).__name__)
+    fit_vocabulary(model, [adapter])
+    for name, (down, up) in adapter.pairs.items():
+        try:
+            base = innermost(model.get_submodule(name))
+        except AttributeError:
+            continue  # another stage has it
+        if getattr(base, "weight", None) is None:
+            continue
+        holder = LoRAWrapper(base, rank=1, alpha=1.0, use_dora=name in adapter.magnitudes)
+        holder.lora.load(down, up, adapter.scale(name), adapter.magnitudes.get(name))
+        put_weight(base, holder.lora.merged(dense_weight(base)), why="merging an adapter")
+    here = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    wrapped = {name.replace(".lora_module.", ".") for name in here}
+    put_extras(model, {n: v for n, v in adapter.extras.items() if n in here | wrapped})
+    put_rows(model, adapter)
+    _untie_if_changed(model, adapter)
+
+
+def _untie_if_changed(model: nn.Module, adapter: Adapter) -> None:
+    """A tied head that the file gives other weights than the embedding is tied no more."""
+    kept = [adapter.extras.get(f"{path}.weight") for path in getattr(model, "vocabulary", ())]
+    if len(kept) < 2 or all(value is None for value in kept):
+        return
+    is_same = all(value is not None and torch.equal(value, kept[0]) for value in kept)
+    for config in (model.config, model.config.get_text_config(decoder=True)):
+        if not is_same and getattr(config, "tie_word_embeddings", False):
+            config.tie_word_embeddings = False
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Adapter folders that are added to a model one after the other, as `peft` would.
+
+    Attributes:
+        weights: how much of each is added; None: all of it.
+    """
+
+    paths: tuple[Path, ...]
+    weights: tuple[float, ...] | None = None
+
+    def merge(self, model: nn.Module) -> nn.Module:
+        """Adds them to a plain transformers model, in place.
+
+        Raises:
+            UserError: a weight for DoRA, whose lengths are no sum, or another number of weights.
+        """
+        weights = self.weights or (1.0,) * len(self.paths)
+        if len(weights) != len(self.paths):
+            raise UserError(
+                f"--adapter-weights has {len(weights)} numbers for {len(self.paths)} folders in "
+                "--adapter-path, one a folder was expected: each is added by its own. Give as many."
+            )
+        for path, weight in zip(self.paths, weights, strict=True):
+            attach_adapter(model, path)
+            for module in model.modules():
+                if isinstance(module, LoRAWrapper):
+                    _weaken(module, weight, path)
+            merge_lora(model)
+        return model
+
+
+def _weaken(module: LoRAWrapper, weight: float, path: Path) -> None:
+    if weight != 1 and module.lora.use_dora:
+        raise UserError(
+            f"--adapter-weights {weight:g} came for {path}, which is DoRA; 1 was expected: its "
+            "lengths take the place of the weight's own and are no share of a sum. Give 1 for it."
+        )
+    module.lora.scale *= weight
