@@ -13,6 +13,7 @@ from collections.abc import Callable
 import transformers
 
 import train_pp  # noqa: F401 - registers the engine that a training command names
+from options.method_options import without_methods
 from options.part_options import ChosenPart
 from options.vision_options import check_vision
 from parse_args import CheckArguments, parse_check_args
@@ -157,6 +158,7 @@ def build(
         bf16=False,
         fp16=False,
         lora_dropout=0.0,
+        **without_methods(),
     )
     is_given = num_stages == run.num_stages and isinstance(run.partition, list)
     if num_stages != run.num_stages:  # on one stage, to compare with

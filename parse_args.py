@@ -30,6 +30,7 @@ from options.help_text import help_text, list_parts
 from options.image_options import check_images
 from options.limits import check_words
 from options.memory_options import check_memory
+from options.method_options import check_methods
 from options.number_options import check_numbers
 from options.part_options import ChosenPart, add_part_options, takes
 from options.part_training_options import check_part_training
@@ -145,6 +146,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
     check_memory(run)
     check_numbers(run, shards=run.dp_shard)
     check_part_training(run)
+    check_methods(run)
     check_images(run)
     return TrainArguments(run=run, parts=parts, imports=imports)
 
@@ -177,6 +179,7 @@ def parse_check_args(argv: Sequence[str] | None = None) -> CheckArguments:
     check_precision(run)
     check_partition(run)
     check_part_training(run)
+    check_methods(run)
     return CheckArguments(run=run, parts=parts, imports=imports)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from options.method_options import method_arguments
 from options.part_options import ChosenPart
 from options.part_training_options import learning_rate_scales, part_options
 from parse_args import TrainArguments
@@ -70,6 +71,8 @@ def build_stages(
         for stage in schedule.stages_of(context.pp_rank)
     ]
     for stage in stages:
+        for note in getattr(stage, "notes", ()):
+            print(note, flush=True)
         note = getattr(stage, "cast_note", None)
         if note and stage.stage == 0:
             print(f"{run.model_path}: {note}", flush=True)
@@ -105,6 +108,7 @@ def build_part(
         "dtype": DTYPES[run.precision],
         **{name: getattr(run, name) for name in names.split()},
         **part_options(run),
+        **method_arguments(run),
         **part.kwargs,
     }
     model, _, _ = part.part(**{**options, **changes})

@@ -14,6 +14,7 @@ from options.fields import option
 from options.image_options import ImageOptions
 from options.machine_options import MachineOptions
 from options.memory_options import MemoryOptions
+from options.method_options import MethodOptions
 from options.number_options import NumberOptions
 from options.part_training_options import PartTrainingOptions
 from options.plan_options import PlanOptions
@@ -155,6 +156,7 @@ class RunConfig(
     VisionOptions,
     PipelineOptions,
     OptimizerOptions,
+    MethodOptions,
     PartTrainingOptions,
     FreezeOptions,
     ShapeOptions,

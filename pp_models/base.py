@@ -6,6 +6,8 @@ stage and the number of stages, and no process group.
 Shapes: B samples of a micro-batch, T tokens, H hidden size, V vocabulary.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -16,6 +18,7 @@ from stageline.errors import PlanError, UserError
 from stageline.modules import compiling, offload
 from stageline.modules.checkpointing import CheckpointMode, checkpoint_layers, tower_layers
 from stageline.modules.lora import key_map_without_last_lora
+from stageline.modules.methods import LANGUAGE, Methods
 from stageline.modules.new_rows import NewRows, vocabulary_paths
 from stageline.modules.part_lora import find_targets, lora_of_parts, wrap_parts
 from stageline.pipeline.partition import layer_range, stage_layers
@@ -37,10 +40,14 @@ class StageModel(nn.Module):
         logits_chunk: above 0 the last stage returns hidden states in the place of logits, and
             the loss makes logits of so many tokens at a time (stageline/modules/chunked_loss.py).
         vocabulary: module paths of embedding and head in the whole model.
+        methods: what is done in another way than training the whole model.
+        notes: lines about it to print.
+        uses_cache: the model keeps keys and values when it generates; training does not.
     """
 
     logits_chunk = 0
     checkpoint_every = 1
+    uses_cache = False
 
     def __init__(
         self,
@@ -57,9 +64,12 @@ class StageModel(nn.Module):
         frozen_lm_head: bool = False,
         dtype: torch.dtype = torch.float32,
         is_piece: bool = False,
+        methods: Methods | None = None,
         **lora: object,
     ) -> None:
         super().__init__()
+        self.methods = methods or Methods()
+        self.notes: tuple[str, ...] = ()
         self.config = config
         self.stage = stage
         self.num_stages = num_stages
@@ -218,14 +228,18 @@ class StageModel(nn.Module):
     def frozen(self) -> None:
         """Sets `requires_grad` on every parameter by part.
 
-        A part with LoRA trains its outermost adapter alone. A tied head follows the embeddings,
-        whose weight it is.
+        A part with LoRA trains its outermost adapter alone; above a quantised base nothing else
+        trains. A tied head follows the embeddings, whose weight it is.
         """
+        chosen = self.methods.trained_names(self)
         for name, parameter in self.named_parameters():
             part = self.part_of(name)
             is_last_lora = ".lora.lora_" in name and ".lora_module." not in name
-            if part in self.lora and self.lora[part].num > 0:
-                parameter.requires_grad_(is_last_lora)
+            has_lora = part in self.lora and self.lora[part].num > 0
+            if has_lora or self.methods.quantization is not None:
+                parameter.requires_grad_(has_lora and is_last_lora)
+            elif chosen is not None and part in LANGUAGE:
+                parameter.requires_grad_(name in chosen)
             else:
                 parameter.requires_grad_(not self.frozen_parts.get(part or "", False))
 
@@ -308,6 +322,7 @@ class StageModel(nn.Module):
         model_types: tuple[str, ...] | None = None,
         is_piece: bool = False,
         new_rows: NewRows | None = None,
+        methods: Methods | Mapping[str, object] | None = None,
         **model_kwargs: object,
     ) -> tuple["StageModel", object, int]:
         """Builds one stage and fills it; the body of most train_model parts.
@@ -316,23 +331,26 @@ class StageModel(nn.Module):
 
         Args:
             model_types: the architectures that the chosen key serves; None: any.
-            is_piece: for the planner: a stage may be without layers, on the meta device it stays
-                without weights, and no processor is read.
+            is_piece: for the planner: it needs no layers, no processor, on meta no weights.
             new_rows: tokens that the tokenizer got for this run.
+            methods: `Methods`, or what `Methods.of` takes.
 
         Returns:
             The stage on `device`, the processor, and the id of the padding token.
         """
-        config_path = config_path or checkpoint_path
+        config_path, methods = config_path or checkpoint_path, Methods.of(methods)
         weights = None if new_rows is None else checkpoint_path
         config = read_config(
             config_path, model_types, weights=weights, trust_remote_code=trust_remote_code
         )
+        facts = methods.prepare(config)
         model_kwargs |= {"is_piece": True} if is_piece else {}
+        model_kwargs |= {"methods": methods} if methods.is_asked else {}
         model = cls(config, stage=stage, num_stages=num_stages, dtype=dtype, **model_kwargs)
         is_only_looked_at = is_piece and torch.device(device).type == "meta"
         source = None if is_only_looked_at else Source(checkpoint_path, seed, device, dtype)
         fill_stage(model, source, new_rows=new_rows)
+        methods.finish(model, facts)
         model.logits_chunk = logits_chunk
         # from the inside out: what is compiled can be recomputed, what that keeps be offloaded
         if compile_layers:
@@ -341,9 +359,13 @@ class StageModel(nn.Module):
             model.enable_gradient_checkpointing(every=checkpoint_every, mode=checkpoint_mode)
         if offload_activations:
             offload.offload_activations(model)
-        if is_piece:
-            return model, None, 0
-        processor = load_processor(
-            processor_path or checkpoint_path or config_path, trust_remote_code=trust_remote_code
-        )
-        return model, processor, get_pad_token_id(processor)
+        path = None if is_piece else processor_path or checkpoint_path or config_path
+        return model, *_processor_of(path, trust_remote_code=trust_remote_code)
+
+
+def _processor_of(path: str | None, *, trust_remote_code: bool) -> tuple[object, int]:
+    """A processor and the id of its padding token."""
+    if path is None:
+        return None, 0
+    processor = load_processor(path, trust_remote_code=trust_remote_code)
+    return processor, get_pad_token_id(processor)

@@ -15,6 +15,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from stageline.checkpoint.files import INDEX_FILE, SINGLE_FILE
 from stageline.checkpoint.host_copies import HostCopies
 from stageline.modules.lora import unwrapped
+from stageline.modules.methods import turn_on_cache
 from stageline.modules.new_rows import fold_rows, is_row_name
 
 Shard = dict[str, torch.Tensor]
@@ -107,6 +108,8 @@ def save_config(stage: nn.Module, folder: Path) -> None:
     if stage.config is None:
         return
     config = copy.deepcopy(stage.config)
+    if getattr(stage, "uses_cache", False):
+        turn_on_cache(config)
     if stage.whole is not None:
         config.architectures = [type(stage.whole).__name__]
         config.dtype = str(stage.whole.dtype).removeprefix("torch.")
