@@ -141,6 +141,8 @@ def _nf4(
         quant_type="nf4",
         device="meta",
     )
+    # else an evaluation on such a CPU packs the weight anew, for kernels without a backward pass
+    made.support_avx512bf16_for_cpu = False
     made.weight = library.nn.Params4bit(
         linear.weight.detach(),
         requires_grad=False,
