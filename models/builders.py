@@ -37,7 +37,9 @@ def auto(
     if (folder / "adapter_config.json").is_file():
         adapter_path, folder = adapter_path or str(folder), find_base(folder)
     processor_folder = _processor_folder(adapter_path or processor_folder, folder)
-    config = load_config(folder, trust_remote_code=trust_remote_code)
+    # an adapter has a configuration of its own where its run changed the base's
+    has_own = adapter_path is not None and (Path(adapter_path) / "config.json").is_file()
+    config = load_config(adapter_path if has_own else folder, trust_remote_code=trust_remote_code)
     check_weights(folder)
     auto_class = _auto_class(config)
     options: dict[str, object] = {"trust_remote_code": trust_remote_code}
@@ -61,6 +63,7 @@ def auto(
             dtype=dtype,
             # accelerate's hooks cost time and buy nothing on one CPU
             device_map=None if device_map == {"": "cpu"} else device_map,
+            is_changed=has_own,
             **options,
         )
     if adapter_path:

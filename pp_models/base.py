@@ -43,11 +43,13 @@ class StageModel(nn.Module):
         methods: what is done in another way than training the whole model.
         notes: lines about it to print.
         uses_cache: the model keeps keys and values when it generates; training does not.
+        changes_config: the configuration is not that of the weights' folder.
     """
 
     logits_chunk = 0
     checkpoint_every = 1
     uses_cache = False
+    changes_config = False
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from stageline.checkpoint.adapter import find_base
+from stageline.checkpoint.adapter_config import config_folder
 from stageline.checkpoint.answers import (
     Answer,
     answer_of_model,
@@ -88,8 +89,7 @@ def lacks_memory(source: Path, *, trust_remote_code: bool = False) -> str | None
 
 def read_config_of_base(folder: Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
     """The configuration of a model folder, or of the model that an adapter belongs to."""
-    base = find_base(folder) if (folder / ADAPTER_CONFIG).exists() else folder
-    return load_config(base, trust_remote_code=trust_remote_code)
+    return load_config(config_folder(folder), trust_remote_code=trust_remote_code)
 
 
 def check_export(
@@ -160,7 +160,12 @@ def _expected(
 def _load_exported(folder: Path, *, trust_remote_code: bool) -> nn.Module:
     """As its user would: an adapter through `peft` where that is installed."""
     if (folder / ADAPTER_CONFIG).exists():
-        base = load_plain(find_base(folder), dtype=COMPUTE, trust_remote_code=trust_remote_code)
+        base = load_plain(
+            find_base(folder),
+            dtype=COMPUTE,
+            trust_remote_code=trust_remote_code,
+            config_from=config_folder(folder),
+        )
         adapted = load_with_peft(folder, base)
         if adapted is not None:
             return adapted

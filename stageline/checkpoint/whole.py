@@ -29,6 +29,7 @@ def load_whole(
     config: PretrainedConfig,
     *,
     is_strict: bool = False,
+    is_changed: bool = False,
     **options: object,
 ) -> PreTrainedModel:
     """A whole model with every weight from the folder.
@@ -36,6 +37,7 @@ def load_whole(
     Args:
         auto_class: an Auto class or a model class of the library.
         is_strict: weights that the model has no place for are refused, too.
+        is_changed: `config` is not the folder's own, and counts.
         options: of its `from_pretrained`.
 
     Raises:
@@ -43,6 +45,8 @@ def load_whole(
             says so, or cannot be read.
     """
     files = weight_files(folder)
+    if is_changed:
+        options = {**options, "config": config}
     if getattr(config, "quantization_config", None) is None:
         integers = integer_weights(entries_of(files), {"weight", "bias"})
         if integers:

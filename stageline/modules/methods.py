@@ -65,7 +65,10 @@ class Methods:
         """Changes a configuration before a stage is built of it; returns what `finish` takes."""
         facts: dict[str, Any] = {"uses_cache": turn_off_cache(config), "notes": ()}
         if self.rope_scaling is not None:
+            text = config.get_text_config(decoder=True)
+            before = getattr(text, "rope_parameters", None)
             facts["notes"] = (scale_rope(config, self.rope_scaling),)
+            facts["changes_config"] = text.rope_parameters != before
         return facts
 
     def quantise(self, model: Any, *, device: torch.device | str) -> None:
@@ -79,13 +82,14 @@ class Methods:
         after = base_bytes(layers)
         model.notes += (
             f"stage {model.stage}: {count} linear layers are kept as {self.quantization.kind}, "
-            f"{after / 2**20:.1f} MiB instead of {before / 2**20:.1f}",
+            f"{after / 2**20:.3g} MiB instead of {before / 2**20:.3g}",
         )
         move_others(model, torch.device(device))
 
     def finish(self, model: Any, facts: dict[str, Any]) -> None:
         """Changes what a filled stage computes in, and tells it what `prepare` found."""
         model.uses_cache = facts["uses_cache"]
+        model.changes_config = facts.get("changes_config", False)
         model.notes += facts["notes"] if model.stage == 0 else ()
         if self.norms_fp32:
             norms_to_float32(model)

@@ -57,7 +57,9 @@ def test_a_split_gives_the_same_bits(folder, kind):
             assert all(p.is_cuda for p in stage.parameters())
             assert all(b.is_cuda for b in stage.buffers())
         count = count_targets(batches())
-        losses = run_chain(stages, batches(), loss_fn=lambda o, b: sft(o, b, num_targets=count))
+        losses = run_chain(
+            stages, batches(), loss_fn=lambda o, b, n=count: sft(o, b, num_targets=n)
+        )
         named = [item for stage in stages for item in stage.named_parameters()]
         made.append((losses, {name: p.grad for name, p in named if p.grad is not None}))
     (losses, grads), (own_losses, own) = made

@@ -5,8 +5,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from models.builders import auto
 from pp_models import CausalLMStage, VisionLanguageStage
 from pp_models.filling import Source, fill_stage
+from stageline.checkpoint.export import export_folder
+from stageline.checkpoint.plain_model import load_plain
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
 from stageline.modules.rope_scaling import RopeScaling, scale_rope
@@ -14,6 +17,7 @@ from stageline.pipeline.local_stages import LocalStages
 from stageline.testing.tiny_batches import tiny_micro_batches
 from stageline.testing.tiny_checkpoints import tiny_whole
 from stageline.testing.tiny_models import tiny_config
+from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
 KINDS = ("linear", "dynamic", "yarn", "llama3")
 LENGTH = 150  # the tiny models have 64 positions: a factor of 3
@@ -175,3 +179,43 @@ def test_training_keeps_no_cache_and_a_saved_model_does(folder, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert loaded.config.use_cache is True
     assert loaded.generation_config.use_cache in (True, None)
+
+
+def test_an_adapter_brings_its_scaled_configuration(folder, tmp_path):
+    """Trained with LoRA, the base's folder knows nothing of the scaling: the adapter's does."""
+    made = [
+        CausalLMStage.build(
+            config_path=str(folder),
+            processor_path=None,
+            checkpoint_path=str(folder),
+            stage=stage,
+            num_stages=2,
+            dtype=torch.float32,
+            is_piece=True,
+            methods={"rope_scaling": {"kind": "yarn", "max_token_num": LENGTH}},
+            llm_lora_num=1,
+            frozen_lm_head=True,
+        )[0]
+        for stage in range(2)
+    ]
+    with torch.no_grad():
+        for stage in made:
+            for parameter in stage.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.01)
+    batch = batch_of(LENGTH)
+    expected = logits_of([stage.eval() for stage in made], batch)
+    save_split_model(made, None, tmp_path / "adapter")
+    for merge in (False, True):
+        target = tmp_path / f"exported-{merge}"
+        export_folder(tmp_path / "adapter", target, merge=merge)
+        found = load_plain(target, dtype=torch.float32)
+        assert found.config.rope_parameters == by_hand("yarn")
+        torch.testing.assert_close(found(**batch, use_cache=False).logits, expected)
+    model, _, _ = build_for_inference(folder, tmp_path / "adapter", folder)
+    torch.testing.assert_close(model(**batch, use_cache=False).logits, expected)
+
+
+def build_for_inference(model_path, adapter_path, folder):
+    tiny_tokenizer().save_pretrained(folder)
+    return auto(str(model_path), device="cpu", adapter_path=str(adapter_path))
