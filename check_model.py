@@ -189,6 +189,7 @@ def make_batches(
         )
     # a split is as right without new tokens, whose rows no library model would have
     changes = {"eval_samples": 0, "accumulate_steps": 1, "packing": False, "new_tokens": None}
+    changes["resize_vocab"] = False
     run = dataclasses.replace(arguments.run, **changes)
     if "dataset" in arguments.parts:
         wanted = min(arguments.run.num_micro_batches, MOST_MICRO_BATCHES)

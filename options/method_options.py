@@ -27,6 +27,12 @@ class MethodOptions:
     use_llama_pro: bool = option(
         False, "the --freeze-trainable-layers are spread: those that expand_blocks.sh added"
     )
+    resize_vocab: bool = option(
+        False, "add rows of embedding and head for tokens of the tokenizer that have none"
+    )
+    vocab_multiple: int = option(
+        64, "of --resize-vocab: rows are rounded up to a multiple of this", at_least=1
+    )
     rope_scaling: Literal["linear", "dynamic", "yarn", "llama3"] | None = option(
         None, "scale rotary positions where --max-token-num is above what the model has"
     )
@@ -97,6 +103,12 @@ def check_methods(run: Any) -> None:
     """
     _check_freeze(run)
     _check_quantization(run)
+    if run.vocab_multiple != 64 and not run.resize_vocab:
+        raise OptionError(
+            f"--vocab-multiple {run.vocab_multiple} came without --resize-vocab. That was "
+            "expected, because it says how far rows that are added are rounded up. Add it, or "
+            "leave this out."
+        )
     if run.norms_fp32 or run.upcast_lm_head:
         given = "--norms-fp32" if run.norms_fp32 else "--upcast-lm-head"
         if not (run.bf16 or run.fp16):
