@@ -13,6 +13,7 @@ from collections.abc import Callable
 import transformers
 
 import train_pp  # noqa: F401 - registers the engine that a training command names
+from options.method_options import without_methods
 from options.part_options import ChosenPart
 from options.vision_options import check_vision
 from parse_args import CheckArguments, parse_check_args
@@ -157,6 +158,7 @@ def build(
         bf16=False,
         fp16=False,
         lora_dropout=0.0,
+        **without_methods(),
     )
     is_given = num_stages == run.num_stages and isinstance(run.partition, list)
     if num_stages != run.num_stages:  # on one stage, to compare with
@@ -187,6 +189,7 @@ def make_batches(
         )
     # a split is as right without new tokens, whose rows no library model would have
     changes = {"eval_samples": 0, "accumulate_steps": 1, "packing": False, "new_tokens": None}
+    changes["resize_vocab"] = False
     run = dataclasses.replace(arguments.run, **changes)
     if "dataset" in arguments.parts:
         wanted = min(arguments.run.num_micro_batches, MOST_MICRO_BATCHES)

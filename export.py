@@ -164,14 +164,14 @@ def make_stages(folder: Path, *, trust_remote_code: bool = False) -> "list[nn.Mo
     Raises:
         UserError: a checkpoint that a run saved does not fit its stages.
     """
-    from stageline.checkpoint.adapter import find_base
+    from stageline.checkpoint.adapter_config import config_folder
     from stageline.checkpoint.files import ADAPTER_CONFIG
     from stageline.checkpoint.layout import MANIFEST
     from stageline.checkpoint.tasks import is_scored
     from stageline.model_folder import load_config
 
     is_adapter = (folder / ADAPTER_CONFIG).exists()
-    base = find_base(folder) if is_adapter else folder
+    base = config_folder(folder)
     config = load_config(base, trust_remote_code=trust_remote_code)
     key = "reward" if is_adapter and is_scored(folder) else stage_key(config)
     if key is None:

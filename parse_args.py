@@ -32,6 +32,7 @@ from options.image_options import check_images
 from options.limits import check_words
 from options.lora_options import adapter_arguments, check_lora
 from options.memory_options import check_memory
+from options.method_options import check_methods
 from options.number_options import check_numbers
 from options.part_options import ChosenPart, add_part_options, takes
 from options.part_training_options import check_part_training
@@ -150,6 +151,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
     check_numbers(run, shards=run.dp_shard)
     check_part_training(run)
     check_lora(run)
+    check_methods(run)
     check_images(run)
     check_token_cache(run)
     check_attention(run, parts["train_model"])
@@ -187,6 +189,7 @@ def parse_check_args(argv: Sequence[str] | None = None) -> CheckArguments:
     check_part_training(run)
     check_attention(run, parts["train_model"])
     check_lora(run)
+    check_methods(run)
     return CheckArguments(run=run, parts=parts, imports=imports)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from options.attention_options import attention_arguments, check_attention_device
 from options.lora_options import lora_arguments
+from options.method_options import method_arguments
 from options.part_options import ChosenPart
 from options.part_training_options import learning_rate_scales, part_options
 from options.run_options import RunConfig
@@ -78,6 +79,8 @@ def build_stages(
         for stage in schedule.stages_of(context.pp_rank)
     ]
     for stage in stages:
+        for note in getattr(stage, "notes", ()):
+            print(note, flush=True)
         if point is not None and point.base is not None:
             stage.loaded_from = getattr(stage, "loaded_from", None) or point.base
         if stage.stage == 0:
@@ -126,6 +129,7 @@ def build_part(
         **{name: getattr(run, name) for name in names.split()},
         **part_options(run),
         **lora_arguments(run),
+        **method_arguments(run),
         **part.kwargs,
         **attention_arguments(run),
     }

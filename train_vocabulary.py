@@ -12,7 +12,12 @@ from options.run_options import RunConfig
 from parse_args import TrainArguments
 from stageline.checkpoint.files import find_checkpoint
 from stageline.checkpoint.vocabulary import num_rows_on_disk, rows_of_adapter
-from stageline.data.new_tokens import NewTokens, add_new_tokens, processor_of_weights
+from stageline.data.new_tokens import (
+    NewTokens,
+    add_new_tokens,
+    processor_of_weights,
+    with_rowless,
+)
 from stageline.data.preflight import check_vocabulary
 from stageline.errors import UserError
 from stageline.model_folder import load_config
@@ -20,13 +25,26 @@ from stageline.modules.new_rows import NewRows, vocab_size_of
 
 
 def add_tokens(arguments: TrainArguments, processor: object, path: str) -> NewTokens | None:
-    """Adds the run's new tokens to its processor, which came from `path`."""
+    """Adds the run's new tokens to its processor, which came from `path`.
+
+    Returns:
+        Them and, with --resize-vocab, all tokens that the weights have no row for.
+    """
     run = arguments.run
-    if not run.new_tokens:
+    if not run.new_tokens and not run.resize_vocab:
         return None
     config = load_config(run.config_path or run.model_path, trust_remote_code=run.trust_remote_code)
     num_rows = num_rows_of(run, config)
-    if num_rows is not None:  # before: tokens that others forgot to make room for have no start
+    tokens = _add_tokens(run, processor, path, num_rows) if run.new_tokens else None
+    if run.resize_vocab and num_rows is not None:
+        return with_rowless(processor, tokens, num_rows)
+    return tokens
+
+
+def _add_tokens(run: RunConfig, processor: object, path: str, num_rows: int | None) -> NewTokens:
+    if (
+        num_rows is not None and not run.resize_vocab
+    ):  # before: tokens that others forgot to make room for have no start
         check_vocabulary(processor, num_rows)
     is_other = run.model_path is not None and Path(run.model_path) != Path(path)
     other = processor_of_weights(
@@ -82,5 +100,13 @@ def rows_option(
     if new_tokens is None:
         return {}
     fresh = frozenset() if is_known else new_tokens.fresh
-    rows = NewRows(new_tokens.ids, new_tokens.pieces, fresh, train_alone=run.train_new_tokens)
+    rows = NewRows(
+        new_tokens.ids,
+        new_tokens.pieces,
+        fresh,
+        train_alone=run.train_new_tokens,
+        noisy=new_tokens.rowless,
+        seed=run.seed,
+        multiple=run.vocab_multiple if run.resize_vocab else 1,
+    )
     return {"new_rows": rows}

@@ -42,7 +42,9 @@ def auto(
     if (folder / "adapter_config.json").is_file():
         adapters, folder = adapters or [str(folder)], find_base(folder)
     processor_folder = _processor_folder([processor_folder, *adapters][-1], folder)
-    config = load_config(folder, trust_remote_code=trust_remote_code)
+    # an adapter has a configuration of its own where its run changed the base's
+    has_own = bool(adapters) and (Path(adapters[-1]) / "config.json").is_file()
+    config = load_config(adapters[-1] if has_own else folder, trust_remote_code=trust_remote_code)
     check_weights(folder)
     auto_class = _auto_class(config)
     options: dict[str, object] = {"trust_remote_code": trust_remote_code}
@@ -66,6 +68,7 @@ def auto(
             dtype=dtype,
             # accelerate's hooks cost time and buy nothing on one CPU
             device_map=None if device_map == {"": "cpu"} else device_map,
+            is_changed=has_own,
             **options,
         )
     if len(adapters) == 1 and adapter_weights is None:

@@ -80,7 +80,7 @@ def check_part_training(run: Any) -> None:
             _check_rate(run, part, f"--{name.replace('_', '-')} {getattr(run, name):g}")
     if run.new_tokens is not None:
         run.new_tokens = _read_tokens(run.new_tokens)
-    if run.train_new_tokens and not run.new_tokens:
+    if run.train_new_tokens and not (run.new_tokens or run.resize_vocab):
         raise OptionError(
             "--train-new-tokens came without --new-tokens. The tokens were expected, because their "
             "rows are what is trained; tokens that the tokenizer has already may be named. Add "

@@ -17,6 +17,7 @@ from options.image_options import ImageOptions
 from options.lora_options import LoRAOptions
 from options.machine_options import MachineOptions
 from options.memory_options import MemoryOptions
+from options.method_options import MethodOptions
 from options.number_options import NumberOptions
 from options.part_training_options import PartTrainingOptions
 from options.plan_options import PlanOptions
@@ -168,6 +169,7 @@ class RunConfig(
     VisionOptions,
     PipelineOptions,
     OptimizerOptions,
+    MethodOptions,
     PartTrainingOptions,
     ReferenceOptions,
     LoRAOptions,

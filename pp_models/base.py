@@ -6,6 +6,8 @@ stage and the number of stages, and no process group.
 Shapes: B samples of a micro-batch, T tokens, H hidden size, V vocabulary.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -17,6 +19,7 @@ from stageline.errors import PlanError, UserError
 from stageline.modules import compiling, offload
 from stageline.modules.checkpointing import CheckpointMode, checkpoint_layers, tower_layers
 from stageline.modules.lora import key_map_without_last_lora
+from stageline.modules.methods import LANGUAGE, Methods
 from stageline.modules.new_rows import NewRows, vocabulary_paths
 from stageline.modules.part_lora import find_targets, lora_of_parts, wrap_parts
 from stageline.modules.whole_modules import find_whole_modules, is_inside
@@ -45,6 +48,9 @@ class StageModel(nn.Module):
             and on in what is saved.
         fresh_names: weights that a checkpoint may lack: they start by the seed, as without one.
         unused_names: beginnings of names in a checkpoint that the model has no use for.
+        methods: what is done in another way than training the whole model.
+        notes: lines about it to print.
+        changes_config: the configuration is not that of the weights' folder.
     """
 
     cached_configs: tuple[str, ...] = ()
@@ -52,6 +58,7 @@ class StageModel(nn.Module):
     unused_names: tuple[str, ...] = ()
     logits_chunk = 0
     checkpoint_every = 1
+    changes_config = False
 
     def __init__(
         self,
@@ -68,9 +75,12 @@ class StageModel(nn.Module):
         frozen_lm_head: bool = False,
         dtype: torch.dtype = torch.float32,
         is_piece: bool = False,
+        methods: Methods | None = None,
         **lora: object,
     ) -> None:
         super().__init__()
+        self.methods = methods or Methods()
+        self.notes: tuple[str, ...] = ()
         self.config = config
         self.stage = stage
         self.num_stages = num_stages
@@ -232,15 +242,20 @@ class StageModel(nn.Module):
         """Sets `requires_grad` on every parameter by part.
 
         A part with LoRA trains its outermost adapter alone, and modules that are to be trained
-        whole. A tied head follows the embeddings, whose weight it is.
+        whole; above a quantised base nothing else trains. A tied head follows the embeddings,
+        whose weight it is.
         """
+        chosen = self.methods.trained_names(self)
         for name, parameter in self.named_parameters():
             part = self.part_of(name)
             is_last_lora = ".lora.lora_" in name and ".lora_module." not in name
+            has_lora = part in self.lora and self.lora[part].num > 0
             if is_inside(name, self.whole_modules):
                 parameter.requires_grad_(True)
-            elif part in self.lora and self.lora[part].num > 0:
-                parameter.requires_grad_(is_last_lora)
+            elif has_lora or self.methods.quantization is not None:
+                parameter.requires_grad_(has_lora and is_last_lora)
+            elif chosen is not None and part in LANGUAGE:
+                parameter.requires_grad_(name in chosen)
             else:
                 parameter.requires_grad_(not self.frozen_parts.get(part or "", False))
 
@@ -326,6 +341,7 @@ class StageModel(nn.Module):
         is_piece: bool = False,
         new_rows: NewRows | None = None,
         neftune_alpha: float = 0.0,
+        methods: Methods | Mapping[str, object] | None = None,
         **model_kwargs: object,
     ) -> tuple["StageModel", object, int]:
         """Builds one stage and fills it; the body of most train_model parts.
@@ -334,22 +350,26 @@ class StageModel(nn.Module):
 
         Args:
             model_types: the architectures that the chosen key serves; None: any.
-            is_piece: for the planner: a stage may be without layers, on the meta device it stays
-                without weights, and no processor is read.
+            is_piece: for the planner: it needs no layers, no processor, on meta no weights.
             new_rows: tokens that the tokenizer got for this run.
             neftune_alpha: noise on the embeddings in training, see `neftune.py`; 0: none.
+            methods: `Methods`, or what `Methods.of` takes.
 
         Returns:
             The stage on `device`, the processor, and the id of the padding token.
         """
         config_path, code = config_path or checkpoint_path, trust_remote_code
+        methods = Methods.of(methods)
         weights = None if new_rows is None else checkpoint_path
         config = read_config(config_path, model_types, weights=weights, trust_remote_code=code)
+        facts = methods.prepare(config)
         model_kwargs |= {"is_piece": True} if is_piece else {}
+        model_kwargs |= {"methods": methods} if methods.is_asked else {}
         model = cls(config, stage=stage, num_stages=num_stages, dtype=dtype, **model_kwargs)
         is_only_looked_at = is_piece and torch.device(device).type == "meta"
         source = None if is_only_looked_at else Source(checkpoint_path, seed, device, dtype)
         fill_stage(model, source, new_rows=new_rows, neftune_alpha=neftune_alpha)
+        methods.finish(model, facts)
         model.logits_chunk = logits_chunk
         # from the inside out: what is compiled can be recomputed, what that keeps be offloaded
         if compile_layers:
@@ -358,8 +378,13 @@ class StageModel(nn.Module):
             model.enable_gradient_checkpointing(every=checkpoint_every, mode=checkpoint_mode)
         if offload_activations:
             offload.offload_activations(model)
-        if is_piece:
-            return model, None, 0
-        path = processor_path or checkpoint_path or config_path
-        processor = load_processor(path, trust_remote_code=code)
-        return model, processor, get_pad_token_id(processor)
+        path = None if is_piece else processor_path or checkpoint_path or config_path
+        return model, *_processor_of(path, trust_remote_code=code)
+
+
+def _processor_of(path: str | None, *, trust_remote_code: bool) -> tuple[object, int]:
+    """A processor and the id of its padding token."""
+    if path is None:
+        return None, 0
+    processor = load_processor(path, trust_remote_code=trust_remote_code)
+    return processor, get_pad_token_id(processor)

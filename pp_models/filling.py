@@ -44,11 +44,14 @@ def fill_stage(
         neftune_alpha: noise on the embeddings in training; 0: none.
     """
     if source is not None:
-        where = {"seed": source.seed, "device": source.device, "dtype": source.dtype}
+        # whole weights wait on the host, one layer at a time goes on
+        device = "cpu" if model.methods.quantization else source.device
+        where = {"seed": source.seed, "device": device, "dtype": source.dtype}
         if source.checkpoint_path is None:
             init_split_model(model, **where)
         else:
             load_split_model(model, source.checkpoint_path, **where)
+    model.methods.quantise(model, device="meta" if source is None else source.device)
     model.frozen()
     if new_rows is not None:
         put_new_rows(model, new_rows)

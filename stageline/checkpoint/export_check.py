@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from stageline.checkpoint.adapter import find_base
+from stageline.checkpoint.adapter_config import config_folder
 from stageline.checkpoint.adapter_start import Adapters
 from stageline.checkpoint.answers import (
     Answer,
@@ -90,8 +91,7 @@ def lacks_memory(source: Path, *, trust_remote_code: bool = False) -> str | None
 
 def read_config_of_base(folder: Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
     """The configuration of a model folder, or of the model that an adapter belongs to."""
-    base = find_base(folder) if (folder / ADAPTER_CONFIG).exists() else folder
-    return load_config(base, trust_remote_code=trust_remote_code)
+    return load_config(config_folder(folder), trust_remote_code=trust_remote_code)
 
 
 def check_export(

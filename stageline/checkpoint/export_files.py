@@ -116,6 +116,8 @@ def write_adapter(source: Path, draft: Path, dtype: torch.dtype | None) -> None:
     chaos.point("file")
     (draft / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     write_tensors(tensors, draft / ADAPTER_FILE)
+    if (source / "config.json").is_file():  # the run changed the base's
+        shutil.copyfile(source / "config.json", draft / "config.json")
 
 
 def copy_side_files(source: Path, draft: Path, *, with_code: bool) -> None:

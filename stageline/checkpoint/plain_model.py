@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stageline.checkpoint.adapter import attach_adapter, find_base, read_adapter
+from stageline.checkpoint.adapter_config import config_folder
 from stageline.checkpoint.adapter_rows import fit_vocabulary
 from stageline.checkpoint.files import (
     ADAPTER_CONFIG,
@@ -30,12 +31,17 @@ _DTYPES = {
 
 
 def load_plain(
-    folder: Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+    config_from: Path | None = None,
 ) -> PreTrainedModel:
     """The whole model of a folder on the CPU; an adapter is put on its base.
 
     Args:
         dtype: to load in; None: as the folder has it.
+        config_from: the folder whose configuration counts, if not this one's.
 
     Raises:
         CheckpointError: names in the folder are not those of the model: transformers would start
@@ -44,9 +50,10 @@ def load_plain(
     if (folder / ADAPTER_CONFIG).exists():
         base = load_base(folder, dtype=dtype, trust_remote_code=trust_remote_code)
         return attach_adapter(base, folder).eval()
-    config = load_config(folder, trust_remote_code=trust_remote_code)
+    config = load_config(config_from or folder, trust_remote_code=trust_remote_code)
     named = getattr(transformers, (config.architectures or [""])[0], None)
     kwargs = {} if named is not None else {"trust_remote_code": trust_remote_code}
+    kwargs["is_changed"] = config_from not in (None, folder)
     model_class: Any = named or transformers.AutoModelForCausalLM
     dtype = dtype or _dtype_of(folder)
     return load_whole(model_class, folder, config, is_strict=True, dtype=dtype, **kwargs).eval()
@@ -56,11 +63,12 @@ def load_base(
     adapter: Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """The model that an adapter is put on; of a reward model's adapter one that scores."""
-    folder = find_base(adapter)
+    folder, own = find_base(adapter), config_folder(adapter)
     config = load_config(folder, trust_remote_code=trust_remote_code)
     is_base_scored = (config.architectures or [""])[0].endswith(CLASSIFIER)
     if not is_scored(adapter) or is_base_scored:
-        return load_plain(folder, dtype=dtype, trust_remote_code=trust_remote_code)
+        code = trust_remote_code
+        return load_plain(folder, dtype=dtype, trust_remote_code=code, config_from=own)
     return load_whole(
         transformers.AutoModelForSequenceClassification,
         folder,

@@ -300,6 +300,8 @@ class WeightSaver:
             if self.ranks.rank == 0:
                 model_class = type(self.stages[0].whole).__name__
                 merge_parts(parts, draft, base=base, model_class=model_class)
+                if getattr(self.stages[0], "changes_config", False):
+                    save_config(self.stages[0], draft)  # the base's says nothing of it
 
         self.ranks.together(merge, draft)
 

@@ -30,6 +30,7 @@ def load_whole(
     *,
     is_strict: bool = False,
     may_lack: str | None = None,
+    is_changed: bool = False,
     **options: object,
 ) -> PreTrainedModel:
     """A whole model with every weight from the folder.
@@ -38,6 +39,7 @@ def load_whole(
         auto_class: an Auto class or a model class of the library.
         is_strict: weights that the model has no place for are refused, too.
         may_lack: beginning of the names of weights that others fill; None: none.
+        is_changed: `config` is not the folder's own, and counts.
         options: of its `from_pretrained`.
 
     Raises:
@@ -45,6 +47,8 @@ def load_whole(
             says so, or cannot be read.
     """
     files = weight_files(folder)
+    if is_changed:
+        options = {**options, "config": config}
     if getattr(config, "quantization_config", None) is None:
         integers = integer_weights(entries_of(files), {"weight", "bias"})
         if integers:

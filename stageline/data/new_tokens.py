@@ -22,11 +22,13 @@ class NewTokens:
     Attributes:
         pieces: for each the ids that its text was split into without it.
         fresh: ids of those that the weights' own tokenizer lacks.
+        rowless: ids of those that the tokenizer had, and the weights have no row for.
     """
 
     ids: tuple[int, ...]
     pieces: tuple[tuple[int, ...], ...]
     fresh: frozenset[int]
+    rowless: frozenset[int] = frozenset()
 
 
 def add_new_tokens(
@@ -52,6 +54,26 @@ def add_new_tokens(
     ids = tuple(tokenizer.convert_tokens_to_ids(list(texts)))
     fresh = {token for token, text in zip(ids, texts, strict=True) if trained.get(text) != token}
     return NewTokens(ids, pieces, frozenset(fresh))
+
+
+def with_rowless(processor: Any, tokens: NewTokens | None, num_rows: int) -> NewTokens | None:
+    """The tokens and all others of the tokenizer for which an embedding of `num_rows` is too small.
+
+    What these were before is not known: nothing is split into pieces for them.
+    """
+    known = () if tokens is None else tokens.ids
+    ids = {token for token in get_tokenizer(processor).get_vocab().values() if token >= num_rows}
+    rowless = tuple(sorted(ids.difference(known)))
+    if not rowless:
+        return tokens
+    pieces = ((),) * len(rowless)
+    before = tokens or NewTokens((), (), frozenset())
+    return NewTokens(
+        before.ids + rowless,
+        before.pieces + pieces,
+        before.fresh | set(rowless),
+        frozenset(rowless),
+    )
 
 
 def processor_of_weights(folder: str | None, *, trust_remote_code: bool = False) -> Any | None:

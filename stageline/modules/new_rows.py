@@ -9,6 +9,7 @@ Shapes: N new tokens, V rows, H hidden size.
 """
 
 import copy
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from stageline.errors import UserError
+from stageline.modules.lora import name_seed
 
 ROWS = "new_rows"
 
@@ -31,17 +33,28 @@ class NewRows:
         pieces: for each the ids that its text was split into before.
         fresh: those of which the weights that are loaded know nothing.
         train_alone: of embedding and head nothing but these rows is trained.
+        noisy: those that start as the mean of all rows and noise, seeded by `seed`.
+        multiple: rows that are added are rounded up to a multiple of this.
     """
 
     ids: tuple[int, ...]
     pieces: tuple[tuple[int, ...], ...]
     fresh: frozenset[int]
     train_alone: bool = False
+    noisy: frozenset[int] = frozenset()
+    seed: int = 0
+    multiple: int = 1
 
     @property
     def num_rows(self) -> int:
         """Rows that embedding and head need at least."""
         return max(self.ids) + 1
+
+    def padded(self, before: int) -> int:
+        """Rows that they have, of `before` ones: rounded up where some are added."""
+        if self.num_rows <= before:
+            return self.num_rows
+        return math.ceil(self.num_rows / self.multiple) * self.multiple
 
 
 # -- where the rows are ------------------------------------------------------------------------
@@ -132,27 +145,36 @@ def put_new_rows(model: nn.Module, rows: NewRows) -> None:
             "leave the option out."
         )
     before = vocab_size_of(model.config)
-    enlarge(model, paths, rows.num_rows)
+    enlarge(model, paths, rows.padded(before))
     done: set[int] = set()
-    for module in vocabulary_modules(model, paths).values():
-        for tensor in module._parameters.values():
+    for path, module in vocabulary_modules(model, paths).items():
+        for leaf, tensor in module._parameters.items():
             if tensor is not None and id(tensor) not in done:
                 done.add(id(tensor))
-                _start(tensor, rows, before)
+                _start(tensor, rows, before, name=f"{path}.{leaf}")
     model.token_ids = tuple(sorted({*getattr(model, "token_ids", ()), *rows.ids}))
     if rows.train_alone:
         _train_alone(model, paths, rows.ids)
 
 
-def _start(tensor: torch.Tensor, rows: NewRows, before: int) -> None:
+def _start(tensor: torch.Tensor, rows: NewRows, before: int, *, name: str) -> None:
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     means = {}
     for token, pieces in zip(rows.ids, rows.pieces, strict=True):
         if token in rows.fresh or token >= before:
             source = tensor[list(pieces)] if pieces else tensor[:before]
             means[token] = source.to(dtype).mean(0)
+            if token in rows.noisy and tensor.ndim == 2:
+                means[token] += _noise(tensor, name_seed(rows.seed, f"{name}.{token}"))
     for token, mean in means.items():
         tensor[token] = mean.to(tensor.dtype)
+
+
+def _noise(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    """Of 1 / sqrt(width), as wide as a row: without it rows would be equal, and stay so if tied."""
+    generator = torch.Generator().manual_seed(seed)
+    width = tensor.shape[1]
+    return torch.randn(width, generator=generator).to(tensor.device) / width**0.5
 
 
 # -- training them alone -------------------------------------------------------------------------

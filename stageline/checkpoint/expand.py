@@ -1,0 +1,182 @@
+"""Adds layers to a checkpoint that change nothing yet: LLaMA-Pro (Wu et al., arXiv 2401.02415).
+
+Behind each group of layers comes a copy of its last one, whose output matrices are zero: what it
+adds to the hidden states is zero, and the model computes what it did. Trained alone
+(`--use-llama-pro`), the copies learn while all that was there stays. File by file, without a model.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from stageline.checkpoint.export_files import copy_side_files
+from stageline.checkpoint.files import (
+    ADAPTER_CONFIG,
+    find_checkpoint,
+    open_tensors,
+    read_tensor,
+    weight_files,
+    write_tensors,
+)
+from stageline.checkpoint.layout import discard, draft_name, file_facts, refuse_existing
+from stageline.checkpoint.shards import shard_name, write_index
+from stageline.errors import UserError
+from stageline.model_folder import load_config
+
+# last matrices of attention and of the feed-forward part, by the names that families give them
+OUTPUTS = ("o_proj", "out_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h", "fc2", "w2", "wo")
+_TOWERS = ("vision", "visual", "vit")
+_INDICES = ("mlp_only_layers", "cross_attention_layers")
+_LAYER = re.compile(r"^(?P<list>.+?)\.(?P<index>\d+)\.(?P<rest>.+)$")
+Places = list[tuple[int, bool]]  # for each new layer the old one, and whether it is a copy
+
+
+def expand_blocks(source: str | Path, target: str | Path, *, num_expand: int) -> Path:
+    """Writes a model folder with `num_expand` more layers, one behind each group of equal size.
+
+    Raises:
+        UserError: the layers are no such groups, the target exists, or the names of the layers
+            or of their output matrices are not known.
+    """
+    folder, target = find_checkpoint(source), Path(target).expanduser().absolute()
+    refuse_existing(target)
+    if (folder / ADAPTER_CONFIG).exists():
+        raise UserError(
+            f"{folder} is an adapter, a model folder was expected: layers are copied. Merge it "
+            "first (export.sh --merge)."
+        )
+    config = load_config(folder)
+    total = config.get_text_config(decoder=True).num_hidden_layers
+    places = places_of(total, num_expand)
+    files = weight_files(folder)
+    path = find_list(list(files), total)
+    expand_config(config, places)
+    draft = target.parent / draft_name(target)
+    draft.mkdir(parents=True)
+    try:
+        _write_weights(files, path, places, draft)
+        copy_side_files(folder, draft, with_code=False)
+        config.save_pretrained(draft)
+        draft.rename(target)
+    finally:
+        discard(draft)
+    return target
+
+
+def places_of(total: int, num_expand: int) -> Places:
+    """What each layer of the new model is made of."""
+    if num_expand < 1 or total % num_expand:
+        raise UserError(
+            f"--num-expand {num_expand} came for a model of {total} layers; a number that divides "
+            f"{total} was expected: one layer is added behind each group of equal size. Choose one."
+        )
+    stride = total // num_expand
+    return [
+        (index, is_copy)
+        for index in range(total)
+        for is_copy in ((False, True) if (index + 1) % stride == 0 else (False,))
+    ]
+
+
+def find_list(names: list[str], total: int) -> str:
+    """The path of the decoder's layers in the names of a checkpoint."""
+    indices: dict[str, set[int]] = {}
+    for name in names:
+        match = _LAYER.match(name)
+        if match and not any(word in match["list"] for word in _TOWERS):
+            indices.setdefault(match["list"], set()).add(int(match["index"]))
+    found = [path for path, numbers in indices.items() if numbers == set(range(total))]
+    if len(found) != 1:
+        raise UserError(
+            f"the checkpoint has {len(found)} lists of {total} layers in the names of its weights "
+            f"({', '.join(found) or 'none'}), one was expected: its layers are copied. This "
+            "architecture cannot be expanded here."
+        )
+    return found[0]
+
+
+def expand_config(config: PretrainedConfig, places: Places) -> None:
+    """Tells a configuration of the new layers, in place."""
+    text: Any = config.get_text_config(decoder=True)
+    total = text.num_hidden_layers
+    for name in ("decoder_sparse_step", "interleave_moe_layer_step"):
+        if getattr(text, name, 1) not in (None, 1):
+            raise UserError(
+                f"config.json has {name} {getattr(text, name)}: every so manieth layer has "
+                "experts, 1 was expected: copies would change which. This model cannot be expanded."
+            )
+    changed: dict[str, object] = {}
+    for name, value in list(vars(text).items()):
+        if not isinstance(value, list | tuple) or "layer" not in name:
+            continue
+        if name in _INDICES:
+            changed[name] = [new for new, (old, _) in enumerate(places) if old in value]
+        elif len(value) == total:  # an entry a layer
+            changed[name] = [value[old] for old, _ in places]
+    first_dense = getattr(text, "first_k_dense_replace", None)
+    if first_dense:
+        changed["first_k_dense_replace"] = sum(old < first_dense for old, _ in places)
+    # together: the number and the lists are compared when one of them is set
+    vars(text).update({**changed, "num_hidden_layers": len(places)})
+    for name in getattr(text, "attribute_map", {}):
+        if text.attribute_map[name] == "num_hidden_layers":
+            vars(text).pop(name, None)
+    real = getattr(text, "attribute_map", {}).get("num_hidden_layers")
+    if real:
+        vars(text).pop("num_hidden_layers")
+        vars(text)[real] = len(places)
+
+
+def _write_weights(files: dict[str, Path], path: str, places: Places, draft: Path) -> None:
+    """One new file for each old one."""
+    old_files = sorted(set(files.values()))
+    written = {}
+    zeroed: dict[int, set[str]] = {new: set() for new, (_, is_copy) in enumerate(places) if is_copy}
+    for number, old_file in enumerate(old_files, 1):
+        tensors: dict[str, torch.Tensor] = {}
+        with open_tensors(old_file) as file:
+            for name in [name for name, place in files.items() if place == old_file]:
+                value = read_tensor(file, name, old_file)
+                tensors |= _new_tensors(name, value, path, places, zeroed)
+        new_file = draft / shard_name(number, len(old_files))
+        write_tensors(tensors, new_file)
+        counts = {name: value.numel() for name, value in tensors.items()}
+        written[new_file.name] = (file_facts(new_file), counts)
+    # attention and feed-forward part: each has an output of its own
+    poor = [new for new, parents in zeroed.items() if len(parents) < 2]
+    if poor:
+        raise UserError(
+            f"layer {poor[0]} has outputs with a known name in {sorted(zeroed[poor[0]])} alone "
+            f"({', '.join(OUTPUTS)}), those of attention and of the feed-forward part were "
+            "expected: a copy changes nothing only if both are zero. This architecture cannot be "
+            "expanded here."
+        )
+    if len(old_files) > 1:
+        write_index(draft, written)
+
+
+def _new_tensors(
+    name: str, value: torch.Tensor, path: str, places: Places, zeroed: dict[int, set[str]]
+) -> dict[str, torch.Tensor]:
+    match = _LAYER.match(name)
+    if not match or match["list"] != path:
+        return {name: value}
+    made = {}
+    for new, (old, is_copy) in enumerate(places):
+        if old != int(match["index"]):
+            continue
+        rest = match["rest"]
+        output = next((part for part in rest.split(".") if _is_output(part)), None)
+        if is_copy and output:
+            zeroed[new].add(rest.partition(".")[0])
+        # files hold no two names of one memory
+        copy = torch.zeros_like(value) if output else value.clone()
+        made[f"{path}.{new}.{rest}"] = copy if is_copy else value
+    return made
+
+
+def _is_output(part: str) -> bool:
+    return part in OUTPUTS or part in [f"{name}_bias" for name in OUTPUTS]

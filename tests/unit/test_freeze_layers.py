@@ -1,0 +1,238 @@
+"""Layers that train alone, against plain transformers with the same requires_grad set by hand."""
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from loss_fn import sft
+from options.method_options import method_arguments
+from parse_args import parse_train_args
+from pp_models import CausalLMStage, VisionLanguageStage
+from pp_models.filling import Source, fill_stage
+from register import ALL_REGISTERS
+from stageline.errors import UserError
+from stageline.modules.freeze import FreezeRule
+from stageline.modules.methods import Methods
+from stageline.pipeline.stage_passes import StagePasses
+from stageline.testing.chain import run_chain
+from stageline.testing.tiny_batches import count_targets, tiny_micro_batches
+from stageline.testing.tiny_checkpoints import tiny_whole
+from stageline.testing.tiny_models import VISION_LANGUAGE
+
+DTYPE = torch.float64
+# the rule, and by hand what of a llama of four layers it means
+RULES = {
+    "last": (FreezeRule(2), ("layers.2.", "layers.3.")),
+    "first": (FreezeRule(-1), ("layers.0.",)),
+    "modules": (FreezeRule(3, ("mlp", "q_proj")), tuple(f"layers.{i}.mlp" for i in (1, 2, 3))),
+    "extra": (FreezeRule(1, extra=("norm", "embed_tokens")), ("layers.3.", "model.norm", "embed")),
+    "pro": (FreezeRule(2, spreads=True), ("layers.1.", "layers.3.")),
+}
+MORE = {"modules": tuple(f"layers.{i}.self_attn.q_proj" for i in (1, 2, 3))}
+
+
+def make_stages(folder, num_stages, *, kind=CausalLMStage, **options):
+    stages = []
+    for stage in range(num_stages):
+        config = AutoConfig.from_pretrained(folder)
+        model = kind(config, stage=stage, num_stages=num_stages, dtype=DTYPE, **options)
+        fill_stage(model, Source(str(folder), 0, "cpu", DTYPE), new_rows=None)
+        stages.append(model)
+    return stages
+
+
+def gradients(stages):
+    """By name; a tied weight's is the sum over the stages that hold it."""
+    found = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            if parameter.grad is not None:
+                found[name] = found[name] + parameter.grad if name in found else parameter.grad
+    return found
+
+
+def run_stages(stages, batches):
+    count = count_targets(batches)
+    return run_chain(stages, batches, loss_fn=lambda out, b: sft(out, b, num_targets=count))
+
+
+def run_whole(whole, batches):
+    """The library's model; the loss is torch's own, as the library's is in float32 alone."""
+    count, losses = count_targets(batches), []
+    for batch in batches:
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits = whole(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1)
+        targets = batch["labels"][:, 1:].flatten()
+        loss = torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / count
+        loss.backward()
+        losses.append(loss.detach())
+    return losses, {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def llama(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    return folder, tiny_whole("llama", folder, tied=request.param, dtype=DTYPE).train()
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_gradients_are_those_of_the_library(llama, name):
+    folder, whole = llama
+    rule, beginnings = RULES[name]
+    whole.zero_grad()
+    for parameter_name, parameter in whole.named_parameters():
+        wanted = any(part in parameter_name for part in (*beginnings, *MORE.get(name, ())))
+        parameter.requires_grad_(wanted)
+    batches = tiny_micro_batches("llama", lengths=(14, 11))
+    losses, grads = run_whole(whole, batches)
+    assert grads
+    for num_stages in (1, 2, 4):
+        stages = make_stages(folder, num_stages, methods=Methods(freeze=rule))
+        found = run_stages(stages, batches)
+        for own, other in zip(found, losses, strict=True):
+            torch.testing.assert_close(own, other)
+        own = gradients(stages)
+        assert own.keys() == grads.keys()
+        for parameter_name, grad in own.items():
+            torch.testing.assert_close(grad, grads[parameter_name], msg=parameter_name)
+
+
+def test_a_tied_head_trains_as_the_embedding(llama):
+    folder, whole = llama
+    rule = FreezeRule(1, extra=("lm_head",))
+    stages = make_stages(folder, 2, methods=Methods(freeze=rule))
+    is_tied = whole.config.tie_word_embeddings
+    trained = [[n for n, p in s.named_parameters() if p.requires_grad] for s in stages]
+    head = "model.embed_tokens.weight" if is_tied else "lm_head.weight"
+    assert head in trained[1]
+    assert (head in trained[0]) == is_tied
+    assert not [name for name in trained[0] if name != head]
+
+
+def test_a_vision_tower_is_not_meant(tmp_path):
+    tiny_whole("internvl", tmp_path, dtype=DTYPE)
+    assert "internvl" in VISION_LANGUAGE
+    rule = FreezeRule(-1, ("mlp",))
+    stages = make_stages(
+        tmp_path, 2, kind=VisionLanguageStage, methods=Methods(freeze=rule), frozen_vit=True
+    )
+    names = {n for s in stages for n, p in s.named_parameters() if p.requires_grad}
+    layer = {name for name in names if "language_model.layers" in name}
+    assert layer == {name for name in layer if "language_model.layers.0.mlp." in name} != set()
+    rest = names - layer  # the projector follows its own option
+    assert rest and all("projector" in name for name in rest)
+
+
+def test_stages_before_the_first_that_trains_have_no_backward_pass(llama, monkeypatch):
+    folder, _ = llama
+    seen = []
+    backward = StagePasses.backward
+
+    def watched(self, index, kind, grads):
+        made = backward(self, index, kind, grads)
+        seen.append((self.model.stage, self.sends_grad, [one is not None for one in made or ()]))
+        return made
+
+    monkeypatch.setattr(StagePasses, "backward", watched)
+    stages = make_stages(folder, 4, methods=Methods(freeze=FreezeRule(2, spreads=True)))
+    assert [any(p.requires_grad for p in s.parameters()) for s in stages] == [0, 1, 0, 1]
+    run_stages(stages, tiny_micro_batches("llama", lengths=(14,)))
+    assert [(stage, sends) for stage, sends, _ in seen] == [(3, True), (2, True), (1, False)]
+
+
+@pytest.mark.parametrize("mode", ["full", "operators"])
+def test_a_frozen_stage_that_recomputes_passes_gradients_back(llama, mode):
+    """The first layer trains; the stages behind it are frozen and recompute their layers."""
+    folder, _ = llama
+    batches = tiny_micro_batches("llama", lengths=(14, 11))
+    grads = []
+    for recomputes in (False, True):
+        stages = make_stages(folder, 4, methods=Methods(freeze=FreezeRule(-1)))
+        if recomputes:
+            for stage in stages:
+                stage.enable_gradient_checkpointing(mode=mode)
+        run_stages(stages, batches)
+        grads.append(gradients(stages))
+    assert all(name.startswith("model.layers.0.") for name in grads[0])
+    assert grads[0].keys() == grads[1].keys() != set()
+    for name, grad in grads[0].items():
+        assert torch.equal(grad, grads[1][name]), name
+        assert grad.abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("rule", "wanted"),
+    [
+        (FreezeRule(5), ["--freeze-trainable-layers 5", "4 at most"]),
+        (FreezeRule(3, spreads=True), ["divides 4", "expand_blocks"]),
+        (FreezeRule(1, ("mpl",)), ["has mpl", "all, ", "mlp, ", "self_attn"]),
+        (FreezeRule(1, extra=("all",)), ["--freeze-extra-modules has all", "embed_tokens", "norm"]),
+    ],
+)
+def test_what_the_model_has_not_is_told_with_what_it_has(llama, rule, wanted):
+    with pytest.raises(UserError) as error:
+        make_stages(llama[0], 2, methods=Methods(freeze=rule))
+    for text in wanted:
+        assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("total", "count", "wanted"),
+    [(8, 2, [3, 7]), (32, 8, [*range(3, 32, 4)]), (4, 4, [0, 1, 2, 3])],
+)
+def test_layers_of_llama_pro(total, count, wanted):
+    assert list(FreezeRule(count, spreads=True).layers(total)) == wanted
+
+
+TRAIN = (
+    "--dataset rows --prompt p --prompt-fn fill --image-token none --train-model tiny "
+    "--collate-fn pack --loss-fn sft --optimizer adamw --lr-scheduler cosine --engine pipeline"
+).split()
+
+
+@pytest.fixture
+def parts():
+    kept = {name: dict(register.data) for name, register in ALL_REGISTERS.items()}
+    for register in ALL_REGISTERS.values():
+        register.data = {}
+    for option, key in zip(TRAIN[::2], TRAIN[1::2], strict=True):
+        name = option[2:].replace("-", "_")
+        ALL_REGISTERS[name][key] = "[ANSWER]" if name == "prompt" else lambda *args, **kwargs: None
+    yield
+    for name, register in ALL_REGISTERS.items():
+        register.data = kept[name]
+
+
+def run_of(words):
+    return parse_train_args([*TRAIN, *words.split()]).run
+
+
+def test_options_become_methods(parts):
+    assert method_arguments(run_of("")) == {}
+    words = "--freeze-trainable-layers -2 --freeze-trainable-modules mlp,q_proj"
+    told = method_arguments(run_of(words))["methods"]
+    assert Methods.of(told) == Methods(freeze=FreezeRule(-2, ("mlp", "q_proj")))
+    words = "--bf16 --norms-fp32 --rope-scaling yarn --max-token-num 100"
+    made = Methods.of(method_arguments(run_of(words))["methods"])
+    assert made.norms_fp32 and made.rope_scaling.max_token_num == 100 and made.freeze is None
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("--use-llama-pro", "--use-llama-pro came without --freeze-trainable-layers"),
+        ("--freeze-extra-modules norm", "--freeze-extra-modules came without"),
+        ("--freeze-trainable-layers 0", "--freeze-trainable-layers 0 came"),
+        ("--freeze-trainable-layers -2 --use-llama-pro", "how many blocks"),
+        ("--freeze-trainable-layers 2 --llm-lora-num 1", "--llm-lora-num were both given"),
+        ("--norms-fp32", "--norms-fp32 came without --bf16 or --fp16"),
+        ("--quantization nf4", "came without --llm-lora-num"),
+        ("--quantization int8 --llm-lora-num 1", "came without --model-path"),
+        ("--double-quantization", "came without --quantization nf4"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(parts, words, wanted):
+    with pytest.raises(ValueError) as error:
+        run_of(words)
+    assert wanted in str(error.value)
+    assert error.value.exit_code == 2
