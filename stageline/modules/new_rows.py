@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from stageline.errors import UserError
-from stageline.modules.lora import name_seed
+from stageline.modules.lora_start import name_seed
 
 ROWS = "new_rows"
 
