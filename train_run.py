@@ -235,17 +235,21 @@ class TrainingRun:
         self.writer = make_writer(arguments, data, context, self.train_step)
         if point is not None:
             resume_step(self.train_step, point)
+        self.judge_evaluations(context)
+
+    def judge_evaluations(self, context: DistributedContext) -> None:
+        """Prepares what held-out figures decide: the best weights, and whether it goes on."""
+        run = self.options
         save = functools.partial(
             save_split_model,
-            runner.local.models,
-            data.processor,
+            self.runner.local.models,
+            self.data.processor,
             group=context.pp_group,
             replicas=context.dp_group,
         )
         self.best = BestCheckpoint(
             self.checkpoints, metric=run.save_best, save=save, start_step=self.start_step
         )
-
         self.early_stop = EarlyStop(
             run.early_stop, metric=run.early_stop_metric, delta=run.early_stop_delta
         )

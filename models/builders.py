@@ -71,13 +71,18 @@ def auto(
             is_changed=has_own,
             **options,
         )
-    if len(adapters) == 1 and adapter_weights is None:
-        attach_adapter(model, adapters[0])
-    else:
-        weights = None if adapter_weights is None else tuple(adapter_weights)
-        Adapters(tuple(map(Path, adapters)), weights).merge(model)
+    _add_adapters(model, adapters, adapter_weights)
     processor = load_processor(processor_folder, trust_remote_code=trust_remote_code)
     return model.eval(), processor, device_map
+
+
+def _add_adapters(model: PreTrainedModel, adapters: list[str], weights: list[float] | None) -> None:
+    """Puts one adapter on; merges several, or what is weighted, into the weights."""
+    if len(adapters) == 1 and weights is None:
+        attach_adapter(model, adapters[0])
+    else:
+        own = None if weights is None else tuple(weights)
+        Adapters(tuple(map(Path, adapters)), own).merge(model)
 
 
 def _processor_folder(adapter: str | Path, base: Path) -> Path:

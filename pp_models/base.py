@@ -344,9 +344,8 @@ class StageModel(nn.Module):
         methods: Methods | Mapping[str, object] | None = None,
         **model_kwargs: object,
     ) -> tuple["StageModel", object, int]:
-        """Builds one stage and fills it; the body of most train_model parts.
-
-        Without a checkpoint the start is random, and the same for every number of stages.
+        """Builds one stage and fills it; without a checkpoint the start is random, but the same
+        for every number of stages. The body of most train_model parts.
 
         Args:
             model_types: the architectures that the chosen key serves; None: any.
@@ -358,16 +357,16 @@ class StageModel(nn.Module):
         Returns:
             The stage on `device`, the processor, and the id of the padding token.
         """
-        config_path, code = config_path or checkpoint_path, trust_remote_code
-        methods = Methods.of(methods)
+        config_path, methods = config_path or checkpoint_path, Methods.of(methods)
+        code = trust_remote_code
         weights = None if new_rows is None else checkpoint_path
         config = read_config(config_path, model_types, weights=weights, trust_remote_code=code)
         facts = methods.prepare(config)
-        model_kwargs |= {"is_piece": True} if is_piece else {}
-        model_kwargs |= {"methods": methods} if methods.is_asked else {}
+        asked = {"is_piece": is_piece, "methods": methods.is_asked and methods}
+        model_kwargs |= {name: value for name, value in asked.items() if value}
         model = cls(config, stage=stage, num_stages=num_stages, dtype=dtype, **model_kwargs)
-        is_only_looked_at = is_piece and torch.device(device).type == "meta"
-        source = None if is_only_looked_at else Source(checkpoint_path, seed, device, dtype)
+        is_bare = is_piece and torch.device(device).type == "meta"
+        source = None if is_bare else Source(checkpoint_path, seed, device, dtype)
         fill_stage(model, source, new_rows=new_rows, neftune_alpha=neftune_alpha)
         methods.finish(model, facts)
         model.logits_chunk = logits_chunk

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+import tracker  # noqa: F401  the key that is taken where none is given
 from loss_fn import sft
 from options.method_options import method_arguments
 from parse_args import parse_train_args
