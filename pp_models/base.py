@@ -344,8 +344,9 @@ class StageModel(nn.Module):
         methods: Methods | Mapping[str, object] | None = None,
         **model_kwargs: object,
     ) -> tuple["StageModel", object, int]:
-        """Builds one stage and fills it; without a checkpoint the start is random, but the same
-        for every number of stages. The body of most train_model parts.
+        """Builds one stage and fills it; the body of most train_model parts.
+
+        Without a checkpoint the start is random, and the same for every number of stages.
 
         Args:
             model_types: the architectures that the chosen key serves; None: any.
@@ -357,11 +358,10 @@ class StageModel(nn.Module):
         Returns:
             The stage on `device`, the processor, and the id of the padding token.
         """
-        config_path, methods = config_path or checkpoint_path, Methods.of(methods)
-        code = trust_remote_code
+        config_path, code = config_path or checkpoint_path, trust_remote_code
         weights = None if new_rows is None else checkpoint_path
         config = read_config(config_path, model_types, weights=weights, trust_remote_code=code)
-        facts = methods.prepare(config)
+        facts = (methods := Methods.of(methods)).prepare(config)
         asked = {"is_piece": is_piece, "methods": methods.is_asked and methods}
         model_kwargs |= {name: value for name, value in asked.items() if value}
         model = cls(config, stage=stage, num_stages=num_stages, dtype=dtype, **model_kwargs)
