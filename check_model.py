@@ -35,7 +35,7 @@ from stageline.distributed.process_group import DistributedContext, distributed_
 from stageline.errors import UserError
 from stageline.pipeline.schedules import Schedule, default_stages_per_rank
 from stageline.pipeline.topology import resolve_topology
-from train_data import Data, make_loader
+from train_data import Data, check_scores, make_loader
 from train_parts import SHELF, bind_loss, build_part
 
 LEAST_MICRO_BATCHES = 4
@@ -84,7 +84,10 @@ def resolve_schedule(arguments: CheckArguments) -> Schedule:
 
 def check(arguments: CheckArguments, context: DistributedContext, schedule: Schedule) -> int:
     """Checks the split of one pipeline and prints the report on rank 0."""
-    run = arguments.run
+    run, model = arguments.run, arguments.parts["train_model"].part
+    check_scores(arguments)
+    # the library's own class would predict tokens
+    reference = "part" if getattr(model, "gives_scores", False) else run.check_reference
     if arguments.parts["train_model"].kwargs.get("output_router_logits"):
         raise UserError(
             "--train-model.output_router_logits came, which the unsplit model of the library knows "
@@ -102,7 +105,7 @@ def check(arguments: CheckArguments, context: DistributedContext, schedule: Sche
             steps=run.check_steps,
             tolerance=run.check_tolerance,
             layers=run.check_layers,
-            reference=run.check_reference,
+            reference=reference,
             seed=run.seed,
             trust_remote_code=run.trust_remote_code,
         ),

@@ -1,5 +1,6 @@
 """Prepares a check on rank 0: the weights that all stages load, and the whole model."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,7 +169,9 @@ def load_whole(
     start_lora(single, seed=seed)
     trains = {name: parameter.requires_grad for name, parameter in single.named_parameters()}
     if not preparation.is_library:
-        return WholeModel(single, run_stage_model, trains, tied_names(single), ())
+        unused = getattr(single, "unused_names", ())
+        passed_over = tuple("^" + re.escape(beginning) for beginning in unused)
+        return WholeModel(single, run_stage_model, trains, tied_names(single), passed_over)
     inner = getattr(single, "whole", None)
     whole = load_library_model(
         library_class(preparation.config, trust_remote_code=trust_remote_code),
