@@ -101,7 +101,7 @@ def export_folder(
     if (source / MANIFEST).exists():
         verify(source)
     is_adapter = (source / ADAPTER_CONFIG).exists()
-    _check_kind(source, is_adapter=is_adapter, merge=merge, gets_adapters=adapters is not None)
+    _check_kinds(source, is_adapter, merge=merge, adapters=adapters)
     export = _Export(
         source,
         target,
@@ -120,13 +120,14 @@ def export_folder(
     return ExportReport(target, export.keeps_adapter, verdict, tuple(notes))
 
 
-def _check_kind(source: Path, *, is_adapter: bool, merge: bool, gets_adapters: bool) -> None:
+def _check_kinds(source: Path, is_adapter: bool, *, merge: bool, adapters: Adapters | None) -> None:
+    """Refuses to merge nothing, and adapters on an adapter."""
     if merge and not is_adapter:
         raise UserError(
             f"--merge came with {source}, an adapter folder was expected: there is nothing to "
             "merge in a whole model. Leave --merge out."
         )
-    if gets_adapters and is_adapter:
+    if adapters is not None and is_adapter:
         raise UserError(
             f"--adapter-path came with {source}, which is an adapter itself; the base of the "
             "adapters was expected as --model-path. Name all adapters in --adapter-path."
