@@ -4,7 +4,8 @@ python benchmarks/preprocessing.py --tokenizer .cache/smollm2 --rows 20000 --rou
     --llamafactory-python /tmp/lf/bin/python
 
 Each peer is a process that stays; they work in turn on the same file, in another order each round,
-so that a busy machine is as busy for all. Peers that are not there are left out. Ours reads,
+so that a busy machine is as busy for all; CPU seconds are counted too, with those of the processes
+that a peer starts. Peers that are not there are left out. Ours reads,
 converts, renders by the chat template and labels each row, as a training run does before the first
 step; the others do what their trainers do: LLaMA-Factory's get_dataset, TRL's _prepare_dataset with
 assistant_only_loss. Prints a table in Markdown.
@@ -117,22 +118,28 @@ def compare(arguments: argparse.Namespace, processes: int, folder: Path) -> None
 
 def print_table(peers: list[Peer], processes: int) -> None:
     print(f"\n{processes} process{'es' if processes > 1 else ''}:\n")
-    print("| peer | rows/s | of the rounds | tokens/s | tokens | learnt | ours is faster by |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| peer | rows/s | of the rounds | tokens/s | rows a CPU second | tokens | learnt "
+        "| ours is faster by | by CPU time |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     for peer in peers:
         rates = [result["rows"] / result["seconds"] for result in peer.results]
-        ratios = [
-            theirs["seconds"] / ours["seconds"]
-            for ours, theirs in zip(peers[0].results, peer.results, strict=True)
-        ]
+        by_cpu = [result["rows"] / result["cpu"] for result in peer.results]
         last = peer.results[-1]
-        per_row = last["tokens"] / last["rows"]
         print(
             f"| {peer.name} | {statistics.median(rates):.0f} | {min(rates):.0f} - {max(rates):.0f} "
-            f"| {statistics.median(rates) * per_row:.0f} | {last['tokens']:.0f} "
-            f"| {last['targets']:.0f} | {statistics.median(ratios):.2f} "
-            f"({min(ratios):.2f} - {max(ratios):.2f}) |"
+            f"| {statistics.median(rates) * last['tokens'] / last['rows']:.0f} "
+            f"| {statistics.median(by_cpu):.0f} | {last['tokens']:.0f} | {last['targets']:.0f} "
+            f"| {ratios(peers[0], peer, 'seconds')} | {ratios(peers[0], peer, 'cpu')} |"
         )
+
+
+def ratios(ours: Peer, theirs: Peer, what: str) -> str:
+    """Median and range over the rounds of what a peer took to what ours took."""
+    pairs = zip(ours.results, theirs.results, strict=True)
+    found = [their[what] / our[what] for our, their in pairs]
+    return f"{statistics.median(found):.2f} ({min(found):.2f} - {max(found):.2f})"
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ standard library alone before it knows which peer it is: LLaMA-Factory has a Pyt
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -147,10 +148,16 @@ def main() -> None:
         json.loads(sys.argv[2])
     )
     for _ in sys.stdin:
-        start = time.perf_counter()
+        start, used = time.perf_counter(), _cpu_seconds()
         rows = run()
-        seconds = time.perf_counter() - start
-        print("RESULT " + json.dumps({"seconds": seconds, **_counts(rows)}), flush=True)
+        figures = {"seconds": time.perf_counter() - start, "cpu": _cpu_seconds() - used}
+        print("RESULT " + json.dumps({**figures, **_counts(rows)}), flush=True)
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of those that it started and that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 if __name__ == "__main__":

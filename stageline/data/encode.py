@@ -134,7 +134,7 @@ class TextEncoder:
         encoded = Encoded(
             ids,
             is_target=marks.is_target.tolist(),
-            is_cuttable=(marks.is_text & ~marks.is_target).tolist(),
+            is_cuttable=marks.is_cuttable.tolist(),
             is_marked=marks.is_marked.tolist(),
             is_text=marks.is_text.tolist(),
             is_answer=marks.is_answer.tolist() if has_answers else [],
@@ -174,12 +174,13 @@ class TextEncoder:
     ) -> bool:
         reserved = self.reserved_ids
         suspects = [place for place, token_id in enumerate(ids) if token_id in reserved]
+        is_user = marks.is_user[suspects]
         unk_id, unk_text = self.tokenizer.unk_token_id, self.tokenizer.unk_token
         return any(
             # an unknown word is plain text; the string "<unk>" is not
-            marks.is_user[place]
-            and (ids[place] != unk_id or unk_text in text[starts[place] : ends[place]])
-            for place in suspects
+            ids[place] != unk_id or unk_text in text[starts[place] : ends[place]]
+            for place, is_from_data in zip(suspects, is_user.tolist(), strict=True)
+            if is_from_data
         )
 
     def _tokenize_by_runs(self, spans: list[tuple[int, int, Piece]]) -> tuple[list[int], Offsets]:

@@ -1,33 +1,22 @@
 """Which kinds of pieces each token of a text touches, all tokens at once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy
 
 from stageline.data.rendered import Piece
 
-_KINDS: tuple[Callable[[Piece], bool], ...] = (
-    lambda piece: piece.is_user,
-    lambda piece: not piece.is_user,
-    lambda piece: piece.is_target,
-    lambda piece: piece.is_marked,
-    lambda piece: piece.is_target or piece.is_answer,
-    lambda piece: piece.is_image,
-)
+_USER, _FIXED, _TARGET, _MARKED, _ANSWER, _IMAGE = (1 << place for place in range(6))
 
 
 class TokenMarks:
     """Marks of tokens that cover the characters from `starts` to `ends`.
 
-    A token across a border touches the pieces on both sides.
+    A token across a border touches the pieces on both sides, one of no characters none.
 
     Args:
         spans: (start, end, piece), one behind the other.
         starts, ends: of each token, in characters.
-
-    Attributes:
-        is_user, is_target, is_marked, is_answer, is_image: it touches such a piece.
-        is_text: it touches text from the data alone.
     """
 
     def __init__(
@@ -37,16 +26,59 @@ class TokenMarks:
         ends: numpy.ndarray,
     ) -> None:
         full = [span for span in spans if span[0] < span[1]]
-        kinds = numpy.array(
-            [[kind(piece) for kind in _KINDS] for _, _, piece in full], dtype=numpy.int64
-        ).reshape(len(full), len(_KINDS))
-        before = numpy.zeros((len(full) + 1, len(_KINDS)), dtype=numpy.int64)
-        numpy.cumsum(kinds, axis=0, out=before[1:])
-        first = numpy.searchsorted([span[1] for span in full], starts, side="right")
-        behind = numpy.searchsorted([span[0] for span in full], ends, side="left")
-        behind = numpy.where(ends > starts, behind, first)  # a token of no characters has no marks
-        touches = before[numpy.maximum(behind, first)] > before[first]
-        user, fixed, target, marked, answer, image = touches.T
-        self.is_user, self.is_target, self.is_marked = user, target, marked
-        self.is_answer, self.is_image = answer, image
-        self.is_text = user & ~fixed
+        kinds = [_kinds(piece) for _, _, piece in full]
+        span_ends = numpy.array([end for _, end, _ in full], dtype=numpy.int64)
+        first = span_ends.searchsorted(starts, side="right")
+        last = span_ends.searchsorted(ends, side="left")
+        # behind the last piece, and for tokens of no characters, there is nothing
+        touched = numpy.array([*kinds, 0], dtype=numpy.int64)[first]
+        for place in (last > first).nonzero()[0]:  # few: tokens across a border
+            for kind in kinds[first[place] + 1 : last[place] + 1]:
+                touched[place] |= kind
+        touched[ends <= starts] = 0
+        self._touched = touched
+
+    @property
+    def is_user(self) -> numpy.ndarray:
+        """It touches text from the data."""
+        return self._touched & _USER != 0
+
+    @property
+    def is_text(self) -> numpy.ndarray:
+        """It touches text from the data alone."""
+        return self._touched & (_USER | _FIXED) == _USER
+
+    @property
+    def is_cuttable(self) -> numpy.ndarray:
+        """It touches text from the data alone, none that is supervised."""
+        return self._touched & (_USER | _FIXED | _TARGET) == _USER
+
+    @property
+    def is_target(self) -> numpy.ndarray:
+        """It touches what is supervised."""
+        return self._touched & _TARGET != 0
+
+    @property
+    def is_marked(self) -> numpy.ndarray:
+        """It touches what a loss is interested in."""
+        return self._touched & _MARKED != 0
+
+    @property
+    def is_answer(self) -> numpy.ndarray:
+        """It touches an answer, supervised or not."""
+        return self._touched & _ANSWER != 0
+
+    @property
+    def is_image(self) -> numpy.ndarray:
+        """It touches an image."""
+        return self._touched & _IMAGE != 0
+
+
+def _kinds(piece: Piece) -> int:
+    return (
+        (_USER if piece.is_user else _FIXED)
+        | (_TARGET | _ANSWER if piece.is_target else 0)
+        | (_MARKED if piece.is_marked else 0)
+        | (_ANSWER if piece.is_answer else 0)
+        | (_IMAGE if piece.is_image else 0)
+    )

@@ -1,5 +1,9 @@
 """The jsonl part on rows of other formats, and films as pictures."""
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 from PIL import Image
 
@@ -11,6 +15,7 @@ from stageline.errors import DataError, UserError
 from stageline.testing.tiny_datasets import picture, write_lines
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 USER, BOT = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
 
 
@@ -76,6 +81,33 @@ def test_columns_and_tags_are_options(tmp_path):
         tags={"role_tag": "who", "content_tag": "says", "user_tag": "me", "assistant_tag": "it"},
     )
     assert sample["messages"] == [USER, BOT] and "dialog" not in sample
+
+
+def _rows_of_guide(path):
+    rows = []
+    for block in re.findall(r"```json\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL):
+        while block.strip():
+            row, end = json.JSONDecoder().raw_decode(block.lstrip())
+            rows.append(row)
+            block = block.lstrip()[end:]
+    return rows
+
+
+def test_the_rows_of_the_guide_are_taken(tmp_path):
+    english, chinese = (_rows_of_guide(DOCS / f"data_formats{end}.md") for end in ("", ".zh"))
+    assert english == chinese
+    english = [{**row, "tools": "[]"} if row.get("tools") == "[...]" else row for row in english]
+    picture(tmp_path / "a.png")
+    picture(tmp_path / "cat.png")
+    _film(tmp_path / "cat.gif")
+    samples = _rows(tmp_path, *english)
+    kinds = [
+        next(kind for kind in ("chosen", "label", "messages", "answer", "text") if kind in sample)
+        for sample in (samples[place][1] for place in range(len(samples)))
+    ]
+    assert kinds == ["answer"] * 2 + ["text"] + ["messages"] * 4 + ["chosen"] * 4 + (
+        ["label"] * 3 + ["messages"] * 2
+    )
 
 
 def test_a_bad_row_is_told_with_file_and_line(tmp_path):
