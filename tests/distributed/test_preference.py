@@ -24,7 +24,6 @@ from stageline.testing.ranks import run_ranks
 from stageline.testing.tiny_batches import join_micro_batches
 from stageline.testing.tiny_models import tiny_config
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
-from stageline.training import reference_table
 from stageline.training.evaluation import evaluate
 from stageline.training.loss_part import LossPart
 from stageline.training.reference import make_reference, mixed_batch
@@ -373,36 +372,3 @@ def test_two_ranks_are_one_process(tmp_path, schedule, kind, is_full):
         held_out, held_out_figures, num_predicted = found["held out"]
         assert held_out == pytest.approx(loss, rel=1e-6) and num_predicted == 5
         assert held_out_figures == pytest.approx(figures, abs=1e-6)
-
-
-def make_table(rank, folder):
-    """A table that is broken off after two of three batches, then made to its end."""
-    reference_table.SAVE_EVERY = 1
-    runner = PipelineRunner([build()], device=CPU, schedule="1f1b")
-    batches = make_batches(parts.dpo, Rows())
-    seen = []
-
-    def steps(last):
-        for number, batch in enumerate(batches):
-            assert number <= last, "killed"
-            seen.append(number)
-            yield [batch]
-
-    def make(name, last):
-        table = TableMaker(runner, path=folder / name, key="k", needs_kl=False)
-        source = table(steps(last), num_samples=5, num_batches=3, is_start=True)
-        return source.values
-
-    whole = make("whole.safetensors", 3)
-    with pytest.raises(AssertionError, match="killed"):
-        make("t.safetensors", 1)
-    move(runner.local.models[0], 0.5)  # what is done again would be seen
-    values = make("t.safetensors", 3)
-    same = (values == whole).all(dim=1).tolist()
-    return same, sorted(path.name for path in folder.iterdir())
-
-
-def test_a_table_goes_on_where_it_was_broken_off(tmp_path):
-    ((same, files),) = run_ranks(make_table, 1, tmp_path)
-    assert same == [True, True, True, False, False]
-    assert files == ["t.safetensors", "whole.safetensors"]
