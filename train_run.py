@@ -204,10 +204,6 @@ class TrainingRun:
         self.data, self.runner, self.replicas, self.report = data, runner, replicas, report
         self.start_step = point.step if point else 0
         self.loss_fn = make_loss(arguments, runner.local.models[-1])
-        references = make_references(
-            arguments, data, context, runner, replicas, report, self.start_step
-        )
-        self.reference = references["test"]
         self.timeline = StepTimeline(runner, step=min(run.timeline_step, run.total_steps) - 1)
         self.train_step = TrainStep(
             runner,
@@ -226,7 +222,6 @@ class TrainingRun:
                 spike_action=run.spike_action,
             ),
             replay_steps=run.replay_steps,
-            prepare=references["train"],
         )
         loader = functools.partial(make_loader, arguments, data, context, runner.schedule)
         self.batches = loader(data.train, is_evaluation=False, start_step=self.start_step)
@@ -235,6 +230,11 @@ class TrainingRun:
         self.writer = make_writer(arguments, data, context, self.train_step)
         if point is not None:
             resume_step(self.train_step, point)
+        # behind the optimizer: passes put shared-out weights together, which it must not see
+        references = make_references(
+            arguments, data, context, runner, replicas, report, self.start_step
+        )
+        self.train_step.prepare, self.reference = references["train"], references["test"]
         self.judge_evaluations(context)
 
     def judge_evaluations(self, context: DistributedContext) -> None:

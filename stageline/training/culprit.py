@@ -227,7 +227,8 @@ def _bad_losses(losses: Sequence[torch.Tensor], order: Sequence[int]) -> list[tu
 def _rows_of(micro_batches: Sequence[MicroBatch]) -> list[list[int]]:
     names = ("loss_rows", "loss_packed_rows")
     return [
-        [row for name in names if name in batch for row in batch[name].tolist()]
+        # each once: a sample may be several rows
+        list(dict.fromkeys(row for name in names if name in batch for row in batch[name].tolist()))
         for batch in micro_batches
     ]
 

@@ -10,6 +10,7 @@ from stageline.testing.tiny_datasets import write_lines
 
 LORA = ("--llm-lora-num", 1, "--frozen-lm-head", "--lora-dropout", 0.2)
 DPO = "--collate-fn dpo --loss-fn dpo --total-steps 5 --save-steps 3".split()
+TWO = ("--dp-degree", 2, "--dp-shard", "--num-stages", 1)
 KTO = "--collate-fn kto --loss-fn kto --prompt-fn chat --total-steps 2".split()
 
 
@@ -73,9 +74,7 @@ def test_replicas_share_the_work_of_the_reference(job):
     """The baseline of KTO and the rows of the table come from both of them."""
     options = ("--eval-samples", 3, "--batch-size")
     one = run(job, "kto one", KTO, *options, 8, ranks=1, file="kto.jsonl")
-    two = run(
-        job, "kto two", KTO, "--dp-degree", 2, "--num-stages", 1, *options, 4, file="kto.jsonl"
-    )
+    two = run(job, "kto two", KTO, *TWO, *options, 4, file="kto.jsonl")
     assert one.code == 0 and two.code == 0, one.err + two.err
     for kind in ("train", "eval"):
         ours, wanted = records(job, "kto two", kind), records(job, "kto one", kind)
