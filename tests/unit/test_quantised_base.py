@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, T
 from loss_fn import sft
 from pp_models import CausalLMStage
 from pp_models.filling import Source, fill_stage
+from stageline.checkpoint.export import export_folder
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
 from stageline.modules import quantised
@@ -97,9 +98,10 @@ def shake(model):
     return model
 
 
-def train(stages, batches):
+def train(stages, batches, **how):
     count = count_targets(batches)
-    losses = run_chain(stages, batches, loss_fn=lambda out, b: sft(out, b, num_targets=count))
+    loss_fn = {"loss_fn": lambda out, b: sft(out, b, num_targets=count)}
+    losses = run_chain(stages, batches, **loss_fn, **how)
     named = [item for stage in stages for item in stage.named_parameters()]
     return losses, {name: p.grad for name, p in named if p.grad is not None}
 
@@ -144,9 +146,9 @@ def test_a_split_gives_the_same_bits(folder, kind, dtype):
     batches = tiny_micro_batches("llama", lengths=(14, 11))
     losses, grads = train(make_stages(folder, kind, 1, dtype=dtype), batches)
     assert all(grad.abs().max() > 0 for grad in grads.values())
-    for num_stages in (2, 4):
+    for num_stages in (2, 4):  # four with input gradients first, as zero-bubble schedules do
         stages = make_stages(folder, kind, num_stages, dtype=dtype)
-        own_losses, own = train(stages, batches)
+        own_losses, own = train(stages, batches, splits_backward=num_stages == 4)
         assert all(map(torch.equal, own_losses, losses))
         assert own.keys() == grads.keys()
         assert not [name for name in own if not torch.equal(own[name], grads[name])]
@@ -283,6 +285,25 @@ def test_a_merge_is_refused(folder):
     assert lora_stacks(stage)
     with pytest.raises(UserError, match="few bits"):
         merge_lora(stage)
+
+
+def test_an_export_adds_the_adapter_to_the_whole_base(folder, tmp_path):
+    need("torchao_int8")
+    run = tmp_path / "run"
+    stages = make_stages(folder, "torchao_int8", 2)
+    save_split_model(stages, None, run / "checkpoints" / "step-1")
+    (run / "config.yaml").write_text("quantization: torchao_int8\n")
+    report = export_folder(run / "checkpoints" / "step-1", tmp_path / "merged", merge=True)
+    assert any("kept as torchao_int8" in note for note in report.notes)
+    batch = tiny_micro_batches("llama", lengths=(14,))[0]
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    with torch.no_grad():
+        found = merged(**inputs).logits
+        hidden = batch["input_ids"]
+        for stage in stages:
+            hidden = stage(hidden, **inputs)
+    assert 0 < (found - hidden).abs().max() < 0.1 * hidden.abs().max()
 
 
 def test_a_missing_package_is_named(folder, monkeypatch):
