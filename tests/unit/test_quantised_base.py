@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from loss_fn import sft
-from pp_models import CausalLMStage
+from pp_models import CausalLMStage, VisionLanguageStage
 from pp_models.filling import Source, fill_stage
 from stageline.checkpoint.export import export_folder
 from stageline.checkpoint.save import save_split_model
@@ -22,6 +22,7 @@ from stageline.modules.new_rows import NewRows
 from stageline.modules.quantised import Quantization, base_bytes, is_quantised
 from stageline.testing.chain import evaluate_chain, run_chain
 from stageline.testing.tiny_batches import count_targets, tiny_micro_batches
+from stageline.testing.tiny_checkpoints import tiny_whole
 from stageline.testing.tiny_models import tiny_config
 
 KINDS = ("nf4", "int8", "torchao_int8", "torchao_int4")
@@ -232,6 +233,30 @@ def test_what_is_left_as_it_is(tmp_path):
     assert len(names) == 4 * 4
     trained = {n for s in stages for n, p in s.named_parameters() if p.requires_grad}
     assert trained and all(".lora.lora_" in name for name in trained)
+
+
+def test_a_vision_tower_and_its_projector_stay_as_they_are(tmp_path):
+    need("torchao_int8")
+    tiny_whole("internvl", tmp_path)
+    for stage in range(2):
+        model = VisionLanguageStage(
+            AutoConfig.from_pretrained(tmp_path),
+            stage=stage,
+            num_stages=2,
+            methods=Methods(quantization=Quantization("torchao_int8")),
+            llm_lora_num=1,
+        )
+        fill_stage(model, Source(str(tmp_path), 0, "cpu", torch.float32), new_rows=None)
+        names = [name for name, module in model.named_modules() if is_quantised(module)]
+        assert len(names) == 2 * 7 and all("language_model.layers." in name for name in names)
+        trained = [name for name, p in model.named_parameters() if p.requires_grad]
+        assert trained and all(".lora.lora_" in name for name in trained)
+
+
+def test_a_model_without_plain_linear_layers_is_refused(tmp_path):
+    tiny_whole("gpt2", tmp_path)
+    with pytest.raises(UserError, match="no plain linear layer"):
+        make_stages(tmp_path, "torchao_int8", 1, lora_target=None)
 
 
 def test_a_run_goes_on_above_the_same_base(folder, tmp_path):
