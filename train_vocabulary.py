@@ -42,9 +42,8 @@ def add_tokens(arguments: TrainArguments, processor: object, path: str) -> NewTo
 
 
 def _add_tokens(run: RunConfig, processor: object, path: str, num_rows: int | None) -> NewTokens:
-    if (
-        num_rows is not None and not run.resize_vocab
-    ):  # before: tokens that others forgot to make room for have no start
+    # tokens that others forgot to make room for have no start, unless --resize-vocab gives one
+    if num_rows is not None and not run.resize_vocab:
         check_vocabulary(processor, num_rows)
     is_other = run.model_path is not None and Path(run.model_path) != Path(path)
     other = processor_of_weights(

@@ -117,6 +117,7 @@ def export_folder(
     verdict = export.run(checks=checks, make_stages=make_stages)
     notes = [f"not compared: {why_not}"] if why_not else []
     notes += verdict.notes if verdict else ()
+    notes += _notes_on_base(source) if merge else []
     return ExportReport(target, export.keeps_adapter, verdict, tuple(notes))
 
 
@@ -132,6 +133,16 @@ def _check_kinds(source: Path, is_adapter: bool, *, merge: bool, adapters: Adapt
             f"--adapter-path came with {source}, which is an adapter itself; the base of the "
             "adapters was expected as --model-path. Name all adapters in --adapter-path."
         )
+
+
+def _notes_on_base(source: Path) -> list[str]:
+    kind = read_run_facts(source).options.get("quantization")
+    if not kind:
+        return []
+    return [
+        f"the adapter was trained above a base kept as {kind} and is added to the base's own "
+        "weights, which the few bits had rounded: answers are near those of training"
+    ]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from stageline.errors import UserError
 from stageline.modules.freeze import FreezeRule
 from stageline.modules.part_precision import norms_to_float32, upcast_output
 from stageline.modules.pass_through import PassThrough
@@ -79,6 +80,12 @@ class Methods:
         before = base_bytes(layers)
         where = {"dtype": model.dtype, "device": device}
         count = quantise_layers(layers, self.quantization, **where)
+        if layers and not count:
+            raise UserError(
+                f"--quantization {self.quantization.kind} came with a {model.config.model_type} "
+                "model, whose layers hold no plain linear layer; one at least was expected, as "
+                "those are what is quantised. Leave it out for this model."
+            )
         after = base_bytes(layers)
         model.notes += (
             f"stage {model.stage}: {count} linear layers are kept as {self.quantization.kind}, "

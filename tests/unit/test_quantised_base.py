@@ -10,8 +10,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from loss_fn import sft
-from pp_models import CausalLMStage
+from pp_models import CausalLMStage, VisionLanguageStage
 from pp_models.filling import Source, fill_stage
+from stageline.checkpoint.export import export_folder
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
 from stageline.modules import quantised
@@ -21,6 +22,7 @@ from stageline.modules.new_rows import NewRows
 from stageline.modules.quantised import Quantization, base_bytes, is_quantised
 from stageline.testing.chain import evaluate_chain, run_chain
 from stageline.testing.tiny_batches import count_targets, tiny_micro_batches
+from stageline.testing.tiny_checkpoints import tiny_whole
 from stageline.testing.tiny_models import tiny_config
 
 KINDS = ("nf4", "int8", "torchao_int8", "torchao_int4")
@@ -97,9 +99,10 @@ def shake(model):
     return model
 
 
-def train(stages, batches):
+def train(stages, batches, **how):
     count = count_targets(batches)
-    losses = run_chain(stages, batches, loss_fn=lambda out, b: sft(out, b, num_targets=count))
+    loss_fn = {"loss_fn": lambda out, b: sft(out, b, num_targets=count)}
+    losses = run_chain(stages, batches, **loss_fn, **how)
     named = [item for stage in stages for item in stage.named_parameters()]
     return losses, {name: p.grad for name, p in named if p.grad is not None}
 
@@ -144,9 +147,9 @@ def test_a_split_gives_the_same_bits(folder, kind, dtype):
     batches = tiny_micro_batches("llama", lengths=(14, 11))
     losses, grads = train(make_stages(folder, kind, 1, dtype=dtype), batches)
     assert all(grad.abs().max() > 0 for grad in grads.values())
-    for num_stages in (2, 4):
+    for num_stages in (2, 4):  # four with input gradients first, as zero-bubble schedules do
         stages = make_stages(folder, kind, num_stages, dtype=dtype)
-        own_losses, own = train(stages, batches)
+        own_losses, own = train(stages, batches, splits_backward=num_stages == 4)
         assert all(map(torch.equal, own_losses, losses))
         assert own.keys() == grads.keys()
         assert not [name for name in own if not torch.equal(own[name], grads[name])]
@@ -232,6 +235,30 @@ def test_what_is_left_as_it_is(tmp_path):
     assert trained and all(".lora.lora_" in name for name in trained)
 
 
+def test_a_vision_tower_and_its_projector_stay_as_they_are(tmp_path):
+    need("torchao_int8")
+    tiny_whole("internvl", tmp_path)
+    for stage in range(2):
+        model = VisionLanguageStage(
+            AutoConfig.from_pretrained(tmp_path),
+            stage=stage,
+            num_stages=2,
+            methods=Methods(quantization=Quantization("torchao_int8")),
+            llm_lora_num=1,
+        )
+        fill_stage(model, Source(str(tmp_path), 0, "cpu", torch.float32), new_rows=None)
+        names = [name for name, module in model.named_modules() if is_quantised(module)]
+        assert len(names) == 2 * 7 and all("language_model.layers." in name for name in names)
+        trained = [name for name, p in model.named_parameters() if p.requires_grad]
+        assert trained and all(".lora.lora_" in name for name in trained)
+
+
+def test_a_model_without_plain_linear_layers_is_refused(tmp_path):
+    tiny_whole("gpt2", tmp_path)
+    with pytest.raises(UserError, match="no plain linear layer"):
+        make_stages(tmp_path, "torchao_int8", 1, lora_target=None)
+
+
 def test_a_run_goes_on_above_the_same_base(folder, tmp_path):
     need("nf4")
     batches = tiny_micro_batches("llama", lengths=(14,))
@@ -283,6 +310,25 @@ def test_a_merge_is_refused(folder):
     assert lora_stacks(stage)
     with pytest.raises(UserError, match="few bits"):
         merge_lora(stage)
+
+
+def test_an_export_adds_the_adapter_to_the_whole_base(folder, tmp_path):
+    need("torchao_int8")
+    run = tmp_path / "run"
+    stages = make_stages(folder, "torchao_int8", 2)
+    save_split_model(stages, None, run / "checkpoints" / "step-1")
+    (run / "config.yaml").write_text("quantization: torchao_int8\n")
+    report = export_folder(run / "checkpoints" / "step-1", tmp_path / "merged", merge=True)
+    assert any("kept as torchao_int8" in note for note in report.notes)
+    batch = tiny_micro_batches("llama", lengths=(14,))[0]
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    with torch.no_grad():
+        found = merged(**inputs).logits
+        hidden = batch["input_ids"]
+        for stage in stages:
+            hidden = stage(hidden, **inputs)
+    assert 0 < (found - hidden).abs().max() < 0.1 * hidden.abs().max()
 
 
 def test_a_missing_package_is_named(folder, monkeypatch):
