@@ -24,7 +24,7 @@ from stageline.data.token_key import token_key
 from stageline.errors import StorageError, UserError
 from stageline.testing.small_run import Job
 from stageline.testing.tiny_processors import tiny_processor
-from stageline.testing.tiny_sets import write_chat
+from stageline.testing.tiny_sets import chat_row, write_chat
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
 from train_data import check_data
 from train_parts import SHELF
@@ -240,7 +240,9 @@ def test_workers_encode_what_one_process_encodes(dataset, tmp_path, monkeypatch)
 
 def test_rows_that_are_bad_or_too_long_are_left_to_training(tmp_path):
     path = write_chat(tmp_path / "rows.jsonl", ["short", "long " * 50, "two"])
-    path.write_text(path.read_text() + '{"messages": [{"role": "user", "content": "no answer"}]}\n')
+    unlearnt = chat_row("nothing to learn")
+    unlearnt["messages"][1]["weight"] = 0
+    path.write_text(path.read_text() + json.dumps(unlearnt) + "\n")
     dataset = Sets(dataset_path=str(path), cache=str(tmp_path / "cache"))
     run = Run(tmp_path / "tokens", dataset, max_token_num=60)
     run.fill()
