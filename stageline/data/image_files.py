@@ -67,6 +67,19 @@ class ImageFolders:
             raise
         return picture
 
+    def names_in(self, name: str, *, source: str) -> list[str] | None:
+        """Names of the files in a folder below the folders, sorted; None where it is no folder.
+
+        Raises:
+            DataError: the name leads out of the folders.
+        """
+        self.check_name(name, source=source)
+        for root in self._real_roots:
+            place = _real_path(os.path.join(root, name))
+            if self._is_below(place) and os.path.isdir(place):
+                return sorted(os.path.join(name, item) for item in os.listdir(place))
+        return None
+
     def _picture(self, path: str) -> PictureFile:
         key = file_key(path, os.stat(path))
         facts, opened = self._index.get(key), None

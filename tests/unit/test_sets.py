@@ -163,6 +163,40 @@ def test_pictures_are_opened_when_a_row_is_asked_for(tmp_path):
         Sets(dataset_path=str(tmp_path / "b.jsonl"), cache=str(tmp_path / "cache"))
 
 
+def test_films_become_frames_where_they_stood(tmp_path):
+    for number in range(10):
+        picture(tmp_path / f"film/{number}.png", (number + 5, 5))
+    (tmp_path / "film/notes.txt").write_text("")
+    picture(tmp_path / "a.png", (50, 5))
+    parts = [{"type": kind} for kind in ("video", "image", "video")]
+    row = chat_row("")
+    row["messages"][0]["content"] = [*parts, {"type": "text", "text": "What?"}]
+    row |= {"images": ["a.png"], "videos": ["film", ["film/9.png", "film/8.png"]]}
+    write_lines(tmp_path / "rows.jsonl", [row])
+
+    def read(**options):
+        path = str(tmp_path / "rows.jsonl")
+        return Sets(dataset_path=path, cache=str(tmp_path / "cache"), **options)[0]
+
+    images, sample = read(video_frames=5)
+    widths = [image.size[0] - 5 for image in images]
+    assert widths == [1, 3, 5, 7, 9, 45, 9, 8]
+    content = sample["messages"][0]["content"]
+    assert content == [{"type": "image"}] * 8 + [{"type": "text", "text": "What?"}]
+    assert "videos" not in sample
+    assert len(read(video_frames=99)[0]) == 13
+    for change, words in (
+        ({"videos": ["film"]}, "more places for videos"),
+        ({"videos": ["film"] * 3}, "1 films and 0 pictures have no place"),
+        ({"videos": ["a.mp4", "film"]}, "video formats are not decoded"),
+        ({"videos": ["../..", "film"]}, "leads out"),
+        ({"videos": [[], "film"]}, "has no frames"),
+    ):
+        write_lines(tmp_path / "rows.jsonl", [{**row, **change}])
+        with pytest.raises(DataError, match=words):
+            read()
+
+
 def test_the_fingerprint_tells_other_rows_and_not_other_folders(folder, tmp_path_factory):
     path = folder / "small.jsonl"
     other = tmp_path_factory.mktemp("other")

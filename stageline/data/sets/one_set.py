@@ -13,6 +13,7 @@ from stageline.data.converters import make_converter
 from stageline.data.image_files import ImageFolders
 from stageline.data.json_lines import image_names
 from stageline.data.sets.files import SetFiles, find_files
+from stageline.data.sets.frames import place_frames
 from stageline.data.sets.info import SetInfo
 from stageline.data.sets.tables import open_tables
 from stageline.errors import DataError
@@ -26,10 +27,19 @@ class RowMaker:
     Args:
         image_path: folder that names of pictures are relative to; by default that of the files,
             and `images` in it.
+        video_frames: most pictures that are taken of a film.
     """
 
-    def __init__(self, info: SetInfo, files: SetFiles, *, image_path: str | None = None) -> None:
+    def __init__(
+        self,
+        info: SetInfo,
+        files: SetFiles,
+        *,
+        image_path: str | None = None,
+        video_frames: int = 8,
+    ) -> None:
         self.info = info
+        self._video_frames = video_frames
         self.files = files
         self._convert: Callable[[dict[str, Any], str], dict[str, Any]] = make_converter(
             info.formatting, columns=dict(info.columns), tags=dict(info.tags), ranking=info.ranking
@@ -58,7 +68,13 @@ class RowMaker:
         sample["id"] = str(own) if isinstance(own, str | int) else f"{self.name}-{number}"
         sample["source"] = source
         sample["group"] = self.name
-        names = image_names(source, sample)
+        names, sample = place_frames(
+            sample,
+            image_names(source, sample),
+            most=self._video_frames,
+            list_folder=lambda name: self._folders.names_in(name, source=source),
+            source=source,
+        )
         for name in names or ():
             self._folders.check_name(name, source=source)
         return names, sample
@@ -81,6 +97,7 @@ class RowMaker:
             "columns": dict(info.columns),
             "tags": dict(info.tags),
             "ranking": info.ranking,
+            "video_frames": self._video_frames,
         }
         return json.dumps(facts, sort_keys=True)
 
@@ -91,15 +108,16 @@ class OneSet:
     Every row of a set that is not large is converted once, so that a bad one is found before a
     model is loaded; it ends the run, unless bad rows may be left out.
 
+    Args:
+        media: where pictures are, and how many of a film are taken, as `RowMaker` has it.
+
     Attributes:
         rows: numbers of the good rows, over all files.
     """
 
-    def __init__(
-        self, info: SetInfo, *, image_path: str | None = None, cache: str | None = None
-    ) -> None:
+    def __init__(self, info: SetInfo, *, cache: str | None = None, **media: Any) -> None:
         files = find_files(info.place, option=info.option)
-        self.maker = RowMaker(info, files, image_path=image_path)
+        self.maker = RowMaker(info, files, **media)
         self.tables = open_tables(files, cache=cache, hub_split=info.split)
         self._starts = numpy.cumsum([0, *(len(table) for table in self.tables)])
         self.rows = numpy.arange(self._starts[-1], dtype=numpy.int64)
