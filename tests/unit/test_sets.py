@@ -1,11 +1,14 @@
 """The part `sets`: a register of sets, draws of their rows, and two sides without a common row."""
 
+import dataclasses
 import json
 from collections import Counter
 
 import pytest
 import yaml
 
+from options.fields import OptionError, absolute, check_limits
+from options.run_options import RunConfig
 from stageline.data.bad_rows import BadRows, leaving_out
 from stageline.data.fingerprint import data_fingerprint
 from stageline.data.sets.part import Sets
@@ -105,6 +108,17 @@ def test_num_samples_are_drawn_before_max_samples_are_kept(folder):
     assert asked(drawn) != asked(_sets(folder, names=["some"], seed=1))
 
 
+def test_a_path_may_be_a_pattern_or_a_name_of_the_hub():
+    item = next(item for item in dataclasses.fields(RunConfig) if item.name == "dataset_path")
+    for place in ("data/*.jsonl", "hub:owner/name"):
+        check_limits(RunConfig(dataset_path=place))
+    assert absolute(item, "hub:owner/name") == "hub:owner/name"
+    assert absolute(item, "data/*.jsonl").endswith("/data/*.jsonl")
+    for options in ({"dataset_path": "nowhere.jsonl"}, {"model_path": "hub:owner/name"}):
+        with pytest.raises(OptionError, match="no such file"):
+            check_limits(RunConfig(**options))
+
+
 def test_sets_are_mixed(folder):
     under = asked(_sets(folder, names=["small", "large"], mix="interleave_under"))
     assert under == ["s0", "l00", "s1", "l01", "s2", "l02", "s3", "l03"]
@@ -186,11 +200,11 @@ def test_films_become_frames_where_they_stood(tmp_path):
     assert "videos" not in sample
     assert len(read(video_frames=99)[0]) == 13
     for change, words in (
-        ({"videos": ["film"]}, "more places for videos"),
-        ({"videos": ["film"] * 3}, "1 films and 0 pictures have no place"),
+        ({"videos": ["film"]}, "places for videos"),
+        ({"videos": ["film"] * 3}, "1 films and 0 pictures have no place|2 places for videos"),
         ({"videos": ["a.mp4", "film"]}, "video formats are not decoded"),
         ({"videos": ["../..", "film"]}, "leads out"),
-        ({"videos": [[], "film"]}, "has no frames"),
+        ({"videos": [[], "film"]}, "has no frames|videos are"),
     ):
         write_lines(tmp_path / "rows.jsonl", [{**row, **change}])
         with pytest.raises(DataError, match=words):

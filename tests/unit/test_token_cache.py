@@ -175,6 +175,20 @@ def test_other_texts_and_other_rows_are_not_looked_up(dataset, tmp_path):
     assert names[2] is None
 
 
+def test_files_of_another_name_are_encoded_again(dataset, tmp_path):
+    """Rows are called by their file, and a template may write what they are called."""
+    copy = tmp_path / "copy.jsonl"
+    copy.write_bytes((tmp_path / "rows.jsonl").read_bytes())
+    dataset.fingerprint = lambda: "the same"
+    other = Sets(dataset_path=str(copy), cache=str(tmp_path / "cache"))
+    other.fingerprint = dataset.fingerprint
+    for rows in (dataset, other):
+        run = Run(tmp_path / "tokens", rows)
+        cache = run.fill()
+        run.batch()
+        assert run.said[-1].endswith("encoded") and cache.num_hits == 40
+
+
 @pytest.mark.parametrize("name", ["ids.bin", "marks.bin", "names.npy", "places.npy", "facts.json"])
 @pytest.mark.parametrize("how", ["cut", "changed", "gone"])
 def test_what_is_damaged_is_made_anew(name, how, dataset, tmp_path):
