@@ -28,7 +28,7 @@ from stageline.data.sampler import is_stream
 from stageline.data.token_file import DamagedTokens, Entry, TokenFile, to_entry, write_tokens
 from stageline.data.workers import end_with_rank
 from stageline.errors import DataError, MemoryFull, StorageError, UserError
-from stageline.seeds import host_state_kept
+from stageline.seeds import host_state_kept, seed_host
 
 _CHUNK = 256  # rows that a process encodes at a time
 
@@ -151,6 +151,7 @@ def fill_token_cache(
             "--token-cache came with a dataset that is streamed. One with a fixed number of rows "
             "was expected, because all rows are encoded before training begins: leave one out."
         )
+    key = {**key, "first row": _first_name(cache, dataset)}
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     place = Path(folder).absolute() / name
     try:
@@ -158,7 +159,7 @@ def fill_token_cache(
         with FileLock(f"{place}.lock"):
             file = _whole(place, say)
             if file is None:
-                with host_state_kept():  # a dataset may draw
+                with host_state_kept():
                     entries = _encoded(cache, dataset, encode, num_workers)
                     write_tokens(place, entries, key=key)
                 file = TokenFile(place)
@@ -170,6 +171,19 @@ def fill_token_cache(
             "--token-cache, or leave it out."
         ) from error
     cache.files.append(file)
+
+
+def _first_name(cache: TokenCache, dataset: Any) -> str | None:
+    """Rows of files of another name may have other ids, and then other names."""
+    with host_state_kept():  # a dataset may draw
+        seed_host(0)
+        try:
+            images, sample = dataset[0]
+        except DataError:
+            return None
+        texts = {"prompt": cache.prompt, "prompt_fn": cache.prompt_fn}
+        name = cache.name_of(images, sample, image_token=cache.image_token, **texts)
+    return None if name is None else name.hex()
 
 
 def _whole(place: Path, say: Callable[[str], None]) -> TokenFile | None:

@@ -1,11 +1,14 @@
 """The part `sets`: a register of sets, draws of their rows, and two sides without a common row."""
 
+import dataclasses
 import json
 from collections import Counter
 
 import pytest
 import yaml
 
+from options.fields import OptionError, absolute, check_limits
+from options.run_options import RunConfig
 from stageline.data.bad_rows import BadRows, leaving_out
 from stageline.data.fingerprint import data_fingerprint
 from stageline.data.sets.part import Sets
@@ -105,6 +108,17 @@ def test_num_samples_are_drawn_before_max_samples_are_kept(folder):
     assert asked(drawn) != asked(_sets(folder, names=["some"], seed=1))
 
 
+def test_a_path_may_be_a_pattern_or_a_name_of_the_hub():
+    item = next(item for item in dataclasses.fields(RunConfig) if item.name == "dataset_path")
+    for place in ("data/*.jsonl", "hub:owner/name"):
+        check_limits(RunConfig(dataset_path=place))
+    assert absolute(item, "hub:owner/name") == "hub:owner/name"
+    assert absolute(item, "data/*.jsonl").endswith("/data/*.jsonl")
+    for options in ({"dataset_path": "nowhere.jsonl"}, {"model_path": "hub:owner/name"}):
+        with pytest.raises(OptionError, match="no such file"):
+            check_limits(RunConfig(**options))
+
+
 def test_sets_are_mixed(folder):
     under = asked(_sets(folder, names=["small", "large"], mix="interleave_under"))
     assert under == ["s0", "l00", "s1", "l01", "s2", "l02", "s3", "l03"]
@@ -161,6 +175,40 @@ def test_pictures_are_opened_when_a_row_is_asked_for(tmp_path):
     write_lines(tmp_path / "b.jsonl", [{**chat_row("x"), "images": ["../../etc/passwd"]}])
     with pytest.raises(DataError, match=r"b.jsonl:1: the image name .* leads out"):
         Sets(dataset_path=str(tmp_path / "b.jsonl"), cache=str(tmp_path / "cache"))
+
+
+def test_films_become_frames_where_they_stood(tmp_path):
+    for number in range(10):
+        picture(tmp_path / f"film/{number}.png", (number + 5, 5))
+    (tmp_path / "film/notes.txt").write_text("")
+    picture(tmp_path / "a.png", (50, 5))
+    parts = [{"type": kind} for kind in ("video", "image", "video")]
+    row = chat_row("")
+    row["messages"][0]["content"] = [*parts, {"type": "text", "text": "What?"}]
+    row |= {"images": ["a.png"], "videos": ["film", ["film/9.png", "film/8.png"]]}
+    write_lines(tmp_path / "rows.jsonl", [row])
+
+    def read(**options):
+        path = str(tmp_path / "rows.jsonl")
+        return Sets(dataset_path=path, cache=str(tmp_path / "cache"), **options)[0]
+
+    images, sample = read(num_frames=5)
+    widths = [image.size[0] - 5 for image in images]
+    assert widths == [1, 3, 5, 7, 9, 45, 9, 8]
+    content = sample["messages"][0]["content"]
+    assert content == [{"type": "image"}] * 8 + [{"type": "text", "text": "What?"}]
+    assert "videos" not in sample
+    assert len(read(num_frames=99)[0]) == 13
+    for change, words in (
+        ({"videos": ["film"]}, "places for videos"),
+        ({"videos": ["film"] * 3}, "1 films and 0 pictures have no place|2 places for videos"),
+        ({"videos": ["a.mp4", "film"]}, "video formats are not decoded"),
+        ({"videos": ["../..", "film"]}, "leads out"),
+        ({"videos": [[], "film"]}, "has no frames|videos are"),
+    ):
+        write_lines(tmp_path / "rows.jsonl", [{**row, **change}])
+        with pytest.raises(DataError, match=words):
+            read()
 
 
 def test_the_fingerprint_tells_other_rows_and_not_other_folders(folder, tmp_path_factory):

@@ -24,7 +24,7 @@ from stageline.data.token_key import token_key
 from stageline.errors import StorageError, UserError
 from stageline.testing.small_run import Job
 from stageline.testing.tiny_processors import tiny_processor
-from stageline.testing.tiny_sets import write_chat
+from stageline.testing.tiny_sets import chat_row, write_chat
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
 from train_data import check_data
 from train_parts import SHELF
@@ -175,6 +175,20 @@ def test_other_texts_and_other_rows_are_not_looked_up(dataset, tmp_path):
     assert names[2] is None
 
 
+def test_files_of_another_name_are_encoded_again(dataset, tmp_path):
+    """Rows are called by their file, and a template may write what they are called."""
+    copy = tmp_path / "copy.jsonl"
+    copy.write_bytes((tmp_path / "rows.jsonl").read_bytes())
+    dataset.fingerprint = lambda: "the same"
+    other = Sets(dataset_path=str(copy), cache=str(tmp_path / "cache"))
+    other.fingerprint = dataset.fingerprint
+    for rows in (dataset, other):
+        run = Run(tmp_path / "tokens", rows)
+        cache = run.fill()
+        run.batch()
+        assert run.said[-1].endswith("encoded") and cache.num_hits == 40
+
+
 @pytest.mark.parametrize("name", ["ids.bin", "marks.bin", "names.npy", "places.npy", "facts.json"])
 @pytest.mark.parametrize("how", ["cut", "changed", "gone"])
 def test_what_is_damaged_is_made_anew(name, how, dataset, tmp_path):
@@ -240,7 +254,9 @@ def test_workers_encode_what_one_process_encodes(dataset, tmp_path, monkeypatch)
 
 def test_rows_that_are_bad_or_too_long_are_left_to_training(tmp_path):
     path = write_chat(tmp_path / "rows.jsonl", ["short", "long " * 50, "two"])
-    path.write_text(path.read_text() + '{"messages": [{"role": "user", "content": "no answer"}]}\n')
+    unlearnt = chat_row("nothing to learn")
+    unlearnt["messages"][1]["weight"] = 0
+    path.write_text(path.read_text() + json.dumps(unlearnt) + "\n")
     dataset = Sets(dataset_path=str(path), cache=str(tmp_path / "cache"))
     run = Run(tmp_path / "tokens", dataset, max_token_num=60)
     run.fill()

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from stageline.data.sets.files import HUB
 from stageline.data.sets.info import FILE_NAME, SetInfo, chosen_sets
@@ -20,6 +21,7 @@ class Choices:
     tags: dict[str, str]
     ranking: bool
     image_path: str | None
+    num_frames: int
     cache: str | None
     num_samples: int | None
     max_samples: int | None
@@ -31,12 +33,12 @@ class Choices:
 
     def check(self, *, has_register: bool) -> None:
         """Refuses numbers below 1, and what a register says itself."""
-        for name in ("num_samples", "max_samples"):
+        for name in ("num_samples", "max_samples", "num_frames"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(
                     f"--dataset.{name} {value}: at least 1 was expected, because so many rows are "
-                    "taken. Leave it out for all of them."
+                    "taken. Leave it out, or give a larger one."
                 )
         given = [
             name
@@ -62,10 +64,14 @@ class Choices:
             option=option,
         )  # fmt: skip
 
+    def media(self) -> dict[str, Any]:
+        """What rows' pictures and films are taken from, and how many."""
+        return {"image_path": self.image_path, "num_frames": self.num_frames}
+
     def stream(self) -> StreamOptions:
         """The options of a stream."""
         return StreamOptions(
-            image_path=self.image_path,
+            media=self.media(),
             mix=self.mix,
             probabilities=self.probabilities,
             buffer_size=self.buffer_size,

@@ -1,6 +1,7 @@
 """One data set: rows of its files -> samples with id, source and group, and names of pictures."""
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from stageline.data.json_lines import image_names
 from stageline.data.sets.files import SetFiles, find_files
 from stageline.data.sets.info import SetInfo
 from stageline.data.sets.tables import open_tables
+from stageline.data.video_frames import read_frames, with_frames
 from stageline.errors import DataError
 
 LOOKED_THROUGH = 100_000  # rows that are converted once in the beginning; of more, preflight's
@@ -26,10 +28,19 @@ class RowMaker:
     Args:
         image_path: folder that names of pictures are relative to; by default that of the files,
             and `images` in it.
+        num_frames: most pictures that are taken of a film.
     """
 
-    def __init__(self, info: SetInfo, files: SetFiles, *, image_path: str | None = None) -> None:
+    def __init__(
+        self,
+        info: SetInfo,
+        files: SetFiles,
+        *,
+        image_path: str | None = None,
+        num_frames: int = 8,
+    ) -> None:
         self.info = info
+        self._num_frames = num_frames
         self.files = files
         self._convert: Callable[[dict[str, Any], str], dict[str, Any]] = make_converter(
             info.formatting, columns=dict(info.columns), tags=dict(info.tags), ranking=info.ranking
@@ -59,7 +70,8 @@ class RowMaker:
         sample["source"] = source
         sample["group"] = self.name
         names = image_names(source, sample)
-        for name in names or ():
+        films = [[film] if isinstance(film, str) else film for film in sample.get("videos") or ()]
+        for name in [*(names or ()), *itertools.chain(*films)]:
             self._folders.check_name(name, source=source)
         return names, sample
 
@@ -68,9 +80,12 @@ class RowMaker:
     ) -> tuple[list[Any] | None, dict[str, Any]]:
         """The row's pictures, opened and not decoded, and its sample."""
         names, sample = self.convert(row, source, number=number)
-        if names is None:
-            return None, sample
-        return [self._folders.open(name, source=source) for name in names], sample
+        images = [self._folders.open(name, source=source) for name in names or ()]
+        settings = {"folders": self._folders, "num_frames": self._num_frames, "source": source}
+        films = [read_frames(film, **settings) for film in sample.get("videos") or ()]
+        if films:
+            return with_frames(sample, images, films)
+        return images or None, sample
 
     def settings(self) -> str:
         """What decides how a row becomes a sample."""
@@ -81,6 +96,7 @@ class RowMaker:
             "columns": dict(info.columns),
             "tags": dict(info.tags),
             "ranking": info.ranking,
+            "num_frames": self._num_frames,
         }
         return json.dumps(facts, sort_keys=True)
 
@@ -91,15 +107,16 @@ class OneSet:
     Every row of a set that is not large is converted once, so that a bad one is found before a
     model is loaded; it ends the run, unless bad rows may be left out.
 
+    Args:
+        media: where pictures are, and how many of a film are taken, as `RowMaker` has it.
+
     Attributes:
         rows: numbers of the good rows, over all files.
     """
 
-    def __init__(
-        self, info: SetInfo, *, image_path: str | None = None, cache: str | None = None
-    ) -> None:
+    def __init__(self, info: SetInfo, *, cache: str | None = None, **media: Any) -> None:
         files = find_files(info.place, option=info.option)
-        self.maker = RowMaker(info, files, image_path=image_path)
+        self.maker = RowMaker(info, files, **media)
         self.tables = open_tables(files, cache=cache, hub_split=info.split)
         self._starts = numpy.cumsum([0, *(len(table) for table in self.tables)])
         self.rows = numpy.arange(self._starts[-1], dtype=numpy.int64)

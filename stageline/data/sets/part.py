@@ -29,6 +29,7 @@ class Sets:
         tags: words of messages, {"role_tag": "from"}.
         ranking: rows have a chosen and a rejected answer.
         image_path: folder that names of pictures are relative to; default: that of the files.
+        num_frames: most pictures that are taken of a film, evenly.
         num_samples: exactly so many rows of the set are drawn, some twice if it has fewer.
         max_samples: at most so many rows of each set, its first.
         mix: all rows of each set; or one of each in turn until the first (under) or the last
@@ -55,6 +56,7 @@ class Sets:
         tags: dict[str, str] | None = None,
         ranking: bool = False,
         image_path: str | None = None,
+        num_frames: int = 8,
         num_samples: int | None = None,
         max_samples: int | None = None,
         mix: Literal["concat", "interleave_under", "interleave_over"] = "concat",
@@ -69,9 +71,21 @@ class Sets:
     ) -> None:
         check_split(split)
         choices = Choices(
-            formatting, dict(columns or {}), dict(tags or {}), ranking, image_path, cache,
-            num_samples, max_samples, mix, probabilities, val_size, buffer_size, seed,
-        )  # fmt: skip
+            columns=dict(columns or {}),
+            tags=dict(tags or {}),
+            formatting=formatting,
+            ranking=ranking,
+            image_path=image_path,
+            num_frames=num_frames,
+            cache=cache,
+            num_samples=num_samples,
+            max_samples=max_samples,
+            mix=mix,
+            probabilities=probabilities,
+            val_size=val_size,
+            buffer_size=buffer_size,
+            seed=seed,
+        )
         choices.check(has_register=info is not None or bool(names))
         held = eval_infos(dataset_path, info, eval_names, eval_path, choices)
         _check_sides(split, val_size, held)
@@ -122,7 +136,7 @@ def _loaded(
 ) -> SetsDataset:
     loaded = []
     for info in infos:
-        one = OneSet(info, image_path=choices.image_path, cache=choices.cache)
+        one = OneSet(info, cache=choices.cache, **choices.media())
         if info.num_samples is not None:
             # an evaluation sees each row once
             count = min(info.num_samples, len(one)) if is_evaluation else info.num_samples

@@ -37,12 +37,13 @@ class StreamOptions:
     """How sets become a stream.
 
     Attributes:
+        media: where pictures are, and how many of a film are taken, as `RowMaker` has it.
         buffer_size: rows that are shuffled together.
         num_held_out: the first so many rows are for evaluation.
         has_limits: rows of a set are limited in number, which a stream cannot do.
     """
 
-    image_path: str | None
+    media: dict[str, Any]
     mix: Mix
     probabilities: Sequence[float] | None
     buffer_size: int
@@ -85,7 +86,7 @@ class StreamDataset:
             files = find_files(info.place, option=info.option)
             if files.kind in ("json", "hub"):
                 raise _no_stream(f"{info.option} {info.place}")
-            self.makers.append(RowMaker(info, files, image_path=options.image_path))
+            self.makers.append(RowMaker(info, files, **options.media))
         self._bad_rows = current_bad_rows()
         self.held = self._first(int(options.num_held_out))
         self._held_sources = {row.source for row in self.held}
