@@ -5,13 +5,16 @@ code under test has no part in it.
 """
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 from prompt_fn import chat
 from stageline.data.encode import TextEncoder, encode_rendered
 from stageline.errors import UserError
-from stageline.testing.chat_templates import FORMATS, format_tokenizer
+from stageline.testing.chat_templates import BASE, FORMATS, QWEN, format_tokenizer
+from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
 WEATHER = {
     "type": "function",
@@ -202,12 +205,23 @@ def mistral(messages, tools):
 
 
 def channels(messages, tools):
+    if tools:
+        yield f"<|start|>developer<|message|>{dumps(tools)}<|end|>", False
     for number, m in enumerate(messages):
         is_last = number == len(messages) - 1
+        if m["role"] == "tool":
+            yield "<|start|>functions.get_weather to=assistant", False
+            yield f"<|message|>{dumps(m['content'])}<|end|>", False
+            continue
         if m["role"] != "assistant":
             yield f"<|start|>{m['role']}<|message|>{m['content']}<|end|>", False
             continue
         yield "<|start|>assistant", False
+        if m.get("tool_calls"):
+            arguments = dumps(m["tool_calls"][0]["function"]["arguments"])
+            yield " to=functions.get_weather<|channel|>commentary json", True
+            yield f"<|message|>{arguments}<|call|>", True
+            continue
         if is_last and m.get("reasoning_content"):
             thought = m["reasoning_content"]
             yield f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant", True
@@ -219,7 +233,7 @@ EXPECTED = {
     "chatml": chatml, "llama2": llama2, "llama3": llama3, "qwen": qwen, "gemma": gemma,
     "mistral": mistral, "channels": channels, "marked": marked,
 }  # fmt: skip
-CAN = {"tools": ("llama3", "qwen", "mistral"), "reasoning": ("qwen", "channels")}
+CAN = {"tools": ("llama3", "qwen", "mistral", "channels"), "reasoning": ("qwen", "channels")}
 CAN["special tools"] = CAN["tools"]
 CAN["reasoning tools"] = ("qwen",)
 CASES = [
@@ -293,6 +307,27 @@ def test_generation_begins_where_the_last_answer_does(tokenizers, name, sample):
     assert prompt == official
     ends = [start for start, _, piece in whole.spans() if piece.is_target]
     assert whole.text.startswith(prompt) and len(prompt) in ends
+
+
+# -- templates that models come with -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llama3", "phi3", "qwen3_instruct_2507"])
+def test_learnt_is_what_trl_marks(name):
+    trl = pytest.importorskip("trl")
+    folder = Path(trl.__file__).parent / "chat_templates"
+    if not (folder / f"{name}_training.jinja").exists():
+        pytest.skip("this trl has no such template")
+    learnt = []
+    for kind in ("", "_training"):  # the second one marks what an assistant writes
+        template = (folder / f"{name}{kind}.jinja").read_text()
+        specials = sorted(set(re.findall(r"<\|\w+\|>|<\w+_of_turn>", template)))
+        tokenizer = tiny_tokenizer(special_tokens=[*BASE, *specials], chat_template=template)
+        learnt.append(learnt_of(chat(row("multi"), "", processor=tokenizer)))
+    # theirs holds the line break after a turn too
+    assert (
+        learnt[0] == re.sub(r"(\|>|_turn>)\n", r"\1", learnt[1]) and learnt[0].count("Seven") == 1
+    )
 
 
 # -- templates that cannot be learnt from ------------------------------------------------------
@@ -373,6 +408,13 @@ def test_arguments_as_text_are_the_object(tokenizers):
     given["messages"][1]["content"] = None
     rendered = chat(given, "", processor=tokenizers["qwen"])
     assert rendered == chat(row("tools"), "", processor=tokenizers["qwen"])
+
+
+def test_a_template_that_wants_arguments_as_text(tokenizers):
+    template = QWEN.replace("call.function.arguments | tojson", "call.function.arguments + ''")
+    tokenizer = tiny_tokenizer(chat_template=template)
+    rendered = chat(row("tools"), "", processor=tokenizer)
+    assert rendered.text == chat(row("tools"), "", processor=tokenizers["qwen"]).text
 
 
 def test_content_beside_a_call_that_a_template_drops(tokenizers):
