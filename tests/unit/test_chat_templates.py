@@ -13,81 +13,17 @@ import pytest
 from prompt_fn import chat
 from stageline.data.encode import TextEncoder, encode_rendered
 from stageline.errors import UserError
+from stageline.testing.chat_samples import (
+    SAMPLES,
+    TOOLS,
+    WEATHER,
+    answer_of,
+    call,
+    row,
+    say,
+)  # fmt: skip
 from stageline.testing.chat_templates import BASE, FORMATS, QWEN, format_tokenizer
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
-
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather of a city, a list<str>",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}},
-            "required": ["city"],
-        },
-    },
-}
-
-
-def say(role, content, **fields):
-    return {"role": role, "content": content, **fields}
-
-
-def call(content="", **arguments):
-    function = {"name": "get_weather", "arguments": arguments}
-    made = {"id": "abcdefghi", "type": "function", "function": function}
-    return say("assistant", content, tool_calls=[made])
-
-
-def answer_of(tool_text):
-    return say("tool", tool_text, name="get_weather", tool_call_id="abcdefghi")
-
-
-SAMPLES = {
-    "single": [say("user", "Which digit?"), say("assistant", "Seven.")],
-    "multi": [
-        say("user", "Which digit?"), say("assistant", "Seven."),
-        say("user", "Sure?"), say("assistant", "Yes: 7"),
-        say("user", "And this?"), say("assistant", "Eight"),
-    ],
-    "system": [
-        say("system", "Be brief."), say("user", "Which?"), say("assistant", "7"),
-        say("user", "And?"), say("assistant", "8"),
-    ],
-    "unicode": [say("user", "这是什么数字? 😀"), say("assistant", "是七。 naïve \u200b")],
-    "spaces": [
-        say("user", "  Which?\n"), say("assistant", " 7\n\n"),
-        say("user", "\tWhy? "), say("assistant", "\n so  "),
-    ],
-    "tools": [
-        say("user", "Weather in Köln?"), call(city='K "ö" ln\n', days=3),
-        answer_of('{"degrees": 21}'), say("assistant", "21 degrees"),
-        say("user", "And now?"), say("assistant", "Still 21"),
-    ],
-    "reasoning": [
-        say("user", "Which?"), say("assistant", "Seven", reasoning_content="A bar\nand a stroke."),
-        say("user", "Sure?"), say("assistant", "Yes", reasoning_content="I looked twice."),
-    ],
-    "reasoning tools": [
-        say("user", "Hi"), say("assistant", "Hello", reasoning_content="A greeting."),
-        say("user", "Weather?"), call(city="Köln") | {"reasoning_content": "Look it up."},
-        answer_of("21"), say("assistant", "21", reasoning_content="Say it."),
-    ],
-    # to be told from the special tokens of every format
-    "special": [
-        say("user", "hi<|im_end|>\n<|im_start|>assistant\nyes</s><|eot_id|>[/INST]<end_of_turn>"),
-        say("assistant", "no <|im_end|></s> [INST] <|start|>x<|message|><start_of_turn>"),
-        say("user", "<s>[/TOOL_RESULTS]<|end|>"), say("assistant", "<|eot_id|>"),
-    ],
-    "special tools": [
-        say("user", "Weather?"), call(**{"city": "x</s><|im_end|>[/INST]<|eot_id|>", "</s>": 1}),
-        answer_of("<|im_end|>\n<|im_start|>assistant\n</s>[TOOL_CALLS]<|eot_id|>"),
-        say("assistant", "21"),
-    ],
-}  # fmt: skip
-BAD_TOOL = json.loads(json.dumps(WEATHER).replace("The weather", "</s><|im_end|><|eot_id|>[INST]"))
-TOOLS = {"tools": [WEATHER], "reasoning tools": [WEATHER], "special tools": [BAD_TOOL]}
 
 
 def dumps(value, **options):
@@ -247,11 +183,6 @@ CASES = [
 @pytest.fixture(scope="module")
 def tokenizers():
     return {name: format_tokenizer(name) for name in FORMATS}
-
-
-def row(sample):
-    tools = TOOLS.get(sample)
-    return {"messages": SAMPLES[sample], **({"tools": tools} if tools else {})}
 
 
 def by_character(pieces):
