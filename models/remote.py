@@ -9,7 +9,7 @@ from stageline.data.rendered import Rendered
 from stageline.errors import UserError
 from stageline.inference.batch_requests import RequestFiles, read_answers
 from stageline.inference.remote import Endpoint, ask_all
-from stageline.inference.remote_messages import body_key, messages_of, request_body
+from stageline.inference.remote_messages import body_key, messages_of, request_body, tools_of
 
 MaxTokensField = Literal["max_tokens", "max_completion_tokens"]
 
@@ -175,7 +175,7 @@ def _bodies(
         request_body(
             endpoint.name,
             messages_of(prompt, row, name=prompt.name, max_image_side=max_image_side),
-            **options,
+            **{**options, "extra": {**tools_of(prompt), **(options.get("extra") or {})}},
         )
         for prompt, row in zip(prompts, images, strict=True)
     ]

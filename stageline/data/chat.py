@@ -16,7 +16,14 @@ from typing import Any
 
 from stageline.data.chat_filling import fill
 from stageline.data.chat_layout import LEFT_OUT, Layout, LayoutMaker, Learnt
-from stageline.data.chat_masking import Cut, Form, Masking, messages_of, whole
+from stageline.data.chat_masking import (
+    Cut,
+    Form,
+    Masking,
+    messages_of,
+    whole,
+    with_arguments_as_text,
+)
 from stageline.data.chat_template import ChatTemplate
 from stageline.data.messages import Turn
 from stageline.data.rendered import Rendered
@@ -54,13 +61,17 @@ def render_chat(
         CheckpointError: the template takes too long, too much memory, or tries to break out.
     """
     template = ChatTemplate.of(processor)
-    run = _Run(template, turns, tools, dict(template_options or {}), for_generation, learnt)
     reasons: list[str] = []
-    for form, cut in run.ways():
-        result = run.attempt(form, cut)
-        if isinstance(result, Rendered):
-            return result
-        reasons.append(result)
+    ways = [turns]
+    if any(turn.tool_calls for turn in turns):
+        ways.append(with_arguments_as_text(turns))
+    for way in ways:
+        run = _Run(template, way, tools, dict(template_options or {}), for_generation, learnt)
+        for form, cut in run.ways():
+            result = run.attempt(form, cut)
+            if isinstance(result, Rendered):
+                return result
+            reasons.append(result)
     raise UserError(
         f"the chat template of {template.name} cannot be followed: {_telling(reasons)}. A "
         "template that puts each content, whole or trimmed, into its text was expected, and "

@@ -72,6 +72,7 @@ class LayoutMaker:
     for_generation: bool
     learnt: Learnt = "answers"
     notes: list[str] = field(default_factory=list)
+    last_texts: dict[int, int] = field(default_factory=dict)
 
     def make(self, masked: str) -> Layout:
         """The layout of the masked text."""
@@ -137,7 +138,8 @@ class LayoutMaker:
             spans, end = self._marked(targets), ""
         else:
             spans, end = [self._span(number) for number in targets], self._missing_end(targets)
-            if end and self.template.end_pattern.search(self.full, *self._rest(spans[-1])):
+            rest = (self.last_texts.get(targets[-1], 0), spans[-1][1]) if targets else (0, 0)
+            if end and self.template.end_pattern.search(self.full, *rest):
                 end = ""
         if self.learnt != "answers":
             spans = [(self._first_learnt(), spans[-1][1] if end else len(self.full))]
@@ -193,13 +195,16 @@ class LayoutMaker:
 
     def _span(self, number: int) -> tuple[int, int]:
         """Where an answer begins and ends, its end-of-turn token included."""
-        own = self._own(number)
-        before = self._render(number, for_generation=True)
-        start = self._start(number, before, own[0][0] if own else None)
         upto = self.full
         if number < len(self.turns) - 1:
             upto = self._render(number + 1, for_generation=False)
+        own = self._own(number)
+        if upto is not None:  # what a tool answers may repeat the name of the call
+            own = own[: sum(self._slot(int(found[1])).turn == number for found in self._find(upto))]
+        before = self._render(number, for_generation=True)
+        start = self._start(number, before, own[0][0] if own else None)
         end = self._end(number, upto, own[-1][1] if own else start)
+        self.last_texts[number] = own[-1][1] if own else start
         return start, end
 
     def _render(self, count: int, *, for_generation: bool) -> str | None:
@@ -249,14 +254,13 @@ class LayoutMaker:
         has_calls = bool(self.turns[number].tool_calls)
         rest = self.pattern.split(self.full[after:], maxsplit=1)[0]
         if upto is not None and self.full.startswith(upto):
-            alike = self.full[after : len(upto)]
-            other = alike
+            alike = other = self.full[after : len(upto)]
+            if has_calls:  # texts of a call may stand between special tokens
+                return after + len(alike.rstrip())
         else:
             found = list(self._find(upto or ""))
             other = upto[found[-1].end() :] if upto and found else ""
             alike = os.path.commonprefix([other, rest])
-            if has_calls and not alike:
-                raise LayoutError(f"it can't be seen where answer {number} ends")
         ends = list(self.template.end_pattern.finditer(alike))
         if ends:
             return after + ends[-1 if has_calls else 0].end()
@@ -264,7 +268,9 @@ class LayoutMaker:
         here, there = (self.template.end_pattern.search(text) for text in (rest, other))
         if here and there and rest[: here.start()] == other[: there.start()]:
             return after + here.end()
-        return after + (len(alike.rstrip()) if has_calls else 0)
+        if has_calls:
+            raise LayoutError(f"it can't be seen where answer {number} ends")
+        return after
 
     # -- cutting up --------------------------------------------------------------------------
 

@@ -134,11 +134,12 @@ class ChatTemplate:
     @functools.cached_property
     def _risky(self) -> re.Pattern[str]:
         borders = {text[0] for text in self.reserved} | {text[-1] for text in self.reserved}
-        return re.compile("[" + "".join(map(re.escape, sorted(borders))) + "\ue000\ue001]")
+        return re.compile("[" + "".join(map(re.escape, sorted(borders))) + "]")
 
     def is_risky(self, text: str) -> bool:
         """It could be, or become with its neighbours, a special token."""
-        return self._risky.search(text) is not None
+        # what is not ASCII might be made so by a tokenizer that normalizes
+        return not text.isascii() or self._risky.search(text) is not None
 
     def keep_layout(self, key: str, layout: Any) -> None:
         """Keeps what was found out; the one not used for longest makes room."""

@@ -47,6 +47,8 @@ def read_frames(
             f"num_frames is {num_frames}. At least 1 was expected, because a film becomes pictures."
         )
     if not isinstance(video, str):
+        if not video:
+            raise _no_frames(source, "[]", "the list of its frames is empty")
         names = [video[place] for place in frame_places(len(video), num_frames)]
         return [folders.open(name, source=source) for name in names]
     path = Path(folders.locate(video, source=source))
@@ -82,7 +84,8 @@ def with_frames(
             message = {**message, "content": parts}
         messages.append(message)
     shown += rest  # of a sample without places
-    return shown or None, {**sample, "messages": messages}
+    rest_of_sample = {name: value for name, value in sample.items() if name != "videos"}
+    return shown or None, {**rest_of_sample, "messages": messages}
 
 
 def _replaced(

@@ -11,7 +11,7 @@ from PIL import Image
 
 from stageline.data.batch import Images
 from stageline.data.images import check_image, decode_image, image_size
-from stageline.data.messages import Conversation
+from stageline.data.messages import Conversation, Turn
 from stageline.data.rendered import Piece, Rendered
 from stageline.errors import DataError
 
@@ -40,11 +40,26 @@ def messages_of(
     urls = iter([image_url(image, name=name, max_side=max_image_side) for image in images or ()])
     if isinstance(prompt, Conversation):
         return [
-            {"role": turn.role, **({"name": turn.name} if turn.name else {}), **content}
+            {"role": turn.role, **_fields(turn), **content}
             for turn in prompt.turns
             for content in [_content(turn.pieces, urls)]
         ]
     return [{"role": "user", **_content(prompt.pieces, urls)}]
+
+
+def _fields(turn: Turn) -> dict[str, Any]:
+    """What a message has besides role and content; endpoints take arguments as JSON text."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _as_text(call)}}
+        for call in turn.tool_calls
+    ]
+    fields = {"name": turn.name, "tool_call_id": turn.tool_call_id, "tool_calls": calls}
+    return {name: value for name, value in fields.items() if value}
+
+
+def _as_text(call: dict[str, Any]) -> str:
+    arguments = call["function"]["arguments"]
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _content(pieces: Iterable[Piece], urls: Iterator[str]) -> dict[str, Any]:
@@ -80,6 +95,12 @@ def image_url(image: Image.Image, *, name: str, max_side: int | None = None) -> 
         picture.save(buffer, format="PNG")
         kind, content = "image/png", buffer.getvalue()
     return f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"
+
+
+def tools_of(prompt: Rendered) -> dict[str, Any]:
+    """The field `tools` of a request, if the prompt has any."""
+    tools = prompt.tools if isinstance(prompt, Conversation) else ()
+    return {"tools": list(tools)} if tools else {}
 
 
 def request_body(

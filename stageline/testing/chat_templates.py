@@ -113,17 +113,22 @@ MISTRAL = (
     "{% elif m.role == 'assistant' %} {{ m.content | trim }}{{ eos_token }}"
     "{% else %}{{ raise_exception('there is no role ' + m.role) }}{% endif %}{% endfor %}"
 )
-# channels for thoughts, calls and answers; the last answer ends otherwise than the ones before
+# channels for thoughts, calls and answers; the last answer ends otherwise than the ones before,
+# and what a tool says repeats the name that was called
 CHANNELS = (
+    "{% set ns = namespace(name='') %}"
+    "{% if tools %}<|start|>developer<|message|>{{ tools | tojson }}<|end|>{% endif %}"
     "{% for m in messages %}"
     "{% if m.role == 'assistant' %}"
     "{% if m.reasoning_content and (loop.last or m.tool_calls) %}"
     "<|start|>assistant<|channel|>analysis<|message|>{{ m.reasoning_content }}<|end|>{% endif %}"
     "{% if m.tool_calls %}{% set call = m.tool_calls[0].function %}"
     "<|start|>assistant to=functions.{{ call.name }}<|channel|>commentary json<|message|>"
-    "{{ call.arguments | tojson }}<|call|>"
+    "{{ call.arguments | tojson }}<|call|>{% set ns.name = call.name %}"
     "{% else %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
     "{{ '<|return|>' if loop.last else '<|end|>' }}{% endif %}"
+    "{% elif m.role == 'tool' %}<|start|>functions.{{ ns.name }} to=assistant"
+    "<|message|>{{ m.content | tojson }}<|end|>"
     "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
@@ -137,8 +142,8 @@ MARKED = (
 # asks for generation with another header than answers have
 UNSTABLE = CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>model\\n'")
 
-_BASE = ("<pad>", "<s>", "</s>")
-_CHATML = (*_BASE, "<|im_start|>", "<|im_end|>")
+BASE = ("<pad>", "<s>", "</s>")
+_CHATML = (*BASE, "<|im_start|>", "<|im_end|>")
 _MISTRAL = (
     "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
     "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]",
@@ -156,9 +161,9 @@ class Format(NamedTuple):
 
 FORMATS = {
     "chatml": Format(CHATML, _CHATML),
-    "llama2": Format(LLAMA2, _BASE, is_metaspace=True),
+    "llama2": Format(LLAMA2, BASE, is_metaspace=True),
     "llama3": Format(
-        LLAMA3, (*_BASE, "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+        LLAMA3, (*BASE, "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
     ),
     "qwen": Format(
         QWEN,
@@ -166,11 +171,11 @@ FORMATS = {
         ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>",
          "</tool_response>"),
     ),
-    "gemma": Format(GEMMA, (*_BASE, "<start_of_turn>", "<end_of_turn>"), is_metaspace=True),
-    "mistral": Format(MISTRAL, (*_BASE, *_MISTRAL), is_metaspace=True),
+    "gemma": Format(GEMMA, (*BASE, "<start_of_turn>", "<end_of_turn>"), is_metaspace=True),
+    "mistral": Format(MISTRAL, (*BASE, *_MISTRAL), is_metaspace=True),
     "channels": Format(
         CHANNELS,
-        (*_BASE, "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>"),
+        (*BASE, "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>"),
     ),
     "marked": Format(MARKED, _CHATML),
     "unstable": Format(UNSTABLE, _CHATML),

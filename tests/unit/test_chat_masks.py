@@ -1,14 +1,18 @@
 """What of a conversation is learnt: masks, weights, marks of the template; and what it costs."""
 
-import pytest
+import functools
 
-from prompt_fn import chat
+import pytest
+from PIL import Image
+
+from prompt_fn import auto, chat
 from stageline.data import chat_template
-from stageline.data.batch import render_sample
+from stageline.data.batch import encode_sample, render_sample
 from stageline.data.chat_template import ChatTemplate
 from stageline.data.encode import encode_rendered
 from stageline.errors import DataError, UserError
 from stageline.testing.chat_templates import MARKED, format_tokenizer
+from stageline.testing.tiny_processors import tiny_processor
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
 TURNS = [
@@ -65,6 +69,21 @@ def test_an_answer_is_found_in_other_formats(name):
 def test_masks_that_contradict(tokenizer, options, words):
     with pytest.raises(UserError, match=words):
         chat(ROW, "", processor=tokenizer, **options)
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_images_are_never_learnt(family):
+    processor = tiny_processor(family)
+    images = [Image.new("RGB", (16, 16))]
+    turns = [TURNS[1], {**TURNS[2], "content": [{"type": "image"}, {"type": "text", "text": "7"}]}]
+    prompt_fn = functools.partial(chat, train_on_prompt=True)
+    rendered = render_sample(images, {"messages": turns}, prompt="", prompt_fn=prompt_fn,
+                             image_token=auto, processor=processor)  # fmt: skip
+    assert rendered.num_images == 1
+    assert all(piece.is_target != piece.is_image for piece in rendered)
+    encoded = encode_sample(rendered, images, processor=processor, name="row")
+    place = encoded.input_ids.index(processor.image_token_id)
+    assert not encoded.is_target[place] and encoded.is_target[-1]
 
 
 def test_an_end_is_added_after_all_text_too():

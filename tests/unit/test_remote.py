@@ -6,12 +6,13 @@ import pytest
 from PIL import Image
 
 from models.remote import batch_file, remote
+from prompt_fn import chat
 from stageline.data.messages import Conversation, Turn
 from stageline.data.rendered import Piece, Rendered
 from stageline.errors import DataError, UserError
 from stageline.inference.batch_requests import RequestFiles, read_answers
 from stageline.inference.remote import Endpoint, Pace
-from stageline.inference.remote_messages import image_url, messages_of
+from stageline.inference.remote_messages import image_url, messages_of, tools_of
 from stageline.testing.chat_server import ChatServer, images_of, question_of
 from stageline.testing.small_run import ROOT, ForkedRun
 
@@ -163,6 +164,24 @@ def test_turns_become_messages():
     messages = messages_of(Conversation.of(turns, for_generation=True), [picture], name="row")
     assert messages[0] == {"role": "system", "content": "Be brief."}
     assert [part["type"] for part in messages[1]["content"]] == ["image_url", "text"]
+
+
+def test_tools_and_calls_are_sent():
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": {"at": 7}}}
+    row = {
+        "tools": [tool],
+        "messages": [
+            {"role": "user", "content": "Look"},
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": "seven"},
+        ],
+    }
+    prompt = chat(row, "", for_generation=True)
+    _, asked, answered = messages_of(prompt, None, name="row")
+    assert asked["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"at": 7}'}
+    assert answered == {"role": "tool", "tool_call_id": "1", "content": "seven"}
+    assert tools_of(prompt) == {"tools": [tool]} and tools_of(prompts("a")[0]) == {}
 
 
 def test_places_and_images_must_agree():
