@@ -21,10 +21,14 @@ def fill(layout: Layout, slots: Sequence[Slot], official: str) -> list[Piece] | 
         return None
     pieces = [
         Piece(
-            text, is_user=part.slot >= 0, is_target=part.is_target, is_image=part.is_image
+            text,
+            is_user=part.slot >= 0,
+            is_target=part.is_target,
+            is_image=part.is_image,
+            is_answer=part.slot >= 0 and slots[part.slot].is_answer,
         )
         for part, text in zip(layout.segments, texts, strict=True)
-    ]  # fmt: skip
+    ]
     if layout.end:
         _add_end(pieces, layout.end)
     return [piece for piece in pieces if piece.text or piece.is_image]

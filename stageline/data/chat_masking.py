@@ -29,6 +29,7 @@ class Slot:
     part: Part
     text: str
     is_image: bool = False
+    is_answer: bool = False
 
 
 def whole(text: str) -> Iterator[tuple[str, bool]]:
@@ -85,8 +86,8 @@ class Masking:
         self.messages = [self._masked(number, turn) for number, turn in enumerate(turns)]
         self.tools = [self._tree(TOOLS, "other", tool, is_open=True) for tool in tools]
 
-    def _hide(self, turn: int, part: Part, text: str, *, is_image: bool = False) -> str:
-        self.slots.append(Slot(turn, part, text, is_image))
+    def _hide(self, turn: int, part: Part, text: str, **kind: bool) -> str:
+        self.slots.append(Slot(turn, part, text, **kind))
         return f"{OPEN}{self.nonce}{len(self.slots) - 1}{CLOSE}"
 
     def _masked(self, number: int, turn: Turn) -> Message:
@@ -112,7 +113,8 @@ class Masking:
                 yield piece
             else:
                 for text, may_hide in self._cut(piece.text):
-                    yield Piece(self._hide(number, "content", text) if may_hide else text)
+                    kind = {"is_answer": piece.is_answer}
+                    yield Piece(self._hide(number, "content", text, **kind) if may_hide else text)
 
     def _call(self, number: int, call: Tool) -> Tool:
         function = call["function"]

@@ -90,12 +90,20 @@ def turns_of(
 
 
 def only_last_answer(turns: Sequence[Turn]) -> list[Turn]:
-    """The turns, of which the last answer that is learnt stays the only one."""
+    """The turns, of which the last answer that is learnt stays the only one.
+
+    The others are answers still: where room is short it is shared with them.
+    """
     last = max((number for number, turn in enumerate(turns) if turn.is_target), default=-1)
     return [
-        replace(turn, is_target=turn.is_target and number == last)
+        turn if not turn.is_target or number == last else _not_learnt(turn)
         for number, turn in enumerate(turns)
     ]
+
+
+def _not_learnt(turn: Turn) -> Turn:
+    pieces = (replace(piece, is_target=False, is_answer=True) for piece in turn.pieces)
+    return replace(turn, pieces=tuple(pieces), is_target=False)
 
 
 def _from_template(sample: Mapping[str, Any], prompt: str) -> list[Turn]:

@@ -85,21 +85,3 @@ class Rendered:
             replace(piece, text=next(remaining)) if piece.is_image else piece
             for piece in self.pieces
         )
-
-    def only_last_learnt(self) -> "Rendered":
-        """Of several stretches that are supervised only the last; the others are answers still."""
-        places = [place for place, piece in enumerate(self.pieces) if piece.is_target]
-        last = next(
-            (
-                end
-                for end, start in zip(places[::-1], places[-2::-1], strict=False)
-                if any(piece.text for piece in self.pieces[start + 1 : end])
-            ),
-            0,
-        )
-        return self.with_pieces(
-            replace(piece, is_target=False, is_answer=True)
-            if piece.is_target and place < last
-            else piece
-            for place, piece in enumerate(self.pieces)
-        )

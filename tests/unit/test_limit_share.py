@@ -102,10 +102,10 @@ def test_the_last_turn_takes_first_where_it_alone_is_learnt():
 TOKENIZER = tiny_tokenizer()
 
 
-def _chat(*texts):
+def _chat(*texts, **masks):
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
-    return chat({"messages": messages}, "", processor=TOKENIZER)
+    return chat({"messages": messages}, "", processor=TOKENIZER, **masks)
 
 
 def _limited(rendered, length, **options):
@@ -131,7 +131,8 @@ def test_only_text_of_the_data_is_cut_and_a_cut_answer_loses_its_end():
 
 
 def test_turns_that_do_not_fit_go_whole():
-    turns = _chat("one", "two", "three", "four" * 30, "five", "six")
+    rows = ("one", "two", "three", "four" * 30, "five", "six")
+    turns = _chat(*rows)
     text, learnt = _limited(turns, 75)
     start, rest = text.split("three<|im_end|>\n<|im_start|>assistant\n")
     assert start == "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\ntwo<|im_end|>\n" + (
@@ -139,17 +140,16 @@ def test_turns_that_do_not_fit_go_whole():
     )
     assert "four" * 10 in rest and rest.strip("four") == "", "the third pair has no room"
     assert learnt == "two<|im_end|>" + rest
-    text, learnt = _limited(turns.only_last_learnt(), 75)
-    assert text.startswith("\n<|im_start|>user\nthree<|im_end|>"), "the first pair has no room"
+    text, learnt = _limited(_chat(*rows, mask_history=True), 75)
+    assert "one" not in text and "three<|im_end|>" in text, "the first pair has no room"
     assert text.endswith("<|im_start|>user\nfive<|im_end|>\n<|im_start|>assistant\nsix<|im_end|>\n")
     assert learnt == "six<|im_end|>"
 
 
-def test_only_the_last_stretch_is_learnt():
-    turns = _chat("one", "two", "three", "four").only_last_learnt()
-    assert [piece.text for piece in turns if piece.is_target] == ["four", "<|im_end|>"]
-    assert [piece.text for piece in turns if piece.is_answer] == ["two", "<|im_end|>"]
-    assert turns.only_last_learnt() == turns
+def test_answers_of_masked_turns_are_answers_still():
+    pieces = list(_chat("one", "two", "three", "four", mask_history=True))
+    assert [piece.text for piece in pieces if piece.is_target] == ["four", "<|im_end|>"]
+    assert [piece.text for piece in pieces if piece.is_answer] == ["two"]
 
 
 def _with_image(question, answer):
