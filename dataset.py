@@ -15,7 +15,7 @@ from stageline.data.contrastive import collate_contrastive
 from stageline.data.digits import Digits
 from stageline.data.group_lines import Groups
 from stageline.data.json_lines import JsonLines
-from stageline.data.limit import Overlong
+from stageline.data.limit import ChatOverlong, PairOverlong, TextOverlong
 from stageline.data.marked_words import MarkedWords
 from stageline.data.plain_text import collate_packed_text, collate_text, length_text
 from stageline.data.preference import (
@@ -26,7 +26,7 @@ from stageline.data.preference import (
     length_answer,
     length_pair,
 )
-from stageline.data.rewards import collate_rewards, encode_both, length_rewards
+from stageline.data.rewards import collate_rewards, length_rewards
 from stageline.data.scenes import Scenes
 from stageline.data.sets.part import Sets
 from stageline.data.spatial import VSR, RotateCaption, RotateQA, SpatialMM, WhatsUp
@@ -56,7 +56,7 @@ def sft(
     stage: int,
     num_stages: int,
     pad_to_multiple_of: int = 1,
-    overlong: Overlong = "error",
+    overlong: ChatOverlong = "error",
 ) -> dict[str, torch.Tensor]:
     """Supervised fine-tuning: the template's answer is learnt; rows are padded on the right.
 
@@ -107,7 +107,7 @@ def contrastive(
     stage: int,
     num_stages: int,
     pad_to_multiple_of: int = 1,
-    overlong: Overlong = "error",
+    overlong: ChatOverlong = "error",
     marked: Literal["directions", "clock", "none"] | list[str] = "directions",
 ) -> dict[str, torch.Tensor]:
     """As sft, of whole groups (anchor, positive, negatives), with words of interest marked.
@@ -162,7 +162,7 @@ def dpo(
     stage: int,
     num_stages: int,
     pad_to_multiple_of: int = 1,
-    overlong: Literal["error", "cut_prompt", "drop"] = "error",
+    overlong: PairOverlong = "error",
 ) -> dict[str, torch.Tensor]:
     """Preferences: each sample becomes two rows, its prompt with `chosen` and with `rejected`.
 
@@ -204,7 +204,7 @@ def kto(
     stage: int,
     num_stages: int,
     pad_to_multiple_of: int = 1,
-    overlong: Literal["error", "cut_prompt", "drop"] = "error",
+    overlong: PairOverlong = "error",
 ) -> dict[str, torch.Tensor]:
     """Answers that are wanted (`label` true) or not; the last answer of each sample is learnt.
 
@@ -242,7 +242,7 @@ def pt(
     samples: Sequence[tuple[None, dict[str, Any]]],
     *,
     pad_to_multiple_of: int = 1,
-    overlong: Literal["error", "cut", "drop"] = "error",
+    overlong: TextOverlong = "error",
     **common: Any,
 ) -> dict[str, torch.Tensor]:
     """Pre-training on plain text: every token of the field `text` is learnt, and EOS behind it.
@@ -276,7 +276,7 @@ def rm(
     samples: Sequence[tuple[Sequence[Any] | None, dict[str, Any]]],
     *,
     pad_to_multiple_of: int = 1,
-    overlong: Literal["error", "cut_prompt", "drop"] = "error",
+    overlong: PairOverlong = "error",
     **common: Any,
 ) -> dict[str, torch.Tensor]:
     """Pairs for a reward model: two rows a sample, the chosen answer and then the rejected one.
@@ -297,5 +297,5 @@ def _rm_length(images: Any, sample: dict[str, Any], *, num_stages: int, **common
 
 
 rm.length_of = _rm_length
-rm.encode = encode_both
+rm.encode = encode_pair
 rm.default_keys = {"prompt": "chat", "prompt_fn": "chat", "image_token": "auto", "loss_fn": "rm"}

@@ -11,7 +11,10 @@ from stageline.data.encode import Encoded
 from stageline.data.share import share_places
 from stageline.errors import DataError
 
-Overlong = Literal["error", "cut_prompt", "share", "drop", "cut"]
+ChatOverlong = Literal["error", "cut_prompt", "share", "drop"]
+PairOverlong = Literal["error", "cut_prompt", "drop"]  # both rows of a pair keep the same prompt
+TextOverlong = Literal["error", "cut", "drop"]
+Overlong = ChatOverlong | TextOverlong
 _has_warned: set[str] = set()
 
 

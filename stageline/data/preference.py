@@ -16,6 +16,7 @@ from stageline.data.batch import Images, Sample, sample_name
 from stageline.data.collate import collate_encoded, encode_for_training
 from stageline.data.encode import Encoded
 from stageline.data.limit import Overlong, limit_length
+from stageline.data.pairs import bad_row, both_answers, is_answer, unlearnt
 from stageline.errors import DataError
 
 Samples = Sequence[tuple[Images, Sample]]
@@ -35,10 +36,7 @@ def encode_pair(images: Images, sample: Sample, **texts: Any) -> list[Encoded]:
     Raises:
         DataError: an answer is missing, or has no supervised token.
     """
-    return [
-        encode_for_training(images, _with_answer(sample, name), **texts)
-        for name in ("chosen", "rejected")
-    ]
+    return [encode_for_training(images, one, **texts) for one in both_answers(sample)]
 
 
 def limited_pair(
@@ -98,38 +96,6 @@ def collate_pairs(
     return _add_columns(batch, [sample for _, sample in samples], PAIR_COLUMNS)
 
 
-def _with_answer(sample: Sample, name: str) -> Sample:
-    """The sample with one of its two answers as the only thing that is learnt."""
-    answer = sample.get(name)
-    rest = {key: value for key, value in sample.items() if key not in ("chosen", "rejected")}
-    messages = sample.get("messages")
-    if messages is None:
-        text = _text_of(answer)
-        if text is None:
-            raise _bad_row(sample, name, answer, "text, or one assistant message")
-        return {**rest, "answer": text}
-    told = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-    if not isinstance(told, list) or not any(map(_is_answer, told)):
-        raise _bad_row(sample, name, answer, "text, or a list of messages with an assistant's")
-    if not isinstance(messages, list):
-        raise _bad_row(sample, "messages", messages, "a list of messages, the prompt")
-    return {**rest, "messages": [*map(_unlearnt, messages), *told]}
-
-
-def _text_of(answer: Any) -> str | None:
-    if isinstance(answer, list) and len(answer) == 1 and _is_answer(answer[0]):
-        answer = answer[0].get("content")
-    return answer if isinstance(answer, str) else None
-
-
-def _is_answer(message: Any) -> bool:
-    return isinstance(message, dict) and message.get("role") == "assistant"
-
-
-def _unlearnt(message: Any) -> Any:
-    return {**message, "weight": 0} if _is_answer(message) else message
-
-
 def _cuttable_in_prompt(row: Encoded) -> Encoded:
     """Nothing behind the first supervised token may go: it differs between the two answers."""
     start = row.is_target.index(True)
@@ -178,11 +144,11 @@ def encode_answer(images: Images, sample: Sample, **texts: Any) -> Encoded:
         DataError: it does not say whether the answer is wanted, or has no supervised token.
     """
     if not isinstance(sample.get("label"), bool):
-        raise _bad_row(sample, "label", sample.get("label"), "true (wanted) or false")
+        raise bad_row(sample, "label", sample.get("label"), "true (wanted) or false")
     messages = sample.get("messages")
     if isinstance(messages, list) and messages:
-        last = max((i for i, message in enumerate(messages) if _is_answer(message)), default=-1)
-        history = list(map(_unlearnt, messages[:last])) if last > 0 else messages[:last]
+        last = max((i for i, message in enumerate(messages) if is_answer(message)), default=-1)
+        history = list(map(unlearnt, messages[:last])) if last > 0 else messages[:last]
         sample = {**sample, "messages": [*history, *messages[last:]] if last >= 0 else messages}
     return encode_for_training(images, sample, **texts)
 
@@ -260,13 +226,3 @@ def _add_columns(
         values = [float(sample[name]) for sample in samples for name in names]
         batch["loss_reference"] = torch.tensor(values)
     return batch
-
-
-def _bad_row(sample: Sample, name: str, value: Any, expected: str) -> DataError:
-    what = "is missing" if value is None else f"is {str(value)[:200]!r}"
-    return DataError(
-        f"{sample_name(sample)}: {name!r} {what}. Expected is {expected}, because a preference "
-        "says which answer to a prompt is better: correct the row, or use a --collate-fn that "
-        "fits it (dpo: messages or question, chosen, rejected; kto: messages or question and "
-        "answer, label)."
-    )

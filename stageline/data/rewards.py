@@ -13,15 +13,10 @@ from typing import Any
 import torch
 
 from stageline.data.batch import Images, Sample, sample_name
-from stageline.data.collate import collate_encoded, encode_for_training, encode_limited
+from stageline.data.collate import collate_encoded, encode_limited
 from stageline.data.encode import Encoded
 from stageline.data.pairs import both_answers
 from stageline.errors import DataError
-
-
-def encode_both(images: Images, sample: Sample, **texts: Any) -> list[Encoded]:
-    """Both rows of a sample, of any length."""
-    return [encode_for_training(images, one, **texts) for one in both_answers(sample)]
 
 
 def encode_pair(

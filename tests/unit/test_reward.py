@@ -17,8 +17,9 @@ from stageline.checkpoint.init import init_split_model
 from stageline.checkpoint.load import CheckpointMismatch
 from stageline.data.loader import MicroBatchLoader
 from stageline.data.pairs import both_answers
+from stageline.data.preference import encode_pair
 from stageline.data.preflight import preflight
-from stageline.data.rewards import collate_rewards, encode_both
+from stageline.data.rewards import collate_rewards
 from stageline.errors import DataError, UserError
 from stageline.modules.reward_loss import count_reward_pairs
 from stageline.testing.tiny_models import tiny_config
@@ -96,8 +97,8 @@ def test_a_row_ends_before_eos_where_that_is_the_padding_token():
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"chosen": None}, "`chosen` is None"),
-        ({"rejected": []}, "`rejected` is"),
+        ({"chosen": None}, "'chosen' is missing"),
+        ({"rejected": []}, "'rejected' is"),
         ({"margin": "much"}, "`margin` is 'much'"),
     ],
 )
@@ -137,10 +138,10 @@ def test_both_answers_are_looked_through_before_training():
     texts = common(tiny_tokenizer())
     names = ("prompt", "prompt_fn", "image_token", "processor")
     options = {name: texts[name] for name in names}
-    report = preflight([pair(), pair()], **options, max_token_num=64, encode=encode_both)
+    report = preflight([pair(), pair()], **options, max_token_num=64, encode=encode_pair)
     assert report.num_checked == report.num_rows == 2
     with pytest.raises(DataError, match="max-token-num 40"):
-        preflight([pair("a", "no " * 40)], **options, max_token_num=40, encode=encode_both)
+        preflight([pair("a", "no " * 40)], **options, max_token_num=40, encode=encode_pair)
 
 
 # -- the loss ------------------------------------------------------------------------------------
@@ -245,7 +246,7 @@ def test_keys_that_suit_the_rm_collate_part_need_not_be_given(tmp_path):
         assert parts["loss_fn"].key == "rm" and parts["prompt_fn"].key == "chat"
         given = parse_train_args([*words, "--loss-fn", "sft", "--prompt", "question"]).parts
         assert given["loss_fn"].key == "sft" and given["prompt"].key == "question"
-        assert collate_fn_register["rm"].encode is encode_both
+        assert collate_fn_register["rm"].encode is encode_pair
 
 
 @pytest.mark.parametrize(
