@@ -1,10 +1,11 @@
 """Data workers end with the rank they load for, however that one ends."""
 
+import copy
 import ctypes
 import os
-import pickle
 import signal
 import sys
+from multiprocessing.reduction import ForkingPickler
 
 from torch.utils.data import get_worker_info
 
@@ -28,8 +29,9 @@ def portable(error: Exception) -> Exception:
     if get_worker_info() is None:
         return error
     try:
-        # tried here: what the queue cannot pickle it drops, and the rank would wait for ever
-        if str(pickle.loads(pickle.dumps(error))) == str(error):
+        # tried here: what the queue cannot send it drops, and the rank would wait for ever
+        ForkingPickler.dumps(error)
+        if str(copy.copy(error)) == str(error):  # it is made again as the other side will
             return error
     except Exception:  # what a class of anybody does when it is made again
         pass

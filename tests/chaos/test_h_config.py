@@ -17,7 +17,8 @@ from train_parts import SHELF
 import_shelf(*SHELF)
 TRAIN = (
     "--dataset rows --prompt p --prompt-fn fill --image-token none --train-model tiny "
-    "--collate-fn pack --loss-fn sft --optimizer adamw --lr-scheduler cosine --engine pipeline"
+    "--collate-fn pack --loss-fn sft --optimizer adamw --lr-scheduler cosine --tracker none "
+    "--engine pipeline"
 ).split()
 
 
