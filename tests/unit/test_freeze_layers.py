@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-import tracker  # noqa: F401  the key that is taken where none is given
 from loss_fn import sft
 from options.method_options import method_arguments
 from parse_args import parse_train_args
@@ -187,7 +186,8 @@ def test_layers_of_llama_pro(total, count, wanted):
 
 TRAIN = (
     "--dataset rows --prompt p --prompt-fn fill --image-token none --train-model tiny "
-    "--collate-fn pack --loss-fn sft --optimizer adamw --lr-scheduler cosine --engine pipeline"
+    "--collate-fn pack --loss-fn sft --optimizer adamw --lr-scheduler cosine --tracker none "
+    "--engine pipeline"
 ).split()
 
 

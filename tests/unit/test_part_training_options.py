@@ -13,7 +13,8 @@ from train_vocabulary import check_tied_head
 
 TRAIN = (
     "--dataset rows --prompt p --prompt-fn fill --image-token none --train-model tiny "
-    "--collate-fn pack --loss-fn sft --optimizer adamw --lr-scheduler cosine --engine pipeline"
+    "--collate-fn pack --loss-fn sft --optimizer adamw --lr-scheduler cosine --tracker none "
+    "--engine pipeline"
 ).split()
 
 
