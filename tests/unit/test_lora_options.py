@@ -11,7 +11,8 @@ from register import ALL_REGISTERS
 
 TRAIN = (
     "--dataset rows --prompt p --prompt-fn fill --image-token none --train-model tiny "
-    "--collate-fn pack --loss-fn sft --optimizer adamw --lr-scheduler cosine --tracker none --engine pipeline "
+    "--collate-fn pack --loss-fn sft --optimizer adamw --lr-scheduler cosine --tracker none "
+    "--engine pipeline "
     "--model m --builder b --metric e"
 ).split()
 EVALUATE = ("--model", "--builder", "--metric")
