@@ -153,33 +153,18 @@ contrastive.needs_groups = True  # refused early where the dataset has none
 def dpo(
     samples: Sequence[tuple[Sequence[Any] | None, dict[str, Any]]],
     *,
-    prompt: str,
-    prompt_fn: Any,
-    image_token: Any,
-    processor: Any,
-    pad_token_id: int,
-    max_token_num: int,
-    stage: int,
-    num_stages: int,
     pad_to_multiple_of: int = 1,
     overlong: PairOverlong = "error",
+    **common: Any,
 ) -> dict[str, torch.Tensor]:
     """Preferences: each sample becomes two rows, its prompt with `chosen` and with `rejected`.
 
     Args:
         overlong: as in sft; both rows are cut or dropped alike.
     """
+    del common["num_stages"]
     return collate_pairs(
-        samples,
-        prompt=prompt,
-        prompt_fn=prompt_fn,
-        image_token=image_token,
-        processor=processor,
-        pad_token_id=pad_token_id,
-        max_token_num=max_token_num,
-        stage=stage,
-        overlong=overlong,
-        pad_to_multiple_of=pad_to_multiple_of,
+        samples, pad_to_multiple_of=pad_to_multiple_of, overlong=overlong, **common
     )
 
 
@@ -195,33 +180,18 @@ dpo.encode = encode_pair  # the rows of a sample, for a look at the data before 
 def kto(
     samples: Sequence[tuple[Sequence[Any] | None, dict[str, Any]]],
     *,
-    prompt: str,
-    prompt_fn: Any,
-    image_token: Any,
-    processor: Any,
-    pad_token_id: int,
-    max_token_num: int,
-    stage: int,
-    num_stages: int,
     pad_to_multiple_of: int = 1,
     overlong: PairOverlong = "error",
+    **common: Any,
 ) -> dict[str, torch.Tensor]:
     """Answers that are wanted (`label` true) or not; the last answer of each sample is learnt.
 
     Args:
         overlong: as in sft.
     """
+    del common["num_stages"]
     return collate_answers(
-        samples,
-        prompt=prompt,
-        prompt_fn=prompt_fn,
-        image_token=image_token,
-        processor=processor,
-        pad_token_id=pad_token_id,
-        max_token_num=max_token_num,
-        stage=stage,
-        overlong=overlong,
-        pad_to_multiple_of=pad_to_multiple_of,
+        samples, pad_to_multiple_of=pad_to_multiple_of, overlong=overlong, **common
     )
 
 
