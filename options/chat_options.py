@@ -14,7 +14,14 @@ class ChatConfig:
     model_path: str | None = option(
         None, "model folder, checkpoint of a run, or adapter folder", is_path=True
     )
-    adapter_path: str | None = option(None, "LoRA adapter folder in peft's format", is_path=True)
+    adapter_path: list[str] | None = option(
+        None,
+        "LoRA adapter folder in peft's format; several are merged one after the other",
+        is_path=True,
+    )
+    adapter_weights: list[float] | None = option(
+        None, "how much of each adapter is added; default: all of it"
+    )
     max_new_tokens: int = option(512, "longest answer, in tokens", at_least=1)
     temperature: float = option(0.0, "0 takes the likeliest token, more samples", at_least=0)
     top_p: float = option(

@@ -265,12 +265,6 @@ def merge_lora(model: nn.Module) -> nn.Module:
     """
     for wrappers in lora_stacks(model).values():
         base = innermost(wrappers[0])
-        if getattr(base, "is_quantised", False):
-            raise UserError(
-                "LoRA above weights of few bits (--quantization) was to be merged; float weights "
-                "were expected, as the sum would be rounded to the few. Save the adapter and merge "
-                "it with its base: bash scripts/export.sh --merge."
-            )
         weight = dense_weight(base)
         dtype = torch.promote_types(weight.dtype, torch.float32)
         if len(wrappers) == 1:
