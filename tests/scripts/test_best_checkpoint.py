@@ -75,7 +75,7 @@ def test_the_kept_weights_compute_the_best_figures_of_the_log(folder):
 
     checkpoints = folder / "run" / "checkpoints"
     manifest = verify(checkpoints / "best")
-    figures = {name: best[name] for name in ("loss", "token_accuracy", "num_targets")}
+    figures = {name: best[name] for name in ("loss", "perplexity", "token_accuracy", "num_targets")}
     assert manifest["best"] == {"metric": "loss", "step": best["step"], "figures": figures}
     assert plain_figures(checkpoints / "best", folder / "test.jsonl") == (
         pytest.approx(best["loss"], rel=1e-5),
