@@ -186,7 +186,8 @@ def check_scores(arguments: TrainArguments) -> None:
     elif arguments.run.save_best == "token_accuracy":
         raise UserError(
             f"--save-best token_accuracy came with --loss-fn {loss.key}, which predicts no tokens. "
-            "The loss was expected, because there is no such accuracy: use --save-best loss."
+            "Another figure was expected, because there is no such accuracy: use --save-best "
+            "loss or reward_accuracy."
         )
 
 

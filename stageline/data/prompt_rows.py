@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stageline.data.json_lines import image_names
 from stageline.data.readers import Row, RowsDataset, read_rows
 from stageline.errors import DataError
 
@@ -56,7 +57,7 @@ class PromptRows(RowsDataset):
         content = json.dumps(row.data, sort_keys=True, ensure_ascii=False)
         digest = hashlib.sha256(content.encode()).hexdigest()[:8]
         sample["id"] = str(sample.get("id", f"{self._name}-{row.number}-{digest}"))
-        return _image_names(row, sample), sample
+        return image_names(row.source, sample), sample
 
 
 def _lines(file: Path) -> list[Row]:
@@ -85,16 +86,3 @@ def _last_text(messages: Any) -> str:
             content = message.get("content")
             return content if isinstance(content, str) else json.dumps(content)
     return ""
-
-
-def _image_names(row: Row, sample: dict[str, Any]) -> list[str] | None:
-    names = sample.get("images", sample.get("image"))
-    names = [names] if isinstance(names, str) else names
-    if names is not None and not (
-        isinstance(names, list) and all(isinstance(name, str) for name in names)
-    ):
-        raise DataError(
-            f"{row.source}: the image is {names!r}. A file name or a list of them was expected, "
-            "because pictures are read from files: correct the row."
-        )
-    return names or None
