@@ -4,7 +4,7 @@ A dataset opens images lazily: pixels are decoded later, and on the first stage 
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -43,20 +43,23 @@ dataset_register["rotate_qa"] = RotateQA
 dataset_register["rotate_caption"] = RotateCaption
 
 
+def _as_part(body: Callable[..., Any]) -> Callable[..., Any]:
+    """A companion of a part: called as the part is, with `num_stages`, which no body looks at."""
+
+    def companion(*samples: Any, num_stages: int, **common: Any) -> Any:
+        return body(*samples, **common)
+
+    return companion
+
+
 @collate_fn_register("sft")
 def sft(
     samples: Sequence[tuple[Sequence[Any] | None, dict[str, Any]]],
     *,
-    prompt: str,
-    prompt_fn: Any,
-    image_token: Any,
-    processor: Any,
-    pad_token_id: int,
-    max_token_num: int,
-    stage: int,
     num_stages: int,
     pad_to_multiple_of: int = 1,
     overlong: ChatOverlong = "error",
+    **common: Any,
 ) -> dict[str, torch.Tensor]:
     """Supervised fine-tuning: the template's answer is learnt; rows are padded on the right.
 
@@ -65,50 +68,23 @@ def sft(
             the beginning of its prompt's text, let prompt and answer share the room, where both
             lose their ends (docs/data_formats.md), or drop it.
     """
-    return collate_sft(
-        samples,
-        prompt=prompt,
-        prompt_fn=prompt_fn,
-        image_token=image_token,
-        processor=processor,
-        pad_token_id=pad_token_id,
-        max_token_num=max_token_num,
-        stage=stage,
-        overlong=overlong,
-        pad_to_multiple_of=pad_to_multiple_of,
-    )
-
-
-def _sft_length(images: Any, sample: dict[str, Any], *, num_stages: int, **common: Any) -> int:
-    return length_sft(images, sample, **common)
-
-
-def _packed_sft(
-    rows: Sequence[Sequence[tuple[Any, dict[str, Any]]]], *, num_stages: int, **common: Any
-) -> dict[str, torch.Tensor]:
-    return collate_packed_sft(rows, **common)
+    return collate_sft(samples, pad_to_multiple_of=pad_to_multiple_of, overlong=overlong, **common)
 
 
 # what sorting and packing ask of a collate part; see stageline/data/lengths.py
-sft.length_of = _sft_length
-sft.packed = _packed_sft
+sft.length_of = _as_part(length_sft)
+sft.packed = _as_part(collate_packed_sft)
 
 
 @collate_fn_register("contrastive")
 def contrastive(
     samples: Sequence[tuple[Sequence[Any] | None, dict[str, Any]]],
     *,
-    prompt: str,
-    prompt_fn: Any,
-    image_token: Any,
-    processor: Any,
-    pad_token_id: int,
-    max_token_num: int,
-    stage: int,
     num_stages: int,
     pad_to_multiple_of: int = 1,
     overlong: ChatOverlong = "error",
     marked: Literal["directions", "clock", "none"] | list[str] = "directions",
+    **common: Any,
 ) -> dict[str, torch.Tensor]:
     """As sft, of whole groups (anchor, positive, negatives), with words of interest marked.
 
@@ -120,15 +96,9 @@ def contrastive(
     return collate_contrastive(
         samples,
         words=_words(marked),
-        prompt=prompt,
-        prompt_fn=prompt_fn,
-        image_token=image_token,
-        processor=processor,
-        pad_token_id=pad_token_id,
-        max_token_num=max_token_num,
-        stage=stage,
-        overlong=overlong,
         pad_to_multiple_of=pad_to_multiple_of,
+        overlong=overlong,
+        **common,
     )
 
 
@@ -153,6 +123,7 @@ contrastive.needs_groups = True  # refused early where the dataset has none
 def dpo(
     samples: Sequence[tuple[Sequence[Any] | None, dict[str, Any]]],
     *,
+    num_stages: int,
     pad_to_multiple_of: int = 1,
     overlong: PairOverlong = "error",
     **common: Any,
@@ -162,17 +133,12 @@ def dpo(
     Args:
         overlong: as in sft; both rows are cut or dropped alike.
     """
-    del common["num_stages"]
     return collate_pairs(
         samples, pad_to_multiple_of=pad_to_multiple_of, overlong=overlong, **common
     )
 
 
-def _pair_length(images: Any, sample: dict[str, Any], *, num_stages: int, **common: Any) -> int:
-    return length_pair(images, sample, **common)
-
-
-dpo.length_of = _pair_length
+dpo.length_of = _as_part(length_pair)
 dpo.encode = encode_pair  # the rows of a sample, for a look at the data before a run
 
 
@@ -180,6 +146,7 @@ dpo.encode = encode_pair  # the rows of a sample, for a look at the data before 
 def kto(
     samples: Sequence[tuple[Sequence[Any] | None, dict[str, Any]]],
     *,
+    num_stages: int,
     pad_to_multiple_of: int = 1,
     overlong: PairOverlong = "error",
     **common: Any,
@@ -189,21 +156,16 @@ def kto(
     Args:
         overlong: as in sft.
     """
-    del common["num_stages"]
     return collate_answers(
         samples, pad_to_multiple_of=pad_to_multiple_of, overlong=overlong, **common
     )
-
-
-def _answer_length(images: Any, sample: dict[str, Any], *, num_stages: int, **common: Any) -> int:
-    return length_answer(images, sample, **common)
 
 
 def _encode_answer(images: Any, sample: dict[str, Any], **texts: Any) -> list[Any]:
     return [encode_answer(images, sample, **texts)]
 
 
-kto.length_of = _answer_length
+kto.length_of = _as_part(length_answer)
 kto.encode = _encode_answer
 
 
@@ -211,6 +173,7 @@ kto.encode = _encode_answer
 def pt(
     samples: Sequence[tuple[None, dict[str, Any]]],
     *,
+    num_stages: int,
     pad_to_multiple_of: int = 1,
     overlong: TextOverlong = "error",
     **common: Any,
@@ -221,22 +184,11 @@ def pt(
         overlong: what to do with a text of more than --max-token-num tokens: refuse it, keep its
             beginning (without EOS), or drop it.
     """
-    del common["num_stages"]
     return collate_text(samples, pad_to_multiple_of=pad_to_multiple_of, overlong=overlong, **common)
 
 
-def _pt_length(images: Any, sample: dict[str, Any], *, num_stages: int, **common: Any) -> int:
-    return length_text(images, sample, **common)
-
-
-def _packed_pt(
-    rows: Sequence[Sequence[tuple[Any, dict[str, Any]]]], *, num_stages: int, **common: Any
-) -> dict[str, torch.Tensor]:
-    return collate_packed_text(rows, **common)
-
-
-pt.length_of = _pt_length
-pt.packed = _packed_pt
+pt.length_of = _as_part(length_text)
+pt.packed = _as_part(collate_packed_text)
 # text is all there is: no template to choose
 pt.default_keys = {"prompt": "text", "prompt_fn": "fill", "image_token": "none", "loss_fn": "sft"}
 
@@ -245,6 +197,7 @@ pt.default_keys = {"prompt": "text", "prompt_fn": "fill", "image_token": "none",
 def rm(
     samples: Sequence[tuple[Sequence[Any] | None, dict[str, Any]]],
     *,
+    num_stages: int,
     pad_to_multiple_of: int = 1,
     overlong: PairOverlong = "error",
     **common: Any,
@@ -256,16 +209,11 @@ def rm(
     Args:
         overlong: as in sft, for each of the two; a pair with a dropped row counts for nothing.
     """
-    del common["num_stages"]
     return collate_rewards(
         samples, pad_to_multiple_of=pad_to_multiple_of, overlong=overlong, **common
     )
 
 
-def _rm_length(images: Any, sample: dict[str, Any], *, num_stages: int, **common: Any) -> int:
-    return length_rewards(images, sample, **common)
-
-
-rm.length_of = _rm_length
+rm.length_of = _as_part(length_rewards)
 rm.encode = encode_pair
 rm.default_keys = {"prompt": "chat", "prompt_fn": "chat", "image_token": "auto", "loss_fn": "rm"}

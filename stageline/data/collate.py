@@ -61,15 +61,17 @@ def encode_limited(
     max_token_num: int,
     stage: int,
     overlong: Overlong = "error",
+    encode: Callable[..., Encoded] = encode_for_training,
     **texts: Any,
 ) -> Encoded:
     """Token ids and labels of one sample, of at most `max_token_num` tokens.
 
     Args:
+        encode: makes them of any length.
         texts: prompt, prompt_fn, image_token and processor.
     """
     return limit_length(
-        encode_for_training(images, sample, **texts),
+        encode(images, sample, **texts),
         max_token_num=max_token_num,
         overlong=overlong,
         name=sample_name(sample),

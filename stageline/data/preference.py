@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Subset
 
 from stageline.data.batch import Images, Sample, sample_name
-from stageline.data.collate import collate_encoded, encode_for_training
+from stageline.data.collate import collate_encoded, encode_for_training, encode_limited
 from stageline.data.encode import Encoded
 from stageline.data.limit import Overlong, limit_length
 from stageline.data.pairs import bad_row, both_answers, is_answer, unlearnt
@@ -153,25 +153,9 @@ def encode_answer(images: Images, sample: Sample, **texts: Any) -> Encoded:
     return encode_for_training(images, sample, **texts)
 
 
-def limited_answer(
-    images: Images,
-    sample: Sample,
-    *,
-    pad_token_id: int,
-    max_token_num: int,
-    stage: int,
-    overlong: Overlong = "error",
-    **texts: Any,
-) -> Encoded:
-    """The row of a sample, of at most `max_token_num` tokens."""
-    return limit_length(
-        encode_answer(images, sample, **texts),
-        max_token_num=max_token_num,
-        overlong=overlong,
-        name=sample_name(sample),
-        pad_token_id=pad_token_id,
-        warn=stage == 0,
-    )
+def limited_answer(images: Images, sample: Sample, **common: Any) -> Encoded:
+    """The row of a sample, of at most `max_token_num` tokens; `common` as of `encode_limited`."""
+    return encode_limited(images, sample, encode=encode_answer, **common)
 
 
 def length_answer(
