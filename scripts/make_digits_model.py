@@ -8,43 +8,25 @@ import sys
 from pathlib import Path
 
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import pre_tokenizers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from stageline.data.digits import QUESTIONS
+from stageline.data.internvl_tokenizer import train_internvl_tokenizer
 from stageline.data.processor import compose_processor, save_processor
 
 IMAGE_SIZE = 16
 PATCH_SIZE = 4
 WIDTH = 96
-NAMES = ("<|pad|>", "<|bos|>", "<|eos|>", "<IMG_CONTEXT>", "<img>", "</img>", "<video>")
 
 
 def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """A tokenizer that knows the questions by heart and any other text by its bytes."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    return train_internvl_tokenizer(
+        [f"\n{question}\nAnswer: {digit}" for question in QUESTIONS for digit in range(10)],
+        pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False),
         vocab_size=384,
-        special_tokens=list(NAMES),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    texts = [f"\n{question}\nAnswer: {digit}" for question in QUESTIONS for digit in range(10)]
-    backend.train_from_iterator(texts, trainer)
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token=NAMES[0],
-        bos_token=NAMES[1],
-        eos_token=NAMES[2],
-        extra_special_tokens={
-            "context_image_token": NAMES[3],
-            "start_image_token": NAMES[4],
-            "end_image_token": NAMES[5],
-            "video_token": NAMES[6],
-        },
     )
 
 

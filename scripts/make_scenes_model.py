@@ -11,16 +11,16 @@ from pathlib import Path
 
 import torch
 import transformers
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, pre_tokenizers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from stageline.data.internvl_tokenizer import train_internvl_tokenizer
 from stageline.data.processor import compose_processor, save_processor
 from stageline.data.scene_drawing import GROUND
 from stageline.data.scene_questions import ANSWERS
 from stageline.data.scenes import Scenes
 
-NAMES = ("<|pad|>", "<|bos|>", "<|eos|>", "<IMG_CONTEXT>", "<img>", "</img>", "<video>")
 # a word with the space before it, a mark, or a line break
 WORD = r" ?[\w']+|[^\w\s]|\s"
 
@@ -50,35 +50,15 @@ SIZES = {
 
 def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """A tokenizer that knows the words of questions and answers, and other text by its bytes."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(WORD), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=1024,
-        special_tokens=list(NAMES),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
     scenes = Scenes(num_train=4000)
     texts = [f"\n{scenes.question(index).text}\n" for index in range(len(scenes))]
     texts += [answer for answers in ANSWERS.values() for answer in answers] * 9
-    backend.train_from_iterator(texts, trainer)
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token=NAMES[0],
-        bos_token=NAMES[1],
-        eos_token=NAMES[2],
-        extra_special_tokens={
-            "context_image_token": NAMES[3],
-            "start_image_token": NAMES[4],
-            "end_image_token": NAMES[5],
-            "video_token": NAMES[6],
-        },
+    cuts = [
+        pre_tokenizers.Split(Regex(WORD), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+    return train_internvl_tokenizer(
+        texts, pre_tokenizer=pre_tokenizers.Sequence(cuts), vocab_size=1024
     )
 
 
