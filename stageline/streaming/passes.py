@@ -147,7 +147,7 @@ class Pass:
         )
 
     def _forward(self, seat: Seat, stage: range, place: int, keeps: set[int]) -> None:
-        part, lane = self.parts[place], seat.lane
+        part, lane, layers = self.parts[place], seat.lane, self._layers(seat, stage)
         began = bring(part.flow or part.inputs, lane)
         saved = {layer: Flow(None, lane) for layer in stage if layer in keeps}
         ended = Flow(None, lane)
@@ -158,7 +158,7 @@ class Pass:
                 for layer in stage:
                     if layer in saved:
                         saved[layer].value = detached(value, requires_grad=False)
-                    value = self._layer(seat, stage, layer, value, place)
+                    value = layers(layer, value, place)
             ended.value = value
 
         lane.compute.after(began.mark)
@@ -175,35 +175,36 @@ class Pass:
 
     def _turn(self, seat: Seat, stage: range, place: int) -> None:
         """Forward, loss and backward of the deepest layers."""
-        part, lane = self.parts[place], seat.lane
+        part, lane, layers = self.parts[place], seat.lane, self._layers(seat, stage)
         began = bring(part.flow or part.inputs, lane)
         label = bring(Flow(part.label), lane)
-        part.loss, part.output = Flow(None, lane), Flow(None, lane)
-        part.gradients = Flow(None, lane)
+        loss, output, leaving = Flow(None, lane), Flow(None, lane), Flow(None, lane)
+        part.loss, part.output, part.gradients = loss, output, leaving
+        loss_fn = self.rules.loss_fn
+        assert loss_fn is not None
 
         def work() -> None:
-            assert part.loss and part.output and part.gradients and self.rules.loss_fn
             value = start = self._start(began.value, stage.start)
             with torch.enable_grad():
                 for layer in stage:
-                    value = self._layer(seat, stage, layer, value, place)
-                losses = self.rules.loss_fn(value, label.value)
+                    value = layers(layer, value, place)
+                losses = loss_fn(value, label.value)
             one = [losses] if isinstance(losses, torch.Tensor) else list(losses)
             torch.autograd.backward(one)
-            part.loss.value = detached(losses, requires_grad=False)
+            loss.value = detached(losses, requires_grad=False)
             if self.rules.keeps_outputs:
-                part.output.value = detached(value, requires_grad=False)
-            part.gradients.value = [leaf.grad for leaf in float_leaves(start)]
+                output.value = detached(value, requires_grad=False)
+            leaving.value = [leaf.grad for leaf in float_leaves(start)]
 
         lane.compute.after(began.mark)
         lane.compute.after(label.mark)
         lane.compute.run(work)
         mark = lane.compute.record()
-        part.loss.mark = part.output.mark = part.gradients.mark = mark
+        loss.mark = output.mark = leaving.mark = mark
 
     def _backward(self, seat: Seat, stage: range, segment: range, place: int) -> None:
         """Computes a segment again, now with a graph, and its gradients."""
-        part, lane = self.parts[place], seat.lane
+        part, lane, layers = self.parts[place], seat.lane, self._layers(seat, stage)
         began = bring(part.saved.pop(segment.start, part.inputs), lane)
         assert part.gradients is not None
         arriving = bring(part.gradients, lane)
@@ -213,7 +214,7 @@ class Pass:
             value = start = self._start(began.value, segment.start)
             with torch.enable_grad():
                 for layer in segment:
-                    value = self._layer(seat, stage, layer, value, place)
+                    value = layers(layer, value, place)
             pairs = [
                 (leaf, gradient)
                 for leaf, gradient in zip(float_leaves(value), arriving.value, strict=True)
@@ -234,11 +235,20 @@ class Pass:
         needs = self.rules.input_gradients or layer > self._first_graph
         return detached(value, requires_grad=needs)
 
-    def _layer(self, seat: Seat, stage: range, layer: int, value: Any, place: int) -> Any:
-        if self.rules.seed is not None:
-            seat.lane.seed(layer_seed(self.rules.seed, layer, place, len(self.parts)))
-        shell = seat.shells[layer - stage.start]
-        if layer > 0:
-            return shell(value)
-        args, kwargs = value
-        return shell(*args, **kwargs)
+    def _layers(self, seat: Seat, stage: range) -> Callable[[int, Any, int], Any]:
+        """What runs a layer of a stage on a value, with random numbers of its own.
+
+        The shells of now: the seat drops them when it is closed, and work may run after that.
+        """
+        shells, lane, seed = seat.shells, seat.lane, self.rules.seed
+
+        def run(layer: int, value: Any, place: int) -> Any:
+            if seed is not None:
+                lane.seed(layer_seed(seed, layer, place, len(self.parts)))
+            shell = shells[layer - stage.start]
+            if layer > 0:
+                return shell(value)
+            args, kwargs = value
+            return shell(*args, **kwargs)
+
+        return run
