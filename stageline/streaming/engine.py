@@ -92,7 +92,7 @@ class RoundPipe(ForwardsAttributes, nn.Module):
         rules = self._rules(settings, input_gradients=wants_inputs)
         run = Pass(self._shelves, self._lanes, rules, [Part(Flow(each)) for each in inputs])
         plan = self._plan(settings, len(inputs), with_graph=with_graph)
-        with self._generators_kept(rules):
+        with self._generators_kept(run):
             if not with_graph:
                 run.forward(plan.forward)
                 outputs = [self._brought(part.output, settings) for part in run.parts]
@@ -133,7 +133,7 @@ class RoundPipe(ForwardsAttributes, nn.Module):
         )
         parts = [Part(Flow(each), its) for each, its in zip(inputs, labels, strict=True)]
         run = Pass(self._shelves, self._lanes, rules, parts)
-        with self._generators_kept(rules):
+        with self._generators_kept(run):
             run.forward_backward(self._plan(settings, len(parts), with_graph=True))
         losses = [self._brought(part.loss, settings) for part in parts]
         if wanting:
@@ -290,7 +290,7 @@ class RoundPipe(ForwardsAttributes, nn.Module):
                     if isinstance(leaf, torch.Tensor)
                 ]
                 part.gradients = Flow([gradient for leaf, gradient in own if can_have(leaf)])
-            with self._generators_kept(run.rules):
+            with self._generators_kept(run):
                 run.backward(plan.backward)
             found = [self._input_gradients(part) for part in run.parts]
             self._settle(run)
@@ -328,14 +328,17 @@ class RoundPipe(ForwardsAttributes, nn.Module):
             torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
 
     @contextlib.contextmanager
-    def _generators_kept(self, rules: Rules) -> Iterator[None]:
+    def _generators_kept(self, run: Pass) -> Iterator[None]:
         """Leaves the caller's generators as they are, where layers get seeds of their own."""
-        if rules.seed is None:
+        if run.rules.seed is None:
             yield
             return
         gpus = [lane.device for lane in self._lanes if lane.device.type == "cuda"]
         with torch.random.fork_rng(gpus):
             yield
+            if not gpus:  # the host's generator is drawn from when work is done, not when given
+                for _, mark in run.landed:
+                    mark.wait()
 
     def _make_masters(self) -> None:
         for home in all_homes(self._shelves):

@@ -26,6 +26,7 @@ from stageline.streaming.shelf import Shelf
 
 LossFn = Callable[[Any, Any], torch.Tensor | Sequence[torch.Tensor]]
 FORWARD, TURN, BACKWARD = "forward", "turn", "backward"
+Slot = tuple[str, range, Sequence[range]]  # kind, layers, what of them is recomputed at once
 
 
 @dataclass
@@ -108,34 +109,45 @@ class Pass:
             return list(stages)
         return [range(layer, layer + 1) for stage in stages for layer in stage]
 
-    def _backward_slots(self, stages: Sequence[range]) -> list[tuple[str, range, Any]]:
+    def _backward_slots(self, stages: Sequence[range]) -> list[Slot]:
         """Without those before the first layer that is trained: nobody wants their gradients."""
         wanted = [stage for stage in stages if stage.stop > self._first_graph]
         return [(BACKWARD, stage, tuple(self.segments([stage]))) for stage in wanted]
 
-    def _go(self, slots: Sequence[tuple[str, range, Any]], *, keeps: set[int]) -> None:
+    def _go(self, slots: Sequence[Slot], *, keeps: set[int]) -> None:
         num_lanes = len(self.lanes)
         seats = [
             self._seat(kind, stage, self.lanes[number % num_lanes])
             for number, (kind, stage, _) in enumerate(slots)
         ]
-        last = len(self.parts) - 1
-        for number, place in wavefront(len(slots), num_lanes, len(self.parts)):
-            kind, stage, segments = slots[number]
-            seat = seats[number]
-            if place == 0:
-                seat.open()
-            if kind == FORWARD:
-                self._forward(seat, stage, place, keeps)
-            elif kind == TURN:
-                self._turn(seat, stage, place)
-            else:
-                for segment in reversed(segments):
-                    self._backward(seat, stage, segment, place)
-            if number + num_lanes < len(seats):
-                seats[number + num_lanes].upload((place + 1) / (last + 1))
-            if place == last:
-                self.landed.append((seat, seat.close()))
+        try:
+            for number, place in wavefront(len(slots), num_lanes, len(self.parts)):
+                following = seats[number + num_lanes] if number + num_lanes < len(seats) else None
+                self._one(seats[number], slots[number], place, keeps, following)
+        except BaseException:
+            for seat in seats:
+                seat.abandon()
+            self.landed.clear()
+            raise
+
+    def _one(
+        self, seat: Seat, slot: Slot, place: int, keeps: set[int], following: Seat | None
+    ) -> None:
+        """One micro-batch of a slot; meanwhile a share of the lane's next weights comes."""
+        kind, stage, segments = slot
+        if place == 0:
+            seat.open()
+        if kind == FORWARD:
+            self._forward(seat, stage, place, keeps)
+        elif kind == TURN:
+            self._turn(seat, stage, place)
+        else:
+            for segment in reversed(segments):
+                self._backward(seat, stage, segment, place)
+        if following is not None:
+            following.upload((place + 1) / len(self.parts))
+        if place == len(self.parts) - 1:
+            self.landed.append((seat, seat.close()))
 
     def _seat(self, kind: str, stage: range, lane: Lane) -> Seat:
         return Seat(

@@ -96,8 +96,16 @@ class Seat:
         self.lane.pool.give(self._weights, gone if self._buffers else computed)
         if self._gradients is not None:
             self.lane.pool.give(self._gradients, gone)
+        self._weights = self._gradients = None
         self.shells = []
         return gone
+
+    def abandon(self) -> None:
+        """Gives the memory back after an error; what was computed is lost."""
+        for buffer in filter(None, (self._weights, self._gradients)):
+            self.lane.pool.give(buffer, self.lane.compute.record())
+        self._weights = self._gradients = None
+        self.shells = []
 
     @property
     def trained(self) -> list[Home]:
