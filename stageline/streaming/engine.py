@@ -59,7 +59,7 @@ class RoundPipe(ForwardsAttributes, nn.Module):
         lanes: Sequence[Lane] | None = None,
     ) -> None:
         super().__init__()
-        self._name = name or _place_of_call()
+        self._name = name or place_of_call()
         self._run_config = model_run_config
         self._optim_dtype = optim_dtype
         self._pin_model = pin_model
@@ -159,7 +159,7 @@ class RoundPipe(ForwardsAttributes, nn.Module):
         """
         self._make_masters()
         masters = {id(home.parameter): home.master for home in all_homes(self._shelves)}
-        model = self._forwards_to[-1]
+        model = self._forwards_to[0]
         for name, parameter in model.named_parameters(prefix, remove_duplicate=remove_duplicate):
             master = masters.get(id(parameter))
             if master is not None:
@@ -215,8 +215,11 @@ class RoundPipe(ForwardsAttributes, nn.Module):
                 home.parameter.grad = None
 
     def set_original_model(self, original_model: nn.Module) -> None:
-        """Attributes are looked up in, and written to, this model first."""
+        """Attributes are looked up in, and written to, this model first; names are its own."""
         self._forward_to(original_model, *self._forwards_to[-1:])
+        names = {id(each): name for name, each in original_model.named_parameters()}
+        for home in all_homes(self._shelves):
+            home.name = names.get(id(home.parameter), home.name)
 
     def _settings(self, config: RoundPipeRunConfig) -> RoundPipeRunConfig:
         self._worker.check()
@@ -347,6 +350,8 @@ class RoundPipe(ForwardsAttributes, nn.Module):
                 home.back = page_views([home.parameter.detach()], allocate)[0]
 
     def _values_changed(self) -> None:
+        self._worker.wait()
+        self._turn_pages = False  # what a step made of the old values is not wanted any more
         for home in all_homes(self._shelves):
             if home.master is not None:
                 with torch.no_grad():
@@ -373,7 +378,7 @@ def _summed(losses: Sequence[Any]) -> Any:
     return [_summed(column) for column in zip(*losses, strict=True)]
 
 
-def _place_of_call() -> str:
+def place_of_call() -> str:
     """file:line of whoever made the engine."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(__package__):

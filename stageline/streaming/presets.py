@@ -14,7 +14,15 @@ import torch
 from torch import nn
 
 from stageline.streaming.flow import Fixed
-from stageline.streaming.recording import Call, NoPresetError, Tape, play, recorders, twin_with
+from stageline.streaming.recording import (
+    Call,
+    NoPresetError,
+    Tape,
+    follow,
+    play,
+    recorders,
+    twin_with,
+)
 from stageline.streaming.rehearsal import Layout, rehearse, two_tokens
 from stageline.streaming.router_records import ROUTER_LOGITS, recording_routers, watch_routers
 
@@ -49,12 +57,14 @@ class Intro(nn.Module):
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         super().__init__()
         self.model = _without_the_end(model, layout)
+        self.__dict__["_original"] = model  # no child: its layers are others'
         self._has_fixed = layout.has_fixed
         self._names = list(inspect.signature(type(model).forward).parameters)[1:]
         base = model.get_submodule(layout.base)
         self._can_record = ROUTER_LOGITS in (getattr(base, "_can_record_outputs", None) or {})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        follow(self.model, self._original)
         inputs = dict(zip(self._names, args, strict=False)) | kwargs
         _refuse_generation(inputs, self.model.config)
         inputs["use_cache"] = False
@@ -98,9 +108,12 @@ class Outro(nn.Module):
         norm = model.get_submodule(layout.norm) if layout.norm else nn.Identity()
         self.model = twin_with(model, {layout.base: Finish(norm, layout.output_class)})
         self._is_bare = not layout.base
+        self.__dict__["_original"] = model
 
     def forward(self, value: Any) -> Any:
         hidden, records, _, head, script = value
+        if not self._is_bare:
+            follow(self.model, self._original)
         inputs = script.head.filled(head.tensors)
         token = _ENDING.set((hidden, records if script.records_routers else None))
         try:

@@ -177,3 +177,9 @@ def twin_with(module: nn.Module, others: Mapping[str, nn.Module]) -> nn.Module:
     }
     twin.__dict__.update(own)
     return twin
+
+
+def follow(twin: nn.Module, original: nn.Module) -> None:
+    """Gives a twin what was set on its original since it was made: its loss function, its mode."""
+    inner = ("_modules", "_parameters", "_buffers")
+    twin.__dict__.update({k: v for k, v in original.__dict__.items() if k not in inner})
