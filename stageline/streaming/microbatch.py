@@ -29,7 +29,7 @@ def split_inputs(
 
     Without a spec the size of the batch is the first dimension of the first tensor that has one;
     tensors of that size are cut, others and all else are repeated. A smaller batch gives fewer
-    micro-batches, and so does a `Packed` that has fewer.
+    micro-batches; a `Packed` gives as many as it has.
 
     Raises:
         ValueError: a function or a spec that does not fit.
@@ -149,15 +149,21 @@ def _batch_size(value: Any) -> int | None:
 
 
 def _number_of_parts(value: Any, size: int | None, num_microbatch: int) -> int:
-    packed = [len(leaf) for leaf in _leaves(value) if isinstance(leaf, Packed)]
+    packed = {len(leaf) for leaf in _leaves(value) if isinstance(leaf, Packed)}
+    if len(packed) > 1:
+        raise ValueError(
+            f"packed inputs of {sorted(packed)} micro-batches came together; equally many were "
+            "expected"
+        )
     if packed:
-        if min(packed) < num_microbatch:
+        (count,) = packed
+        if count < num_microbatch:
             warnings.warn(
-                f"num_microbatch is {num_microbatch} and packed inputs have {min(packed)}: so many "
+                f"num_microbatch is {num_microbatch} and packed inputs have {count}: so many "
                 "micro-batches are run",
                 stacklevel=2,
             )
-        return min(*packed, num_microbatch)
+        return count
     return num_microbatch if size is None else max(1, min(size, num_microbatch))
 
 
