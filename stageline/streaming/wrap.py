@@ -65,9 +65,7 @@ def wrap_model_to_roundpipe(
     if isinstance(model, (RoundPipe, AutoRoundPipe)):
         return model
     name = name or place_of_call()
-    kwargs = {"lanes": default_lanes(), **roundpipe_kwargs}
-    if kwargs["lanes"] is None:
-        kwargs["lanes"] = default_lanes()
+    kwargs = {**roundpipe_kwargs, "lanes": roundpipe_kwargs.get("lanes") or default_lanes()}
     overrides = dict(override_config or {})
     if use_sequential_preset is not False:
         found = _from_preset(model, asked=bool(use_sequential_preset), name=name)
@@ -78,13 +76,11 @@ def wrap_model_to_roundpipe(
             return engine
     if upper_threshold is None:
         upper_threshold = _num_bytes(model) // (max(1, len(kwargs["lanes"])) + 1)
-    rules = _Rules(
-        lower_threshold, upper_threshold, skip_modules, overrides, model_run_config, kwargs
-    )
+    thresholds = (lower_threshold, upper_threshold)
+    rules = _Rules(*thresholds, skip_modules, overrides, model_run_config, kwargs)
     wrapped = rules.wrapped(model, name)
-    if isinstance(wrapped, RoundPipe):
-        return wrapped
-    return AutoRoundPipe(wrapped, kwargs.get("optim_dtype"), name)
+    is_whole = isinstance(wrapped, RoundPipe)
+    return wrapped if is_whole else AutoRoundPipe(wrapped, kwargs.get("optim_dtype"), name)
 
 
 @dataclass

@@ -9,6 +9,7 @@ from torch import nn
 
 from stageline.streaming.engine import RoundPipe
 from stageline.streaming.lanes import Lane
+from stageline.streaming.plan import Plan
 from stageline.streaming.presets import sequential_of
 from stageline.streaming.recording import NoPresetError
 from stageline.streaming.run_config import RoundPipeRunConfig
@@ -136,7 +137,8 @@ def test_frozen_weights_get_nothing_and_masks_ask_for_nothing():
         ),
         with_kwargs=True,
     )
-    engine = engine_of(model)
+    layers = [range(number, number + 1) for number in range(6)]
+    engine = engine_of(model, execute_plan=Plan(tuple(layers[:5]), tuple(layers[::-1])))
     assert [shelf.is_trained for shelf in engine._shelves].index(True) == 3
     loss = engine.forward_backward(input_kwargs=batch, loss_fn=loss_of)
     engine.synchronize()
@@ -240,16 +242,17 @@ def test_other_shapes_of_models(kind):
 
 
 class MiddleDecoder(transformers.LlamaModel):
-    """Computes between its layers, and after its norm."""
+    """Computes between its layers or after its norm, or gives all layers the same."""
 
     where = "between"
 
     def forward(self, input_ids=None, **kwargs):
-        hidden = self.embed_tokens(input_ids)
+        hidden = start = self.embed_tokens(input_ids)
         positions = torch.arange(hidden.shape[1])[None]
         turns = self.rotary_emb(hidden, position_ids=positions)
         for layer in self.layers:
-            hidden = layer(hidden, position_embeddings=turns)
+            given = start if self.where == "beside" else hidden
+            hidden = layer(given, position_embeddings=turns)
             hidden = hidden * 2 if self.where == "between" else hidden
         hidden = self.norm(hidden)
         hidden = hidden * 2 if self.where == "after" else hidden
@@ -260,6 +263,7 @@ class MiddleDecoder(transformers.LlamaModel):
     ("where", "words"),
     [
         ("between", "layer 1 does not get what the layer before it gives"),
+        ("beside", "layer 1 does not get what the layer before it gives"),
         ("after", "computes between its last layer and its final norm"),
     ],
 )
