@@ -59,6 +59,7 @@ class Intro(nn.Module):
         self.model = _without_the_end(model, layout)
         self.__dict__["_original"] = model  # no child: its layers are others'
         self._has_fixed = layout.has_fixed
+        self._num_layers = len(model.get_submodule(layout.layers))
         self._names = list(inspect.signature(type(model).forward).parameters)[1:]
         base = model.get_submodule(layout.base)
         self._can_record = ROUTER_LOGITS in (getattr(base, "_can_record_outputs", None) or {})
@@ -69,6 +70,11 @@ class Intro(nn.Module):
         _refuse_generation(inputs, self.model.config)
         inputs["use_cache"] = False
         tape, _ = play(self.model, inputs, stops=True)
+        if len(tape.calls) != self._num_layers:
+            raise ValueError(
+                f"the model called {len(tape.calls)} of its {self._num_layers} layers; all were "
+                "expected, because each is a layer that streams: set its layerdrop to 0"
+            )
         notes = Tape(stops=True)
         script = Script(tuple(tape.calls), notes.call(inputs), self._records(inputs))
         travelling = Fixed(tape.tensors) if self._has_fixed else tuple(tape.tensors)
@@ -182,9 +188,12 @@ def _without_the_end(model: nn.Module, layout: Layout) -> nn.Module:
     }
     if layout.norm:
         others[layout.norm] = nn.Identity()
-    if layout.base:
-        first = layout.base.partition(".")[0]
-        others |= {name: nn.Identity() for name, _ in model.named_children() if name != first}
+    above, names = model, layout.base.split(".") if layout.base else []
+    for depth, name in enumerate(names):  # heads lie beside the base, or beside what holds it
+        path = [*names[:depth], ""]
+        beside = [other for other, _ in above.named_children() if other != name]
+        others |= {".".join(path) + other: nn.Identity() for other in beside}
+        above = above.get_submodule(name)
     return twin_with(model, others)
 
 

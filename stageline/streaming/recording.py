@@ -81,7 +81,8 @@ class Tape:
         if not isinstance(expected, torch.Tensor) or HIDDEN not in call.leaves:
             raise NoPresetError(
                 f"layer {len(self.calls)} does not get what the layer before it gives: the model "
-                "computes between its layers, with these inputs"
+                "computes between its layers, at least with these inputs. Wrap it with "
+                "use_sequential_preset=False"
             )
         self.calls.append(call)
         # another object: that it, and not the input, goes on is what the next layer checks
