@@ -257,7 +257,7 @@ class RoundPipe(ForwardsAttributes, nn.Module):
             if any(shelf.buffers for shelf in seat.shelves):
                 mark.wait()
             for shelf, home in seat.sent:
-                job = functools.partial(_collect, shelf, home, mark, self._optim_dtype)
+                job = functools.partial(_collect, seat.used, shelf, home, mark, self._optim_dtype)
                 shelf.collected = self._worker.submit(job)
         run.landed.clear()
 
@@ -366,9 +366,12 @@ class RoundPipe(ForwardsAttributes, nn.Module):
             self._turn_pages = False
 
 
-def _collect(shelf: Shelf, home: Home, mark: Mark, dtype: torch.dtype | None) -> None:
+def _collect(
+    used: set[int], shelf: Shelf, home: Home, mark: Mark, dtype: torch.dtype | None
+) -> None:
     mark.wait()
-    home.collect(shelf.staged[id(home.parameter)], dtype)
+    if id(home.parameter) in used:  # else no layer made one
+        home.collect(shelf.staged[id(home.parameter)], dtype)
 
 
 def _summed(losses: Sequence[Any]) -> Any:

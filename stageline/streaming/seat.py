@@ -46,6 +46,7 @@ class Seat:
         self._on_device: dict[int, torch.Tensor] = {}
         self._weights: Buffer | None = None
         self._gradients: Buffer | None = None
+        self.used: set[int] = set()  # ids of parameters that got a gradient, as work is done
         self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # (view, host) to upload
         self._num_bytes = 0
         self._uploaded: Mark = DONE
@@ -152,11 +153,20 @@ class Seat:
         for home, start in zip(trained, starts, strict=True):
             leaf = self._on_device[id(home.parameter)].detach().requires_grad_(True)
             leaf.grad = view_at(page, start, home.parameter)
+            leaf.register_post_accumulate_grad_hook(
+                functools.partial(_note_use, self.used, id(home.parameter))
+            )
             self._on_device[id(home.parameter)] = leaf
 
     def _stage_gradient(self, shelf: Shelf, home: Home) -> None:
+        if id(home.parameter) not in self.used:
+            return  # as in PyTorch it has none, and not zeros, which an optimizer would decay by
         leaf = self._on_device[id(home.parameter)]
         shelf.staged_for(home, allocate).copy_(leaf.grad, non_blocking=True)
+
+
+def _note_use(used: set[int], key: int, leaf: torch.Tensor) -> None:
+    used.add(key)
 
 
 def _buffers_home(shelves: Sequence[Shelf], shells: Sequence[Any]) -> None:
