@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from stageline.streaming.detour import through_detour
-from stageline.streaming.flow import Flow, bring, can_have
+from stageline.streaming.flow import Flow, bring, can_have, on_host
 from stageline.streaming.forwarding import ForwardsAttributes
 from stageline.streaming.host_memory import allocate, make_pages
 from stageline.streaming.lanes import Lane, Mark, default_lanes
@@ -90,7 +90,7 @@ class RoundPipe(ForwardsAttributes, nn.Module):
         is_trained = any(shelf.is_trained for shelf in self._shelves)
         with_graph = settings.requires_grad and (is_trained or wants_inputs)
         rules = self._rules(settings, input_gradients=wants_inputs)
-        run = Pass(self._shelves, self._lanes, rules, [Part(Flow(each)) for each in inputs])
+        run = Pass(self._shelves, self._lanes, rules, [Part(on_host(each)) for each in inputs])
         plan = self._plan(settings, len(inputs), with_graph=with_graph)
         with self._generators_kept(run):
             if not with_graph:
@@ -131,7 +131,7 @@ class RoundPipe(ForwardsAttributes, nn.Module):
         rules = self._rules(
             settings, loss_fn=loss_fn, keeps=return_outputs, input_gradients=bool(wanting)
         )
-        parts = [Part(Flow(each), its) for each, its in zip(inputs, labels, strict=True)]
+        parts = [Part(on_host(each), its) for each, its in zip(inputs, labels, strict=True)]
         run = Pass(self._shelves, self._lanes, rules, parts)
         with self._generators_kept(run):
             run.forward_backward(self._plan(settings, len(parts), with_graph=True))
@@ -251,7 +251,7 @@ class RoundPipe(ForwardsAttributes, nn.Module):
     def _settle(self, run: Pass) -> None:
         """Lets the worker add up the gradients that are on their way; waits for buffers."""
         for seat, mark in run.landed:
-            if any(shelf.buffers for shelf in seat.shelves):
+            if not seat.is_recomputed and any(shelf.buffers for shelf in seat.shelves):
                 mark.wait()
             for shelf, home in seat.sent:
                 job = functools.partial(_collect, shelf, home, mark, self._optim_dtype)
@@ -289,7 +289,7 @@ class RoundPipe(ForwardsAttributes, nn.Module):
                     for leaf in pytree.tree_leaves(part.output.value)
                     if isinstance(leaf, torch.Tensor)
                 ]
-                part.gradients = Flow([gradient for leaf, gradient in own if can_have(leaf)])
+                part.gradients = on_host([each for leaf, each in own if can_have(leaf)])
             with self._generators_kept(run):
                 run.backward(plan.backward)
             found = [self._input_gradients(part) for part in run.parts]
