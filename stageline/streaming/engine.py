@@ -9,6 +9,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,6 +71,7 @@ class RoundPipe(ForwardsAttributes, nn.Module):
         make_pages(self._shelves, pin_model, on_gpu=self._lanes[0].device.type == "cuda")
         self._worker = Worker(f"optimizer of {self._name}")
         self._turn_pages = False  # a finished step has new values on the back pages
+        self._last_step: Future | None = None
         self._forward_to(model)
 
     def forward(
@@ -183,19 +185,20 @@ class RoundPipe(ForwardsAttributes, nn.Module):
             Exception: what this step (synchronous) or the one before raised.
         """
         self._make_masters()
-        self._worker.wait()
+        # not for the gradients of this step, which are on their way: devices go on meanwhile. The
+        # back page is free, since its last readers come before these gradients
+        self._worker.wait_for(self._last_step)
         self._flip()
         homes = [home for home in all_homes(self._shelves) if home.master is not None]
 
         def job() -> None:
             for home in homes:
-                assert home.master is not None
-                home.master.grad, home.total = home.total, None
+                home.hand_over()
             step_fn(*args, **kwargs)
             for home in homes:
                 home.write_back()
 
-        self._worker.submit(job)
+        self._last_step = self._worker.submit(job)
         self._turn_pages = True
         if not is_async:
             self._worker.wait()
@@ -341,10 +344,16 @@ class RoundPipe(ForwardsAttributes, nn.Module):
                     mark.wait()
 
     def _make_masters(self) -> None:
-        for home in all_homes(self._shelves):
-            if home.parameter.requires_grad and home.master is None:
+        for shelf in self._shelves:
+            new = [
+                home for home in shelf.homes if home.parameter.requires_grad and home.master is None
+            ]
+            if not new:
+                continue
+            pages = page_views([home.parameter.detach() for home in new], allocate)
+            for home, page in zip(new, pages, strict=True):
                 home.make_master(self._optim_dtype)
-                home.back = page_views([home.parameter.detach()], allocate)[0]
+                home.back = page
 
     def _values_changed(self) -> None:
         for home in all_homes(self._shelves):

@@ -18,6 +18,8 @@ def make_pages(shelves: Sequence[Shelf], pin_model: str, *, on_gpu: bool) -> Non
         raise ValueError(f"pin_model {pin_model!r} came: 'alloc', 'register' or 'off' was expected")
     if not on_gpu or pin_model == "off":
         return
+    if pin_model == "alloc":
+        _pin_buffers(shelves)
     placed: set[int] = set()
     for shelf in shelves:
         homes = [home for home in shelf.homes if id(home) not in placed]
@@ -56,6 +58,13 @@ def host_bytes(shelves: Sequence[Shelf], optim_dtype: torch.dtype | None) -> int
             wide = torch.empty(0, dtype=optim_dtype or home.parameter.dtype).element_size()
             total += count * (2 * size + 2 * wide)  # back page, staged; sum, master
     return total
+
+
+def _pin_buffers(shelves: Sequence[Shelf]) -> None:
+    """Those that a pass changes come home, and who starts a copy to other memory waits for it."""
+    for buffer in {id(each): each for shelf in shelves for each in shelf.buffers}.values():
+        if not buffer.is_pinned():
+            buffer.data = buffer.detach().pin_memory()
 
 
 def _register(value: torch.Tensor) -> None:

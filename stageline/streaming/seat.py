@@ -137,7 +137,7 @@ class Seat:
         buffers = [self._snapshots.get(key, each) for key, each in self._buffers.items()]
         if not self.is_recomputed:
             # what the device changes is copied, and where it is recomputed it starts from here
-            self._snapshots |= {key: each.clone() for key, each in self._buffers.items()}
+            self._snapshots |= {key: self._kept(each) for key, each in self._buffers.items()}
         hosts = parameters + buffers
         starts, self._num_bytes = offsets(hosts)
         self._weights = self.lane.pool.take(max(self._num_bytes, 1), self.lane.inward)
@@ -150,6 +150,11 @@ class Seat:
         self._waiting = list(zip(views, hosts, strict=True))
         keys = [*self._homes, *self._buffers]
         self._on_device = dict(zip(keys, views, strict=True))
+
+    def _kept(self, buffer: torch.Tensor) -> torch.Tensor:
+        """A copy on the host; pinned for a GPU, since this thread would wait for another one."""
+        is_pinned = self.lane.device.type == "cuda"
+        return torch.empty_like(buffer, pin_memory=is_pinned).copy_(buffer)
 
     def _make_gradients(self) -> None:
         """Leaves that add their gradients up in one zeroed run of bytes."""
