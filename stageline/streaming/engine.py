@@ -8,6 +8,7 @@ devices. The model's parameters stay where they are; what a device holds is drop
 import contextlib
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.utils import _pytree as pytree
 from stageline.streaming.detour import through_detour
 from stageline.streaming.flow import Flow, bring, can_have, on_host
 from stageline.streaming.forwarding import ForwardsAttributes
-from stageline.streaming.host_memory import allocate, make_pages
+from stageline.streaming.host_memory import allocate, make_pages, unregister
 from stageline.streaming.lanes import Lane, Mark, default_lanes
 from stageline.streaming.microbatch import merge_outputs, split_inputs, split_label
 from stageline.streaming.passes import LossFn, Part, Pass, Rules
@@ -68,7 +69,10 @@ class RoundPipe(ForwardsAttributes, nn.Module):
         self._layers = list(model) if isinstance(model, nn.Sequential) else [model]
         names = {id(parameter): key for key, parameter in model.named_parameters()}
         self._shelves = make_shelves(self._layers, names)
-        make_pages(self._shelves, pin_model, on_gpu=self._lanes[0].device.type == "cuda")
+        on_gpu = self._lanes[0].device.type == "cuda"
+        registered = make_pages(self._shelves, pin_model, on_gpu=on_gpu)
+        if registered:
+            weakref.finalize(self, unregister, registered).atexit = False
         self._worker = Worker(f"optimizer of {self._name}")
         self._turn_pages = False  # a finished step has new values on the back pages
         self._last_step: Future | None = None

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from stageline.streaming.engine import RoundPipe
+from stageline.streaming.host_memory import page_runs
 from stageline.streaming.lanes import EagerQueue, Lane
 from stageline.streaming.plan import Plan
 from stageline.streaming.pool import BufferPool, DeviceBudgetError
@@ -170,3 +171,9 @@ def test_sums_of_gradients_take_memory_once():
         places.append([home.total.data_ptr() for shelf in engine._shelves for home in shelf.homes])
         engine.step(optimizer.step)
     assert places[0] == places[1] == places[2]
+
+
+def test_memory_is_registered_by_whole_pages_and_each_once():
+    shared = [(4096, 4100), (4100, 4200)]  # two tensors of one page
+    touching, apart = (8000, 8193), (40960, 40961)
+    assert page_runs([apart, touching, *shared]) == [(4096, 12288), (40960, 45056)]
