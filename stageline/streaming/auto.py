@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from stageline.streaming.engine import RoundPipe, place_of_call
+from stageline.streaming.engine import RoundPipe
 from stageline.streaming.forwarding import ForwardsAttributes
 from stageline.streaming.host_memory import allocate
+from stageline.streaming.place import place_of_call
 from stageline.streaming.shelf import Home, all_homes, page_views
 from stageline.streaming.worker import Worker
 
@@ -104,8 +105,7 @@ class AutoRoundPipe(ForwardsAttributes, nn.Module):
 
         def job() -> None:
             for home in homes:
-                assert home.master is not None
-                home.master.grad, home.total = home.total, None
+                home.hand_over()
             step_fn(*args, **kwargs)
             for home in homes:
                 home.write_back()

@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn.modules.module import _forward_unimplemented
 
 from stageline.streaming.auto import AutoRoundPipe
-from stageline.streaming.engine import RoundPipe, place_of_call
+from stageline.streaming.engine import RoundPipe
 from stageline.streaming.lanes import default_lanes
+from stageline.streaming.place import place_of_call
 from stageline.streaming.presets import sequential_of
 from stageline.streaming.recording import NoPresetError
 from stageline.streaming.run_config import RoundPipeRunConfig
