@@ -55,6 +55,8 @@ def make_streaming_runner(
         stale=run.stale_step,
         pin_model=run.pin_model,
     )
+    if run.streaming_budget is not None:
+        _check_budget(runner, run.num_micro_batches)
     host = host_bytes(runner.pipe._shelves, torch.float32) / GIB
     names = ", ".join(str(lane.device) for lane in lanes)
     budget = lanes[0].pool.budget
@@ -65,6 +67,16 @@ def make_streaming_runner(
         flush=True,
     )
     return runner
+
+
+def _check_budget(runner: StreamingRunner, num_micro_batches: int) -> None:
+    try:
+        runner.check_plan(num_micro_batches)
+    except ValueError as error:
+        raise UserError(
+            f"--streaming-budget is too small: {error}. Raise it, or cut the model into more "
+            "stages (--num-stages) or a large tower into some of its own (--vision-stages)."
+        ) from None
 
 
 def make_lanes(device: str, *, budget: float | None) -> list[Lane]:

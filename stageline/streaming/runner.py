@@ -20,7 +20,9 @@ from stageline.pipeline.stage_passes import MicroBatch
 from stageline.streaming.engine import PinModel, RoundPipe
 from stageline.streaming.lanes import Lane
 from stageline.streaming.plan import Plan
+from stageline.streaming.plan_choice import choose
 from stageline.streaming.run_config import RoundPipeRunConfig
+from stageline.streaming.shelf_costs import costs_of
 from stageline.streaming.stage_weights import StageWeights
 from stageline.streaming.staged import Call, Output, StageLayer
 
@@ -71,6 +73,8 @@ class StreamingRunner:
         self.seeds = LayerSeeds(self.local, seed=seed, device=lanes[0].device)
         self.passes: dict[int, Any] = {}
         self.stale = stale
+        self._lanes = list(lanes)
+        self._plan_of_steps = plan
         self.num_micro_batches = 0
         self._call = Call(self.seeds)
         self.pipe = RoundPipe(
@@ -98,6 +102,29 @@ class StreamingRunner:
     def loss_order(self) -> list[int]:
         """The micro-batches of the last step, in the order in which the last stage meets them."""
         return list(range(self.num_micro_batches))
+
+    def check_plan(self, num_micro_batches: int) -> None:
+        """Refuses a budget that no step can keep.
+
+        Raises:
+            ValueError: names the layer or stage that does not fit.
+        """
+        costs, budget = costs_of(self.pipe._shelves), self._lanes[0].pool.budget
+        plan = self._plan_of_steps
+        if plan is None:
+            choose(
+                costs,
+                num_lanes=len(self._lanes),
+                num_microbatches=num_micro_batches,
+                budget=budget,
+            )
+        for stages in plan.backward if plan is not None and budget is not None else ():
+            needed = sum(costs[stage].backward_bytes for stage in stages)
+            if needed > budget:
+                raise ValueError(
+                    f"stages {stages.start} to {stages.stop - 1} together need {needed:,} bytes on "
+                    f"the device for weights and gradients, {budget:,} are allowed"
+                )
 
     def make_weights(self, named_parameters: dict[str, nn.Parameter]) -> StageWeights:
         """What the optimizer of a `TrainStep` updates."""

@@ -1,6 +1,7 @@
 """A layer with other tensors in it: the same modules by all they do, but not their weights.
 
-The layer itself stays on the host. A shell shares hooks, settings and plain attributes with it.
+The layer itself stays on the host. A shell has its hooks and shares its settings and plain
+attributes; a hook that is put on a shell, as transformers does to record outputs, ends with it.
 """
 
 import functools
@@ -55,7 +56,7 @@ def _rebound(value: Any, made: Mapping[int, Any]) -> Any:
         arguments = [_rebound(each, made) for each in value.args]
         keywords = {name: _rebound(each, made) for name, each in value.keywords.items()}
         return functools.partial(_rebound(value.func, made), *arguments, **keywords)
-    if isinstance(value, OrderedDict) and value and all(map(callable, value.values())):
+    if isinstance(value, OrderedDict):  # of hooks: those that a shell gets are its own
         return OrderedDict((key, _rebound(each, made)) for key, each in value.items())
     return value
 
