@@ -153,10 +153,10 @@ class StreamingRunner:
                 loss_fn=lambda value, _: self._call.loss(loss_fn, value),
                 run_config=RoundPipeRunConfig(num_microbatch=count),
             )
+            self._weights.take()  # behind all passes: queues may be late
         finally:
             self._call.end()
             self.seeds.end()
-        self._weights.take()
         return loss.float()
 
     @torch.no_grad()
