@@ -225,7 +225,7 @@ metric_register = Register("metric", "(predictions, samples) -> figures")
 optimizer_register = Register("optimizer", "parameter groups -> torch optimizer")
 lr_scheduler_register = Register("lr_scheduler", "options -> function from step to learning rate")
 tracker_register = Register("tracker", "shows a run elsewhere: log(kind, step, figures), close()")
-engine_register = Register("engine", "runs the training: pipeline, later streaming")
+engine_register = Register("engine", "runs the training: pipeline, streaming")
 
 ALL_REGISTERS: dict[str, Register] = {
     register.name: register
