@@ -60,6 +60,7 @@ class AutoRoundPipe(ForwardsAttributes, nn.Module):
             Exception: what an earlier optimizer step raised.
         """
         self._worker.check()
+        self._heed()
         self._watch()
         if self._has_cache:
             # the layers of a micro-batch would append to what those of another one wrote
@@ -99,6 +100,7 @@ class AutoRoundPipe(ForwardsAttributes, nn.Module):
             Exception: what this step (synchronous) or the one before raised.
         """
         self._make_masters()
+        self._heed()
         self._worker.wait()
         self._flip()
         homes = [home for home in self._homes.values() if home.master is not None]
@@ -121,15 +123,13 @@ class AutoRoundPipe(ForwardsAttributes, nn.Module):
     def synchronize(self) -> None:
         """Waits for all steps; parameters get their newest values, `.grad` what is summed.
 
-        The sums stay: the next `step` uses them.
+        The sums stay, as those of `RoundPipe.synchronize` do.
         """
+        self._heed()
         self._worker.wait()
         self._flip()
         for home in self._homes.values():
-            if home.total is not None:
-                home.parameter.grad = home.total.to(home.parameter.dtype, copy=True)
-            elif home.parameter.requires_grad:
-                home.parameter.grad = None
+            home.show()
 
     def __getattr__(self, name: str) -> Any:
         if name == "forward_backward":
@@ -156,6 +156,10 @@ class AutoRoundPipe(ForwardsAttributes, nn.Module):
             if home.parameter.requires_grad and home.master is None:
                 home.make_master(self._optim_dtype)
                 home.back = page_views([home.parameter.detach()], allocate)[0]
+
+    def _heed(self) -> None:
+        for home in self._homes.values():
+            home.heed()
 
     def _values_changed(self) -> None:
         self._worker.wait()

@@ -188,6 +188,7 @@ class RoundPipe(ForwardsAttributes, nn.Module):
             Exception: what this step (synchronous) or the one before raised.
         """
         self._make_masters()
+        self._heed()
         # not for the gradients of this step, which are on their way: devices go on meanwhile. The
         # back page is free, since its last readers come before these gradients
         self._worker.wait_for(self._last_step)
@@ -210,15 +211,14 @@ class RoundPipe(ForwardsAttributes, nn.Module):
     def synchronize(self) -> None:
         """Waits for all steps; parameters get their newest values, `.grad` what is summed.
 
-        The sums stay: the next `step` uses them.
+        The sums stay: the next `step` uses them. What is done to `.grad` now holds for them, so
+        an optimizer of the model's own parameters, and its `zero_grad`, can be used instead.
         """
+        self._heed()
         self._worker.wait()
         self._flip()
         for home in all_homes(self._shelves):
-            if home.total is not None:
-                home.parameter.grad = home.total.to(home.parameter.dtype, copy=True)
-            elif home.parameter.requires_grad:
-                home.parameter.grad = None
+            home.show()
 
     def set_original_model(self, original_model: nn.Module) -> None:
         """Attributes are looked up in, and written to, this model first; names are its own."""
@@ -229,6 +229,7 @@ class RoundPipe(ForwardsAttributes, nn.Module):
 
     def _settings(self, config: RoundPipeRunConfig) -> RoundPipeRunConfig:
         self._worker.check()
+        self._heed()
         return config.over(self._run_config).filled(len(self._lanes))
 
     def _rules(
@@ -360,6 +361,10 @@ class RoundPipe(ForwardsAttributes, nn.Module):
             for home, page in zip(new, pages, strict=True):
                 home.make_master(self._optim_dtype)
                 home.back = page
+
+    def _heed(self) -> None:
+        for home in all_homes(self._shelves):
+            home.heed()
 
     def _values_changed(self) -> None:
         self._worker.wait()

@@ -29,6 +29,7 @@ class Home:
         back: where the next value is written.
         total: the sum of gradients since the last step, in the optimizer's dtype; None if none.
         spare: memory of the sum before, which the next one takes: the optimizer is done with it.
+        shown: what `show` put into the parameter's `.grad`, and its version.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Home:
     back: torch.Tensor | None = None
     total: torch.Tensor | None = None
     spare: torch.Tensor | None = None
+    shown: tuple[torch.Tensor, int] | None = None
 
     def make_master(self, dtype: torch.dtype | None) -> None:
         """The optimizer's copy of the value."""
@@ -51,6 +53,26 @@ class Home:
             self.total, self.spare = self.spare.copy_(gradient), None
         else:
             self.total = gradient.to(dtype or gradient.dtype, copy=True)
+
+    def show(self) -> None:
+        """Puts the sum into the parameter's `.grad`; it stays the sum."""
+        if self.total is not None:
+            with torch.inference_mode(False):
+                gradient = self.total.to(self.parameter.dtype, copy=True)
+            self.parameter.grad, self.shown = gradient, (gradient, gradient._version)
+        elif self.parameter.requires_grad:
+            self.parameter.grad = None
+
+    def heed(self) -> None:
+        """What was done to the gradient that was shown holds for the sum: cleared, clipped."""
+        if self.shown is None:
+            return
+        (gradient, version), self.shown = self.shown, None
+        now = self.parameter.grad
+        if now is None:
+            self.total = None
+        elif self.total is not None and (now is not gradient or now._version != version):
+            self.total = now.detach().to(self.total.dtype, copy=True)
 
     def hand_over(self) -> None:
         """Gives the sum to the optimizer, whose `.grad` it stays until the next one begins."""

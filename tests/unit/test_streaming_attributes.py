@@ -176,6 +176,37 @@ def test_weights_are_frozen_and_gradients_cleared_through_the_wrapper(pair):
     assert model.last.bias.grad is None
 
 
+@pytest.mark.parametrize("to_none", [False, True])
+def test_the_models_own_parameters_can_be_optimized(pair, to_none):
+    wrapper, _ = pair
+    plain = Model().eval()
+    wrapper.eval()
+    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (wrapper, plain))
+    for number in range(3):
+        batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(number))
+        for model, optimizer in ((wrapper, ours), (plain, theirs)):
+            model(batch).square().sum().backward()
+            if model is wrapper:
+                model.synchronize()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+    for (name, one), other in zip(wrapper.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, msg=name)
+
+
+def test_gradients_that_were_clipped_are_those_of_the_step(pair):
+    wrapper, (model, *_) = pair
+    optimizer = torch.optim.SGD(wrapper.optim_parameters(), lr=1.0)
+    wrapper.eval()(torch.ones(4, 4)).square().sum().backward()
+    wrapper.synchronize()
+    bias, gradient = model.last.bias.detach().clone(), model.last.bias.grad.clone()
+    model.last.bias.grad.mul_(0.5)
+    wrapper.synchronize()  # shows what is summed, once more
+    assert torch.equal(model.last.bias.grad, gradient * 0.5)
+    wrapper.step(optimizer.step, is_async=False)
+    torch.testing.assert_close(model.last.bias.detach(), bias - gradient * 0.5)
+
+
 def test_hooks_fire_on_the_model_and_on_layers(pair):
     wrapper, (model, *_) = pair
     fired = []
