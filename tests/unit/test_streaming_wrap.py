@@ -207,6 +207,7 @@ def test_a_model_of_transformers_wrapped_part_by_part_trains_as_it_is(family):
     )
     # the loss is the model's over the whole batch, not a mean of micro-batches' means
     assert model.loss_function.func._run_config.num_microbatch == 1
+    assert not hasattr(model.base_model, "_loss_function")  # it has none to call
     assert list(auto.state_dict()) == list(plain.state_dict())
     names = [name for name, _ in plain.named_parameters()]
     assert [name for name, _ in auto.optim_named_parameters()] == names  # the tied one once
