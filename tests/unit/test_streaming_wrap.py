@@ -14,6 +14,7 @@ from stageline.streaming import (
     wrap_model_to_roundpipe,
 )
 from stageline.streaming.lanes import Lane
+from stageline.testing.late_queues import late_lanes
 from stageline.testing.tiny_batches import join_micro_batches, tiny_micro_batches
 from stageline.testing.tiny_models import tiny_config
 
@@ -50,9 +51,9 @@ def linear(size=8):
     return nn.Linear(size, size)
 
 
-def wrap(model, *, num_lanes=1, **kwargs):
+def wrap(model, *, num_lanes=1, is_late=False, **kwargs):
     kwargs = {"lower_threshold": 16 * 1024, "upper_threshold": 0, **kwargs}
-    lanes = [Lane.cpu() for _ in range(num_lanes)]
+    lanes = late_lanes(num_lanes) if is_late else [Lane.cpu() for _ in range(num_lanes)]
     return wrap_model_to_roundpipe(model, lanes=lanes, **kwargs)
 
 
@@ -245,10 +246,11 @@ class Tied(nn.Module):
         return self.row(self.second(self.first(value)) * self.gain)
 
 
+@pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_all_parts_have_one_step(is_async):
+def test_all_parts_have_one_step(is_async, is_late):
     plain, model = Tied(), Tied()
-    auto = wrap(model, upper_threshold=LINEAR)
+    auto = wrap(model, upper_threshold=LINEAR, num_lanes=2, is_late=is_late)
     assert parts(model) == {"first": 1, "second": 1, "row": 2}
     optimizer = torch.optim.Adam(auto.optim_parameters(), lr=0.05)
     reference = torch.optim.Adam(plain.parameters(), lr=0.05)
