@@ -104,8 +104,7 @@ class AutoRoundPipe(ForwardsAttributes, nn.Module):
 
         def job() -> None:
             for home in homes:
-                assert home.master is not None
-                home.master.grad, home.total = home.total, None
+                home.hand_over()
             step_fn(*args, **kwargs)
             for home in homes:
                 home.write_back()

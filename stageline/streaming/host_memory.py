@@ -1,5 +1,6 @@
 """Host memory of the engine: how much it takes, said before it is taken, and how it is pinned."""
 
+import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -10,11 +11,11 @@ PAGE = 4096  # bytes that are pinned at once
 Run = tuple[int, int]  # first address, behind the last
 
 
-def make_pages(shelves: Sequence[Shelf], pin_model: str, *, on_gpu: bool) -> list[Run]:
+def make_pages(shelves: Sequence[Shelf], pin_model: str, *, on_gpu: bool, owner: object) -> None:
     """Puts weights where a GPU fetches them quickly.
 
-    Returns:
-        What `unregister` is to give back when nobody streams them any more.
+    Args:
+        owner: memory that is registered where it lies is given back when this is gone.
 
     Raises:
         ValueError: no such way of pinning.
@@ -23,10 +24,12 @@ def make_pages(shelves: Sequence[Shelf], pin_model: str, *, on_gpu: bool) -> lis
     if pin_model not in ("alloc", "register", "off"):
         raise ValueError(f"pin_model {pin_model!r} came: 'alloc', 'register' or 'off' was expected")
     if not on_gpu or pin_model == "off":
-        return []
+        return
     if pin_model == "register":
         values = [home.parameter.detach() for home in all_homes(shelves)]
-        return _register([each for each in values if not each.is_pinned()])
+        runs = _register([each for each in values if not each.is_pinned()])
+        weakref.finalize(owner, _unregister, runs).atexit = False
+        return
     _pin_buffers(shelves)
     placed: set[int] = set()
     for shelf in shelves:
@@ -36,7 +39,6 @@ def make_pages(shelves: Sequence[Shelf], pin_model: str, *, on_gpu: bool) -> lis
         views = page_views(values, allocate_pinned)
         for home, view, value in zip(homes, views, values, strict=True):
             home.parameter.data = view.copy_(value)
-    return []
 
 
 def allocate(num_bytes: int) -> torch.Tensor:
@@ -72,7 +74,7 @@ def _pin_buffers(shelves: Sequence[Shelf]) -> None:
             buffer.data = buffer.detach().pin_memory()
 
 
-def unregister(runs: Sequence[Run]) -> None:
+def _unregister(runs: Sequence[Run]) -> None:
     """Unpins memory; else another model whose memory lies there could not be pinned."""
     torch.cuda.synchronize()  # copies on their way read it
     for start, _ in runs:
@@ -101,7 +103,7 @@ def _register(values: Sequence[torch.Tensor]) -> list[Run]:
     for run in page_runs((start, start + length) for start, length in ends if length):
         code = int(torch.cuda.cudart().cudaHostRegister(run[0], run[1] - run[0], 0))
         if code != 0:
-            unregister(done)
+            _unregister(done)
             raise RuntimeError(
                 f"cudaHostRegister returned {code} for {run[1] - run[0]:,} bytes; 0 was expected: "
                 "raise the limit of locked memory (ulimit -l), or use pin_model='alloc' or 'off'"
