@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from stageline.streaming.engine import RoundPipe
-from stageline.streaming.host_memory import page_runs
+from stageline.streaming.host_memory import make_pages, page_runs
 from stageline.streaming.lanes import EagerQueue, Lane
 from stageline.streaming.plan import Plan
 from stageline.streaming.pool import BufferPool, DeviceBudgetError
@@ -177,3 +177,36 @@ def test_memory_is_registered_by_whole_pages_and_each_once():
     shared = [(4096, 4100), (4100, 4200)]  # two tensors of one page
     touching, apart = (8000, 8193), (40960, 40961)
     assert page_runs([apart, touching, *shared]) == [(4096, 12288), (40960, 45056)]
+
+
+class Driver:
+    """Pins what fits into its limit."""
+
+    def __init__(self, limit):
+        self.limit, self.pinned = limit, set()
+
+    def cudaHostRegister(self, start, num_bytes, flags):
+        if len(self.pinned) == self.limit:
+            return 2
+        self.pinned.add(start)
+        return 0
+
+    def cudaHostUnregister(self, start):
+        self.pinned.remove(start)
+
+
+def test_registered_memory_is_given_back_with_its_owner_and_after_a_refusal(monkeypatch):
+    shelves = make_shelves([nn.Linear(64, 64), nn.Linear(640, 640)], {})
+    driver = Driver(limit=100)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: False)
+    owner = nn.Identity()
+    make_pages(shelves, "register", on_gpu=True, owner=owner)
+    num_runs = len(driver.pinned)
+    del owner
+    assert num_runs and not driver.pinned
+    driver.limit = num_runs - 1
+    with pytest.raises(RuntimeError, match="cudaHostRegister returned 2"):
+        make_pages(shelves, "register", on_gpu=True, owner=nn.Identity())
+    assert not driver.pinned
