@@ -1,0 +1,115 @@
+"""What corpus.py prints: segments, documents as lines, the report of a build, figures."""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, TextIO
+
+from stageline.corpus.segments import BEGINS, ENDS, HAS_BOS, HAS_EOS
+from stageline.errors import DataError, UserError
+
+NUM_SEGMENTS = 10  # that are shown, unless it is said
+NAMES = {BEGINS: "begins", ENDS: "ends", HAS_BOS: "BOS", HAS_EOS: "EOS"}
+
+
+def print_segments(
+    corpus: Any, encoder: Any | None, *, start: int, limit: int | None, type_index: int | None
+) -> None:
+    """Segments with their place, length, flags and text; without an encoder with their ids."""
+    low, high = segment_range(corpus, type_index)
+    first = low + start
+    last = min(high, first + (limit or NUM_SEGMENTS))
+    flags = corpus.flags(first, max(first, last))
+    for index in range(first, last):
+        ids = corpus[index]
+        said = " ".join(word for bit, word in NAMES.items() if flags[index - first] & bit)
+        kind = type_of(corpus, index)
+        print(f"[{index}] type {kind}, {len(ids)} tokens{': ' + said if said else ''}")
+        print(encoder.decode(ids) if encoder else " ".join(map(str, ids.tolist())), end="\n\n")
+    print(f"{max(0, last - first)} of {high - low} segments", file=sys.stderr)
+
+
+def segment_range(corpus: Any, type_index: int | None) -> tuple[int, int]:
+    """The segments of a type, or all.
+
+    Raises:
+        UserError: there is no such type.
+    """
+    starts = corpus.type_starts
+    if type_index is None:
+        return 0, len(corpus)
+    if type_index >= len(starts) - 1:
+        raise UserError(
+            f"--type {type_index}: the corpus has the types 0 to {len(starts) - 2}. The number of "
+            "one of them was expected, because each type is a range of its segments; stats lists "
+            "them."
+        )
+    return int(starts[type_index]), int(starts[type_index + 1])
+
+
+def type_of(corpus: Any, index: int) -> str:
+    """The name of a segment's type."""
+    for kind, end in zip(corpus.header.types, corpus.type_starts[1:], strict=True):
+        if index < end:
+            return kind.name
+    raise IndexError(index)
+
+
+def write_documents(
+    corpus: Any,
+    encoder: Any,
+    path: str | None,
+    *,
+    as_json: bool,
+    start: int,
+    limit: int | None,
+    type_index: int | None,
+) -> None:
+    """Writes whole documents as lines, to a new file or to the standard output.
+
+    Raises:
+        DataError: a document has several lines, and lines of text were asked for.
+        UserError: the file is there.
+    """
+    low, high = segment_range(corpus, type_index)
+    stop = None if limit is None else start + limit
+    chosen = islice(corpus.documents(low, high), start, stop)
+    texts = (encoder.decode(corpus.document_tokens(*pair)) for pair in chosen)
+    with _opened(path) as file:
+        count = 0
+        for count, text in enumerate(texts, start=1):  # noqa: B007
+            if not as_json and "\n" in text:
+                raise DataError(
+                    f"document {start + count - 1} has several lines. One was expected, because "
+                    "documents are to be lines of text: add --json, which writes JSON lines."
+                )
+            file.write(json.dumps({"text": text}, ensure_ascii=False) if as_json else text)
+            file.write("\n")
+    print(f"{count} documents", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _opened(path: str | None) -> Iterator[TextIO]:
+    """The file, which gets its name when it is whole; a reader of ours may leave early (head)."""
+    if path is None:
+        sys.stdout.reconfigure(encoding="utf-8", newline="\n")
+        try:
+            yield sys.stdout
+            sys.stdout.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return
+    if Path(path).exists():
+        raise UserError(
+            f"--output-path {path} is there. A new file was expected, because nothing is "
+            "overwritten unasked: give another name, or remove it."
+        )
+    part = Path(path + ".part")
+    part.parent.mkdir(parents=True, exist_ok=True)
+    with part.open("w", encoding="utf-8", newline="\n") as file:
+        yield file
+    part.replace(path)
