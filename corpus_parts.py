@@ -38,41 +38,60 @@ def text(
     *,
     fields: list[str] | None = None,
     template: str | None = None,
-    separator: str = "\n",
+    separator: str = "\\n",
 ) -> str:
-    """A line of text; of JSON and Parquet some fields, joined, or a template that they fill.
+    r"""A line of text; of JSON and Parquet some fields, joined, or a template that they fill.
 
     Args:
         fields: names, a dot leads into a field that holds fields; default: text.
         template: text with [FIELD] in place of each field, in capital letters: "[TITLE]: [BODY]";
             [[FIELD]] is the text [FIELD].
-        separator: between two fields.
+        separator: between two fields; \n is a line break, there and in a template, \t a tab.
     """
     if isinstance(row, str):
         if fields is None and template is None:
             return row
         row = {"text": row}
     if template is not None:
-        return _filled(template, row, has_fields=fields is not None)
-    return separator.join([_value(row, name) for name in fields or ("text",)])
+        return _filled(template, row)
+    return _unescaped(separator).join([_value(row, name) for name in fields or ("text",)])
 
 
-def _filled(template: str, row: Mapping[str, Any], *, has_fields: bool) -> str:
-    if has_fields:
+def _unescaped(text: str) -> str:
+    """Line breaks and tabs as they are typed on a command line."""
+    return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
+def _columns_of(
+    *, fields: list[str] | None = None, template: str | None = None, **own: Any
+) -> list[str]:
+    """The fields that are needed of a row; refuses options that go wrong in every row.
+
+    Raises:
+        UserError: both came, or a template without a field.
+    """
+    if template is None:
+        return sorted({name.partition(".")[0] for name in fields or ["text"]})
+    if fields is not None:
         raise UserError(
             "--document.fields and --document.template came together. One of them was expected, "
             "because each says what a document is made of: leave one out."
         )
-    return "".join(
-        [_value(row, part) if is_slot else part for part, is_slot in _parse(template)]
-    )
+    return sorted({name for name, is_slot in _parse(template) if is_slot})
+
+
+text.columns_of = _columns_of
+
+
+def _filled(template: str, row: Mapping[str, Any]) -> str:
+    return "".join([_value(row, part) if is_slot else part for part, is_slot in _parse(template)])
 
 
 @functools.cache
 def _parse(template: str) -> Sequence[tuple[str, bool]]:
     """Texts and names of fields in turn, with whether it is a name."""
     parts: list[tuple[str, bool]] = []
-    end = 0
+    template, end = _unescaped(template), 0
     for match in SLOT.finditer(template):
         parts.append((template[end : match.start()], False))
         parts.append((f"[{match[1]}]", False) if match[1] else (match[2].lower(), True))

@@ -113,3 +113,15 @@ def _opened(path: str | None) -> Iterator[TextIO]:
     with part.open("w", encoding="utf-8", newline="\n") as file:
         yield file
     part.replace(path)
+
+
+def made_of_text(header: Any) -> bool:
+    """Whether all files that a corpus was made of are text, a document a line."""
+    names = [source.get("name", "") for source in header.sources if isinstance(source, dict)]
+    endings = ("", ".gz", ".bz2", ".zst")
+    is_text = [name.endswith(tuple(f".txt{ending}" for ending in endings)) for name in names]
+    return bool(names) and len(names) == len(header.sources) and all(is_text)
+
+
+def print_stats(prefix: str, *, as_json: bool, plot_path: str | None) -> None:
+    """Prints the figures of a corpus, and draws the lengths of its segments."""

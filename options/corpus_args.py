@@ -63,12 +63,8 @@ ACTIONS = {
     "stats": Action(
         "lengths, padding and tokens a type, with a picture", StatsConfig, ("read_path_prefix",)
     ),
-    "verify": Action(
-        "check all sums and counts of the files", VerifyConfig, ("read_path_prefix",)
-    ),
-    "pack": Action(
-        "arrange segments into rows of equal length", PackConfig, ("read_path_prefix",)
-    ),
+    "verify": Action("check all sums and counts of the files", VerifyConfig, ("read_path_prefix",)),
+    "pack": Action("arrange segments into rows of equal length", PackConfig, ("read_path_prefix",)),
     "convert": Action(
         "from and to the files of Megatron-core",
         ConvertConfig,

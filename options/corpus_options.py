@@ -6,18 +6,15 @@ from typing import Literal
 from options.fields import option
 
 PREFIX = "path of a corpus without its suffix (.bin, .idx ...)"
-TOKENIZER = "tokenizer.json, or a folder with a tokenizer"
+TOKENIZER = "folder with a tokenizer, or its tokenizer.json"
+
+
+def _overwrite() -> bool:
+    return option(False, "replace a finished corpus of that name")
 
 
 @dataclass(kw_only=True)
-class OverwriteOptions:
-    """What is there"""
-
-    overwrite: bool = option(False, "replace a finished corpus of that name")
-
-
-@dataclass(kw_only=True)
-class WriteConfig(OverwriteOptions):
+class WriteConfig:
     """Build a corpus"""
 
     file_path: list[str] | None = option(
@@ -59,10 +56,11 @@ class WriteConfig(OverwriteOptions):
         False, "end at the first bad row; else they are counted, and listed in PREFIX.bad.jsonl"
     )
     max_document_bytes: int = option(32 * 2**20, "a longer row is a bad one", at_least=1)
+    overwrite: bool = _overwrite()
 
 
 @dataclass(kw_only=True)
-class MergeConfig(OverwriteOptions):
+class MergeConfig:
     """Merge corpora"""
 
     merge_path_prefix: list[str] | None = option(None, f"several times: {PREFIX}")
@@ -70,6 +68,7 @@ class MergeConfig(OverwriteOptions):
         None, "a number for each: equal ones become one type, others stay apart for the mixture"
     )
     new_path_prefix: str | None = option(None, PREFIX, is_output=True)
+    overwrite: bool = _overwrite()
 
 
 @dataclass(kw_only=True)
@@ -97,7 +96,7 @@ class ReadConfig:
 
 
 @dataclass(kw_only=True)
-class RemoveConfig(OverwriteOptions):
+class RemoveConfig:
     """Copy a corpus without some segments"""
 
     read_data_path_prefix: str | None = option(None, PREFIX, is_output=True)
@@ -108,6 +107,7 @@ class RemoveConfig(OverwriteOptions):
         None, "numbers of segments, as find-trained writes them: .npy, or text, one a line",
         is_path=True,
     )  # fmt: skip
+    overwrite: bool = _overwrite()
 
 
 @dataclass(kw_only=True)
@@ -142,7 +142,7 @@ class PackConfig:
 
 
 @dataclass(kw_only=True)
-class ConvertConfig(OverwriteOptions):
+class ConvertConfig:
     """Convert from and to Megatron-core's files"""
 
     read_path_prefix: str | None = option(None, PREFIX, is_output=True)
@@ -152,6 +152,7 @@ class ConvertConfig(OverwriteOptions):
     tokenizer_path: str | None = option(
         None, f"of Megatron-core's files, which do not say it: {TOKENIZER}", is_path=True
     )
+    overwrite: bool = _overwrite()
 
 
 @dataclass(kw_only=True)
