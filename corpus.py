@@ -1,13 +1,14 @@
 """Entry file: builds a corpus for pre-training, shows, merges, checks and copies it.
 
-python corpus.py write --file-path a.jsonl --save-path data --save-prefix a --tokenizer-path my_model
+python corpus.py write --file-path a.jsonl --save-path data --save-prefix a --tokenizer-path llama
 python corpus.py merge --merge-path-prefix data/a data/b --merge-path-type 0 1 \
     --new-path-prefix data/c
-python corpus.py read --read-path-prefix data/c --tokenizer-path my_model
+python corpus.py read --read-path-prefix data/c --tokenizer-path llama
 
 `corpus.py --help` lists the actions; docs/corpus.md explains them.
 """
 
+import dataclasses
 import functools
 import os
 import signal
@@ -71,13 +72,18 @@ def write(arguments: CorpusArguments) -> None:
         document_name=f"{document.key} {document.kwargs}",
         language=splitter.key,
         type_name=run.save_prefix,
-        num_workers=run.num_workers or len(os.sched_getaffinity(0)),
+        num_workers=num_cores() if run.num_workers is None else run.num_workers,
         executor=run.executor,
         strict=run.strict,
         overwrite=run.overwrite,
         max_document_bytes=run.max_document_bytes,
     )
     print(report)
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def with_columns(part: Callable[..., str], options: dict[str, Any]) -> Callable[[Any], str]:
@@ -89,19 +95,24 @@ def with_columns(part: Callable[..., str], options: dict[str, Any]) -> Callable[
     return document
 
 
-def tokenizer_folder(path: str) -> str:
-    """The folder of a tokenizer; a file in it may be named as well."""
-    return str(Path(path).parent) if Path(path).is_file() else path
-
-
 def make_cutter(tokenizer_path: str, kind: str, splitter: Any, rules: Any) -> Any:
-    """What a worker cuts with."""
+    """What a worker cuts with; None in the rules adds a token where the tokenizer has it."""
     from stageline.corpus.cutter import DocumentCutter
+
+    encoder = load_tokenizer(tokenizer_path, kind)
+    rules = dataclasses.replace(
+        rules,
+        adds_bos=encoder.info.bos_id is not None if rules.adds_bos is None else rules.adds_bos,
+        adds_eos=encoder.info.eos_id is not None if rules.adds_eos is None else rules.adds_eos,
+    )
+    return DocumentCutter(encoder, splitter, rules)
+
+
+def load_tokenizer(path: str, kind: str = "tokenizers") -> Any:
+    """The encoder of a tokenizer's folder; a file in it may be named as well."""
     from stageline.corpus.encoder import load_encoder
 
-    return DocumentCutter(
-        load_encoder(tokenizer_folder(tokenizer_path), kind=kind), splitter, rules
-    )
+    return load_encoder(Path(path).parent if Path(path).is_file() else path, kind=kind)
 
 
 def merge(arguments: CorpusArguments) -> None:
@@ -148,11 +159,9 @@ def open_encoder(path: str | None, known: Any) -> Any | None:
     Raises:
         UserError: the corpus was made with another tokenizer.
     """
-    from stageline.corpus.encoder import load_encoder
-
     if path is None:
         return None
-    encoder = load_encoder(tokenizer_folder(path), kind="tokenizers")
+    encoder = load_tokenizer(path)
     if known is not None and encoder.info.fingerprint != known.fingerprint:
         raise UserError(
             f"--tokenizer-path {path} is another tokenizer than that of the corpus, {known.name} "
@@ -193,14 +202,11 @@ def stats(arguments: CorpusArguments) -> None:
 
 def verify(arguments: CorpusArguments) -> None:
     """Checks all sums and counts."""
-    from stageline.corpus.encoder import load_encoder
     from stageline.corpus.verify import verify as verify_corpus
 
     run = arguments.run
     path = run.tokenizer_path
-    fingerprint = (
-        load_encoder(tokenizer_folder(path), kind="tokenizers").info.fingerprint if path else None
-    )
+    fingerprint = load_tokenizer(path).info.fingerprint if path else None
     verify_corpus(run.read_path_prefix, tokenizer_fingerprint=fingerprint)
     print(f"{run.read_path_prefix} is whole")
 

@@ -1,4 +1,4 @@
-"""The options of corpus.py, a class an action; names as in the notes that the project began with."""
+"""The options of corpus.py, a class an action; the names are those of the founding notes."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -44,10 +44,16 @@ class WriteConfig:
         "a long document's segments: even ones of near-equal length, for a segment a row; greedy "
         "ones as long as can be, for packed rows. There are equally many",
     )
-    add_bos: bool = option(True, "BOS in front of each document, where the tokenizer has one")
-    add_eos: bool = option(True, "EOS behind each document, where the tokenizer has one")
+    add_bos: bool | None = option(
+        None, "BOS in front of each document; default: where the tokenizer has one"
+    )
+    add_eos: bool | None = option(
+        None, "EOS behind each document; default: where the tokenizer has one"
+    )
     num_workers: int | None = option(
-        None, "processes; the files are the same for any number. Default: one a core", at_least=1
+        None,
+        "processes; the files are the same for any number. 0: none but this. Default: one a core",
+        at_least=0,
     )
     executor: Literal["processes", "ray"] = option(
         "processes", "where they run; ray: on a Ray cluster, with the same files"
