@@ -13,7 +13,8 @@ import numpy
 
 from register import document_register, splitter_register
 from stageline.corpus import sentences
-from stageline.errors import DataError, UserError
+from stageline.corpus.row_text import BadDocument
+from stageline.errors import UserError
 
 SLOT = re.compile(r"\[\[([A-Z][A-Z0-9_]*)\]\]|\[([A-Z][A-Z0-9_]*)\]")
 
@@ -109,7 +110,7 @@ def _value(row: Mapping[str, Any], name: str) -> str:
     """The text of a field.
 
     Raises:
-        DataError: it is missing, or no text.
+        BadDocument: it is missing, or no text.
     """
     value = row.get(name)
     if value is None and "." in name:
@@ -122,5 +123,6 @@ def _value(row: Mapping[str, Any], name: str) -> str:
         return str(value)
     if value is None:
         there = ", ".join(map(str, row)) or "none"
-        raise DataError(f"the field {name!r} is missing; the fields are: {there}")
-    raise DataError(f"the field {name!r} is a {type(value).__name__}; text was expected")
+        raise BadDocument("missing field", f"no field {name!r}; the row has the fields {there}")
+    kind = type(value).__name__
+    raise BadDocument("not text", f"the field {name!r} is a {kind}; text was expected")

@@ -242,7 +242,7 @@ def read_arguments(
     settings = {
         name: item for name, item in options.items() if name not in keys and name not in SPECIAL
     }
-    values = convert(parser, settings, also_known=[*keys, *SPECIAL])
+    values = convert(parser, settings, also_known=[*map(_spelled, keys), *SPECIAL])
     run = config_class(**{item.name: values[item.name] for item in fields(config_class)})
     expand_paths(run)
     parts = {
@@ -266,12 +266,17 @@ def with_configs(given: list[Given]) -> list[Given]:
 
 def _by_register(options: dict[str, Given], keys: Mapping[str, str | None]) -> dict[str, Given]:
     """The options with those of a register under its name, however it is spelled."""
-    names = {ALL_REGISTERS[name].option[2:].replace("-", "_"): name for name in keys}
+    names = {_spelled(name): name for name in keys}
     found = {}
     for given, item in options.items():
         head, dot, tail = given.partition(".")
         found[names.get(head, head) + dot + tail] = item
     return found
+
+
+def _spelled(name: str) -> str:
+    """What a key of a register is given with."""
+    return ALL_REGISTERS[name].option[2:].replace("-", "_")
 
 
 def _choose(

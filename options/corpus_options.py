@@ -52,7 +52,7 @@ class WriteConfig:
     )
     num_workers: int | None = option(
         None,
-        "processes; the files are the same for any number. 0: none but this. Default: one a core",
+        "processes, with the same files for any number; 0: none but this. Default: one a core",
         at_least=0,
     )
     executor: Literal["processes", "ray"] = option(
