@@ -4,7 +4,7 @@ Streams: memory does not grow with the inputs.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -156,7 +156,7 @@ def _mixed(headers: Sequence[CorpusHeader]) -> list[str]:
     return sorted(mixed.union(*(header.mixed_rules for header in headers)))
 
 
-def _each_once(values) -> list:
+def _each_once(values: Iterable) -> list:
     kept: list = []
     for value in values:
         if value not in kept:
