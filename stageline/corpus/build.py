@@ -7,73 +7,23 @@ in memory not on the size of the input. Every few seconds a journal says how far
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from stageline.chaos import point
-from stageline.corpus.bad_lines import BadLines
-from stageline.corpus.build_progress import MB, BuildProgress
-from stageline.corpus.chunks import CHUNK_BYTES, Chunk, iter_chunks
+from stageline.corpus.build_report import BuildReport
+from stageline.corpus.build_run import BuildRun
+from stageline.corpus.chunks import CHUNK_BYTES
 from stageline.corpus.journal import SUFFIX as JOURNAL
-from stageline.corpus.journal import Journal, Progress, only_build
-from stageline.corpus.pool import OneProcess, Pool, Processes, ordered
-from stageline.corpus.row_text import DEFAULT_FIELD, EMPTY, Document
-from stageline.corpus.sources import Source, check_unchanged, find_sources
-from stageline.corpus.worker import ChunkResult, CutterFacts, Task
-from stageline.corpus.writer import CorpusWriter
-from stageline.errors import DataError, UserError
+from stageline.corpus.journal import only_build
+from stageline.corpus.pool import OneProcess, Pool, Processes
+from stageline.corpus.row_text import DEFAULT_FIELD, Document
+from stageline.corpus.sources import find_sources
+from stageline.corpus.worker import Task
+from stageline.errors import UserError
 
 MAX_DOCUMENT_BYTES = 32 << 20
 _SECONDS_A_JOURNAL = 5.0
-# as many bad lines and no document: the input is not what it should be
-_HOPELESS = 1000
-
-
-@dataclass(frozen=True)
-class BuildReport:
-    """What was built.
-
-    Attributes:
-        counts: of the cutter, by name: documents, segments, tokens, cut sentences ...
-        bad_kinds: lines that gave no document, by kind.
-        bad_path: where the first of them are listed; None: there are none.
-        encoder: which implementation of the tokenizer did it.
-        num_bytes: of the input, as it lies on the disk.
-        seconds: of all starts together.
-        num_bytes_before: of the input, that an earlier start had done.
-    """
-
-    path_prefix: str
-    counts: dict[str, int]
-    bad_kinds: dict[str, int]
-    bad_path: str | None
-    encoder: str
-    num_bytes: int
-    seconds: float
-    num_bytes_before: int
-
-    @property
-    def num_bad(self) -> int:
-        return sum(self.bad_kinds.values())
-
-    def __str__(self) -> str:
-        counts = ", ".join(
-            f"{number:,} {name.removeprefix('num_').replace('_', ' ')}"
-            for name, number in self.counts.items()
-        )
-        speed = self.num_bytes / MB / max(1e-9, self.seconds)
-        lines = [
-            f"{self.path_prefix}: {counts}",
-            f"{self.num_bytes / MB:.1f} MB in {self.seconds:.1f} s, {speed:.1f} MB/s; "
-            f"tokenizer: {self.encoder}",
-        ]
-        if self.num_bad:
-            kinds = ", ".join(f"{number:,} {kind}" for kind, number in self.bad_kinds.items())
-            lines.append(f"{self.num_bad:,} bad lines left out ({kinds}): see {self.bad_path}")
-        return "\n".join(lines)
 
 
 def build_corpus(
@@ -118,188 +68,24 @@ def build_corpus(
         StorageError: the files cannot be written.
         WorkerDied: a worker was killed. The build can be gone on with.
     """
-    sources = find_sources(files)
-    prefix = os.fspath(path_prefix)
     _check(num_workers, executor, max_document_bytes)
-    task = Task(sources, make_cutter, document, max_document_bytes, _columns(document), chunk_bytes)
+    settings = (make_cutter, document, max_document_bytes, _columns(document), chunk_bytes)
+    task = Task(find_sources(files), *settings)
+    names = (document_name or _name_of(document), language, type_name)
+    prefix = os.fspath(path_prefix)
     with only_build(prefix):
-        if not overwrite:
-            _refuse_finished(prefix)
-        if not resume:
-            Path(f"{prefix}{JOURNAL}").unlink(missing_ok=True)
-        pool = _open_pool(task, num_workers, executor)
-        with contextlib.closing(pool):
-            build = _Build(
+        _make_way(prefix, resume=resume, overwrite=overwrite)
+        with contextlib.closing(_open_pool(task, num_workers, executor)) as pool:
+            run = BuildRun(
                 prefix,
                 task=task,
                 facts=pool.facts(),
-                given={
-                    "document": document_name or _name_of(document),
-                    "language": language,
-                    "type_name": type_name,
-                },
+                given=dict(zip(("document", "language", "type_name"), names, strict=True)),
                 is_strict=strict,
                 overwrites=overwrite,
                 seconds_a_journal=seconds_a_journal,
             )
-            return build.run(pool, is_shown=progress)
-
-
-class _Build:
-    """One start of a build."""
-
-    def __init__(
-        self,
-        prefix: str,
-        *,
-        task: Task,
-        facts: CutterFacts,
-        given: dict[str, str],
-        is_strict: bool,
-        overwrites: bool,
-        seconds_a_journal: float,
-    ) -> None:
-        self._prefix, self._task, self._facts = prefix, task, facts
-        self._seconds_a_journal = seconds_a_journal
-        settings = _settings(task, facts, given)
-        self._journal = Journal(prefix, settings=settings, sources=task.sources)
-        self.progress, state = self._left(overwrites) or (Progress(), None)
-        self._before, self._seconds_before = self.progress.num_bytes, self.progress.seconds
-        self._is_closed = self.progress.is_closing and _is_closed(prefix)
-        self._bad = BadLines(prefix, progress=self.progress, is_strict=is_strict)
-        if not self._is_closed:
-            self._writer = self._make_writer(state, given, overwrites)
-        self._since = self._written = time.monotonic()
-        # whether writer and progress say the same
-        self._is_between_chunks = True
-
-    def _make_writer(
-        self, state: dict | None, given: dict[str, str], overwrites: bool
-    ) -> CorpusWriter:
-        if state is not None:
-            return CorpusWriter.resume(self._prefix, state)
-        return CorpusWriter(
-            self._prefix,
-            tokenizer=self._facts.tokenizer,
-            rules=self._facts.rules,
-            language=given["language"],
-            type_names=(given["type_name"],),
-            overwrite=overwrites,
-            sources=[_noted(source) for source in self._task.sources],
-        )
-
-    def run(self, pool: Pool, *, is_shown: bool) -> BuildReport:
-        """Cuts what is left and makes the corpus whole."""
-        progress = self.progress
-        total = sum(source.size for source in self._task.sources)
-        shown = BuildProgress(total=total, done=progress.num_bytes, is_shown=is_shown)
-        chunks = iter_chunks(
-            self._task.sources,
-            first=(progress.file, progress.part),
-            max_document_bytes=self._task.max_document_bytes,
-            columns=self._task.columns,
-            chunk_bytes=self._task.chunk_bytes,
-        )
-        try:
-            for chunk, result in ordered(pool, chunks):
-                self._take(chunk, result)
-                shown.add(chunk.num_bytes)
-            self._finish()
-        except (KeyboardInterrupt, RuntimeError, UserError):
-            self._leave()
-            raise
-        finally:
-            shown.close()
-        return self._report(total)
-
-    def _left(self, overwrites: bool) -> tuple[Progress, dict] | None:
-        """Progress and writer state of the build that was left, where it is gone on with."""
-        try:
-            return self._journal.read()
-        except UserError:
-            if not overwrites:
-                raise
-            self._journal.remove()
-            return None
-
-    def _leave(self) -> None:
-        """Notes how far it is, so that the next start need not cut that again."""
-        if not self._is_between_chunks:
-            return
-        if not self.progress.counts.get("num_tokens"):  # nothing is lost by beginning anew
-            self._journal.remove()
-            self._writer.discard()
-            return
-        with contextlib.suppress(OSError):
-            self._write_journal()
-
-    def _take(self, chunk: Chunk, result: ChunkResult) -> None:
-        progress = self.progress
-        first_line = progress.num_lines if chunk.file == progress.file else 0
-        self._bad.check(chunk.path, first_line, result.bad)
-        self._is_between_chunks = False
-        self._writer.add(result.segments)
-        self._bad.take(chunk.path, first_line, result.bad, result.bad_kinds)
-        for name, number in result.counts.items():
-            progress.counts[name] = progress.counts.get(name, 0) + number
-        progress.file, progress.part = chunk.file, chunk.part + 1
-        progress.num_lines = first_line + result.num_lines
-        progress.num_bytes += chunk.num_bytes
-        self._is_between_chunks = True
-        self._refuse_hopeless()
-        point("corpus_chunk")
-        if time.monotonic() - self._written >= self._seconds_a_journal:
-            self._write_journal()
-
-    def _refuse_hopeless(self, least: int = _HOPELESS) -> None:
-        progress = self.progress
-        num_bad = progress.num_bad - progress.bad_kinds.get(EMPTY, 0)
-        if num_bad >= least and not progress.counts.get("num_tokens"):
-            raise DataError(
-                f"all of the first {progress.num_bad:,} lines are bad:\n{self._bad.listed()}\n"
-                "Documents were expected in most lines: check how documents are made of rows."
-            )
-
-    def _write_journal(self) -> None:
-        self.progress.seconds = self._seconds_before + time.monotonic() - self._since
-        self._journal.write(self.progress, self._writer.state())
-        self._written = time.monotonic()
-
-    def _finish(self) -> None:
-        if not self._is_closed:
-            check_unchanged(self._task.sources)
-            self._refuse_nothing()
-            self.progress.is_closing = True
-            self._write_journal()
-            self._is_between_chunks = False
-            point("corpus_close")
-            self._writer.close()
-            point("corpus_closed")
-        for name in ("offsets", "flags"):  # of a writer that was killed over its last names
-            Path(f"{self._prefix}.{name}.part").unlink(missing_ok=True)
-        self._journal.remove()
-
-    def _refuse_nothing(self) -> None:
-        if self.progress.counts.get("num_tokens"):
-            return
-        self._refuse_hopeless(1)
-        raise DataError(
-            f"no document came from {len(self._task.sources)} files, the first of them "
-            f"{self._task.sources[0].path}. At least one was expected: check the files."
-        )
-
-    def _report(self, num_bytes: int) -> BuildReport:
-        progress = self.progress
-        return BuildReport(
-            self._prefix,
-            counts=progress.counts,
-            bad_kinds=progress.bad_kinds,
-            bad_path=str(self._bad.path) if progress.num_listed else None,
-            encoder=self._facts.encoder,
-            num_bytes=num_bytes,
-            seconds=self._seconds_before + time.monotonic() - self._since,
-            num_bytes_before=self._before,
-        )
+            return run.run(pool, is_shown=progress)
 
 
 def _check(num_workers: int, executor: str, max_document_bytes: int) -> None:
@@ -311,18 +97,15 @@ def _check(num_workers: int, executor: str, max_document_bytes: int) -> None:
         raise UserError(f"--executor is {executor!r}; processes or ray was expected.")
 
 
-def _refuse_finished(prefix: str) -> None:
-    index = Path(f"{prefix}.idx")
-    if index.exists() and not Path(f"{prefix}{JOURNAL}").exists():
+def _make_way(prefix: str, *, resume: bool, overwrite: bool) -> None:
+    index, journal = Path(f"{prefix}.idx"), Path(f"{prefix}{JOURNAL}")
+    if index.exists() and not journal.exists() and not overwrite:
         raise UserError(
             f"{index} is there: a finished corpus. A new prefix was expected, because a corpus "
             "may be in use: give another --save-prefix, or replace it with --overwrite."
         )
-
-
-def _is_closed(prefix: str) -> bool:
-    """Whether the files have their last names: only the journal was still to go."""
-    return Path(f"{prefix}.idx").exists() and not Path(f"{prefix}.bin.part").exists()
+    if not resume:
+        journal.unlink(missing_ok=True)
 
 
 def _open_pool(task: Task, num_workers: int, executor: str) -> Pool:
@@ -344,18 +127,3 @@ def _name_of(document: Document | None) -> str:
     name = getattr(function, "__qualname__", type(function).__qualname__)
     options = getattr(document, "keywords", {})
     return f"{function.__module__}.{name} {options}" if options else f"{function.__module__}.{name}"
-
-
-def _settings(task: Task, facts: CutterFacts, given: dict[str, str]) -> dict[str, Any]:
-    """All that decides over the bytes of the corpus, but for the inputs."""
-    return {
-        **given,
-        "tokenizer": asdict(facts.tokenizer),
-        "rules": asdict(facts.rules),
-        "max_document_bytes": task.max_document_bytes,
-        "chunk_bytes": task.chunk_bytes,
-    }
-
-
-def _noted(source: Source) -> dict[str, Any]:
-    return {"name": Path(source.path).name, "size": source.size, "edges_sha256": source.edges}
