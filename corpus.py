@@ -22,7 +22,7 @@ from options.corpus_args import CorpusArguments, parse_corpus_args
 from register import freeze_registers, import_shelf
 from stageline.distributed.failure import run_entry
 from stageline.distributed.stop import release_signals
-from stageline.errors import INTERRUPTED, PREEMPTED, UserError
+from stageline.errors import INTERRUPTED, PREEMPTED, DataError, UserError
 
 SHELF = ("corpus_parts",)
 
@@ -70,7 +70,7 @@ def write(arguments: CorpusArguments) -> None:
         make_cutter=functools.partial(make_cutter, run.tokenizer_path, run.encoder, split, rules),
         document=with_columns(document.part, document.kwargs),
         document_name=f"{document.key} {document.kwargs}",
-        language=splitter.key,
+        language=" ".join([splitter.key, *map(str, splitter.kwargs.items())]),
         type_name=run.save_prefix,
         num_workers=num_cores() if run.num_workers is None else run.num_workers,
         executor=run.executor,
@@ -157,13 +157,13 @@ def open_encoder(path: str | None, known: Any) -> Any | None:
         known: the TokenizerInfo of the corpus; None where it does not say.
 
     Raises:
-        UserError: the corpus was made with another tokenizer.
+        DataError: the corpus was made with another tokenizer.
     """
     if path is None:
         return None
     encoder = load_tokenizer(path)
     if known is not None and encoder.info.fingerprint != known.fingerprint:
-        raise UserError(
+        raise DataError(
             f"--tokenizer-path {path} is another tokenizer than that of the corpus, {known.name} "
             f"(fingerprint {known.fingerprint[:12]}, came {encoder.info.fingerprint[:12]}). The "
             "same one was expected, because its ids mean other text to another one: give the "
@@ -221,6 +221,29 @@ def pack(arguments: CorpusArguments) -> None:
 
 def convert(arguments: CorpusArguments) -> None:
     """From and to Megatron-core's files, by what there is."""
+    from stageline.corpus.convert import from_megatron, to_megatron
+    from stageline.corpus.corpus_files import open_corpus
+
+    run = arguments.run
+    prefix, new_prefix = run.read_path_prefix, run.new_path_prefix
+    if open_corpus(prefix).header.tokenizer is not None:
+        made = to_megatron(prefix, new_prefix, overwrite=run.overwrite)
+        print(f"{prefix} for Megatron-core: {', '.join(map(str, made))}")
+        return
+    if run.tokenizer_path is None:
+        raise UserError(
+            f"{prefix} is Megatron-core's, and --tokenizer-path is missing. The tokenizer that "
+            "made the ids was expected, because those files do not say it: give its folder."
+        )
+    header = from_megatron(
+        prefix,
+        new_prefix,
+        tokenizer=load_tokenizer(run.tokenizer_path).info,
+        seq_length=run.seq_length,
+        language=run.language,
+        overwrite=run.overwrite,
+    )
+    print(written(new_prefix, header))
 
 
 def written(prefix: str, header: Any) -> str:

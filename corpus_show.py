@@ -1,6 +1,7 @@
 """What corpus.py prints: segments, documents as lines, the report of a build, figures."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -12,6 +13,13 @@ from typing import Any, TextIO
 from stageline.corpus.segments import BEGINS, ENDS, HAS_BOS, HAS_EOS
 from stageline.errors import DataError, UserError
 
+NUM_BARS = 64
+# ways to fill rows -> name, and what there is to say
+WAYS = {
+    "segments": ("a segment a row", "; less where rows of a micro-batch are padded to its longest"),
+    "packed": ("packed (pack)", ""),
+    "chunks": ("one stream, cut", ""),
+}
 NUM_SEGMENTS = 10  # that are shown, unless it is said
 NAMES = {BEGINS: "begins", ENDS: "ends", HAS_BOS: "BOS", HAS_EOS: "EOS"}
 
@@ -125,3 +133,66 @@ def made_of_text(header: Any) -> bool:
 
 def print_stats(prefix: str, *, as_json: bool, plot_path: str | None) -> None:
     """Prints the figures of a corpus, and draws the lengths of its segments."""
+    from stageline.corpus.stats import stats
+
+    figures = stats(prefix)
+    picture = plot_path or f"{prefix}.stats.png"
+    draw(figures, picture)
+    if as_json:
+        kinds = [*figures.types, figures.whole]
+        values = {kind.name: figures_of(kind) for kind in kinds}
+        print(json.dumps({"prefix": prefix, "seq_length": figures.seq_length, **values}))
+        return
+    print(stats_table(figures))
+    print(f"the lengths are drawn in {picture}")
+
+
+def figures_of(kind: Any) -> dict[str, Any]:
+    """The figures of one type as JSON holds them."""
+    values = dataclasses.asdict(kind)
+    del values["name"]
+    return {**values, "histogram": kind.histogram.tolist(), "padding": kind.padding}
+
+
+def stats_table(figures: Any) -> str:
+    """The figures of each type, a line each, and what rows cost."""
+    whole = figures.whole
+    lines = [
+        f"{figures.prefix}: segments of at most {figures.seq_length} tokens",
+        f"  {'type':<24}{'segments':>12}{'tokens':>16}{'share':>8}{'mean':>7}"
+        f"{'documents':>12}{'of them cut':>13}",
+    ]
+    for kind in [*figures.types, whole]:
+        share = kind.num_tokens / max(1, whole.num_tokens)
+        mean = kind.num_tokens / max(1, kind.num_segments)
+        lines.append(
+            f"  {kind.name[:23]:<24}{kind.num_segments:>12,}{kind.num_tokens:>16,}{share:>8.1%}"
+            f"{mean:>7.0f}{kind.num_documents:>12,}{kind.num_cut_documents:>13,}"
+        )
+    fitting = max(1, whole.num_documents - whole.num_cut_documents)
+    cuts = f"; cuts {whole.num_chunk_cuts / fitting:.1%} of the documents that would fit"
+    lines.append(f"padding of rows of {figures.seq_length} tokens:")
+    for way, (name, note) in WAYS.items():
+        more = cuts if way == "chunks" else note
+        lines.append(f"  {name:<24}{whole.padding[way]:>8.2%}{more}")
+    return "\n".join(lines)
+
+
+def draw(figures: Any, path: str) -> None:
+    """The picture of the lengths, in a few dozen bars."""
+    from stageline.plotting.corpus import plot_corpus
+
+    width = -(-figures.seq_length // NUM_BARS)
+    borders = list(range(1, figures.seq_length + width + 1, width))
+    histograms = {}
+    for kind in figures.types:
+        counts = [int(kind.histogram[low : low + width].sum()) for low in borders[:-1]]
+        histograms[kind.name] = (borders, counts)
+    whole = figures.whole
+    plot_corpus(
+        histograms,
+        path,
+        padding={name: whole.padding[way] for way, (name, _) in WAYS.items()},
+        tokens={kind.name: kind.num_tokens for kind in figures.types},
+        title=Path(figures.prefix).name,
+    )

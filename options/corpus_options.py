@@ -158,6 +158,13 @@ class ConvertConfig:
     tokenizer_path: str | None = option(
         None, f"of Megatron-core's files, which do not say it: {TOKENIZER}", is_path=True
     )
+    seq_length: int | None = option(
+        None,
+        "of Megatron-core's files: longer sequences are cut into near-equal pieces; default: none",
+        at_least=8,
+        at_most=2**30,
+    )
+    language: str = option("unknown", "of Megatron-core's files, noted in the header")
     overwrite: bool = _overwrite()
 
 
