@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stageline.corpus.chunks import Chunk
+from stageline.corpus.encoder import why_bad
 from stageline.corpus.sources import JSON, PARQUET, TEXT
 from stageline.errors import UserError
 
@@ -243,15 +244,9 @@ def check_text(text: Any) -> None:
         raise BadDocument("not text", f"the document is {type(text).__name__}, not text")
     if not text:
         raise BadDocument(EMPTY, "the document is empty")
-    if not text.isascii():
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise BadDocument(
-                "lone surrogate",
-                f"character {error.start + 1} is half of a surrogate pair, "
-                f"{text[error.start]!a}, which has no UTF-8",
-            ) from error
+    reason = why_bad(text)
+    if reason is not None:
+        raise BadDocument("lone surrogate", reason)
 
 
 def _json_object(line: str) -> dict[str, Any]:
