@@ -180,6 +180,8 @@ def pt(
 ) -> dict[str, torch.Tensor]:
     """Pre-training on plain text: every token of the field `text` is learnt, and EOS behind it.
 
+    Of --dataset corpus it takes the tokens as they are.
+
     Args:
         overlong: what to do with a text of more than --max-token-num tokens: refuse it, keep its
             beginning (without EOS), or drop it.
@@ -189,6 +191,7 @@ def pt(
 
 pt.length_of = _as_part(length_text)
 pt.packed = _as_part(collate_packed_text)
+pt.takes_tokens = True  # as a corpus has them, in place of text
 # text is all there is: no template to choose
 pt.default_keys = {"prompt": "text", "prompt_fn": "fill", "image_token": "none", "loss_fn": "sft"}
 
