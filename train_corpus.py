@@ -93,6 +93,7 @@ def mixture_report(run: RunConfig, dataset: Any) -> str:
         dp_degree=run.dp_degree or 1,
         seed=run.seed,
         shuffle=True,
+        start_step=0,
         position=None,
     )
     told = getattr(sampler, "report", None)

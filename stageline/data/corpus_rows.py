@@ -93,7 +93,8 @@ class CorpusRows(Dataset):
     def make_sampler(self, **options: Any) -> Any:
         """Draws the rows of training; see `has_sampler`."""
         assert self._draw is not None, "rows that are held out are not drawn"
-        return self._draw(self.sizes, **self.mixing, **options)
+        names = [kind.name for kind in self.corpus.header.types]
+        return self._draw(self.sizes, names=names, **self.mixing, **options)
 
     def describe(self, row: int) -> str:
         """Where a row is from."""

@@ -99,6 +99,7 @@ class MicroBatchLoader:
             seed=seed,
             shuffle=shuffle,
             eval=eval,
+            start_step=start_step,
             position=position,
         )
         options = {"collate": collate, "micro_batch_size": micro_batch_size, "dp_rank": dp_rank}
@@ -152,11 +153,18 @@ class MicroBatchLoader:
 
 
 def _make_sampler(
-    dataset: Any, *, batch_size: int, eval: bool, position: Any, **common: Any
+    dataset: Any,
+    *,
+    batch_size: int,
+    eval: bool,
+    start_step: int,
+    position: Any,
+    **common: Any,
 ) -> Any:
     """The dataset's own for training, if it has one."""
     if has_sampler(dataset) and not eval:
-        return dataset.make_sampler(batch_size=batch_size, position=position, **common)
+        place = {"start_step": start_step, "position": position}
+        return dataset.make_sampler(batch_size=batch_size, **place, **common)
     sampler = StreamSampler if is_stream(dataset) else StepSampler
     return sampler(len(dataset), eval=eval, group_size=group_size_of(dataset), **common)
 

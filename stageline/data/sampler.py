@@ -22,9 +22,9 @@ def has_sampler(dataset: object) -> bool:
     """Whether a dataset draws its training rows itself.
 
     Its part offers `make_sampler(*, batch_size, step_samples, dp_rank, dp_degree, seed, shuffle,
-    position)`: an object with `len` (steps of an epoch) and `shares(start_step)` as StepSampler
-    has. With a `state_after(step)`, what that gives is saved with a checkpoint, and comes back as
-    `position` (else None); then `shares(start_step)` begins there.
+    start_step, position)`: an object with `len` (steps of an epoch) and `shares(start_step)` as
+    StepSampler has. With a `state_after(step)`, what that gives is saved with a checkpoint, and
+    comes back as the `position` of `start_step` (else it is None).
     """
     return hasattr(dataset, "make_sampler")
 
