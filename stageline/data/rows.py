@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from stageline.data.sampler import is_stream
+from stageline.data.sampler import has_sampler, is_stream
 from stageline.seeds import HostState, derive_seed, seed_host
 
 Item = tuple[Any, Any]  # images, sample
@@ -23,7 +23,8 @@ class Rows:
         self._dataset = dataset
         self._length_of = length_of
         self._seed = seed
-        self._forgets = is_stream(dataset)  # no position comes again
+        # no position of a stream comes again, and what has a sampler may have a billion rows
+        self._forgets = is_stream(dataset) or has_sampler(dataset)
         self._known: dict[int, int] = {}
         self._drawing: set[int] = set()
 
