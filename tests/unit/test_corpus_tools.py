@@ -6,7 +6,7 @@ import tracemalloc
 import numpy
 import pytest
 
-from stageline.corpus import mapped
+from stageline.corpus import files_out, mapped
 from stageline.corpus.corpus_files import Corpus
 from stageline.corpus.header import path_of
 from stageline.corpus.merge import merge
@@ -139,6 +139,7 @@ def test_wrong_indices_are_named(tmp_path, indices, words):
 def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch, work):
     monkeypatch.setattr(mapped, "TOKENS", 1 << 14)
     monkeypatch.setattr(mapped, "STEP", 256)
+    monkeypatch.setattr(files_out, "CHUNK", 1 << 14)
     peaks = []
     for times in (1, 8):  # 0.5 and 4 MB of tokens
         prefix = tmp_path / str(times)
