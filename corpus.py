@@ -25,11 +25,13 @@ from stageline.distributed.stop import release_signals
 from stageline.errors import INTERRUPTED, PREEMPTED, DataError, UserError
 
 SHELF = ("corpus_parts",)
+SHELF_OF_RUNS = ("dataset",)  # what a run has seen, its dataset says
 
 
 def main() -> int:
     """Does one action; returns the exit code."""
-    import_shelf(*(() if "--list" in sys.argv else SHELF))  # the list shows everything
+    shelf = (*SHELF, *SHELF_OF_RUNS) if "find-trained" in sys.argv[1:2] else SHELF
+    import_shelf(*(() if "--list" in sys.argv else shelf))  # the list shows everything
     arguments = parse_corpus_args()
     freeze_registers()
     # no rank has to save first: Ctrl-C ends at once, and what was built is gone on with
@@ -189,9 +191,14 @@ def remove(arguments: CorpusArguments) -> None:
 
 def find_trained(arguments: CorpusArguments) -> None:
     """Lists what a run has seen."""
-    from corpus_trained import find_trained_by
+    from corpus_trained import segments_seen
+    from stageline.corpus.trained import save_indices
 
-    find_trained_by(arguments.run)
+    run, part = arguments.run, arguments.parts["dataset"]
+    dataset = part.part(dataset_path=run.read_path_prefix, split="train", **part.kwargs)
+    seen = segments_seen(run, dataset)
+    save_indices(run.save_path, seen)
+    print(f"{len(seen):,} of {len(dataset.corpus):,} segments: {run.save_path}")
 
 
 def stats(arguments: CorpusArguments) -> None:

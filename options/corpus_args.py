@@ -3,10 +3,11 @@
 import difflib
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
-from options.command_line import Given, by_name, read_config, read_words, typed
+from options.command_line import by_name, read_config, read_words, typed
 from options.corpus_options import (
     ConvertConfig,
     FindTrainedConfig,
@@ -58,7 +59,10 @@ ACTIONS = {
         ("read_data_path_prefix", "write_data_path_prefix", "remove_idx_path"),
     ),
     "find-trained": Action(
-        "list the segments that a training run has seen", FindTrainedConfig, ("save_path",)
+        "list the segments that a training run has seen",
+        FindTrainedConfig,
+        ("save_path", "read_path_prefix"),
+        {"dataset": "corpus"},
     ),
     "stats": Action(
         "lengths, padding and tokens a type, with a picture", StatsConfig, ("read_path_prefix",)
@@ -102,6 +106,8 @@ def parse_corpus_args(argv: Sequence[str] | None = None) -> CorpusArguments:
         SystemExit: after `--help` and `--list`.
     """
     name, words = split_action(list(sys.argv[1:] if argv is None else argv))
+    if name == "find-trained":
+        words = with_run(words)
     if name is None and words in (["--help"], ["-h"], []):
         print(overview())
         raise SystemExit(0 if words else OptionError.exit_code)
@@ -148,16 +154,27 @@ def _check_needed(run: Any, names: Sequence[str]) -> None:
         )
 
 
-def run_words(path: str, config: type) -> list[str]:
-    """The options of a run's config.yaml that `config` has as well, as words."""
-    names = set(config.__dataclass_fields__)
-    given: dict[str, Given] = by_name(read_config(path))
-    return [
-        word
-        for name, item in given.items()
-        if name in names
-        for word in (typed(name), *item.values)
-    ]
+def with_run(words: list[str]) -> list[str]:
+    """The words, with the options of the run folder that they name in front."""
+    given = by_name(read_words(words)).get("run_path")
+    if given is None or len(given.values) != 1:
+        return words
+    return [*run_words(run_folder(given.values[0]) / "config.yaml"), *words]
 
 
-__all__ = ["ACTIONS", "CorpusArguments", "overview", "parse_corpus_args", "read_words", "run_words"]
+def run_folder(path: str) -> Path:
+    """The folder of a run, of itself or of one of its checkpoints."""
+    folder = Path(path).expanduser().absolute()
+    return folder.parent.parent if folder.parent.name == "checkpoints" else folder
+
+
+def run_words(path: Path) -> list[str]:
+    """The options of a run's config file that say which rows it drew."""
+    names = {item.name: item.name for item in fields(FindTrainedConfig)}
+    names |= {"dataset_path": "read_path_prefix", "dataset": "dataset", "import": "import"}
+    words = []
+    for item in read_config(path):
+        head, dot, tail = item.name.partition(".")
+        if head in names and (not dot or head == "dataset") and item.values != ["null"]:
+            words += [typed(names[head]) + dot + tail, *item.values]
+    return words

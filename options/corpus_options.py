@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from options.corpus_run_options import CorpusRunOptions
 from options.fields import option
 
 PREFIX = "path of a corpus without its suffix (.bin, .idx ...)"
@@ -169,25 +170,30 @@ class ConvertConfig:
 
 
 @dataclass(kw_only=True)
-class FindTrainedConfig:
+class FindTrainedOptions:
     """What a run has seen"""
 
     run_path: str | None = option(
-        None, "run folder: its options and last checkpoint stand for those below", is_path=True
+        None,
+        "run folder: its options and its last checkpoint say what follows; or one checkpoint of it",
+        is_path=True,
     )
     read_path_prefix: str | None = option(None, PREFIX, is_output=True)
     save_path: str | None = option(
         None, "new file of numbers of segments, for remove: .npy, else text", is_output=True
     )
-    steps: int | None = option(None, "optimizer steps done", at_least=0)
+    steps: int | None = option(
+        None, "optimizer steps done; of a run folder by default those of the checkpoint", at_least=0
+    )
+    epoch: int | None = option(
+        None, "what was seen in this epoch alone, from 0; default: in all", at_least=0
+    )
     batch_size: int | None = option(None, "rows of a batch, per replica", at_least=1)
     accumulate_steps: int = option(1, "batches of an optimizer step", at_least=1)
     dp_degree: int = option(1, "replicas", at_least=1)
     seed: int = option(0, "of the run", at_least=0)
-    epoch: int | None = option(None, "only of this epoch, from 0; default: of all", at_least=0)
-    global_batch_distributed: list[float] | None = option(
-        None, "as in the run: rows of each type in a batch of all replicas"
-    )
-    mixture_weights: list[float] | None = option(None, "as in the run: share of each type")
-    drop_mode: str = option("first_ends_drop", "as in the run")
-    rows: Literal["segments", "packed"] = option("segments", "as in the run")
+
+
+@dataclass(kw_only=True)
+class FindTrainedConfig(CorpusRunOptions, FindTrainedOptions):
+    """Every option of corpus.py find-trained."""
