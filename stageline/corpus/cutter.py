@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy
 
+from stageline.corpus.cut import cut_document
 from stageline.corpus.encoder import Encoder, why_bad
 from stageline.corpus.segments import BEGINS, ENDS, HAS_BOS, HAS_EOS, CutRules, Segments
 from stageline.errors import UserError
@@ -129,8 +130,6 @@ class DocumentCutter:
 
     def _cut(self, text: str, ids: numpy.ndarray) -> tuple[numpy.ndarray, int]:
         """Lengths of a document's pieces without BOS and EOS, and how many sentences were cut."""
-        from stageline.corpus.cut import cut_document
-
         cut = cut_document(
             text,
             ids,

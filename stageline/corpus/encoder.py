@@ -109,6 +109,7 @@ class Encoder:
             if self._table
             else None
         )
+        self._decoder = None if self._table else _backend(spec)
         self._fast: FastEncoder | None = None
         if kind != "tokenizers":
             self._try_fast(spec, must=kind == "tiktoken")
@@ -151,7 +152,7 @@ class Encoder:
         """
         if self._table is not None:
             return b"".join([self._table[index] for index in ids]).decode(errors="replace")
-        return self._backend.decode([int(index) for index in ids], skip_special_tokens=False)
+        return self._decoder.decode([int(index) for index in ids], skip_special_tokens=False)
 
     def check(self, texts: Sequence[str]) -> bool:
         """Compares with the tokenizers library on real documents; falls back where ids differ.
@@ -241,13 +242,42 @@ def _load_tokenizer(path: Path) -> Any:
 
 
 def _plain_backend(spec: dict[str, Any]) -> Any:
-    """Of the `tokenizers` library: adds nothing, cuts nothing off, takes control text as text."""
-    from tokenizers import Tokenizer
+    """Of the `tokenizers` library: adds nothing, cuts nothing off, takes control text as text.
+
+    Control tokens get names that no text has: Unigram models hold them as pieces, which the text
+    "</s>" would give, whatever is said of special tokens.
+    """
+    model, added = spec["model"], spec["added_tokens"]
+    control = {token["content"] for token in added if token["special"]} - _needed(model)
+
+    def hide(token: str) -> str:
+        return f"\uffff{token}\ufffe hidden" if token in control else token
 
     plain = {**spec, "truncation": None, "padding": None, "post_processor": None}
-    backend = Tokenizer.from_str(json.dumps(plain))
+    plain["added_tokens"] = [{**token, "content": hide(token["content"])} for token in added]
+    if isinstance(model["vocab"], dict):
+        hidden: Any = {hide(token): index for token, index in model["vocab"].items()}
+    else:
+        hidden = [[hide(token), score] for token, score in model["vocab"]]
+    plain["model"] = {**model, "vocab": hidden}
+    if model.get("unk_token"):
+        plain["model"]["unk_token"] = hide(model["unk_token"])
+    backend = _backend(plain)
     backend.encode_special_tokens = True
     return backend
+
+
+def _backend(spec: dict[str, Any]) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str(json.dumps(spec))
+
+
+def _needed(model: dict[str, Any]) -> set[str]:
+    """Tokens that the model looks up by name: those of merges, and single bytes."""
+    single = {f"<0x{byte:02X}>" for byte in range(256)} if model.get("byte_fallback") else set()
+    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges", [])]
+    return single | {token for left, right in pairs for token in (left, right, left + right)}
 
 
 def _byte_table(spec: dict[str, Any], size: int) -> list[bytes]:
