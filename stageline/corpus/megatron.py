@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy
 
 from stageline.corpus.header import MEGATRON_MAGIC, CorpusHeader, SegmentType, edges_digest, path_of
-from stageline.corpus.mapped import STEP, MappedSegments, map_file
+from stageline.corpus.mapped import MappedSegments, map_file
 from stageline.corpus.segments import BEGINS, ENDS, CutRules
 from stageline.errors import DataError
 
@@ -47,13 +47,12 @@ class MegatronCorpus(MappedSegments):
         self._pointers = index[ends[1] : ends[2]].cast("q")
         self._starts = numpy.frombuffer(index[ends[2] :], dtype="<i8")
         self._bin = map_file(path_of(self.prefix, ".bin"))
-        self._token_dtype = numpy.dtype(dtype).newbyteorder("<")
-        self._check_end()
+        self._ids = self._map_ids(numpy.dtype(dtype).newbyteorder("<"))
         self.header = self._make_header(num_documents)
 
     def bounds(self, index: int) -> tuple[int, int]:
         """Where a segment's tokens begin and end, in tokens from the start of the `.bin`."""
-        start = self._pointers[index] // self._token_dtype.itemsize
+        start = self._pointers[index] // self._ids.itemsize
         return start, start + self._lengths[index]
 
     def lengths(self, start: int = 0, stop: int | None = None) -> numpy.ndarray:
@@ -77,20 +76,21 @@ class MegatronCorpus(MappedSegments):
         both = edges_digest(path_of(self.prefix, ".idx")) + self.header.edges_sha256
         return hashlib.sha256(both.encode()).hexdigest()
 
-    def _check_end(self) -> None:
+    def _map_ids(self, dtype: numpy.dtype) -> numpy.ndarray:
         # the last sequence ends the file: enough to find a truncated .bin without a walk
-        expected = self.bounds(self._len - 1)[1] * self._token_dtype.itemsize if self._len else 0
+        expected = self._pointers[-1] + self._lengths[-1] * dtype.itemsize if self._len else 0
         if len(self._bin) != expected:
             raise DataError(
                 f"{self.prefix}.bin has {len(self._bin):,} bytes; its index ends at {expected:,}:"
                 " the file was truncated, or the .idx is of another one. Copy both again."
             )
+        return numpy.frombuffer(self._bin, dtype=dtype)
 
     def _make_header(self, num_documents: int) -> CorpusHeader:
-        num_tokens = len(self._bin) // self._token_dtype.itemsize
+        num_tokens = len(self._ids)
         longest = int(numpy.frombuffer(self._lengths, dtype="<i4").max()) if self._len else 0
         return CorpusHeader(
-            dtype=self._token_dtype.name,
+            dtype=self._ids.dtype.name,
             tokenizer=None,
             rules=CutRules(longest, adds_bos=False, adds_eos=False),
             language="unknown",
@@ -112,7 +112,7 @@ def write_megatron(
     path.parent.mkdir(parents=True, exist_ok=True)
     path_of(path_prefix, ".idx").unlink(missing_ok=True)  # never an old index beside new tokens
     with open(path, "wb") as file:
-        for low, high in _steps(start, stop):
+        for low, high in corpus.steps(start, stop):
             file.write(corpus.token_bytes(low, high))
     part = path_of(path_prefix, ".idx.part")
     with open(part, "wb") as file:
@@ -123,26 +123,22 @@ def write_megatron(
 
 def _index_pieces(corpus: MappedSegments, start: int, stop: int) -> Iterator[bytes]:
     code, size = _CODES[corpus.header.dtype], numpy.dtype(corpus.header.dtype).itemsize
-    num_documents = sum(len(_begins(corpus, low, high)) for low, high in _steps(start, stop))
+    num_documents = sum(len(_begins(corpus, low, high)) for low, high in corpus.ranges(start, stop))
     yield _HEAD.pack(MEGATRON_MAGIC, 1, code, stop - start, num_documents + 1)
-    for low, high in _steps(start, stop):
+    for low, high in corpus.ranges(start, stop):
         yield corpus.lengths(low, high).astype("<i4").tobytes()
     written = 0
-    for low, high in _steps(start, stop):
+    for low, high in corpus.ranges(start, stop):
         ends = written + numpy.cumsum(corpus.lengths(low, high)) * size
         yield numpy.concatenate([[written], ends[:-1]]).astype("<i8").tobytes()
         written = int(ends[-1])
-    for low, high in _steps(start, stop):
+    for low, high in corpus.ranges(start, stop):
         yield (_begins(corpus, low, high) - start).astype("<i8").tobytes()
     yield struct.pack("<q", stop - start)
 
 
 def _begins(corpus: MappedSegments, low: int, high: int) -> numpy.ndarray:
     return low + numpy.flatnonzero(corpus.flags(low, high) & BEGINS)
-
-
-def _steps(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    return ((low, min(low + STEP, stop)) for low in range(start, stop, STEP))
 
 
 def _read_head(index: memoryview, path: Path) -> tuple[str, int, int]:

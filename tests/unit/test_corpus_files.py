@@ -1,63 +1,20 @@
 """The files of a corpus: what is written is read again, and each kind of damage is named."""
 
 import json
+import os
 import pickle
 import struct
+import subprocess
+import sys
 
 import numpy
 import pytest
 
 from stageline.corpus.corpus_files import Corpus, open_corpus
 from stageline.corpus.header import MAGIC, path_of
-from stageline.corpus.segments import (
-    BEGINS,
-    ENDS,
-    HAS_BOS,
-    HAS_EOS,
-    CutRules,
-    Segments,
-    TokenizerInfo,
-)
 from stageline.corpus.writer import CorpusWriter
-from stageline.errors import DataError, UserError
-
-RULES = CutRules(seq_length=8)
-
-
-def tokenizer(vocab_size=1000, **changes):
-    values = dict(name="tiny", fingerprint="f" * 64, vocab_size=vocab_size, bos_id=1, eos_id=2)
-    return TokenizerInfo(**{**values, **changes})
-
-
-def documents_of(sizes, *, seed=0, vocab_size=1000):
-    """Documents cut at 8 tokens, as plain lists of pieces: the reference of these tests."""
-    random = numpy.random.default_rng(seed)
-    whole = [[1, *random.integers(3, vocab_size, size).tolist(), 2] for size in sizes]
-    return [[doc[i : i + 8] for i in range(0, len(doc), 8)] for doc in whole]
-
-
-def segments_of(documents):
-    pieces, flags = [], []
-    for document in documents:
-        for number, piece in enumerate(document):
-            is_last = number == len(document) - 1
-            pieces.append(piece)
-            flags.append((number == 0) * (BEGINS | HAS_BOS) + is_last * (ENDS | HAS_EOS))
-    return Segments(
-        numpy.array([token for piece in pieces for token in piece], dtype=numpy.uint32),
-        numpy.array([len(piece) for piece in pieces], dtype=numpy.int64),
-        numpy.array(flags, dtype=numpy.uint8),
-    )
-
-
-def write(prefix, documents, *, vocab_size=1000, batch=3, **settings):
-    """A corpus of documents, added a few at a time."""
-    settings = {"tokenizer": tokenizer(vocab_size), "rules": RULES, "language": "en", **settings}
-    writer = CorpusWriter(prefix, **settings)
-    for start in range(0, len(documents), batch):
-        writer.add(segments_of(documents[start : start + batch]))
-    writer.close()
-    return Corpus(prefix)
+from stageline.errors import DataError, StorageError, UserError
+from stageline.testing.corpora import RULES, documents_of, segments_of, tokenizer, write
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(1000, "uint16"), (65537, "uint32")])
@@ -140,8 +97,6 @@ def test_killed_between_two_renames_goes_on(tmp_path, monkeypatch):
     writer = CorpusWriter(tmp_path / "a", tokenizer=tokenizer(), rules=RULES, language="en")
     writer.add(segments_of(documents))
     state = writer.state()
-    import os
-
     real = os.replace
 
     def killed(source, target):
@@ -172,6 +127,27 @@ def test_parts_that_changed_are_not_gone_on_with(tmp_path, change):
         part.write_bytes(content[:-1] if change == "cut" else b"\xff" + content[1:])
     with pytest.raises(DataError, match="cannot be gone on with"):
         CorpusWriter.resume(tmp_path / "a", state)
+
+
+def test_two_processes_do_not_write_one_corpus(tmp_path):
+    part = path_of(tmp_path / "a", ".bin.part")
+    holds = f"import fcntl; file = open({str(part)!r}, 'wb'); file.write(b'kept'); file.flush()"
+    holds += "; fcntl.lockf(file, fcntl.LOCK_EX); print('held', flush=True); input()"
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-S", "-c", holds], **pipes) as other:
+        other.stdout.readline()
+        with pytest.raises(UserError, match="another process"):
+            CorpusWriter(tmp_path / "a", tokenizer=tokenizer(), rules=RULES, language="en")
+        assert part.read_bytes() == b"kept"
+        other.communicate(b"\n")
+    CorpusWriter(tmp_path / "a", tokenizer=tokenizer(), rules=RULES, language="en").close()
+
+
+def test_a_full_disk_is_a_storage_error(tmp_path):
+    writer = CorpusWriter(tmp_path / "a", tokenizer=tokenizer(), rules=RULES, language="en")
+    writer._files["bin"]._file = open("/dev/full", "wb", buffering=0)
+    with pytest.raises(StorageError, match="a.bin.part cannot be written: No space left"):
+        writer.add(segments_of(documents_of([3])))
 
 
 def test_a_finished_corpus_is_overwritten_only_when_asked(tmp_path):
