@@ -92,7 +92,7 @@ class BuildRun:
                 self._take(chunk, result)
                 shown.add(chunk.num_bytes)
             self._finish()
-        except (KeyboardInterrupt, RuntimeError, UserError):
+        except (KeyboardInterrupt, SystemExit, RuntimeError, UserError):
             self._leave()
             raise
         finally:

@@ -5,6 +5,7 @@ workers of a parent that was killed end by themselves.
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -23,6 +24,7 @@ from stageline.errors import CRASH
 _SECONDS_BETWEEN_LOOKS = 0.5
 # chunks on the way for each worker: one is cut, the others wait, or wait to be written
 _CHUNKS_A_WORKER = 4
+_ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
 
 
 class WorkerDied(RuntimeError):
@@ -77,18 +79,21 @@ class Processes:
 
     def __init__(self, task: Task, num_workers: int) -> None:
         self.num_workers = num_workers
-        # forked ones need not import anything again, and know parts that were imported from files
+        # forked ones share the tokenizer, and know parts that were imported from files
         has_fork = "fork" in multiprocessing.get_all_start_methods()
+        with _one_thread():
+            made = Worker(task) if has_fork else task
+        self._facts = made.facts() if isinstance(made, Worker) else None
         self._executor = ProcessPoolExecutor(
             num_workers,
             mp_context=multiprocessing.get_context("fork" if has_fork else "spawn"),
             initializer=_start_worker,
-            initargs=(task, os.getpid()),
+            initargs=(made, os.getpid()),
         )
 
     def facts(self) -> CutterFacts:
-        """Tokenizer and rules, asked of a worker."""
-        return self._result(self._executor.submit(_facts))
+        """Tokenizer and rules."""
+        return self._facts or self._result(self._executor.submit(_facts))
 
     def submit(self, chunk: Chunk) -> Callable[[], ChunkResult]:
         """Hands a chunk to whichever worker is free."""
@@ -140,16 +145,32 @@ def _died() -> WorkerDied:
     )
 
 
-_task: Task | None = None
-_worker: Worker | None = None
+_given: Task | Worker | None = None
 
 
-def _start_worker(task: Task, parent: int) -> None:
-    global _task
-    _task = task
+def _start_worker(given: Task | Worker, parent: int) -> None:
+    global _given
+    _given = given
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ.update(_ONE_THREAD)
+    gc.freeze()  # what is there stays: it need not be looked at again and again
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    # threads of a tokenizer do not survive a fork, and a worker is one core: more would be others'
+    before = {name: os.environ.get(name) for name in _ONE_THREAD}
+    os.environ.update(_ONE_THREAD)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _end_with(parent: int) -> None:
@@ -159,17 +180,19 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _made() -> Worker:
-    global _worker
-    if _worker is None:  # here, not at the start: so its errors come back as they are
-        assert _task is not None
-        _worker = Worker(_task)
-    return _worker
+def _worker() -> Worker:
+    global _given
+    if not isinstance(
+        _given, Worker
+    ):  # here, not at the start: so its errors come back as they are
+        assert _given is not None
+        _given = Worker(_given)
+    return _given
 
 
 def _facts() -> CutterFacts:
-    return _made().facts()
+    return _worker().facts()
 
 
 def _cut(chunk: Chunk) -> ChunkResult:
-    return _made()(chunk)
+    return _worker()(chunk)

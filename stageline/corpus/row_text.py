@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stageline.corpus.chunks import Chunk
+from stageline.corpus.encoder import why_bad
 from stageline.corpus.sources import JSON, PARQUET, TEXT
 from stageline.errors import UserError
 
@@ -130,14 +131,15 @@ def _read_fully(raw: Any, num_bytes: int) -> bytes:
 def _with_end_of_line(raw: Any, body: bytes, max_document_bytes: int) -> tuple[bytes, bool]:
     begin = body.rfind(b"\n") + 1
     blocks, length = [body], len(body) - begin
-    while length <= max_document_bytes and (block := raw.read(_READ_BYTES)):
+    most = max_document_bytes + 1  # a CR before the end does not count
+    while length <= most and (block := raw.read(_READ_BYTES)):
         end = block.find(b"\n")
         if end >= 0:
             blocks.append(block[: end + 1])
             return b"".join(blocks), False
         blocks.append(block)
         length += len(block)
-    if length > max_document_bytes:
+    if length > most:
         return body[:begin], True
     return b"".join(blocks), False
 
@@ -243,15 +245,9 @@ def check_text(text: Any) -> None:
         raise BadDocument("not text", f"the document is {type(text).__name__}, not text")
     if not text:
         raise BadDocument(EMPTY, "the document is empty")
-    if not text.isascii():
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise BadDocument(
-                "lone surrogate",
-                f"character {error.start + 1} is half of a surrogate pair, "
-                f"{text[error.start]!a}, which has no UTF-8",
-            ) from error
+    reason = why_bad(text)
+    if reason is not None:
+        raise BadDocument("lone surrogate", reason)
 
 
 def _json_object(line: str) -> dict[str, Any]:

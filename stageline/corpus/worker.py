@@ -1,7 +1,6 @@
 """What a worker does with a chunk: rows to documents, documents to segments. Holds no state."""
 
 import dataclasses
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -75,9 +74,6 @@ class Worker:
     """
 
     def __init__(self, task: Task) -> None:
-        # a worker is one core: a tokenizer with threads of its own would take those of others
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        os.environ["RAYON_NUM_THREADS"] = "1"
         self._task = task
         self._cutter = task.make_cutter()
         check = getattr(getattr(self._cutter, "encoder", None), "check", None)
@@ -88,7 +84,9 @@ class Worker:
     def facts(self) -> CutterFacts:
         """Tokenizer and rules."""
         encoder = self._cutter.encoder
-        return CutterFacts(encoder.info, self._cutter.rules, str(encoder.kind))
+        note = getattr(encoder, "note", "")
+        kind = f"{encoder.kind} ({note})" if note else str(encoder.kind)
+        return CutterFacts(encoder.info, self._cutter.rules, kind)
 
     def __call__(self, chunk: Chunk) -> ChunkResult:
         task = self._task
