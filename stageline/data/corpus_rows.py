@@ -38,10 +38,12 @@ class CorpusRows(Dataset):
         fingerprint_of: tokenizer -> its fingerprint, as the corpus has it; None: not compared.
 
     Attributes:
+        is_fixed: reading a row draws nothing at random.
         has_tokens: samples are token ids, not text.
         mixing: how types are mixed: counts, weights, drop_mode; set before training.
     """
 
+    is_fixed = True
     has_tokens = True
 
     def __init__(

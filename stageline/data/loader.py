@@ -76,13 +76,7 @@ class MicroBatchLoader:
         legal_counts: Callable[[int], int] = int,
     ) -> None:
         step_samples = batch_size * accumulate_steps
-        if step_samples % micro_batch_size:
-            raise UserError(
-                f"{step_samples} rows of a step (--batch-size {batch_size} x --accumulate-steps "
-                f"{accumulate_steps}) do not fall into micro-batches of {micro_batch_size}. Equal "
-                "ones were expected, because each travels through the stages alone: choose a "
-                "--micro-batch-size that divides it."
-            )
+        _check_step(batch_size, accumulate_steps, micro_batch_size)
         group_size = group_size_of(dataset)
         check_batch_sizes(
             batch_size=batch_size,
@@ -149,6 +143,17 @@ class MicroBatchLoader:
             pin_memory=self.pins,
             # of its own: drawing from the global generator would shift dropout
             generator=torch.Generator(),
+        )
+
+
+def _check_step(batch_size: int, accumulate_steps: int, micro_batch_size: int) -> None:
+    step_samples = batch_size * accumulate_steps
+    if step_samples % micro_batch_size:
+        raise UserError(
+            f"{step_samples} rows of a step (--batch-size {batch_size} x --accumulate-steps "
+            f"{accumulate_steps}) do not fall into micro-batches of {micro_batch_size}. Equal "
+            "ones were expected, because each travels through the stages alone: choose a "
+            "--micro-batch-size that divides it."
         )
 
 

@@ -8,6 +8,7 @@ hold several segments a row, none of which sees another.
 from collections.abc import Sequence
 from typing import Any
 
+import numpy
 import torch
 
 from stageline.data.batch import Images, Sample, pad_rows, sample_name
@@ -39,11 +40,14 @@ def encode_ready(
         DataError: the row is too long and may not be cut; or it holds several segments, of which
             none can be cut or dropped alone.
     """
-    segments = [_encoded(ids) for ids in sample["segments"]]
+    segments = sample["segments"]
     total = sum(map(len, segments))
+    if total <= max_token_num:
+        return [_encoded(ids) for ids in segments]
     if len(segments) == 1:
+        count = len(segments[0])
         limited = limit_length(
-            segments[0],
+            Encoded(segments[0].tolist(), [True] * count, [False] * count),
             max_token_num=max_token_num,
             overlong=overlong,
             name=sample_name(sample),
@@ -51,23 +55,25 @@ def encode_ready(
             warn=stage == 0,
         )
         return [limited]
-    if total > max_token_num:
-        raise DataError(
-            f"{sample_name(sample)}: {len(segments)} segments of {total} tokens do not fit "
-            f"--max-token-num {max_token_num}. A row has to fit as a whole, because it was packed "
-            f"so: raise --max-token-num to {total}, or pack the corpus into shorter rows."
-        )
-    return segments
+    raise DataError(
+        f"{sample_name(sample)}: {len(segments)} segments of {total} tokens do not fit "
+        f"--max-token-num {max_token_num}. A row has to fit as a whole, because it was packed "
+        f"so: raise --max-token-num to {total}, or pack the corpus into shorter rows."
+    )
 
 
-def _encoded(ids: Any) -> Encoded:
+def _encoded(ids: numpy.ndarray) -> Encoded:
+    """In arrays, not lists: a corpus is read as fast as its tokens can be copied."""
     count = len(ids)
-    return Encoded(ids.tolist(), [True] * count, [False] * count)
+    return Encoded(ids, numpy.ones(count, bool), numpy.zeros(count, bool))  # type: ignore
 
 
-def length_ready(sample: Sample, **common: Any) -> int:
+def length_ready(sample: Sample, *, max_token_num: int, **common: Any) -> int:
     """Tokens of one row; `common` is what the collate part takes too."""
-    return sum(map(len, encode_ready(sample, **common)))
+    total = sum(map(len, sample["segments"]))
+    if total <= max_token_num:
+        return total
+    return sum(map(len, encode_ready(sample, max_token_num=max_token_num, **common)))
 
 
 def collate_ready(

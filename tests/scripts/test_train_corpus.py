@@ -15,11 +15,10 @@ from transformers import AutoModelForCausalLM
 import train_pp  # noqa: F401  now: what a test registers goes after it
 from stageline.corpus import sentences
 from stageline.corpus.build import build_corpus
-from stageline.corpus.corpus_files import open_corpus
 from stageline.corpus.cutter import DocumentCutter
 from stageline.corpus.encoder import load_encoder
+from stageline.corpus.merge import merge
 from stageline.corpus.segments import CutRules
-from stageline.corpus.writer import CorpusWriter
 from stageline.distributed import failure
 from stageline.testing.small_run import Job, saved_tensors
 from stageline.testing.tiny_models import tiny_config
@@ -47,22 +46,6 @@ def make_cutter(model, language):
     return DocumentCutter(load_encoder(model), getattr(sentences, language), rules)
 
 
-def joined(prefix, parts):
-    """One corpus of several, a type each."""
-    corpora = [open_corpus(path) for path in parts]
-    writer = CorpusWriter(
-        prefix,
-        tokenizer=corpora[0].header.tokenizer,
-        rules=corpora[0].header.rules,
-        language="auto",
-        type_names=[path.name for path in parts],
-    )
-    for kind, corpus in enumerate(corpora):
-        writer.add(corpus.segments(0, len(corpus)), type_index=kind)
-    writer.close()
-    return prefix
-
-
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     """A small model with random weights, its tokenizer, and the guides as a corpus of it."""
@@ -78,8 +61,14 @@ def job(tmp_path_factory):
     parts = [folder / language for language in files]
     for part in parts:
         make = functools.partial(make_cutter, job.model, part.name)
-        build_corpus(files[part.name], path_prefix=part, make_cutter=make, progress=False)
-    joined(folder / "both", parts)
+        build_corpus(
+            files[part.name],
+            path_prefix=part,
+            make_cutter=make,
+            type_name=part.name,
+            progress=False,
+        )
+    merge(parts, [0, 1], folder / "both")
     return job
 
 
@@ -107,7 +96,7 @@ def last(job, name):
 
 
 def test_the_held_out_perplexity_falls(job, whole):
-    assert "type english: " in whole.out and "6 in a batch" in whole.out
+    assert "type english: " in whole.out and "6 in a batch" in whole.out, whole.out
     perplexities = [record["perplexity"] for record in records(job, "whole", "eval")]
     assert len(perplexities) == 3
     assert perplexities[0] > 1.5 * perplexities[1] and perplexities[1] > 1.02 * perplexities[2]

@@ -87,7 +87,7 @@ def test_an_epoch_is_what_the_mode_says(pairs, mode, epoch):
     batches = _epoch(mixture, epoch)
     assert all(_per_type(mixture, rows) == counts for rows in batches)
     times = numpy.bincount(numpy.concatenate(batches), minlength=sum(sizes))
-    for kind, (size, told) in enumerate(zip(sizes, mixture.per_epoch, strict=True)):
+    for kind, told in enumerate(mixture.per_epoch):
         of_type = times[mixture.starts[kind] : mixture.starts[kind + 1]]
         assert of_type.sum() == told.drawn == num_batches * counts[kind]
         assert of_type.max() - of_type.min() <= 1, "no row twice more than another"
@@ -139,9 +139,7 @@ def test_without_shares_only_an_incomplete_batch_is_left_out(sizes):
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.floats(1e-3, 1.0), min_size=1, max_size=12), st.integers(1, 64), st.randoms()
-)
+@given(st.lists(st.floats(1e-3, 1.0), min_size=1, max_size=12), st.integers(1, 64), st.randoms())
 def test_weights_are_kept_in_every_batch_and_over_all(weights, batch, random):
     bound = 1 if len(weights) <= 2 else 2
     shares = numpy.array(weights) / sum(weights) * batch
