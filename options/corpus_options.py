@@ -146,6 +146,7 @@ class PackConfig:
     seq_length: int | None = option(
         None, "tokens of a row; default: those of a segment at most", at_least=8, at_most=2**30
     )
+    overwrite: bool = option(False, "replace packed rows of another length")
 
 
 @dataclass(kw_only=True)
