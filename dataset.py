@@ -69,7 +69,7 @@ def corpus(
     Args:
         rows: a segment a row; or rows that are filled with whole segments, none of which sees
             another, by PREFIX.pack, which is made where it is missing. Held-out rows are segments.
-        row_length: tokens of a packed row; default: --seq-length of the corpus.
+        row_length: tokens of a packed row; default: as PREFIX.pack has them, else --seq-length.
         test_size: so many segments of each type, or below 1 a share, are held out at its end.
         test_path: prefix of a corpus to evaluate on.
         any_tokenizer: take a corpus of another tokenizer than the run's.
@@ -86,7 +86,7 @@ def corpus(
         ranges = [(at, stop) if is_test else (first, at) for (first, stop), at in cut]
     packed = None
     if rows == "packed" and not is_test:
-        packed = _packed(prefix, row_length or opened.header.rules.seq_length)
+        packed = _packed(prefix, row_length)
         ranges = type_ranges(packed.type_starts)
     return CorpusRows(
         opened,
@@ -104,14 +104,16 @@ def _fingerprint(tokenizer: Any) -> str:
     return tokenizer_fingerprint(tokenizer)
 
 
-def _packed(prefix: str, row_length: int) -> Any:
+def _packed(prefix: str, row_length: int | None) -> Any:
     """The packed rows of a corpus; one process of a machine makes them where they are missing."""
-    from stageline.corpus.pack import PackedRows, pack_corpus
+    from stageline.corpus.pack import pack_corpus
+    from stageline.corpus.packed_rows import PackedRows
 
+    if Path(f"{prefix}.pack").exists():  # perhaps where nobody may write a lock
+        rows = PackedRows(prefix)
+        return rows if row_length in (None, rows.row_length) else pack_corpus(prefix, row_length)
     with FileLock(f"{prefix}.pack.lock"):
-        if not Path(f"{prefix}.pack").exists():
-            pack_corpus(prefix, row_length)
-    return PackedRows(prefix)
+        return pack_corpus(prefix, row_length)
 
 
 def _check_corpus_options(

@@ -32,7 +32,7 @@ class CorpusRows(Dataset):
         corpus: `header`, `corpus[i]` -> token ids of a segment, `type_starts`.
         ranges: of each type, the first of its rows and the one behind its last.
         source: what errors call the corpus.
-        packed: `packed[row]` -> its segments, `row_length`; None: a segment a row.
+        packed: `packed[row]` -> its segments, `row_length`, `digest`; None: a segment a row.
         make_sampler: (sizes, **options) -> what draws the rows of training; see sampler.py. Of
             options it gets those of `has_sampler` and all of `mixing`.
         fingerprint_of: tokenizer -> its fingerprint, as the corpus has it; None: not compared.
@@ -105,8 +105,8 @@ class CorpusRows(Dataset):
 
     def fingerprint(self) -> str:
         """Tells whether another dataset has the same rows; reads the header alone."""
-        length = None if self.packed is None else self.row_length
-        words = [self.corpus.header.digest, self.ranges, length]
+        packed = None if self.packed is None else self.packed.digest
+        words = [self.corpus.header.digest, self.ranges, packed]
         return hashlib.sha256(json.dumps(words).encode()).hexdigest()
 
     def check(

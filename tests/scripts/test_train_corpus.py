@@ -123,6 +123,16 @@ def test_other_replicas_and_accumulation_see_the_same_rows(job, whole):
     assert job.losses("two") == pytest.approx(expected, rel=1e-4)
 
 
+def test_packed_rows_train_on_all_stages(job):
+    rows = ("--dataset.rows", "packed", "--dataset.test_path", job.folder / "english")
+    words = [word for word in options(job) if word not in ("--dataset.test_size", 24)]
+    done = job.fork("packed", *words, *rows, "--total-steps", 4, "--eval-samples", 8)
+    assert done.code == 0, done.err
+    assert "packed rows of" in done.out and (job.folder / "both.pack").exists()
+    losses = job.losses("packed")
+    assert losses[4] < losses[1]
+
+
 def test_another_tokenizer_is_refused(job, tmp_path):
     tiny_tokenizer(vocab_size=600).save_pretrained(tmp_path)
     words = ("--processor-path", tmp_path, "--check-only")

@@ -82,6 +82,44 @@ def test_the_fingerprint_is_of_the_content(prefix, types, tmp_path):
     assert tokens(held) == tokens(part(other))
 
 
+def test_packed_rows_hold_each_segment_once_and_are_made_where_they_are_missing(types, tmp_path):
+    prefix = tiny_corpus(tmp_path / "packed", types)
+    dataset = part(prefix, rows="packed")
+    assert dataset.sizes[0] == 6 and len(dataset) < 15  # 79 tokens of type 0 in rows of 16
+    rows = tokens(dataset)
+    assert all(sum(map(len, row)) <= 16 for row in rows)
+    assert sorted(segment for row in rows for segment in row) == sorted(
+        segment for (segment,) in flat(types)
+    )
+    first_type = {tuple(segment) for (segment,) in flat(types[:1])}
+    assert {tuple(segment) for row in rows[:6] for segment in row} == first_type
+    assert dataset[0][1]["is_packed"] and dataset.describe(0).endswith("packed row 0")
+    with pytest.raises(UserError, match="rows of 16 tokens, and rows of 32"):
+        part(prefix, rows="packed", row_length=32)
+    (prefix.parent / "packed.pack").unlink()
+    wider = part(prefix, rows="packed", row_length=32)
+    assert wider.row_length == part(prefix, rows="packed").row_length == 32
+    assert wider.fingerprint() != dataset.fingerprint() != part(prefix).fingerprint()
+    with pytest.raises(UserError, match=r"--max-token-num is 16.*--dataset.row_length"):
+        check(wider, overlong="cut")
+    held = part(prefix, rows="packed", split="test", test_path=str(prefix))
+    assert "is_packed" not in held[0][1] and len(held) == 15
+
+
+def test_packed_rows_are_drawn_and_learnt_as_their_segments(types, tmp_path):
+    dataset = part(tiny_corpus(tmp_path / "packed", types), rows="packed")
+    dataset.mixing["drop_mode"] = "last_ends_fill"
+    steps = iter(loader(dataset, batch_size=2, seed=1))
+    seen = set()
+    for batch in next(steps) + next(steps):
+        (row,) = set(batch["loss_packed_rows"].tolist())
+        lengths = [len(segment) for segment in dataset[row][1]["segments"]]
+        assert batch["sample_ids"].amax() + 1 == len(lengths) == len(batch["loss_packed_rows"])
+        assert (batch["labels"] != -100).sum() == sum(lengths) - len(lengths)
+        seen.add(row)
+    assert len(seen) == 4
+
+
 def test_what_has_no_sense_is_refused(prefix):
     with pytest.raises(UserError, match="without --dataset-path"):
         dataset_register["corpus"](dataset_path=None)
