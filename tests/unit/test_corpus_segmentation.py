@@ -54,7 +54,7 @@ def _units(draw, most):
 
 
 @settings(max_examples=10_000, deadline=None, database=None, derandomize=True)
-@given(_units(9))
+@given(_units(7))
 def test_the_fewest_and_the_most_even_of_all_cuttings(case):
     lengths, limit = case
     cuttings = _all_cuttings(lengths, limit)
