@@ -86,6 +86,8 @@ def test_a_writer_left_behind_goes_on_to_the_same_bytes(tmp_path):
     left.state()
     for _ in range(2):  # killed again before it added anything
         writer = CorpusWriter.resume(tmp_path / "left", state)
+        for name, file in state["files"].items():
+            assert path_of(tmp_path / "left", f".{name}.part").stat().st_size == file["size"]
     writer.add(segments_of(documents[3:]))
     writer.close()
     for suffix in (".bin", ".idx", ".dis", ".tmp"):
@@ -95,9 +97,11 @@ def test_a_writer_left_behind_goes_on_to_the_same_bytes(tmp_path):
 
 
 def test_killed_between_two_renames_goes_on(tmp_path, monkeypatch):
-    documents = documents_of([3, 20])
-    writer = CorpusWriter(tmp_path / "a", tokenizer=tokenizer(), rules=RULES, language="en")
-    writer.add(segments_of(documents))
+    write(tmp_path / "a", documents_of([30]))  # its index must not lie beside the new tokens
+    writer = CorpusWriter(
+        tmp_path / "a", tokenizer=tokenizer(), rules=RULES, language="en", overwrite=True
+    )
+    writer.add(segments_of(documents_of([3, 20])))
     state = writer.state()
     real = os.replace
 
