@@ -21,8 +21,14 @@ def segments_seen(run: FindTrainedConfig, dataset: Any) -> numpy.ndarray:
         dataset: the rows that the run drew from, as its dataset part makes them.
 
     Raises:
-        UserError: neither a checkpoint nor options say how many steps were done.
+        UserError: neither a checkpoint nor options say how many steps were done, or the run drew
+            from no corpus.
     """
+    if not hasattr(dataset, "sizes"):
+        raise UserError(
+            "the run drew from another dataset than a corpus. One with --dataset corpus was "
+            "expected, because only its segments can be found and removed: give another --run-path."
+        )
     position = position_of(run)
     mixture = Mixture(
         dataset.sizes,
