@@ -15,6 +15,8 @@ from options.corpus_args import ACTIONS
 from options.infer_options import InferConfig
 from options.run_options import EvaluateConfig, RunConfig
 from register import ALL_REGISTERS
+from stageline.corpus.corpus_files import open_corpus
+from stageline.corpus.encoder import load_encoder
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted([*(ROOT / "scripts").glob("*.sh"), *(ROOT / "scripts").glob("*.slurm")])
@@ -107,3 +109,16 @@ def test_the_default_job_trains_and_is_evaluated(tmp_path):
     report = json.loads((folder / "evaluation" / "report.json").read_text())
     assert report["num_samples"] == 6 and 0 <= report["score"] <= 1
     assert len((folder / "evaluation" / "predictions.jsonl").read_text().splitlines()) == 6
+
+
+@pytest.mark.skipif(not (ROOT / ".venv").is_dir(), reason="the scripts' environment is not there")
+def test_the_guides_become_a_corpus_of_two_types(tmp_path):
+    built = run("build_corpus.sh", "--num-workers", "0", SAVE_PATH=str(tmp_path))
+    assert built.returncode == 0, built.stdout + built.stderr
+    corpus = open_corpus(tmp_path / "guides")
+    assert [kind.name for kind in corpus.header.types] == ["guides-0-english", "guides-1-chinese"]
+    texts = [json.loads(line)["text"] for line in (tmp_path / "chinese.jsonl").open()]
+    encoder = load_encoder(tmp_path / "tokenizer")
+    documents = corpus.documents(int(corpus.type_starts[1]))
+    assert [encoder.decode(corpus.document_tokens(*pair)) for pair in documents] == texts
+    assert (tmp_path / "guides.stats.png").is_file()
