@@ -147,7 +147,7 @@ def _strip_step(
     lengths = targets[:, None] - sources[places]
     table = lengths * lengths
     table += costs[places]
-    table[(lengths > longest) | (lengths < shortest)] = _NEVER
+    table[lengths > longest] = _NEVER  # none is shorter than `shortest`
     best = table.argmin(axis=1)
     rows = numpy.arange(len(targets))
     return table[rows, best], places[rows, best]
