@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy
 
 from stageline.corpus.cutting_places import LEVELS
-from stageline.corpus.segmentation import even, fewest
+from stageline.corpus.segmentation import differences, even, fewest
 from stageline.corpus.segments import CutRules
 from stageline.corpus.sentences import Splitter, ends_of_each
 from stageline.errors import UserError
@@ -126,7 +126,7 @@ def _cut(
     if lengths.max() > rules.seq_length:
         raise _character_too_long(document, ends, lengths, extra, rules.seq_length)
     chosen = _policy(rules.pieces)(lengths, rules.seq_length)
-    return Cut(numpy.diff(ends.take(chosen - 1), prepend=0), num_cut)
+    return Cut(differences(ends.take(chosen - 1)), num_cut)
 
 
 def _policy(pieces: str) -> Callable[[numpy.ndarray, int], numpy.ndarray]:
@@ -161,8 +161,8 @@ def _is_character_start(data: bytes) -> numpy.ndarray:
 
 def _sentence_ends(document: _Document, places: numpy.ndarray) -> numpy.ndarray:
     """Where sentences end, as numbers of tokens, each once."""
-    num_letters = len(document.text)
-    if not len(places) or places[-1] != num_letters or (numpy.diff(places, prepend=0) <= 0).any():
+    num_letters, places = len(document.text), numpy.asarray(places, numpy.int64)
+    if not len(places) or places[-1] != num_letters or differences(places).min() <= 0:
         raise UserError(
             f"the splitter gave the ends {places[:5]} ... {places[-1:]} for a text of "
             f"{num_letters} characters: rising character offsets were expected, the first above 0 "
@@ -179,7 +179,7 @@ def _sentence_ends(document: _Document, places: numpy.ndarray) -> numpy.ndarray:
 
 def _lengths(ends: numpy.ndarray, extra: tuple[int, int]) -> numpy.ndarray:
     """Tokens of each unit, BOS and EOS counted with the first and the last one."""
-    lengths = numpy.diff(ends, prepend=0)
+    lengths = differences(ends)
     lengths[0] += extra[0]
     lengths[-1] += extra[1]
     return lengths

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stageline.corpus import segmentation
 from stageline.corpus.segmentation import even, fewest
 
 
@@ -81,12 +82,17 @@ def test_longer_lists_agree_with_the_plain_table(cases):
         assert max(_pieces(lengths, greedy)) <= limit and len(greedy) == len(found)
 
 
+@pytest.mark.parametrize("dense_cells", [segmentation._DENSE_CELLS, 0])
 @pytest.mark.parametrize(("longest", "limit"), [(3, 64), (25, 256), (200, 256), (1, 30)])
-def test_documents_of_many_segments_agree_with_the_plain_table(longest, limit):
-    lengths = numpy.random.default_rng(longest).integers(1, longest + 1, size=6_000)
-    found = even(lengths, limit).tolist()
-    assert max(_pieces(lengths.tolist(), found)) <= limit
-    assert (len(found), _squares(lengths.tolist(), found)) == _table(lengths.tolist(), limit)
+def test_documents_of_many_segments_agree_with_the_plain_table(
+    longest, limit, dense_cells, monkeypatch
+):
+    monkeypatch.setattr(segmentation, "_DENSE_CELLS", dense_cells)
+    for num_units in (60, 600, 6_000):
+        lengths = numpy.random.default_rng(num_units).integers(1, longest + 1, size=num_units)
+        found = even(lengths, limit).tolist()
+        assert max(_pieces(lengths.tolist(), found)) <= limit
+        assert (len(found), _squares(lengths.tolist(), found)) == _table(lengths.tolist(), limit)
 
 
 def test_a_greedy_segment_takes_all_that_fits():
