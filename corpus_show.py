@@ -151,7 +151,9 @@ def figures_of(kind: Any) -> dict[str, Any]:
     """The figures of one type as JSON holds them."""
     values = dataclasses.asdict(kind)
     del values["name"]
-    return {**values, "histogram": kind.histogram.tolist(), "padding": kind.padding}
+    lengths = kind.histogram.nonzero()[0].tolist()
+    histogram = {length: int(kind.histogram[length]) for length in lengths}
+    return {**values, "histogram": histogram, "padding": kind.padding}
 
 
 def stats_table(figures: Any) -> str:

@@ -159,7 +159,14 @@ def with_run(words: list[str]) -> list[str]:
     given = by_name(read_words(words)).get("run_path")
     if given is None or len(given.values) != 1:
         return words
-    return [*run_words(run_folder(given.values[0]) / "config.yaml"), *words]
+    path = run_folder(given.values[0]) / "config.yaml"
+    if not path.is_file():
+        raise OptionError(
+            f"{given}: {path} is not there. The folder of a run was expected, or one checkpoint "
+            "in it, because its options say which rows were drawn: correct the path, or give the "
+            "options themselves."
+        )
+    return [*run_words(path), *words]
 
 
 def run_folder(path: str) -> Path:

@@ -18,6 +18,8 @@ PARQUET = "parquet"
 KINDS = {".txt": TEXT, ".jsonl": JSON, ".json": JSON, ".ndjson": JSON, ".parquet": PARQUET}
 COMPRESSIONS = (".gz", ".bz2", ".zst")
 _EDGE_BYTES = 1 << 16
+# a build beside its input lists bad lines there, and must not read them when it goes on
+_OUR_LIST = ".bad.jsonl"
 _EXPECTED = (
     "Text was expected, a document a line (.txt), JSON lines (.jsonl .json .ndjson), these "
     "compressed (.gz .bz2 .zst), or .parquet"
@@ -89,7 +91,7 @@ def _paths_of(name: str) -> list[Path]:
         _kind_of(path)
         return [path]
     found = sorted(Path(match) for match in glob.glob(name, recursive=True))
-    files = [match for match in found if match.is_file()]
+    files = [match for match in found if match.is_file() and not match.name.endswith(_OUR_LIST)]
     if not files:
         raise UserError(f"there is no file {name}. {_EXPECTED}: check the path or the pattern.")
     for file in files:
@@ -103,6 +105,7 @@ def _inside(folder: Path) -> list[Path]:
         for path in folder.rglob("*")
         if not any(part.startswith(".") for part in path.relative_to(folder).parts)
         and _suffixes(path)[0] in KINDS
+        and not path.name.endswith(_OUR_LIST)
         and path.is_file()
     )
     if not files:

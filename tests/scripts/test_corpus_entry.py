@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 import corpus
 from options.corpus_args import parse_corpus_args
+from options.fields import OptionError
 from register import dataset_register, import_shelf
 from stageline.corpus.corpus_files import open_corpus
 from stageline.corpus.packed_rows import PackedRows
@@ -182,7 +183,7 @@ def test_merge_stats_verify(inside, capsys):
         assert picture.width > 600
     do("stats --read-path-prefix data/both --json --plot-path data/p.png")
     figures = json.loads(capsys.readouterr().out)
-    assert sum(figures["all"]["histogram"]) == len(both) and Path("data/p.png").exists()
+    assert sum(figures["all"]["histogram"].values()) == len(both) and Path("data/p.png").exists()
     damaged = bytearray(Path("data/both.bin").read_bytes())
     damaged[-1] ^= 1
     Path("data/both.bin").write_bytes(damaged)
@@ -271,6 +272,8 @@ def test_find_trained_needs_to_know_how_far_a_run_came(inside, tmp_path):
     words = f"find-trained --read-path-prefix data/b --save-path {tmp_path}/s"
     with pytest.raises(UserError, match="--steps and --batch-size came neither"):
         do(words)
+    with pytest.raises(OptionError, match="config.yaml is not there. The folder of a run"):
+        do(f"{words} --run-path {tmp_path}")
     (tmp_path / "config.yaml").write_text("dataset: corpus\nbatch-size: 2\n")
     with pytest.raises(UserError, match="has no checkpoint. One was expected"):
         do(f"{words} --run-path {tmp_path}")
@@ -327,6 +330,17 @@ def test_a_bad_row_under_strict_is_named_and_leaves_no_corpus(inside):
     with pytest.raises(DataError, match=wanted):
         do(WRITE.format("b.jsonl", "strict", "auto") + " --strict")
     assert not Path("data/strict.idx").exists()
+
+
+def test_a_build_beside_its_input_does_not_read_its_own_list(inside, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{bad\n')
+    for where in (tmp_path, f"{tmp_path}/*.jsonl"):
+        do(f"write --file-path '{where}' --save-path {tmp_path} --save-prefix p --overwrite "
+           "--tokenizer-path T --num-workers 0")  # fmt: skip
+        assert (tmp_path / "p.bad.jsonl").exists()
+        assert [source["name"] for source in open_corpus(tmp_path / "p").header.sources] == [
+            "a.jsonl"
+        ]
 
 
 def test_without_sentences_and_newlines(inside):

@@ -15,7 +15,7 @@ from register import (
     restored_registers,
     splitter_register,
 )
-from stageline.command_line import COMMANDS, rewritten
+from stageline import command_line
 from stageline.corpus.row_text import BadDocument
 from stageline.errors import UserError
 
@@ -197,6 +197,23 @@ def test_help_of_chosen_parts_lists_their_options(tmp_path, capsys):
     assert arguments.parts["splitter"].kwargs == {"width": 4}
 
 
-def test_the_action_stands_first_behind_the_command():
-    assert COMMANDS["corpus"].has_actions and not COMMANDS["train"].has_actions
-    assert rewritten(["c.yaml", "save_prefix=a"]) == ["--config", "c.yaml", "--save-prefix=a"]
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("corpus find-trained a.yaml seed=1", ["find-trained", "--config", "a.yaml", "--seed=1"]),
+        ("corpus --mode read", ["--mode", "read"]),
+        ("corpus", []),
+        ("corpus write x=1 --a b", ["write", "--x=1", "--a", "b"]),
+    ],
+)
+def test_the_action_stands_first_behind_the_command(words, wanted, monkeypatch):
+    ran = []
+    monkeypatch.setattr(command_line, "run_file", lambda path, words: ran.extend([path, words]))
+    monkeypatch.setattr(command_line.sys, "argv", ["stageline", *words.split()])
+    command_line.main()
+    assert ran[0].name == "corpus.py" and ran[1] == wanted
+
+
+def test_only_the_corpus_has_actions(monkeypatch, capsys):
+    monkeypatch.setattr(command_line.sys, "argv", ["stageline", "train", "write"])
+    assert command_line.main() == 2 and "'write' belongs to no option" in capsys.readouterr().err
