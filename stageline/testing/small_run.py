@@ -260,7 +260,7 @@ def _fork_rank(words: list[str], rank: int, ranks: int, port: int, chaos: str, f
         arm()
         sys.argv = words
         torch.set_num_threads(1)
-        _forget_the_house()
+        forget_the_house()
         runpy.run_path(words[0], run_name="__main__")
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
@@ -272,7 +272,7 @@ def _fork_rank(words: list[str], rank: int, ranks: int, port: int, chaos: str, f
         os._exit(code)
 
 
-def _forget_the_house() -> None:
+def forget_the_house() -> None:
     """Lets the entry file find empty registers: tests may have filled and restored them."""
     for name, module in sys.modules.copy().items():  # at once: other threads import
         file = Path(getattr(module, "__file__", None) or "/")

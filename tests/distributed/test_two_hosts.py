@@ -4,14 +4,13 @@ The group's timeout is 600 s: a machine that waits for the other would be notice
 """
 
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from stageline.testing.forked_entry import run_entry
 from stageline.testing.tiny_models import tiny_config
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
@@ -136,13 +135,8 @@ def test_a_run_on_two_hosts_has_the_losses_of_one(hosts, job, tmp_path):
     codes = [process.wait(SECONDS_TO_START) for process in processes]
     assert codes == [0, 0], logs[0].read_text() + logs[1].read_text()
     alone = tmp_path / "alone"
-    subprocess.run(
-        [sys.executable, str(ROOT / "train_pp.py"), *job, *steps, "--output-dir", str(alone)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        check=True,
-        timeout=SECONDS_TO_START,
-    )
+    done = run_entry([ROOT / "train_pp.py", *job, *steps, "--output-dir", alone])
+    assert done.returncode == 0, done.stderr
     assert len(losses(alone)) == 3 and losses(tmp_path / "run") == losses(alone)
     assert len(set(losses(alone))) == 3
     configs = [(folder / "config.yaml").read_text() for folder in (alone, tmp_path / "run")]

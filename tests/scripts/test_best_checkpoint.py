@@ -1,8 +1,6 @@
 """--save-best through the real entry: what is kept computes the best figure of the log."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stageline.checkpoint.layout import verify
+from stageline.testing.forked_entry import run_entry
 from stageline.testing.tiny_models import tiny_config
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
@@ -33,7 +32,7 @@ def folder(tmp_path):
 
 def train(folder, *options):
     command = [
-        *(sys.executable, str(ROOT / "train_pp.py"), "--train-model", "llama"),
+        *(str(ROOT / "train_pp.py"), "--train-model", "llama"),
         *("--dataset", "jsonl", "--dataset-path", str(folder), "--prompt", "question"),
         *("--prompt-fn", "fill", "--image-token", "none", "--collate-fn", "sft"),
         *("--config-path", str(folder / "model"), "--num-stages", "2", "--device", "cpu"),
@@ -41,7 +40,7 @@ def train(folder, *options):
         *("--total-steps", "12", "--eval-steps", "4", "--learning-rate", "0.05"),
         *("--lr-scheduler", "constant", "--output-dir", str(folder / "run"), *options),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = run_entry(command, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

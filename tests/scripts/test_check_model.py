@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from stageline.data.processor import save_processor
 from stageline.distributed.process_group import DistributedContext
 from stageline.errors import UserError
 from stageline.modules.pass_through import PassThrough
+from stageline.testing.forked_entry import run_entry as launch_entry
 from stageline.testing.ranks import run_ranks
 from stageline.testing.tiny_checkpoints import tiny_whole
 from stageline.testing.tiny_mllama import tiny_mllama_config, tiny_mllama_processor
@@ -211,12 +210,10 @@ def guide(tmp_path):
 
 
 def run_entry(folder, *options):
-    command = [sys.executable, str(ROOT / "check_model.py"), "--import", "my_parts.py"]
-    return subprocess.run(
+    command = [str(ROOT / "check_model.py"), "--import", "my_parts.py"]
+    return launch_entry(
         [*command, "--train-model", "gru_lm", "--config-path", "my_model", *options],
         cwd=folder,
-        capture_output=True,
-        text=True,
         timeout=240,
     )
 

@@ -2,12 +2,11 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from safetensors.torch import load_file
 
+from stageline.testing.forked_entry import run_entry
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,12 +18,10 @@ OPTIONS = (
 
 
 def run(folder, *options):
-    command = [sys.executable, str(ROOT / "train_pp.py"), "--import", "my_parts.py"]
-    return subprocess.run(
+    command = [str(ROOT / "train_pp.py"), "--import", "my_parts.py"]
+    return run_entry(
         [*command, *OPTIONS.split(), *options],
         cwd=folder,
-        capture_output=True,
-        text=True,
         timeout=240,
     )
 

@@ -5,8 +5,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import torch
 from transformers import LlamaConfig
 
 from options.part_options import CONTRACTS
+from stageline.testing.forked_entry import run_entry
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,11 +56,9 @@ def parts(folder):
 
 def run(command, folder):
     program, *options = shlex.split(command.replace("\\\n", " "))[1:]
-    return subprocess.run(
-        [sys.executable, str(ROOT / program), *options, "--device", "cpu"],
+    return run_entry(
+        [str(ROOT / program), *options, "--device", "cpu"],
         cwd=folder,
-        capture_output=True,
-        text=True,
         timeout=240,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from stageline.testing.forked_entry import run_entry
 from stageline.testing.tiny_models import tiny_config
 from stageline.testing.tiny_processors import tiny_processor
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
@@ -34,16 +35,19 @@ def rows(tmp_path):
     return path
 
 
-def train(model, rows, *options, key="llama", num_stages=1, image_token="none", timeout=200):
+def train(model, rows, *options, key="llama", num_stages=1, image_token="none", launches=False):
+    """Runs the entry file; with `launches` in processes of its own, as a user starts it."""
     command = [
-        *(sys.executable, str(ROOT / "train_pp.py"), "--train-model", key, "--dataset", "jsonl"),
+        *(str(ROOT / "train_pp.py"), "--train-model", key, "--dataset", "jsonl"),
         *("--dataset-path", str(rows), "--prompt", "question", "--prompt-fn", "fill"),
         *("--image-token", image_token, "--collate-fn", "sft", "--config-path", str(model)),
         *("--num-stages", str(num_stages), "--batch-size", "8", "--micro-batch-size", "2"),
         *("--total-steps", "2", "--device", "cpu", "--max-token-num", "64"),
         *("--output-dir", str(model.parent / "run"), *options),
     ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    if not launches:
+        return run_entry(command)
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=200)
 
 
 def assert_refused(done, code, *words):
@@ -58,7 +62,7 @@ def assert_refused(done, code, *words):
 
 
 def test_a_good_run_ends_with_0(model, rows):
-    done = train(model, rows, num_stages=2)
+    done = train(model, rows, num_stages=2, launches=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (model.parent / "run" / "loss.png").is_file()
     assert list((model.parent / "run" / "checkpoints").glob("step-*/manifest.json"))
@@ -137,7 +141,7 @@ def test_an_exception_on_rank_1_is_told_first(model, rows, tmp_path):
         "    return Failing.build(**kwargs)\n"
     )
     options = ("--import", str(parts), "--eval-samples", "0")
-    done = train(model, rows, *options, key="failing", num_stages=2, timeout=90)
+    done = train(model, rows, *options, key="failing", num_stages=2, launches=True)
     assert done.returncode == 9
     first = done.stderr.strip().splitlines()[0]
     assert first.startswith("error[crash] rank=1 stage=1 step=0: KeyError")

@@ -1,22 +1,21 @@
 """The entry file export.py: what it prints, and how it refuses."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import peft
 import pytest
 
 from export import make_parser, num_bytes
+from stageline.testing.forked_entry import run_entry as launch_entry
 from stageline.testing.tiny_checkpoints import auto_class, tiny_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_entry_file(*arguments):
-    command = [sys.executable, str(ROOT / "export.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    command = [str(ROOT / "export.py"), *map(str, arguments)]
+    return launch_entry(command, timeout=120)
 
 
 def test_the_entry_file(tmp_path):

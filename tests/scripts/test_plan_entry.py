@@ -1,13 +1,12 @@
 """`--plan`, measured and refused runs through the entry file, without any weights on disk."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from stageline.testing.forked_entry import run_entry
 from stageline.testing.tiny_models import tiny_config
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
@@ -30,14 +29,14 @@ def model(tmp_path):
 
 def train(model, *options, source="--config-path"):
     command = [
-        *(sys.executable, str(ROOT / "train_pp.py"), "--train-model", "llama"),
+        *(str(ROOT / "train_pp.py"), "--train-model", "llama"),
         *("--dataset", "jsonl", "--dataset-path", str(model.parent / "rows.jsonl")),
         *("--prompt", "question", "--prompt-fn", "fill", "--image-token", "none"),
         *("--collate-fn", "sft", source, str(model), "--num-stages", "2"),
         *("--batch-size", "8", "--micro-batch-size", "2", "--total-steps", "1"),
         *("--device", "cpu", "--output-dir", str(model.parent / "run"), *options),
     ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+    return run_entry(command, timeout=200)
 
 
 def test_plan_prints_and_stops_without_weights(model):

@@ -1,12 +1,11 @@
 """A mixture of experts through the entry file: the log shows the router loss, as asked."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from stageline.testing.forked_entry import run_entry
 from stageline.testing.tiny_models import tiny_config
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
@@ -33,11 +32,9 @@ def folder(tmp_path):
 
 
 def train(folder, *options):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train_pp.py"), *OPTIONS.split(), *options],
+    done = run_entry(
+        [str(ROOT / "train_pp.py"), *OPTIONS.split(), *options],
         cwd=folder,
-        capture_output=True,
-        text=True,
         timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr

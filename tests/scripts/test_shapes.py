@@ -2,8 +2,6 @@
 
 import functools
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from register import import_shelf, prompt_register
 from stageline.checkpoint.init import init_split_model
 from stageline.data.json_lines import JsonLines
 from stageline.data.loader import MicroBatchLoader
+from stageline.testing.forked_entry import run_entry
 from stageline.testing.tiny_datasets import write_lines
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
@@ -49,14 +48,14 @@ def folder(tmp_path_factory):
 
 
 def train(folder, name, *options, model="llama"):
-    command = [sys.executable, str(ROOT / "train_pp.py"), "--num-stages", "2"]
+    command = [str(ROOT / "train_pp.py"), "--num-stages", "2"]
     command += ["--train-model", "causal_lm", "--config-path", str(folder / model)]
     command += ["--dataset", "jsonl", "--dataset-path", str(folder / "rows.jsonl")]
     command += ["--prompt", "vqa", "--prompt-fn", "fill", "--image-token", "none"]
     command += ["--collate-fn", "sft", "--batch-size", "8", "--max-token-num", "96"]
     command += ["--total-steps", "1", "--eval-samples", "0", "--device", "cpu"]
     command += ["--output-dir", str(folder / name), *options]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = run_entry(command, timeout=120)
     if result.returncode:
         return result, []
     lines = (folder / name / "log.jsonl").read_text().splitlines()

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import train_pp
 from options.run_options import RunConfig
 from stageline.errors import UserError
+from stageline.testing.forked_entry import run_entry
 from stageline.testing.tiny_models import tiny_config
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
@@ -42,9 +43,12 @@ def job(tmp_path_factory):
 
 def train(job, name, *options, launcher=()):
     paths = ("--model-path", job / "model", "--dataset-path", job / "rows.jsonl")
-    command = [sys.executable, *launcher, ROOT / "train_pp.py", *OPTIONS.split(), *paths]
-    command = [*command, "--output-dir", job / name, *options]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=200)
+    command = [ROOT / "train_pp.py", *OPTIONS.split(), *paths, "--output-dir", job / name, *options]
+    if launcher:
+        command = list(map(str, [sys.executable, *launcher, *command]))
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    else:
+        done = run_entry(command)
     assert done.returncode == 0, done.stdout + done.stderr
     records = [json.loads(line) for line in (job / name / "log.jsonl").read_text().splitlines()]
     return records, done.stdout
