@@ -45,6 +45,8 @@ class CorpusWriter:
         StorageError: the files cannot be written.
     """
 
+    _type_index: int
+
     def __init__(
         self,
         path_prefix: str | Path,
