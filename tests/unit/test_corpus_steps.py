@@ -107,7 +107,7 @@ def test_processes_that_load_change_nothing():
     before = _loaded(mixture, 7, accumulate_steps=2, num_workers=0)
     position = _sampler(mixture, accumulate_steps=2).state_after(7)
     place = {"start_step": 7, "position": position}
-    after = _loaded(mixture, 4, accumulate_steps=3, num_workers=2, **place)
+    after = _loaded(mixture, 4, accumulate_steps=3, num_workers=1, **place)
     loaded = [row for step in before + after for row in step]
     assert loaded == [row for batch in _whole(mixture, 26) for row in batch]
 
