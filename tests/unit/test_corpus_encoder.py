@@ -170,11 +170,26 @@ def test_byte_ends_are_the_lengths_of_the_bytes(folders):
     numpy.testing.assert_array_equal(encoder.byte_ends(text, ids), by_hand)
     numpy.testing.assert_array_equal(slow.byte_ends(text, ids), by_hand)
     # by offsets, as for tokenizers that are not of bytes: they differ only inside a character
-    slow._lengths = None
+    slow.token_bytes = None
     by_offsets = slow.byte_ends(text, ids)
     borders = set(numpy.cumsum([len(char.encode()) for char in text]).tolist())
     for end, offset in zip(by_hand.tolist(), by_offsets.tolist(), strict=True):
         assert end == offset or not {end, offset} & borders
+
+
+def test_byte_ends_of_tokens_that_mark_spaces(folders):
+    encoder = load_encoder(folders("llama2"))
+    texts = [*_training_texts(), " a\n  b", "x", "中文 😀!"]
+    found = encoder.encode(texts)
+    by_bytes = [encoder.byte_ends(text, ids) for text, ids in zip(texts, found, strict=True)]
+    encoder.token_bytes = None  # as for tokenizers that change the text: by offsets
+    for text, ids, ends in zip(texts, found, by_bytes, strict=True):
+        offsets = encoder.byte_ends(text, ids)
+        borders = set(numpy.cumsum([len(char.encode()) for char in text]).tolist())
+        pairs = zip(ends.tolist(), offsets.tolist(), strict=True)
+        differ = [pair for pair in pairs if pair[0] != pair[1] and borders & set(pair)]
+        # by offsets a space put before the text has the place of the first character
+        assert differ in ([], [(0, 1)])
 
 
 def test_a_text_that_holds_the_separator_is_text(folders):
@@ -215,9 +230,9 @@ def test_falls_back_when_real_documents_differ(folders, monkeypatch):
 
 
 def test_self_check_finds_a_wrong_expression(folders, monkeypatch):
-    from stageline.corpus import fast_encoder
+    from stageline.corpus import fast_rules
 
-    monkeypatch.setattr(fast_encoder, "GPT2_PATTERN", r"\w+|\W+")
+    monkeypatch.setattr(fast_rules, "GPT2_PATTERN", r"\w+|\W+")
     assert "other ids" in load_encoder(folders("gpt2")).note
     with pytest.raises(UserError, match="cannot be run by tiktoken exactly.*other ids"):
         load_encoder(folders("gpt2"), kind="tiktoken")
