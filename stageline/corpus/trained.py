@@ -22,8 +22,10 @@ def rows_seen(mixture: Mixture, num_batches: int, *, first_batch: int = 0) -> nu
     is_seen = numpy.zeros(mixture.starts[-1], dtype=bool)
     at_once = max(1, _ROWS // mixture.batch_rows)
     number = first_batch
-    while number < num_batches and not is_seen.all():
+    while number < num_batches:
         epoch, index = divmod(number, len(mixture))
+        if index == 0 and is_seen.all():
+            break
         until = min(index + at_once, index + num_batches - number, len(mixture))
         is_seen[mixture.rows(epoch, index, until)] = True
         number += until - index

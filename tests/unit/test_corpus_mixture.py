@@ -101,17 +101,22 @@ def test_an_epoch_is_what_the_mode_says(pairs, mode, epoch):
 
 
 def test_the_rest_of_the_type_that_decides():
-    """11 rows, 3 a batch: the rest of 2 is dropped, or filled up with one."""
+    """13 rows, 3 in a batch: the rest of 1 is dropped, or filled up with two."""
     drawn = {}
     for mode in DROP_MODES:
-        mixture = Mixture([11], counts=[3], batch=3, drop_mode=mode)
+        mixture = Mixture([13, 40], counts=[3, 10], batch=13, drop_mode=mode)
         drawn[mode] = [(share.drawn, share.distinct) for share in mixture.per_epoch]
     assert drawn == {
-        "first_ends_drop": [(9, 9)],
-        "first_ends_fill": [(12, 11)],
-        "last_ends_drop": [(9, 9)],
-        "last_ends_fill": [(12, 11)],
+        "first_ends_drop": [(12, 12), (40, 40)],
+        "first_ends_fill": [(12, 12), (40, 40)],
+        "last_ends_drop": [(12, 12), (40, 40)],
+        "last_ends_fill": [(15, 13), (50, 40)],
     }
+    for mode, expected in zip(DROP_MODES, (4, 5, 25, 25), strict=True):
+        mixture = Mixture([100, 50, 13], counts=[5, 2, 3], batch=10, drop_mode=mode)
+        assert len(mixture) == expected
+        if mode == "first_ends_fill":
+            assert [share.repeated for share in mixture.per_epoch] == [0, 0, 2]
 
 
 @pytest.mark.parametrize("sizes", [[70, 25, 1], [7, 0, 89], [96], [1] * 96, [3, 93]])
@@ -141,7 +146,7 @@ def test_without_shares_only_an_incomplete_batch_is_left_out(sizes):
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(1e-3, 1.0), min_size=1, max_size=12), st.integers(1, 64), st.randoms())
 def test_weights_are_kept_in_every_batch_and_over_all(weights, batch, random):
-    bound = 1 if len(weights) <= 2 else 2
+    in_batch, in_all = (1, 1) if len(weights) <= 2 else (2, 3)
     shares = numpy.array(weights) / sum(weights) * batch
     mixture = Mixture([10**9] * len(weights), weights=weights, batch=batch)
     start = random.choice([0, 0, 1000, 10**6])
@@ -150,8 +155,8 @@ def test_weights_are_kept_in_every_batch_and_over_all(weights, batch, random):
         after = numpy.array(mixture.shares.before(index + 1))
         assert after.sum() == (index + 1) * batch
         assert (after >= before).all()
-        assert (numpy.abs(after - before - shares) < bound + 1e-6).all()
-        assert (numpy.abs(after - shares * (index + 1)) < bound + 1e-3).all()
+        assert (numpy.abs(after - before - shares) < in_batch + 1e-6).all()
+        assert (numpy.abs(after - shares * (index + 1)) < in_all + 1e-3).all()
         before = after
 
 

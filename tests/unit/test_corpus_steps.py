@@ -4,25 +4,46 @@ import itertools
 import random
 import tracemalloc
 
-import numpy
-import pytest
 import torch
 
 from stageline.corpus import mixture as mixture_module
 from stageline.corpus.mixture import Mixture
-from stageline.corpus.steps import CorpusSampler
+from stageline.corpus.run_sampler import run_sampler
 from stageline.data.loader import MicroBatchLoader
-from stageline.errors import UserError
 
 BATCH = 12
 SIZES = [130, 61, 17]
 
 
+def _sampler(mixture, *, dp_degree=1, accumulate_steps=1, **options):
+    """What a run draws with whose global batch is shared by so many replicas."""
+    batch_size = mixture.batch_rows // dp_degree
+    return run_sampler(
+        mixture.sizes,
+        batch_size=batch_size,
+        step_samples=batch_size * accumulate_steps,
+        dp_degree=dp_degree,
+        counts=mixture.shares.whole,
+        drop_mode=mixture.drop_mode,
+        seed=mixture.seed,
+        **options,
+    )
+
+
 class _Numbers:
     """Row i is the number i."""
 
+    mixing = {}
+
+    def __init__(self, mixture):
+        self.mixture = mixture
+
     def __len__(self):
         return sum(SIZES)
+
+    def make_sampler(self, *, batch_size, step_samples, seed, shuffle, **options):
+        options["accumulate_steps"] = step_samples // batch_size
+        return _sampler(self.mixture, **options)
 
     def __getitem__(self, row):
         return None, {"id": str(row), "number": row}
@@ -33,58 +54,28 @@ def _collate(samples):
     return {"input_ids": numbers, "labels": numbers.clone()}
 
 
-def _loaded(sampler, num_steps, *, start_step, num_workers):
-    """Rows of each step that a loader with this sampler makes."""
+def _loaded(mixture, num_steps, *, accumulate_steps, **options):
+    """Rows of each step that a loader makes."""
     loader = MicroBatchLoader(
-        _Numbers(),
+        _Numbers(mixture),
         collate=_collate,
-        batch_size=sampler.batch_size,
-        micro_batch_size=sampler.batch_size,
-        accumulate_steps=sampler.accumulate_steps,
-        dp_rank=sampler.dp_rank,
-        dp_degree=sampler.dp_degree,
-        num_workers=num_workers,
-        start_step=start_step,
+        batch_size=BATCH,
+        micro_batch_size=BATCH,
+        accumulate_steps=accumulate_steps,
         order="given",
+        **options,
     )
-    loader.sampler = sampler
     steps = itertools.islice(loader, num_steps)
     return [[int(row) for batch in step for row in batch["labels"][:, 0]] for step in steps]
 
 
-def _batches(loaded, *, accumulate_steps, dp_degree):
-    """The global batches, from what each replica loaded: replica r has rows r::n of each."""
-    made = []
-    for shares in zip(*loaded, strict=True):
-        size = BATCH // dp_degree
-        for number in range(accumulate_steps):
-            batch = numpy.zeros(BATCH, dtype=int)
-            for replica, share in enumerate(shares):
-                batch[replica::dp_degree] = share[number * size : (number + 1) * size]
-            made.append(batch.tolist())
-    return made
-
-
-def _samplers(mixture, *, accumulate_steps, dp_degree, **start):
-    return [
-        CorpusSampler(
-            mixture,
-            batch_size=BATCH // dp_degree,
-            accumulate_steps=accumulate_steps,
-            dp_rank=dp_rank,
-            dp_degree=dp_degree,
-            **start,
-        )
-        for dp_rank in range(dp_degree)
-    ]
-
-
 def _part(mixture, num_steps, *, start_step=0, **options):
-    """The batches of some steps as all replicas get them, and the state behind them."""
-    samplers = _samplers(mixture, start_step=start_step, **options)
-    got = [list(itertools.islice(sampler.steps(start_step), num_steps)) for sampler in samplers]
-    options = {name: options[name] for name in ("accumulate_steps", "dp_degree")}
-    return _batches(got, **options), samplers[-1].state_after(start_step + num_steps)
+    """The batches of some steps, and the state behind them; replica r of n has rows r::n."""
+    sampler = _sampler(mixture, start_step=start_step, **options)
+    shares = list(itertools.islice(sampler.shares(start_step), num_steps))
+    rows = [row for step in shares for row in itertools.chain(*zip(*step, strict=True))]
+    batches = [rows[start : start + BATCH] for start in range(0, len(rows), BATCH)]
+    return batches, sampler.state_after(start_step + num_steps)
 
 
 def _whole(mixture, num_batches):
@@ -106,61 +97,53 @@ def test_200_runs_that_stop_anywhere_go_on_exactly():
             for _ in range(2)
         )
         k = dice.randint(0, 20)
-        before, state = _part(mixture, k, **first)
-        after, _ = _part(mixture, 5, start=state, start_step=k, **second)
+        before, position = _part(mixture, k, **first)
+        after, _ = _part(mixture, 5, start_step=k, position=position, **second)
         assert before + after == _whole(mixture, len(before + after)), (k, first, second)
 
 
-@pytest.mark.parametrize("num_workers", [(0, 0), (0, 2)])
-def test_processes_that_load_change_nothing(num_workers):
+def test_processes_that_load_change_nothing():
     mixture = Mixture(SIZES, counts=[7, 4, 1], batch=BATCH, drop_mode=3, seed=9)
-    options = {"accumulate_steps": 2, "dp_degree": 1}
-    (sampler,) = _samplers(mixture, **options)
-    before = _loaded(sampler, 7, start_step=0, num_workers=num_workers[0])
-    start = {"start": sampler.state_after(7), "start_step": 7}
-    options["accumulate_steps"] = 3
-    (sampler,) = _samplers(mixture, **options, **start)
-    after = _loaded(sampler, 4, start_step=7, num_workers=num_workers[1])
-    loaded = _batches([before], accumulate_steps=2, dp_degree=1)
-    loaded += _batches([after], accumulate_steps=3, dp_degree=1)
-    assert loaded == _whole(mixture, len(loaded)) and len(loaded) == 26
+    before = _loaded(mixture, 7, accumulate_steps=2, num_workers=0)
+    position = _sampler(mixture, accumulate_steps=2).state_after(7)
+    place = {"start_step": 7, "position": position}
+    after = _loaded(mixture, 4, accumulate_steps=3, num_workers=2, **place)
+    loaded = [row for step in before + after for row in step]
+    assert loaded == [row for batch in _whole(mixture, 26) for row in batch]
 
 
 def test_a_run_that_goes_on_as_it_was_needs_the_step_alone():
-    mixture = Mixture(SIZES, batch=BATCH, seed=1)
-    sampler = CorpusSampler(mixture, batch_size=4, accumulate_steps=2, dp_rank=1, dp_degree=3)
+    mixture = Mixture(SIZES, counts=[7, 4, 1], batch=BATCH, seed=1)
+    sampler = _sampler(mixture, accumulate_steps=2, dp_rank=1, dp_degree=3)
     whole = list(itertools.islice(sampler.steps(), 40))
+    assert whole == [shares[1] for shares in itertools.islice(sampler.shares(), 40)]
     assert list(itertools.islice(sampler.steps(23), 17)) == whole[23:]
 
 
 def test_an_epoch_of_steps_leaves_no_batch_out():
     """17 batches are 5 steps of 3; the next epoch begins with the 2 that are left."""
-    mixture = Mixture(SIZES, batch=BATCH, seed=1)
-    sampler = CorpusSampler(mixture, batch_size=BATCH, accumulate_steps=3)
-    assert (len(mixture), len(sampler)) == (17, 5)
-    steps = [share for epoch in range(4) for share in _epoch(sampler, epoch)]
-    assert steps == list(itertools.islice(sampler.steps(), 20))
-    in_first = [row for step in steps for row in step][: 17 * BATCH]
-    assert len(set(in_first)) == 17 * BATCH
-    assert sampler.state_after(5) == (0, 15)
-    assert sampler.state_after(6) == (1, 1)
-
-
-def _epoch(sampler, epoch):
-    sampler.set_epoch(epoch)
-    return list(sampler)
+    mixture = Mixture(SIZES, counts=[7, 4, 1], batch=BATCH, seed=1, drop_mode="last_ends_drop")
+    sampler = _sampler(mixture, accumulate_steps=3)
+    assert (len(mixture), len(sampler)) == (18, 6)
+    sampler = _sampler(mixture, accumulate_steps=4)
+    assert len(sampler) == 4
+    assert [sampler.state_after(step)["batch"] for step in (4, 5, 9)] == [16, 2, 0]
+    assert [sampler.state_after(step)["epoch"] for step in (4, 5, 9)] == [0, 1, 2]
+    rows = [row for step in itertools.islice(sampler.steps(), 9) for row in step]
+    for epoch in (rows[: 18 * BATCH], rows[18 * BATCH :]):
+        of_type_0 = [row for row in epoch if row < 130]
+        assert len(set(of_type_0)) == len(of_type_0) == 18 * 7
 
 
 def test_replicas_share_no_row_and_get_their_types():
     mixture = Mixture(SIZES, counts=[6, 4, 2], batch=BATCH)
-    sampler = CorpusSampler(mixture, batch_size=3, accumulate_steps=2, dp_degree=4)
-    for shares in itertools.islice(sampler.shares(), 8):
+    sampler = _sampler(mixture, accumulate_steps=2, dp_degree=4)
+    for shares in itertools.islice(sampler.shares(), 4):
         assert all(len(share) == 6 for share in shares)
         assert len({row for share in shares for row in share}) == 24
         for share in shares:
-            first, second = (numpy.array(part) for part in (share[:3], share[3:]))
-            for part in (first, second):
-                in_large = (part < 130).sum()
+            for part in (share[:3], share[3:]):
+                in_large = sum(row < 130 for row in part)
                 assert in_large in (1, 2), "6 of 12 rows are of type 0"
 
 
@@ -175,20 +158,15 @@ def test_a_late_step_of_a_billion_rows_takes_the_work_of_one(monkeypatch):
 
     monkeypatch.setattr(mixture_module, "permute", counted)
     tracemalloc.start()
-    mixture = Mixture([7 * 10**8, 3 * 10**8 - 5, 5], weights=[0.7, 0.29, 0.01], batch=64)
-    sampler = CorpusSampler(mixture, batch_size=32, accumulate_steps=2, dp_degree=2)
+    sampler = run_sampler(
+        [7 * 10**8, 3 * 10**8 - 5, 5],
+        **{"batch_size": 32, "step_samples": 64, "dp_degree": 2},
+        weights=[0.7, 0.29, 0.01],
+    )
     shares = next(sampler.shares(10**7))
     state = sampler.state_after(10**7)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert sum(computed) == sum(map(len, shares)) == 128
     assert peak < 1_000_000
-    assert state == divmod(2 * 10**7, len(mixture))
-
-
-def test_batches_of_another_size_are_refused():
-    mixture = Mixture(SIZES, batch=BATCH)
-    with pytest.raises(UserError, match=r"2 data parallel replicas of 4 rows .* of 8, .* of 12"):
-        CorpusSampler(mixture, batch_size=4, dp_degree=2)
-    with pytest.raises(UserError, match=r"17 batches, one optimizer step takes 18"):
-        CorpusSampler(mixture, batch_size=BATCH, accumulate_steps=18)
+    assert (state["epoch"], state["batch"]) == divmod(2 * 10**7, len(sampler.mixture))

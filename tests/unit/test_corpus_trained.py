@@ -10,8 +10,8 @@ from stageline.corpus.corpus_files import Corpus
 from stageline.corpus.mixture import Mixture
 from stageline.corpus.pack import pack_corpus
 from stageline.corpus.remove import remove
+from stageline.corpus.run_sampler import run_sampler
 from stageline.corpus.segments import BEGINS, ENDS, Segments
-from stageline.corpus.steps import CorpusSampler
 from stageline.corpus.trained import find_trained, load_indices, rows_seen, save_indices
 from stageline.corpus.writer import CorpusWriter
 from stageline.errors import DataError
@@ -38,11 +38,15 @@ def corpus(tmp_path_factory):
 
 
 def _seen_by_steps(mixture, *, steps, accumulate_steps, dp_degree):
-    sampler = CorpusSampler(
-        mixture,
-        batch_size=mixture.batch_rows // dp_degree,
-        accumulate_steps=accumulate_steps,
+    batch_size = mixture.batch_rows // dp_degree
+    sampler = run_sampler(
+        mixture.sizes,
+        batch_size=batch_size,
+        step_samples=batch_size * accumulate_steps,
         dp_degree=dp_degree,
+        counts=mixture.shares.whole,
+        drop_mode=mixture.drop_mode,
+        seed=mixture.seed,
     )
     shares = itertools.islice(sampler.shares(), steps)
     return sorted({row for step in shares for share in step for row in share})
