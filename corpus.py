@@ -37,14 +37,19 @@ def main() -> int:
     # no rank has to save first: Ctrl-C ends at once, and what was built is gone on with
     release_signals()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(PREEMPTED))
+    signal.signal(signal.SIGTERM, stop)
     try:
         ACTIONS[arguments.action](arguments)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         goes_on = ": the same command goes on" if arguments.action == "write" else ""
         print(f"interrupted{goes_on}", file=sys.stderr)
-        return INTERRUPTED
+        return PREEMPTED if interrupt.args else INTERRUPTED
     return 0
+
+
+def stop(signum: int, frame: Any) -> None:
+    """Ends as Ctrl-C does, but for the exit code."""
+    raise KeyboardInterrupt(signal.Signals(signum).name)
 
 
 def write(arguments: CorpusArguments) -> None:
@@ -209,13 +214,17 @@ def stats(arguments: CorpusArguments) -> None:
 
 def verify(arguments: CorpusArguments) -> None:
     """Checks all sums and counts."""
+    from stageline.corpus.packed_rows import PackedRows
     from stageline.corpus.verify import verify as verify_corpus
 
     run = arguments.run
     path = run.tokenizer_path
     fingerprint = load_tokenizer(path).info.fingerprint if path else None
     verify_corpus(run.read_path_prefix, tokenizer_fingerprint=fingerprint)
-    print(f"{run.read_path_prefix} is whole")
+    has_rows = Path(f"{run.read_path_prefix}.pack").exists()
+    if has_rows:
+        PackedRows(run.read_path_prefix).verify()
+    print(f"{run.read_path_prefix} is whole{', and so are its packed rows' if has_rows else ''}")
 
 
 def pack(arguments: CorpusArguments) -> None:
@@ -223,7 +232,11 @@ def pack(arguments: CorpusArguments) -> None:
     from stageline.corpus.pack import pack_corpus
 
     run = arguments.run
-    pack_corpus(run.read_path_prefix, run.seq_length)
+    rows = pack_corpus(run.read_path_prefix, run.seq_length, overwrite=run.overwrite)
+    print(
+        f"{rows.prefix}.pack: {len(rows):,} rows of {rows.row_length} tokens, "
+        f"{rows.padding:.2%} padding"
+    )
 
 
 def convert(arguments: CorpusArguments) -> None:

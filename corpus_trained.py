@@ -10,6 +10,7 @@ from options.corpus_options import FindTrainedConfig
 from stageline.checkpoint.find import step_folders
 from stageline.checkpoint.state_load import SavedState
 from stageline.corpus.mixture import Mixture
+from stageline.corpus.trained import find_trained
 from stageline.errors import UserError
 
 
@@ -20,8 +21,14 @@ def segments_seen(run: FindTrainedConfig, dataset: Any) -> numpy.ndarray:
         dataset: the rows that the run drew from, as its dataset part makes them.
 
     Raises:
-        UserError: neither a checkpoint nor options say how many steps were done.
+        UserError: neither a checkpoint nor options say how many steps were done, or the run drew
+            from no corpus.
     """
+    if not hasattr(dataset, "sizes"):
+        raise UserError(
+            "the run drew from another dataset than a corpus. One with --dataset corpus was "
+            "expected, because only its segments can be found and removed: give another --run-path."
+        )
     position = position_of(run)
     mixture = Mixture(
         dataset.sizes,
@@ -35,22 +42,9 @@ def segments_seen(run: FindTrainedConfig, dataset: Any) -> numpy.ndarray:
     if run.epoch is not None:
         first = run.epoch * len(mixture)
         last = min(last, first + len(mixture))
-    seen = numpy.zeros(len(dataset), dtype=bool)
-    for number in range(first, last):
-        seen[mixture.batch(*divmod(number, len(mixture)))] = True
-    return segments_of(dataset, numpy.flatnonzero(seen))
-
-
-def segments_of(dataset: Any, rows: numpy.ndarray) -> numpy.ndarray:
-    """The segments that some rows are, or that are packed into them; sorted."""
-    firsts = numpy.array([first for first, _ in dataset.ranges], dtype=numpy.int64)
-    begins = numpy.cumsum([0, *dataset.sizes], dtype=numpy.int64)
-    kinds = numpy.searchsorted(begins, rows, side="right") - 1
-    places = firsts[kinds] + rows - begins[kinds]
-    if dataset.packed is None:
-        return places
-    members = [numpy.asarray(dataset.packed[int(place)]) for place in places]
-    return numpy.sort(numpy.concatenate(members)) if members else places
+    return find_trained(
+        mixture, last, first_batch=first, ranges=dataset.ranges, packed=dataset.packed
+    )
 
 
 def position_of(run: FindTrainedConfig) -> dict[str, int]:

@@ -84,7 +84,7 @@ class ReadConfig:
 
     read_path_prefix: str | None = option(None, PREFIX, is_output=True)
     tokenizer_path: str | None = option(
-        None, f"{TOKENIZER}, that the corpus was made with; default: where it lay then",
+        None, f"{TOKENIZER}, that the corpus was made with; without it ids are shown",
         is_path=True,
     )  # fmt: skip
     text: bool = option(False, "write the documents back as lines, whole")
@@ -146,6 +146,7 @@ class PackConfig:
     seq_length: int | None = option(
         None, "tokens of a row; default: those of a segment at most", at_least=8, at_most=2**30
     )
+    overwrite: bool = option(False, "replace packed rows of another length")
 
 
 @dataclass(kw_only=True)

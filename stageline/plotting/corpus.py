@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -84,7 +85,7 @@ def _bars(
     borders: Sequence[float],
     counts: Sequence[float],
     below: Sequence[float],
-    **style: str,
+    **style: Any,
 ) -> None:
     widths = [right - left for left, right in zip(borders[:-1], borders[1:], strict=True)]
     axes.bar(borders[:-1], counts, widths, bottom=below, align="edge", **style)
@@ -102,7 +103,7 @@ def _draw_tokens(axes: Axes, tokens: Mapping[str, int], shown: Sequence[str]) ->
 
 
 def _draw_padding(axes: Axes, padding: Mapping[str, float]) -> None:
-    names = list(reversed(padding))
+    names = list(reversed(list(padding)))
     bars = axes.barh(range(len(names)), [padding[name] for name in names], color="#e45756")
     axes.bar_label(bars, [f"{padding[name]:.2%}" for name in names], fontsize=8, padding=2)
     axes.set_yticks(range(len(names)), names, fontsize=8)

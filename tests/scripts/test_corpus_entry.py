@@ -10,18 +10,20 @@ from pathlib import Path
 
 import numpy
 import pytest
+import yaml
 from PIL import Image
 from transformers import AutoTokenizer
 
 import corpus
 from options.corpus_args import parse_corpus_args
-from register import import_shelf
+from register import dataset_register, import_shelf
 from stageline.corpus.corpus_files import open_corpus
+from stageline.corpus.packed_rows import PackedRows
 from stageline.corpus.segments import BEGINS, ENDS, HAS_BOS, HAS_EOS
 from stageline.errors import DataError, UserError
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
-import_shelf("corpus_parts")
+import_shelf("corpus_parts", "dataset")
 ROOT = Path(__file__).resolve().parents[2]
 LINES = [
     "One sentence. " * 30 + "<|im_end|> stays text.",
@@ -188,6 +190,92 @@ def test_merge_stats_verify(inside, capsys):
         do("verify --read-path-prefix data/both")
 
 
+def test_pack_and_verify(inside, capsys):
+    do("pack --read-path-prefix data/dataset1")
+    rows = PackedRows("data/dataset1")
+    told = f"{len(rows)} rows of 64 tokens, {rows.padding:.2%} padding"
+    assert told in capsys.readouterr().out
+    assert sorted(rows.members(numpy.arange(len(rows)))) == list(range(rows.header.num_segments[0]))
+    do("verify --read-path-prefix data/dataset1")
+    assert "so are its packed rows" in capsys.readouterr().out
+    with pytest.raises(UserError, match="rows of 64 tokens, and rows of 80"):
+        do("pack --read-path-prefix data/dataset1 --seq-length 80")
+    do("pack --read-path-prefix data/dataset1 --seq-length 80 --overwrite")
+
+
+@pytest.mark.parametrize("rows", ["segments", "packed"])
+def test_what_a_run_has_seen_is_found_and_removed(inside, tmp_path, rows, capsys):
+    """By the sampler that a run draws with, after steps of two replicas, then of one."""
+    for name, count in (("many", 40), ("more", 30)):
+        lines = [f"{'a b ' * (number % 9)}{number}\n" for number in range(count)]
+        Path(f"data/{name}.txt").write_text("".join(lines))
+        do(WRITE.format(f"{name}.txt", name, "auto") + " --overwrite")
+    do("merge --merge-path-prefix data/many data/more --merge-path-type 0 1 "
+       f"--new-path-prefix {tmp_path}/c")  # fmt: skip
+    held_out = {"test_size": 1} if rows == "segments" else {}
+    part = dataset_register["corpus"](dataset_path=f"{tmp_path}/c", rows=rows, **held_out)
+    part.mixing.update(counts=[1, 1], drop_mode="first_ends_drop")
+    options = {"seed": 5, "shuffle": True, "dp_rank": 0}
+    sampler = part.make_sampler(
+        batch_size=1, step_samples=2, dp_degree=2, start_step=0, position=None, **options
+    )
+    seen = {row for row, _ in zip(flat(sampler), range(1)) for row in row}
+    position = sampler.state_after(1)
+    sampler = part.make_sampler(
+        batch_size=2, step_samples=2, dp_degree=1, start_step=1, position=position, **options
+    )
+    seen |= {row for shares, _ in zip(sampler.shares(1), range(2)) for row in sum(shares, [])}
+    segments = sorted(seen_segments(part, seen))
+    assert 0 < len(segments) < len(part.corpus)
+
+    run_path = tmp_path / "run"
+    state = run_path / "checkpoints" / "step-00000003" / "training_state"
+    state.mkdir(parents=True)
+    facts = {"step": 3, "position": sampler.state_after(3)}
+    saved = {"facts": facts, "parameters": {}, "extras": {}, "optimizer": "adamw"}
+    (state / "state.json").write_text(json.dumps(saved))
+    config = {
+        "dataset": "corpus", "dataset-path": f"{tmp_path}/c", "dataset.rows": rows,
+        **{f"dataset.{name}": value for name, value in held_out.items()}, "drop-mode": "0",
+        "global-batch-distributed": [1, 1], "seed": 5, "batch-size": 2, "total-steps": 9,
+        "dp-degree": None, "learning-rate": 0.1,
+    }  # fmt: skip
+    (run_path / "config.yaml").write_text(yaml.safe_dump(config))
+    for path in (run_path, state.parent):
+        do(f"find-trained --run-path {path} --save-path {tmp_path}/seen.npy")
+        assert numpy.load(tmp_path / "seen.npy").tolist() == segments
+    own = "".join(f" --dataset.{name} {value}" for name, value in held_out.items())
+    do(
+        f"find-trained --read-path-prefix {tmp_path}/c --dataset.rows {rows}{own} --seed 5 "
+        f"--batch-size 2 --steps 2 --global-batch-distributed 1,1 --save-path {tmp_path}/two.txt"
+    )
+    two = [int(line) for line in (tmp_path / "two.txt").read_text().splitlines()]
+    assert set(two) < set(segments)
+    do(f"remove --read-data-path-prefix {tmp_path}/c --write-data-path-prefix {tmp_path}/rest "
+       f"--remove-idx-path {tmp_path}/seen.npy")  # fmt: skip
+    whole, rest = open_corpus(f"{tmp_path}/c"), open_corpus(f"{tmp_path}/rest")
+    wanted = [whole[index].tolist() for index in range(len(whole)) if index not in segments]
+    assert [row.tolist() for row in rest.read(range(len(rest)))] == wanted
+
+
+def flat(sampler):
+    return (sum(shares, []) for shares in sampler.shares(0))
+
+
+def seen_segments(part, rows):
+    places = [part.place_of(row) for row in rows]
+    return places if part.packed is None else [n for at in places for n in part.packed[at].tolist()]
+
+
+def test_find_trained_needs_to_know_how_far_a_run_came(inside, tmp_path):
+    words = f"find-trained --read-path-prefix data/b --save-path {tmp_path}/s"
+    with pytest.raises(UserError, match="--steps and --batch-size came neither"):
+        do(words)
+    (tmp_path / "config.yaml").write_text("dataset: corpus\nbatch-size: 2\n")
+    with pytest.raises(UserError, match="has no checkpoint. One was expected"):
+        do(f"{words} --run-path {tmp_path}")
+
+
 def test_convert_there_and_back(inside, capsys):
     do("convert --read-path-prefix data/b --new-path-prefix data/megatron")
     with pytest.raises(UserError, match="--tokenizer-path is missing"):
@@ -235,10 +323,10 @@ def test_parts_of_a_user_reach_the_workers(inside):
 
 
 def test_a_bad_row_under_strict_is_named_and_leaves_no_corpus(inside):
-    done = run(*shlex.split(WRITE.format("b.jsonl", "strict", "auto")), "--strict", cwd=inside)
-    assert done.returncode == 3, done.stderr
-    assert "b.jsonl:1: no field 'text'; the row has the fields instruction, output" in done.stderr
-    assert "Traceback" not in done.stderr and not Path("data/strict.idx").exists()
+    wanted = "b.jsonl:1: no field 'text'; the row has the fields instruction, output"
+    with pytest.raises(DataError, match=wanted):
+        do(WRITE.format("b.jsonl", "strict", "auto") + " --strict")
+    assert not Path("data/strict.idx").exists()
 
 
 def test_without_sentences_and_newlines(inside):
