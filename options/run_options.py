@@ -39,7 +39,7 @@ class SharedOptions:
         None, "checkpoint folder with *.safetensors; without it weights start random", is_path=True
     )
     dataset_path: str | None = option(
-        None, "file or folder of the dataset", is_path=True, is_pattern=True
+        None, "file or folder of the dataset, or prefix of a corpus", is_path=True, is_pattern=True
     )
     output_dir: str = option(
         "runs/train", "run folder: config, logs, plots, checkpoints", is_output=True

@@ -85,6 +85,18 @@ class CorpusRows(Dataset):
         kind = bisect_right(self._ends, row)
         return self.ranges[kind][1] - (self._ends[kind] - row)
 
+    def unpacked(self) -> "CorpusRows":
+        """All segments of the corpus, a row each, drawn in the same proportions."""
+        rows = CorpusRows(
+            self.corpus,
+            type_ranges(self.corpus.type_starts),
+            source=self.source,
+            make_sampler=self._draw,
+            fingerprint_of=self._fingerprint_of,
+        )
+        rows.mixing = self.mixing
+        return rows
+
     @property
     def row_length(self) -> int:
         """Tokens of a row at most."""

@@ -74,7 +74,7 @@ def job(tmp_path_factory):
 
 def options(job, *more):
     corpus = ("--dataset", "corpus", "--dataset-path", job.folder / "both", "--collate-fn", "pt")
-    mixture = ("--global-batch-distributed", "6,2", "--dataset.test_size", 24)
+    mixture = ("--global-batch-distributed", "6,2", "--dataset.test_size", 8)
     steps = ("--total-steps", STEPS, "--eval-steps", STEPS // 2, "--eval-samples", "all")
     return (*corpus, *mixture, *steps, "--save-steps", 4, "--learning-rate", "2e-2", *more)
 
@@ -125,7 +125,7 @@ def test_other_replicas_and_accumulation_see_the_same_rows(job, whole):
 
 def test_packed_rows_train_on_all_stages(job):
     rows = ("--dataset.rows", "packed", "--dataset.test_path", job.folder / "english")
-    words = [word for word in options(job) if word not in ("--dataset.test_size", 24)]
+    words = [word for word in options(job) if word not in ("--dataset.test_size", 8)]
     done = job.fork("packed", *words, *rows, "--total-steps", 4, "--eval-samples", 8)
     assert done.code == 0, done.err
     assert "packed rows of" in done.out and (job.folder / "both.pack").exists()

@@ -1,19 +1,28 @@
 """A corpus as the dataset of a run: its rows, what is held out, how steps draw, what is refused."""
 
 import functools
+import itertools
 import pickle
 import random
+import tracemalloc
 
+import numpy
 import pytest
 
 from options.corpus_run_options import CorpusRunOptions, check_corpus_run
 from options.fields import OptionError
+from options.run_options import RunConfig
 from register import collate_fn_register, dataset_register, import_shelf
+from stageline.corpus.header import CorpusHeader, SegmentType
 from stageline.corpus.run_sampler import run_sampler
+from stageline.corpus.segments import CutRules, TokenizerInfo
+from stageline.data.corpus_rows import CorpusRows, held_out_starts
+from stageline.data.example import example_micro_batch
 from stageline.data.loader import MicroBatchLoader
 from stageline.errors import DataError, UserError
 from stageline.testing.tiny_corpora import documents, tiny_corpus
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from train_corpus import mixture_report
 
 import_shelf()
 # segments of documents, of two types: 3 + 1 + 2 + 1 + 4 and 1 + 2 + 1
@@ -93,6 +102,7 @@ def test_packed_rows_hold_each_segment_once_and_are_made_where_they_are_missing(
     )
     first_type = {tuple(segment) for (segment,) in flat(types[:1])}
     assert {tuple(segment) for row in rows[:6] for segment in row} == first_type
+    assert tokens(dataset.unpacked()) == flat(types)
     assert dataset[0][1]["is_packed"] and dataset.describe(0).endswith("packed row 0")
     with pytest.raises(UserError, match="rows of 16 tokens, and rows of 32"):
         part(prefix, rows="packed", row_length=32)
@@ -218,6 +228,47 @@ def test_the_state_is_small_and_steps_go_over_the_end_of_an_epoch():
     told = sampler.report()
     assert "an epoch is 4 batches of 3 rows (first_ends_drop)" in told
     assert "type 0: 8 of 9 rows, 2 in a batch, 1 left out" in told
+
+
+class Huge:
+    """A corpus of a billion segments, of which each says its number."""
+
+    sizes = (9 * 10**8, 10**8)
+    type_starts = (0, sizes[0], sum(sizes))
+
+    def __init__(self):
+        kinds = tuple(SegmentType(i, str(i), size, size, 1) for i, size in enumerate(self.sizes))
+        info = TokenizerInfo("t", "", 64, None, None)
+        digests = {"bin_sha256": "", "edges_sha256": "", "arrays_sha256": ""}
+        self.header = CorpusHeader("uint16", info, CutRules(16), "", kinds, 0, **digests)
+
+    def __getitem__(self, index):
+        return numpy.array([index % 64, index // 64 % 64, index >= self.sizes[0]])
+
+    def flags(self, start, stop):
+        return numpy.ones(stop - start, dtype=numpy.uint8)
+
+
+def test_nothing_walks_a_billion_rows():
+    # all that a run does before its first step, and steps late in it; the memory that it takes
+    corpus = Huge()
+    starts = held_out_starts(corpus, 10)
+    assert starts == [9 * 10**8 - 10, 10**9 - 10]
+    tracemalloc.start()
+    dataset = CorpusRows(
+        corpus, list(zip((0, 9 * 10**8), starts, strict=True)), source="h", make_sampler=run_sampler
+    )
+    dataset.mixing["counts"] = [6, 2]
+    check(dataset)
+    assert dataset.fingerprint() and "type 1: " in mixture_report(RunConfig(batch_size=8), dataset)
+    collate = functools.partial(loader(dataset, batch_size=8).step_maker.collate)
+    example_micro_batch(dataset, collate, 2)
+    late = loader(dataset, batch_size=8, start_step=10**7)
+    for step in itertools.islice(late, 3):
+        kinds = [int(batch["input_ids"][0, 2]) for batch in step]
+        assert sorted(kinds) == [0] * 6 + [1] * 2
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
 
 
 def test_counts_are_of_a_batch_that_steps_consist_of():
