@@ -22,6 +22,7 @@ from stageline.corpus.corpus_files import open_corpus
 from stageline.corpus.packed_rows import PackedRows
 from stageline.corpus.segments import BEGINS, ENDS, HAS_BOS, HAS_EOS
 from stageline.errors import DataError, UserError
+from stageline.testing.forked_entry import run_entry
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
 import_shelf("corpus_parts", "dataset")
@@ -72,21 +73,16 @@ def do(words):
     corpus.ACTIONS[arguments.action](arguments)
 
 
-def run(*words, cwd, **environment):
-    return subprocess.run(
-        [sys.executable, str(ROOT / "corpus.py"), *words],
-        cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-
-
 def test_the_line_of_the_notes_runs_as_a_program(inside):
     """Another name, several processes, low lines: the same bytes; then nothing is overwritten."""
     words = shlex.split(WRITE.format("dataset1.txt", "again", "english"))
     words[words.index("--num-workers") + 1] = "2"
     words = [word.replace("-", "_").replace("__", "--", 1) for word in words]
     assert "--do_split_sentences" in words
-    done = run(*words, cwd=inside)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "corpus.py"), *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "4 documents" in done.stdout
     for suffix in (".bin", ".dis", ".tmp"):
@@ -314,7 +310,7 @@ def test_parts_of_a_user_reach_the_workers(inside):
         "--save-prefix mine --tokenizer-path T --document mine --document.least 3 "
         "--language words --seq-length 16 --num-workers 2 --add-bos false"
     )
-    done = run(*words.split(), cwd=inside)
+    done = run_entry([ROOT / "corpus.py", *words.split()], cwd=inside)
     assert done.returncode == 0, done.stderr
     bad = [json.loads(line) for line in Path("mine.bad.jsonl").open()]
     assert [row["line"] for row in bad] == [2]
