@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from corpus_show import made_of_text, print_segments, print_stats, write_documents
-from options.corpus_args import CorpusArguments, parse_corpus_args
+from options.corpus_args import CorpusArguments, parse_corpus_args, split_action
 from register import freeze_registers, import_shelf
 from stageline.distributed.failure import run_entry
 from stageline.distributed.stop import release_signals
@@ -30,7 +30,7 @@ SHELF_OF_RUNS = ("dataset",)  # what a run has seen, its dataset says
 
 def main() -> int:
     """Does one action; returns the exit code."""
-    shelf = (*SHELF, *SHELF_OF_RUNS) if "find-trained" in sys.argv[1:2] else SHELF
+    shelf = (*SHELF, *SHELF_OF_RUNS) if split_action(sys.argv[1:])[0] == "find-trained" else SHELF
     import_shelf(*(() if "--list" in sys.argv else shelf))  # the list shows everything
     arguments = parse_corpus_args()
     freeze_registers()
