@@ -117,6 +117,12 @@ def test_the_bytes_do_not_depend_on_the_workers(num_workers, inputs, whole, tmp_
     assert files_of(tmp_path / "corpus") == files_of(whole[0])
 
 
+def test_where_processes_cannot_be_forked(inputs, whole, tmp_path, monkeypatch):
+    monkeypatch.setattr("multiprocessing.get_all_start_methods", lambda: ["spawn"])
+    build(inputs, tmp_path / "corpus", num_workers=1)
+    assert files_of(tmp_path / "corpus") == files_of(whole[0])
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_killed_again_and_again_the_bytes_are_the_same(num_workers, inputs, whole, tmp_path):
     prefix, starts = tmp_path / "corpus", 0
