@@ -18,6 +18,7 @@ from stageline.corpus.header import (
 )
 from stageline.corpus.mapped import MappedSegments, map_file
 from stageline.corpus.megatron import MegatronCorpus
+from stageline.corpus.segments import TokenizerInfo
 from stageline.errors import DataError
 
 
@@ -38,6 +39,7 @@ class Corpus(MappedSegments):
         flags = arrays + 8 * (self._len + 1)
         self._offsets = index[arrays:flags].cast("Q")
         self._flags = index[flags:]
+        _check_offsets(index_path, self._offsets, self.header)
         self._bin = map_file(path_of(self.prefix, ".bin"))
         _check_tokens(path_of(self.prefix, ".bin"), self.header)
         # a plain array over the map: its slices cost half of numpy.memmap's
@@ -49,6 +51,12 @@ class Corpus(MappedSegments):
         if index < 0 or index >= self._len:
             index = self._checked(index)
         return self._ids[self._offsets[index] : self._offsets[index + 1]].astype(numpy.int64)
+
+    @property
+    def tokenizer(self) -> TokenizerInfo:
+        """What wrote it; a corpus of ours always says."""
+        assert self.header.tokenizer is not None
+        return self.header.tokenizer
 
     def bounds(self, index: int) -> tuple[int, int]:
         """Where a segment's tokens begin and end, in tokens from the start of the `.bin`."""
@@ -88,6 +96,14 @@ def _check_index(path: Path, found: int, expected: int) -> None:
         raise DataError(
             f"{path} has {found:,} bytes; its header announces {expected:,}: the file was cut or"
             " added to. Copy it again, or write the corpus anew."
+        )
+
+
+def _check_offsets(path: Path, offsets: memoryview, header: CorpusHeader) -> None:
+    if (offsets[0], offsets[-1]) != (0, header.num_tokens):
+        raise DataError(
+            f"The offsets of {path} go from {offsets[0]:,} to {offsets[-1]:,}; its header says from"
+            f" 0 to {header.num_tokens:,}: the file is damaged. Copy it again."
         )
 
 
