@@ -42,10 +42,8 @@ def even(unit_lengths: numpy.ndarray, limit: int) -> numpy.ndarray:
         return numpy.array(latest, dtype=numpy.int64)
     if len(latest) == 2:
         return numpy.array([_middle(borders), latest[1]], dtype=numpy.int64)
-    num_units, total = len(borders) - 1, int(borders[-1])
-    if total == num_units:
-        return _equal_pieces(num_units, len(latest))
-    return _least_squares(borders, latest, limit)
+    pieces = _equal_pieces(borders, len(latest))
+    return _least_squares(borders, latest, limit) if pieces is None else pieces
 
 
 def differences(ends: numpy.ndarray) -> numpy.ndarray:
@@ -91,11 +89,20 @@ def _middle(borders: numpy.ndarray) -> int:
     return after - 1 if is_before_nearer else after
 
 
-def _equal_pieces(total: int, num_pieces: int) -> numpy.ndarray:
-    """Units of one token: lengths that differ by one at most, the longer ones first."""
+def _equal_pieces(borders: numpy.ndarray, num_pieces: int) -> numpy.ndarray | None:
+    """Units of one token: lengths that differ by one at most, the longer ones first.
+
+    The first and the last unit may be longer (BOS and EOS), up to a piece. None: other units.
+    """
+    num_units, total = len(borders) - 1, int(borders[-1])
+    first, inner = int(borders[1]), int(borders[-2] - borders[1])
     length, num_longer = divmod(total, num_pieces)
+    if inner != num_units - 2 or max(first, total - inner - first) > length:
+        return None
     piece = numpy.arange(1, num_pieces + 1, dtype=numpy.int64)
-    return piece * length + numpy.minimum(piece, num_longer)
+    ends = piece * length + numpy.minimum(piece, num_longer) - (first - 1)
+    ends[-1] = num_units
+    return ends
 
 
 def _least_squares(borders: numpy.ndarray, latest: list[int], limit: int) -> numpy.ndarray:

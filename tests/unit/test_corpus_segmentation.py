@@ -95,6 +95,15 @@ def test_documents_of_many_segments_agree_with_the_plain_table(
         assert (len(found), _squares(lengths.tolist(), found)) == _table(lengths.tolist(), limit)
 
 
+@settings(max_examples=200, deadline=None, database=None, derandomize=True)
+@given(st.integers(1, 5), st.integers(0, 60), st.integers(1, 5), st.integers(5, 20))
+def test_single_tokens_between_longer_ends_agree_with_the_plain_table(first, inner, last, limit):
+    lengths = [first, *[1] * inner, last]
+    found = even(numpy.array(lengths), limit).tolist()
+    assert max(_pieces(lengths, found)) <= limit
+    assert (len(found), _squares(lengths, found)) == _table(lengths, limit)
+
+
 def test_a_greedy_segment_takes_all_that_fits():
     assert fewest(numpy.array([3, 3, 3, 3]), 9).tolist() == [3, 4]
     assert even(numpy.array([3, 3, 3, 3]), 9).tolist() == [2, 4]
