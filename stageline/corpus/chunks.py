@@ -137,7 +137,7 @@ def _line_blocks(
         yield rest, False
 
 
-def _read(source: Source, stream: BinaryIO, num_bytes: int) -> bytes:
+def _read(source: Source, stream: io.BufferedIOBase, num_bytes: int) -> bytes:
     try:
         return stream.read(num_bytes)
     except decompression_errors() as error:

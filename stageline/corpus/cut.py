@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy
 
 from stageline.corpus.cutting_places import LEVELS
-from stageline.corpus.segmentation import differences, even, fewest
+from stageline.corpus.rising import differences, union
+from stageline.corpus.segmentation import even, fewest
 from stageline.corpus.segments import CutRules
 from stageline.corpus.sentences import Splitter, ends_of_each
 from stageline.errors import UserError
@@ -199,7 +200,7 @@ def _finer(
         )
         # the unit that each place lies in; a place at a unit's end is there already
         unit = numpy.minimum(ends.searchsorted(inside, "left"), len(ends) - 1)
-        ends = numpy.union1d(ends, inside[is_long[unit]])
+        ends = union(ends, inside[is_long[unit]])
     return ends
 
 

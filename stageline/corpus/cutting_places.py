@@ -5,6 +5,8 @@ All functions take the UTF-8 bytes of a text and give byte offsets, rising.
 
 import numpy
 
+from stageline.corpus.rising import union
+
 _NEWLINE = ord("\n")
 _SPACES = numpy.zeros(256, bool)
 _SPACES[list(b" \t\n\v\f\r")] = True
@@ -26,7 +28,7 @@ def after_clauses(data: numpy.ndarray) -> numpy.ndarray:
     for first, second, lasts in _WIDE_CLAUSE_ENDS:
         found = numpy.flatnonzero((data[:-2] == first) & (data[1:-1] == second)) + 2
         places.append(found[numpy.isin(data[found], list(lasts))] + 1)
-    return numpy.unique(numpy.concatenate(places))
+    return union(*places)
 
 
 def before_spaces(data: numpy.ndarray) -> numpy.ndarray:

@@ -3,14 +3,14 @@
 import bz2
 import gzip
 import io
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from stageline.errors import UserError
 
 _READ_BYTES = 1 << 16
 
 
-def open_compressed(raw: BinaryIO, compression: str) -> BinaryIO:
+def open_compressed(raw: BinaryIO, compression: str) -> io.BufferedIOBase:
     """A stream of the decompressed bytes; memory does not grow with the file.
 
     Args:
@@ -20,13 +20,12 @@ def open_compressed(raw: BinaryIO, compression: str) -> BinaryIO:
         UserError: zstandard is not installed.
     """
     if compression == ".gz":
-        return gzip.GzipFile(fileobj=raw)
+        return gzip.open(raw)
     if compression == ".bz2":
-        return bz2.BZ2File(raw)
+        return bz2.open(raw)
     return io.BufferedReader(_ZstdReader(raw), buffer_size=1 << 18)
 
 
-# what the readers above raise on damaged files
 def decompression_errors() -> tuple[type[Exception], ...]:
     """The exceptions that say that a compressed file is damaged or ends too early."""
     import zlib
@@ -51,14 +50,14 @@ class _ZstdReader(io.RawIOBase):
             ) from error
         self._raw = raw
         self._make = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
-        self._frame = None
+        self._frame: Any = None
         self._input = b""
         self._output = b""
 
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: memoryview) -> int:
+    def readinto(self, buffer: Any) -> int:
         while not self._output:
             self._input = self._input or self._raw.read(_READ_BYTES)
             if not self._input:

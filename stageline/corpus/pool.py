@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Protocol
+from typing import Any, Protocol
 
 from stageline.corpus.chunks import Chunk
 from stageline.corpus.worker import ChunkResult, CutterFacts, Task, Worker
@@ -111,7 +111,7 @@ class Processes:
             with contextlib.suppress(ValueError):  # it has ended and was closed
                 process.kill()
 
-    def _result(self, future: Future) -> ChunkResult:
+    def _result(self, future: Future) -> Any:
         try:
             return future.result()
         except BrokenProcessPool as error:

@@ -5,7 +5,11 @@ can be. Forward greedy is optimal in that: where its k-th segment ends, no other
 segment ends later, as a segment that starts no earlier and takes all that fits ends no earlier.
 """
 
+from math import isqrt
+
 import numpy
+
+from stageline.corpus.rising import differences
 
 # more than any sum of squares of a document: 2^31 tokens in one segment
 _NEVER = numpy.int64(2**62)
@@ -44,13 +48,6 @@ def even(unit_lengths: numpy.ndarray, limit: int) -> numpy.ndarray:
         return numpy.array([_middle(borders), latest[1]], dtype=numpy.int64)
     pieces = _equal_pieces(borders, len(latest))
     return _least_squares(borders, latest, limit) if pieces is None else pieces
-
-
-def differences(ends: numpy.ndarray) -> numpy.ndarray:
-    """Lengths of stretches that follow each other from 0 on; `numpy.diff` takes five times that."""
-    lengths = ends.copy()
-    lengths[1:] -= ends[:-1]
-    return lengths
 
 
 def _borders(unit_lengths: numpy.ndarray) -> numpy.ndarray:
@@ -108,12 +105,15 @@ def _equal_pieces(borders: numpy.ndarray, num_pieces: int) -> numpy.ndarray | No
 def _least_squares(borders: numpy.ndarray, latest: list[int], limit: int) -> numpy.ndarray:
     """Dynamic programming over the k-th cut, in the band where the best k-th cut can lie."""
     earliest = _backward(borders, limit)
-    excess = _excess_of_a_guess(borders, earliest, limit)
-    low, high = _band(borders, earliest, latest, excess)
     num_pieces, total = len(latest), int(borders[-1])
-    # no piece of the best cutting is further from the mean than the whole guess
-    mean, spread = total / num_pieces, (excess * (num_pieces - 1) / num_pieces) ** 0.5 + 1e-6
-    shortest, longest = max(1, int(mean - spread)), min(limit, int(mean + spread) + 1)
+    length = total // num_pieces
+    squares = _squares_of_a_guess(borders, earliest, limit)
+    # what each piece of the best cutting adds to that of equal pieces is (n-length)(n-length-1),
+    # no negative number; none adds more than all pieces of the guess
+    added = squares - (2 * length + 1) * total + length * (length + 1) * num_pieces
+    reach = isqrt(4 * added + 1) // 2 + 1
+    shortest, longest = max(1, length + 1 - reach), min(limit, length + reach)
+    low, high = _band(borders, earliest, latest, squares - total * total / num_pieces)
     choices = []
     places = borders[low[0] : high[0] + 1][::-1]  # descending: argmin takes the latest of equals
     costs = places * places
@@ -177,8 +177,8 @@ def _walk_back(choices: list[numpy.ndarray], high: list[int]) -> numpy.ndarray:
     return ends
 
 
-def _excess_of_a_guess(borders: numpy.ndarray, earliest: list[int], limit: int) -> float:
-    """How much more than equal pieces a good cutting's squares sum up to. The best has no more."""
+def _squares_of_a_guess(borders: numpy.ndarray, earliest: list[int], limit: int) -> int:
+    """What the squares of a good cutting sum up to. Those of the best are no more."""
     num_pieces, total = len(earliest), int(borders[-1])
     ideal = numpy.arange(1, num_pieces) * (total / num_pieces)
     after = borders.searchsorted(ideal)
@@ -186,7 +186,7 @@ def _excess_of_a_guess(borders: numpy.ndarray, earliest: list[int], limit: int) 
     lengths = differences(numpy.append(borders[after], total))
     if lengths.max() > limit:
         lengths = _careful_lengths(borders, earliest, limit)
-    return float((lengths * lengths).sum() - total * total / num_pieces)
+    return int((lengths * lengths).sum())
 
 
 def _careful_lengths(borders: numpy.ndarray, earliest: list[int], limit: int) -> numpy.ndarray:

@@ -25,6 +25,7 @@ import numpy
 from stageline.corpus.blocks import all_at_once, in_blocks
 from stageline.corpus.characters import WHITE, classed
 from stageline.corpus.eastern_sentences import eastern_ends
+from stageline.corpus.rising import union
 from stageline.corpus.western_sentences import find_gaps, find_lines, western_ends
 from stageline.errors import UserError
 
@@ -54,7 +55,7 @@ def _chinese(text: str) -> numpy.ndarray:
     codes, flags = classed(text)
     gaps = find_gaps(flags)
     lines = gaps.starts[find_lines(flags, gaps).gaps]
-    return numpy.union1d(lines, eastern_ends(codes, flags, is_space_enough=True))
+    return union(lines, eastern_ends(codes, flags, is_space_enough=True))
 
 
 def _auto(text: str) -> numpy.ndarray:
@@ -62,7 +63,7 @@ def _auto(text: str) -> numpy.ndarray:
     ends = western_ends(codes, flags)
     if codes.itemsize == 1:
         return ends
-    return numpy.union1d(ends, eastern_ends(codes, flags, is_space_enough=False))
+    return union(ends, eastern_ends(codes, flags, is_space_enough=False))
 
 
 # splitters whose rules look at nothing beyond a blank line
@@ -112,4 +113,4 @@ def _before_white(ends: numpy.ndarray, flags: numpy.ndarray) -> numpy.ndarray:
     # white space before the first word is no gap, and ends no sentence
     is_kept = ~is_behind | (places >= 0)
     moved = numpy.where(is_behind, starts[places] if len(starts) else 0, ends)[is_kept]
-    return numpy.unique(numpy.append(moved[moved < len(flags)], len(flags)))
+    return union(moved[moved < len(flags)], numpy.array([len(flags)]))

@@ -117,6 +117,25 @@ def test_the_bytes_do_not_depend_on_the_workers(num_workers, inputs, whole, tmp_
     assert files_of(tmp_path / "corpus") == files_of(whole[0])
 
 
+def test_parquet_in_several_processes(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    texts = [f"document {i} " * (i % 40) for i in range(3000)]
+    table = pyarrow.table({"text": texts, "other": texts})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=1000)
+    (tmp_path / "a.txt").write_text("\n".join(texts))
+    for name, number in (("txt", 0), ("parquet", 2)):
+        build(tmp_path / f"a.{name}", tmp_path / name, num_workers=number, chunk_bytes=1 << 16)
+    found = [Path(tmp_path / f"{name}.bin").read_bytes() for name in ("txt", "parquet")]
+    assert found[0] == found[1] and len(found[0]) > 100_000
+
+
+def test_where_processes_cannot_be_forked(inputs, whole, tmp_path, monkeypatch):
+    monkeypatch.setattr("multiprocessing.get_all_start_methods", lambda: ["spawn"])
+    build(inputs, tmp_path / "corpus", num_workers=1)
+    assert files_of(tmp_path / "corpus") == files_of(whole[0])
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_killed_again_and_again_the_bytes_are_the_same(num_workers, inputs, whole, tmp_path):
     prefix, starts = tmp_path / "corpus", 0
