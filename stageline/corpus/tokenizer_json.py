@@ -156,10 +156,17 @@ def fingerprint(spec: dict[str, Any]) -> str:
     """Of the parts that matter; what is empty or off is left out, as versions add such fields."""
     facts: dict[str, Any] = {name: spec.get(name) for name in _MODEL_PARTS}
     facts["model"] = {key: value for key, value in facts["model"].items() if value}
-    facts["added"] = sorted(
+    added = sorted(
         (token["id"], token["content"], token["lstrip"], token["rstrip"], token["single_word"])
         for token in spec["added_tokens"]
         if not token["special"]
     )
+    pre_tokenizer = facts["pre_tokenizer"] or {}
+    if pre_tokenizer.get("type") == "Metaspace" and not added:
+        # saving one of Llama 2 again makes "first" of "always": of a text without added tokens,
+        # which is one stretch, both say the same
+        scheme = pre_tokenizer["prepend_scheme"].replace("always", "first")
+        facts["pre_tokenizer"] = {**pre_tokenizer, "prepend_scheme": scheme}
+    facts["added"] = added
     text = json.dumps(facts, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -177,6 +177,21 @@ def test_byte_ends_are_the_lengths_of_the_bytes(folders):
         assert end == offset or not {end, offset} & borders
 
 
+def test_byte_ends_of_tokens_that_mark_spaces(folders):
+    encoder = load_encoder(folders("llama2"))
+    texts = [*_training_texts(), " a\n  b", "x", "中文 😀!"]
+    found = encoder.encode(texts)
+    by_bytes = [encoder.byte_ends(text, ids) for text, ids in zip(texts, found, strict=True)]
+    encoder.token_bytes = None  # as for tokenizers that change the text: by offsets
+    for text, ids, ends in zip(texts, found, by_bytes, strict=True):
+        offsets = encoder.byte_ends(text, ids)
+        borders = set(numpy.cumsum([len(char.encode()) for char in text]).tolist())
+        pairs = zip(ends.tolist(), offsets.tolist(), strict=True)
+        differ = [pair for pair in pairs if pair[0] != pair[1] and borders & set(pair)]
+        # by offsets a space put before the text has the place of the first character
+        assert differ in ([], [(0, 1)])
+
+
 def test_a_text_that_holds_the_separator_is_text(folders):
     from stageline.corpus.fast_encoder import SEPARATOR
 
@@ -191,7 +206,9 @@ def test_a_text_that_holds_the_separator_is_text(folders):
 def test_long_runs_take_neither_forever_nor_the_process(folders):
     encoder = load_encoder(folders("gpt2"))
     slow = load_encoder(folders("gpt2"), kind="tokenizers")
-    texts = [" " * 1_000_000 + "x", "a" * 200_000, "\n" * 100_000, "ok"]
+    blank = " " * 1_000_000 + "x"  # of so much white space tiktoken's expressions die
+    assert encoder.decode(encoder.encode([blank])[0]) == blank
+    texts = ["a" * 50_000, "\n" * 70_000, "ok"]
     for fast, other in zip(encoder.encode(texts), slow.encode(texts), strict=True):
         numpy.testing.assert_array_equal(fast, other)
 
@@ -249,6 +266,10 @@ def test_fingerprint_is_of_what_decides_the_ids(folders, tmp_path):
     first.add_tokens(["word"])
     assert tokenizer_fingerprint(first) != print_
     others = {load_encoder(folders(name)).info.fingerprint for name in ("gpt2", "qwen", "unigram")}
+    always = Tokenizer.from_file(str(folders("llama2") / "tokenizer.json"))
+    always.pre_tokenizer = pre.Metaspace(prepend_scheme="always", split=False)
+    always = PreTrainedTokenizerFast(tokenizer_object=always)
+    assert tokenizer_fingerprint(always) == load_encoder(folders("llama2")).info.fingerprint
     assert len({print_, *others}) == 4
 
 
