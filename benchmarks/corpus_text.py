@@ -105,7 +105,8 @@ def reader_of(path: Path, programs: Path) -> Callable[[Path], readers.Texts] | N
         return readers.sayings
     if name == "bible.data":
         return functools.partial(readers.bible, programs / "bible-kjv/usr/bin/bible")
-    if re.search(r"\.html?$", name) and not re.search(r"/(python3|linux-doc|doc-rfc|git-doc)", place):
+    has_sources = re.search(r"/(python3|linux-doc|doc-rfc|git-doc)", place)
+    if re.search(r"\.html?$", name) and not has_sources:
         return readers.web_page
     if re.search(r"\.(page|docbook)$", name) or (path.suffix == ".svg" and "tutorial" in place):
         return readers.xml_page
