@@ -70,6 +70,10 @@ class Corpus(MappedSegments):
         """uint64 offsets of segments start to stop, and the end of the last; a view of the file."""
         return numpy.frombuffer(self._offsets, dtype="<u8")[start : stop + 1]
 
+    def arrays(self) -> tuple[memoryview, memoryview]:
+        """Offsets and flags as they lie in the file, in bytes."""
+        return self._offsets.cast("B"), self._flags
+
 
 def open_corpus(path_prefix: str | Path) -> MappedSegments:
     """A corpus of ours or a pair of Megatron-core, by what the `.idx` begins with.

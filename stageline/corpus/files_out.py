@@ -5,6 +5,7 @@ Written as a part (NAME.part) and renamed when whole. Knows bytes only.
 
 import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from stageline.errors import DataError, StorageError
@@ -84,7 +85,7 @@ class GrowingFile:
             )
 
 
-def read_chunks(path: Path, *, size: int | None = None):
+def read_chunks(path: Path, *, size: int | None = None) -> Iterator[bytes]:
     """The first `size` bytes of a file (all of them for None), in chunks."""
     left = path.stat().st_size if size is None else size
     with open(path, "rb") as file:

@@ -5,6 +5,7 @@ A subclass knows where segment i begins and how long it is; here lies what follo
 
 import mmap
 import os
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from stageline.corpus.header import CorpusHeader
 from stageline.corpus.segments import BEGINS, ENDS, HAS_BOS, HAS_EOS, Segments
 from stageline.errors import DataError
 
-# segments a step when a whole corpus is walked: memory stays flat
+# segments and tokens of a step when a whole corpus is walked: memory stays flat
 STEP = 1 << 16
+TOKENS = 1 << 22
 
 
 class MappedSegments:
@@ -79,6 +81,21 @@ class MappedSegments:
             tokens.astype(numpy.uint32), self.lengths(start, stop), self.flags(start, stop)
         )
 
+    def steps(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
+        """Neighbouring ranges of segments that fit memory, together start to stop."""
+        low, stop = start, self._len if stop is None else stop
+        while low < stop:
+            first = self.bounds(low)[0]
+            ends = range(low + 1, min(low + STEP, stop) + 1)
+            fit = bisect_right(ends, TOKENS, key=lambda end: self.bounds(end - 1)[1] - first)
+            yield low, low + max(1, fit)
+            low += max(1, fit)
+
+    def ranges(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
+        """Like `steps`, where only lengths and flags are looked at."""
+        stop = self._len if stop is None else stop
+        return ((low, min(low + STEP, stop)) for low in range(start, stop, STEP))
+
     def token_bytes(self, start: int, stop: int) -> memoryview:
         """The tokens of neighbouring segments as they lie in the `.bin`."""
         size = self._token_dtype.itemsize
@@ -88,8 +105,7 @@ class MappedSegments:
         """(first, last + 1) segment of each document that begins from `start` and before `stop`."""
         stop = self._len if stop is None else stop
         begin = None
-        for low in range(start, stop, STEP):
-            high = min(low + STEP, stop)
+        for low, high in self.ranges(start, stop):
             flags = self.flags(low, high)
             for place in numpy.flatnonzero(flags & (BEGINS | ENDS)):
                 index = low + int(place)

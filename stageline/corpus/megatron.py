@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy
 
 from stageline.corpus.header import MEGATRON_MAGIC, CorpusHeader, SegmentType, edges_digest, path_of
-from stageline.corpus.mapped import STEP, MappedSegments, map_file
+from stageline.corpus.mapped import MappedSegments, map_file
 from stageline.corpus.segments import BEGINS, ENDS, CutRules
 from stageline.errors import DataError
 
@@ -112,7 +112,7 @@ def write_megatron(
     path.parent.mkdir(parents=True, exist_ok=True)
     path_of(path_prefix, ".idx").unlink(missing_ok=True)  # never an old index beside new tokens
     with open(path, "wb") as file:
-        for low, high in _steps(start, stop):
+        for low, high in corpus.steps(start, stop):
             file.write(corpus.token_bytes(low, high))
     part = path_of(path_prefix, ".idx.part")
     with open(part, "wb") as file:
@@ -123,26 +123,22 @@ def write_megatron(
 
 def _index_pieces(corpus: MappedSegments, start: int, stop: int) -> Iterator[bytes]:
     code, size = _CODES[corpus.header.dtype], numpy.dtype(corpus.header.dtype).itemsize
-    num_documents = sum(len(_begins(corpus, low, high)) for low, high in _steps(start, stop))
+    num_documents = sum(len(_begins(corpus, low, high)) for low, high in corpus.ranges(start, stop))
     yield _HEAD.pack(MEGATRON_MAGIC, 1, code, stop - start, num_documents + 1)
-    for low, high in _steps(start, stop):
+    for low, high in corpus.ranges(start, stop):
         yield corpus.lengths(low, high).astype("<i4").tobytes()
     written = 0
-    for low, high in _steps(start, stop):
+    for low, high in corpus.ranges(start, stop):
         ends = written + numpy.cumsum(corpus.lengths(low, high)) * size
         yield numpy.concatenate([[written], ends[:-1]]).astype("<i8").tobytes()
         written = int(ends[-1])
-    for low, high in _steps(start, stop):
+    for low, high in corpus.ranges(start, stop):
         yield (_begins(corpus, low, high) - start).astype("<i8").tobytes()
     yield struct.pack("<q", stop - start)
 
 
 def _begins(corpus: MappedSegments, low: int, high: int) -> numpy.ndarray:
     return low + numpy.flatnonzero(corpus.flags(low, high) & BEGINS)
-
-
-def _steps(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    return ((low, min(low + STEP, stop)) for low in range(start, stop, STEP))
 
 
 def _read_head(index: memoryview, path: Path) -> tuple[str, int, int]:

@@ -26,7 +26,7 @@ from stageline.corpus.segments import BEGINS, HAS_BOS, HAS_EOS, CutRules, Segmen
 from stageline.errors import DataError, UserError
 
 _PARTS = ("bin", "offsets", "flags")
-_ENDINGS = ("bos_only", "eos_only", "neither", "both")
+ENDINGS = ("bos_only", "eos_only", "neither", "both")
 
 
 class CorpusWriter:
@@ -137,7 +137,7 @@ class CorpusWriter:
             "types": [asdict(kind) for kind in header.types],
         }
         _write_json(path_of(self.path_prefix, ".dis.part"), counts)
-        endings = dict(zip(_ENDINGS, self._endings.tolist(), strict=True))
+        endings = dict(zip(ENDINGS, self._endings.tolist(), strict=True))
         _write_json(path_of(self.path_prefix, ".tmp.part"), endings)
         # an old index goes first: it must never lie beside new tokens
         path_of(self.path_prefix, ".idx").unlink(missing_ok=True)

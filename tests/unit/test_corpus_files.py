@@ -1,6 +1,7 @@
 """The files of a corpus: what is written is read again, and each kind of damage is named."""
 
 import json
+import os
 import pickle
 import struct
 
@@ -9,55 +10,9 @@ import pytest
 
 from stageline.corpus.corpus_files import Corpus, open_corpus
 from stageline.corpus.header import MAGIC, path_of
-from stageline.corpus.segments import (
-    BEGINS,
-    ENDS,
-    HAS_BOS,
-    HAS_EOS,
-    CutRules,
-    Segments,
-    TokenizerInfo,
-)
 from stageline.corpus.writer import CorpusWriter
 from stageline.errors import DataError, UserError
-
-RULES = CutRules(seq_length=8)
-
-
-def tokenizer(vocab_size=1000, **changes):
-    values = dict(name="tiny", fingerprint="f" * 64, vocab_size=vocab_size, bos_id=1, eos_id=2)
-    return TokenizerInfo(**{**values, **changes})
-
-
-def documents_of(sizes, *, seed=0, vocab_size=1000):
-    """Documents cut at 8 tokens, as plain lists of pieces: the reference of these tests."""
-    random = numpy.random.default_rng(seed)
-    whole = [[1, *random.integers(3, vocab_size, size).tolist(), 2] for size in sizes]
-    return [[doc[i : i + 8] for i in range(0, len(doc), 8)] for doc in whole]
-
-
-def segments_of(documents):
-    pieces, flags = [], []
-    for document in documents:
-        for number, piece in enumerate(document):
-            is_last = number == len(document) - 1
-            pieces.append(piece)
-            flags.append((number == 0) * (BEGINS | HAS_BOS) + is_last * (ENDS | HAS_EOS))
-    return Segments(
-        numpy.array([token for piece in pieces for token in piece], dtype=numpy.uint32),
-        numpy.array([len(piece) for piece in pieces], dtype=numpy.int64),
-        numpy.array(flags, dtype=numpy.uint8),
-    )
-
-
-def write(prefix, documents, *, vocab_size=1000, batch=3, **settings):
-    """A corpus of documents, added a few at a time."""
-    settings = {"tokenizer": tokenizer(vocab_size), "rules": RULES, "language": "en", **settings}
-    writer = CorpusWriter(prefix, **settings)
-    for start in range(0, len(documents), batch):
-        writer.add(segments_of(documents[start : start + batch]))
-    writer.close()
-    return Corpus(prefix)
+from stageline.testing.corpora import RULES, documents_of, segments_of, tokenizer, write
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(1000, "uint16"), (65537, "uint32")])
@@ -140,8 +95,6 @@ def test_killed_between_two_renames_goes_on(tmp_path, monkeypatch):
     writer = CorpusWriter(tmp_path / "a", tokenizer=tokenizer(), rules=RULES, language="en")
     writer.add(segments_of(documents))
     state = writer.state()
-    import os
-
     real = os.replace
 
     def killed(source, target):
