@@ -12,6 +12,7 @@ _BEFORE_NUMBERS = """
     no nos nr p pp par art jan feb mar apr jun jul aug sep sept oct nov dec col line ver v r
 """.split()
 _WIDTH = 8
+_STEPS = numpy.arange(1, _WIDTH + 1)
 _DOT = ord(".")
 # stands for letters that are in no abbreviation, and for what joins words
 _JOINS = 255
@@ -35,7 +36,8 @@ def _keys(words: list[str]) -> list[int]:
 
 
 _FOLDED = _folded()
-_KEYS = numpy.array(sorted({*_keys(_TITLES), *_keys(_BEFORE_NUMBERS)}), numpy.uint64)
+# the last one is no word: what is behind all others finds it
+_KEYS = numpy.array(sorted({*_keys(_TITLES), *_keys(_BEFORE_NUMBERS), 2**64 - 1}), numpy.uint64)
 _IS_TITLE = numpy.isin(_KEYS, _keys(_TITLES))
 
 
@@ -49,19 +51,22 @@ def is_abbreviation(
         dots: places of single full stops.
         next_words: place of the first character of the word behind each.
     """
-    places = dots[:, None] - numpy.arange(1, _WIDTH + 1)
-    letters = _FOLDED[numpy.minimum(codes[numpy.maximum(places, 0)], 255)]
+    places = dots[:, None] - _STEPS
+    signs = codes.take(places, mode="clip")
+    letters = _FOLDED.take(signs, mode="clip")
     if len(dots) and dots[0] < _WIDTH:
         letters[places < 0] = 0
     nearest, second = letters[:, 0], letters[:, 1]
-    first_codes = codes[numpy.maximum(dots - 1, 0)]
-    is_capital = (first_codes >= ord("A")) & (first_codes <= ord("Z"))
-    is_letter = (nearest >= ord("a")) & (nearest <= ord("z"))
     # initials are capitals; in `e.g.` and `p.m.` small letters follow a full stop
-    is_initial = (is_capital & (second == 0)) | (is_letter & (second == _DOT))
-    letters *= numpy.logical_and.accumulate(letters != 0, axis=1)
+    is_initial = (second == 0) & _is_within(signs[:, 0], "A", "Z")
+    is_initial |= (second == _DOT) & _is_within(nearest, "a", "z")
+    letters *= numpy.logical_and.accumulate(letters, axis=1)
     keys = letters.view(numpy.uint64).ravel()
-    found = numpy.minimum(_KEYS.searchsorted(keys), len(_KEYS) - 1)
-    behind = codes[next_words]
-    is_number = (behind >= ord("0")) & (behind <= ord("9"))
-    return is_initial | ((_KEYS[found] == keys) & (_IS_TITLE[found] | is_number))
+    found = _KEYS.searchsorted(keys)
+    is_word = _IS_TITLE.take(found) | _is_within(codes.take(next_words), "0", "9")
+    return is_initial | (is_word & (_KEYS.take(found) == keys))
+
+
+def _is_within(codes: numpy.ndarray, first: str, last: str) -> numpy.ndarray:
+    # unsigned: what is below the first wraps round to far above the last
+    return codes - codes.dtype.type(ord(first)) <= ord(last) - ord(first)

@@ -13,7 +13,7 @@ import numpy
 from stageline.corpus.cut import cut_document
 from stageline.corpus.encoder import Encoder, why_bad
 from stageline.corpus.segments import BEGINS, ENDS, HAS_BOS, HAS_EOS, CutRules, Segments
-from stageline.errors import UserError
+from stageline.errors import DataError, UserError
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class CutCounts:
         num_sentences_cut: sentences longer than a segment, which had to be cut inside.
         num_empty: without any token; they give no segment.
         num_bad: that cannot be encoded (`why_bad`); they give no segment.
+        num_changed: whose text does not come back from its ids, for the tokenizer drops or
+            normalises some of it.
     """
 
     num_documents: int = 0
@@ -36,6 +38,7 @@ class CutCounts:
     num_sentences_cut: int = 0
     num_empty: int = 0
     num_bad: int = 0
+    num_changed: int = 0
 
     def __add__(self, other: "CutCounts") -> "CutCounts":
         pairs = zip(astuple(self), astuple(other), strict=True)
@@ -65,11 +68,15 @@ class DocumentCutter:
     def __call__(self, texts: Sequence[str]) -> tuple[Segments, CutCounts]:
         """The segments of a batch of documents, in their order; some hundred documents are best."""
         num_texts = len(texts)
-        texts = [text for text in texts if text.isascii() or why_bad(text) is None]
-        num_bad = num_texts - len(texts)
         if not self.rules.keeps_newlines:
             texts = [join_lines(text) for text in texts]
-        documents = self.encoder.encode(texts)
+        try:
+            documents, doubtful = self.encoder.encode_and_doubt(texts)
+        except DataError:
+            texts = [text for text in texts if why_bad(text) is None]
+            documents, doubtful = self.encoder.encode_and_doubt(texts)
+        num_bad = num_texts - len(texts)
+        num_changed = sum(self.encoder.decode(documents[i]) != texts[i] for i in doubtful)
         sizes = numpy.array([len(ids) for ids in documents], dtype=numpy.int64)
         num_empty = int((sizes == 0).sum())
         if num_empty:
@@ -85,6 +92,7 @@ class DocumentCutter:
             num_sentences_cut=num_sentences_cut,
             num_empty=num_empty,
             num_bad=num_bad,
+            num_changed=num_changed,
         )
         return segments, counts
 

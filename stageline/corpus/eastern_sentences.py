@@ -8,11 +8,13 @@ _MOST_CLOSERS = 8
 _DOT = ord(".")
 
 
-def eastern_ends(codes: numpy.ndarray, flags: numpy.ndarray) -> numpy.ndarray:
+def eastern_ends(
+    codes: numpy.ndarray, flags: numpy.ndarray, *, is_space_enough: bool
+) -> numpy.ndarray:
     """Ends inside the text: behind the last of `。！？` in a row and the quotes that close there.
 
-    `!`, `?` and `…` count where an ideograph or white space follows; no end goes before a comma
-    (`“好！”，他说`).
+    `!`, `?` and `…` count where an ideograph follows, and white space if that `is_space_enough`;
+    no end goes before a comma (`“好！”，他说`).
     """
     stops = numpy.flatnonzero(flags & (FULL_STOP | STOP))
     stops = stops[(codes[stops] != _DOT) & (stops < len(codes) - 1)]
@@ -28,5 +30,11 @@ def eastern_ends(codes: numpy.ndarray, flags: numpy.ndarray) -> numpy.ndarray:
     behind = flags[ends]
     is_end = (behind & (COMMA | FULL_STOP | STOP | CLOSER)) == 0
     is_full = (flags[stops] & FULL_STOP) != 0
-    is_end &= is_full | ((behind & WHITE) != 0) | (codes[ends] >= EAST_ASIAN)
-    return ends[is_end]
+    is_full |= codes[ends] >= EAST_ASIAN
+    if is_space_enough:
+        is_full |= (behind & WHITE) != 0
+    is_end &= is_full
+    ends = ends[is_end]
+    if len(ends) and (flags[ends[-1] :] & WHITE).all():
+        ends = ends[:-1]  # the last sentence keeps the white space behind it
+    return ends

@@ -170,7 +170,7 @@ def test_byte_ends_are_the_lengths_of_the_bytes(folders):
     numpy.testing.assert_array_equal(encoder.byte_ends(text, ids), by_hand)
     numpy.testing.assert_array_equal(slow.byte_ends(text, ids), by_hand)
     # by offsets, as for tokenizers that are not of bytes: they differ only inside a character
-    slow._lengths = None
+    slow.token_bytes = None
     by_offsets = slow.byte_ends(text, ids)
     borders = set(numpy.cumsum([len(char.encode()) for char in text]).tolist())
     for end, offset in zip(by_hand.tolist(), by_offsets.tolist(), strict=True):
@@ -215,9 +215,9 @@ def test_falls_back_when_real_documents_differ(folders, monkeypatch):
 
 
 def test_self_check_finds_a_wrong_expression(folders, monkeypatch):
-    from stageline.corpus import fast_encoder
+    from stageline.corpus import fast_rules
 
-    monkeypatch.setattr(fast_encoder, "GPT2_PATTERN", r"\w+|\W+")
+    monkeypatch.setattr(fast_rules, "GPT2_PATTERN", r"\w+|\W+")
     assert "other ids" in load_encoder(folders("gpt2")).note
     with pytest.raises(UserError, match="cannot be run by tiktoken exactly.*other ids"):
         load_encoder(folders("gpt2"), kind="tiktoken")

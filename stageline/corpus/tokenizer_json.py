@@ -1,0 +1,118 @@
+"""What a tokenizer.json says: its ids, its bytes, its fingerprint, and the object made of it."""
+
+import hashlib
+import json
+from functools import cache
+from typing import Any
+
+# parts that decide which ids a text gets, beside added tokens that are no control tokens
+_MODEL_PARTS = ("normalizer", "pre_tokenizer", "model")
+
+
+@cache
+def byte_alphabet() -> dict[str, int]:
+    """Character -> byte: how byte-level tokenizers print bytes (GPT-2's table)."""
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printed]
+    table = {chr(byte): byte for byte in printed}
+    return table | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+def is_byte_level(spec: dict[str, Any]) -> bool:
+    """Whether tokens of this tokenizer.json are bytes printed as characters."""
+    return any(step["type"] == "ByteLevel" for step in pre_tokenizers(spec))
+
+
+def token_bytes(spec: dict[str, Any]) -> dict[int, bytes]:
+    """Id -> bytes of a byte-level tokenizer's tokens."""
+    alphabet = byte_alphabet()
+    table = {
+        index: bytes(alphabet[char] for char in token)
+        for token, index in spec["model"]["vocab"].items()
+        if all(char in alphabet for char in token)
+    }
+    return table | {token["id"]: token["content"].encode() for token in spec["added_tokens"]}
+
+
+def pre_tokenizers(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """The pre-tokenizers one after the other, sequences unrolled."""
+    return _steps(spec.get("pre_tokenizer"), "pretokenizers")
+
+
+def normalizers(spec: dict[str, Any]) -> list[str]:
+    """The kinds of the normalizers, one after the other."""
+    return [step["type"] for step in _steps(spec.get("normalizer"), "normalizers")]
+
+
+def _steps(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    if part is None:
+        return []
+    if part["type"] == "Sequence":
+        return [step for inner in part[name] for step in _steps(inner, name)]
+    return [part]
+
+
+def merge_pairs(model: dict[str, Any]) -> list[tuple[str, str]]:
+    """The merges of a BPE model in order; older files write a pair as one text."""
+    merges = model.get("merges", [])
+    return [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in merges]
+
+
+def plain_backend(spec: dict[str, Any]) -> Any:
+    """Of the `tokenizers` library: adds nothing, cuts nothing off, takes control text as text.
+
+    Control tokens get names that no text has: Unigram models hold them as pieces, which the text
+    "</s>" would give, whatever is said of special tokens.
+    """
+    model, added = spec["model"], spec["added_tokens"]
+    control = {token["content"] for token in added if token["special"]} - _needed(model)
+
+    def hide(token: str) -> str:
+        return f"\uffff{token}\ufffe hidden" if token in control else token
+
+    plain = {**spec, "truncation": None, "padding": None, "post_processor": None}
+    plain["added_tokens"] = [{**token, "content": hide(token["content"])} for token in added]
+    if isinstance(model["vocab"], dict):
+        hidden: Any = {hide(token): index for token, index in model["vocab"].items()}
+    else:
+        hidden = [[hide(token), score] for token, score in model["vocab"]]
+    plain["model"] = {**model, "vocab": hidden}
+    if model.get("unk_token"):
+        plain["model"]["unk_token"] = hide(model["unk_token"])
+    backend = make_backend(plain)
+    backend.encode_special_tokens = True
+    return backend
+
+
+def make_backend(spec: dict[str, Any]) -> Any:
+    """The `tokenizers` object of a tokenizer.json."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str(json.dumps(spec))
+
+
+def _needed(model: dict[str, Any]) -> set[str]:
+    """Tokens that the model looks up by name: those of merges, and single bytes."""
+    single = {f"<0x{byte:02X}>" for byte in range(256)} if model.get("byte_fallback") else set()
+    pairs = merge_pairs(model)
+    return single | {token for left, right in pairs for token in (left, right, left + right)}
+
+
+def vocab_size(spec: dict[str, Any]) -> int:
+    """All ids, control tokens' too, are below it."""
+    vocab = spec["model"]["vocab"]
+    ids = vocab.values() if isinstance(vocab, dict) else [len(vocab) - 1]
+    return max([*ids, *(token["id"] for token in spec["added_tokens"])]) + 1
+
+
+def fingerprint(spec: dict[str, Any]) -> str:
+    """Of the parts that matter; what is empty or off is left out, as versions add such fields."""
+    facts: dict[str, Any] = {name: spec.get(name) for name in _MODEL_PARTS}
+    facts["model"] = {key: value for key, value in facts["model"].items() if value}
+    facts["added"] = sorted(
+        (token["id"], token["content"], token["lstrip"], token["rstrip"], token["single_word"])
+        for token in spec["added_tokens"]
+        if not token["special"]
+    )
+    text = json.dumps(facts, sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
