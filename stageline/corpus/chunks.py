@@ -124,7 +124,8 @@ def _line_blocks(
                 continue
             block, skips = block[end + 1 :], False
         end = block.rfind(b"\n")
-        if end < 0 and len(rest) + len(block) > max_document_bytes:
+        # a CR before the end does not count
+        if end < 0 and len(rest) + len(block) > max_document_bytes + 1:
             yield b"", True
             rest, skips = b"", True
         elif end < 0:

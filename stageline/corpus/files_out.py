@@ -3,12 +3,14 @@
 Written as a part (NAME.part) and renamed when whole. Knows bytes only.
 """
 
+import errno
+import fcntl
 import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from stageline.errors import DataError, StorageError
+from stageline.errors import DataError, StorageError, UserError
 
 CHUNK = 1 << 22
 
@@ -22,6 +24,7 @@ class GrowingFile:
             size and read once, so that what it holds is known to be what was written.
 
     Raises:
+        UserError: another process is writing it.
         DataError: the part is shorter than that, or holds something else.
         StorageError: it cannot be written.
     """
@@ -30,14 +33,16 @@ class GrowingFile:
         self.path = path
         self.size = size
         self._hash = hashlib.sha256()
-        if sha256 is not None:
-            self._check_part(size, sha256)
         try:
-            self._file = open(path, "r+b" if sha256 is not None else "wb")
-            self._file.truncate(size)
-            self._file.seek(size)
+            # never "wb": that would empty it before it is known to be ours
+            self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         except OSError as error:
             raise _cannot_write(path, error) from error
+        self._lock()
+        if sha256 is not None:
+            self._check_part(size, sha256)
+        self._file.truncate(size)
+        self._file.seek(size)
 
     def write(self, data: bytes | memoryview) -> None:
         """Appends; the state counts them from now on."""
@@ -66,17 +71,32 @@ class GrowingFile:
         """Closes the part; it keeps its name."""
         self._file.close()
 
+    def _lock(self) -> None:
+        try:
+            # of this process alone: workers that it forks do not keep it after a kill
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                return  # a file system without locks
+            self._file.close()
+            raise UserError(
+                f"{self.path} is being written by another process: two would spoil the corpus. Wait"
+                " for it or end it, or give another prefix."
+            ) from None
+
     def _check_part(self, size: int, sha256: str) -> None:
-        found = self.path.stat().st_size if self.path.exists() else -1
+        found = os.fstat(self._file.fileno()).st_size
         if found < size:
-            there = f"{found:,} bytes" if found >= 0 else "missing"
             raise DataError(
-                f"{self.path} is {there}; {size:,} bytes were written when this corpus was left:"
+                f"{self.path} has {found:,} bytes; {size:,} were written when this corpus was left:"
                 " the part was cut or deleted, so it cannot be gone on with. Start anew with"
                 " --overwrite."
             )
-        for chunk in read_chunks(self.path, size=size):
+        left = size
+        while left:  # through the one handle: closing another would give up the lock
+            chunk = self._file.read(min(CHUNK, left))
             self._hash.update(chunk)
+            left -= len(chunk)
         if self.sha256 != sha256:
             raise DataError(
                 f"{self.path} holds other bytes than were written when this corpus was left:"

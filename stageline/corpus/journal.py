@@ -5,6 +5,7 @@ and the state of the writer. It is gone when the corpus is finished.
 """
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -190,10 +191,11 @@ def _lock(handle: int, path: Path, path_prefix: str) -> None:
     try:
         # of this process, not of the open file: workers that outlive a killed build hold nothing
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_there = path.exists() and os.stat(path).st_ino == os.fstat(handle).st_ino
-    except OSError:
-        is_there = False
-    if not is_there:  # or it was the lock of a build that ended this moment
+        # else it was the lock of a build that ended this moment
+        is_ours = path.exists() and os.stat(path).st_ino == os.fstat(handle).st_ino
+    except OSError as error:
+        is_ours = error.errno not in (errno.EACCES, errno.EAGAIN)  # a file system without locks
+    if not is_ours:
         raise UserError(
             f"another build writes {path_prefix} at this moment. One was expected, because both "
             "would write the same files: wait for it, or give another --save-prefix."

@@ -32,7 +32,7 @@ class MappedSegments:
     prefix: str
     header: CorpusHeader
     _bin: memoryview
-    _token_dtype: numpy.dtype
+    _ids: numpy.ndarray  # the same, as tokens
     _len: int
 
     def __len__(self) -> int:
@@ -58,7 +58,7 @@ class MappedSegments:
     def __getitem__(self, index: int) -> numpy.ndarray:
         """int64 tokens of a segment, BOS and EOS included; a copy."""
         start, stop = self.bounds(self._checked(index))
-        return self._tokens(start, stop).astype(numpy.int64)
+        return self._ids[start:stop].astype(numpy.int64)
 
     def bounds(self, index: int) -> tuple[int, int]:
         """Where a segment's tokens begin and end, in tokens from the start of the `.bin`."""
@@ -76,7 +76,7 @@ class MappedSegments:
         """Neighbouring segments with their flags, as a writer takes them."""
         if start >= stop:
             return Segments(*(numpy.empty(0, kind) for kind in ("uint32", "int64", "uint8")))
-        tokens = self._tokens(self.bounds(start)[0], self.bounds(stop - 1)[1])
+        tokens = self._ids[self.bounds(start)[0] : self.bounds(stop - 1)[1]]
         return Segments(
             tokens.astype(numpy.uint32), self.lengths(start, stop), self.flags(start, stop)
         )
@@ -88,8 +88,10 @@ class MappedSegments:
             first = self.bounds(low)[0]
             ends = range(low + 1, min(low + STEP, stop) + 1)
             fit = bisect_right(ends, TOKENS, key=lambda end: self.bounds(end - 1)[1] - first)
-            yield low, low + max(1, fit)
-            low += max(1, fit)
+            high = low + max(1, fit)
+            yield low, high
+            self._let_go(first, self.bounds(high - 1)[1])
+            low = high
 
     def ranges(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
         """Like `steps`, where only lengths and flags are looked at."""
@@ -98,7 +100,7 @@ class MappedSegments:
 
     def token_bytes(self, start: int, stop: int) -> memoryview:
         """The tokens of neighbouring segments as they lie in the `.bin`."""
-        size = self._token_dtype.itemsize
+        size = self._ids.itemsize
         return self._bin[self.bounds(start)[0] * size : self.bounds(stop - 1)[1] * size]
 
     def documents(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
@@ -121,18 +123,19 @@ class MappedSegments:
         start, stop = self.bounds(first)[0], self.bounds(last - 1)[1]
         start += bool(self.flags(first, first + 1)[0] & HAS_BOS)
         stop -= bool(self.flags(last - 1, last)[0] & HAS_EOS)
-        return self._tokens(start, stop).astype(numpy.int64)
+        return self._ids[start:stop].astype(numpy.int64)
+
+    def _let_go(self, start: int, stop: int) -> None:
+        """Pages that were walked over count as this process's memory until it drops them."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            low, high = start * self._ids.itemsize, stop * self._ids.itemsize
+            low -= low % mmap.PAGESIZE
+            self._bin.obj.madvise(mmap.MADV_DONTNEED, low, high - low)
 
     def _end_of_document(self, index: int) -> int:
         while index < self._len and not self.flags(index - 1, index)[0] & ENDS:
             index += 1
         return index
-
-    def _tokens(self, start: int, stop: int) -> numpy.ndarray:
-        size = self._token_dtype.itemsize
-        return numpy.frombuffer(
-            self._bin, dtype=self._token_dtype, count=stop - start, offset=start * size
-        )
 
     def _checked(self, index: int) -> int:
         place = index + self._len if index < 0 else index

@@ -47,13 +47,12 @@ class MegatronCorpus(MappedSegments):
         self._pointers = index[ends[1] : ends[2]].cast("q")
         self._starts = numpy.frombuffer(index[ends[2] :], dtype="<i8")
         self._bin = map_file(path_of(self.prefix, ".bin"))
-        self._token_dtype = numpy.dtype(dtype).newbyteorder("<")
-        self._check_end()
+        self._ids = self._map_ids(numpy.dtype(dtype).newbyteorder("<"))
         self.header = self._make_header(num_documents)
 
     def bounds(self, index: int) -> tuple[int, int]:
         """Where a segment's tokens begin and end, in tokens from the start of the `.bin`."""
-        start = self._pointers[index] // self._token_dtype.itemsize
+        start = self._pointers[index] // self._ids.itemsize
         return start, start + self._lengths[index]
 
     def lengths(self, start: int = 0, stop: int | None = None) -> numpy.ndarray:
@@ -77,20 +76,21 @@ class MegatronCorpus(MappedSegments):
         both = edges_digest(path_of(self.prefix, ".idx")) + self.header.edges_sha256
         return hashlib.sha256(both.encode()).hexdigest()
 
-    def _check_end(self) -> None:
+    def _map_ids(self, dtype: numpy.dtype) -> numpy.ndarray:
         # the last sequence ends the file: enough to find a truncated .bin without a walk
-        expected = self.bounds(self._len - 1)[1] * self._token_dtype.itemsize if self._len else 0
+        expected = self._pointers[-1] + self._lengths[-1] * dtype.itemsize if self._len else 0
         if len(self._bin) != expected:
             raise DataError(
                 f"{self.prefix}.bin has {len(self._bin):,} bytes; its index ends at {expected:,}:"
                 " the file was truncated, or the .idx is of another one. Copy both again."
             )
+        return numpy.frombuffer(self._bin, dtype=dtype)
 
     def _make_header(self, num_documents: int) -> CorpusHeader:
-        num_tokens = len(self._bin) // self._token_dtype.itemsize
+        num_tokens = len(self._ids)
         longest = int(numpy.frombuffer(self._lengths, dtype="<i4").max()) if self._len else 0
         return CorpusHeader(
-            dtype=self._token_dtype.name,
+            dtype=self._ids.dtype.name,
             tokenizer=None,
             rules=CutRules(longest, adds_bos=False, adds_eos=False),
             language="unknown",

@@ -24,7 +24,7 @@ from stageline.errors import CRASH
 _SECONDS_BETWEEN_LOOKS = 0.5
 # chunks on the way for each worker: one is cut, the others wait, or wait to be written
 _CHUNKS_A_WORKER = 4
-_ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
 
 
 class WorkerDied(RuntimeError):
@@ -153,7 +153,7 @@ def _start_worker(given: Task | Worker, parent: int) -> None:
     _given = given
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.environ.update(_ONE_THREAD)
+    os.environ.update(ONE_THREAD)
     gc.freeze()  # what is there stays: it need not be looked at again and again
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
@@ -161,8 +161,8 @@ def _start_worker(given: Task | Worker, parent: int) -> None:
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
     # threads of a tokenizer do not survive a fork, and a worker is one core: more would be others'
-    before = {name: os.environ.get(name) for name in _ONE_THREAD}
-    os.environ.update(_ONE_THREAD)
+    before = {name: os.environ.get(name) for name in ONE_THREAD}
+    os.environ.update(ONE_THREAD)
     try:
         yield
     finally:

@@ -131,14 +131,15 @@ def _read_fully(raw: Any, num_bytes: int) -> bytes:
 def _with_end_of_line(raw: Any, body: bytes, max_document_bytes: int) -> tuple[bytes, bool]:
     begin = body.rfind(b"\n") + 1
     blocks, length = [body], len(body) - begin
-    while length <= max_document_bytes and (block := raw.read(_READ_BYTES)):
+    most = max_document_bytes + 1  # a CR before the end does not count
+    while length <= most and (block := raw.read(_READ_BYTES)):
         end = block.find(b"\n")
         if end >= 0:
             blocks.append(block[: end + 1])
             return b"".join(blocks), False
         blocks.append(block)
         length += len(block)
-    if length > max_document_bytes:
+    if length > most:
         return body[:begin], True
     return b"".join(blocks), False
 

@@ -4,6 +4,8 @@ import json
 import os
 import pickle
 import struct
+import subprocess
+import sys
 
 import numpy
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from stageline.corpus.corpus_files import Corpus, open_corpus
 from stageline.corpus.header import MAGIC, path_of
 from stageline.corpus.writer import CorpusWriter
-from stageline.errors import DataError, UserError
+from stageline.errors import DataError, StorageError, UserError
 from stageline.testing.corpora import RULES, documents_of, segments_of, tokenizer, write
 
 
@@ -125,6 +127,27 @@ def test_parts_that_changed_are_not_gone_on_with(tmp_path, change):
         part.write_bytes(content[:-1] if change == "cut" else b"\xff" + content[1:])
     with pytest.raises(DataError, match="cannot be gone on with"):
         CorpusWriter.resume(tmp_path / "a", state)
+
+
+def test_two_processes_do_not_write_one_corpus(tmp_path):
+    part = path_of(tmp_path / "a", ".bin.part")
+    holds = f"import fcntl; file = open({str(part)!r}, 'wb'); file.write(b'kept'); file.flush()"
+    holds += "; fcntl.lockf(file, fcntl.LOCK_EX); print('held', flush=True); input()"
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-S", "-c", holds], **pipes) as other:
+        other.stdout.readline()
+        with pytest.raises(UserError, match="another process"):
+            CorpusWriter(tmp_path / "a", tokenizer=tokenizer(), rules=RULES, language="en")
+        assert part.read_bytes() == b"kept"
+        other.communicate(b"\n")
+    CorpusWriter(tmp_path / "a", tokenizer=tokenizer(), rules=RULES, language="en").close()
+
+
+def test_a_full_disk_is_a_storage_error(tmp_path):
+    writer = CorpusWriter(tmp_path / "a", tokenizer=tokenizer(), rules=RULES, language="en")
+    writer._files["bin"]._file = open("/dev/full", "wb", buffering=0)
+    with pytest.raises(StorageError, match="a.bin.part cannot be written: No space left"):
+        writer.add(segments_of(documents_of([3])))
 
 
 def test_a_finished_corpus_is_overwritten_only_when_asked(tmp_path):

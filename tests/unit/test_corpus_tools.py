@@ -1,11 +1,12 @@
 """merge, remove, verify and stats of corpora, against plain lists."""
 
 import json
+import tracemalloc
 
 import numpy
 import pytest
 
-from stageline.corpus import mapped
+from stageline.corpus import files_out, mapped
 from stageline.corpus.corpus_files import Corpus
 from stageline.corpus.header import path_of
 from stageline.corpus.merge import merge
@@ -132,6 +133,32 @@ def test_wrong_indices_are_named(tmp_path, indices, words):
     write(tmp_path / "a", documents_of([20, 38]))
     with pytest.raises(UserError, match=words):
         remove(tmp_path / "a", tmp_path / "b", indices)
+
+
+@pytest.mark.parametrize("work", ["merge", "remove", "verify"])
+def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch, work):
+    monkeypatch.setattr(mapped, "TOKENS", 1 << 14)
+    monkeypatch.setattr(mapped, "STEP", 256)
+    monkeypatch.setattr(files_out, "CHUNK", 1 << 14)
+    peaks = []
+    for times in (1, 8):  # 0.5 and 4 MB of tokens
+        prefix = tmp_path / str(times)
+        writer = CorpusWriter(
+            prefix, tokenizer=tokenizer(), rules=CutRules(1024), language="en", overwrite=True
+        )
+        for _ in range(times):
+            writer.add(segments_of([[[1, *[5] * 1022, 2]]] * 256))
+        writer.close()
+        todo = {
+            "merge": lambda p=prefix: merge([p], [0], f"{p}-new"),
+            "remove": lambda p=prefix: remove(p, f"{p}-new", range(7)),
+            "verify": lambda p=prefix: verify(p),
+        }
+        tracemalloc.start()
+        todo[work]()
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < peaks[0] + 100_000
 
 
 # verify
