@@ -86,9 +86,10 @@ def from_megatron(
         overwrite=overwrite,
         sources=[f"{prefix} (megatron-core)"],
     )
-    for low, high in pair.steps():
-        writer.add(_segments(pair, low, high, tokenizer, limit))
-    return writer.close()
+    with writer:
+        for low, high in pair.steps():
+            writer.add(_segments(pair, low, high, tokenizer, limit))
+        return writer.close()
 
 
 def _segments(
@@ -103,11 +104,25 @@ def _segments(
             f"{pair.prefix}.bin holds {wrong[0]}; ids are 0 or more and below 2^32: the file does"
             " not hold tokens. Give the prefix of a tokenised text."
         )
+    _check_empty(pair, low, lengths, flags)
     firsts = numpy.array([row[0] if len(row) else -1 for row in rows])
     lasts = numpy.array([row[-1] if len(row) else -1 for row in rows])
     flags = flags | _where(flags & BEGINS, firsts == _id(tokenizer.bos_id), HAS_BOS)
     flags |= _where(flags & ENDS, lasts == _id(tokenizer.eos_id), HAS_EOS)
     return _cut(tokens.astype(numpy.uint32), lengths, flags, limit)
+
+
+def _check_empty(
+    pair: MegatronCorpus, low: int, lengths: numpy.ndarray, flags: numpy.ndarray
+) -> None:
+    # an empty document vanishes, but an empty end of one would take the border along
+    is_end = (flags != 0) & (flags != BEGINS | ENDS)
+    wrong = numpy.flatnonzero((lengths == 0) & is_end)
+    if wrong.size:
+        raise DataError(
+            f"Sequence {low + wrong[0]} of {pair.prefix} is empty and begins or ends a document of"
+            " several: that border would be lost. Write the pair again without empty sequences."
+        )
 
 
 def _cut(

@@ -38,6 +38,7 @@ class Corpus(MappedSegments):
         flags = arrays + 8 * (self._len + 1)
         self._offsets = index[arrays:flags].cast("Q")
         self._flags = index[flags:]
+        _check_offsets(index_path, self._offsets, self.header)
         self._bin = map_file(path_of(self.prefix, ".bin"))
         _check_tokens(path_of(self.prefix, ".bin"), self.header)
         # a plain array over the map: its slices cost half of numpy.memmap's
@@ -88,6 +89,14 @@ def _check_index(path: Path, found: int, expected: int) -> None:
         raise DataError(
             f"{path} has {found:,} bytes; its header announces {expected:,}: the file was cut or"
             " added to. Copy it again, or write the corpus anew."
+        )
+
+
+def _check_offsets(path: Path, offsets: memoryview, header: CorpusHeader) -> None:
+    if (offsets[0], offsets[-1]) != (0, header.num_tokens):
+        raise DataError(
+            f"The offsets of {path} go from {offsets[0]:,} to {offsets[-1]:,}; its header says from"
+            f" 0 to {header.num_tokens:,}: the file is damaged. Copy it again."
         )
 
 

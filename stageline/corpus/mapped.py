@@ -106,16 +106,16 @@ class MappedSegments:
     def documents(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
         """(first, last + 1) segment of each document that begins from `start` and before `stop`."""
         stop = self._len if stop is None else stop
-        begin = None
+        open_begins: list[int] = []
         for low, high in self.ranges(start, stop):
             flags = self.flags(low, high)
-            for place in numpy.flatnonzero(flags & (BEGINS | ENDS)):
-                index = low + int(place)
-                begin = index if flags[place] & BEGINS else begin
-                if flags[place] & ENDS and begin is not None:
-                    yield begin, index + 1
-                    begin = None
-        if begin is not None:
+            begins = open_begins + (numpy.flatnonzero(flags & BEGINS) + low).tolist()
+            ends = (numpy.flatnonzero(flags & ENDS) + low + 1).tolist()
+            if ends and (not begins or ends[0] <= begins[0]):
+                del ends[0]  # of a document that began before `start`
+            yield from zip(begins, ends)
+            open_begins = begins[len(ends) :]
+        for begin in open_begins:
             yield begin, self._end_of_document(stop)
 
     def document_tokens(self, first: int, last: int) -> numpy.ndarray:

@@ -56,19 +56,13 @@ def merge(
         sources=_each_once(source for header in headers for source in header.sources),
         mixed_rules=_mixed(headers),
     )
-    for index, pieces in enumerate(kinds.values()):
-        for corpus, kind in pieces:
-            start, stop = corpus.type_starts[kind : kind + 2].tolist()
-            copy_range(corpus, writer, start, stop, type_index=index)
-    return writer.close()
-
-
-def copy_range(
-    corpus: Corpus, writer: CorpusWriter, start: int, stop: int, *, type_index: int
-) -> None:
-    """Appends segments start to stop of a corpus to a writer, as they are."""
-    for low, high in corpus.steps(start, stop):
-        writer.add(corpus.segments(low, high), type_index=type_index)
+    with writer:
+        for index, pieces in enumerate(kinds.values()):
+            for corpus, kind in pieces:
+                start, stop = corpus.type_starts[kind : kind + 2].tolist()
+                for low, high in corpus.steps(start, stop):
+                    writer.add(corpus.segments(low, high), type_index=index)
+        return writer.close()
 
 
 def refuse_own_input(prefixes: Sequence[str | Path], new_prefix: str | Path) -> None:

@@ -49,10 +49,11 @@ def remove(
         mixed_rules=header.mixed_rules,
     )
     starts = corpus.type_starts.tolist()
-    for kind, (start, stop) in enumerate(zip(starts, starts[1:])):
-        for low, high in corpus.steps(start, stop):
-            writer.add(_kept(corpus, low, high, gone), type_index=kind)
-    return writer.close()
+    with writer:
+        for kind, (start, stop) in enumerate(zip(starts, starts[1:])):
+            for low, high in corpus.steps(start, stop):
+                writer.add(_kept(corpus, low, high, gone), type_index=kind)
+        return writer.close()
 
 
 def _checked(indices: Sequence[int] | numpy.ndarray, corpus: Corpus) -> numpy.ndarray:

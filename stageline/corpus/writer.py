@@ -150,9 +150,18 @@ class CorpusWriter:
 
     def discard(self) -> None:
         """Deletes the parts; a finished corpus of this prefix stays as it was."""
-        for name, file in self._files.items():
+        for file in self._files.values():
             file.close()
+        for name in (*_PARTS, "idx", "dis", "tmp"):
             self._part(name).unlink(missing_ok=True)
+
+    def __enter__(self) -> "CorpusWriter":
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """Leaves no parts behind a failure; does not close."""
+        if error is not None:
+            self.discard()
 
     def _begin(self, path_prefix: str | Path, suffixes: tuple[str, ...]) -> None:
         self.path_prefix = os.fspath(path_prefix)

@@ -44,8 +44,10 @@ def test_documents_come_back_without_bos_and_eos(tmp_path):
     texts = [[token for piece in doc for token in piece][1:-1] for doc in documents]
     ranges = list(corpus.documents())
     assert [corpus.document_tokens(*one).tolist() for one in ranges] == texts
-    # those that begin in a range, whole
-    assert list(corpus.documents(2, 5)) == [one for one in ranges if 2 <= one[0] < 5]
+    for start in range(len(corpus)):  # those that begin in a range, whole
+        for stop in range(start, len(corpus) + 1):
+            inside = [one for one in ranges if start <= one[0] < stop]
+            assert list(corpus.documents(start, stop)) == inside
     assert corpus.header.num_documents == 7
 
 
@@ -84,6 +86,8 @@ def test_a_writer_left_behind_goes_on_to_the_same_bytes(tmp_path):
     left.state()
     for _ in range(2):  # killed again before it added anything
         writer = CorpusWriter.resume(tmp_path / "left", state)
+        for name, file in state["files"].items():
+            assert path_of(tmp_path / "left", f".{name}.part").stat().st_size == file["size"]
     writer.add(segments_of(documents[3:]))
     writer.close()
     for suffix in (".bin", ".idx", ".dis", ".tmp"):
@@ -93,9 +97,11 @@ def test_a_writer_left_behind_goes_on_to_the_same_bytes(tmp_path):
 
 
 def test_killed_between_two_renames_goes_on(tmp_path, monkeypatch):
-    documents = documents_of([3, 20])
-    writer = CorpusWriter(tmp_path / "a", tokenizer=tokenizer(), rules=RULES, language="en")
-    writer.add(segments_of(documents))
+    write(tmp_path / "a", documents_of([30]))  # its index must not lie beside the new tokens
+    writer = CorpusWriter(
+        tmp_path / "a", tokenizer=tokenizer(), rules=RULES, language="en", overwrite=True
+    )
+    writer.add(segments_of(documents_of([3, 20])))
     state = writer.state()
     real = os.replace
 
@@ -193,6 +199,12 @@ def _cut(path, count=10):
     path.write_bytes(path.read_bytes()[:-count])
 
 
+def _flip(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
 def _swap(tmp_path, suffix):
     target = path_of(tmp_path / "a", suffix)
     target.write_bytes(path_of(tmp_path / "b", suffix).read_bytes())
@@ -223,6 +235,10 @@ DAMAGES = {
     "newer version": (lambda p: _newer(p / "a.idx"), "format version 7; .* up to 1"),
     "foreign": (lambda p: (p / "a.idx").write_bytes(b"\x7fELF" + bytes(5000)), "another program"),
     "damaged header": (lambda p: _flip_header(p / "a.idx"), "damaged: its checksum"),
+    "last offset flipped": (
+        lambda p: _flip(p / "a.idx", 4096 + 8 * len(Corpus(p / "a"))),
+        "offsets of .* go from 0 to 33; its header says from 0 to 32",
+    ),
     "no idx": (lambda p: (p / "a.idx").unlink(), r"a\.idx is missing"),
     "no bin": (lambda p: (p / "a.bin").unlink(), r"a\.bin is missing"),
 }

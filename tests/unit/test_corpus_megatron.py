@@ -120,6 +120,18 @@ def test_ids_that_the_tokenizer_does_not_have_are_named(tmp_path):
         from_megatron(tmp_path / "n", tmp_path / "b", tokenizer=tokenizer(500))
 
 
+def test_empty_documents_vanish_and_empty_ends_are_refused(tmp_path):
+    write_oracle(tmp_path / "m", [[[]], [[1, 5, 2]], [], [[1, 6], [], [7, 2]]])
+    from_megatron(tmp_path / "m", tmp_path / "b", tokenizer=tokenizer())
+    verify(tmp_path / "b")
+    corpus = Corpus(tmp_path / "b")
+    assert [corpus.document_tokens(*one).tolist() for one in corpus.documents()] == [[5], [6, 7]]
+    write_oracle(tmp_path / "n", [[[1, 5, 2]], [[], [1, 5, 2]]])
+    with pytest.raises(DataError, match="Sequence 1 of .*/n is empty and begins"):
+        from_megatron(tmp_path / "n", tmp_path / "c", tokenizer=tokenizer())
+    assert not list(tmp_path.glob("c.*"))  # nothing half-made stays
+
+
 @pytest.mark.parametrize(
     ("suffix", "harm", "words"),
     [

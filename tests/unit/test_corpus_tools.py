@@ -188,6 +188,11 @@ def test_a_flipped_bit_in_the_middle_is_found(tmp_path):
     assert len(Corpus(prefix)) == 1  # opening does not read the middle
     with pytest.raises(DataError, match="the .bin has other bytes"):
         verify(prefix)
+    for place in (0, -1):
+        _flip(path_of(prefix, ".bin"), place)
+        with pytest.raises(DataError, match="swapped with another corpus"):
+            Corpus(prefix)
+        _flip(path_of(prefix, ".bin"), place)
 
 
 @pytest.mark.parametrize("place", [4096 + 9, -1])
@@ -214,6 +219,13 @@ def test_flags_that_cannot_be_are_found(tmp_path, flags, tokens, words):
     writer.add(segments)
     writer.close()
     with pytest.raises(DataError, match=words):
+        verify(tmp_path / "a")
+
+
+def test_ids_beyond_the_vocabulary_are_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(CorpusWriter, "_check_ids", lambda *_: None)  # another program's
+    write(tmp_path / "a", [[[1, 5, 2]], [[1, 6], [1000, 2]]])
+    with pytest.raises(DataError, match="ids are below 1000; segment 2 has 1000"):
         verify(tmp_path / "a")
 
 
