@@ -20,6 +20,7 @@ from stageline.corpus.fast_encoder import FastEncoder
 from stageline.corpus.fast_rules import NotFast, fast_rules
 from stageline.corpus.segments import TokenizerInfo
 from stageline.corpus.tokenizer_json import (
+    drops_first_space,
     fingerprint,
     is_byte_level,
     make_backend,
@@ -106,7 +107,7 @@ class Encoder:
         info: what a corpus remembers of the tokenizer.
         kind: `tiktoken` or `tokenizers`: what really encodes.
         note: one line, why not tiktoken; empty where it is used or was not wanted.
-        token_bytes: bytes of each id; None if tokens are not bytes.
+        token_bytes: bytes of each id; None if a token does not stand for the same bytes always.
     """
 
     def __init__(self, tokenizer_json: str, *, info: TokenizerInfo) -> None:
@@ -118,10 +119,9 @@ class Encoder:
         spec = json.loads(tokenizer_json)
         self._normalizers = set(normalizers(spec))
         self._fast: FastEncoder | None = None
-        self.token_bytes: list[bytes] | None = None
-        if is_byte_level(spec):
-            found = token_bytes(spec)
-            self.token_bytes = [found.get(index, b"") for index in range(info.vocab_size)]
+        self.token_bytes = token_bytes(spec)
+        self._is_byte_level = is_byte_level(spec)
+        self._drops_first_space = not self._is_byte_level and drops_first_space(spec)
         self._lengths = numpy.array([len(part) for part in self.token_bytes or []], numpy.int64)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -154,10 +154,10 @@ class Encoder:
 
         A token that ends inside a character ends inside its bytes.
         """
-        if self.token_bytes is not None and self._is_normal(text):
+        if self.token_bytes is not None and self._is_bytes_of(text, ids):
             ends = numpy.cumsum(self._lengths[ids])
-            if len(ends) and ends[-1] == (len(text) if text.isascii() else len(text.encode())):
-                return ends
+            # a space that encoding has put before the text counts nothing
+            return ends - (int(ends[-1]) - _num_bytes(text)) if len(ends) else ends
         encoding = self._backend.encode(text, add_special_tokens=False)
         assert len(encoding.ids) == len(ids), "ids of another text"
         return byte_ends.of_offsets(text, encoding.offsets)
@@ -168,7 +168,7 @@ class Encoder:
         Bytes of half a character, at the ends of a piece, become U+FFFD.
         """
         if self.token_bytes is not None:
-            return b"".join([self.token_bytes[index] for index in ids]).decode(errors="replace")
+            return self._decode_bytes(ids).decode(errors="replace")
         return self._decoder.decode([int(index) for index in ids], skip_special_tokens=False)
 
     def try_fast(self) -> None:
@@ -219,13 +219,17 @@ class Encoder:
             raise _bad_text(texts) from None
         return [numpy.array(encoding.ids, dtype=numpy.uint32) for encoding in found]
 
-    def _is_normal(self, text: str) -> bool:
-        """Whether the tokenizer's normalizer leaves the text as it is."""
-        if not self._normalizers:
-            return True
-        if self._normalizers == {"NFC"}:
-            return text.isascii() or unicodedata.is_normalized("NFC", text)
-        return self._backend.normalizer.normalize_str(text) == text
+    def _decode_bytes(self, ids: Sequence[int] | numpy.ndarray) -> bytes:
+        data = b"".join([self.token_bytes[index] for index in ids])
+        return data.removeprefix(b" ") if self._drops_first_space else data
+
+    def _is_bytes_of(self, text: str, ids: numpy.ndarray) -> bool:
+        """Whether the bytes of the tokens, one behind the other, are the text."""
+        if self._is_byte_level and self._normalizers <= {"NFC"}:
+            is_normal = not self._normalizers or text.isascii()
+            if is_normal or unicodedata.is_normalized("NFC", text):
+                return int(self._lengths[ids].sum()) == _num_bytes(text)
+        return self._decode_bytes(ids) == text.encode()
 
 
 def _again(
@@ -239,6 +243,10 @@ def _again(
             raise UserError(f"tiktoken runs on one machine and not on another: {encoder.note}.")
     encoder.note = note
     return encoder
+
+
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
 
 
 def _bad_text(texts: Sequence[str]) -> DataError:

@@ -22,7 +22,7 @@ class FastEncoder:
     """Encodes by tiktoken what it can encode exactly; says of the other texts that it cannot."""
 
     def __init__(self, rules: FastRules, lengths: numpy.ndarray) -> None:
-        """Takes the rules, and the bytes (int64) of each id."""
+        """Takes the rules, and the number of bytes of each id."""
         try:
             import tiktoken
         except ImportError as error:
@@ -30,7 +30,7 @@ class FastEncoder:
         self.rules = rules
         self._beyond = len(lengths)  # ids of bytes that the tokenizer does not have begin here
         self._mark = self._beyond + 256
-        self._lengths = numpy.zeros(self._mark + 1, dtype=numpy.int64)
+        self._lengths = numpy.zeros(self._mark + 1, dtype=numpy.int32)
         self._lengths[: len(lengths)] = lengths
         self._lengths[self._mark] = len(SEPARATOR)
         try:
@@ -82,7 +82,7 @@ class FastEncoder:
     def _is_whole(self, text: str, ids: numpy.ndarray) -> bool:
         """Whether the tokens are as long as the text: the expression left nothing out."""
         num_bytes = len(text) if text.isascii() else len(text.encode())
-        return int(self._lengths[ids].sum()) == num_bytes
+        return int(self._lengths[ids].sum(dtype=numpy.int64)) == num_bytes
 
     def _call(self, text: str, allowed: set[str]) -> numpy.ndarray | None:
         try:

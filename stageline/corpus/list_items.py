@@ -17,6 +17,7 @@ _KINDS = (
 # beyond the bullets no sign differs from another
 _SIZE = 0x2600
 _STEPS = numpy.arange(4)
+_SPACE = ord(" ")
 
 
 def _table() -> numpy.ndarray:
@@ -39,7 +40,10 @@ def is_item(codes: numpy.ndarray, words: numpy.ndarray) -> numpy.ndarray:
         codes: code point of each character of the text.
         words: places of the first words of lines.
     """
-    near = codes.take(words[:, None] + _STEPS, mode="clip")
+    places = words[:, None] + _STEPS
+    near = codes.take(places, mode="clip")
+    if len(words) and words[-1] + len(_STEPS) > len(codes):
+        near[places >= len(codes)] = _SPACE  # as if a blank line followed the text
     if codes.itemsize > 1:
         near = numpy.minimum(near, _SIZE - 1)
     kinds = _TABLE.take(near + _STEPS * _SIZE)

@@ -42,10 +42,15 @@ def even(unit_lengths: numpy.ndarray, limit: int) -> numpy.ndarray:
         return numpy.array(latest, dtype=numpy.int64)
     if len(latest) == 2:
         return numpy.array([_middle(borders), latest[1]], dtype=numpy.int64)
-    num_units, total = len(borders) - 1, int(borders[-1])
-    if total == num_units:
-        return _equal_pieces(num_units, len(latest))
-    return _least_squares(borders, latest, limit)
+    pieces = _equal_pieces(borders, len(latest))
+    return _least_squares(borders, latest, limit) if pieces is None else pieces
+
+
+def differences(ends: numpy.ndarray) -> numpy.ndarray:
+    """Lengths of stretches that follow each other from 0 on; `numpy.diff` takes five times that."""
+    lengths = ends.copy()
+    lengths[1:] -= ends[:-1]
+    return lengths
 
 
 def _borders(unit_lengths: numpy.ndarray) -> numpy.ndarray:
@@ -84,11 +89,20 @@ def _middle(borders: numpy.ndarray) -> int:
     return after - 1 if is_before_nearer else after
 
 
-def _equal_pieces(total: int, num_pieces: int) -> numpy.ndarray:
-    """Units of one token: lengths that differ by one at most, the longer ones first."""
+def _equal_pieces(borders: numpy.ndarray, num_pieces: int) -> numpy.ndarray | None:
+    """Units of one token: lengths that differ by one at most, the longer ones first.
+
+    The first and the last unit may be longer (BOS and EOS), up to a piece. None: other units.
+    """
+    num_units, total = len(borders) - 1, int(borders[-1])
+    first, inner = int(borders[1]), int(borders[-2] - borders[1])
     length, num_longer = divmod(total, num_pieces)
+    if inner != num_units - 2 or max(first, total - inner - first) > length:
+        return None
     piece = numpy.arange(1, num_pieces + 1, dtype=numpy.int64)
-    return piece * length + numpy.minimum(piece, num_longer)
+    ends = piece * length + numpy.minimum(piece, num_longer) - (first - 1)
+    ends[-1] = num_units
+    return ends
 
 
 def _least_squares(borders: numpy.ndarray, latest: list[int], limit: int) -> numpy.ndarray:
@@ -147,7 +161,7 @@ def _strip_step(
     lengths = targets[:, None] - sources[places]
     table = lengths * lengths
     table += costs[places]
-    table[(lengths > longest) | (lengths < shortest)] = _NEVER
+    table[lengths > longest] = _NEVER  # none is shorter than `shortest`
     best = table.argmin(axis=1)
     rows = numpy.arange(len(targets))
     return table[rows, best], places[rows, best]
@@ -169,7 +183,7 @@ def _excess_of_a_guess(borders: numpy.ndarray, earliest: list[int], limit: int) 
     ideal = numpy.arange(1, num_pieces) * (total / num_pieces)
     after = borders.searchsorted(ideal)
     after -= ideal - borders[after - 1] < borders[after] - ideal
-    lengths = numpy.diff(borders[after], prepend=0, append=total)
+    lengths = differences(numpy.append(borders[after], total))
     if lengths.max() > limit:
         lengths = _careful_lengths(borders, earliest, limit)
     return float((lengths * lengths).sum() - total * total / num_pieces)
@@ -178,7 +192,7 @@ def _excess_of_a_guess(borders: numpy.ndarray, earliest: list[int], limit: int) 
 def _careful_lengths(borders: numpy.ndarray, earliest: list[int], limit: int) -> numpy.ndarray:
     """Piece by piece: a share of what is left, within what fits and what lets the rest fit."""
     num_pieces, total, end = len(earliest), int(borders[-1]), 0
-    ends = [0]
+    ends: list[int] = []
     for cut in range(num_pieces - 1):
         start = int(borders[end])
         share = (total - start) / (num_pieces - cut)
@@ -186,7 +200,7 @@ def _careful_lengths(borders: numpy.ndarray, earliest: list[int], limit: int) ->
         wish = int(borders.searchsorted(start + share))
         wish -= int(2 * (start + share) < borders[wish - 1] + borders[wish])
         ends.append(end := min(reach, max(wish, earliest[cut])))
-    return numpy.diff(borders[[*ends, len(borders) - 1]])
+    return differences(borders[[*ends, len(borders) - 1]])
 
 
 def _band(

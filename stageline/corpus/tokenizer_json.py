@@ -7,6 +7,7 @@ from typing import Any
 
 # parts that decide which ids a text gets, beside added tokens that are no control tokens
 _MODEL_PARTS = ("normalizer", "pre_tokenizer", "model")
+_SPACE = "▁"
 
 
 @cache
@@ -23,15 +24,62 @@ def is_byte_level(spec: dict[str, Any]) -> bool:
     return any(step["type"] == "ByteLevel" for step in pre_tokenizers(spec))
 
 
-def token_bytes(spec: dict[str, Any]) -> dict[int, bytes]:
-    """Id -> bytes of a byte-level tokenizer's tokens."""
-    alphabet = byte_alphabet()
-    table = {
-        index: bytes(alphabet[char] for char in token)
-        for token, index in spec["model"]["vocab"].items()
-        if all(char in alphabet for char in token)
-    }
-    return table | {token["id"]: token["content"].encode() for token in spec["added_tokens"]}
+def token_bytes(spec: dict[str, Any]) -> list[bytes] | None:
+    """The bytes that each id stands for; None where ids do not stand for fixed bytes."""
+    vocab = _vocab(spec["model"])
+    if is_byte_level(spec):
+        alphabet = byte_alphabet()
+        table = {
+            index: bytes(alphabet[char] for char in token)
+            for token, index in vocab.items()
+            if all(char in alphabet for char in token)
+        }
+    elif marks_spaces(spec):
+        single = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
+        has_single = spec["model"].get("byte_fallback")
+        table = {
+            index: (has_single and single.get(token)) or token.replace(_SPACE, " ").encode()
+            for token, index in vocab.items()
+        }
+    else:
+        return None
+    added = spec["added_tokens"]
+    control = {token["id"]: token["content"].encode() for token in added if token["special"]}
+    # an added token that is text stands for itself, whatever the model has under its id
+    table |= {token["id"]: token["content"].encode() for token in added if not token["special"]}
+    table = control | table
+    return [table.get(index, b"") for index in range(vocab_size(spec))]
+
+
+def marks_spaces(spec: dict[str, Any]) -> bool:
+    """Whether tokens are text with a low line for a space, as in Llama 2, and nothing else."""
+    kinds = {step["type"] for step in (*pre_tokenizers(spec), *_decoders(spec))}
+    return (
+        set(normalizers(spec)) <= {"Prepend", "Replace"}
+        and kinds <= {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}
+        and f'"{_SPACE}"' in json.dumps(_decoders(spec), ensure_ascii=False)
+    )
+
+
+def drops_first_space(spec: dict[str, Any]) -> bool:
+    """Whether decoding takes away a space at the beginning, which encoding put there."""
+    return any(
+        step["type"] == "Strip"
+        or (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never")
+        for step in _decoders(spec)
+    )
+
+
+def _decoders(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    return _steps(spec.get("decoder"), "decoders")
+
+
+def _vocab(model: dict[str, Any]) -> dict[str, int]:
+    """Token -> id; Unigram models have a list of tokens and scores."""
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        return vocab
+    return {token: index for index, (token, _) in enumerate(vocab)}
 
 
 def pre_tokenizers(spec: dict[str, Any]) -> list[dict[str, Any]]:
@@ -100,9 +148,8 @@ def _needed(model: dict[str, Any]) -> set[str]:
 
 def vocab_size(spec: dict[str, Any]) -> int:
     """All ids, control tokens' too, are below it."""
-    vocab = spec["model"]["vocab"]
-    ids = vocab.values() if isinstance(vocab, dict) else [len(vocab) - 1]
-    return max([*ids, *(token["id"] for token in spec["added_tokens"])]) + 1
+    added = [token["id"] for token in spec["added_tokens"]]
+    return max([*_vocab(spec["model"]).values(), *added]) + 1
 
 
 def fingerprint(spec: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stageline.corpus import segmentation
 from stageline.corpus.segmentation import even, fewest
 
 
@@ -46,42 +47,61 @@ def _table(lengths, limit):
     return best[-1]
 
 
-@st.composite
-def _units(draw, most):
-    limit = draw(st.integers(1, 40))
-    lengths = draw(st.lists(st.integers(1, limit), min_size=1, max_size=most))
-    return lengths, limit
+def _case(raw):
+    limit = 1 + raw[0] % 40
+    return [1 + byte % limit for byte in raw[1:]], limit
 
 
-@settings(max_examples=10_000, deadline=None, database=None, derandomize=True)
-@given(_units(9))
-def test_the_fewest_and_the_most_even_of_all_cuttings(case):
-    lengths, limit = case
-    cuttings = _all_cuttings(lengths, limit)
-    least = min(_squares(lengths, ends) for ends in cuttings)
-    best = [ends for ends in cuttings if _squares(lengths, ends) == least]
-    assert len(fewest(numpy.array(lengths), limit)) == len(cuttings[0])
-    assert tuple(even(numpy.array(lengths), limit)) == max(best)
-    assert max(best) == tuple(max(cuts) for cuts in zip(*best, strict=True))  # the rule for ties
+def _cases(num, most):
+    """Several cases at once, from some bytes: an example costs more than what is tested of it."""
+    some = st.binary(min_size=2 * num, max_size=(1 + most) * num)
+    return some.map(lambda raw: [_case(raw[start::num]) for start in range(num)])
 
 
-@settings(max_examples=1_000, deadline=None, database=None, derandomize=True)
-@given(_units(120))
-def test_longer_lists_agree_with_the_plain_table(case):
-    lengths, limit = case
+@settings(max_examples=2_500, deadline=None, database=None, derandomize=True)
+@given(_cases(4, most=8))
+def test_the_fewest_and_the_most_even_of_all_cuttings_10_000_times(cases):
+    for lengths, limit in cases:
+        cuttings = _all_cuttings(lengths, limit)
+        least = min(_squares(lengths, ends) for ends in cuttings)
+        best = [ends for ends in cuttings if _squares(lengths, ends) == least]
+        assert len(fewest(numpy.array(lengths), limit)) == len(cuttings[0])
+        assert tuple(even(numpy.array(lengths), limit)) == max(best)
+        # the rule for ties: of the best cuttings each cut is the latest
+        assert max(best) == tuple(max(cuts) for cuts in zip(*best, strict=True))
+
+
+@settings(max_examples=250, deadline=None, database=None, derandomize=True)
+@given(_cases(4, most=100))
+def test_longer_lists_agree_with_the_plain_table(cases):
+    for lengths, limit in cases:
+        found = even(numpy.array(lengths), limit).tolist()
+        assert max(_pieces(lengths, found)) <= limit
+        assert (len(found), _squares(lengths, found)) == _table(lengths, limit)
+        greedy = fewest(numpy.array(lengths), limit).tolist()
+        assert max(_pieces(lengths, greedy)) <= limit and len(greedy) == len(found)
+
+
+@pytest.mark.parametrize("dense_cells", [segmentation._DENSE_CELLS, 0])
+@pytest.mark.parametrize(("longest", "limit"), [(3, 64), (25, 256), (200, 256), (1, 30)])
+def test_documents_of_many_segments_agree_with_the_plain_table(
+    longest, limit, dense_cells, monkeypatch
+):
+    monkeypatch.setattr(segmentation, "_DENSE_CELLS", dense_cells)
+    for num_units in (60, 600, 6_000):
+        lengths = numpy.random.default_rng(num_units).integers(1, longest + 1, size=num_units)
+        found = even(lengths, limit).tolist()
+        assert max(_pieces(lengths.tolist(), found)) <= limit
+        assert (len(found), _squares(lengths.tolist(), found)) == _table(lengths.tolist(), limit)
+
+
+@settings(max_examples=200, deadline=None, database=None, derandomize=True)
+@given(st.integers(1, 5), st.integers(0, 60), st.integers(1, 5), st.integers(5, 20))
+def test_single_tokens_between_longer_ends_agree_with_the_plain_table(first, inner, last, limit):
+    lengths = [first, *[1] * inner, last]
     found = even(numpy.array(lengths), limit).tolist()
     assert max(_pieces(lengths, found)) <= limit
     assert (len(found), _squares(lengths, found)) == _table(lengths, limit)
-    greedy = fewest(numpy.array(lengths), limit).tolist()
-    assert max(_pieces(lengths, greedy)) <= limit and len(greedy) == len(found)
-
-
-@pytest.mark.parametrize(("longest", "limit"), [(3, 64), (25, 256), (200, 256), (1, 30)])
-def test_documents_of_many_segments_agree_with_the_plain_table(longest, limit):
-    lengths = numpy.random.default_rng(longest).integers(1, longest + 1, size=6_000)
-    found = even(lengths, limit).tolist()
-    assert max(_pieces(lengths.tolist(), found)) <= limit
-    assert (len(found), _squares(lengths.tolist(), found)) == _table(lengths.tolist(), limit)
 
 
 def test_a_greedy_segment_takes_all_that_fits():
