@@ -18,6 +18,7 @@ from stageline.corpus.header import (
 )
 from stageline.corpus.mapped import MappedSegments, map_file
 from stageline.corpus.megatron import MegatronCorpus
+from stageline.corpus.segments import TokenizerInfo
 from stageline.errors import DataError
 
 
@@ -50,6 +51,12 @@ class Corpus(MappedSegments):
         if index < 0 or index >= self._len:
             index = self._checked(index)
         return self._ids[self._offsets[index] : self._offsets[index + 1]].astype(numpy.int64)
+
+    @property
+    def tokenizer(self) -> TokenizerInfo:
+        """What wrote it; a corpus of ours always says."""
+        assert self.header.tokenizer is not None
+        return self.header.tokenizer
 
     def bounds(self, index: int) -> tuple[int, int]:
         """Where a segment's tokens begin and end, in tokens from the start of the `.bin`."""

@@ -127,10 +127,11 @@ class MappedSegments:
 
     def _let_go(self, start: int, stop: int) -> None:
         """Pages that were walked over count as this process's memory until it drops them."""
-        if hasattr(mmap, "MADV_DONTNEED"):
+        mapped = self._bin.obj
+        if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
             low, high = start * self._ids.itemsize, stop * self._ids.itemsize
             low -= low % mmap.PAGESIZE
-            self._bin.obj.madvise(mmap.MADV_DONTNEED, low, high - low)
+            mapped.madvise(mmap.MADV_DONTNEED, low, high - low)
 
     def _end_of_document(self, index: int) -> int:
         while index < self._len and not self.flags(index - 1, index)[0] & ENDS:

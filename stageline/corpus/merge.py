@@ -10,6 +10,7 @@ from pathlib import Path
 
 from stageline.corpus.corpus_files import Corpus
 from stageline.corpus.header import CorpusHeader, path_of
+from stageline.corpus.segments import TokenizerInfo
 from stageline.corpus.writer import CorpusWriter
 from stageline.errors import DataError, UserError
 
@@ -48,7 +49,7 @@ def merge(
     kinds = _kinds(corpora, types)
     writer = CorpusWriter(
         new_prefix,
-        tokenizer=headers[0].tokenizer,
+        tokenizer=corpora[0].tokenizer,
         rules=headers[0].rules,
         language="+".join(_each_once(header.language for header in headers)),
         type_names=_names(kinds),
@@ -92,29 +93,29 @@ def _check_arguments(
 
 
 def _check_alike(first: Corpus, other: Corpus) -> None:
-    one, two = first.header, other.header
+    one, two = first.tokenizer, other.tokenizer
     places = f"{first.prefix} and {other.prefix}"
-    if one.tokenizer.fingerprint != two.tokenizer.fingerprint:
+    if one.fingerprint != two.fingerprint:
         raise DataError(
-            f"{places} have different tokenizers ({_tokenizer(one)} and {_tokenizer(two)}): the"
-            " same ids would mean different text. Write one of them again with the other's"
-            " tokenizer."
+            f"{places} have different tokenizers ({_shown(one)} and {_shown(two)}): the same ids"
+            " would mean different text. Write one of them again with the other's tokenizer."
         )
-    if one.dtype != two.dtype or one.tokenizer.vocab_size != two.tokenizer.vocab_size:
+    types = first.header.dtype, other.header.dtype
+    if types[0] != types[1] or one.vocab_size != two.vocab_size:
         raise DataError(
-            f"{places} have different vocabularies ({one.tokenizer.vocab_size:,} ids in {one.dtype}"
-            f" and {two.tokenizer.vocab_size:,} in {two.dtype}). Write one of them again."
+            f"{places} have different vocabularies ({one.vocab_size:,} ids in {types[0]} and"
+            f" {two.vocab_size:,} in {types[1]}). Write one of them again."
         )
-    if one.rules.seq_length != two.rules.seq_length:
+    limits = first.header.rules.seq_length, other.header.rules.seq_length
+    if limits[0] != limits[1]:
         raise DataError(
-            f"{places} have segments of at most {one.rules.seq_length} and"
-            f" {two.rules.seq_length} tokens (seq_length): a merged corpus has one limit. Write one"
-            " of them again with the other's --seq-length."
+            f"{places} have segments of at most {limits[0]} and {limits[1]} tokens (seq_length): a"
+            " merged corpus has one limit. Write one of them again with the other's --seq-length."
         )
 
 
-def _tokenizer(header: CorpusHeader) -> str:
-    return f"{header.tokenizer.name!r}, fingerprint {header.tokenizer.fingerprint[:12]}"
+def _shown(tokenizer: TokenizerInfo) -> str:
+    return f"{tokenizer.name!r}, fingerprint {tokenizer.fingerprint[:12]}"
 
 
 def _kinds(corpora: Sequence[Corpus], types: Sequence[int]) -> dict[tuple[int, int], list[_Piece]]:

@@ -40,7 +40,7 @@ def remove(
     header = corpus.header
     writer = CorpusWriter(
         new_prefix,
-        tokenizer=header.tokenizer,
+        tokenizer=corpus.tokenizer,
         rules=header.rules,
         language=header.language,
         type_names=[kind.name for kind in header.types],

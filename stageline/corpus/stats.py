@@ -58,7 +58,7 @@ class Stats:
         names = ("num_segments", "num_tokens", "num_documents", "num_cut_documents")
         return TypeStats(
             name="all",
-            histogram=sum(kind.histogram for kind in self.types),
+            histogram=numpy.sum([kind.histogram for kind in self.types], axis=0),
             num_rows={way: sum(kind.num_rows[way] for kind in self.types) for way in ways},
             num_chunk_cuts=sum(kind.num_chunk_cuts for kind in self.types),
             **{name: sum(getattr(kind, name) for kind in self.types) for name in names},

@@ -9,7 +9,7 @@ import numpy
 from stageline.corpus.corpus_files import Corpus
 from stageline.corpus.files_out import CHUNK, read_chunks
 from stageline.corpus.header import CorpusHeader, path_of
-from stageline.corpus.segments import BEGINS, ENDS, HAS_BOS, HAS_EOS
+from stageline.corpus.segments import BEGINS, ENDS, HAS_BOS, HAS_EOS, TokenizerInfo
 from stageline.corpus.writer import ENDINGS, count_endings
 from stageline.errors import DataError
 
@@ -28,7 +28,7 @@ def verify(prefix: str | Path, tokenizer_fingerprint: str | None = None) -> Corp
     """
     corpus = Corpus(prefix)
     if tokenizer_fingerprint is not None:
-        check_tokenizer(corpus.header, tokenizer_fingerprint, prefix=corpus.prefix)
+        check_tokenizer(corpus.tokenizer, tokenizer_fingerprint, prefix=corpus.prefix)
     problems = [*_wrong_checksums(corpus), *_wrong_offsets(corpus)]
     if not problems:  # else the walk would stumble over what is named already
         problems = [*_wrong_segments(corpus), *_wrong_types(corpus), *_wrong_counts(corpus)]
@@ -41,13 +41,12 @@ def verify(prefix: str | Path, tokenizer_fingerprint: str | None = None) -> Corp
     return corpus.header
 
 
-def check_tokenizer(header: CorpusHeader, fingerprint: str, *, prefix: str) -> None:
+def check_tokenizer(own: TokenizerInfo, fingerprint: str, *, prefix: str) -> None:
     """The tokenizer that is to be used is the one that wrote a corpus.
 
     Raises:
         DataError: it is another one.
     """
-    own = header.tokenizer
     if own.fingerprint != fingerprint:
         raise DataError(
             f"{prefix} was written with tokenizer {own.name!r} (fingerprint"
@@ -89,7 +88,7 @@ def _wrong_offsets(corpus: Corpus) -> list[str]:
 
 
 def _wrong_segments(corpus: Corpus) -> list[str]:
-    info, wrong = corpus.header.tokenizer, []
+    info, wrong = corpus.tokenizer, []
     for low, high in corpus.steps():
         here = corpus.segments(low, high)
         ends = numpy.cumsum(here.lengths)

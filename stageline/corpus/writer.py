@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy
 
@@ -44,6 +45,8 @@ class CorpusWriter:
         StorageError: the files cannot be written.
     """
 
+    _type_index: int
+
     def __init__(
         self,
         path_prefix: str | Path,
@@ -56,7 +59,7 @@ class CorpusWriter:
         sources: Sequence = (),
         mixed_rules: Sequence[str] = (),
     ) -> None:
-        self._settings = {
+        self._settings: dict[str, Any] = {
             "tokenizer": asdict(tokenizer),
             "rules": asdict(rules),
             "language": language,
@@ -243,7 +246,7 @@ def count_endings(flags: numpy.ndarray) -> numpy.ndarray:
 
 
 def _bytes_of(array: numpy.ndarray) -> memoryview:
-    return memoryview(numpy.ascontiguousarray(array)).cast("B")
+    return numpy.ascontiguousarray(array).data.cast("B")
 
 
 def _refuse_finished(prefix: str, suffixes: tuple[str, ...]) -> None:
