@@ -10,6 +10,7 @@ from typing import Literal
 from options.answer_options import AnswerOptions
 from options.attention_options import AttentionOptions
 from options.checkpoint_options import CheckpointOptions
+from options.corpus_run_options import CorpusRunOptions
 from options.data_options import DataOptions
 from options.fault_options import FaultOptions
 from options.fields import option
@@ -153,6 +154,7 @@ class ProgressOptions:
 
 @dataclass(kw_only=True)
 class RunConfig(
+    CorpusRunOptions,
     TokenCacheOptions,
     PreviewOptions,
     AttentionOptions,

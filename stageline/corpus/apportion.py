@@ -46,8 +46,9 @@ class Apportionment:
     def of_weights(cls, weights: Sequence[float], batch: int) -> "Apportionment":
         """In proportion to weights, taken as the decimal numbers they are written as.
 
-        With two types a batch differs by less than one row from the share, and so does the sum of
-        all batches so far; with more types by less than two.
+        With two types a batch differs by less than one row from its share, and so does the sum of
+        all batches so far. With more types a batch differs by less than two, and the sum by a few
+        rows, however many batches there were.
         """
         exact = [Fraction(repr(weight)) for weight in weights]
         shares = [weight / sum(exact) * batch for weight in exact]

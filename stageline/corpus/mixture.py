@@ -90,8 +90,12 @@ class Mixture:
 
     def batch(self, epoch: int, index: int) -> numpy.ndarray:
         """The rows of one batch, int64 [rows of a batch], in the order of their types."""
-        assert 0 <= index < len(self)
-        begins, ends = self.shares.before(index), self.shares.before(index + 1)
+        return self.rows(epoch, index, index + 1)
+
+    def rows(self, epoch: int, first_batch: int, end_batch: int) -> numpy.ndarray:
+        """The rows of neighbouring batches of an epoch, int64, in the order of their types."""
+        assert 0 <= first_batch < end_batch <= len(self)
+        begins, ends = self.shares.before(first_batch), self.shares.before(end_batch)
         stretches = [
             stretch
             for kind, (first, last) in enumerate(zip(begins, ends, strict=True))
