@@ -8,6 +8,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 Results = dict[str, list[dict[str, float]]]
 _padding: dict[str, dict[str, Any]] = {}
+_packed: dict[tuple[str, str], float] = {}
 
 
 def print_speed(results: Results, size: float, workers: int) -> None:
@@ -47,9 +48,11 @@ def print_memory(peaks: dict[tuple[str, float], dict[str, float]]) -> None:
 def add_padding(name: str, pieces: str, prefix: Path) -> None:
     """Keeps the figures of a corpus for the table."""
     sys.path.insert(0, str(ROOT))
+    from stageline.corpus.pack import pack_corpus
     from stageline.corpus.stats import stats
 
     _padding.setdefault(name, {})[pieces] = stats(prefix).whole
+    _packed[name, pieces] = pack_corpus(prefix).padding
 
 
 def print_padding() -> None:
@@ -64,13 +67,14 @@ def print_padding() -> None:
         "segments; tokens": lambda even, greedy: f"{even.num_segments:,}; {even.num_tokens:,}",
         "a segment a row, even": lambda even, greedy: f"{even.padding['segments']:.1%}",
         "a segment a row, greedy": lambda even, greedy: f"{greedy.padding['segments']:.1%}",
-        "best-fit of greedy segments": lambda even, greedy: f"{greedy.padding['packed']:.2%}",
-        "best-fit of even segments": lambda even, greedy: f"{even.padding['packed']:.2%}",
         "concat-and-chunk": lambda even, greedy: f"{greedy.padding['chunks']:.2%}",
         "... documents it cuts of those that fit": lambda even, greedy: (
             f"{even.num_chunk_cuts / (even.num_documents - even.num_cut_documents):.1%}"
         ),
     }
+    for pieces in ("greedy", "even"):
+        cells = [f"{_packed[name, pieces]:.2%}" for name in _padding]
+        print(f"| best-fit of {pieces} segments (.pack) | " + " | ".join(cells) + " |")
     for title, cell in lines.items():
         cells = [cell(one["even"], one["greedy"]) for one in _padding.values()]
         print(f"| {title} | " + " | ".join(cells) + " |")
