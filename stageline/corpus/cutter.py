@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy
 
-from stageline.corpus.cut import cut_document
+from stageline.corpus.cut import Cut, cut_documents
 from stageline.corpus.encoder import Encoder, why_bad
 from stageline.corpus.segments import BEGINS, ENDS, HAS_BOS, HAS_EOS, CutRules, Segments
 from stageline.errors import DataError, UserError
@@ -102,23 +102,19 @@ class DocumentCutter:
         """Segments of documents that all have tokens; sentences and documents that were cut."""
         limit = self.rules.seq_length - self._num_first - self._num_last
         too_long = numpy.flatnonzero(sizes > limit)
+        cuts = self._cut([(texts[place], documents[place]) for place in too_long.tolist()])
         num_pieces = numpy.ones(len(sizes), dtype=numpy.int64)
-        pieces, num_sentences_cut = [], 0
-        for place in too_long.tolist():
-            lengths, num = self._cut(texts[place], documents[place])
-            pieces.append(lengths)
-            num_pieces[place] = len(lengths)
-            num_sentences_cut += num
+        num_pieces[too_long] = [len(cut.lengths) for cut in cuts]
         lasts = numpy.cumsum(num_pieces) - 1
         firsts = lasts - num_pieces + 1
         lengths = numpy.empty(int(num_pieces.sum()), dtype=numpy.int64)
         lengths[firsts] = sizes
-        for place, found in zip(too_long.tolist(), pieces, strict=True):
-            lengths[firsts[place] : lasts[place] + 1] = found
+        for place, cut in zip(too_long.tolist(), cuts, strict=True):
+            lengths[firsts[place] : lasts[place] + 1] = cut.lengths
         lengths[firsts] += self._num_first
         lengths[lasts] += self._num_last
         segments = Segments(self._tokens(documents, sizes), lengths, self._flags(firsts, lasts))
-        return segments, num_sentences_cut, len(too_long)
+        return segments, sum(cut.num_cut_sentences for cut in cuts), len(too_long)
 
     def _flags(self, firsts: numpy.ndarray, lasts: numpy.ndarray) -> numpy.ndarray:
         num_segments = int(lasts[-1]) + 1 if len(lasts) else 0
@@ -136,18 +132,16 @@ class DocumentCutter:
         parts = [part for ids in documents for part in (*before, ids, *after)]
         return numpy.concatenate(parts) if parts else numpy.zeros(0, dtype=numpy.uint32)
 
-    def _cut(self, text: str, ids: numpy.ndarray) -> tuple[numpy.ndarray, int]:
-        """Lengths of a document's pieces without BOS and EOS, and how many sentences were cut."""
-        cut = cut_document(
-            text,
-            ids,
-            self.encoder.byte_ends(text, ids),
+    def _cut(self, documents: list[tuple[str, numpy.ndarray]]) -> list[Cut]:
+        """The pieces of documents that do not fit: texts and their ids."""
+        return cut_documents(
+            [text for text, _ in documents],
+            [self.encoder.byte_ends(text, ids) for text, ids in documents],
             splitter=self.splitter,
             rules=self.rules,
             num_first=self._num_first,
             num_last=self._num_last,
         )
-        return cut.lengths, cut.num_cut_sentences
 
 
 def join_lines(text: str) -> str:
