@@ -65,8 +65,7 @@ def print_padding() -> None:
             f"{even.num_documents:,}; {even.num_cut_documents / even.num_documents:.1%}"
         ),
         "segments; tokens": lambda even, greedy: f"{even.num_segments:,}; {even.num_tokens:,}",
-        "a segment a row, even": lambda even, greedy: f"{even.padding['segments']:.1%}",
-        "a segment a row, greedy": lambda even, greedy: f"{greedy.padding['segments']:.1%}",
+        "a segment a row, even or greedy": lambda even, greedy: f"{even.padding['segments']:.1%}",
         "concat-and-chunk": lambda even, greedy: f"{greedy.padding['chunks']:.2%}",
         "... documents it cuts of those that fit": lambda even, greedy: (
             f"{even.num_chunk_cuts / (even.num_documents - even.num_cut_documents):.1%}"

@@ -13,6 +13,7 @@ from typing import Any
 
 from stageline.corpus.tokenizer_json import (
     byte_alphabet,
+    bytes_of_tokens,
     merge_pairs,
     normalizers,
     pre_tokenizers,
@@ -120,7 +121,7 @@ def _ranks(spec: dict[str, Any]) -> dict[bytes, int]:
     added = {token["content"] for token in spec["added_tokens"]}
     if model.get("ignore_merges") and set(vocab) - reached - added:
         raise NotFast("it has whole words that no merge makes")
-    ranks = {bytes(alphabet[char] for char in token): vocab[token] for token in reached}
+    ranks = dict(zip(bytes_of_tokens(reached), map(vocab.__getitem__, reached), strict=True))
     beyond = vocab_size(spec)
     for byte in range(256):
         ranks.setdefault(bytes([byte]), beyond + byte)

@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 # parts that decide which ids a text gets, beside added tokens that are no control tokens
@@ -19,6 +21,18 @@ def byte_alphabet() -> dict[str, int]:
     return table | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
+def bytes_of_tokens(tokens: Iterable[str]) -> Iterator[bytes]:
+    """The bytes that each token prints in the byte alphabet.
+
+    All by one translation: a loop over the characters takes longer than loading the tokenizer.
+    """
+    tokens = list(tokens)
+    table = {ord(char): chr(byte) for char, byte in byte_alphabet().items()}
+    joined = "".join(tokens).translate(table).encode("latin-1")
+    ends = accumulate(map(len, tokens))
+    return (joined[end - len(token) : end] for token, end in zip(tokens, ends, strict=True))
+
+
 def is_byte_level(spec: dict[str, Any]) -> bool:
     """Whether tokens of this tokenizer.json are bytes printed as characters."""
     return any(step["type"] == "ByteLevel" for step in pre_tokenizers(spec))
@@ -28,12 +42,9 @@ def token_bytes(spec: dict[str, Any]) -> list[bytes] | None:
     """The bytes that each id stands for; None where ids do not stand for fixed bytes."""
     vocab = _vocab(spec["model"])
     if is_byte_level(spec):
-        alphabet = byte_alphabet()
-        table = {
-            index: bytes(alphabet[char] for char in token)
-            for token, index in vocab.items()
-            if all(char in alphabet for char in token)
-        }
+        in_alphabet = frozenset(byte_alphabet()).issuperset
+        known = {token: index for token, index in vocab.items() if in_alphabet(token)}
+        table = dict(zip(known.values(), bytes_of_tokens(known), strict=True))
     elif marks_spaces(spec):
         single = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
         has_single = spec["model"].get("byte_fallback")
