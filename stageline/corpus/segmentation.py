@@ -15,6 +15,7 @@ from stageline.corpus.rising import differences
 _NEVER = numpy.int64(2**62)
 # a table of more cells than this is walked by the strip of its cells that can matter
 _DENSE_CELLS = 12_000
+MOST_AT_ONCE = 4096  # segments that are evened together: four million tokens at 1,024
 
 
 def fewest(unit_lengths: numpy.ndarray, limit: int) -> numpy.ndarray:
@@ -38,16 +39,27 @@ def even(unit_lengths: numpy.ndarray, limit: int) -> numpy.ndarray:
     spread. Of several such cuttings the one whose cuts all lie latest (there is one: of two best
     cuttings the later one at every cut is a best one too, as squares are convex).
 
+    The work grows with the square of the number of segments, so a document of more than
+    `MOST_AT_ONCE` is evened stretch by stretch: still the fewest, and as even but for the borders
+    of stretches.
+
     Args and result as of `fewest`.
     """
-    borders = _borders(unit_lengths)
+    return _even(_borders(unit_lengths), limit)
+
+
+def _even(borders: numpy.ndarray, limit: int) -> numpy.ndarray:
     latest = _forward(borders, limit)
     if len(latest) <= 1:
         return numpy.array(latest, dtype=numpy.int64)
     if len(latest) == 2:
         return numpy.array([_middle(borders), latest[1]], dtype=numpy.int64)
     pieces = _equal_pieces(borders, len(latest))
-    return _least_squares(borders, latest, limit) if pieces is None else pieces
+    if pieces is not None:
+        return pieces
+    if len(latest) > MOST_AT_ONCE:
+        return _by_stretches(borders, latest, limit)
+    return _least_squares(borders, latest, limit)
 
 
 def _borders(unit_lengths: numpy.ndarray) -> numpy.ndarray:
@@ -100,6 +112,18 @@ def _equal_pieces(borders: numpy.ndarray, num_pieces: int) -> numpy.ndarray | No
     ends = piece * length + numpy.minimum(piece, num_longer) - (first - 1)
     ends[-1] = num_units
     return ends
+
+
+def _by_stretches(borders: numpy.ndarray, latest: list[int], limit: int) -> numpy.ndarray:
+    """The first stretch evened, then the rest; they have as many segments as all together."""
+    num_pieces = len(latest)
+    count = num_pieces // -(-num_pieces // MOST_AT_ONCE)
+    ideal = int(borders.searchsorted(borders[-1] * count / num_pieces))
+    # between both any border leaves as many segments before and behind it as there have to be
+    earliest = _backward(borders, limit)
+    cut = min(max(ideal, earliest[count - 1]), latest[count - 1])
+    first = _even(borders[: cut + 1], limit)
+    return numpy.concatenate([first, cut + _even(borders[cut:] - borders[cut], limit)])
 
 
 def _least_squares(borders: numpy.ndarray, latest: list[int], limit: int) -> numpy.ndarray:

@@ -117,3 +117,21 @@ def test_no_units_give_no_segments(cut):
 def test_of_equally_even_cuttings_the_latest_cuts_are_taken():
     assert even(numpy.array([1, 1, 1]), 2).tolist() == [2, 3]
     assert even(numpy.array([1, 2, 2, 1, 2]), 4).tolist() == [2, 4, 5]
+
+
+def test_a_huge_document_is_evened_by_stretches(monkeypatch):
+    draw = numpy.random.default_rng(4)
+    for limit in (64, 70):
+        lengths = draw.integers(1, 9, 4000)
+        exact = even(lengths, limit)
+        with monkeypatch.context() as patch:
+            patch.setattr(segmentation, "MOST_AT_ONCE", 50)
+            found = even(lengths, limit)
+        assert len(found) == len(exact) == len(fewest(lengths, limit)) > 200
+
+        def pieces(ends, lengths=lengths):
+            return numpy.diff(numpy.concatenate([[0], lengths.cumsum()])[[0, *ends]])
+
+        assert pieces(found).max() <= limit and pieces(found).sum() == lengths.sum()
+        assert pieces(found).std() <= pieces(exact).std() * 1.5
+        assert pieces(found).std() < pieces(fewest(lengths, limit)).std()
