@@ -65,7 +65,7 @@ def load_encoder(tokenizer_path: str | Path, *, kind: Kind = "auto") -> "Encoder
         bos_id=tokenizer.bos_token_id,
         eos_id=tokenizer.eos_token_id,
     )
-    encoder = Encoder(text, info=info)
+    encoder = Encoder(text, info=info, spec=spec)
     if kind != "tokenizers":
         encoder.try_fast()
         encoder.check(check_texts(encoder.token_bytes))
@@ -110,13 +110,19 @@ class Encoder:
         token_bytes: bytes of each id; None if a token does not stand for the same bytes always.
     """
 
-    def __init__(self, tokenizer_json: str, *, info: TokenizerInfo) -> None:
-        """Takes the text of a tokenizer.json; `load_encoder` is the usual way."""
+    def __init__(
+        self, tokenizer_json: str, *, info: TokenizerInfo, spec: dict[str, Any] | None = None
+    ) -> None:
+        """Takes the text of a tokenizer.json; `load_encoder` is the usual way.
+
+        Args:
+            spec: what the text says, where it was read already.
+        """
         self.info = info
         self.kind: Literal["tiktoken", "tokenizers"] = "tokenizers"
         self.note = ""
         self._json = tokenizer_json
-        spec = json.loads(tokenizer_json)
+        spec = self._spec = json.loads(tokenizer_json) if spec is None else spec
         self._normalizers = set(normalizers(spec))
         self._fast: FastEncoder | None = None
         self.token_bytes = token_bytes(spec)
@@ -174,7 +180,7 @@ class Encoder:
     def try_fast(self) -> None:
         """Takes tiktoken if there are rules for it; unchecked."""
         try:
-            self._fast = FastEncoder(fast_rules(json.loads(self._json)), self._lengths)
+            self._fast = FastEncoder(fast_rules(self._spec), self._lengths)
             self.kind = "tiktoken"
         except NotFast as error:
             self._fall_back(str(error))
@@ -204,11 +210,11 @@ class Encoder:
     @cached_property
     def _backend(self) -> Any:
         """The tokenizers library's; not made where tiktoken takes everything."""
-        return plain_backend(json.loads(self._json))
+        return plain_backend(self._spec)
 
     @cached_property
     def _decoder(self) -> Any:
-        return make_backend(json.loads(self._json))
+        return make_backend(self._spec)
 
     def _slow(self, texts: list[str]) -> list[numpy.ndarray]:
         if not texts:

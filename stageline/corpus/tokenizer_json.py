@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 # parts that decide which ids a text gets, beside added tokens that are no control tokens
@@ -167,6 +168,9 @@ def fingerprint(spec: dict[str, Any]) -> str:
     """Of the parts that matter; what is empty or off is left out, as versions add such fields."""
     facts: dict[str, Any] = {name: spec.get(name) for name in _MODEL_PARTS}
     facts["model"] = {key: value for key, value in facts["model"].items() if value}
+    # both are long: to sort and write them as JSON takes longer than to load the tokenizer
+    facts["model"]["vocab"] = _digest(_vocab_lines(spec["model"]))
+    facts["model"]["merges"] = _digest("\x1f".join(pair) for pair in merge_pairs(spec["model"]))
     added = sorted(
         (token["id"], token["content"], token["lstrip"], token["rstrip"], token["single_word"])
         for token in spec["added_tokens"]
@@ -181,3 +185,15 @@ def fingerprint(spec: dict[str, Any]) -> str:
     facts["added"] = added
     text = json.dumps(facts, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _vocab_lines(model: dict[str, Any]) -> Iterator[str]:
+    """Each token with its id, or of Unigram models with its score, in the order of ids."""
+    vocab = model["vocab"]
+    if not isinstance(vocab, dict):
+        return (f"{token}\x1f{score!r}" for token, score in vocab)
+    return (f"{token}\x1f{index}" for token, index in sorted(vocab.items(), key=itemgetter(1)))
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\x1e".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
