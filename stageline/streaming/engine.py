@@ -1,0 +1,381 @@
+"""RoundPipe: trains a model whose weights stay in host memory and stream through the devices.
+
+The idea is that of RoundPipe (Luo et al. 2026, arXiv 2604.27085): devices are a pool without
+state, stage k of a pass runs on device k mod n, so any number of stages fits any number of
+devices. The model's parameters stay where they are; what a device holds is dropped after use.
+"""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from stageline.streaming.detour import through_detour
+from stageline.streaming.flow import Flow, bring, can_have
+from stageline.streaming.forwarding import ForwardsAttributes
+from stageline.streaming.host_memory import allocate, make_pages
+from stageline.streaming.lanes import Lane, Mark, default_lanes
+from stageline.streaming.microbatch import merge_outputs, split_inputs, split_label
+from stageline.streaming.passes import LossFn, Part, Pass, Rules
+from stageline.streaming.plan import Plan
+from stageline.streaming.plan_choice import choose
+from stageline.streaming.run_config import RoundPipeRunConfig
+from stageline.streaming.shelf import Home, Shelf, all_homes, make_shelves, page_views
+from stageline.streaming.shelf_costs import costs_of
+from stageline.streaming.worker import Worker
+
+PinModel = Literal["alloc", "register", "off"]
+_INHERIT = RoundPipeRunConfig()
+
+
+class RoundPipe(ForwardsAttributes, nn.Module):
+    """A model that streams through the devices of this machine.
+
+    Args:
+        model: an nn.Sequential, a layer each child; anything else is one layer.
+        optim_dtype: of the optimizer's parameters; default: the model's.
+        name: for messages; default: the place of the call.
+        model_run_config: settings of its calls, unless a call has its own.
+        pin_model: how host memory is made fast for a GPU: `alloc` one pinned page a layer,
+            `register` pins the tensors where they lie, `off` leaves them, for weights that are
+            mapped from files. On a CPU all three leave them.
+        lanes: the devices; default: every GPU, else the CPU.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optim_dtype: torch.dtype | None = None,
+        name: str | None = None,
+        model_run_config: RoundPipeRunConfig = _INHERIT,
+        pin_model: PinModel = "alloc",
+        *,
+        lanes: Sequence[Lane] | None = None,
+    ) -> None:
+        super().__init__()
+        self._name = name or _place_of_call()
+        self._run_config = model_run_config
+        self._optim_dtype = optim_dtype
+        self._pin_model = pin_model
+        self._lanes = list(lanes) if lanes is not None else default_lanes()
+        self._layers = list(model) if isinstance(model, nn.Sequential) else [model]
+        names = {id(parameter): key for key, parameter in model.named_parameters()}
+        self._shelves = make_shelves(self._layers, names)
+        make_pages(self._shelves, pin_model, on_gpu=self._lanes[0].device.type == "cuda")
+        self._worker = Worker(f"optimizer of {self._name}")
+        self._turn_pages = False  # a finished step has new values on the back pages
+        self._forward_to(model)
+
+    def forward(
+        self, *args: Any, roundpipe_run_config: RoundPipeRunConfig = _INHERIT, **kwargs: Any
+    ) -> Any:
+        """The model's output for a batch that is split into micro-batches.
+
+        It joins autograd: a later `backward()` recomputes the layers, and adds the gradients of
+        parameters up for `step`.
+
+        Raises:
+            Exception: what an earlier optimizer step raised.
+        """
+        settings = self._settings(roundpipe_run_config)
+        inputs = split_inputs(args, kwargs, settings.split_input, settings.num_microbatch)
+        leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+        wants_inputs = any(leaf.requires_grad for leaf in leaves)
+        is_trained = any(shelf.is_trained for shelf in self._shelves)
+        with_graph = settings.requires_grad and (is_trained or wants_inputs)
+        rules = self._rules(settings, input_gradients=wants_inputs)
+        run = Pass(self._shelves, self._lanes, rules, [Part(Flow(each)) for each in inputs])
+        plan = self._plan(settings, len(inputs), with_graph=with_graph)
+        with self._generators_kept(run):
+            if not with_graph:
+                run.forward(plan.forward)
+                outputs = [self._brought(part.output, settings) for part in run.parts]
+                self._settle(run)
+                return merge_outputs(outputs, settings.merge_output)
+            outputs = self._through_detour(run, plan, settings, leaves)
+        return merge_outputs(outputs, settings.merge_output)
+
+    def forward_backward(
+        self,
+        input_args: tuple[Any, ...] = (),
+        input_kwargs: dict[str, Any] = {},
+        label: Any = None,
+        loss_fn: LossFn = lambda outputs, labels: outputs,
+        return_outputs: bool = False,
+        run_config: RoundPipeRunConfig = _INHERIT,
+    ) -> Any:
+        """Forward and backward of each micro-batch; their losses and gradients are summed.
+
+        It is the loop over micro-batches of forward, `loss_fn(outputs, label)` and backward. A
+        sequence of losses is differentiated as one, and summed loss by loss.
+
+        Returns:
+            The sum of losses; with `return_outputs` (that sum, merged outputs).
+
+        Raises:
+            Exception: what a layer, the loss or an earlier optimizer step raised.
+        """
+        settings = self._settings(run_config)
+        inputs = split_inputs(
+            input_args, input_kwargs, settings.split_input, settings.num_microbatch
+        )
+        labels = split_label(label, settings.split_label, len(inputs))
+        leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+        wanting = [leaf for leaf in leaves if leaf.requires_grad]
+        rules = self._rules(
+            settings, loss_fn=loss_fn, keeps=return_outputs, input_gradients=bool(wanting)
+        )
+        parts = [Part(Flow(each), its) for each, its in zip(inputs, labels, strict=True)]
+        run = Pass(self._shelves, self._lanes, rules, parts)
+        with self._generators_kept(run):
+            run.forward_backward(self._plan(settings, len(parts), with_graph=True))
+        losses = [self._brought(part.loss, settings) for part in parts]
+        if wanting:
+            self._to_inputs(parts)
+        outputs = [self._brought(part.output, settings) for part in parts] if return_outputs else []
+        self._settle(run)
+        total = _summed(losses)
+        if not return_outputs:
+            return total
+        return total, merge_outputs(outputs, settings.merge_output)
+
+    def optim_parameters(self) -> Iterator[nn.Parameter]:
+        """The optimizer's copies of the trained parameters, in `optim_dtype`."""
+        return (parameter for _, parameter in self.optim_named_parameters())
+
+    def optim_named_parameters(
+        self, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As `optim_parameters`, with the names that they have in the model.
+
+        Args:
+            remove_duplicate: a parameter of several layers comes once; else under each name.
+        """
+        self._make_masters()
+        masters = {id(home.parameter): home.master for home in all_homes(self._shelves)}
+        model = self._forwards_to[-1]
+        for name, parameter in model.named_parameters(prefix, remove_duplicate=remove_duplicate):
+            master = masters.get(id(parameter))
+            if master is not None:
+                yield name, master
+
+    def step(
+        self, step_fn: Callable[..., None], is_async: bool = True, *args: Any, **kwargs: Any
+    ) -> None:
+        """Runs `step_fn(*args, **kwargs)` on the summed gradients in a thread of its own.
+
+        With V the weights that passes compute with and W those of the optimizer, V_0 = W_0:
+        W_(t+1) = update(W_t, gradients at V_t). Synchronous: V_(t+1) = W_(t+1), and this waits.
+        Asynchronous: V_(t+1) = W_t, one step stale, so steps 0 and 1 both use W_0; this waits for
+        the step before only.
+
+        Args:
+            step_fn: touches the optimizer's parameters, their `.grad`, and nothing else of the
+                model.
+
+        Raises:
+            Exception: what this step (synchronous) or the one before raised.
+        """
+        self._make_masters()
+        self._worker.wait()
+        self._flip()
+        homes = [home for home in all_homes(self._shelves) if home.master is not None]
+
+        def job() -> None:
+            for home in homes:
+                assert home.master is not None
+                home.master.grad, home.total = home.total, None
+            step_fn(*args, **kwargs)
+            for home in homes:
+                home.write_back()
+
+        self._worker.submit(job)
+        self._turn_pages = True
+        if not is_async:
+            self._worker.wait()
+            self._flip()
+
+    def synchronize(self) -> None:
+        """Waits for all steps; parameters get their newest values, `.grad` what is summed.
+
+        The sums stay: the next `step` uses them.
+        """
+        self._worker.wait()
+        self._flip()
+        for home in all_homes(self._shelves):
+            if home.total is not None:
+                home.parameter.grad = home.total.to(home.parameter.dtype, copy=True)
+            elif home.parameter.requires_grad:
+                home.parameter.grad = None
+
+    def set_original_model(self, original_model: nn.Module) -> None:
+        """Attributes are looked up in, and written to, this model first."""
+        self._forward_to(original_model, *self._forwards_to[-1:])
+
+    def _settings(self, config: RoundPipeRunConfig) -> RoundPipeRunConfig:
+        self._worker.check()
+        return config.over(self._run_config).filled(len(self._lanes))
+
+    def _rules(
+        self,
+        settings: RoundPipeRunConfig,
+        *,
+        loss_fn: LossFn | None = None,
+        keeps: bool = True,
+        input_gradients: bool = False,
+    ) -> Rules:
+        seed = int(torch.randint(2**62, ())) if settings.preserve_rng_state else None
+        by_layer = settings.recompute_grain == "layer"
+        return Rules(seed, by_layer, loss_fn, keeps, input_gradients)
+
+    def _plan(self, settings: RoundPipeRunConfig, num_parts: int, *, with_graph: bool) -> Plan:
+        plan = settings.execute_plan
+        if plan is None:
+            plan = choose(
+                costs_of(self._shelves),
+                num_lanes=len(self._lanes),
+                num_microbatches=num_parts,
+                budget=self._lanes[0].pool.budget,
+            )
+        plan.check(len(self._layers))
+        if with_graph or not plan.backward:
+            return plan
+        return Plan((*plan.forward, plan.backward[0]), ())
+
+    def _settle(self, run: Pass) -> None:
+        """Lets the worker add up the gradients that are on their way; waits for buffers."""
+        for seat, mark in run.landed:
+            if any(shelf.buffers for shelf in seat.shelves):
+                mark.wait()
+            for shelf, home in seat.sent:
+                job = functools.partial(_collect, shelf, home, mark, self._optim_dtype)
+                shelf.collected = self._worker.submit(job)
+        run.landed.clear()
+
+    def _brought(self, flow: Flow | None, settings: RoundPipeRunConfig) -> Any:
+        assert flow is not None
+        here = bring(flow, None)
+        here.mark.wait()
+        device = settings.output_device
+        if device is None or torch.device(device).type == "cpu":
+            return here.value
+        return pytree.tree_map_only(torch.Tensor, lambda each: each.to(device), here.value)
+
+    def _through_detour(
+        self, run: Pass, plan: Plan, settings: RoundPipeRunConfig, leaves: list[torch.Tensor]
+    ) -> list[Any]:
+        """The outputs of all micro-batches, joined to autograd."""
+        stages = (*plan.forward, plan.backward[0])
+
+        def forward() -> list[Any]:
+            run.forward(stages, run.segments(plan.backward))
+            outputs = [self._brought(part.output, settings) for part in run.parts]
+            self._settle(run)
+            return outputs
+
+        def backward(gradients: list[Any]) -> list[Any]:
+            self._worker.check()
+            rest = iter(gradients)
+            for part in run.parts:
+                assert part.output is not None
+                own = [
+                    (leaf, next(rest))
+                    for leaf in pytree.tree_leaves(part.output.value)
+                    if isinstance(leaf, torch.Tensor)
+                ]
+                part.gradients = Flow([gradient for leaf, gradient in own if can_have(leaf)])
+            with self._generators_kept(run):
+                run.backward(plan.backward)
+            found = [self._input_gradients(part) for part in run.parts]
+            self._settle(run)
+            return [gradient for each in found for gradient in each]
+
+        return through_detour(forward, backward, leaves)
+
+    def _input_gradients(self, part: Part) -> list[torch.Tensor | None]:
+        """A gradient or None for each tensor of a micro-batch's inputs."""
+        tensors = [
+            leaf for leaf in pytree.tree_leaves(part.inputs.value) if isinstance(leaf, torch.Tensor)
+        ]
+        assert part.gradients is not None
+        here = bring(part.gradients, None)
+        here.mark.wait()
+        rest = iter(here.value)
+        found = [next(rest) if can_have(leaf) else None for leaf in tensors]
+        return [
+            gradient if leaf.requires_grad else None
+            for leaf, gradient in zip(tensors, found, strict=True)
+        ]
+
+    def _to_inputs(self, parts: Sequence[Part]) -> None:
+        """Hands gradients on to where the call's inputs come from."""
+        pairs = []
+        for part in parts:
+            tensors = [
+                leaf
+                for leaf in pytree.tree_leaves(part.inputs.value)
+                if isinstance(leaf, torch.Tensor)
+            ]
+            found = self._input_gradients(part)
+            pairs += [(leaf, each) for leaf, each in zip(tensors, found) if each is not None]
+        if pairs:
+            torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
+
+    @contextlib.contextmanager
+    def _generators_kept(self, run: Pass) -> Iterator[None]:
+        """Leaves the caller's generators as they are, where layers get seeds of their own."""
+        if run.rules.seed is None:
+            yield
+            return
+        gpus = [lane.device for lane in self._lanes if lane.device.type == "cuda"]
+        with torch.random.fork_rng(gpus):
+            yield
+            if not gpus:  # the host's generator is drawn from when work is done, not when given
+                for _, mark in run.landed:
+                    mark.wait()
+
+    def _make_masters(self) -> None:
+        for home in all_homes(self._shelves):
+            if home.parameter.requires_grad and home.master is None:
+                home.make_master(self._optim_dtype)
+                home.back = page_views([home.parameter.detach()], allocate)[0]
+
+    def _values_changed(self) -> None:
+        for home in all_homes(self._shelves):
+            if home.master is not None:
+                with torch.no_grad():
+                    home.master.copy_(home.parameter)
+
+    def _flip(self) -> None:
+        """What the last step made becomes what passes compute with."""
+        if self._turn_pages:
+            for home in all_homes(self._shelves):
+                if home.master is not None:
+                    home.turn()
+            self._turn_pages = False
+
+
+def _collect(shelf: Shelf, home: Home, mark: Mark, dtype: torch.dtype | None) -> None:
+    mark.wait()
+    home.collect(shelf.staged[id(home.parameter)], dtype)
+
+
+def _summed(losses: Sequence[Any]) -> Any:
+    """Micro-batches' losses added up; of sequences loss by loss."""
+    if isinstance(losses[0], torch.Tensor):
+        return sum(losses[1:], start=losses[0])
+    return [_summed(column) for column in zip(*losses, strict=True)]
+
+
+def _place_of_call() -> str:
+    """file:line of whoever made the engine."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(__package__):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

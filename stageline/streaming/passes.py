@@ -1,0 +1,266 @@
+"""One call of the engine: its micro-batches on their way through the slots of a plan.
+
+The controller goes through (slot, micro-batch) in wavefront order and puts work into the queues of
+lanes. Between stages there is no graph: a backward stage begins with detached inputs, and hands
+their gradients to the stage before. Layers that ran forward without a graph are recomputed, with
+the random numbers of the first time.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from stageline.streaming.flow import (
+    Flow,
+    bring,
+    detached,
+    float_leaves,
+    layer_seed,
+)
+from stageline.streaming.lanes import Lane, Mark
+from stageline.streaming.plan import Plan, wavefront
+from stageline.streaming.seat import Seat
+from stageline.streaming.shelf import Shelf
+
+LossFn = Callable[[Any, Any], torch.Tensor | Sequence[torch.Tensor]]
+FORWARD, TURN, BACKWARD = "forward", "turn", "backward"
+Slot = tuple[str, range, Sequence[range]]  # kind, layers, what of them is recomputed at once
+
+
+@dataclass
+class Part:
+    """One micro-batch.
+
+    Attributes:
+        inputs: (args, kwargs) of the first layer.
+        flow: what the next forward stage begins with.
+        saved: what each backward segment begins with, by its first layer.
+        gradients: of what the last backward stage began with, a tensor or None for each tensor
+            that can have gradients.
+    """
+
+    inputs: Flow
+    label: Any = None
+    flow: Flow | None = None
+    saved: dict[int, Flow] = field(default_factory=dict)
+    gradients: Flow | None = None
+    loss: Flow | None = None
+    output: Flow | None = None
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What holds for a whole call.
+
+    Attributes:
+        seed: base of the layers' seeds; None: generators are left alone.
+        by_layer: recompute layer by layer, not stage by stage.
+        loss_fn: of a call that runs forward and backward.
+        keeps_outputs: of such a call, too.
+        input_gradients: the call's inputs want gradients.
+    """
+
+    seed: int | None
+    by_layer: bool
+    loss_fn: LossFn | None = None
+    keeps_outputs: bool = True
+    input_gradients: bool = False
+
+
+class Pass:
+    """Runs slots. `run` goes through all of a plan, or through its forward ones first."""
+
+    def __init__(
+        self, shelves: Sequence[Shelf], lanes: Sequence[Lane], rules: Rules, parts: list[Part]
+    ) -> None:
+        self.shelves = shelves
+        self.lanes = lanes
+        self.rules = rules
+        self.parts = parts
+        self.landed: list[tuple[Seat, Mark]] = []  # seats whose gradients are on their way home
+        self._snapshots: dict[int, torch.Tensor] = {}
+        trained = [number for number, shelf in enumerate(shelves) if shelf.is_trained]
+        first = min(trained, default=len(shelves))
+        self._first_graph = 0 if rules.input_gradients else first
+
+    def forward(self, stages: Sequence[range], segments: Sequence[range] = ()) -> None:
+        """Runs layers without a graph; keeps the input of each segment."""
+        self._go([(FORWARD, stage, ()) for stage in stages], keeps={s.start for s in segments})
+        for part in self.parts:
+            part.output = part.flow
+
+    def forward_backward(self, plan: Plan) -> None:
+        """Runs a whole plan; gradients end on the shelves and in the parts."""
+        turn, *later = plan.backward
+        slots = [(FORWARD, stage, ()) for stage in plan.forward]
+        slots.append((TURN, turn, (turn,)))
+        slots += self._backward_slots(later)
+        self._go(slots, keeps={s.start for _, _, segments in slots for s in segments})
+
+    def backward(self, stages: Sequence[range]) -> None:
+        """Runs backward from `part.gradients`, which are those of the outputs."""
+        self._go(self._backward_slots(stages), keeps=set())
+
+    def segments(self, stages: Sequence[range]) -> list[range]:
+        """What is recomputed at once."""
+        if not self.rules.by_layer:
+            return list(stages)
+        return [range(layer, layer + 1) for stage in stages for layer in stage]
+
+    def _backward_slots(self, stages: Sequence[range]) -> list[Slot]:
+        """Without those before the first layer that is trained: nobody wants their gradients."""
+        wanted = [stage for stage in stages if stage.stop > self._first_graph]
+        return [(BACKWARD, stage, tuple(self.segments([stage]))) for stage in wanted]
+
+    def _go(self, slots: Sequence[Slot], *, keeps: set[int]) -> None:
+        num_lanes = len(self.lanes)
+        seats = [
+            self._seat(kind, stage, self.lanes[number % num_lanes])
+            for number, (kind, stage, _) in enumerate(slots)
+        ]
+        try:
+            for number, place in wavefront(len(slots), num_lanes, len(self.parts)):
+                following = seats[number + num_lanes] if number + num_lanes < len(seats) else None
+                self._one(seats[number], slots[number], place, keeps, following)
+        except BaseException:
+            for seat in seats:
+                seat.abandon()
+            self.landed.clear()
+            raise
+
+    def _one(
+        self, seat: Seat, slot: Slot, place: int, keeps: set[int], following: Seat | None
+    ) -> None:
+        """One micro-batch of a slot; meanwhile a share of the lane's next weights comes."""
+        kind, stage, segments = slot
+        if place == 0:
+            seat.open()
+        if kind == FORWARD:
+            self._forward(seat, stage, place, keeps)
+        elif kind == TURN:
+            self._turn(seat, stage, place)
+        else:
+            for segment in reversed(segments):
+                self._backward(seat, stage, segment, place)
+        if following is not None:
+            following.upload((place + 1) / len(self.parts))
+        if place == len(self.parts) - 1:
+            self.landed.append((seat, seat.close()))
+
+    def _seat(self, kind: str, stage: range, lane: Lane) -> Seat:
+        return Seat(
+            lane,
+            [self.shelves[layer] for layer in stage],
+            makes_gradients=kind != FORWARD,
+            is_recomputed=kind == BACKWARD,
+            snapshots=self._snapshots,
+        )
+
+    def _forward(self, seat: Seat, stage: range, place: int, keeps: set[int]) -> None:
+        part, lane, layers = self.parts[place], seat.lane, self._layers(seat, stage)
+        began = bring(part.flow or part.inputs, lane)
+        saved = {layer: Flow(None, lane) for layer in stage if layer in keeps}
+        ended = Flow(None, lane)
+
+        def work() -> None:
+            value = began.value
+            with torch.no_grad():
+                for layer in stage:
+                    if layer in saved:
+                        saved[layer].value = detached(value, requires_grad=False)
+                    value = layers(layer, value, place)
+            ended.value = value
+
+        lane.compute.after(began.mark)
+        lane.compute.run(work)
+        ended.mark = lane.compute.record()
+        for layer, flow in saved.items():
+            flow.mark = ended.mark
+            part.saved[layer] = self._put_aside(flow)
+        part.flow = ended
+
+    def _put_aside(self, flow: Flow) -> Flow:
+        """One lane keeps what it will need; of several another one may need it."""
+        return flow if len(self.lanes) == 1 else bring(flow, None)
+
+    def _turn(self, seat: Seat, stage: range, place: int) -> None:
+        """Forward, loss and backward of the deepest layers."""
+        part, lane, layers = self.parts[place], seat.lane, self._layers(seat, stage)
+        began = bring(part.flow or part.inputs, lane)
+        label = bring(Flow(part.label), lane)
+        loss, output, leaving = Flow(None, lane), Flow(None, lane), Flow(None, lane)
+        part.loss, part.output, part.gradients = loss, output, leaving
+        loss_fn = self.rules.loss_fn
+        assert loss_fn is not None
+
+        def work() -> None:
+            value = start = self._start(began.value, stage.start)
+            with torch.enable_grad():
+                for layer in stage:
+                    value = layers(layer, value, place)
+                losses = loss_fn(value, label.value)
+            one = [losses] if isinstance(losses, torch.Tensor) else list(losses)
+            torch.autograd.backward(one)
+            loss.value = detached(losses, requires_grad=False)
+            if self.rules.keeps_outputs:
+                output.value = detached(value, requires_grad=False)
+            leaving.value = [leaf.grad for leaf in float_leaves(start)]
+
+        lane.compute.after(began.mark)
+        lane.compute.after(label.mark)
+        lane.compute.run(work)
+        mark = lane.compute.record()
+        loss.mark = output.mark = leaving.mark = mark
+
+    def _backward(self, seat: Seat, stage: range, segment: range, place: int) -> None:
+        """Computes a segment again, now with a graph, and its gradients."""
+        part, lane, layers = self.parts[place], seat.lane, self._layers(seat, stage)
+        began = bring(part.saved.pop(segment.start, part.inputs), lane)
+        assert part.gradients is not None
+        arriving = bring(part.gradients, lane)
+        leaving = part.gradients = Flow(None, lane)
+
+        def work() -> None:
+            value = start = self._start(began.value, segment.start)
+            with torch.enable_grad():
+                for layer in segment:
+                    value = layers(layer, value, place)
+            pairs = [
+                (leaf, gradient)
+                for leaf, gradient in zip(float_leaves(value), arriving.value, strict=True)
+                if gradient is not None and leaf.requires_grad
+            ]
+            if pairs:
+                leaves, gradients = zip(*pairs, strict=True)
+                torch.autograd.backward(leaves, gradients)
+            leaving.value = [leaf.grad for leaf in float_leaves(start)]
+
+        lane.compute.after(began.mark)
+        lane.compute.after(arriving.mark)
+        lane.compute.run(work)
+        leaving.mark = lane.compute.record()
+
+    def _start(self, value: Any, layer: int) -> Any:
+        """What a graph begins with; it needs gradients if anything before it does."""
+        needs = self.rules.input_gradients or layer > self._first_graph
+        return detached(value, requires_grad=needs)
+
+    def _layers(self, seat: Seat, stage: range) -> Callable[[int, Any, int], Any]:
+        """What runs a layer of a stage on a value, with random numbers of its own.
+
+        The shells of now: the seat drops them when it is closed, and work may run after that.
+        """
+        shells, lane, seed = seat.shells, seat.lane, self.rules.seed
+
+        def run(layer: int, value: Any, place: int) -> Any:
+            if seed is not None:
+                lane.seed(layer_seed(seed, layer, place, len(self.parts)))
+            shell = shells[layer - stage.start]
+            if layer > 0:
+                return shell(value)
+            args, kwargs = value
+            return shell(*args, **kwargs)
+
+        return run

@@ -1,0 +1,163 @@
+"""Where weights live on the host: the values that passes read, those the optimizer makes, sums.
+
+Each parameter has two pages. A pass reads the front one; the optimizer writes the back one while
+the next pass runs, and turning the pages takes no copy. So no pass ever reads a half-written
+weight, at the price of one more copy of what is trained.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+ALIGNMENT = 256  # bytes; what kernels and copies like
+_BLOCK = 1 << 20  # elements that are converted and added at once: they stay in the cache
+
+Allocate = Callable[[int], torch.Tensor]
+
+
+@dataclass
+class Home:
+    """One parameter of the model.
+
+    Attributes:
+        name: in the model.
+        parameter: the model's own; its data is the front page.
+        master: what the optimizer updates, in its own dtype; None before it is asked for.
+        back: where the next value is written.
+        total: the sum of gradients since the last step, in the optimizer's dtype; None if none.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    master: nn.Parameter | None = None
+    back: torch.Tensor | None = None
+    total: torch.Tensor | None = None
+
+    def make_master(self, dtype: torch.dtype | None) -> None:
+        """The optimizer's copy of the value."""
+        data = self.parameter.detach()
+        self.master = nn.Parameter(data.to(dtype or data.dtype, copy=True))
+
+    def collect(self, gradient: torch.Tensor, dtype: torch.dtype | None) -> None:
+        """Adds a gradient to the sum."""
+        if self.total is None:
+            self.total = gradient.to(dtype or gradient.dtype, copy=True)
+        else:
+            add_to(self.total, gradient)
+
+    def write_back(self) -> None:
+        """Puts the optimizer's value onto the back page."""
+        assert self.master is not None and self.back is not None
+        self.back.copy_(self.master.detach())
+
+    def turn(self) -> None:
+        """The back page becomes the front one."""
+        assert self.back is not None
+        front = self.parameter.data
+        self.parameter.data, self.back = self.back, front
+
+
+@dataclass
+class Shelf:
+    """One layer of the model.
+
+    Attributes:
+        homes: of its parameters, each once.
+        buffers: its buffers, each once.
+        staged: of each trained parameter, by its id, where its gradient arrives from the device.
+        collected: is done when what is staged was added up.
+    """
+
+    layer: nn.Module
+    homes: list[Home]
+    buffers: list[torch.Tensor]
+    staged: dict[int, torch.Tensor] = field(default_factory=dict)
+    collected: Future | None = None
+
+    def staged_for(self, home: Home, allocate: Allocate) -> torch.Tensor:
+        """Where the gradient of a parameter arrives; made when the first one comes."""
+        if id(home.parameter) not in self.staged:
+            trained = [each.parameter for each in self.homes if each.parameter.requires_grad]
+            views = page_views(trained, allocate)
+            self.staged |= {id(each): view for each, view in zip(trained, views, strict=True)}
+        return self.staged[id(home.parameter)]
+
+    def wait_until_collected(self) -> None:
+        """Returns when the staged gradients may be overwritten.
+
+        Raises:
+            Exception: what the worker raised.
+        """
+        if self.collected is not None:
+            self.collected.result()
+
+    @property
+    def is_trained(self) -> bool:
+        return any(home.parameter.requires_grad for home in self.homes)
+
+
+def make_shelves(layers: Sequence[nn.Module], names: dict[int, str]) -> list[Shelf]:
+    """A shelf a layer; a parameter of several layers has one home.
+
+    Args:
+        names: of each parameter in the model, by its id.
+    """
+    homes: dict[int, Home] = {}
+    shelves = []
+    for layer in layers:
+        own = []
+        for parameter in layer.parameters():
+            name = names.get(id(parameter), "")
+            own.append(homes.setdefault(id(parameter), Home(name, parameter)))
+        shelves.append(Shelf(layer, own, list(layer.buffers())))
+    return shelves
+
+
+def all_homes(shelves: Iterable[Shelf]) -> list[Home]:
+    """Each home once, in the order of layers."""
+    found = {id(home): home for shelf in shelves for home in shelf.homes}
+    return list(found.values())
+
+
+def page_views(tensors: Sequence[torch.Tensor], allocate: Allocate) -> list[torch.Tensor]:
+    """Room for each tensor, views of one run of bytes: a run takes no more than its parts.
+
+    Args:
+        allocate: number of bytes -> uint8 tensor.
+    """
+    starts, end = offsets(tensors)
+    page = allocate(max(end, 1))
+    return [view_at(page, start, tensor) for start, tensor in zip(starts, tensors, strict=True)]
+
+
+def offsets(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
+    """Where each tensor begins in a run of bytes, and how long the run is."""
+    starts, end = [], 0
+    for tensor in tensors:
+        starts.append(end)
+        num_bytes = tensor.numel() * tensor.element_size()
+        end += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    return starts, end
+
+
+def view_at(page: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
+    """A tensor of the shape and dtype of `like` that begins at byte `start` of a run."""
+    num_bytes = like.numel() * like.element_size()
+    return page[start : start + num_bytes].view(like.dtype).view(like.shape)
+
+
+def add_to(total: torch.Tensor, addend: torch.Tensor) -> None:
+    """total += addend, where dtypes may differ.
+
+    torch's addition of mixed dtypes is some 20 times slower than converting a block and adding it.
+    """
+    if total.dtype == addend.dtype:
+        total += addend
+        return
+    flat_total, flat_addend = total.view(-1), addend.reshape(-1)
+    for start in range(0, flat_total.numel(), _BLOCK):
+        part = slice(start, start + _BLOCK)
+        flat_total[part] += flat_addend[part].to(total.dtype)

@@ -1,0 +1,326 @@
+"""The streaming engine with layers of every kind, and when something goes wrong."""
+
+import pytest
+import torch
+from torch import nn
+
+from stageline.streaming import seat as seat_module
+from stageline.streaming.engine import RoundPipe
+from stageline.streaming.host_memory import host_bytes
+from stageline.streaming.lanes import Lane
+from stageline.streaming.microbatch import Packed
+from stageline.streaming.plan import Plan
+from stageline.streaming.pool import DeviceBudgetError
+from stageline.streaming.run_config import RoundPipeRunConfig
+from stageline.streaming.shelf import ALIGNMENT
+from stageline.testing.late_queues import late_lanes
+
+
+def each_layer(count):
+    """A plan of one layer a stage."""
+    ranges = [range(at, at + 1) for at in range(count)]
+    return Plan(tuple(ranges[:-1]), tuple(ranges[::-1]))
+
+
+def square(output, label):
+    return output.square().sum()
+
+
+def loop(model, batch, num_parts, loss_fn=square):
+    total = 0
+    for part in batch.tensor_split(num_parts):
+        loss = loss_fn(model(part), None)
+        loss.backward()
+        total = total + loss.detach()
+    return total
+
+
+def run(engine, batch, count, num_parts=2, **config):
+    settings = RoundPipeRunConfig(
+        num_microbatch=num_parts, execute_plan=each_layer(count), **config
+    )
+    return engine.forward_backward((batch,), loss_fn=square, run_config=settings)
+
+
+def linears(count, seed=3):
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(count)))
+
+
+BATCH = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(params=["eager", "late"])
+def lanes(request):
+    return late_lanes(2) if request.param == "late" else [Lane.cpu(), Lane.cpu()]
+
+
+def assert_gradients(ours, theirs, **tolerance):
+    for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), name
+        if one.grad is not None:
+            torch.testing.assert_close(one.grad, other.grad, msg=name, **tolerance)
+
+
+def test_frozen_layers_send_nothing(lanes, monkeypatch):
+    ours, theirs = linears(5), linears(5)
+    for model in (ours, theirs):
+        for frozen in (0, 1, 3):
+            model[frozen].requires_grad_(False)
+        model[2].bias.requires_grad_(False)
+    made = []
+    original = seat_module.Seat.open
+    monkeypatch.setattr(
+        seat_module.Seat, "open", lambda seat: (made.append(seat), original(seat))[1]
+    )
+    engine = RoundPipe(ours, lanes=lanes)
+    assert torch.equal(run(engine, BATCH, 5), loop(theirs, BATCH, 2))
+    engine.synchronize()
+    assert_gradients(ours, theirs, rtol=0, atol=0)
+    backward = [seat for seat in made if seat.makes_gradients]
+    layers = [engine._shelves.index(shelf) for seat in backward for shelf in seat.shelves]
+    assert layers == [4, 3, 2]  # before the first trained layer nothing goes backward
+    sent = sum(home.parameter.numel() for seat in backward for _, home in seat.sent)
+    assert sent == 6 * 6 * 2 + 6
+    assert [name for name, _ in engine.optim_named_parameters()] == [
+        "2.weight",
+        "4.weight",
+        "4.bias",
+    ]
+
+
+class LowRank(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(6, 6).requires_grad_(False)
+        self.down, self.up = nn.Linear(6, 1, bias=False), nn.Linear(1, 6, bias=False)
+
+    def forward(self, value):
+        return self.base(value) + self.up(self.down(value))
+
+
+def test_of_low_rank_layers_only_adapters_move(lanes):
+    def make():
+        torch.manual_seed(1)
+        return nn.Sequential(LowRank(), LowRank(), LowRank())
+
+    ours, theirs = make(), make()
+    engine = RoundPipe(ours, lanes=lanes)
+    assert torch.equal(run(engine, BATCH, 3), loop(theirs, BATCH, 2))
+    engine.synchronize()
+    assert_gradients(ours, theirs, rtol=0, atol=0)
+    staged = sum(each.numel() for shelf in engine._shelves for each in shelf.staged.values())
+    assert staged == 3 * 12
+
+
+def test_tied_weights_and_a_layer_that_comes_twice(lanes):
+    def make():
+        torch.manual_seed(1)
+        embedding, middle = nn.Embedding(9, 6), nn.Linear(6, 6)
+        head = nn.Linear(6, 9, bias=False)
+        head.weight = embedding.weight
+        return nn.Sequential(embedding, middle, nn.Tanh(), middle, head)
+
+    ours, theirs = make(), make()
+    engine = RoundPipe(ours, lanes=lanes)
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 0], [1, 1, 2]])
+    assert torch.equal(run(engine, ids, 5), loop(theirs, ids, 2))
+    engine.synchronize()
+    assert_gradients(ours, theirs, rtol=1e-6, atol=1e-5)
+    assert len(list(engine.optim_parameters())) == 3
+    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.01)
+    engine.step(optimizer.step, is_async=False)
+    torch.optim.SGD(theirs.parameters(), lr=0.01).step()
+    assert ours[0].weight is ours[4].weight
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+class Gated(nn.Module):
+    """Its output depends on a buffer that each forward pass changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("count", torch.tensor(1.0))
+
+    def forward(self, value):
+        self.count = self.count + 1
+        return self.linear(value) / self.count
+
+
+def test_buffers_change_once_a_micro_batch(lanes):
+    def make():
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), Gated(), nn.Linear(6, 6))
+
+    ours, theirs = make(), make()
+    engine = RoundPipe(ours, lanes=lanes)
+    for _ in range(2):
+        assert torch.equal(run(engine, BATCH, 4), loop(theirs, BATCH, 2))
+    for (name, one), other in zip(ours.named_buffers(), theirs.buffers(), strict=True):
+        assert torch.equal(one, other), name
+    engine.synchronize()
+    assert_gradients(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+class Splits(nn.Module):
+    def forward(self, value, *, scale, word):
+        assert word == "word"
+        return {"a": (value * scale, None), "b": [value.long(), 3]}
+
+
+class Joins(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, value):
+        first, nothing = value["a"]
+        ids, number = value["b"]
+        assert nothing is None and not ids.is_floating_point()
+        return self.linear(first) * number, ids
+
+
+class Ends(nn.Module):
+    def forward(self, value):
+        return value[0] + value[1]
+
+
+def test_structures_between_layers(lanes):
+    ours = nn.Sequential(Splits(), Joins(), Ends())
+    engine = RoundPipe(ours, lanes=lanes)
+    scale = torch.tensor(2.0)
+    settings = RoundPipeRunConfig(num_microbatch=2, execute_plan=each_layer(3))
+    loss = engine.forward_backward(
+        (BATCH,), {"scale": scale, "word": "word"}, loss_fn=square, run_config=settings
+    )
+    value = ours[1].linear(BATCH * 2) * 3 + BATCH.long()
+    expected = value.square().sum()
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    plain = ours[1].linear.weight.grad.clone()
+    engine.synchronize()
+    torch.testing.assert_close(ours[1].linear.weight.grad, plain)
+
+
+def test_micro_batches_by_hand(lanes):
+    ours, theirs = linears(3), linears(3)
+    engine = RoundPipe(ours, lanes=lanes)
+    settings = RoundPipeRunConfig(
+        split_input=lambda args, kwargs, num: ([(args[0][:1],), (args[0][1:],)], [{}, {}]),
+        split_label=lambda label, num: [label, 2 * label],
+        merge_output=lambda outputs: [len(each) for each in outputs],
+    )
+    loss, output = engine.forward_backward(
+        (BATCH,),
+        label=3,
+        loss_fn=lambda out, by: out.sum() * by,
+        return_outputs=True,
+        run_config=settings,
+    )
+    torch.testing.assert_close(loss, (theirs(BATCH[:1]).sum() * 3 + theirs(BATCH[1:]).sum() * 6))
+    assert output == [1, 3]
+    packed = engine(BATCH, roundpipe_run_config=RoundPipeRunConfig(merge_output=False))
+    assert isinstance(packed, Packed) and len(packed) == 3
+    again = RoundPipe(theirs, lanes=[Lane.cpu()])(packed)
+    torch.testing.assert_close(again, theirs(theirs(BATCH)))
+
+
+class Breaks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.is_broken = nn.Linear(6, 6), False
+
+    def forward(self, value):
+        if self.is_broken:
+            raise KeyError("broken on purpose")
+        return self.linear(value)
+
+
+def test_an_error_in_a_layer_reaches_the_caller_and_the_engine_goes_on():
+    lanes = [Lane.cpu(budget=4000)]
+    model = nn.Sequential(nn.Linear(6, 6), Breaks(), nn.Linear(6, 6))
+    engine = RoundPipe(model, lanes=lanes)
+    first = run(engine, BATCH, 3)
+    for _ in range(20):  # no memory is lost on the way
+        model[1].is_broken = True
+        with pytest.raises(KeyError, match="broken on purpose"):
+            run(engine, BATCH, 3)
+        model[1].is_broken = False
+    assert torch.equal(run(engine, BATCH, 3), first)
+    engine.synchronize()
+    torch.testing.assert_close(model[0].weight.grad / 2, gradient_of(model))
+
+
+def gradient_of(model):
+    for parameter in model.parameters():
+        parameter.grad = None
+    square(model(BATCH), None).backward()
+    return model[0].weight.grad
+
+
+def test_an_error_in_a_step_is_raised_at_the_next_call_with_its_traceback():
+    engine = RoundPipe(linears(2))
+
+    def failing_step():
+        raise ZeroDivisionError("in the step")
+
+    run(engine, BATCH, 2)
+    engine.step(failing_step)
+    with pytest.raises(ZeroDivisionError, match="in the step") as raised:
+        engine.synchronize()
+    names = [entry.name for entry in raised.traceback]
+    assert "failing_step" in names
+    for call in (engine.synchronize, lambda: run(engine, BATCH, 2), lambda: engine(BATCH)):
+        with pytest.raises(ZeroDivisionError):
+            call()
+    other = RoundPipe(linears(2))
+    with pytest.raises(ZeroDivisionError):
+        other.step(failing_step, is_async=False)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_model_four_times_the_budget_trains_within_it(count):
+    ours, theirs = linears(24), linears(24)
+    weight_bytes = sum(-(-each.numel() * 4 // ALIGNMENT) * ALIGNMENT for each in ours.parameters())
+    budget = weight_bytes // 4  # gradients come on top
+    lanes = [Lane.cpu(budget=budget) for _ in range(count)]
+    engine = RoundPipe(ours, lanes=lanes)
+    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=1e-3)
+    for _ in range(3):
+        loss = engine.forward_backward((BATCH,), loss_fn=square)
+        expected = loop(theirs, BATCH, count + 1)
+        assert torch.equal(loss, expected)
+        engine.step(optimizer.step, is_async=False)
+        torch.optim.SGD(theirs.parameters(), lr=1e-3).step()
+        theirs.zero_grad()
+    assert 0 < max(lane.pool.peak_bytes for lane in lanes) <= budget
+
+
+def test_a_budget_that_no_layer_fits_is_refused():
+    with pytest.raises(ValueError, match="layer 0 needs"):
+        RoundPipe(linears(2), lanes=[Lane.cpu(budget=500)]).forward_backward(
+            (BATCH,), loss_fn=square
+        )
+    everything = RoundPipeRunConfig(execute_plan=Plan((), (range(0, 2),)))
+    with pytest.raises(DeviceBudgetError, match="the budget is 700"):
+        RoundPipe(linears(2), lanes=[Lane.cpu(budget=700)]).forward_backward(
+            (BATCH,), loss_fn=square, run_config=everything
+        )
+
+
+def test_the_host_memory_that_is_stated_is_what_it_takes():
+    model = linears(6).bfloat16()
+    model[0].requires_grad_(False)
+    engine = RoundPipe(model, optim_dtype=torch.float32)
+    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=1e-3)
+    engine.forward_backward((BATCH.bfloat16(),), loss_fn=square)
+    engine.synchronize()
+    tensors = [home.parameter for shelf in engine._shelves for home in shelf.homes]
+    tensors += [home.back for shelf in engine._shelves for home in shelf.homes]
+    tensors += [home.total for shelf in engine._shelves for home in shelf.homes]
+    tensors += list(optimizer.param_groups[0]["params"])
+    tensors += [each for shelf in engine._shelves for each in shelf.staged.values()]
+    taken = sum(each.numel() * each.element_size() for each in tensors if each is not None)
+    assert host_bytes(engine._shelves, torch.float32) == taken
