@@ -8,7 +8,9 @@ devices. The model's parameters stay where they are; what a device holds is drop
 import contextlib
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,9 +19,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from stageline.streaming.detour import through_detour
-from stageline.streaming.flow import Flow, bring, can_have
+from stageline.streaming.flow import Flow, bring, can_have, on_host
 from stageline.streaming.forwarding import ForwardsAttributes
-from stageline.streaming.host_memory import allocate, make_pages
+from stageline.streaming.host_memory import allocate, make_pages, unregister
 from stageline.streaming.lanes import Lane, Mark, default_lanes
 from stageline.streaming.microbatch import merge_outputs, split_inputs, split_label
 from stageline.streaming.passes import LossFn, Part, Pass, Rules
@@ -67,9 +69,13 @@ class RoundPipe(ForwardsAttributes, nn.Module):
         self._layers = list(model) if isinstance(model, nn.Sequential) else [model]
         names = {id(parameter): key for key, parameter in model.named_parameters()}
         self._shelves = make_shelves(self._layers, names)
-        make_pages(self._shelves, pin_model, on_gpu=self._lanes[0].device.type == "cuda")
+        on_gpu = self._lanes[0].device.type == "cuda"
+        registered = make_pages(self._shelves, pin_model, on_gpu=on_gpu)
+        if registered:
+            weakref.finalize(self, unregister, registered).atexit = False
         self._worker = Worker(f"optimizer of {self._name}")
         self._turn_pages = False  # a finished step has new values on the back pages
+        self._last_step: Future | None = None
         self._forward_to(model)
 
     def forward(
@@ -90,7 +96,7 @@ class RoundPipe(ForwardsAttributes, nn.Module):
         is_trained = any(shelf.is_trained for shelf in self._shelves)
         with_graph = settings.requires_grad and (is_trained or wants_inputs)
         rules = self._rules(settings, input_gradients=wants_inputs)
-        run = Pass(self._shelves, self._lanes, rules, [Part(Flow(each)) for each in inputs])
+        run = Pass(self._shelves, self._lanes, rules, [Part(on_host(each)) for each in inputs])
         plan = self._plan(settings, len(inputs), with_graph=with_graph)
         with self._generators_kept(run):
             if not with_graph:
@@ -131,7 +137,7 @@ class RoundPipe(ForwardsAttributes, nn.Module):
         rules = self._rules(
             settings, loss_fn=loss_fn, keeps=return_outputs, input_gradients=bool(wanting)
         )
-        parts = [Part(Flow(each), its) for each, its in zip(inputs, labels, strict=True)]
+        parts = [Part(on_host(each), its) for each, its in zip(inputs, labels, strict=True)]
         run = Pass(self._shelves, self._lanes, rules, parts)
         with self._generators_kept(run):
             run.forward_backward(self._plan(settings, len(parts), with_graph=True))
@@ -183,19 +189,20 @@ class RoundPipe(ForwardsAttributes, nn.Module):
             Exception: what this step (synchronous) or the one before raised.
         """
         self._make_masters()
-        self._worker.wait()
+        # not for the gradients of this step, which are on their way: devices go on meanwhile. The
+        # back page is free, since its last readers come before these gradients
+        self._worker.wait_for(self._last_step)
         self._flip()
         homes = [home for home in all_homes(self._shelves) if home.master is not None]
 
         def job() -> None:
             for home in homes:
-                assert home.master is not None
-                home.master.grad, home.total = home.total, None
+                home.hand_over()
             step_fn(*args, **kwargs)
             for home in homes:
                 home.write_back()
 
-        self._worker.submit(job)
+        self._last_step = self._worker.submit(job)
         self._turn_pages = True
         if not is_async:
             self._worker.wait()
@@ -251,7 +258,7 @@ class RoundPipe(ForwardsAttributes, nn.Module):
     def _settle(self, run: Pass) -> None:
         """Lets the worker add up the gradients that are on their way; waits for buffers."""
         for seat, mark in run.landed:
-            if any(shelf.buffers for shelf in seat.shelves):
+            if not seat.is_recomputed and any(shelf.buffers for shelf in seat.shelves):
                 mark.wait()
             for shelf, home in seat.sent:
                 job = functools.partial(_collect, shelf, home, mark, self._optim_dtype)
@@ -289,7 +296,7 @@ class RoundPipe(ForwardsAttributes, nn.Module):
                     for leaf in pytree.tree_leaves(part.output.value)
                     if isinstance(leaf, torch.Tensor)
                 ]
-                part.gradients = Flow([gradient for leaf, gradient in own if can_have(leaf)])
+                part.gradients = on_host([each for leaf, each in own if can_have(leaf)])
             with self._generators_kept(run):
                 run.backward(plan.backward)
             found = [self._input_gradients(part) for part in run.parts]
@@ -341,10 +348,16 @@ class RoundPipe(ForwardsAttributes, nn.Module):
                     mark.wait()
 
     def _make_masters(self) -> None:
-        for home in all_homes(self._shelves):
-            if home.parameter.requires_grad and home.master is None:
+        for shelf in self._shelves:
+            new = [
+                home for home in shelf.homes if home.parameter.requires_grad and home.master is None
+            ]
+            if not new:
+                continue
+            pages = page_views([home.parameter.detach() for home in new], allocate)
+            for home, page in zip(new, pages, strict=True):
                 home.make_master(self._optim_dtype)
-                home.back = page_views([home.parameter.detach()], allocate)[0]
+                home.back = page
 
     def _values_changed(self) -> None:
         for home in all_homes(self._shelves):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from stageline.streaming.lanes import DONE, Lane, Mark
+from stageline.streaming.lanes import DONE, Lane, Mark, Queue, mark_of_caller
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: neighbours get far seeds
 _SEEDS = 1 << 63
@@ -62,6 +62,27 @@ def detached(value: Any, *, requires_grad: bool) -> Any:
     return on_tensors(cut, value)
 
 
+def on_host(value: Any) -> Flow:
+    """What the caller gave; if it lies on a GPU after all, then where his stream is now."""
+    leaves = pytree.tree_leaves(value)
+    return Flow(value, mark=mark_of_caller(each for each in leaves if _is_tensor(each)))
+
+
+def read_by(queue: Queue, *flows: Flow) -> None:
+    """Keeps values for the queue whose work, which calls this, reads them.
+
+    Another queue allocated them where they came from elsewhere, and would use their memory again
+    as soon as the last reference is dropped: on a GPU that is long before they are read.
+    """
+    for flow in flows:
+        for leaf in filter(_is_tensor, pytree.tree_leaves(flow.value)):
+            queue.uses(leaf)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
 def bring(flow: Flow, lane: Lane | None) -> Flow:
     """The value on another device, or on the host for None; its copies are ordered by marks.
 
@@ -85,6 +106,8 @@ def _copied(flow: Flow, queue: Any, lane: Lane | None, device: torch.device) -> 
             if device.type == "cpu" and tensor.device.type == "cuda":
                 landing = torch.empty_like(tensor, device="cpu", pin_memory=True)
                 return landing.copy_(tensor, non_blocking=True)
+            if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
+                tensor = tensor.pin_memory()  # else this thread waits until the stream gets here
             return tensor.to(device, non_blocking=True)
 
         arrived.value = on_tensors(move, flow.value)

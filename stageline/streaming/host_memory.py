@@ -1,14 +1,20 @@
 """Host memory of the engine: how much it takes, said before it is taken, and how it is pinned."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from stageline.streaming.shelf import Shelf, all_homes, page_views
 
+PAGE = 4096  # bytes that are pinned at once
+Run = tuple[int, int]  # first address, behind the last
 
-def make_pages(shelves: Sequence[Shelf], pin_model: str, *, on_gpu: bool) -> None:
+
+def make_pages(shelves: Sequence[Shelf], pin_model: str, *, on_gpu: bool) -> list[Run]:
     """Puts weights where a GPU fetches them quickly.
+
+    Returns:
+        What `unregister` is to give back when nobody streams them any more.
 
     Raises:
         ValueError: no such way of pinning.
@@ -17,19 +23,20 @@ def make_pages(shelves: Sequence[Shelf], pin_model: str, *, on_gpu: bool) -> Non
     if pin_model not in ("alloc", "register", "off"):
         raise ValueError(f"pin_model {pin_model!r} came: 'alloc', 'register' or 'off' was expected")
     if not on_gpu or pin_model == "off":
-        return
+        return []
+    if pin_model == "register":
+        values = [home.parameter.detach() for home in all_homes(shelves)]
+        return _register([each for each in values if not each.is_pinned()])
+    _pin_buffers(shelves)
     placed: set[int] = set()
     for shelf in shelves:
         homes = [home for home in shelf.homes if id(home) not in placed]
         placed |= {id(home) for home in homes}
         values = [home.parameter.detach() for home in homes]
-        if pin_model == "alloc":
-            views = page_views(values, allocate_pinned)
-            for home, view, value in zip(homes, views, values, strict=True):
-                home.parameter.data = view.copy_(value)
-        else:
-            for value in values:
-                _register(value)
+        views = page_views(values, allocate_pinned)
+        for home, view, value in zip(homes, views, values, strict=True):
+            home.parameter.data = view.copy_(value)
+    return []
 
 
 def allocate(num_bytes: int) -> torch.Tensor:
@@ -58,12 +65,46 @@ def host_bytes(shelves: Sequence[Shelf], optim_dtype: torch.dtype | None) -> int
     return total
 
 
-def _register(value: torch.Tensor) -> None:
+def _pin_buffers(shelves: Sequence[Shelf]) -> None:
+    """Those that a pass changes come home, and who starts a copy to other memory waits for it."""
+    for buffer in {id(each): each for shelf in shelves for each in shelf.buffers}.values():
+        if not buffer.is_pinned():
+            buffer.data = buffer.detach().pin_memory()
+
+
+def unregister(runs: Sequence[Run]) -> None:
+    """Unpins memory; else another model whose memory lies there could not be pinned."""
+    torch.cuda.synchronize()  # copies on their way read it
+    for start, _ in runs:
+        torch.cuda.cudart().cudaHostUnregister(start)
+
+
+def page_runs(ranges: Iterable[Run]) -> list[Run]:
+    """Ranges of addresses as runs of whole pages; those that touch become one.
+
+    Small tensors share pages, and a page is pinned once.
+    """
+    runs: list[Run] = []
+    for start, end in sorted(ranges):
+        start, end = start // PAGE * PAGE, -(-end // PAGE) * PAGE
+        if runs and start <= runs[-1][1]:
+            runs[-1] = runs[-1][0], max(end, runs[-1][1])
+        else:
+            runs.append((start, end))
+    return runs
+
+
+def _register(values: Sequence[torch.Tensor]) -> list[Run]:
     """Pins memory where it lies."""
-    num_bytes = value.numel() * value.element_size()
-    code = torch.cuda.cudart().cudaHostRegister(value.data_ptr(), num_bytes, 0)
-    if int(code) != 0:
-        raise RuntimeError(
-            f"cudaHostRegister returned {int(code)} for {num_bytes:,} bytes; 0 was expected: raise "
-            "the limit of locked memory (ulimit -l), or use pin_model='alloc' or 'off'"
-        )
+    ends = [(each.data_ptr(), each.numel() * each.element_size()) for each in values]
+    done: list[Run] = []
+    for run in page_runs((start, start + length) for start, length in ends if length):
+        code = int(torch.cuda.cudart().cudaHostRegister(run[0], run[1] - run[0], 0))
+        if code != 0:
+            unregister(done)
+            raise RuntimeError(
+                f"cudaHostRegister returned {code} for {run[1] - run[0]:,} bytes; 0 was expected: "
+                "raise the limit of locked memory (ulimit -l), or use pin_model='alloc' or 'off'"
+            )
+        done.append(run)
+    return done

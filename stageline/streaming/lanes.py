@@ -5,7 +5,7 @@ is said by marks. On a CPU a queue works at once, on a GPU it is a stream. Work 
 without a result: a queue may run it later.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -34,7 +34,10 @@ class Queue(Protocol):
         """What comes now waits for a mark of any queue."""
 
     def uses(self, tensor: torch.Tensor) -> None:
-        """Keeps a tensor's memory until what comes now is done; called by its work."""
+        """Keeps the memory of a tensor of another queue until this queue's work is done.
+
+        Called by the work that reads it, before the tensor can be dropped.
+        """
 
 
 class Done:
@@ -64,6 +67,17 @@ class EagerQueue:
 
 
 @dataclass(frozen=True)
+class AllOf:
+    """Several points."""
+
+    marks: tuple[Mark, ...]
+
+    def wait(self) -> None:
+        for mark in self.marks:
+            mark.wait()
+
+
+@dataclass(frozen=True)
 class CudaMark:
     """An event on a stream."""
 
@@ -84,19 +98,30 @@ class CudaQueue:
             work()
 
     def record(self) -> Mark:
-        event = torch.cuda.Event()
+        # blocking: who waits sleeps, and leaves the processor to the optimizer
+        event = torch.cuda.Event(blocking=True)
         event.record(self._stream)
         return CudaMark(event)
 
     def after(self, mark: Mark) -> None:
         if isinstance(mark, CudaMark):
             self._stream.wait_event(mark.event)
+        elif isinstance(mark, AllOf):
+            for each in mark.marks:
+                self.after(each)
         else:
             mark.wait()
 
     def uses(self, tensor: torch.Tensor) -> None:
         if tensor.device.type == "cuda":
             tensor.record_stream(self._stream)
+
+
+def mark_of_caller(tensors: Iterable[torch.Tensor]) -> Mark:
+    """Where tensors that the caller made are ready: streams of lanes don't wait for his."""
+    devices = {each.device for each in tensors if each.device.type == "cuda"}
+    marks = [CudaQueue(torch.cuda.current_stream(device)).record() for device in devices]
+    return AllOf(tuple(marks)) if marks else DONE
 
 
 @dataclass
@@ -128,7 +153,24 @@ class Lane:
         """A lane on a GPU."""
         device = torch.device("cuda", index)
         queues = [CudaQueue(torch.cuda.Stream(device)) for _ in range(3)]
-        return cls(device, *queues, pool=BufferPool(device, budget))
+        # a stream apart: its memory is not what another stream has just dropped and still reads
+        owner = torch.cuda.Stream(device)
+
+        def allocate(num_bytes: int) -> torch.Tensor:
+            with torch.cuda.stream(owner):
+                data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            for queue in queues:
+                queue.after(CudaQueue(owner).record())  # torch hands out the same few streams
+                queue.uses(data)  # an engine may be dropped while work is on its way
+            return data
+
+        return cls(device, *queues, pool=BufferPool(device, budget, allocate))
+
+    def all_done(self) -> Mark:
+        """A mark behind all that was given to its queues so far."""
+        for queue in (self.inward, self.compute):
+            self.outward.after(queue.record())
+        return self.outward.record()
 
     def seed(self, seed: int) -> None:
         """Seeds the generators that a layer on this lane draws from."""

@@ -18,6 +18,8 @@ from stageline.streaming.flow import (
     detached,
     float_leaves,
     layer_seed,
+    on_host,
+    read_by,
 )
 from stageline.streaming.lanes import Lane, Mark
 from stageline.streaming.plan import Plan, wavefront
@@ -165,6 +167,7 @@ class Pass:
         ended = Flow(None, lane)
 
         def work() -> None:
+            read_by(lane.compute, began)
             value = began.value
             with torch.no_grad():
                 for layer in stage:
@@ -189,13 +192,14 @@ class Pass:
         """Forward, loss and backward of the deepest layers."""
         part, lane, layers = self.parts[place], seat.lane, self._layers(seat, stage)
         began = bring(part.flow or part.inputs, lane)
-        label = bring(Flow(part.label), lane)
+        label = bring(on_host(part.label), lane)
         loss, output, leaving = Flow(None, lane), Flow(None, lane), Flow(None, lane)
         part.loss, part.output, part.gradients = loss, output, leaving
         loss_fn = self.rules.loss_fn
         assert loss_fn is not None
 
         def work() -> None:
+            read_by(lane.compute, began, label)
             value = start = self._start(began.value, stage.start)
             with torch.enable_grad():
                 for layer in stage:
@@ -223,6 +227,7 @@ class Pass:
         leaving = part.gradients = Flow(None, lane)
 
         def work() -> None:
+            read_by(lane.compute, began, arriving)
             value = start = self._start(began.value, segment.start)
             with torch.enable_grad():
                 for layer in segment:

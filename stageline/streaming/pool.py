@@ -4,6 +4,7 @@ A buffer that was given back may still be read by work on its way: it comes with
 next user's queue waits for. So nothing depends on when memory is freed.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,17 +36,24 @@ class BufferPool:
 
     Args:
         budget: bytes that all buffers together may have; None: no limit.
+        allocate: number of bytes -> uint8 tensor of the device.
 
     Attributes:
         peak_bytes: the most bytes that all buffers together had.
     """
 
-    def __init__(self, device: torch.device, budget: int | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        budget: int | None = None,
+        allocate: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:
         self.device = device
         self.budget = budget
         self.held_bytes = 0
         self.peak_bytes = 0
         self._idle: list[Buffer] = []
+        self._allocate = allocate or self._plain
 
     def take(self, num_bytes: int, queue: Any) -> Buffer:
         """A buffer of at least so many bytes; `queue` waits until nobody uses it any more.
@@ -62,9 +70,9 @@ class BufferPool:
             queue.after(found.mark)
             return found
         self._make_room(num_bytes)
+        data = self._allocate(num_bytes)  # it may fail: only then is it counted
         self.held_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        data = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         return Buffer(data, None)
 
     def give(self, buffer: Buffer, mark: Any) -> None:
@@ -76,14 +84,18 @@ class BufferPool:
         """Drops idle buffers, the largest first, until a new one fits."""
         if self.budget is None:
             return
+        idle = sum(each.num_bytes for each in self._idle)
+        if self.held_bytes - idle + num_bytes > self.budget:  # to drop them all would not help
+            raise DeviceBudgetError(
+                f"{num_bytes:,} bytes are needed on {self.device} beside "
+                f"{self.held_bytes - idle:,} in use; the budget is {self.budget:,}: allow more, or "
+                "cut the model into smaller stages (execute_plan)"
+            )
         self._idle.sort(key=lambda each: each.num_bytes)
-        while self.held_bytes + num_bytes > self.budget and self._idle:
+        while self.held_bytes + num_bytes > self.budget:
             dropped = self._idle.pop()
             dropped.mark.wait()  # its memory may go to others at once
             self.held_bytes -= dropped.num_bytes
-        if self.held_bytes + num_bytes > self.budget:
-            raise DeviceBudgetError(
-                f"{num_bytes:,} bytes are needed on {self.device} beside {self.held_bytes:,} in "
-                f"use; the budget is {self.budget:,}: allow more, or cut the model into smaller "
-                "stages (execute_plan)"
-            )
+
+    def _plain(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)

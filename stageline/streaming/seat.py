@@ -88,7 +88,8 @@ class Seat:
         outward.after(computed)
         for shelf, home in self.sent:
             shelf.wait_until_collected()
-            outward.run(functools.partial(self._stage_gradient, shelf, home))
+            leaf = self._on_device[id(home.parameter)]
+            outward.run(functools.partial(_stage_gradient, shelf, home, leaf))
         if not self.is_recomputed and self._buffers:
             outward.run(functools.partial(_buffers_home, self.shelves, self.shells))
         gone = outward.record()
@@ -96,16 +97,22 @@ class Seat:
         self.lane.pool.give(self._weights, gone if self._buffers else computed)
         if self._gradients is not None:
             self.lane.pool.give(self._gradients, gone)
-        self._weights = self._gradients = None
-        self.shells = []
+        self._let_go()
         return gone
 
     def abandon(self) -> None:
         """Gives the memory back after an error; what was computed is lost."""
-        for buffer in filter(None, (self._weights, self._gradients)):
-            self.lane.pool.give(buffer, self.lane.compute.record())
+        held = [each for each in (self._weights, self._gradients) if each is not None]
+        if held:
+            mark = self.lane.all_done()  # what was on its way in must not land in the next user
+            for buffer in held:
+                self.lane.pool.give(buffer, mark)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Keeps no view of the buffers: the pool must be able to free them."""
         self._weights = self._gradients = None
-        self.shells = []
+        self._on_device, self._waiting, self.shells = {}, [], []
 
     @property
     def trained(self) -> list[Home]:
@@ -130,17 +137,24 @@ class Seat:
         buffers = [self._snapshots.get(key, each) for key, each in self._buffers.items()]
         if not self.is_recomputed:
             # what the device changes is copied, and where it is recomputed it starts from here
-            self._snapshots |= {key: each.clone() for key, each in self._buffers.items()}
+            self._snapshots |= {key: self._kept(each) for key, each in self._buffers.items()}
         hosts = parameters + buffers
         starts, self._num_bytes = offsets(hosts)
         self._weights = self.lane.pool.take(max(self._num_bytes, 1), self.lane.inward)
+        # .data: a buffer that a layer changes must not count as a change of its neighbours, whose
+        # values a graph has saved
         views = [
-            view_at(self._weights.data, start, host)
+            view_at(self._weights.data, start, host).data
             for start, host in zip(starts, hosts, strict=True)
         ]
         self._waiting = list(zip(views, hosts, strict=True))
         keys = [*self._homes, *self._buffers]
         self._on_device = dict(zip(keys, views, strict=True))
+
+    def _kept(self, buffer: torch.Tensor) -> torch.Tensor:
+        """A copy on the host; pinned for a GPU, since this thread would wait for another one."""
+        is_pinned = self.lane.device.type == "cuda"
+        return torch.empty_like(buffer, pin_memory=is_pinned).copy_(buffer)
 
     def _make_gradients(self) -> None:
         """Leaves that add their gradients up in one zeroed run of bytes."""
@@ -154,9 +168,9 @@ class Seat:
             leaf.grad = view_at(page, start, home.parameter)
             self._on_device[id(home.parameter)] = leaf
 
-    def _stage_gradient(self, shelf: Shelf, home: Home) -> None:
-        leaf = self._on_device[id(home.parameter)]
-        shelf.staged_for(home, allocate).copy_(leaf.grad, non_blocking=True)
+
+def _stage_gradient(shelf: Shelf, home: Home, leaf: torch.Tensor) -> None:
+    shelf.staged_for(home, allocate).copy_(leaf.grad, non_blocking=True)
 
 
 def _buffers_home(shelves: Sequence[Shelf], shells: Sequence[Any]) -> None:

@@ -28,6 +28,7 @@ class Home:
         master: what the optimizer updates, in its own dtype; None before it is asked for.
         back: where the next value is written.
         total: the sum of gradients since the last step, in the optimizer's dtype; None if none.
+        spare: memory of the sum before, which the next one takes: the optimizer is done with it.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Home:
     master: nn.Parameter | None = None
     back: torch.Tensor | None = None
     total: torch.Tensor | None = None
+    spare: torch.Tensor | None = None
 
     def make_master(self, dtype: torch.dtype | None) -> None:
         """The optimizer's copy of the value."""
@@ -43,10 +45,18 @@ class Home:
 
     def collect(self, gradient: torch.Tensor, dtype: torch.dtype | None) -> None:
         """Adds a gradient to the sum."""
-        if self.total is None:
-            self.total = gradient.to(dtype or gradient.dtype, copy=True)
-        else:
+        if self.total is not None:
             add_to(self.total, gradient)
+        elif self.spare is not None:  # new memory would cost more than the sum itself
+            self.total, self.spare = self.spare.copy_(gradient), None
+        else:
+            self.total = gradient.to(dtype or gradient.dtype, copy=True)
+
+    def hand_over(self) -> None:
+        """Gives the sum to the optimizer, whose `.grad` it stays until the next one begins."""
+        assert self.master is not None
+        self.spare = self.total if self.total is not None else self.spare
+        self.master.grad, self.total = self.total, None
 
     def write_back(self) -> None:
         """Puts the optimizer's value onto the back page."""

@@ -32,8 +32,16 @@ class Worker:
         Raises:
             Exception: what a job raised.
         """
-        if self._last is not None:
-            self._last.exception()
+        self.wait_for(self._last)
+
+    def wait_for(self, job: Future | None) -> None:
+        """Returns when this job and those before it are done.
+
+        Raises:
+            Exception: what a job raised.
+        """
+        if job is not None:
+            job.exception()
         self.check()
 
     def check(self) -> None:

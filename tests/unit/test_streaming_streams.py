@@ -1,0 +1,179 @@
+"""What goes wrong on the streams of a GPU only, as far as a CPU can show it."""
+
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from stageline.streaming.engine import RoundPipe
+from stageline.streaming.host_memory import page_runs
+from stageline.streaming.lanes import EagerQueue, Lane
+from stageline.streaming.plan import Plan
+from stageline.streaming.pool import BufferPool, DeviceBudgetError
+from stageline.streaming.run_config import RoundPipeRunConfig
+from stageline.streaming.seat import Seat
+from stageline.streaming.shelf import make_shelves
+from stageline.testing.late_queues import late_lanes
+
+CPU = torch.device("cpu")
+BATCH = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+
+
+def square(output, label):
+    return output.square().sum()
+
+
+def linears(count):
+    torch.manual_seed(3)
+    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(count)))
+
+
+def test_a_buffer_that_changes_leaves_its_neighbours_of_the_stage_alone():
+    """They lie in one run of bytes; autograd must not take one's change for another's."""
+
+    def make():
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+
+    ours, theirs = make(), make()
+    engine = RoundPipe(ours, lanes=[Lane.cpu()])
+    whole = RoundPipeRunConfig(num_microbatch=1, execute_plan=Plan((), (range(0, 4),)))
+    loss = engine.forward_backward((BATCH,), loss_fn=square, run_config=whole)
+    assert torch.equal(loss, square(theirs(BATCH), None))
+    for one, other in zip(ours.buffers(), theirs.buffers(), strict=True):
+        assert torch.equal(one, other)
+
+
+class LiveBytes:
+    """Counts the bytes that are really alive: the pool's own count trusts that it frees them."""
+
+    def __init__(self):
+        self.now = self.peak = 0
+
+    def allocate(self, num_bytes):
+        array = np.empty(num_bytes, dtype=np.uint8)
+        self.now += num_bytes
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(array, self._gone, num_bytes)
+        return torch.from_numpy(array)
+
+    def _gone(self, num_bytes):
+        self.now -= num_bytes
+
+
+def test_what_the_pool_drops_is_free():
+    torch.manual_seed(3)
+    sizes = [6, 40, 6, 90, 10, 6]  # buffers of other sizes, so that idle ones have to go
+    model = nn.Sequential(*(nn.Linear(*pair) for pair in zip(sizes, [*sizes[1:], 6], strict=True)))
+    budget, live = 9_000, LiveBytes()
+    lane = Lane(CPU, pool=BufferPool(CPU, budget, live.allocate))
+    engine = RoundPipe(model, lanes=[lane])
+    stages = [range(at, at + 1) for at in range(6)]
+    plan = RoundPipeRunConfig(execute_plan=Plan(tuple(stages[:-1]), tuple(stages[::-1])))
+    for _ in range(3):
+        engine.forward_backward((BATCH,), loss_fn=square, run_config=plan)
+    assert 0 < live.peak == lane.pool.peak_bytes <= budget
+
+
+def test_a_prefetch_without_room_costs_no_idle_buffer():
+    class Mark:
+        def wait(self):
+            raise AssertionError("waited for")
+
+    pool, queue = BufferPool(CPU, 1000), EagerQueue()
+    pool.take(600, queue)
+    idle = pool.take(300, queue)
+    pool.give(idle, Mark())
+    with pytest.raises(DeviceBudgetError, match="beside 600 in use; the budget is 1,000"):
+        pool.take(500, queue)
+    assert pool.held_bytes == 900
+
+
+def test_after_an_error_memory_waits_for_what_is_on_its_way_in():
+    lane = late_lanes(1)[0]
+    model = linears(1)
+    shelves = make_shelves(list(model), {})
+    seat = Seat(lane, shelves, makes_gradients=False, is_recomputed=False, snapshots={})
+    seat.upload(1.0)
+    seat.abandon()
+    buffer = lane.pool.take(512, lane.compute)
+    lane.compute.run(buffer.data.zero_)
+    lane.compute.record().wait()
+    lane.inward.record().wait()
+    assert not buffer.data.any()
+
+
+class HeldQueue(EagerQueue):
+    """Its marks are reached when the test says so."""
+
+    def __init__(self):
+        self.release = threading.Event()
+        self.was_released = []
+
+    def record(self):
+        return self
+
+    def wait(self):
+        self.was_released.append(self.release.wait(20))
+
+
+def test_an_asynchronous_step_does_not_wait_for_its_gradients():
+    held = HeldQueue()
+    lane = Lane(CPU, outward=held)
+    # with seeds of its own a call on a CPU lane waits, since it restores the host's generator
+    settings = RoundPipeRunConfig(preserve_rng_state=False)
+    engine = RoundPipe(linears(2), model_run_config=settings, lanes=[lane])
+    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
+    engine.forward_backward((BATCH,), loss_fn=square)
+    engine.step(optimizer.step)
+    held.release.set()
+    engine.synchronize()
+    assert held.was_released and all(held.was_released)
+
+
+class NotingQueue(EagerQueue):
+    def __init__(self):
+        self.used = []
+
+    def uses(self, tensor):
+        self.used.append(tensor)
+
+
+def test_compute_keeps_what_another_queue_brought():
+    """On a GPU its memory is else used again before compute reads it."""
+    compute = NotingQueue()
+    elsewhere = torch.device("cpu", 0)  # not equal to the host's: values are brought to it
+    lane = Lane(elsewhere, compute, pool=BufferPool(elsewhere))
+    engine = RoundPipe(linears(3), lanes=[lane])
+    stages = [range(at, at + 1) for at in range(3)]
+    settings = RoundPipeRunConfig(
+        num_microbatch=1, execute_plan=Plan(tuple(stages[:-1]), tuple(stages[::-1]))
+    )
+    label = torch.zeros(4, 6)
+    engine.forward_backward(
+        (BATCH,), label=label, loss_fn=lambda out, its: (out - its).sum(), run_config=settings
+    )
+    found = [each for each in compute.used if torch.equal(each, BATCH)]
+    assert len(found) == 2  # forward, and again to recompute the first layer
+    assert any(torch.equal(each, label) for each in compute.used)
+
+
+def test_sums_of_gradients_take_memory_once():
+    engine = RoundPipe(linears(2))
+    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
+    places = []
+    for _ in range(3):
+        engine.forward_backward((BATCH,), loss_fn=square)
+        engine.synchronize()
+        places.append([home.total.data_ptr() for shelf in engine._shelves for home in shelf.homes])
+        engine.step(optimizer.step)
+    assert places[0] == places[1] == places[2]
+
+
+def test_memory_is_registered_by_whole_pages_and_each_once():
+    shared = [(4096, 4100), (4100, 4200)]  # two tensors of one page
+    touching, apart = (8000, 8193), (40960, 40961)
+    assert page_runs([apart, touching, *shared]) == [(4096, 12288), (40960, 45056)]
