@@ -1,0 +1,11 @@
+"""Host-memory streaming: trains models whose weights do not fit the devices.
+
+from stageline.streaming import RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
+"""
+
+from stageline.streaming.auto import AutoRoundPipe
+from stageline.streaming.engine import RoundPipe
+from stageline.streaming.run_config import RoundPipeRunConfig
+from stageline.streaming.wrap import wrap_model_to_roundpipe
+
+__all__ = ["AutoRoundPipe", "RoundPipe", "RoundPipeRunConfig", "wrap_model_to_roundpipe"]

@@ -61,7 +61,7 @@ class RoundPipe(ForwardsAttributes, nn.Module):
         lanes: Sequence[Lane] | None = None,
     ) -> None:
         super().__init__()
-        self._name = name or _place_of_call()
+        self._name = name or place_of_call()
         self._run_config = model_run_config
         self._optim_dtype = optim_dtype
         self._pin_model = pin_model
@@ -165,7 +165,7 @@ class RoundPipe(ForwardsAttributes, nn.Module):
         """
         self._make_masters()
         masters = {id(home.parameter): home.master for home in all_homes(self._shelves)}
-        model = self._forwards_to[-1]
+        model = self._forwards_to[0]
         for name, parameter in model.named_parameters(prefix, remove_duplicate=remove_duplicate):
             master = masters.get(id(parameter))
             if master is not None:
@@ -222,8 +222,11 @@ class RoundPipe(ForwardsAttributes, nn.Module):
                 home.parameter.grad = None
 
     def set_original_model(self, original_model: nn.Module) -> None:
-        """Attributes are looked up in, and written to, this model first."""
+        """Attributes are looked up in, and written to, this model first; names are its own."""
         self._forward_to(original_model, *self._forwards_to[-1:])
+        names = {id(each): name for name, each in original_model.named_parameters()}
+        for home in all_homes(self._shelves):
+            home.name = names.get(id(home.parameter), home.name)
 
     def _settings(self, config: RoundPipeRunConfig) -> RoundPipeRunConfig:
         self._worker.check()
@@ -261,7 +264,7 @@ class RoundPipe(ForwardsAttributes, nn.Module):
             if not seat.is_recomputed and any(shelf.buffers for shelf in seat.shelves):
                 mark.wait()
             for shelf, home in seat.sent:
-                job = functools.partial(_collect, shelf, home, mark, self._optim_dtype)
+                job = functools.partial(_collect, seat.used, shelf, home, mark, self._optim_dtype)
                 shelf.collected = self._worker.submit(job)
         run.landed.clear()
 
@@ -360,6 +363,8 @@ class RoundPipe(ForwardsAttributes, nn.Module):
                 home.back = page
 
     def _values_changed(self) -> None:
+        self._worker.wait()
+        self._turn_pages = False  # what a step made of the old values is not wanted any more
         for home in all_homes(self._shelves):
             if home.master is not None:
                 with torch.no_grad():
@@ -374,9 +379,12 @@ class RoundPipe(ForwardsAttributes, nn.Module):
             self._turn_pages = False
 
 
-def _collect(shelf: Shelf, home: Home, mark: Mark, dtype: torch.dtype | None) -> None:
+def _collect(
+    used: set[int], shelf: Shelf, home: Home, mark: Mark, dtype: torch.dtype | None
+) -> None:
     mark.wait()
-    home.collect(shelf.staged[id(home.parameter)], dtype)
+    if id(home.parameter) in used:  # else no layer made one
+        home.collect(shelf.staged[id(home.parameter)], dtype)
 
 
 def _summed(losses: Sequence[Any]) -> Any:
@@ -386,7 +394,7 @@ def _summed(losses: Sequence[Any]) -> Any:
     return [_summed(column) for column in zip(*losses, strict=True)]
 
 
-def _place_of_call() -> str:
+def place_of_call() -> str:
     """file:line of whoever made the engine."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(__package__):

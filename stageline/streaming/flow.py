@@ -1,6 +1,6 @@
 """Values on their way between stages, and the seeds that layers draw from."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,11 +43,30 @@ def can_have(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+class Fixed:
+    """Tensors that travel with a value and have no gradients: masks, position embeddings.
+
+    Without it a float mask would ask for a gradient of its own size in every layer.
+    """
+
+    def __init__(self, tensors: Iterable[Any]) -> None:
+        self.tensors = tuple(tensors)
+
+
+pytree.register_pytree_node(
+    Fixed, lambda fixed: (list(fixed.tensors), None), lambda tensors, _: Fixed(tensors)
+)
+
+
+def _is_fixed(value: Any) -> bool:
+    return isinstance(value, Fixed)
+
+
 def float_leaves(value: Any) -> list[torch.Tensor]:
     """The tensors that can have gradients, in order."""
     return [
         leaf
-        for leaf in pytree.tree_leaves(value)
+        for leaf in pytree.tree_leaves(value, is_leaf=_is_fixed)
         if isinstance(leaf, torch.Tensor) and can_have(leaf)
     ]
 
@@ -55,11 +74,15 @@ def float_leaves(value: Any) -> list[torch.Tensor]:
 def detached(value: Any, *, requires_grad: bool) -> Any:
     """The same numbers as the beginning of a new graph."""
 
-    def cut(tensor: torch.Tensor) -> torch.Tensor:
-        leaf = tensor.detach()
-        return leaf.requires_grad_(requires_grad and can_have(leaf))
+    def cut(leaf: Any) -> Any:
+        if _is_fixed(leaf):
+            return on_tensors(torch.Tensor.detach, leaf)
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        tensor = leaf.detach()
+        return tensor.requires_grad_(requires_grad and can_have(tensor))
 
-    return on_tensors(cut, value)
+    return pytree.tree_map(cut, value, is_leaf=_is_fixed)
 
 
 def on_host(value: Any) -> Flow:

@@ -46,6 +46,7 @@ class Seat:
         self._on_device: dict[int, torch.Tensor] = {}
         self._weights: Buffer | None = None
         self._gradients: Buffer | None = None
+        self.used: set[int] = set()  # ids of parameters that got a gradient, as work is done
         self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # (view, host) to upload
         self._num_bytes = 0
         self._uploaded: Mark = DONE
@@ -89,7 +90,7 @@ class Seat:
         for shelf, home in self.sent:
             shelf.wait_until_collected()
             leaf = self._on_device[id(home.parameter)]
-            outward.run(functools.partial(_stage_gradient, shelf, home, leaf))
+            outward.run(functools.partial(_stage_gradient, self.used, shelf, home, leaf))
         if not self.is_recomputed and self._buffers:
             outward.run(functools.partial(_buffers_home, self.shelves, self.shells))
         gone = outward.record()
@@ -166,11 +167,20 @@ class Seat:
         for home, start in zip(trained, starts, strict=True):
             leaf = self._on_device[id(home.parameter)].detach().requires_grad_(True)
             leaf.grad = view_at(page, start, home.parameter)
+            leaf.register_post_accumulate_grad_hook(
+                functools.partial(_note_use, self.used, id(home.parameter))
+            )
             self._on_device[id(home.parameter)] = leaf
 
 
-def _stage_gradient(shelf: Shelf, home: Home, leaf: torch.Tensor) -> None:
+def _stage_gradient(used: set[int], shelf: Shelf, home: Home, leaf: torch.Tensor) -> None:
+    if id(home.parameter) not in used:
+        return  # as in PyTorch it has none, and not zeros, which an optimizer would decay by
     shelf.staged_for(home, allocate).copy_(leaf.grad, non_blocking=True)
+
+
+def _note_use(used: set[int], key: int, leaf: torch.Tensor) -> None:
+    used.add(key)
 
 
 def _buffers_home(shelves: Sequence[Shelf], shells: Sequence[Any]) -> None:

@@ -1,0 +1,59 @@
+"""Router logits of a mixture of experts, taken from each layer as the library takes them.
+
+transformers records them while its whole model runs; a block runs alone, so it has hooks of its
+own on the modules that the model's class names.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+ROUTER_LOGITS = "router_logits"
+_FOUND: ContextVar[list[torch.Tensor] | None] = ContextVar("router logits", default=None)
+
+
+def watch_routers(base_model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Puts hooks on the routers of the layers; they do nothing outside of `recording_routers`."""
+    specs = (getattr(base_model, "_can_record_outputs", None) or {}).get(ROUTER_LOGITS)
+    if specs is None:
+        return
+    for spec in specs if isinstance(specs, list) else [specs]:
+        for layer in layers:
+            for name, module in layer.named_modules():
+                if _is_meant(spec, name, module):
+                    module.register_forward_hook(partial(_note, getattr(spec, "index", 1)))
+
+
+@contextlib.contextmanager
+def recording_routers(is_asked: bool) -> Iterator[list[torch.Tensor]]:
+    """Yields a list that fills with the router logits of what runs inside."""
+    found: list[torch.Tensor] = []
+    token = _FOUND.set(found if is_asked else None)
+    try:
+        yield found
+    finally:
+        _FOUND.reset(token)
+
+
+def _is_meant(spec: Any, name: str, module: nn.Module) -> bool:
+    target = getattr(spec, "target_class", spec)
+    class_name = getattr(spec, "class_name", None)
+    is_target = isinstance(target, type) and isinstance(module, target)
+    if not is_target and not (class_name and name.endswith(class_name)):
+        return False
+    layer_name = getattr(spec, "layer_name", None)
+    return layer_name is None or f".{layer_name.strip('.')}." in f".{name}."
+
+
+def _note(index: int, module: nn.Module, args: tuple, output: Any) -> None:
+    found = _FOUND.get()
+    if found is None:
+        return
+    logits = output[index] if isinstance(output, tuple) else output
+    if logits is not None:
+        found.append(logits)

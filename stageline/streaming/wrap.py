@@ -1,0 +1,221 @@
+"""Turns a model into RoundPipes by rules: a preset, or by size and kind of its modules.
+
+The rules follow the documentation of RoundPipe in their order of priority.
+"""
+
+import functools
+import sys
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import _forward_unimplemented
+
+from stageline.streaming.auto import AutoRoundPipe
+from stageline.streaming.engine import RoundPipe, place_of_call
+from stageline.streaming.lanes import default_lanes
+from stageline.streaming.presets import sequential_of
+from stageline.streaming.recording import NoPresetError
+from stageline.streaming.run_config import RoundPipeRunConfig
+
+_INHERIT = RoundPipeRunConfig()
+
+
+def wrap_model_to_roundpipe(
+    model: nn.Module,
+    use_sequential_preset: bool | None = None,
+    lower_threshold: int = 16 * 1024,
+    upper_threshold: int | None = None,
+    skip_modules: Container[nn.Module] = (),
+    override_config: Mapping[nn.Module, RoundPipeRunConfig] | None = None,
+    model_run_config: RoundPipeRunConfig = _INHERIT,
+    name: str | None = None,
+    **roundpipe_kwargs: Any,
+) -> RoundPipe | AutoRoundPipe:
+    """Wraps a model so that it streams.
+
+    A decoder of transformers becomes a row of layers. Any other model is walked through; of each
+    module the first rule that fits holds:
+
+    1. In `skip_modules`: left as it is, on the host.
+    2. An nn.Sequential: a RoundPipe with a layer each child.
+    3. Its own parameters take `lower_threshold` bytes or more, or it is no larger than
+       `upper_threshold`, and it has a forward of its own: a RoundPipe of one layer. If it is
+       smaller than `lower_threshold`, with one micro-batch.
+    4. An nn.ModuleList: a RoundPipe for each element, which are taken to be called one after the
+       other: all but the last give their output micro-batch by micro-batch.
+    5. Its children are walked through; its own forward runs on the host.
+
+    Modules are replaced in the model that came. The loss function of a PreTrainedModel whose
+    forward runs on the host becomes a RoundPipe too.
+
+    Args:
+        use_sequential_preset: True: a preset or an error, False: none, None: one if there is one,
+            with a notice. A preset takes the whole model, whatever `skip_modules` holds.
+        upper_threshold: default: bytes of the model / (devices + 1).
+        override_config: settings of modules; they win over `model_run_config`.
+        model_run_config: settings of all RoundPipes.
+        name: for messages; default: the place of the call.
+        roundpipe_kwargs: for each RoundPipe.
+
+    Raises:
+        NotImplementedError: `use_sequential_preset` is True and there is no preset.
+    """
+    if isinstance(model, (RoundPipe, AutoRoundPipe)):
+        return model
+    name = name or place_of_call()
+    kwargs = {**roundpipe_kwargs, "lanes": roundpipe_kwargs.get("lanes") or default_lanes()}
+    overrides = dict(override_config or {})
+    if use_sequential_preset is not False:
+        found = _from_preset(model, asked=bool(use_sequential_preset), name=name)
+        if found is not None:
+            config = overrides.get(model, _INHERIT).over(model_run_config)
+            engine = RoundPipe(found, name=name, model_run_config=config, **kwargs)
+            engine.set_original_model(model)
+            return engine
+    if upper_threshold is None:
+        upper_threshold = _num_bytes(model) // (max(1, len(kwargs["lanes"])) + 1)
+    thresholds = (lower_threshold, upper_threshold)
+    rules = _Rules(*thresholds, skip_modules, overrides, model_run_config, kwargs)
+    wrapped = rules.wrapped(model, name)
+    is_whole = isinstance(wrapped, RoundPipe)
+    return wrapped if is_whole else AutoRoundPipe(wrapped, kwargs.get("optim_dtype"), name)
+
+
+@dataclass
+class _Rules:
+    """The walk through a model.
+
+    Attributes:
+        done: what became of a module, by its id: one that has two places stays one.
+    """
+
+    lower: int
+    upper: int
+    skip: Container[nn.Module]
+    overrides: Mapping[nn.Module, RoundPipeRunConfig]
+    run_config: RoundPipeRunConfig
+    kwargs: dict[str, Any]
+    done: dict[int, nn.Module] = field(default_factory=dict)
+
+    def wrapped(self, module: nn.Module, name: str) -> nn.Module:
+        """What stands in the module's place afterwards."""
+        if id(module) not in self.done:
+            self.done[id(module)] = self._by_rules(module, name)
+        return self.done[id(module)]
+
+    def _by_rules(self, module: nn.Module, name: str) -> nn.Module:
+        if self._is_left(module):
+            return module
+        if isinstance(module, nn.Sequential):
+            return self._engine(module, name)
+        if self._is_one_layer(module):
+            is_tiny = _num_bytes(module) < self.lower and module not in self.overrides
+            return self._engine(
+                module, name, RoundPipeRunConfig(num_microbatch=1 if is_tiny else None)
+            )
+        if isinstance(module, nn.ModuleList):
+            self._wrap_elements(module, name)
+            return module
+        for key, child in _children(module):
+            module._modules[key] = self.wrapped(child, f"{name}.{key}")
+        if _has_loss(module):
+            self._wrap_loss(module, name)
+        return module
+
+    def _is_left(self, module: nn.Module) -> bool:
+        return module in self.skip or isinstance(module, (RoundPipe, AutoRoundPipe))
+
+    def _is_one_layer(self, module: nn.Module) -> bool:
+        own = sum(_bytes_of(each) for each in module.parameters(recurse=False))
+        fits = own >= self.lower or _num_bytes(module) <= self.upper
+        return fits and _has_forward(module)
+
+    def _wrap_elements(self, modules: nn.ModuleList, name: str) -> None:
+        elements = _children(modules)
+        for key, element in elements:
+            path = f"{name}.{key}"
+            if self._is_left(element) or id(element) in self.done or not _has_forward(element):
+                modules._modules[key] = self.wrapped(element, path)
+                continue
+            is_last = element is elements[-1][1]
+            config = RoundPipeRunConfig(merge_output=None if is_last else False)
+            modules._modules[key] = self.done[id(element)] = self._engine(element, path, config)
+
+    def _wrap_loss(self, model: nn.Module, name: str) -> None:
+        # as one micro-batch: the mean of micro-batches' means is another loss
+        config = RoundPipeRunConfig(
+            requires_grad=self.run_config.requires_grad,
+            output_device=self.run_config.output_device,
+            num_microbatch=1,
+        )
+        engine = RoundPipe(
+            _Function(model.loss_function),
+            name=f"{name}.loss_function",
+            model_run_config=config,
+            **self.kwargs,
+        )
+        model.loss_function = functools.partial(engine)
+
+    def _engine(
+        self, module: nn.Module, name: str, config: RoundPipeRunConfig = _INHERIT
+    ) -> RoundPipe:
+        own = self.overrides.get(module, _INHERIT)
+        return RoundPipe(
+            module, name=name, model_run_config=own.over(config, self.run_config), **self.kwargs
+        )
+
+
+class _Function(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+
+def _from_preset(model: nn.Module, *, asked: bool, name: str) -> nn.Sequential | None:
+    try:
+        row = sequential_of(model)
+    except NoPresetError as error:
+        if asked:
+            raise NotImplementedError(
+                f"use_sequential_preset=True came, but there is no preset: {error}. Leave it out "
+                "to have the model wrapped module by module."
+            ) from error
+        return None
+    if not asked:
+        print(
+            f"{name}: {type(model).__name__} streams as {len(row)} layers (intro, blocks, outro); "
+            "use_sequential_preset=False wraps it module by module, True asks for this silently",
+            file=sys.stderr,
+        )
+    return row
+
+
+def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """With those that come twice: each place needs what is to stand there."""
+    return [(key, child) for key, child in module._modules.items() if child is not None]
+
+
+def _has_loss(module: nn.Module) -> bool:
+    library = sys.modules.get("transformers")  # who has such a model has imported it
+    if library is None or not isinstance(module, library.PreTrainedModel):
+        return False
+    return module.base_model is not module  # a base model has no head, and no loss
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not _forward_unimplemented
+
+
+def _num_bytes(module: nn.Module) -> int:
+    return sum(_bytes_of(parameter) for parameter in module.parameters())
+
+
+def _bytes_of(tensor: Any) -> int:
+    return tensor.numel() * tensor.element_size()

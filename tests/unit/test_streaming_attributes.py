@@ -1,0 +1,215 @@
+"""A wrapped model passes for the model: attributes, names, state, modes and hooks."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from stageline.streaming import AutoRoundPipe, RoundPipe
+from stageline.streaming.lanes import Lane
+
+KINDS = ("row", "with an original", "auto")
+
+
+class Model(nn.Module):
+    """Has settings, a buffer, a property and a method of its own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.first = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.last = nn.Linear(4, 2)
+        self.config = {"kind": "tiny"}
+        self.factor = 3
+
+    def forward(self, value):
+        return self.last(self.norm(self.first(value)))
+
+    @property
+    def doubled(self):
+        return 2 * self.factor
+
+    @doubled.setter
+    def doubled(self, value):
+        self.factor = value // 2
+
+    def scaled(self, value):
+        return value * self.factor
+
+
+def make(kind):
+    """(wrapper, models that attributes belong to)."""
+    model = Model()
+    lanes = [Lane.cpu()]
+    if kind == "auto":
+        model.first = RoundPipe(model.first, lanes=lanes)
+        model.last = RoundPipe(model.last, lanes=lanes)
+        return AutoRoundPipe(model), [model]
+    if kind == "row":
+        return RoundPipe(model, lanes=lanes), [model]
+    row = nn.Sequential(model.first, model.norm, model.last)
+    engine = RoundPipe(row, lanes=lanes)
+    engine.set_original_model(model)
+    return engine, [model, row]
+
+
+@pytest.fixture(params=KINDS)
+def pair(request):
+    return make(request.param)
+
+
+def train_step(wrapper, optimizer, *, is_async=False):
+    wrapper(torch.randn(6, 4, generator=torch.Generator().manual_seed(1))).square().sum().backward()
+    wrapper.step(optimizer.step, is_async=is_async)
+
+
+def test_attributes_are_read_from_the_model(pair):
+    wrapper, (model, *_) = pair
+    assert wrapper.config is model.config
+    assert wrapper.doubled == 6 and wrapper.scaled(5) == 15
+    assert wrapper.norm is model.norm and wrapper.first is model.first
+    with pytest.raises(AttributeError, match="neither (Auto)?RoundPipe nor its model has"):
+        _ = wrapper.nothing_of_the_kind
+    assert not hasattr(wrapper, "nothing_of_the_kind")
+
+
+def test_attributes_are_written_to_all_models(pair):
+    wrapper, models = pair
+    wrapper.factor = 7
+    wrapper.added = "new"
+    assert [model.factor for model in models] == [7] * len(models)
+    assert [model.added for model in models] == ["new"] * len(models)
+    assert wrapper.scaled(2) == 14
+    wrapper.doubled = 10
+    assert models[0].factor == 5 and wrapper.doubled == 10
+    assert "factor" not in vars(wrapper)
+
+
+def test_attributes_are_deleted_from_all_models(pair):
+    wrapper, models = pair
+    wrapper.added = 1
+    models[0].lonely = 2
+    del wrapper.added
+    del wrapper.lonely  # that one of them has it is enough
+    assert not any(hasattr(model, name) for model in models for name in ("added", "lonely"))
+    with pytest.raises(AttributeError, match="added"):
+        del wrapper.added
+
+
+def test_parameters_and_state_have_the_names_of_the_model(pair):
+    wrapper, _ = pair
+    plain = Model()
+    names = [name for name, _ in plain.named_parameters()]
+    assert [name for name, _ in wrapper.named_parameters()] == names
+    assert [name for name, _ in wrapper.named_buffers()] == [n for n, _ in plain.named_buffers()]
+    assert [name for name, _ in wrapper.optim_named_parameters("at")] == [f"at.{n}" for n in names]
+    state = wrapper.state_dict()
+    assert list(state) == list(plain.state_dict())
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    assert list(wrapper.state_dict(prefix="x."))[0] == "x.first.weight"
+    assert sum(1 for _ in wrapper.parameters()) == len(names)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_loaded_is_what_the_optimizer_goes_on_from(kind, is_async):
+    wrapper, (model, *_) = make(kind)
+    optimizer = torch.optim.SGD(wrapper.optim_parameters(), lr=0.5)
+    train_step(wrapper, optimizer, is_async=is_async)  # masters exist, a page may be due
+    state = {name: torch.full_like(value, 0.25) for name, value in Model().state_dict().items()}
+    assert str(wrapper.load_state_dict(state)) == "<All keys matched successfully>"
+    wrapper.synchronize()  # what a step made of the old weights does not come back
+    assert float(model.last.weight.detach().max()) == 0.25
+    wrapper.step(optimizer.step, is_async=False)  # without a gradient: nothing moves
+    wrapper.synchronize()
+    for name, value in wrapper.state_dict().items():
+        assert torch.equal(value, state[name]), name
+    for master in wrapper.optim_parameters():
+        assert torch.equal(master, torch.full_like(master, 0.25))
+    with pytest.raises(RuntimeError, match="Missing key"):
+        wrapper.load_state_dict({"first.weight": state["first.weight"]})
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        wrapper.load_state_dict({**state, "first.other": state["first.weight"]})
+
+
+def test_a_part_of_a_larger_model_keeps_its_names():
+    larger = nn.ModuleDict({"inner": make("with an original")[0], "head": nn.Linear(2, 2)})
+    plain = nn.ModuleDict({"inner": Model(), "head": nn.Linear(2, 2)})
+    assert list(larger.state_dict()) == list(plain.state_dict())
+    assert [n for n, _ in larger.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    with torch.no_grad():
+        plain["inner"].first.weight.fill_(0.5)
+    larger.load_state_dict(plain.state_dict())
+    assert float(larger["inner"].first.weight.detach().min()) == 0.5
+    larger.eval()
+    assert not larger["inner"].norm.training
+
+
+def test_modes_reach_all_layers(pair):
+    wrapper, models = pair
+    assert wrapper.training
+    batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
+    assert wrapper.eval() is wrapper
+    assert not wrapper.training and not any(model.training for model in models)
+    assert not models[0].norm.training and not models[0].first.training
+    counted = models[0].norm.num_batches_tracked.clone()
+    with torch.no_grad():
+        output = wrapper(batch)
+    assert torch.equal(output, Model().eval()(batch))
+    assert torch.equal(models[0].norm.num_batches_tracked, counted)
+    wrapper.train()
+    assert wrapper.training and models[0].norm.training
+
+
+def test_weights_are_frozen_and_gradients_cleared_through_the_wrapper(pair):
+    wrapper, (model, *_) = pair
+    wrapper.requires_grad_(False)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    model.last.bias.requires_grad_(True)
+    assert [name for name, _ in wrapper.optim_named_parameters()] == ["last.bias"]
+    wrapper(torch.ones(4, 4)).sum().backward()
+    wrapper.synchronize()
+    assert model.last.bias.grad.tolist() == [4, 4]
+    wrapper.zero_grad()
+    assert model.last.bias.grad is None
+
+
+def test_hooks_fire_on_the_model_and_on_layers(pair):
+    wrapper, (model, *_) = pair
+    fired = []
+    handles = [
+        wrapper.register_forward_hook(lambda *_: fired.append("wrapper")),
+        model.norm.register_forward_pre_hook(lambda *_: fired.append("norm")),
+        model.last.register_forward_hook(lambda *_: fired.append("last")),
+    ]
+    with torch.no_grad():
+        wrapper.eval()(torch.ones(1, 4))
+    assert fired == ["norm", "last", "wrapper"]
+    for handle in handles:
+        handle.remove()
+    with torch.no_grad():
+        wrapper(torch.ones(1, 4))
+    assert len(fired) == 3
+
+
+def test_a_hook_may_change_what_a_layer_gives():
+    engine, (model, _) = make("with an original")
+    plain = copy.deepcopy(model)
+    for each in (model, plain):
+        each.first.register_forward_hook(lambda layer, args, output: output * 2)
+    batch = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
+    ours, theirs = engine.eval()(batch), plain.eval()(batch)
+    assert torch.equal(ours, theirs)
+    ours.square().sum().backward()
+    theirs.square().sum().backward()
+    engine.synchronize()
+    torch.testing.assert_close(model.first.weight.grad, plain.first.weight.grad)
+
+
+def test_weights_stay_where_they_are(pair):
+    wrapper, _ = pair
+    for move in (lambda: wrapper.half(), lambda: wrapper.to("meta")):
+        with pytest.raises(RuntimeError, match="cannot be moved or cast"):
+            move()
