@@ -26,7 +26,7 @@ from stageline.training.best import BestCheckpoint
 from stageline.training.early_stop import EarlyStop
 from stageline.training.evaluation import evaluate
 from stageline.training.figure_order import figure_of
-from stageline.training.precision import LossScaler
+from stageline.training.precision import LossScaler, MasterWeights
 from stageline.training.reference import (
     FromColumns,
     Reference,
@@ -222,6 +222,7 @@ class TrainingRun:
                 spike_action=run.spike_action,
             ),
             replay_steps=run.replay_steps,
+            make_weights=getattr(runner, "make_weights", MasterWeights),
         )
         loader = functools.partial(make_loader, arguments, data, context, runner.schedule)
         self.batches = loader(
@@ -325,6 +326,7 @@ class TrainingRun:
 
     def save_now(self, step: int) -> None:
         """Copies a checkpoint; it is written while training goes on."""
+        self.train_step.weights.settle()
         facts = {
             "settings": self.settings,
             "numbers": self.train_step.state_dict(),

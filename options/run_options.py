@@ -27,6 +27,7 @@ from options.reference_options import ReferenceOptions
 from options.report_options import ReportOptions
 from options.shape_options import ShapeOptions
 from options.stop_options import StopOptions
+from options.streaming_options import StreamingOptions
 from options.token_cache_options import TokenCacheOptions
 from options.vision_options import VisionOptions
 
@@ -168,6 +169,7 @@ class RunConfig(
     MemoryOptions,
     NumberOptions,
     PlanOptions,
+    StreamingOptions,
     VisionOptions,
     PipelineOptions,
     OptimizerOptions,

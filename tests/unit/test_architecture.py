@@ -20,7 +20,7 @@ ENTRIES = {"train_pp", "check_model", "evaluate", "infer", "chat", "serve", "cor
 # what an entry file hands work to, beside it
 ENTRY_HELPERS = {
     *("answer_run", "corpus_show", "corpus_trained", "train_corpus", "train_data"),
-    *("train_parts", "train_run", "train_vocabulary"),
+    *("train_parts", "train_run", "train_streaming", "train_vocabulary"),
 }
 # root name -> root names it may import; all but register may import third parties
 ROOT_ARROWS = {
