@@ -7,6 +7,7 @@
 import functools
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from options.memory_options import check_memory, memory_remedies
 from options.part_training_options import learning_rate_scales
 from options.run_options import RunConfig
+from options.streaming_options import check_streaming_engine
 from options.vision_options import check_vision
 from parse_args import TrainArguments, parse_train_args, save_config
 from register import engine_register, freeze_registers, import_shelf
@@ -42,6 +44,7 @@ from stageline.training.sharding import ShardedReplicas
 from train_data import Data, check_data, show_samples
 from train_parts import SHELF, build_stages, make_planner, make_tracker
 from train_run import TrainingRun, open_run_folder
+from train_streaming import make_streaming_runner, streaming_topology
 
 
 def main() -> int:
@@ -78,6 +81,11 @@ def check_topology(arguments: TrainArguments) -> Topology:
     What was left open is filled in, so that the saved config says it.
     """
     run = arguments.run
+    engine = arguments.parts["engine"]
+    check_streaming_engine(run, engine.key)
+    own_topology = getattr(engine.part, "topology", None)
+    if own_topology is not None:
+        return own_topology(arguments)
     world_size = os.environ.get("WORLD_SIZE")
     topology = resolve_topology(
         schedule=run.schedule,
@@ -134,6 +142,21 @@ def pipeline(arguments: TrainArguments, data: Data) -> int:
     return 0
 
 
+@engine_register("streaming")
+def streaming(arguments: TrainArguments, data: Data) -> int:
+    """Stages in host memory, streamed through the devices of this machine by one process."""
+    topology = streaming_topology(arguments)
+    with distributed_context(num_ranks=1, device="cpu") as context:
+        name_stages(topology.schedule.stages_of(0))
+        point = open_run_folder(arguments, data, context)
+        make_runner = functools.partial(make_streaming_runner, arguments, context=context)
+        train(arguments, data, context, topology.schedule, point, make_runner=make_runner)
+    return 0
+
+
+streaming.topology = streaming_topology
+
+
 def show_plan(arguments: TrainArguments, data: Data, topology: Topology) -> int:
     """Prints what a run would be like; measures on this process's device, starts no other."""
     if os.environ.get("RANK", "0") == "0":
@@ -171,8 +194,14 @@ def train(
     context: DistributedContext,
     schedule: Schedule,
     point: ResumePoint | None,
+    *,
+    make_runner: Callable[[list[torch.nn.Module]], PipelineRunner] | None = None,
 ) -> None:
-    """Builds this rank's stages and runs the loop."""
+    """Builds this rank's stages and runs the loop.
+
+    Args:
+        make_runner: gets the stages; None: a PipelineRunner.
+    """
     run = arguments.run
     remedies = memory_remedies(run, has_gpu=context.device.type == "cuda")
     account = MemoryAccount(context.device, remedies)
@@ -185,16 +214,18 @@ def train(
         images=data.processor,
         point=point,
         new_tokens=data.new_tokens,
+        is_packed=getattr(data.train, "packed", None) is not None,
     )
     summaries = [summarize_stage(model, context) for model in models]
     replicas = join_replicas(models, context, shards=run.dp_shard)
-    runner = PipelineRunner(
-        models,
+    make_runner = make_runner or functools.partial(
+        PipelineRunner,
         device=context.device,
         group=context.pp_group,
         schedule=schedule,
         seed=run.seed,
     )
+    runner = make_runner(models)
     folder = Path(run.output_dir)
     start = point.step if point else 0
     if context.is_main:

@@ -26,7 +26,7 @@ from stageline.training.best import BestCheckpoint
 from stageline.training.early_stop import EarlyStop
 from stageline.training.evaluation import evaluate
 from stageline.training.figure_order import figure_of
-from stageline.training.precision import LossScaler
+from stageline.training.precision import LossScaler, MasterWeights
 from stageline.training.reference import (
     FromColumns,
     Reference,
@@ -222,9 +222,15 @@ class TrainingRun:
                 spike_action=run.spike_action,
             ),
             replay_steps=run.replay_steps,
+            make_weights=getattr(runner, "make_weights", MasterWeights),
         )
         loader = functools.partial(make_loader, arguments, data, context, runner.schedule)
-        self.batches = loader(data.train, is_evaluation=False, start_step=self.start_step)
+        self.batches = loader(
+            data.train,
+            is_evaluation=False,
+            start_step=self.start_step,
+            position=point.state.facts.get("position") if point else None,
+        )
         self.held_out = None if data.test is None else loader(data.test, is_evaluation=True)
         self.checkpoints = Path(run.output_dir).absolute() / "checkpoints"
         self.writer = make_writer(arguments, data, context, self.train_step)
@@ -320,9 +326,11 @@ class TrainingRun:
 
     def save_now(self, step: int) -> None:
         """Copies a checkpoint; it is written while training goes on."""
+        self.train_step.weights.settle()
         facts = {
             "settings": self.settings,
             "numbers": self.train_step.state_dict(),
+            "position": self.batches.state_after(step),
         }
         self.writer.save(step, facts)
         self.tell_saved()

@@ -232,9 +232,7 @@ def cpu(options, setup: models.Setup) -> None:
             seconds[name].append(time.process_time() - began)
     best = {name: statistics.median(taken[1:]) for name, taken in seconds.items()}
     print(f"{setup}\nload {os.getloadavg()}, torch {torch.__version__}")
-    print(
-        "|peer|tokens a CPU second|of the rounds|of plain_checkpoint|us a layer|slots|MiB|losses|"
-    )
+    print("|peer|tokens a CPU second|rounds|of plain_checkpoint|us a layer|slots|MiB|losses|")
     print("|---" * 8 + "|")
     places = (models.SHAPES[setup.size][2] + 2) * setup.micro_batches
     for name, peer in peers.items():

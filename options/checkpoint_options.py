@@ -39,7 +39,7 @@ FREE_ON_RESUME = frozenset(
     "batch_size accumulate_steps "
     # memory
     "gradient_checkpointing checkpoint_every checkpoint_mode offload_activations compile_layers "
-    "logits_chunk "
+    "logits_chunk streaming_budget streaming_stages recompute_grain pin_model "
     # what is kept of images, and what is refused
     "token_cache token_cache_workers dataset.cache "
     "image_cache image_cache_gib max_image_pixels max_images_per_sample "

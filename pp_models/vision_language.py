@@ -52,7 +52,7 @@ class VisionLanguageStage(VisionStages, CausalLMStage):
         for path in (*self.parts()["vit"], *self.parts()["mlp"]):
             parent, _, name = path.rpartition(".")
             found = getattr(self.get_submodule(parent), name)
-            found = [found] if isinstance(found, nn.Parameter) else found.parameters()
+            found = [found] if isinstance(found, torch.Tensor) else found.parameters()
             weights.update(dict.fromkeys(found))
         return list(weights)
 

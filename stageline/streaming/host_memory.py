@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from stageline.checkpoint.host_memory import available_memory
 from stageline.streaming.shelf import Shelf, all_homes, page_views
 
 PAGE = 4096  # bytes that are pinned at once
@@ -110,3 +111,23 @@ def _register(values: Sequence[torch.Tensor]) -> list[Run]:
             )
         done.append(run)
     return done
+
+
+def check_host_memory(shelves: Sequence[Shelf], optim_dtype: torch.dtype | None) -> None:
+    """Refuses to train what would drive the machine out of memory, before anything is taken.
+
+    Raises:
+        MemoryError: says what is needed and what there is.
+    """
+    whole = host_bytes(shelves, optim_dtype)
+    weights = sum(
+        home.parameter.numel() * home.parameter.element_size() for home in all_homes(shelves)
+    )
+    there = available_memory()
+    if there is not None and whole - weights > there:
+        raise MemoryError(
+            f"training takes {whole - weights:,} bytes of host memory beside the weights (second "
+            f"pages, gradients, their sums, the optimizer's copies; its own state comes on top); "
+            f"{there:,} are free: freeze more of the model, train adapters, or take a machine "
+            "with more memory"
+        )

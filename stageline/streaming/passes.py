@@ -6,7 +6,7 @@ their gradients to the stage before. Layers that ran forward without a graph are
 the random numbers of the first time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from stageline.streaming.flow import (
 )
 from stageline.streaming.lanes import Lane, Mark
 from stageline.streaming.plan import Plan, wavefront
+from stageline.streaming.recompute import running
 from stageline.streaming.seat import Seat
 from stageline.streaming.shelf import Shelf
 
@@ -83,6 +84,7 @@ class Pass:
         self.parts = parts
         self.landed: list[tuple[Seat, Mark]] = []  # seats whose gradients are on their way home
         self._snapshots: dict[int, torch.Tensor] = {}
+        self._kept: dict[Hashable, tuple] = {}  # what layers save for their recomputation
         trained = [number for number, shelf in enumerate(shelves) if shelf.is_trained]
         first = min(trained, default=len(shelves))
         self._first_graph = 0 if rules.input_gradients else first
@@ -263,9 +265,10 @@ class Pass:
             if seed is not None:
                 lane.seed(layer_seed(seed, layer, place, len(self.parts)))
             shell = shells[layer - stage.start]
-            if layer > 0:
-                return shell(value)
-            args, kwargs = value
-            return shell(*args, **kwargs)
+            with running(self._kept, (layer, place), is_recomputed=seat.is_recomputed):
+                if layer > 0:
+                    return shell(value)
+                args, kwargs = value
+                return shell(*args, **kwargs)
 
         return run

@@ -174,8 +174,9 @@ class Seat:
 
 
 def _stage_gradient(used: set[int], shelf: Shelf, home: Home, leaf: torch.Tensor) -> None:
-    if id(home.parameter) in used:  # else, as in PyTorch, it has none: zeros would decay weights
-        shelf.staged_for(home, allocate).copy_(leaf.grad, non_blocking=True)
+    if id(home.parameter) not in used:
+        return  # as in PyTorch it has none, and not zeros, which an optimizer would decay by
+    shelf.staged_for(home, allocate).copy_(leaf.grad, non_blocking=True)
 
 
 def _note_use(used: set[int], key: int, leaf: torch.Tensor) -> None:

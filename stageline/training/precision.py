@@ -4,6 +4,8 @@ The model computes in its half type. Each gradient is added to the float32 gradi
 as soon as autograd has made it, so that many micro-batches do not lose small contributions.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -38,6 +40,14 @@ class MasterWeights:
                 self.parameters[name] = master
             else:
                 self.parameters[name] = parameter
+
+    def update(self, step: Callable[[], object]) -> None:
+        """Runs an optimizer step, and rounds what it made into the model."""
+        step()
+        self.write_back()
+
+    def settle(self) -> None:
+        """Returns when no step is under way: here none ever is."""
 
     @torch.no_grad()
     def write_back(self) -> None:

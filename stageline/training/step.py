@@ -98,6 +98,7 @@ class TrainStep:
         skips: decides which steps change no weight, and counts them.
         replay_steps: every so many steps one is run twice and compared; 0: never.
         prepare: adds to the micro-batches of a step what the loss needs besides, on all ranks.
+        make_weights: gets the trainable parameters; makes what the optimizer updates.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class TrainStep:
         skips: Skips | None = None,
         replay_steps: int = 0,
         prepare: Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]] = list,
+        make_weights: Callable[[dict[str, torch.nn.Parameter]], MasterWeights] = MasterWeights,
     ) -> None:
         self.runner = runner
         self.prepare = prepare
@@ -132,7 +134,7 @@ class TrainStep:
             passes.after_weights = self.replicas.end_weight_pass
         named = runner.local.named_parameters().items()
         trainable = {name: parameter for name, parameter in named if parameter.requires_grad}
-        self.weights = MasterWeights(trainable)
+        self.weights = make_weights(trainable)
         self.optimizer = make_optimizer(self.weights.parameters)
         self.ownership = Ownership(
             trainable, order=runner.local.parameter_order, group=runner.group
@@ -295,8 +297,7 @@ class TrainStep:
             clip_gradients(self.weights.parameters, max_norm=self.max_grad_norm, total_norm=norm)
         if self.optimizer is not None:
             set_learning_rate(self.optimizer.param_groups, rate)
-            self.optimizer.step()
-            self.weights.write_back()
+            self.weights.update(self.optimizer.step)
 
     def _zero_gradients(self, norms: torch.Tensor) -> tuple[str, ...]:
         """Warnings about stages that train and got no gradient; each stage once."""

@@ -1,0 +1,249 @@
+"""Stages that stream against the same stages on a pipeline: losses, weights, evaluation.
+
+The pipeline is held against plain transformers elsewhere. All here is one process.
+"""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from loss_fn import sft
+from pp_models import CausalLMStage
+from pp_models.vision_language import stage_class_of
+from prompt_fn import auto, fill
+from stageline.checkpoint.load import load_split_model
+from stageline.pipeline.runner import PipelineRunner
+from stageline.pipeline.schedules import make_schedule
+from stageline.streaming.lanes import Lane
+from stageline.streaming.plan import Plan
+from stageline.streaming.runner import StreamingRunner, even_plan
+from stageline.testing.late_queues import late_lanes
+from stageline.testing.tiny_batches import tiny_micro_batches
+from stageline.testing.tiny_models import VISION_LANGUAGE, tiny_config
+from stageline.testing.tiny_processors import tiny_processor
+from stageline.testing.tiny_vision_batches import vision_micro_batches
+from stageline.training.evaluation import evaluate
+from stageline.training.optimizer_groups import optimizer_groups
+from stageline.training.precision import MasterWeights
+from stageline.training.step import TrainStep
+
+NUM_STAGES = 4
+LORA = {"llm_lora_num": 1, "lora_rank": 2, "lora_dropout": 0.3, "frozen_lm_head": True}
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+@functools.cache
+def processor_of(family):
+    try:
+        return tiny_processor(family)
+    except ImportError as error:
+        pytest.skip(str(error))
+
+
+def save_whole(family, folder, **overrides):
+    torch.manual_seed(3)
+    auto_class = transformers.AutoModelForCausalLM
+    if family in VISION_LANGUAGE:
+        auto_class = transformers.AutoModelForImageTextToText
+        vocab_size = len(processor_of(family).tokenizer)
+        overrides |= {"vocab_size": vocab_size, "max_position_embeddings": 256}
+    whole = auto_class.from_config(tiny_config(family, **overrides))
+    with torch.no_grad():  # biases and norms start at 0 and 1, routers near zero: it hides mistakes
+        for parameter in whole.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    whole.save_pretrained(folder)
+
+
+def stages_of(family, folder, **options):
+    config = transformers.AutoConfig.from_pretrained(folder)
+    kind = stage_class_of(family) if family in VISION_LANGUAGE else CausalLMStage
+    stages = []
+    for stage in range(NUM_STAGES):
+        model = kind(config, stage=stage, num_stages=NUM_STAGES, **options)
+        load_split_model(model, folder, device="cpu", dtype=torch.float32)
+        model.frozen()
+        stages.append(model.train())
+    return stages
+
+
+def micro_batches_of(family):
+    if family in VISION_LANGUAGE:
+        return vision_micro_batches(processor_of(family), prompt_fn=fill, image_token=auto)
+    return tiny_micro_batches(family)
+
+
+def make_optimizer(parameters):
+    return torch.optim.AdamW(optimizer_groups(parameters, weight_decay=0.1), lr=1e-2, eps=1e-6)
+
+
+def train(runner, family, num_steps=3):
+    """What is told of each step and of an evaluation, and all weights."""
+    train_step = TrainStep(
+        runner,
+        make_optimizer=make_optimizer,
+        loss_fn=sft,
+        learning_rate=lambda step: 1e-2 / (1 + step),
+        max_grad_norm=0.5,
+        make_weights=getattr(runner, "make_weights", MasterWeights),
+    )
+    batches = micro_batches_of(family)
+    told = []
+    for step in range(num_steps):
+        result = train_step(batches, step=step)
+        told.append((result.loss, result.extra_loss, result.grad_norm))
+    found = evaluate(runner, [batches], loss_fn=sft, keep=4)
+    weights = {name: p.detach().clone() for name, p in runner.local.named_parameters().items()}
+    return told, (found.loss, found.predicted), weights
+
+
+def pipeline(stages):
+    # micro-batches go backward in their order, as in a stream: sums are the same to the bit
+    schedule = make_schedule("interleaved_1f1b", num_ranks=1, stages_per_rank=NUM_STAGES)
+    return PipelineRunner(stages, device=torch.device("cpu"), schedule=schedule, seed=5)
+
+
+def streamed(stages, **options):
+    options = {"lanes": [Lane.cpu()], "plan": even_plan(NUM_STAGES, 1), **options}
+    return StreamingRunner(stages, seed=5, **options)
+
+
+CASES = {
+    "llama": ("llama", {}, {}),
+    "lora": ("llama", {}, LORA),
+    "experts": ("mixtral", {"output_router_logits": True, "router_aux_loss_coef": 0.5}, {}),
+    "deepstack": ("qwen3_vl", {}, {}),
+    "images": ("llava", {}, {"frozen_vit": True}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_pipeline_to_the_bit(case, tmp_path):
+    family, overrides, options = CASES[case]
+    save_whole(family, tmp_path, **overrides)
+    expected = train(pipeline(stages_of(family, tmp_path, **options)), family)
+    made = train(streamed(stages_of(family, tmp_path, **options)), family)
+    assert made[:2] == expected[:2]
+    assert made[2].keys() == expected[2].keys()
+    for name, weight in expected[2].items():
+        assert torch.equal(made[2][name], weight), name
+    losses = [loss for loss, *_ in made[0]]
+    assert len(set(losses)) == len(losses), "nothing was learnt"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A folder with weights, and what the pipeline makes of them."""
+    folder = tmp_path_factory.mktemp("llama")
+    save_whole("llama", folder)
+    return folder
+
+
+WAYS = {
+    "layer by layer": {"plan": even_plan(NUM_STAGES, 3), "by_layer": True},
+    "all at once": {"plan": None},
+    "three late lanes": {"lanes": late_lanes(3), "plan": None},
+    "other cuts": {"plan": Plan((range(3),), (range(3, 4), range(2, 3), range(2)))},
+    "budget": {"lanes": [Lane.cpu(budget=80_000)], "plan": None},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_neither_plan_nor_devices_change_a_bit(way, llama):
+    expected = train(pipeline(stages_of("llama", llama, **LORA)), "llama", num_steps=2)
+    runner = streamed(stages_of("llama", llama, **LORA), **WAYS[way])
+    made = train(runner, "llama", num_steps=2)
+    assert made[:2] == expected[:2]
+    assert all(torch.equal(made[2][name], expected[2][name]) for name in expected[2])
+    if way == "budget":
+        runner.check_plan(len(micro_batches_of("llama")))
+        (lane,) = runner.pipe._lanes
+        assert 0 < lane.pool.peak_bytes <= 80_000
+
+
+def test_tied_weights_are_one_parameter(tmp_path):
+    save_whole("llama", tmp_path, tied=True)
+    stages = stages_of("llama", tmp_path)
+    runner = streamed(stages)
+    first, last = stages[0].state_dict(), stages[-1].state_dict()
+    assert first["model.embed_tokens.weight"].data_ptr() == last["lm_head.weight"].data_ptr()
+    made = train(runner, "llama")
+    expected = train(pipeline(stages_of("llama", tmp_path)), "llama")
+    # the shares of embedding and head are added up in another order
+    for ours, theirs in zip(made[0], expected[0], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    assert len(list(runner.pipe.optim_parameters())) == len(expected[2])
+
+
+def test_a_stale_step_is_that_of_the_written_rule(llama):
+    """V_(t+1) = W_t: steps 0 and 1 compute with the first weights."""
+    batches = micro_batches_of("llama")
+    whole = transformers.AutoModelForCausalLM.from_pretrained(llama)
+    seen = [{name: p.detach().clone() for name, p in whole.named_parameters()}] * 2
+    newest = {name: torch.nn.Parameter(p.clone()) for name, p in seen[0].items()}
+    optimizer = make_optimizer(newest)
+    count = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+    expected = []
+    for step in range(4):
+        whole.load_state_dict(seen[step])
+        whole.zero_grad()
+        for batch in batches:
+            inputs = {name: value for name, value in batch.items() if name != "labels"}
+            logits = whole(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1)
+            labels = batch["labels"][:, 1:].flatten()
+            loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / count
+            loss.backward()
+            expected.append(loss.item())
+        for name, parameter in whole.named_parameters():
+            newest[name].grad = parameter.grad.clone()
+        torch.nn.utils.clip_grad_norm_(newest.values(), 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / (1 + step)
+        optimizer.step()
+        seen.append({name: p.detach().clone() for name, p in newest.items()})
+    told, _, weights = train(streamed(stages_of("llama", llama), stale=True), "llama", num_steps=4)
+    sums = [sum(expected[at : at + len(batches)]) for at in range(0, len(expected), len(batches))]
+    assert [loss for loss, *_ in told] == pytest.approx(sums, rel=1e-5)
+    assert sums[0] == sums[1] != sums[2]
+    for name, value in newest.items():  # the evaluation behind the last step has settled it
+        torch.testing.assert_close(weights[name], value.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_skipped_step_leaves_nothing_behind(stale, llama):
+    factor = [1.0]
+
+    def poisoned(logits, batch, *, num_targets):
+        return sft(logits, batch, num_targets=num_targets) * factor[0]
+
+    results = []
+    for factors in ((1.0, 1.0, 1.0), (1.0, float("nan"), 1.0, 1.0)):
+        runner = streamed(stages_of("llama", llama), stale=stale)
+        train_step = TrainStep(
+            runner,
+            make_optimizer=make_optimizer,
+            loss_fn=poisoned,
+            learning_rate=lambda step: 1e-2,
+            make_weights=runner.make_weights,
+        )
+        for step, factor[0] in enumerate(factors):
+            told = train_step(micro_batches_of("llama"), step=step)
+            assert told.is_skipped == (factor[0] != 1.0)
+        train_step.weights.settle()
+        results.append(runner.local.named_parameters())
+    for name, parameter in results[0].items():
+        assert torch.equal(results[1][name], parameter), name
+
+
+def test_a_budget_that_is_too_small_is_told_before_a_step(llama):
+    lanes = [Lane.cpu(budget=40_000)]
+    for plan, words in ((None, "layer 0 needs"), (even_plan(NUM_STAGES, 4), "stages 0 to 3")):
+        with pytest.raises(ValueError, match=words):
+            streamed(stages_of("llama", llama), lanes=lanes, plan=plan).check_plan(2)
