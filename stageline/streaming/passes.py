@@ -19,6 +19,7 @@ from stageline.streaming.flow import (
     float_leaves,
     layer_seed,
     on_host,
+    on_tensors,
     read_by,
 )
 from stageline.streaming.lanes import Lane, Mark
@@ -249,6 +250,14 @@ class Pass:
         lane.compute.run(work)
         leaving.mark = lane.compute.record()
 
+    def _fetch_kept(self, key: Hashable, lane: Lane) -> None:
+        """What a layer saved, where it runs again: that may be another lane."""
+        if key in self._kept:
+            read_by(lane.compute, Flow(self._kept[key]))
+            self._kept[key] = on_tensors(
+                lambda each: each.to(lane.device) if each.is_cuda else each, self._kept[key]
+            )
+
     def _start(self, value: Any, layer: int) -> Any:
         """What a graph begins with; it needs gradients if anything before it does."""
         needs = self.rules.input_gradients or layer > self._first_graph
@@ -265,6 +274,7 @@ class Pass:
             if seed is not None:
                 lane.seed(layer_seed(seed, layer, place, len(self.parts)))
             shell = shells[layer - stage.start]
+            self._fetch_kept((layer, place), lane)
             with running(self._kept, (layer, place), is_recomputed=seat.is_recomputed):
                 if layer > 0:
                     return shell(value)

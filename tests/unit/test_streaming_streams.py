@@ -13,6 +13,11 @@ from stageline.streaming.host_memory import make_pages, page_runs
 from stageline.streaming.lanes import EagerQueue, Lane
 from stageline.streaming.plan import Plan
 from stageline.streaming.pool import BufferPool, DeviceBudgetError
+from stageline.streaming.recompute import (
+    doing_recompute,
+    get_recompute_data,
+    save_for_recompute,
+)
 from stageline.streaming.run_config import RoundPipeRunConfig
 from stageline.streaming.seat import Seat
 from stageline.streaming.shelf import make_shelves
@@ -210,3 +215,34 @@ def test_registered_memory_is_given_back_with_its_owner_and_after_a_refusal(monk
     with pytest.raises(RuntimeError, match="cudaHostRegister returned 2"):
         make_pages(shelves, "register", on_gpu=True, owner=nn.Identity())
     assert not driver.pinned
+
+
+class Saves(nn.Module):
+    """Random numbers of the first run are those of the second, too."""
+
+    def forward(self, value):
+        if doing_recompute():
+            (noise,) = get_recompute_data()
+        else:
+            noise = torch.rand(value.shape[1:])
+            save_for_recompute(noise)
+        self.noises.append(noise)
+        return value * noise
+
+
+def test_compute_keeps_what_a_layer_saved_on_another_lane():
+    queues = [NotingQueue(), NotingQueue()]
+    saves, model = Saves(), linears(3)
+    saves.noises = []
+    # forward runs layer 1 on lane 1, backward on lane 0
+    plan = Plan((range(0, 1), range(1, 2), range(2, 3)), (range(3, 4), range(1, 3), range(0, 1)))
+    engine = RoundPipe(
+        nn.Sequential(model[0], saves, model[1], model[2]),
+        lanes=[Lane(CPU, queue) for queue in queues],
+    )
+    settings = RoundPipeRunConfig(num_microbatch=1, execute_plan=plan)
+    engine.forward_backward((BATCH,), loss_fn=square, run_config=settings)
+    first, second = saves.noises
+    assert first is not second and torch.equal(first, second)
+    assert not any(torch.equal(each, first) for each in queues[1].used)
+    assert any(torch.equal(each, first) for each in queues[0].used)
