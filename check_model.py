@@ -135,6 +135,8 @@ def notes_of(arguments: CheckArguments) -> list[str]:
         for name in ("packing", "logits_chunk", "compile_layers")
         if getattr(run, name)
     ]
+    if "dataset" in arguments.parts and arguments.parts["dataset"].kwargs.get("rows") == "packed":
+        notes.append("--dataset.rows packed: a segment a row was checked, as --packing would be")
     if run.lora_dropout > 0:
         notes.append("--lora-dropout was set to 0: random numbers can't be compared")
     return notes
@@ -192,7 +194,7 @@ def make_batches(
         )
     # a split is as right without new tokens, whose rows no library model would have
     changes = {"eval_samples": 0, "accumulate_steps": 1, "packing": False, "new_tokens": None}
-    changes["resize_vocab"] = False
+    changes |= {"resize_vocab": False, "global_batch_distributed": None}  # of other batches
     run = dataclasses.replace(arguments.run, **changes)
     if "dataset" in arguments.parts:
         wanted = min(arguments.run.num_micro_batches, MOST_MICRO_BATCHES)
@@ -204,6 +206,8 @@ def make_batches(
     run.processor_path = source.processor_path
     changed = dataclasses.replace(arguments, run=run, parts=parts)
     data = Data(changed)
+    if getattr(data.train, "packed", None) is not None:
+        data.train = data.train.unpacked()
     steps = iter(make_loader(changed, data, context, schedule, data.train, is_evaluation=False))
     made: list[list[MicroBatch]] = []
 

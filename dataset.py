@@ -5,13 +5,18 @@ A dataset opens images lazily: pixels are decoded later, and on the first stage 
 
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from filelock import FileLock
 
 from register import collate_fn_register, dataset_register
+from stageline.corpus.corpus_files import open_corpus
+from stageline.corpus.run_sampler import run_sampler
 from stageline.data.collate import collate_packed_sft, collate_sft, length_sft
 from stageline.data.contrastive import collate_contrastive
+from stageline.data.corpus_rows import CorpusRows, held_out_starts, type_ranges
 from stageline.data.digits import Digits
 from stageline.data.group_lines import Groups
 from stageline.data.json_lines import JsonLines
@@ -26,10 +31,12 @@ from stageline.data.preference import (
     length_answer,
     length_pair,
 )
+from stageline.data.readers import check_split
 from stageline.data.rewards import collate_rewards, length_rewards
 from stageline.data.scenes import Scenes
 from stageline.data.sets.part import Sets
 from stageline.data.spatial import VSR, RotateCaption, RotateQA, SpatialMM, WhatsUp
+from stageline.errors import UserError
 
 dataset_register["digits"] = Digits
 dataset_register["jsonl"] = JsonLines
@@ -41,6 +48,109 @@ dataset_register["spatial_mm"] = SpatialMM
 dataset_register["whats_up"] = WhatsUp
 dataset_register["rotate_qa"] = RotateQA
 dataset_register["rotate_caption"] = RotateCaption
+
+
+@dataset_register("corpus")
+def corpus(
+    *,
+    dataset_path: str | None,
+    split: str = "train",
+    rows: Literal["segments", "packed"] = "segments",
+    row_length: int | None = None,
+    test_size: int | float | None = None,
+    test_path: str | None = None,
+    any_tokenizer: bool = False,
+) -> CorpusRows:
+    """A pre-training corpus that corpus.py wrote; goes with --collate-fn pt.
+
+    --dataset-path is its prefix: where PREFIX.bin and PREFIX.idx lie. What a batch has of each
+    type say --global-batch-distributed, --mixture-weights and --drop-mode.
+
+    Args:
+        rows: a segment a row; or rows that are filled with whole segments, none of which sees
+            another, by PREFIX.pack, which is made where it is missing. Held-out rows are segments.
+        row_length: tokens of a packed row; default: as PREFIX.pack has them, else --seq-length.
+        test_size: so many segments of each type, or below 1 a share, are held out at its end.
+        test_path: prefix of a corpus to evaluate on.
+        any_tokenizer: take a corpus of another tokenizer than the run's.
+    """
+    check_split(split)
+    _check_corpus_options(dataset_path, split, rows, test_size, test_path)
+    is_test = split == "test"
+    prefix = test_path if is_test and test_path is not None else dataset_path
+    opened = open_corpus(prefix)
+    ranges = type_ranges(opened.type_starts)
+    if test_size is not None:
+        starts = held_out_starts(opened, test_size)
+        cut = zip(ranges, starts, strict=True)
+        ranges = [(at, stop) if is_test else (first, at) for (first, stop), at in cut]
+    packed = None
+    if rows == "packed" and not is_test:
+        packed = _packed(prefix, row_length)
+        ranges = type_ranges(packed.type_starts)
+    return CorpusRows(
+        opened,
+        ranges,
+        source=str(prefix),
+        packed=packed,
+        make_sampler=None if is_test else run_sampler,
+        fingerprint_of=None if any_tokenizer else _fingerprint,
+    )
+
+
+def _fingerprint(tokenizer: Any) -> str:
+    from stageline.corpus.encoder import tokenizer_fingerprint
+
+    return tokenizer_fingerprint(tokenizer)
+
+
+def _packed(prefix: str, row_length: int | None) -> Any:
+    """The packed rows of a corpus; one process of a machine makes them where they are missing."""
+    from stageline.corpus.pack import pack_corpus
+    from stageline.corpus.packed_rows import PackedRows
+
+    if Path(f"{prefix}.pack").exists():  # perhaps where nobody may write a lock
+        rows = PackedRows(prefix)
+        return rows if row_length in (None, rows.row_length) else pack_corpus(prefix, row_length)
+    with FileLock(f"{prefix}.pack.lock"):
+        return pack_corpus(prefix, row_length)
+
+
+def _check_corpus_options(
+    dataset_path: str | None,
+    split: str,
+    rows: str,
+    test_size: int | float | None,
+    test_path: str | None,
+) -> None:
+    if not dataset_path:
+        raise UserError(
+            "--dataset corpus came without --dataset-path. The prefix of a corpus was expected, "
+            "because its files are read: give the path without .idx, or make a corpus first "
+            "(corpus.py write)."
+        )
+    if test_size is not None and test_path is not None:
+        raise UserError(
+            "--dataset.test_size and --dataset.test_path were both given. One of them was "
+            "expected, because both say what is held out: leave one out."
+        )
+    if split == "test" and test_size is None and test_path is None:
+        raise UserError(
+            "there are no held-out rows. --dataset.test_size or --dataset.test_path was expected, "
+            "because a corpus has no split of its own: give one, or --eval-samples 0 to train "
+            "without evaluations."
+        )
+    if test_size is not None and not test_size > 0:
+        raise UserError(
+            f"--dataset.test_size {test_size} came. A number of segments, or a share between 0 "
+            "and 1, was expected: leave it out to hold out none."
+        )
+    if rows == "packed" and test_size is not None:
+        raise UserError(
+            "--dataset.test_size came with --dataset.rows packed. A corpus of its own was "
+            "expected (--dataset.test_path), because packed rows hold segments of the whole "
+            "corpus, those at its end too."
+        )
 
 
 def _as_part(body: Callable[..., Any]) -> Callable[..., Any]:
@@ -180,6 +290,8 @@ def pt(
 ) -> dict[str, torch.Tensor]:
     """Pre-training on plain text: every token of the field `text` is learnt, and EOS behind it.
 
+    Of --dataset corpus it takes the tokens as they are.
+
     Args:
         overlong: what to do with a text of more than --max-token-num tokens: refuse it, keep its
             beginning (without EOS), or drop it.
@@ -189,6 +301,7 @@ def pt(
 
 pt.length_of = _as_part(length_text)
 pt.packed = _as_part(collate_packed_text)
+pt.takes_tokens = True  # as a corpus has them, in place of text
 # text is all there is: no template to choose
 pt.default_keys = {"prompt": "text", "prompt_fn": "fill", "image_token": "none", "loss_fn": "sft"}
 

@@ -211,6 +211,7 @@ def read_arguments(
     keys: Mapping[str, str | None],
     listed: Mapping[str, Mapping[str, Any]] = {},
     repeated: Sequence[str] = (),
+    action: str = "",
 ) -> tuple[Any, dict[str, ChosenPart], list[str]]:
     """Both passes.
 
@@ -219,13 +220,14 @@ def read_arguments(
         listed: register -> arguments that are options here although the run supplies them, with
             their default values.
         repeated: options that may be given several times, a text each time.
+        action: the word behind the program's name, for its help.
     """
     given = with_configs(read_words(sys.argv[1:] if argv is None else argv))
     for item in given:
         check_words(typed(item.name), item.values)
     imports = [spec for item in given if item.name == "import" for spec in item.values]
     import_parts(dict.fromkeys(imports))
-    options = by_name(given) | gathered(given, repeated)
+    options = _by_register(by_name(given), keys) | gathered(given, repeated)
     if "list" in options:
         _print_and_stop(list_parts())
     is_help = options.pop("help", None) is not None
@@ -236,11 +238,11 @@ def read_arguments(
     chosen |= _choose(options, owned, may_miss=is_help)
     parser = _build_parser(config_class, chosen, listed=listed)
     if is_help:
-        _print_and_stop(help_text(parser, keys, chosen))
+        _print_and_stop(help_text(parser, keys, chosen, action=action))
     settings = {
         name: item for name, item in options.items() if name not in keys and name not in SPECIAL
     }
-    values = convert(parser, settings, also_known=[*keys, *SPECIAL])
+    values = convert(parser, settings, also_known=[*map(_spelled, keys), *SPECIAL])
     run = config_class(**{item.name: values[item.name] for item in fields(config_class)})
     expand_paths(run)
     parts = {
@@ -260,6 +262,21 @@ def with_configs(given: list[Given]) -> list[Given]:
             for path in item.values:
                 from_files += read_config(path)
     return from_files + given
+
+
+def _by_register(options: dict[str, Given], keys: Mapping[str, str | None]) -> dict[str, Given]:
+    """The options with those of a register under its name, however it is spelled."""
+    names = {_spelled(name): name for name in keys}
+    found = {}
+    for given, item in options.items():
+        head, dot, tail = given.partition(".")
+        found[names.get(head, head) + dot + tail] = item
+    return found
+
+
+def _spelled(name: str) -> str:
+    """What a key of a register is given with."""
+    return ALL_REGISTERS[name].option[2:].replace("-", "_")
 
 
 def _choose(

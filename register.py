@@ -37,6 +37,7 @@ SHELF = (
     "optimizer",
     "metric",
     "tracker",
+    "corpus_parts",
 )
 ENTRY_POINT_GROUP = "stageline.parts"
 
@@ -61,13 +62,16 @@ class Register(UserDict):
         name: what the parts are called, `loss_fn`; also names the option, `--loss-fn`.
         holds: one line saying what a part does; shown by `--list`.
         part_type: `callable`, or the type that each part has.
+        option: what a key is given with, where it is not the name.
     """
 
-    def __init__(self, name: str, holds: str = "", *, part_type: Any = callable) -> None:
+    def __init__(
+        self, name: str, holds: str = "", *, part_type: Any = callable, option: str | None = None
+    ) -> None:
         super().__init__()
         self.name = name
         self.holds = holds
-        self.option = "--" + name.replace("_", "-")
+        self.option = option or "--" + name.replace("_", "-")
         self.part_type = part_type
         self.is_frozen = False
         self._homes: dict[str, str] = {}
@@ -226,6 +230,10 @@ optimizer_register = Register("optimizer", "parameter groups -> torch optimizer"
 lr_scheduler_register = Register("lr_scheduler", "options -> function from step to learning rate")
 tracker_register = Register("tracker", "shows a run elsewhere: log(kind, step, figures), close()")
 engine_register = Register("engine", "runs the training: pipeline, streaming")
+document_register = Register("document", "a row of a text file -> the text of one document")
+splitter_register = Register(
+    "splitter", "text -> where its sentences end, in characters", option="--language"
+)
 
 ALL_REGISTERS: dict[str, Register] = {
     register.name: register
@@ -245,6 +253,8 @@ ALL_REGISTERS: dict[str, Register] = {
         lr_scheduler_register,
         tracker_register,
         engine_register,
+        document_register,
+        splitter_register,
     )
 }
 

@@ -30,7 +30,7 @@ from stageline.data.preflight import check_vocabulary, preflight
 from stageline.data.prepare_images import prepare_images
 from stageline.data.preview import preview
 from stageline.data.processor import get_pad_token_id, load_processor
-from stageline.data.sampler import StepSampler, is_stream
+from stageline.data.sampler import StepSampler, has_sampler, is_stream
 from stageline.data.tiling import Tiling
 from stageline.data.token_cache import TokenCache, fill_token_cache, use_token_cache
 from stageline.data.token_key import token_key
@@ -40,6 +40,13 @@ from stageline.model_folder import load_config
 from stageline.modules.chunked_loss import check_token_sum
 from stageline.pipeline.schedules import Schedule
 from stageline.training.loss_part import declares
+from train_corpus import (
+    check_tokens,
+    check_tokens_taken,
+    has_tokens,
+    mix_types,
+    mixture_report,
+)
 from train_vocabulary import add_tokens, check_tied_head, num_rows_of
 
 
@@ -66,6 +73,7 @@ class Data:
         with leaving_out(self.bad_rows), using_images(images):
             self.train = make(split="train")
             self.test = make(split="test") if run.eval_samples else None
+        mix_types(run, dataset.key, self.train)
         if self.test is not None and run.eval_samples != "all":
             self.test = some_rows(self.test, run.eval_samples)
         check_groups(arguments, self.train, self.test)
@@ -115,6 +123,7 @@ def check_data(arguments: TrainArguments) -> Data:
         check_token_sum(arguments.parts["loss_fn"].part)
     check_scores(arguments)
     data = Data(arguments)
+    check_tokens_taken(arguments, data.train)
     if run.token_cache is not None:
         keep_tokens(arguments, data)
     config = load_config(run.config_path or run.model_path, trust_remote_code=run.trust_remote_code)
@@ -196,6 +205,9 @@ def check_rows(
 ) -> Dataset:
     """The dataset without rows that are bad and may be left out."""
     run = arguments.run
+    if has_tokens(dataset):  # too many to walk; each micro-batch is looked at when it is made
+        check_tokens(arguments, data.processor, dataset, vocab_size)
+        return dataset
     report = preflight(
         dataset,
         **data.texts,
@@ -225,6 +237,8 @@ def left_over_rows(run: RunConfig, dataset: Dataset) -> str:
     num_rows = len(dataset)
     if is_stream(dataset):
         return ""
+    if has_sampler(dataset):
+        return mixture_report(run, dataset)
     sampler = StepSampler(
         num_rows,
         step_samples=run.batch_size * run.accumulate_steps,
@@ -256,7 +270,7 @@ def show_samples(arguments: TrainArguments, data: Data, schedule: Schedule) -> N
         encoded = encode_for_training(*data.train[row], **data.texts, processor=data.processor)
         return len(encoded)
 
-    may_cut = "overlong" in arguments.parts["collate_fn"].kwargs
+    may_cut = "overlong" in arguments.parts["collate_fn"].kwargs and not has_tokens(data.train)
     preview(
         loader,
         data.train,
@@ -282,8 +296,13 @@ def make_loader(
     *,
     is_evaluation: bool,
     start_step: int = 0,
+    position: object = None,
 ) -> MicroBatchLoader:
-    """Batches of micro-batches; the same samples on every stage, pixels on the first one."""
+    """Batches of micro-batches; the same samples on every stage, pixels on the first one.
+
+    Args:
+        position: what the loader of an earlier run said of `start_step`, by `state_after`.
+    """
     run = arguments.run
     return MicroBatchLoader(
         dataset,
@@ -297,6 +316,7 @@ def make_loader(
         num_workers=run.num_workers,
         pins=context.device.type == "cuda",
         start_step=start_step,
+        position=position,
         shuffle=not is_evaluation,
         eval=is_evaluation,
         order=run.micro_batch_order,

@@ -48,10 +48,12 @@ def build_stages(
     images: object = None,
     point: ResumePoint | None = None,
     new_tokens: NewTokens | None = None,
+    is_packed: bool = False,
 ) -> list[torch.nn.Module]:
     """Calls the train_model part for each stage of this rank.
 
     Args:
+        is_packed: rows of the data hold several samples.
         new_tokens: what `Data` added to the tokenizer.
         images: the processor of the data.
         point: a checkpoint in which whole models are. What is trained besides the weights of an
@@ -90,7 +92,7 @@ def build_stages(
         note = getattr(stage, "cast_note", None)
         if note and stage.stage == 0:
             print(f"{run.model_path}: {note}", flush=True)
-    if run.packing:
+    if run.packing or is_packed:
         for stage in stages:
             if getattr(stage, "is_tower", False):
                 continue  # no row crosses it

@@ -214,6 +214,7 @@ def train(
         images=data.processor,
         point=point,
         new_tokens=data.new_tokens,
+        is_packed=getattr(data.train, "packed", None) is not None,
     )
     summaries = [summarize_stage(model, context) for model in models]
     replicas = join_replicas(models, context, shards=run.dp_shard)

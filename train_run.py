@@ -225,7 +225,12 @@ class TrainingRun:
             make_weights=getattr(runner, "make_weights", MasterWeights),
         )
         loader = functools.partial(make_loader, arguments, data, context, runner.schedule)
-        self.batches = loader(data.train, is_evaluation=False, start_step=self.start_step)
+        self.batches = loader(
+            data.train,
+            is_evaluation=False,
+            start_step=self.start_step,
+            position=point.state.facts.get("position") if point else None,
+        )
         self.held_out = None if data.test is None else loader(data.test, is_evaluation=True)
         self.checkpoints = Path(run.output_dir).absolute() / "checkpoints"
         self.writer = make_writer(arguments, data, context, self.train_step)
@@ -325,6 +330,7 @@ class TrainingRun:
         facts = {
             "settings": self.settings,
             "numbers": self.train_step.state_dict(),
+            "position": self.batches.state_after(step),
         }
         self.writer.save(step, facts)
         self.tell_saved()

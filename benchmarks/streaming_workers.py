@@ -159,7 +159,11 @@ class Plain:
 
 
 class Offloaded(Plain):
-    """FSDP2 with CPU offload on one GPU: float32 values on the host, 16 bits on their way."""
+    """FSDP2 with CPU offload on one GPU.
+
+    Full: float32 values on the host, cast on the device. LoRA: all in 16 bits, since a group of
+    FSDP2 has one dtype and frozen weights in 32 would not fit.
+    """
 
     def __init__(self, setup: Setup) -> None:
         if setup.device != "cuda":
@@ -170,7 +174,8 @@ class Offloaded(Plain):
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29517", RANK="0", WORLD_SIZE="1")
         init_process_group("cuda:nccl,cpu:gloo")
         self.setup, self.keeps = setup, False
-        self.model = nn.Sequential(*map(recomputed, make_model(setup, "cpu").float()))
+        wide = setup.dtype if setup.lora else torch.float32
+        self.model = nn.Sequential(*map(recomputed, make_model(setup, "cpu").to(wide)))
         policies = {
             "mp_policy": MixedPrecisionPolicy(param_dtype=setup.dtype),
             "offload_policy": CPUOffloadPolicy(),
@@ -183,9 +188,10 @@ class Offloaded(Plain):
         self.optimizer = adamw(self.masters, "cpu")
 
     def facts(self) -> dict[str, object]:
-        sizes = sum(each.numel() for each in self.model.parameters())
-        # in 32 bits, forward and backward, for each micro-batch anew
-        return {"recomputed": 1.0, "up": 8 * sizes * self.setup.micro_batches, "down": 0}
+        num_bytes = sum(each.numel() * each.element_size() for each in self.model.parameters())
+        sent = sum(each.numel() * each.element_size() for each in self.trained)
+        count = self.setup.micro_batches  # forward and backward of each one anew
+        return {"recomputed": 1.0, "up": 2 * num_bytes * count, "down": sent * count}
 
 
 class Original:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 _HUB = "hub:"
+_INDEX = ".idx"
 
 
 class OptionError(ValueError):
@@ -34,7 +35,8 @@ def option(
 
     Args:
         is_path: a file or folder that has to exist, or several.
-        is_pattern: of a path: one with *, ? or [ is a pattern, and `hub:name` is no path.
+        is_pattern: of a path: one with *, ? or [ is a pattern, `hub:name` is no path, and what
+            has an .idx file is the prefix of a corpus.
         is_output: a folder that the run makes.
     """
     limits = {"at_least": at_least, "at_most": at_most, "below": below}
@@ -109,6 +111,7 @@ def absolute(item: dataclasses.Field, value: Any) -> Any:
 def _is_pattern(item: dataclasses.Field, value: str) -> bool:
     """Whether a path that does not exist may be all right: the part that takes it will say."""
     is_given = any(sign in value for sign in "*?[") or value.startswith(_HUB)
+    is_given |= Path(f"{value}{_INDEX}").exists()  # files that share the beginning of their names
     return item.metadata["is_pattern"] and is_given
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser
 
-from options.command_line import typed
 from options.part_options import short_home
 from register import ALL_REGISTERS
 
@@ -26,14 +25,16 @@ def list_parts() -> str:
 
 
 def help_text(
-    parser: ArgumentParser, keys: Mapping[str, str | None], chosen: Mapping[str, str]
+    parser: ArgumentParser,
+    keys: Mapping[str, str | None],
+    chosen: Mapping[str, str],
+    *,
+    action: str = "",
 ) -> str:
-    program = Path(sys.argv[0]).name
-    lines = [
-        f"usage: {program} --KEY-OPTION KEY ... [options]",
-        "",
-        "Parts, chosen by key (--help after choosing keys lists their own options):",
-    ]
+    program = " ".join([Path(sys.argv[0]).name, *([action] if action else [])])
+    lines = [f"usage: {program} {'--KEY-OPTION KEY ... ' if keys else ''}[options]", ""]
+    if keys:
+        lines.append("Parts, chosen by key (--help after choosing keys lists their own options):")
     for name in keys:
         register = ALL_REGISTERS[name]
         shown = f"{register.option} {chosen.get(name, 'KEY')}"
@@ -44,7 +45,7 @@ def help_text(
             lines.append(f"  {shown:<32} {register.holds}")
             lines.append(f"  {'':<32} one of: {', '.join(sorted(register)) or '(none)'}")
     lines += [
-        "",
+        *([""] if keys else []),
         "  --import FILE.py | package.module | entry point    parts of your own; repeatable",
         "  --config FILE.yaml    options from a file; the command line wins",
         "  --list                every part with its key, first docstring line and file:line",
@@ -53,5 +54,5 @@ def help_text(
     ]
     text = re.sub(r", --\S+\+ \S+", "", parser.format_help())  # appending is not our way
     for name in keys:
-        text = text.replace(f"--{name}.", typed(name) + ".")
+        text = text.replace(f"--{name}.", ALL_REGISTERS[name].option + ".")
     return "\n".join(lines) + text

@@ -63,6 +63,8 @@ CONTRACTS: dict[str, Contract] = {
     "lr_scheduler": _contract(0, "learning_rate min_lr warmup_steps warmup_start_lr total_steps"),
     "tracker": _contract(0, "folder config start_step"),
     "engine": Contract(),
+    "document": _contract(1),
+    "splitter": _contract(1),
 }
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 from options.answer_options import AnswerOptions
 from options.attention_options import AttentionOptions
 from options.checkpoint_options import CheckpointOptions
+from options.corpus_run_options import CorpusRunOptions
 from options.data_options import DataOptions
 from options.fault_options import FaultOptions
 from options.fields import option
@@ -39,7 +40,7 @@ class SharedOptions:
         None, "checkpoint folder with *.safetensors; without it weights start random", is_path=True
     )
     dataset_path: str | None = option(
-        None, "file or folder of the dataset", is_path=True, is_pattern=True
+        None, "file or folder of the dataset, or prefix of a corpus", is_path=True, is_pattern=True
     )
     output_dir: str = option(
         "runs/train", "run folder: config, logs, plots, checkpoints", is_output=True
@@ -154,6 +155,7 @@ class ProgressOptions:
 
 @dataclass(kw_only=True)
 class RunConfig(
+    CorpusRunOptions,
     TokenCacheOptions,
     PreviewOptions,
     AttentionOptions,

@@ -17,6 +17,7 @@ from stageline.errors import INTERRUPTED, UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG_NAMES = (".yaml", ".yml", ".json")
+ACTION = re.compile("[a-z][a-z-]*")
 OVERRIDE = re.compile(r"([A-Za-z][\w-]*)((?:\.[\w.-]+)?)=(.*)", re.DOTALL)
 
 
@@ -28,11 +29,13 @@ class Command:
         file: the entry file that it runs.
         holds: one line for the list.
         words: what is added to its options.
+        has_actions: its first word says what to do, before files and options.
     """
 
     file: str
     holds: str
     words: tuple[str, ...] = ()
+    has_actions: bool = False
 
 
 COMMANDS = {
@@ -48,7 +51,9 @@ COMMANDS = {
     "infer": Command("infer.py", "answer prompts of a file or of the command line"),
     "chat": Command("chat.py", "talk with a model in the terminal"),
     "export": Command("export.py", "make one Hugging Face folder of a checkpoint"),
-    "corpus": Command("corpus.py", "build a corpus for pre-training"),
+    "corpus": Command(
+        "corpus.py", "build, merge, check and show a corpus for pre-training", has_actions=True
+    ),
     "serve": Command("serve.py", "answer over HTTP as OpenAI's API does"),
     "list": Command(
         "train_pp.py", "every part that can be chosen, with file and line", ("--list",)
@@ -74,7 +79,9 @@ def main() -> int:
 
             print(describe())
             return 0
-        return run_file(find_entry(name), [*rewritten(words), *COMMANDS[name].words])
+        path, command = find_entry(name), COMMANDS[name]
+        num_own = int(command.has_actions and bool(words) and bool(ACTION.fullmatch(words[0])))
+        return run_file(path, [*words[:num_own], *rewritten(words[num_own:]), *command.words])
     except UserError as error:
         print(f"error[{error.kind}]: {error}", file=sys.stderr)
         return error.exit_code

@@ -4,7 +4,9 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from stageline.data.groups import some_rows
 from stageline.data.loader import MicroBatch, MicroBatchLoader
+from stageline.data.sampler import has_sampler
 
 NUM_EXAMPLES = 4
 
@@ -23,6 +25,8 @@ def example_micro_batch(
     Args:
         collate: of stage 0, so that pixels are in.
     """
+    if has_sampler(dataset):  # whose batches may have to be of one size
+        dataset = some_rows(dataset, NUM_EXAMPLES * num_rows)
     loader = MicroBatchLoader(
         dataset, collate=collate, batch_size=num_rows, micro_batch_size=num_rows, seed=seed
     )

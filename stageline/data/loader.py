@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from stageline import chaos
 from stageline.data.groups import check_batch_sizes, group_size_of
-from stageline.data.sampler import StepSampler, StreamSampler, is_stream
+from stageline.data.sampler import StepSampler, StreamSampler, has_sampler, is_stream
 from stageline.data.step_maker import MicroBatch, PackedStepMaker, StepMaker
 from stageline.data.workers import end_with_rank
 from stageline.errors import UserError
@@ -32,7 +32,8 @@ class MicroBatchLoader:
     Args:
         dataset: map-style, `dataset[i] -> (images, sample)`. With a `group_size` so many
             consecutive rows stay together in one micro-batch, in their order. With a true
-            `is_stream` its indices are positions, which are taken in order and without end.
+            `is_stream` its indices are positions, which are taken in order and without end. With
+            a `make_sampler` it draws the rows of training itself; see stageline/data/sampler.py.
         collate: a list of those -> one micro-batch. With a companion `length_of` rows can be
             sorted, with `packed` too they can be packed; see stageline/data/lengths.py.
         batch_size, accumulate_steps: rows of one optimizer step are their product.
@@ -40,6 +41,7 @@ class MicroBatchLoader:
             when the first step is asked for, once.
         pins: puts tensors where a GPU fetches them while it computes; needs CUDA.
         start_step: the first optimizer step of training, counted over all epochs.
+        position: what `state_after` said of the step before, where it is known.
         eval: each row once, in the order of the dataset unless `shuffle`.
         order: `sorted` puts rows of near-equal length together, and cheap micro-batches first
             and last; `given` keeps the order in which rows were drawn.
@@ -67,19 +69,14 @@ class MicroBatchLoader:
         num_workers: int = 0,
         pins: bool = False,
         start_step: int = 0,
+        position: Any = None,
         eval: bool = False,
         order: Literal["sorted", "given"] = "sorted",
         packing: int | None = None,
         legal_counts: Callable[[int], int] = int,
     ) -> None:
         step_samples = batch_size * accumulate_steps
-        if step_samples % micro_batch_size:
-            raise UserError(
-                f"{step_samples} rows of a step (--batch-size {batch_size} x --accumulate-steps "
-                f"{accumulate_steps}) do not fall into micro-batches of {micro_batch_size}. Equal "
-                "ones were expected, because each travels through the stages alone: choose a "
-                "--micro-batch-size that divides it."
-            )
+        _check_step(batch_size, accumulate_steps, micro_batch_size)
         group_size = group_size_of(dataset)
         check_batch_sizes(
             batch_size=batch_size,
@@ -87,16 +84,17 @@ class MicroBatchLoader:
             group_size=group_size,
             is_packed=packing is not None,
         )
-        sampler = StreamSampler if is_stream(dataset) else StepSampler
-        self.sampler = sampler(
-            len(dataset),
+        self.sampler = _make_sampler(
+            dataset,
+            batch_size=batch_size,
             step_samples=step_samples,
             dp_rank=dp_rank,
             dp_degree=dp_degree,
             seed=seed,
             shuffle=shuffle,
             eval=eval,
-            group_size=group_size,
+            start_step=start_step,
+            position=position,
         )
         options = {"collate": collate, "micro_batch_size": micro_batch_size, "dp_rank": dp_rank}
         options["is_sorted"] = order == "sorted"
@@ -115,6 +113,11 @@ class MicroBatchLoader:
     def __len__(self) -> int:
         """Optimizer steps of one epoch."""
         return len(self.sampler)
+
+    def state_after(self, step: int) -> Any:
+        """Where rows are drawn from after so many steps; None where the step says all."""
+        told = getattr(self.sampler, "state_after", None)
+        return None if told is None else told(step)
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         for made in self._steps:
@@ -141,6 +144,34 @@ class MicroBatchLoader:
             # of its own: drawing from the global generator would shift dropout
             generator=torch.Generator(),
         )
+
+
+def _check_step(batch_size: int, accumulate_steps: int, micro_batch_size: int) -> None:
+    step_samples = batch_size * accumulate_steps
+    if step_samples % micro_batch_size:
+        raise UserError(
+            f"{step_samples} rows of a step (--batch-size {batch_size} x --accumulate-steps "
+            f"{accumulate_steps}) do not fall into micro-batches of {micro_batch_size}. Equal "
+            "ones were expected, because each travels through the stages alone: choose a "
+            "--micro-batch-size that divides it."
+        )
+
+
+def _make_sampler(
+    dataset: Any,
+    *,
+    batch_size: int,
+    eval: bool,
+    start_step: int,
+    position: Any,
+    **common: Any,
+) -> Any:
+    """The dataset's own for training, if it has one."""
+    if has_sampler(dataset) and not eval:
+        place = {"start_step": start_step, "position": position}
+        return dataset.make_sampler(batch_size=batch_size, **place, **common)
+    sampler = StreamSampler if is_stream(dataset) else StepSampler
+    return sampler(len(dataset), eval=eval, group_size=group_size_of(dataset), **common)
 
 
 class _Shares:

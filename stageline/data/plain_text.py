@@ -3,7 +3,8 @@
 All that is in a row is learnt: the tokens that the tokenizer begins a text with, the text, EOS.
 What is padding is known by its place, so a padding token that is EOS too does no harm. Text from
 the data never becomes a special token. Cutting long documents into rows is not done here: a
-collate part makes as many rows as it gets samples.
+collate part makes as many rows as it gets samples. Samples of a corpus have tokens in place of
+text: ready_tokens.py makes their rows.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,12 @@ from stageline.data.batch import Images, Sample, sample_name
 from stageline.data.collate import collate_encoded, encode_limited
 from stageline.data.encode import Encoded
 from stageline.data.packing import pack_rows
+from stageline.data.ready_tokens import (
+    collate_packed_ready,
+    collate_ready,
+    is_ready,
+    length_ready,
+)
 from stageline.errors import DataError
 
 
@@ -43,6 +50,8 @@ def length_text(
     images: Images, sample: Sample, *, pad_to_multiple_of: int = 1, **common: Any
 ) -> int:
     """Tokens of one text; `common` is what `collate_text` takes too."""
+    if is_ready(sample):
+        return length_ready(sample, **common)
     return len(encode_text(images, sample, **common))
 
 
@@ -50,6 +59,8 @@ def collate_text(
     samples: Sequence[tuple[Images, Sample]], *, pad_to_multiple_of: int = 1, **common: Any
 ) -> dict[str, torch.Tensor]:
     """One micro-batch, a text a row: ids, mask and labels [B, T]."""
+    if is_ready(samples[0][1]):
+        return collate_ready(samples, pad_to_multiple_of=pad_to_multiple_of, **common)
     rows = [encode_text(images, sample, **common) for images, sample in samples]
     return collate_encoded(rows, samples, pad_to_multiple_of=pad_to_multiple_of, **common)
 
@@ -64,6 +75,8 @@ def collate_packed_text(
 ) -> dict[str, torch.Tensor]:
     """One micro-batch of rows that hold several texts, none of which sees another."""
     common |= {"pad_token_id": pad_token_id, "max_token_num": max_token_num}
+    if any(is_ready(sample) for row in rows for _, sample in row):
+        return collate_packed_ready(rows, pad_to_multiple_of=pad_to_multiple_of, **common)
     return pack_rows(
         [[encode_text(images, sample, **common) for images, sample in row] for row in rows],
         pad_token_id=pad_token_id,

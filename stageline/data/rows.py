@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from stageline.data.sampler import is_stream
+from stageline.data.sampler import has_sampler, is_stream
 from stageline.seeds import HostState, derive_seed, seed_host
 
 Item = tuple[Any, Any]  # images, sample
@@ -13,7 +13,8 @@ class Rows:
     """The rows of a dataset, as steps ask for them.
 
     What a row draws (an augmentation) follows from seed, step and its place in the step: not from
-    the worker that reads it, the number of replicas, or what was read before.
+    the worker that reads it, the number of replicas, or what was read before. A dataset with a
+    true `is_fixed` says that its rows draw nothing, and is read without seeding.
 
     Args:
         length_of: (images, sample) -> tokens.
@@ -23,7 +24,9 @@ class Rows:
         self._dataset = dataset
         self._length_of = length_of
         self._seed = seed
-        self._forgets = is_stream(dataset)  # no position comes again
+        # no position of a stream comes again, and what has a sampler may have a billion rows
+        self._forgets = is_stream(dataset) or has_sampler(dataset)
+        self._is_fixed = getattr(dataset, "is_fixed", False)
         self._known: dict[int, int] = {}
         self._drawing: set[int] = set()
 
@@ -33,6 +36,8 @@ class Rows:
         Args:
             place: in the step, over all replicas.
         """
+        if self._is_fixed:
+            return self._dataset[row]
         seed_host(derive_seed(self._seed, "row", step, place))
         before = HostState()
         item = self._dataset[row]

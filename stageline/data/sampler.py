@@ -18,6 +18,17 @@ def is_stream(dataset: object) -> bool:
     return bool(getattr(dataset, "is_stream", False))
 
 
+def has_sampler(dataset: object) -> bool:
+    """Whether a dataset draws its training rows itself.
+
+    Its part offers `make_sampler(*, batch_size, step_samples, dp_rank, dp_degree, seed, shuffle,
+    start_step, position)`: an object with `len` (steps of an epoch) and `shares(start_step)` as
+    StepSampler has. With a `state_after(step)`, what that gives is saved with a checkpoint, and
+    comes back as the `position` of `start_step` (else it is None).
+    """
+    return hasattr(dataset, "make_sampler")
+
+
 class StepSampler:
     """Draws the rows of each optimizer step; groups of rows stay together, in their order.
 

@@ -118,16 +118,20 @@ class StepMaker(Dataset):
     def _collate(self, items: list[Any], rows: list[int | None]) -> MicroBatch:
         """A micro-batch; rows that only fill up get labels of -100.
 
-        `loss_rows` says which row of the dataset each one is (-1: none); stages do not get it. A
-        collate part may make several rows of each sample, next to each other.
+        `loss_rows` says which row of the dataset each one is (-1: none); stages do not get it. Of
+        rows that hold several samples `loss_packed_rows` says it of each sample. A collate part
+        may make several rows of each sample, next to each other.
         """
         batch = self.collate(items)
         times, rest = divmod(len(batch["labels"]), len(rows))
         assert times and not rest, f"{len(rows)} samples became {len(batch['labels'])} rows"
         rows = [row for row in rows for _ in range(times)]
         batch["labels"][torch.tensor([row is None for row in rows])] = IGNORE
-        batch["loss_rows"] = torch.tensor([-1 if row is None else row for row in rows])
-        return batch
+        numbers = torch.tensor([-1 if row is None else row for row in rows])
+        if "sample_ids" not in batch:
+            return {**batch, "loss_rows": numbers}
+        counts = batch["sample_ids"].amax(dim=1) + 1  # samples of each row, which was packed so
+        return {**batch, "loss_packed_rows": numbers.repeat_interleave(counts)}
 
 
 class PackedStepMaker(StepMaker):

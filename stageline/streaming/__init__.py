@@ -5,7 +5,20 @@ from stageline.streaming import RoundPipe, RoundPipeRunConfig, wrap_model_to_rou
 
 from stageline.streaming.auto import AutoRoundPipe
 from stageline.streaming.engine import RoundPipe
+from stageline.streaming.recompute import (
+    doing_recompute,
+    get_recompute_data,
+    save_for_recompute,
+)
 from stageline.streaming.run_config import RoundPipeRunConfig
 from stageline.streaming.wrap import wrap_model_to_roundpipe
 
-__all__ = ["AutoRoundPipe", "RoundPipe", "RoundPipeRunConfig", "wrap_model_to_roundpipe"]
+__all__ = [
+    "AutoRoundPipe",
+    "RoundPipe",
+    "RoundPipeRunConfig",
+    "doing_recompute",
+    "get_recompute_data",
+    "save_for_recompute",
+    "wrap_model_to_roundpipe",
+]

@@ -7,7 +7,6 @@ devices. The model's parameters stay where they are; what a device holds is drop
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
@@ -19,7 +18,7 @@ from torch.utils import _pytree as pytree
 from stageline.streaming.detour import through_detour
 from stageline.streaming.flow import Flow, bring, can_have, on_host
 from stageline.streaming.forwarding import ForwardsAttributes
-from stageline.streaming.host_memory import allocate, make_pages, unregister
+from stageline.streaming.host_memory import allocate, make_pages
 from stageline.streaming.lanes import Lane, Mark, default_lanes
 from stageline.streaming.microbatch import merge_outputs, split_inputs, split_label
 from stageline.streaming.passes import LossFn, Part, Pass, Rules
@@ -27,7 +26,7 @@ from stageline.streaming.place import place_of_call
 from stageline.streaming.plan import Plan
 from stageline.streaming.plan_choice import choose
 from stageline.streaming.run_config import RoundPipeRunConfig
-from stageline.streaming.shelf import Home, Shelf, all_homes, make_shelves, page_views
+from stageline.streaming.shelf import Home, Shelf, all_homes, make_shelves
 from stageline.streaming.shelf_costs import costs_of
 from stageline.streaming.worker import Worker
 
@@ -69,9 +68,7 @@ class RoundPipe(ForwardsAttributes, nn.Module):
         names = {id(parameter): key for key, parameter in model.named_parameters()}
         self._shelves = make_shelves(self._layers, names)
         on_gpu = self._lanes[0].device.type == "cuda"
-        registered = make_pages(self._shelves, pin_model, on_gpu=on_gpu)
-        if registered:
-            weakref.finalize(self, unregister, registered).atexit = False
+        make_pages(self._shelves, pin_model, on_gpu=on_gpu, owner=self)
         self._worker = Worker(f"optimizer of {self._name}")
         self._turn_pages = False  # a finished step has new values on the back pages
         self._last_step: Future | None = None
@@ -352,15 +349,7 @@ class RoundPipe(ForwardsAttributes, nn.Module):
 
     def _make_masters(self) -> None:
         for shelf in self._shelves:
-            new = [
-                home for home in shelf.homes if home.parameter.requires_grad and home.master is None
-            ]
-            if not new:
-                continue
-            pages = page_views([home.parameter.detach() for home in new], allocate)
-            for home, page in zip(new, pages, strict=True):
-                home.make_master(self._optim_dtype)
-                home.back = page
+            shelf.make_masters(self._optim_dtype, allocate)
 
     def _heed(self) -> None:
         for home in all_homes(self._shelves):

@@ -1,20 +1,22 @@
 """Host memory of the engine: how much it takes, said before it is taken, and how it is pinned."""
 
+import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
 
+from stageline.checkpoint.host_memory import available_memory
 from stageline.streaming.shelf import Shelf, all_homes, page_views
 
 PAGE = 4096  # bytes that are pinned at once
 Run = tuple[int, int]  # first address, behind the last
 
 
-def make_pages(shelves: Sequence[Shelf], pin_model: str, *, on_gpu: bool) -> list[Run]:
+def make_pages(shelves: Sequence[Shelf], pin_model: str, *, on_gpu: bool, owner: object) -> None:
     """Puts weights where a GPU fetches them quickly.
 
-    Returns:
-        What `unregister` is to give back when nobody streams them any more.
+    Args:
+        owner: memory that is registered where it lies is given back when this is gone.
 
     Raises:
         ValueError: no such way of pinning.
@@ -23,10 +25,12 @@ def make_pages(shelves: Sequence[Shelf], pin_model: str, *, on_gpu: bool) -> lis
     if pin_model not in ("alloc", "register", "off"):
         raise ValueError(f"pin_model {pin_model!r} came: 'alloc', 'register' or 'off' was expected")
     if not on_gpu or pin_model == "off":
-        return []
+        return
     if pin_model == "register":
         values = [home.parameter.detach() for home in all_homes(shelves)]
-        return _register([each for each in values if not each.is_pinned()])
+        runs = _register([each for each in values if not each.is_pinned()])
+        weakref.finalize(owner, _unregister, runs).atexit = False
+        return
     _pin_buffers(shelves)
     placed: set[int] = set()
     for shelf in shelves:
@@ -36,7 +40,6 @@ def make_pages(shelves: Sequence[Shelf], pin_model: str, *, on_gpu: bool) -> lis
         views = page_views(values, allocate_pinned)
         for home, view, value in zip(homes, views, values, strict=True):
             home.parameter.data = view.copy_(value)
-    return []
 
 
 def allocate(num_bytes: int) -> torch.Tensor:
@@ -72,7 +75,7 @@ def _pin_buffers(shelves: Sequence[Shelf]) -> None:
             buffer.data = buffer.detach().pin_memory()
 
 
-def unregister(runs: Sequence[Run]) -> None:
+def _unregister(runs: Sequence[Run]) -> None:
     """Unpins memory; else another model whose memory lies there could not be pinned."""
     torch.cuda.synchronize()  # copies on their way read it
     for start, _ in runs:
@@ -101,10 +104,30 @@ def _register(values: Sequence[torch.Tensor]) -> list[Run]:
     for run in page_runs((start, start + length) for start, length in ends if length):
         code = int(torch.cuda.cudart().cudaHostRegister(run[0], run[1] - run[0], 0))
         if code != 0:
-            unregister(done)
+            _unregister(done)
             raise RuntimeError(
                 f"cudaHostRegister returned {code} for {run[1] - run[0]:,} bytes; 0 was expected: "
                 "raise the limit of locked memory (ulimit -l), or use pin_model='alloc' or 'off'"
             )
         done.append(run)
     return done
+
+
+def check_host_memory(shelves: Sequence[Shelf], optim_dtype: torch.dtype | None) -> None:
+    """Refuses to train what would drive the machine out of memory, before anything is taken.
+
+    Raises:
+        MemoryError: says what is needed and what there is.
+    """
+    whole = host_bytes(shelves, optim_dtype)
+    weights = sum(
+        home.parameter.numel() * home.parameter.element_size() for home in all_homes(shelves)
+    )
+    there = available_memory()
+    if there is not None and whole - weights > there:
+        raise MemoryError(
+            f"training takes {whole - weights:,} bytes of host memory beside the weights (second "
+            f"pages, gradients, their sums, the optimizer's copies; its own state comes on top); "
+            f"{there:,} are free: freeze more of the model, train adapters, or take a machine "
+            "with more memory"
+        )

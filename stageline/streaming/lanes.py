@@ -180,6 +180,10 @@ class Lane:
 
 
 def default_lanes() -> list[Lane]:
-    """Every GPU; without one the CPU."""
+    """Every GPU, with six tenths of its memory for weights and gradients; without one the CPU."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [Lane.cuda(index) for index in range(count)] or [Lane.cpu()]
+    lanes = []
+    for index in range(count):
+        budget = torch.cuda.get_device_properties(index).total_memory * 6 // 10
+        lanes.append(Lane.cuda(index, budget=budget))
+    return lanes or [Lane.cpu()]

@@ -6,7 +6,7 @@ their gradients to the stage before. Layers that ran forward without a graph are
 the random numbers of the first time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +19,12 @@ from stageline.streaming.flow import (
     float_leaves,
     layer_seed,
     on_host,
+    on_tensors,
     read_by,
 )
 from stageline.streaming.lanes import Lane, Mark
 from stageline.streaming.plan import Plan, wavefront
+from stageline.streaming.recompute import running
 from stageline.streaming.seat import Seat
 from stageline.streaming.shelf import Shelf
 
@@ -83,6 +85,7 @@ class Pass:
         self.parts = parts
         self.landed: list[tuple[Seat, Mark]] = []  # seats whose gradients are on their way home
         self._snapshots: dict[int, torch.Tensor] = {}
+        self._kept: dict[Hashable, tuple] = {}  # what layers save for their recomputation
         trained = [number for number, shelf in enumerate(shelves) if shelf.is_trained]
         first = min(trained, default=len(shelves))
         self._first_graph = 0 if rules.input_gradients else first
@@ -247,6 +250,14 @@ class Pass:
         lane.compute.run(work)
         leaving.mark = lane.compute.record()
 
+    def _fetch_kept(self, key: Hashable, lane: Lane) -> None:
+        """What a layer saved, where it runs again: that may be another lane."""
+        if key in self._kept:
+            read_by(lane.compute, Flow(self._kept[key]))
+            self._kept[key] = on_tensors(
+                lambda each: each.to(lane.device) if each.is_cuda else each, self._kept[key]
+            )
+
     def _start(self, value: Any, layer: int) -> Any:
         """What a graph begins with; it needs gradients if anything before it does."""
         needs = self.rules.input_gradients or layer > self._first_graph
@@ -263,9 +274,11 @@ class Pass:
             if seed is not None:
                 lane.seed(layer_seed(seed, layer, place, len(self.parts)))
             shell = shells[layer - stage.start]
-            if layer > 0:
-                return shell(value)
-            args, kwargs = value
-            return shell(*args, **kwargs)
+            self._fetch_kept((layer, place), lane)
+            with running(self._kept, (layer, place), is_recomputed=seat.is_recomputed):
+                if layer > 0:
+                    return shell(value)
+                args, kwargs = value
+                return shell(*args, **kwargs)
 
         return run

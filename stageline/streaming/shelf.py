@@ -109,6 +109,14 @@ class Shelf:
     staged: dict[int, torch.Tensor] = field(default_factory=dict)
     collected: Future | None = None
 
+    def make_masters(self, dtype: torch.dtype | None, allocate: Allocate) -> None:
+        """The optimizer's copies of what is trained, and second pages; of each home once."""
+        new = [home for home in self.homes if home.parameter.requires_grad and home.master is None]
+        pages = page_views([home.parameter.detach() for home in new], allocate) if new else []
+        for home, page in zip(new, pages, strict=True):
+            home.make_master(dtype)
+            home.back = page
+
     def staged_for(self, home: Home, allocate: Allocate) -> torch.Tensor:
         """Where the gradient of a parameter arrives; made when the first one comes."""
         if id(home.parameter) not in self.staged:

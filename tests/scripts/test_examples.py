@@ -21,6 +21,7 @@ from parse_args import parse_evaluate_args, parse_train_args
 from register import import_shelf
 from stageline.command_line import COMMANDS, rewritten
 from stageline.testing.small_run import ForkedRun
+from stageline.testing.tiny_corpora import documents, tiny_corpus
 from stageline.testing.tiny_models import tiny_config
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
@@ -66,7 +67,14 @@ def models(tmp_path_factory):
     size = {"vocab_size": len(tokenizer), "max_position_embeddings": 2048}
     config = tiny_config("llama", tied=True, **size)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "smollm2")
-    return {".cache/digits-model": folder / "digits-model", ".cache/smollm2": folder / "smollm2"}
+    lengths = [(40, 30), (50,), (20, 20)] * 12
+    corpus = tiny_corpus(folder / "corpus", [documents(lengths)] * 2, seq_length=64)
+    return {
+        ".cache/digits-model": folder / "digits-model",
+        ".cache/smollm2": folder / "smollm2",
+        ".cache/corpus-model": folder / "smollm2",
+        ".cache/corpus/guides": corpus,
+    }
 
 
 def path_here(value, models, folder):
@@ -135,7 +143,8 @@ def test_an_example_parses_and_runs(path, models, folder, monkeypatch):
 def test_an_example_says_what_it_needs_and_is_listed(path):
     text = path.read_text(encoding="utf-8")
     for made in re.findall(r"\.cache/[\w-]+", text):
-        assert re.search(rf"# First: python scripts/\w+\.py {made}\n", text), made
+        makers = rf"# First: (python scripts/\w+\.py {made}|bash scripts/build_corpus\.sh)\n"
+        assert re.search(makers, text), made
     for script in re.findall(r"scripts/\w+\.py", text):
         assert (ROOT / script).is_file()
     for name in ("README.md", "README.zh.md"):

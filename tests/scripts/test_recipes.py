@@ -1,19 +1,22 @@
 """The shipped recipes: they parse, their options exist, and the default job runs end to end."""
 
-import dataclasses
 import json
 import os
 import re
 import subprocess
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from options.chat_options import ChatConfig
 from options.check_options import CheckConfig
+from options.corpus_args import ACTIONS
 from options.infer_options import InferConfig
 from options.run_options import EvaluateConfig, RunConfig
 from register import ALL_REGISTERS
+from stageline.corpus.corpus_files import open_corpus
+from stageline.corpus.encoder import load_encoder
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted([*(ROOT / "scripts").glob("*.sh"), *(ROOT / "scripts").glob("*.slurm")])
@@ -29,15 +32,22 @@ PROGRAMS = {
     "infer.py": InferConfig,
     "chat.py": ChatConfig,
     "export.py": None,
+    "corpus.py": None,
+}
+CORPUS_OPTIONS = {
+    *(field.name.replace("_", "-") for one in ACTIONS.values() for field in fields(one.config)),
+    *("language", "document", "dataset", "splitter"),
 }
 
 
 def known_options(program):
     config = PROGRAMS[program]
+    if program == "corpus.py":
+        return CORPUS_OPTIONS | SPECIAL
     if config is None:
         return EXPORT_OPTIONS
-    fields = {field.name.replace("_", "-") for field in dataclasses.fields(config)}
-    return fields | {name.replace("_", "-") for name in ALL_REGISTERS} | SPECIAL
+    names = {field.name.replace("_", "-") for field in fields(config)}
+    return names | {name.replace("_", "-") for name in ALL_REGISTERS} | SPECIAL
 
 
 def commands(text):
@@ -45,7 +55,8 @@ def commands(text):
     joined = text.replace("\\\n", " ")
     for line in joined.splitlines():
         for program in PROGRAMS:
-            if program in line and not line.strip().startswith("#"):
+            # benchmarks/corpus.py is another one
+            if re.search(rf"(?<!benchmarks/){program}", line) and not line.strip().startswith("#"):
                 yield program, re.findall(r"--([a-z][a-z0-9-]+)", line.split(program, 1)[1])
 
 
@@ -98,3 +109,16 @@ def test_the_default_job_trains_and_is_evaluated(tmp_path):
     report = json.loads((folder / "evaluation" / "report.json").read_text())
     assert report["num_samples"] == 6 and 0 <= report["score"] <= 1
     assert len((folder / "evaluation" / "predictions.jsonl").read_text().splitlines()) == 6
+
+
+@pytest.mark.skipif(not (ROOT / ".venv").is_dir(), reason="the scripts' environment is not there")
+def test_the_guides_become_a_corpus_of_two_types(tmp_path):
+    built = run("build_corpus.sh", "--num-workers", "0", SAVE_PATH=str(tmp_path))
+    assert built.returncode == 0, built.stdout + built.stderr
+    corpus = open_corpus(tmp_path / "guides")
+    assert [kind.name for kind in corpus.header.types] == ["guides-0-english", "guides-1-chinese"]
+    texts = [json.loads(line)["text"] for line in (tmp_path / "chinese.jsonl").open()]
+    encoder = load_encoder(tmp_path / "tokenizer")
+    documents = corpus.documents(int(corpus.type_starts[1]))
+    assert [encoder.decode(corpus.document_tokens(*pair)) for pair in documents] == texts
+    assert (tmp_path / "guides.stats.png").is_file()

@@ -51,8 +51,9 @@ def _dataset(key, folder, **options):
 
 
 def test_every_dataset_is_tested():
-    # `sets` has whatever the user's files hold: tests/unit/test_sets*.py
-    assert set(dataset_register) == {*PUBLIC, "sets"}
+    # `sets` has whatever the user's files hold: tests/unit/test_sets*.py; `corpus` has tokens:
+    # tests/unit/test_corpus_rows.py
+    assert set(dataset_register) == {*PUBLIC, "sets", "corpus"}
 
 
 @pytest.mark.parametrize("key", PUBLIC)

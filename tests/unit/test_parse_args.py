@@ -352,7 +352,7 @@ def test_list_shows_every_register_key_docstring_and_home(capsys):
     assert end.value.code == 0
     shown = capsys.readouterr().out
     for name, register in ALL_REGISTERS.items():
-        assert f"\n{name} (--{name.replace('_', '-')}): " in "\n" + shown
+        assert f"\n{name} ({register.option}): " in "\n" + shown
         for key in register:
             (line,) = [line for line in shown.splitlines() if line.startswith(f"  {key} ")]
             assert line.endswith("]") and "test_parse_args.py:" in line

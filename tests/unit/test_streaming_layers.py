@@ -11,8 +11,13 @@ from stageline.streaming.lanes import Lane
 from stageline.streaming.microbatch import Packed
 from stageline.streaming.plan import Plan
 from stageline.streaming.pool import DeviceBudgetError
+from stageline.streaming.recompute import (
+    doing_recompute,
+    get_recompute_data,
+    save_for_recompute,
+)
 from stageline.streaming.run_config import RoundPipeRunConfig
-from stageline.streaming.shelf import ALIGNMENT
+from stageline.streaming.shelf import ALIGNMENT, all_homes
 from stageline.testing.late_queues import late_lanes
 
 
@@ -324,3 +329,61 @@ def test_the_host_memory_that_is_stated_is_what_it_takes():
     tensors += [each for shelf in engine._shelves for each in shelf.staged.values()]
     taken = sum(each.numel() * each.element_size() for each in tensors if each is not None)
     assert host_bytes(engine._shelves, torch.float32) == taken
+
+
+class Routed(nn.Module):
+    """Sends rows to one of two maps, at random: the choice has to be the same again."""
+
+    def __init__(self):
+        super().__init__()
+        self.maps = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.choices = []
+
+    def forward(self, value):
+        if doing_recompute():
+            (chosen,) = get_recompute_data()
+        else:
+            chosen = torch.rand(len(value)) > 0.5
+            self.choices.append(chosen)
+            save_for_recompute(chosen)
+        return torch.where(chosen[:, None], self.maps[0](value), self.maps[1](value))
+
+
+def test_a_layer_keeps_what_its_recomputation_repeats(lanes):
+    model = nn.Sequential(Routed(), nn.Linear(6, 6), Routed(), nn.Linear(6, 6))
+    engine = RoundPipe(model, lanes=lanes)
+    settings = RoundPipeRunConfig(
+        num_microbatch=2, execute_plan=each_layer(4), preserve_rng_state=False
+    )
+    engine.forward_backward((BATCH,), loss_fn=square, run_config=settings)
+    engine.synchronize()
+    for place, part in enumerate(BATCH.tensor_split(2)):
+        value = part
+        for layer in model:
+            if isinstance(layer, Routed):
+                chosen = layer.choices[place][:, None]
+                value = torch.where(chosen, layer.maps[0](value), layer.maps[1](value))
+            else:
+                value = layer(value)
+        square(value, None).backward()
+    # each gradient was there once, and has come once more
+    for parameter, home in zip(model.parameters(), all_homes(engine._shelves), strict=True):
+        assert home.parameter is parameter
+        torch.testing.assert_close(parameter.grad, 2 * home.total)
+
+
+def test_keeping_by_the_rules():
+    class Twice(nn.Linear):
+        def forward(self, value):
+            save_for_recompute(1)
+            save_for_recompute(2)
+
+    class Never(nn.Linear):
+        def forward(self, value):
+            return super().forward(value) * get_recompute_data()[0]
+
+    for layer, words in ((Twice(6, 6), "called twice"), (Never(6, 6), "nothing is kept")):
+        with pytest.raises(RuntimeError, match=words):
+            RoundPipe(nn.Sequential(layer, nn.Linear(6, 6))).forward_backward((BATCH,))
+    assert doing_recompute() is False
+    save_for_recompute(1)  # outside of the engine it is dropped

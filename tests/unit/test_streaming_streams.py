@@ -9,10 +9,15 @@ import torch
 from torch import nn
 
 from stageline.streaming.engine import RoundPipe
-from stageline.streaming.host_memory import page_runs
+from stageline.streaming.host_memory import make_pages, page_runs
 from stageline.streaming.lanes import EagerQueue, Lane
 from stageline.streaming.plan import Plan
 from stageline.streaming.pool import BufferPool, DeviceBudgetError
+from stageline.streaming.recompute import (
+    doing_recompute,
+    get_recompute_data,
+    save_for_recompute,
+)
 from stageline.streaming.run_config import RoundPipeRunConfig
 from stageline.streaming.seat import Seat
 from stageline.streaming.shelf import make_shelves
@@ -177,3 +182,67 @@ def test_memory_is_registered_by_whole_pages_and_each_once():
     shared = [(4096, 4100), (4100, 4200)]  # two tensors of one page
     touching, apart = (8000, 8193), (40960, 40961)
     assert page_runs([apart, touching, *shared]) == [(4096, 12288), (40960, 45056)]
+
+
+class Driver:
+    """Pins what fits into its limit."""
+
+    def __init__(self, limit):
+        self.limit, self.pinned = limit, set()
+
+    def cudaHostRegister(self, start, num_bytes, flags):
+        if len(self.pinned) == self.limit:
+            return 2
+        self.pinned.add(start)
+        return 0
+
+    def cudaHostUnregister(self, start):
+        self.pinned.remove(start)
+
+
+def test_registered_memory_is_given_back_with_its_owner_and_after_a_refusal(monkeypatch):
+    shelves = make_shelves([nn.Linear(64, 64), nn.Linear(640, 640)], {})
+    driver = Driver(limit=100)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: False)
+    owner = nn.Identity()
+    make_pages(shelves, "register", on_gpu=True, owner=owner)
+    num_runs = len(driver.pinned)
+    del owner
+    assert num_runs and not driver.pinned
+    driver.limit = num_runs - 1
+    with pytest.raises(RuntimeError, match="cudaHostRegister returned 2"):
+        make_pages(shelves, "register", on_gpu=True, owner=nn.Identity())
+    assert not driver.pinned
+
+
+class Saves(nn.Module):
+    """Random numbers of the first run are those of the second, too."""
+
+    def forward(self, value):
+        if doing_recompute():
+            (noise,) = get_recompute_data()
+        else:
+            noise = torch.rand(value.shape[1:])
+            save_for_recompute(noise)
+        self.noises.append(noise)
+        return value * noise
+
+
+def test_compute_keeps_what_a_layer_saved_on_another_lane():
+    queues = [NotingQueue(), NotingQueue()]
+    saves, model = Saves(), linears(3)
+    saves.noises = []
+    # forward runs layer 1 on lane 1, backward on lane 0
+    plan = Plan((range(0, 1), range(1, 2), range(2, 3)), (range(3, 4), range(1, 3), range(0, 1)))
+    engine = RoundPipe(
+        nn.Sequential(model[0], saves, model[1], model[2]),
+        lanes=[Lane(CPU, queue) for queue in queues],
+    )
+    settings = RoundPipeRunConfig(num_microbatch=1, execute_plan=plan)
+    engine.forward_backward((BATCH,), loss_fn=square, run_config=settings)
+    first, second = saves.noises
+    assert first is not second and torch.equal(first, second)
+    assert not any(torch.equal(each, first) for each in queues[1].used)
+    assert any(torch.equal(each, first) for each in queues[0].used)

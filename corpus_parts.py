@@ -1,0 +1,128 @@
+"""The document parts, a row -> the text of a document, and the splitter parts, where sentences end.
+
+A row is a line of a text file, or what a line of JSON or a row of Parquet holds. A splitter gives
+ends in characters, in front of white space; the last one is the text's length.
+"""
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy
+
+from register import document_register, splitter_register
+from stageline.corpus import sentences
+from stageline.corpus.row_text import BadDocument
+from stageline.errors import UserError
+
+SLOT = re.compile(r"\[\[([A-Z][A-Z0-9_]*)\]\]|\[([A-Z][A-Z0-9_]*)\]")
+
+splitter_register["english"] = sentences.english
+splitter_register["chinese"] = sentences.chinese
+splitter_register["auto"] = sentences.auto
+splitter_register["icu"] = sentences.icu
+
+
+@splitter_register("none")
+def none(text: str) -> numpy.ndarray:
+    """No sentences: a long document is cut between any two tokens."""
+    return numpy.array([len(text)] if text else [], dtype=numpy.int64)
+
+
+none.splits_sentences = False  # so that nobody calls it, and pieces can be near-equal
+
+
+@document_register("text")
+def text(
+    row: str | Mapping[str, Any],
+    *,
+    fields: list[str] | None = None,
+    template: str | None = None,
+    separator: str = "\\n",
+) -> str:
+    r"""A line of text; of JSON and Parquet some fields, joined, or a template that they fill.
+
+    Args:
+        fields: names, a dot leads into a field that holds fields; default: text.
+        template: text with [FIELD] in place of each field, in capital letters: "[TITLE]: [BODY]";
+            [[FIELD]] is the text [FIELD].
+        separator: between two fields; \n is a line break, there and in a template, \t a tab.
+    """
+    if isinstance(row, str):
+        if fields is None and template is None:
+            return row
+        row = {"text": row}
+    if template is not None:
+        return _filled(template, row)
+    return _unescaped(separator).join([_value(row, name) for name in fields or ("text",)])
+
+
+def _unescaped(text: str) -> str:
+    """Line breaks and tabs as they are typed on a command line."""
+    return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
+def _columns_of(
+    *, fields: list[str] | None = None, template: str | None = None, **own: Any
+) -> list[str]:
+    """The fields that are needed of a row; refuses options that go wrong in every row.
+
+    Raises:
+        UserError: both came, or a template without a field.
+    """
+    if template is None:
+        return sorted({name.partition(".")[0] for name in fields or ["text"]})
+    if fields is not None:
+        raise UserError(
+            "--document.fields and --document.template came together. One of them was expected, "
+            "because each says what a document is made of: leave one out."
+        )
+    return sorted({name for name, is_slot in _parse(template) if is_slot})
+
+
+text.columns_of = _columns_of
+
+
+def _filled(template: str, row: Mapping[str, Any]) -> str:
+    return "".join([_value(row, part) if is_slot else part for part, is_slot in _parse(template)])
+
+
+@functools.cache
+def _parse(template: str) -> Sequence[tuple[str, bool]]:
+    """Texts and names of fields in turn, with whether it is a name."""
+    parts: list[tuple[str, bool]] = []
+    template, end = _unescaped(template), 0
+    for match in SLOT.finditer(template):
+        parts.append((template[end : match.start()], False))
+        parts.append((f"[{match[1]}]", False) if match[1] else (match[2].lower(), True))
+        end = match.end()
+    parts.append((template[end:], False))
+    if not any(is_slot for _, is_slot in parts):
+        raise UserError(
+            f"--document.template {template!r} names no field. A field in brackets and capital "
+            "letters was expected, [TEXT], because all documents would be alike without one."
+        )
+    return [part for part in parts if part[0]]
+
+
+def _value(row: Mapping[str, Any], name: str) -> str:
+    """The text of a field.
+
+    Raises:
+        BadDocument: it is missing, or no text.
+    """
+    value = row.get(name)
+    if value is None and "." in name:
+        value = row
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if value is None:
+        there = ", ".join(map(str, row)) or "none"
+        raise BadDocument("missing field", f"no field {name!r}; the row has the fields {there}")
+    kind = type(value).__name__
+    raise BadDocument("not text", f"the field {name!r} is a {kind}; text was expected")

@@ -1,0 +1,170 @@
+"""The header of a corpus: what its `.idx` says of the tokens, before the offsets.
+
+A corpus PREFIX is four files:
+    .bin  the tokens, little-endian, uint16 (vocabularies up to 65,536 ids) or uint32
+    .idx  preamble (24 bytes), JSON, zeros up to a page; then uint64 offsets[n + 1], counted in
+          tokens, and uint8 flags[n] (segments.py)
+    .dis  JSON: how many segments each type has
+    .tmp  JSON: how many segments have BOS only, EOS only, neither, both
+The segments of a type are one range. Knows bytes, not how they are read or written.
+"""
+
+import hashlib
+import json
+import os
+import struct
+import zlib
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from stageline.corpus.segments import CutRules, TokenizerInfo
+from stageline.errors import DataError
+
+MAGIC = b"STAGLIDX"
+VERSION = 1
+PAGE = 4096
+EDGE_BYTES = 64 * 1024
+MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+# magic, version, bytes of the JSON, its crc32, 4 bytes of zeros
+_PREAMBLE = struct.Struct("<8sIII4x")
+
+
+@dataclass(frozen=True)
+class SegmentType:
+    """One source type: its segments are one range, types in the order of their ids."""
+
+    id: int
+    name: str
+    num_segments: int
+    num_tokens: int
+    num_documents: int
+
+
+@dataclass(frozen=True)
+class CorpusHeader:
+    """All that a corpus knows of itself.
+
+    Attributes:
+        dtype: `uint16` or `uint32`.
+        tokenizer: None for files of Megatron-core, which do not say it.
+        mixed_rules: names of the rules in which merged inputs differ; `rules` has the first's.
+        bin_sha256: of the `.bin`; edges_sha256: of its size and both ends, checked at each open;
+            arrays_sha256: of offsets and flags.
+        sources: where the text is from, for people.
+    """
+
+    dtype: str
+    tokenizer: TokenizerInfo | None
+    rules: CutRules
+    language: str
+    types: tuple[SegmentType, ...]
+    bin_size: int
+    bin_sha256: str
+    edges_sha256: str
+    arrays_sha256: str
+    sources: tuple = ()
+    mixed_rules: tuple[str, ...] = ()
+    made_by: str = "stageline"
+    version: int = field(default=VERSION)
+
+    @property
+    def num_segments(self) -> int:
+        return sum(kind.num_segments for kind in self.types)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(kind.num_tokens for kind in self.types)
+
+    @property
+    def num_documents(self) -> int:
+        return sum(kind.num_documents for kind in self.types)
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the content: equal for equal segments, whatever prefix and sources."""
+        kinds = [(kind.num_segments, kind.num_tokens) for kind in self.types]
+        fingerprint = self.tokenizer.fingerprint if self.tokenizer else None
+        content = [self.dtype, fingerprint, kinds, self.bin_sha256, self.arrays_sha256]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def path_of(prefix: str | Path, suffix: str) -> Path:
+    """The file of a corpus; a prefix may hold dots."""
+    return Path(f"{os.fspath(prefix)}{suffix}")
+
+
+def dtype_for(vocab_size: int) -> str:
+    """The narrowest dtype that holds every id."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def encode_header(header: CorpusHeader) -> bytes:
+    """Preamble and JSON, filled up with zeros so that the arrays begin on a page."""
+    text = json.dumps(asdict(header), ensure_ascii=False, indent=1).encode()
+    whole = _PREAMBLE.pack(MAGIC, header.version, len(text), zlib.crc32(text)) + text
+    return whole + bytes(-len(whole) % PAGE)
+
+
+def decode_header(start: bytes | memoryview, path: Path) -> tuple[CorpusHeader, int]:
+    """The header and the byte at which the arrays begin.
+
+    Raises:
+        DataError: not a corpus, of a newer version, or damaged.
+    """
+    _check_magic(bytes(start[: len(MEGATRON_MAGIC)]), path)
+    if len(start) < _PREAMBLE.size:
+        raise _damaged(path, f"it ends after {len(start)} bytes")
+    _, version, size, crc = _PREAMBLE.unpack_from(start)
+    if version > VERSION:
+        raise DataError(
+            f"{path} has format version {version}; this program reads versions up to {VERSION}, as"
+            " a newer one wrote the file: update Stageline, or write the corpus anew with this one."
+        )
+    text = bytes(start[_PREAMBLE.size : _PREAMBLE.size + size])
+    if len(text) < size or zlib.crc32(text) != crc:
+        raise _damaged(path, "its checksum does not fit")
+    end = _PREAMBLE.size + size
+    return _from_json(json.loads(text)), end + -end % PAGE
+
+
+def edges_digest(path: Path) -> str:
+    """sha256 of a file's size, its first and its last 64 KiB: finds a swapped file in O(1)."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(size.to_bytes(8, "little"))
+    with open(path, "rb") as file:
+        digest.update(file.read(EDGE_BYTES))
+        file.seek(max(0, size - EDGE_BYTES))
+        digest.update(file.read(EDGE_BYTES))
+    return digest.hexdigest()
+
+
+def _from_json(values: dict) -> CorpusHeader:
+    tokenizer = values.pop("tokenizer")
+    return CorpusHeader(
+        tokenizer=TokenizerInfo(**tokenizer) if tokenizer else None,
+        rules=CutRules(**values.pop("rules")),
+        types=tuple(SegmentType(**kind) for kind in values.pop("types")),
+        sources=tuple(values.pop("sources")),
+        mixed_rules=tuple(values.pop("mixed_rules")),
+        **values,
+    )
+
+
+def _check_magic(start: bytes, path: Path) -> None:
+    if start[: len(MAGIC)] == MAGIC:
+        return
+    if start == MEGATRON_MAGIC:
+        raise DataError(
+            f"{path} is an index of Megatron-core; a corpus of Stageline was expected here:"
+            " convert it first (`corpus.py convert`)."
+        )
+    raise DataError(
+        f"{path} begins with {start[: len(MAGIC)]!r}; the index of a corpus begins with {MAGIC!r}:"
+        " the file is of another program. Give the prefix of a corpus that `corpus.py write` made."
+    )
+
+
+def _damaged(path: Path, why: str) -> DataError:
+    return DataError(
+        f"The header of {path} is damaged: {why}. Copy the corpus again or write it anew."
+    )

@@ -1,0 +1,202 @@
+"""What a build that was killed needs to go on: PREFIX.journal, written whole every few seconds.
+
+It holds the settings, what the inputs were, the first chunk that is not written yet, the counts
+and the state of the writer. It is gone when the corpus is finished.
+"""
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stageline.corpus.sources import Source
+from stageline.errors import DataError, StorageError, UserError
+
+VERSION = 1
+SUFFIX = ".journal"
+
+
+@dataclass
+class Progress:
+    """How far a build is. All of it is JSON.
+
+    Attributes:
+        file, part: the first chunk that is not written.
+        num_lines: of the current file, before that chunk.
+        num_bytes: of all files, as they lie on the disk.
+        counts: of the cutter, by name.
+        bad_kinds: bad lines of each kind.
+        bad_bytes: of the list of bad lines; num_listed: lines of it.
+        is_closing: all is added; only the names of the files are to change.
+    """
+
+    file: int = 0
+    part: int = 0
+    num_lines: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    counts: dict[str, int] = field(default_factory=dict)
+    bad_kinds: dict[str, int] = field(default_factory=dict)
+    bad_bytes: int = 0
+    num_listed: int = 0
+    is_closing: bool = False
+
+    @property
+    def num_bad(self) -> int:
+        return sum(self.bad_kinds.values())
+
+
+class Journal:
+    """The journal of a prefix.
+
+    Args:
+        settings: what decides over the bytes of the corpus, name -> what JSON holds.
+    """
+
+    def __init__(
+        self, path_prefix: str, *, settings: dict[str, Any], sources: Sequence[Source]
+    ) -> None:
+        self.path = Path(f"{path_prefix}{SUFFIX}")
+        self._settings = json.loads(json.dumps(settings))
+        self._sources = [asdict(source) for source in sources]
+
+    def write(self, progress: Progress, writer_state: dict[str, Any]) -> None:
+        """Replaces the journal; a kill leaves the old one or the new one.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        values = {
+            "version": VERSION,
+            "settings": self._settings,
+            "sources": self._sources,
+            "progress": asdict(progress),
+            "writer": writer_state,
+        }
+        draft = self.path.with_name(f"{self.path.name}.part")
+        try:
+            with draft.open("w", encoding="utf-8") as file:
+                json.dump(values, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, self.path)
+        except OSError as error:
+            raise StorageError(
+                f"{self.path} cannot be written: {error.strerror or error}. What was written "
+                "before is kept: make room and run the same command again."
+            ) from error
+
+    def read(self) -> tuple[Progress, dict[str, Any]] | None:
+        """(progress, state of the writer) of the build that was left; None: there is none.
+
+        Raises:
+            UserError: it was another build; names all that changed.
+            DataError: the journal is no journal.
+        """
+        if not self.path.exists():
+            return None
+        try:
+            values = json.loads(self.path.read_text(encoding="utf-8"))
+            version = values["version"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{self.path} is not the journal of a build ({error}). It says where to go on: "
+                "begin anew with --overwrite."
+            ) from error
+        changes = [f"  journal version: was {version}, is {VERSION}"] if version != VERSION else []
+        changes = changes or self._changes(values)
+        if changes:
+            listed = "\n".join(changes)
+            raise UserError(
+                f"{self.path} is of a build that was left, and this is another one:\n{listed}\n"
+                "The same command was expected, because one corpus would else be built in two "
+                "ways: set back what changed, give another --save-prefix, or begin anew with "
+                "--overwrite."
+            )
+        return Progress(**values["progress"]), values["writer"]
+
+    def remove(self) -> None:
+        """The corpus is finished, or begun anew."""
+        self.path.unlink(missing_ok=True)
+
+    def _changes(self, values: dict[str, Any]) -> list[str]:
+        before, now = _flat(values["settings"]), _flat(self._settings)
+        changes = [
+            f"  {name}: was {before.get(name)!r}, is {now.get(name)!r}"
+            for name in {**before, **now}
+            if before.get(name) != now.get(name)
+        ]
+        return changes + _changed_sources(values["sources"], self._sources)
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def _changed_sources(before: Sequence[dict], now: Sequence[dict]) -> list[str]:
+    old, new = ({source["path"]: source for source in sources} for sources in (before, now))
+    changes = [f"  input {path}: is not named any more" for path in old if path not in new]
+    changes += [f"  input {path}: was not named before" for path in new if path not in old]
+    for path in old:
+        if path in new and old[path] != new[path]:
+            first, second = old[path], new[path]
+            names = [name for name in first if first[name] != second.get(name)]
+            what = ", ".join(f"{name} was {first[name]}, is {second.get(name)}" for name in names)
+            changes.append(f"  input {path}: {what}")
+    if not changes and list(old) != list(new):
+        changes.append("  the inputs come in another order")
+    return changes
+
+
+@contextlib.contextmanager
+def only_build(path_prefix: str) -> Iterator[None]:
+    """Refuses a second build of the same prefix at the same time.
+
+    Raises:
+        UserError: one is at work.
+        StorageError: the folder cannot be written.
+    """
+    path = Path(f"{path_prefix}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror or error}. The corpus is to lie beside "
+            "it: choose a folder that can be written."
+        ) from error
+    with file:
+        _lock(file.fileno(), path, path_prefix)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _lock(handle: int, path: Path, path_prefix: str) -> None:
+    try:
+        import fcntl
+    except ImportError:  # no such locks on this system
+        return
+    try:
+        # of this process, not of the open file: workers that outlive a killed build hold nothing
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # else it was the lock of a build that ended this moment
+        is_ours = path.exists() and os.stat(path).st_ino == os.fstat(handle).st_ino
+    except OSError as error:
+        is_ours = error.errno not in (errno.EACCES, errno.EAGAIN)  # a file system without locks
+    if not is_ours:
+        raise UserError(
+            f"another build writes {path_prefix} at this moment. One was expected, because both "
+            "would write the same files: wait for it, or give another --save-prefix."
+        )

@@ -1,0 +1,158 @@
+"""Draws the rows of a training run, also of one that goes on with other replicas or accumulation.
+
+A run's batches stay those it began with: their size is in its checkpoints. An optimizer step takes
+as many of them as it has rows for, and its rows are dealt out to all replicas in turn. So a run on
+one device that accumulates 8 batches goes on, row for row, on 8 devices that accumulate none.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy
+
+from stageline.corpus.mixture import Mixture
+from stageline.errors import UserError
+
+
+class RunSampler:
+    """The rows of each optimizer step. Serves the micro-batch loader.
+
+    Args:
+        num_batches: batches of a step.
+        start: epoch and batch of the mixture at which step `start_step` begins.
+        names: of the types, for the report.
+    """
+
+    def __init__(
+        self,
+        mixture: Mixture,
+        *,
+        num_batches: int,
+        dp_rank: int = 0,
+        dp_degree: int = 1,
+        start: tuple[int, int] = (0, 0),
+        start_step: int = 0,
+        names: Sequence[str] = (),
+    ) -> None:
+        assert 0 <= dp_rank < dp_degree
+        self.mixture = mixture
+        self.num_batches = num_batches
+        self.dp_rank = dp_rank
+        self.dp_degree = dp_degree
+        self.names = names
+        # number of the batch at which step 0 would begin
+        self._origin = start[0] * len(mixture) + start[1] - start_step * num_batches
+
+    def __len__(self) -> int:
+        """Whole steps of one epoch; what is left over begins the next one."""
+        return len(self.mixture) // self.num_batches
+
+    def shares(self, start_step: int = 0) -> Iterator[list[list[int]]]:
+        """The rows of every replica, from a step on, epoch after epoch, without end."""
+        return map(self.step_shares, itertools.count(start_step))
+
+    def steps(self, start_step: int = 0) -> Iterator[list[int]]:
+        """As `shares`, of this replica."""
+        return (shares[self.dp_rank] for shares in self.shares(start_step))
+
+    def step_shares(self, step: int) -> list[list[int]]:
+        """The rows of every replica in one step."""
+        first = self._origin + step * self.num_batches
+        batches = [
+            self.mixture.batch(*divmod(number, len(self.mixture)))
+            for number in range(first, first + self.num_batches)
+        ]
+        rows = numpy.concatenate(batches)
+        return [rows[replica :: self.dp_degree].tolist() for replica in range(self.dp_degree)]
+
+    def state_after(self, step: int) -> dict[str, int]:
+        """What a checkpoint keeps: epoch and batch that come next, and the rows of a batch."""
+        epoch, batch = divmod(self._origin + step * self.num_batches, len(self.mixture))
+        return {"epoch": epoch, "batch": batch, "batch_rows": self.mixture.batch_rows}
+
+    def report(self) -> str:
+        """What an epoch has of each type, a line each."""
+        lines = [
+            f"an epoch is {len(self.mixture)} batches of {self.mixture.batch_rows} rows "
+            f"({self.mixture.drop_mode})"
+        ]
+        for kind, share in enumerate(self.mixture.per_epoch):
+            name = self.names[kind] if kind < len(self.names) else str(kind)
+            more = f", {share.repeated} of them again" if share.repeated else ""
+            left = f", {share.dropped} left out" if share.dropped else ""
+            lines.append(
+                f"  type {name}: {share.drawn} of {share.size} rows, {share.per_batch:.4g} in a "
+                f"batch{more}{left}"
+            )
+        return "\n".join(lines) + "\n"
+
+
+def run_sampler(
+    sizes: Sequence[int],
+    *,
+    batch_size: int,
+    step_samples: int,
+    dp_rank: int = 0,
+    dp_degree: int = 1,
+    seed: int = 0,
+    shuffle: bool = True,
+    counts: Sequence[int] | None = None,
+    weights: Sequence[float] | None = None,
+    drop_mode: str | int | None = None,
+    start_step: int = 0,
+    position: Mapping[str, Any] | None = None,
+    names: Sequence[str] = (),
+) -> RunSampler:
+    """The sampler of a run.
+
+    Args:
+        sizes: rows of each type.
+        batch_size: rows of a replica in one batch; step_samples: in one step.
+        counts, weights, drop_mode: of the mixture. Counts may be those of a run that this one
+            goes on with: they decide the size of a batch.
+        position: what `state_after` said of `start_step`, in the run that this one goes on with.
+
+    Raises:
+        UserError: a step is no whole number of batches, or the mixture does not fit the types.
+    """
+    step_rows = step_samples * dp_degree
+    saved = position["batch_rows"] if position else None
+    batch = batch_size * dp_degree
+    if saved is not None and step_rows % saved == 0:
+        batch = saved
+    if counts is not None and sum(counts) > 0:
+        batch = sum(counts)
+        _check_counts(counts, batch_size * dp_degree, step_rows)
+    mixture = Mixture(
+        sizes,
+        counts=counts,
+        weights=weights,
+        batch=batch,
+        drop_mode=0 if drop_mode is None else drop_mode,
+        seed=seed,
+        shuffle=shuffle,
+    )
+    start, since = (0, 0), 0
+    if position is not None:  # of batches of another size: as many rows of the epoch are done
+        start, since = (position["epoch"], position["batch"] * saved // batch), start_step
+    return RunSampler(
+        mixture,
+        num_batches=step_rows // batch,
+        dp_rank=dp_rank,
+        dp_degree=dp_degree,
+        start=start,
+        start_step=since,
+        names=names,
+    )
+
+
+def _check_counts(counts: Sequence[int], batch_rows: int, step_rows: int) -> None:
+    if step_rows % sum(counts) == 0:
+        return
+    raise UserError(
+        f"--global-batch-distributed {','.join(map(str, counts))} adds up to {sum(counts)} rows, "
+        f"and a global batch has {batch_rows} (--batch-size x data parallel replicas), a step "
+        f"{step_rows}. The rows of a global batch were expected (or of several, or of a part of "
+        "the step), because a step is whole batches: change the counts or --batch-size."
+    )

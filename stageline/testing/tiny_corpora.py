@@ -1,0 +1,69 @@
+"""Small pre-training corpora made here: documents of known tokens, in one or several types."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy
+
+from stageline.corpus.segments import (
+    BEGINS,
+    ENDS,
+    HAS_BOS,
+    HAS_EOS,
+    CutRules,
+    Segments,
+    TokenizerInfo,
+)
+from stageline.corpus.writer import CorpusWriter
+
+BOS, EOS, FIRST_ID = 1, 2, 5
+Document = Sequence[Sequence[int]]  # the tokens of each segment, BOS and EOS among them
+
+
+def documents(
+    lengths: Sequence[Sequence[int]], *, vocab_size: int = 64, seed: int = 0
+) -> list[list[list[int]]]:
+    """Documents of segments of these lengths, the first with BOS and the last with EOS."""
+    draw = numpy.random.default_rng(seed)
+    made = []
+    for of_document in lengths:
+        document = [draw.integers(FIRST_ID, vocab_size, length).tolist() for length in of_document]
+        document[0][0], document[-1][-1] = BOS, EOS
+        made.append(document)
+    return made
+
+
+def tiny_corpus(
+    prefix: Path,
+    types: Sequence[Sequence[Document]],
+    *,
+    seq_length: int = 16,
+    vocab_size: int = 64,
+    fingerprint: str = "",
+) -> Path:
+    """Writes the documents of each type as a corpus.
+
+    Args:
+        fingerprint: of the tokenizer; empty: no run compares it.
+    """
+    writer = CorpusWriter(
+        prefix,
+        tokenizer=TokenizerInfo("tiny", fingerprint, vocab_size, BOS, EOS),
+        rules=CutRules(seq_length),
+        language="english",
+        type_names=[f"type{kind}" for kind in range(len(types))],
+    )
+    for kind, of_type in enumerate(types):
+        for document in of_type:
+            writer.add(_segments(document), type_index=kind)
+    writer.close()
+    return prefix
+
+
+def _segments(document: Document) -> Segments:
+    flags = numpy.zeros(len(document), dtype=numpy.uint8)
+    flags[0] |= BEGINS | HAS_BOS
+    flags[-1] |= ENDS | HAS_EOS
+    tokens = [token for segment in document for token in segment]
+    lengths = numpy.array([len(segment) for segment in document], dtype=numpy.int64)
+    return Segments(numpy.array(tokens, dtype=numpy.uint32), lengths, flags)

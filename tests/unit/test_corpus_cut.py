@@ -1,0 +1,226 @@
+"""Documents cut into pieces: checked against plain loops over characters and tokens."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stageline.corpus import sentences
+from stageline.corpus.cut import cut_document, cut_documents
+from stageline.corpus.segments import CutRules
+from stageline.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _tokens(text):
+    """A toy tokenizer: words with the space before them, cut every 4 bytes, inside letters too."""
+    ends, end = [], 0
+    for word in re.findall(r"\s?\w+|\s|[^\w\s]", text):
+        size = len(word.encode())
+        ends += [*range(end + 4, end + size, 4), end + size]
+        end += size
+    assert end == len(text.encode())
+    return numpy.arange(len(ends), dtype=numpy.uint32), numpy.array(ends, dtype=numpy.int64)
+
+
+def _cut(text, *, splitter=sentences.auto, limit, pieces="even", num_first=1, num_last=1):
+    ids, ends = _tokens(text)
+    rules = CutRules(limit, pieces=pieces)
+    return cut_document(
+        text, ids, ends, splitter=splitter, rules=rules, num_first=num_first, num_last=num_last
+    )
+
+
+def _texts(text, cut):
+    """What each piece decodes to; fails on half a character."""
+    ends = _tokens(text)[1][numpy.cumsum(cut.lengths) - 1].tolist()
+    data = text.encode()
+    return [data[a:b].decode() for a, b in zip([0, *ends], ends, strict=False)]
+
+
+def _full(cut, num_first, num_last):
+    lengths = cut.lengths.tolist()
+    lengths[0] += num_first
+    lengths[-1] += num_last
+    return lengths
+
+
+def _sentence_lengths(text, splitter, num_first, num_last):
+    """Tokens of each sentence, by looking for each token's place in turn."""
+    data, token_ends = text.encode(), _tokens(text)[1].tolist()
+    is_place = [end == len(data) or data[end] & 0xC0 != 0x80 for end in token_ends]
+    counts = []
+    for end in splitter(text).tolist():
+        place = len(text[:end].encode())
+        fitting = [n for n, e in enumerate(token_ends, 1) if e >= place and is_place[n - 1]]
+        counts.append(fitting[0])
+    counts = sorted(set(counts))
+    lengths = [b - a for a, b in zip([0, *counts], counts, strict=False)]
+    lengths[0] += num_first
+    lengths[-1] += num_last
+    return lengths
+
+
+def _table(lengths, limit):
+    """(fewest segments, least sum of squares among those), by the plain O(n^2) recurrence."""
+    best = [(0, 0)]
+    for end in range(1, len(lengths) + 1):
+        ways, total = [], 0
+        for start in range(end - 1, -1, -1):
+            total += lengths[start]
+            if total > limit:
+                break
+            ways.append((best[start][0] + 1, best[start][1] + total * total))
+        best.append(min(ways))
+    return best[-1]
+
+
+def _manual_pages():
+    """Texts of some thousand letters, from the answers that the repository has."""
+    lines = (ROOT / "data/manpages_instruct.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [
+        "\n".join(f"{row['question']} {row['answer']}" for row in rows[start : start + 80])
+        for start in range(0, 800, 80)
+    ]
+
+
+@pytest.mark.parametrize("splitter", [sentences.english, sentences.auto])
+def test_real_documents_get_the_fewest_and_most_even_pieces_of_whole_sentences(splitter):
+    for text in _manual_pages():
+        lengths = _sentence_lengths(text, splitter, 1, 1)
+        assert max(lengths) <= 128 < sum(lengths)
+        cut = _cut(text, splitter=splitter, limit=128)
+        full = _full(cut, 1, 1)
+        assert (len(full), sum(n * n for n in full)) == _table(lengths, 128)
+        assert cut.num_cut_sentences == 0
+        greedy = _cut(text, splitter=splitter, limit=128, pieces="greedy")
+        assert len(greedy.lengths) == len(full)
+        ends = set(splitter(text).tolist())
+        place = 0
+        for piece in _texts(text, cut):
+            place += len(piece)
+            assert place in ends  # no token of this text lies across an end of a sentence
+
+
+_LETTERS = 'ab. ,\n!?"é。，”😀中'
+
+
+@settings(max_examples=500, deadline=None, database=None, derandomize=True)
+@given(
+    st.text(_LETTERS, min_size=1, max_size=120),
+    st.integers(6, 30),
+    st.integers(0, 1),
+    st.integers(0, 1),
+    st.sampled_from(["even", "greedy"]),
+    st.sampled_from([sentences.english, sentences.chinese, sentences.auto, None]),
+)
+def test_pieces_fit_and_decode_to_the_text(text, limit, num_first, num_last, pieces, splitter):
+    cut = _cut(
+        text, splitter=splitter, limit=limit, pieces=pieces, num_first=num_first, num_last=num_last
+    )
+    full = _full(cut, num_first, num_last)
+    assert max(full) <= limit and min(cut.lengths) > 0
+    assert "".join(_texts(text, cut)) == text
+    if splitter is not None:
+        lengths = _sentence_lengths(text, splitter, num_first, num_last)
+        assert cut.num_cut_sentences == sum(length > limit for length in lengths)
+        if max(lengths) <= limit:
+            squares = sum(n * n for n in full)
+            count, least = _table(lengths, limit)
+            assert len(full) == count and (squares == least or pieces == "greedy")
+
+
+def test_without_a_splitter_pieces_differ_by_one_token():
+    text = "word " * 300
+    cut = _cut(text, splitter=None, limit=64, num_first=0, num_last=0)
+    assert len(cut.lengths) == -(-len(_tokens(text)[0]) // 64)
+    assert cut.lengths.max() - cut.lengths.min() <= 1
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("one two three\nfour five six seven", ["one two three", "\nfour five six seven"]),
+        ("one two, three four, five six", ["one two, three four,", " five six"]),
+        ("一二，三四五六", ["一二，", "三四五六"]),
+        ("one two three four five", ["one two three", " four five"]),
+        ("aaaabbbbccccddddeeeeffff", ["aaaabbbbcccc", "ddddeeeeffff"]),
+    ],
+)
+def test_a_sentence_too_long_is_cut_at_the_best_place(text, pieces):
+    limit = len(_tokens(text)[0]) - 1
+    whole = lambda text: numpy.array([len(text)])  # noqa: E731
+    cut = _cut(text, splitter=whole, limit=limit, pieces="even", num_first=0, num_last=0)
+    assert _texts(text, cut) == pieces
+    assert cut.num_cut_sentences == 1
+
+
+def test_only_the_sentence_that_is_too_long_is_cut():
+    text = "One two three. " + "four, five, " * 6 + "end. Six seven, eight."
+    cut = _cut(text, splitter=sentences.english, limit=12, num_first=0, num_last=0)
+    assert cut.num_cut_sentences == 1
+    for piece in _texts(text, cut)[:-1]:
+        assert piece.endswith((",", "."))
+
+
+def test_a_character_longer_than_a_segment_is_told():
+    ids, ends = numpy.zeros(6, numpy.uint32), numpy.arange(1, 7)
+    with pytest.raises(UserError, match="'😀' is 4 token.*more than the 3 .*--seq-length"):
+        cut_document(
+            "a😀b",
+            ids,
+            ends,
+            splitter=sentences.auto,
+            rules=CutRules(3),
+            num_first=1,
+            num_last=1,
+        )
+
+
+def test_tokens_that_end_at_one_place_stay_together():
+    """As where a tokenizer falls back to bytes: all bytes of a letter end where it ends."""
+    ends = numpy.array([1, 4, 4, 4, 5, 6])
+    cut = cut_document(
+        "a中bc",
+        numpy.zeros(6, numpy.uint32),
+        ends,
+        splitter=None,
+        rules=CutRules(3),
+        num_first=0,
+        num_last=0,
+    )
+    assert cut.lengths.tolist() == [1, 3, 2]
+
+
+def test_an_unknown_policy_is_told():
+    with pytest.raises(UserError, match="'evn'.*'even', 'greedy'"):
+        _cut("one two three", limit=3, pieces="evn")
+
+
+@pytest.mark.parametrize("ends", [[], [3], [5, 3, 7], [0, 7]])
+def test_a_splitter_that_breaks_its_rules_is_told(ends):
+    with pytest.raises(UserError, match="rising character offsets"):
+        _cut("one two", splitter=lambda text: numpy.array(ends), limit=3)
+
+
+@pytest.mark.parametrize("splitter", [sentences.auto, None])
+def test_documents_together_are_cut_as_one_by_one(splitter):
+    texts = [*_manual_pages(), "one two three. four. Five six. " * 3, "\n一二三。四五六！\n" * 20]
+    together = cut_documents(
+        texts,
+        [_tokens(text)[1] for text in texts],
+        splitter=splitter,
+        rules=CutRules(64),
+        num_first=1,
+        num_last=0,
+    )
+    for text, cut in zip(texts, together, strict=True):
+        alone = _cut(text, splitter=splitter, limit=64, num_last=0)
+        assert cut.lengths.tolist() == alone.lengths.tolist()
+        assert cut.num_cut_sentences == alone.num_cut_sentences

@@ -1,0 +1,280 @@
+"""Encoders of a corpus: the ids of transformers on every text, by tiktoken or not, and back."""
+
+import json
+import pickle
+import random
+from pathlib import Path
+
+import numpy
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, trainers
+from tokenizers import pre_tokenizers as pre
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from stageline.corpus.encoder import load_encoder, tokenizer_fingerprint, why_bad
+from stageline.corpus.encoder_texts import check_texts
+from stageline.errors import DataError, UserError
+
+pytest.importorskip("tiktoken")
+
+ROOT = Path(__file__).resolve().parents[2]
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN = LLAMA3.replace("{1,3}", "")
+GPT4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CONTROL = ["<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>", "<filename>"]
+
+
+def _bytes_after(*steps, uses_regex=False, add_prefix_space=False):
+    last = pre.ByteLevel(add_prefix_space=add_prefix_space, use_regex=uses_regex)
+    return pre.Sequence([*steps, last]) if steps else last
+
+
+def _split(pattern, behavior="isolated", invert=False):
+    return pre.Split(Regex(pattern), behavior, invert)
+
+
+# shape -> pre-tokenizer, normalizer, kind that is expected
+BYTE_LEVEL = {
+    "gpt2": (_bytes_after(uses_regex=True), None, "tiktoken"),
+    "starcoder": (_bytes_after(pre.Digits(True), uses_regex=True), None, "tiktoken"),
+    "numbers": (_bytes_after(pre.Digits(False), uses_regex=True), None, "tiktoken"),
+    "llama3": (_bytes_after(_split(LLAMA3)), None, "tiktoken"),
+    "qwen": (_bytes_after(_split(QWEN)), normalizers.NFC(), "tiktoken"),
+    "gpt4o": (_bytes_after(_split(GPT4O, "removed", True)), None, "tiktoken"),
+    "prefixed": (_bytes_after(uses_regex=True, add_prefix_space=True), None, "tokenizers"),
+    "two_splits": (_bytes_after(_split("[一-龥]+"), _split(LLAMA3)), None, "tokenizers"),
+    "lower_case": (_bytes_after(uses_regex=True), normalizers.Lowercase(), "tokenizers"),
+}
+OTHERS = ("llama2", "metaspace_bpe", "unigram")
+
+
+def _training_texts():
+    return [
+        (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/glossary.zh.md")
+    ]
+
+
+def _byte_level(name):
+    pre_tokenizer, normalizer, _ = BYTE_LEVEL[name]
+    backend = Tokenizer(models.BPE(ignore_merges=name == "llama3"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizer, decoders.ByteLevel()
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    # the real ones lack a few control characters: so does this one, all but what its texts hold
+    alphabet = [] if name == "gpt2" else pre.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1500, initial_alphabet=alphabet, special_tokens=CONTROL, show_progress=False
+    )
+    backend.train_from_iterator(_training_texts() + (check_texts(None)[:25]), trainer)
+    if name == "qwen":  # as <think> there: a token of its own, yet no control token
+        backend.add_tokens([AddedToken("<think>", normalized=False, special=False)])
+    return backend
+
+
+def _other(name):
+    if name == "unigram":
+        backend = Tokenizer(models.Unigram())
+        backend.normalizer = normalizers.NFKC()
+        trainer = trainers.UnigramTrainer(
+            vocab_size=400,
+            special_tokens=["<unk>", *CONTROL],
+            unk_token="<unk>",
+            show_progress=False,
+        )
+    else:
+        fallback = name == "llama2"
+        backend = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=fallback, fuse_unk=True))
+        bytes_ = [f"<0x{byte:02X}>" for byte in range(256)] if fallback else []
+        trainer = trainers.BpeTrainer(
+            vocab_size=900, special_tokens=["<unk>", *CONTROL, *bytes_], show_progress=False
+        )
+    backend.pre_tokenizer = pre.Metaspace(prepend_scheme="first", split=name != "llama2")
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    if name == "llama2":
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    backend.train_from_iterator(_training_texts(), trainer)
+    return backend
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Name of a shape -> folder, made when it is first asked for."""
+    made = {}
+
+    def folder(name):
+        if name not in made:
+            backend = _byte_level(name) if name in BYTE_LEVEL else _other(name)
+            wrapped = PreTrainedTokenizerFast(
+                tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+            )
+            made[name] = tmp_path_factory.mktemp(name) / "tokenizer"
+            wrapped.save_pretrained(made[name])
+        return made[name]
+
+    return folder
+
+
+def _texts():
+    """Odd texts, each also behind the other, and real ones."""
+    odd = check_texts(None)
+    chance = random.Random(3)
+    pairs = ["".join(chance.sample(odd[:24], 2)) for _ in range(40)]
+    return [*odd, *pairs, *_training_texts(), "", "x<think>y</think>"]
+
+
+@pytest.mark.parametrize("name", [*BYTE_LEVEL, *OTHERS])
+def test_ids_are_those_of_transformers(folders, name):
+    encoder = load_encoder(folders(name))
+    reference = AutoTokenizer.from_pretrained(folders(name))
+    texts = _texts()
+    if name == "unigram":  # there transformers itself takes "</s>" in a text for the control token
+        texts = [text for text in texts if not any(token in text for token in CONTROL)]
+    expected = reference(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)
+    found = encoder.encode(texts)
+    assert [ids.tolist() for ids in found] == expected["input_ids"]
+    assert all(ids.dtype == numpy.uint32 for ids in found)
+    kind = BYTE_LEVEL[name][2] if name in BYTE_LEVEL else "tokenizers"
+    assert (encoder.kind, bool(encoder.note)) == (kind, kind == "tokenizers"), encoder.note
+    control = {reference.convert_tokens_to_ids(token) for token in CONTROL}
+    assert not control & set(numpy.concatenate(encoder.encode(_texts())).tolist())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "starcoder", "llama3", "qwen", "llama2"])
+def test_a_text_comes_back_from_its_ids(folders, name):
+    encoder = load_encoder(folders(name))
+    texts = _training_texts() + ["two  spaces\r\n\n\tx ", "<s>text</s>", "\ta\u00a0b 中文。"]
+    for text, ids in zip(texts, encoder.encode(texts), strict=True):
+        assert encoder.decode(ids) == text
+        ends = encoder.byte_ends(text, ids)
+        assert ends.dtype == numpy.int64 and ends[-1] == len(text.encode())
+        assert (numpy.diff(ends) > 0).all()
+
+
+def test_byte_ends_are_the_lengths_of_the_bytes(folders):
+    encoder = load_encoder(folders("llama3"))
+    text = "Ein Wörtchen, 😀 und 三 Zeichen: ﷺ\U000e0001."
+    (ids,) = encoder.encode([text])
+    slow = load_encoder(folders("llama3"), kind="tokenizers")
+    reference = Tokenizer.from_file(str(folders("llama3") / "tokenizer.json"))
+    # a byte-level token prints each of its bytes as one character
+    by_hand = numpy.cumsum([len(reference.id_to_token(i)) for i in ids])
+    numpy.testing.assert_array_equal(encoder.byte_ends(text, ids), by_hand)
+    numpy.testing.assert_array_equal(slow.byte_ends(text, ids), by_hand)
+    # by offsets, as for tokenizers that are not of bytes: they differ only inside a character
+    slow.token_bytes = None
+    by_offsets = slow.byte_ends(text, ids)
+    borders = set(numpy.cumsum([len(char.encode()) for char in text]).tolist())
+    for end, offset in zip(by_hand.tolist(), by_offsets.tolist(), strict=True):
+        assert end == offset or not {end, offset} & borders
+
+
+def test_byte_ends_of_tokens_that_mark_spaces(folders):
+    encoder = load_encoder(folders("llama2"))
+    texts = [*_training_texts(), " a\n  b", "x", "中文 😀!"]
+    found = encoder.encode(texts)
+    by_bytes = [encoder.byte_ends(text, ids) for text, ids in zip(texts, found, strict=True)]
+    encoder.token_bytes = None  # as for tokenizers that change the text: by offsets
+    for text, ids, ends in zip(texts, found, by_bytes, strict=True):
+        offsets = encoder.byte_ends(text, ids)
+        borders = set(numpy.cumsum([len(char.encode()) for char in text]).tolist())
+        pairs = zip(ends.tolist(), offsets.tolist(), strict=True)
+        differ = [pair for pair in pairs if pair[0] != pair[1] and borders & set(pair)]
+        # by offsets a space put before the text has the place of the first character
+        assert differ in ([], [(0, 1)])
+
+
+def test_a_text_that_holds_the_separator_is_text(folders):
+    from stageline.corpus.fast_encoder import SEPARATOR
+
+    encoder = load_encoder(folders("llama3"))
+    texts = ["before", f"a{SEPARATOR}b", SEPARATOR, "", "behind"]
+    slow = load_encoder(folders("llama3"), kind="tokenizers")
+    assert slow.kind == "tokenizers" and not slow.note
+    for fast, other in zip(encoder.encode(texts), slow.encode(texts), strict=True):
+        assert fast.tolist() == other.tolist()
+
+
+def test_long_runs_take_neither_forever_nor_the_process(folders):
+    encoder = load_encoder(folders("gpt2"))
+    slow = load_encoder(folders("gpt2"), kind="tokenizers")
+    blank = " " * 1_000_000 + "x"  # of so much white space tiktoken's expressions die
+    assert encoder.decode(encoder.encode([blank])[0]) == blank
+    texts = ["a" * 50_000, "\n" * 70_000, "ok"]
+    for fast, other in zip(encoder.encode(texts), slow.encode(texts), strict=True):
+        numpy.testing.assert_array_equal(fast, other)
+
+
+def test_half_a_surrogate_pair_is_a_bad_document(folders):
+    for kind in ("auto", "tokenizers"):
+        encoder = load_encoder(folders("llama3"), kind=kind)
+        with pytest.raises(DataError, match=r"Text 1 of 3.*character 4 is U\+D83D"):
+            encoder.encode(["fine", "half\ud83d", "fine"])
+    assert why_bad("half\ud83d") and why_bad("whole 😀\0") is None
+
+
+def test_falls_back_when_real_documents_differ(folders, monkeypatch):
+    encoder = load_encoder(folders("llama3"))
+    assert encoder.check(_texts()) and encoder.kind == "tiktoken"
+    monkeypatch.setattr(encoder._fast, "encode", lambda texts: [numpy.zeros(1)] * len(texts))
+    assert not encoder.check(["real documents"])
+    assert encoder.kind == "tokenizers" and "real documents" in encoder.note
+    again = pickle.loads(pickle.dumps(encoder))
+    assert (again.kind, again.note, again.info) == ("tokenizers", encoder.note, encoder.info)
+
+
+def test_self_check_finds_a_wrong_expression(folders, monkeypatch):
+    from stageline.corpus import fast_rules
+
+    monkeypatch.setattr(fast_rules, "GPT2_PATTERN", r"\w+|\W+")
+    assert "other ids" in load_encoder(folders("gpt2")).note
+    with pytest.raises(UserError, match="cannot be run by tiktoken exactly.*other ids"):
+        load_encoder(folders("gpt2"), kind="tiktoken")
+
+
+def test_merges_out_of_order_are_refused(folders, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(folders("gpt2"))
+    spec = json.loads(tokenizer.backend_tokenizer.to_str())
+    spec["model"]["merges"].reverse()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(spec)))
+    wrapped.save_pretrained(tmp_path / "reversed")
+    encoder = load_encoder(tmp_path / "reversed")
+    assert (encoder.kind, encoder.note) == (
+        "tokenizers",
+        "its ids are not in the order of its merges",
+    )
+
+
+def test_fingerprint_is_of_what_decides_the_ids(folders, tmp_path):
+    first = AutoTokenizer.from_pretrained(folders("llama3"))
+    print_ = tokenizer_fingerprint(first)
+    assert print_ == load_encoder(folders("llama3")).info.fingerprint
+    first.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    first.padding_side = "left"
+    first("a longer text", truncation=True, max_length=1)
+    first.save_pretrained(tmp_path / "elsewhere")
+    again = AutoTokenizer.from_pretrained(tmp_path / "elsewhere")
+    assert tokenizer_fingerprint(first) == tokenizer_fingerprint(again) == print_
+    first.add_tokens(["word"])
+    assert tokenizer_fingerprint(first) != print_
+    others = {load_encoder(folders(name)).info.fingerprint for name in ("gpt2", "qwen", "unigram")}
+    always = Tokenizer.from_file(str(folders("llama2") / "tokenizer.json"))
+    always.pre_tokenizer = pre.Metaspace(prepend_scheme="always", split=False)
+    always = PreTrainedTokenizerFast(tokenizer_object=always)
+    assert tokenizer_fingerprint(always) == load_encoder(folders("llama2")).info.fingerprint
+    assert len({print_, *others}) == 4
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(UserError, match="--tokenizer-path"):
+        load_encoder(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"no tokenizer.*tokenizer\.json"):
+        load_encoder(tmp_path)

@@ -1,0 +1,256 @@
+"""The files of a corpus: what is written is read again, and each kind of damage is named."""
+
+import json
+import os
+import pickle
+import struct
+import subprocess
+import sys
+
+import numpy
+import pytest
+
+from stageline.corpus.corpus_files import Corpus, open_corpus
+from stageline.corpus.header import MAGIC, path_of
+from stageline.corpus.writer import CorpusWriter
+from stageline.errors import DataError, StorageError, UserError
+from stageline.testing.corpora import RULES, documents_of, segments_of, tokenizer, write
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(1000, "uint16"), (65537, "uint32")])
+def test_what_was_written_is_read_again(tmp_path, vocab_size, dtype):
+    documents = documents_of([3, 20, 6, 14, 0, 40, 1], vocab_size=vocab_size)
+    corpus = write(tmp_path / "a.b", documents, vocab_size=vocab_size, sources=["x.txt"])
+    pieces = [piece for document in documents for piece in document]
+    assert [corpus[i].tolist() for i in range(len(corpus))] == pieces
+    assert [row.tolist() for row in corpus.read(numpy.array([4, 0, 4]))] == [
+        pieces[4],
+        pieces[0],
+        pieces[4],
+    ]
+    assert corpus[-1].tolist() == pieces[-1] and corpus[0].dtype == numpy.int64
+    assert corpus.lengths().tolist() == [len(piece) for piece in pieces]
+    assert corpus.lengths(2, 5).tolist() == [len(piece) for piece in pieces[2:5]]
+    assert corpus.header.dtype == dtype and corpus.header.sources == ("x.txt",)
+    assert (
+        path_of(tmp_path / "a.b", ".bin").stat().st_size
+        == corpus.header.num_tokens * int(dtype[4:]) // 8
+    )
+
+
+def test_documents_come_back_without_bos_and_eos(tmp_path):
+    documents = documents_of([3, 20, 6, 14, 0, 40, 1])
+    corpus = write(tmp_path / "a", documents)
+    texts = [[token for piece in doc for token in piece][1:-1] for doc in documents]
+    ranges = list(corpus.documents())
+    assert [corpus.document_tokens(*one).tolist() for one in ranges] == texts
+    for start in range(len(corpus)):  # those that begin in a range, whole
+        for stop in range(start, len(corpus) + 1):
+            inside = [one for one in ranges if start <= one[0] < stop]
+            assert list(corpus.documents(start, stop)) == inside
+    assert corpus.header.num_documents == 7
+
+
+def test_indices_outside_are_refused(tmp_path):
+    corpus = write(tmp_path / "a", documents_of([3]))
+    for index in (1, -2):
+        with pytest.raises(IndexError, match="of 1 in"):
+            corpus[index]
+
+
+def test_types_are_ranges_and_counted(tmp_path):
+    prefix = tmp_path / "a"
+    writer = CorpusWriter(
+        prefix, tokenizer=tokenizer(), rules=RULES, language="en", type_names=["en", "none", "zh"]
+    )
+    writer.add(segments_of(documents_of([3, 20])))
+    writer.add(segments_of(documents_of([9])), type_index=2)
+    writer.close()
+    corpus = Corpus(prefix)
+    assert corpus.type_starts.tolist() == [0, 4, 4, 6]
+    assert [kind.name for kind in corpus.header.types] == ["en", "none", "zh"]
+    assert [kind.num_documents for kind in corpus.header.types] == [2, 0, 1]
+    assert json.loads(path_of(prefix, ".dis").read_text())["counts"] == [4, 0, 2]
+    endings = json.loads(path_of(prefix, ".tmp").read_text())
+    # 3 tokens: one segment with both; 22: three; 11: two
+    assert endings == {"bos_only": 2, "eos_only": 2, "neither": 1, "both": 1}
+
+
+def test_a_writer_left_behind_goes_on_to_the_same_bytes(tmp_path):
+    documents = documents_of([3, 20, 6, 14, 0, 40, 1])
+    write(tmp_path / "whole", documents)
+    left = CorpusWriter(tmp_path / "left", tokenizer=tokenizer(), rules=RULES, language="en")
+    left.add(segments_of(documents[:3]))
+    state = json.loads(json.dumps(left.state()))
+    left.add(segments_of(documents[5:]))  # after the state: must be forgotten
+    left.state()
+    for _ in range(2):  # killed again before it added anything
+        writer = CorpusWriter.resume(tmp_path / "left", state)
+        for name, file in state["files"].items():
+            assert path_of(tmp_path / "left", f".{name}.part").stat().st_size == file["size"]
+    writer.add(segments_of(documents[3:]))
+    writer.close()
+    for suffix in (".bin", ".idx", ".dis", ".tmp"):
+        whole = path_of(tmp_path / "whole", suffix).read_bytes()
+        assert path_of(tmp_path / "left", suffix).read_bytes() == whole
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_killed_between_two_renames_goes_on(tmp_path, monkeypatch):
+    write(tmp_path / "a", documents_of([30]))  # its index must not lie beside the new tokens
+    writer = CorpusWriter(
+        tmp_path / "a", tokenizer=tokenizer(), rules=RULES, language="en", overwrite=True
+    )
+    writer.add(segments_of(documents_of([3, 20])))
+    state = writer.state()
+    real = os.replace
+
+    def killed(source, target):
+        if str(target).endswith(".dis"):
+            raise KeyboardInterrupt
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        writer.close()
+    monkeypatch.setattr(os, "replace", real)
+    with pytest.raises(DataError, match="parts of a corpus lie there"):
+        Corpus(tmp_path / "a")
+    CorpusWriter.resume(tmp_path / "a", state).close()
+    assert len(Corpus(tmp_path / "a")) == 4
+
+
+@pytest.mark.parametrize("change", ["cut", "other", "gone"])
+def test_parts_that_changed_are_not_gone_on_with(tmp_path, change):
+    writer = CorpusWriter(tmp_path / "a", tokenizer=tokenizer(), rules=RULES, language="en")
+    writer.add(segments_of(documents_of([30])))
+    state = writer.state()
+    part = path_of(tmp_path / "a", ".bin.part")
+    content = part.read_bytes()
+    if change == "gone":
+        part.unlink()
+    else:
+        part.write_bytes(content[:-1] if change == "cut" else b"\xff" + content[1:])
+    with pytest.raises(DataError, match="cannot be gone on with"):
+        CorpusWriter.resume(tmp_path / "a", state)
+
+
+def test_two_processes_do_not_write_one_corpus(tmp_path):
+    part = path_of(tmp_path / "a", ".bin.part")
+    holds = f"import fcntl; file = open({str(part)!r}, 'wb'); file.write(b'kept'); file.flush()"
+    holds += "; fcntl.lockf(file, fcntl.LOCK_EX); print('held', flush=True); input()"
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-S", "-c", holds], **pipes) as other:
+        other.stdout.readline()
+        with pytest.raises(UserError, match="another process"):
+            CorpusWriter(tmp_path / "a", tokenizer=tokenizer(), rules=RULES, language="en")
+        assert part.read_bytes() == b"kept"
+        other.communicate(b"\n")
+    CorpusWriter(tmp_path / "a", tokenizer=tokenizer(), rules=RULES, language="en").close()
+
+
+def test_a_full_disk_is_a_storage_error(tmp_path):
+    writer = CorpusWriter(tmp_path / "a", tokenizer=tokenizer(), rules=RULES, language="en")
+    writer._files["bin"]._file = open("/dev/full", "wb", buffering=0)
+    with pytest.raises(StorageError, match="a.bin.part cannot be written: No space left"):
+        writer.add(segments_of(documents_of([3])))
+
+
+def test_a_finished_corpus_is_overwritten_only_when_asked(tmp_path):
+    write(tmp_path / "a", documents_of([3]))
+    with pytest.raises(UserError, match="--overwrite"):
+        write(tmp_path / "a", documents_of([30]))
+    assert len(Corpus(tmp_path / "a")) == 1
+    assert len(write(tmp_path / "a", documents_of([30]), overwrite=True)) == 4
+
+
+def test_an_id_too_large_is_named(tmp_path):
+    writer = CorpusWriter(tmp_path / "a", tokenizer=tokenizer(), rules=RULES, language="en")
+    writer.add(segments_of(documents_of([3])))
+    documents = [[[1, 5, 2]], [[1, 1000, 2]]]
+    with pytest.raises(DataError, match=r"id 1000 in segment 2 of .*'tiny'.* below 1000"):
+        writer.add(segments_of(documents))
+
+
+def test_a_segment_too_long_is_named(tmp_path):
+    writer = CorpusWriter(tmp_path / "a", tokenizer=tokenizer(), rules=RULES, language="en")
+    with pytest.raises(DataError, match="segment of 9 tokens .* at most 8"):
+        writer.add(segments_of([[[3] * 9]]))
+
+
+def test_a_copy_in_a_worker_reads_the_same_or_says_that_it_cannot(tmp_path):
+    corpus = write(tmp_path / "a", documents_of([30]))
+    sent = pickle.dumps(corpus)
+    assert pickle.loads(sent)[2].tolist() == corpus[2].tolist()
+    write(tmp_path / "a", documents_of([31]), overwrite=True)
+    with pytest.raises(DataError, match="written anew meanwhile"):
+        pickle.loads(sent)
+
+
+def test_an_empty_corpus_can_be_opened(tmp_path):
+    corpus = write(tmp_path / "a", [])
+    assert len(corpus) == 0 and list(corpus.documents()) == [] and corpus.lengths().size == 0
+
+
+# damage
+
+
+def _cut(path, count=10):
+    path.write_bytes(path.read_bytes()[:-count])
+
+
+def _flip(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def _swap(tmp_path, suffix):
+    target = path_of(tmp_path / "a", suffix)
+    target.write_bytes(path_of(tmp_path / "b", suffix).read_bytes())
+
+
+def _newer(path):
+    content = bytearray(path.read_bytes())
+    content[8:12] = struct.pack("<I", 7)
+    path.write_bytes(content)
+
+
+def _flip_header(path):
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b'"seq_length": 8', b'"seq_length": 9'))
+
+
+DAMAGES = {
+    "truncated bin": (lambda p: _cut(p / "a.bin"), r"a\.bin has [\d,]+ bytes.*truncated"),
+    "truncated idx": (lambda p: _cut(p / "a.idx"), r"a\.idx has [\d,]+ bytes.*was cut"),
+    "idx cut in its header": (lambda p: (p / "a.idx").write_bytes(MAGIC + b"x"), "ends after 9"),
+    "idx cut in its JSON": (
+        lambda p: (p / "a.idx").write_bytes((p / "a.idx").read_bytes()[:100]),
+        "damaged: its checksum",
+    ),
+    "empty idx": (lambda p: (p / "a.idx").write_bytes(b""), "begins with b''"),
+    "swapped idx, same size": (lambda p: _swap(p, ".idx"), "swapped with another corpus"),
+    "swapped bin, same size": (lambda p: _swap(p, ".bin"), "swapped with another corpus"),
+    "newer version": (lambda p: _newer(p / "a.idx"), "format version 7; .* up to 1"),
+    "foreign": (lambda p: (p / "a.idx").write_bytes(b"\x7fELF" + bytes(5000)), "another program"),
+    "damaged header": (lambda p: _flip_header(p / "a.idx"), "damaged: its checksum"),
+    "last offset flipped": (
+        lambda p: _flip(p / "a.idx", 4096 + 8 * len(Corpus(p / "a"))),
+        "offsets of .* go from 0 to 33; its header says from 0 to 32",
+    ),
+    "no idx": (lambda p: (p / "a.idx").unlink(), r"a\.idx is missing"),
+    "no bin": (lambda p: (p / "a.bin").unlink(), r"a\.bin is missing"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named_when_a_corpus_is_opened(tmp_path, damage):
+    harm, words = DAMAGES[damage]
+    write(tmp_path / "a", documents_of([30], seed=1))
+    write(tmp_path / "b", documents_of([30], seed=2))
+    harm(tmp_path)
+    for reader in (Corpus, open_corpus):
+        with pytest.raises(DataError, match=words) as error:
+            reader(tmp_path / "a")
+        assert error.value.exit_code == 3

@@ -1,0 +1,39 @@
+"""The picture of a corpus: what it draws, and that many types or none do not break it."""
+
+from stageline.plotting.corpus import MOST_TYPES, corpus_figure, plot_corpus
+
+PADDING = {"a segment a row": 0.5, "packed": 0.01}
+
+
+def histograms(num_types):
+    return {f"type {kind}": ([1, 9, 17], [kind, 2]) for kind in range(num_types)}
+
+
+def test_each_type_has_its_bars_on_top_of_the_others(tmp_path):
+    kinds = histograms(3)
+    tokens = {name: 10**6 * (place + 1) for place, name in enumerate(kinds)}
+    figure = corpus_figure(kinds, padding=PADDING, tokens=tokens, title="$x")
+    lengths, shares, padding = figure.axes
+    tops = [bar.get_y() + bar.get_height() for bar in lengths.patches]
+    assert max(tops) == 6 and tops[-2] == 0 + 1 + 2  # 3 types x 2, and 0 + 1 + 2
+    assert sorted(bar.get_width() for bar in shares.patches) == [1, 2, 3]
+    assert [bar.get_width() for bar in padding.patches] == [0.01, 0.5]
+    plot_corpus(kinds, tmp_path / "p.png", padding=PADDING, tokens=tokens)
+    assert (tmp_path / "p.png").stat().st_size > 1000
+    assert list(tmp_path.iterdir()) == [tmp_path / "p.png"]
+
+
+def test_types_beyond_the_largest_are_drawn_as_one():
+    kinds = histograms(MOST_TYPES + 4)
+    tokens = {name: place + 1 for place, name in enumerate(kinds)}
+    figure = corpus_figure(kinds, padding=PADDING, tokens=tokens)
+    lengths, shares, _ = figure.axes
+    labels = [text.get_text() for text in lengths.get_legend().get_texts()]
+    assert len(labels) == MOST_TYPES + 1 and labels[-1] == "others"
+    assert lengths.patches[-2].get_height() == 0 + 1 + 2 + 3
+    assert len(shares.patches) == MOST_TYPES
+
+
+def test_one_type_needs_no_legend():
+    figure = corpus_figure(histograms(1), padding={}, tokens={"type 0": 5})
+    assert figure.axes[0].get_legend() is None

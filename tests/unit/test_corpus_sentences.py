@@ -1,0 +1,160 @@
+"""Splitters against sentences cut by hand; and that no text loses a letter, however handed in."""
+
+import functools
+import json
+import random
+from pathlib import Path
+
+import numpy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stageline.corpus import blocks, sentences
+from stageline.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = [sentences.english, sentences.chinese, sentences.auto]
+# a line of page width that breaks off in a sentence
+LINE = "A line that is as long as those which are wrapped in the midst of"
+
+
+# no-break spaces are not: no line is broken there
+WHITE = " \n\t\r"
+
+
+def _sentences(splitter, text):
+    ends = splitter(text)
+    assert ends.dtype == numpy.int64
+    return [text[a:b] for a, b in zip([0, *ends.tolist()], ends.tolist(), strict=False)]
+
+
+@pytest.mark.parametrize(
+    "expected",
+    [
+        ["One.", " Two!", " Three?", " Four…", " Five"],
+        ["So what?!", " Wait...", " No."],
+        ['He said "go."', " She (the boss.) left.')", " Then?”", " End"],
+        ['"Really?" he asked.', " He left... and came back."],
+        ["Why?", " because."],
+        ["Pi is 3.14 or so.", " See http://a.b/c?d=e. for more, v1.2."],
+        ["Mr. Smith met Dr. J. R. Jones of the U.S. Army, e.g. Monday, i.e. Today.", " Yes."],
+        ["See Fig. 3, No. 5 and pp. 7 to 9.", " He said no.", " Then 5 left on Jan. 3 again."],
+        ["It was his.", " It's.", " Was it x.", " Option -V.", " End"],
+        ["About etc.", " Then Inc.", " And on."],
+        ["Title", "\n\nText of one line.", "\nx = 1", "\ny = 2"],
+        [f"{LINE}\na sentence.", f"\n{LINE}\n  Sentences with Capitals.", " Next."],
+        [LINE, "\n\nA blank line ends one."],
+        [LINE, "\n- an item", "\n1. another (see 2. below) of them", "\n(b) the last", "\nText"],
+        ["1. The first item.", "\n2. The second item.", "\na. And this. b."],
+        ["x" * 130, "\nbehind a line that is longer than a page is wide"],
+        ["  White before.", "\n\n\tAnd behind. \n\n "],
+        [" \n\t "],
+        ["."],
+    ],
+    ids=lambda expected: expected[0][:20],
+)
+def test_english(expected):
+    assert _sentences(sentences.english, "".join(expected)) == expected
+    assert _sentences(sentences.auto, "".join(expected)) == expected
+
+
+@pytest.mark.parametrize(
+    "expected",
+    [
+        ["真的吗？！", "是的。", "好！", "他走了……", "你呢？"],
+        ["他说：“你好。”", "然后走了。", "「是！」", "（完。）", "『好？』"],
+        ["“好！”，他说。", "又一句"],
+        ["第一行", "\n第二行。", "\n\n第三行，\t还是第三行", "\n结束。 \n"],
+        ["圆周率是 3.14，版本 2.0 见 a?b=c。", "对!", "好?", "完"],
+        ["まだです。", "はい。"],
+    ],
+    ids=lambda expected: expected[0][:20],
+)
+def test_chinese(expected):
+    assert _sentences(sentences.chinese, "".join(expected)) == expected
+    assert _sentences(sentences.auto, "".join(expected)) == expected
+
+
+def test_mixed_text_gets_both_rules():
+    expected = ["Mr. Wang came.", " 他来了。", "“好！”", "Then “Yes.”", " “Why?” he asked.", " 完"]
+    assert _sentences(sentences.auto, "".join(expected)) == expected
+
+
+def test_an_empty_text_has_no_sentence():
+    for splitter in OURS:
+        assert _sentences(splitter, "") == []
+
+
+def test_letters_beyond_the_basic_plane_count_once():
+    assert _sentences(sentences.auto, "😀 one. 😀 Two。三") == ["😀 one.", " 😀 Two。", "三"]
+
+
+def _check(splitter, text):
+    ends = splitter(text)
+    assert (numpy.diff(ends, prepend=0) > 0).all()
+    assert ends.tolist()[-1:] == ([len(text)] if text else [])
+    for end in ends[:-1].tolist():
+        assert text[end - 1] not in WHITE and text[end:].strip(WHITE)
+
+
+@settings(max_examples=1_000, deadline=None, database=None, derandomize=True)
+@given(st.text("aB1. .\n\n!?\"')(-,é。！，”中\xa0😀\x00\r", max_size=80), st.sampled_from(OURS))
+def test_every_text_is_covered_and_no_sentence_ends_in_white_space(text, splitter):
+    _check(splitter, text)
+
+
+def _odd_texts(num):
+    """Texts full of what the rules look at, some of them with lines of a page's width."""
+    choice = random.Random(0).choice
+    signs = "ab. .A1)(\n\n \n!?\"'é。，”！中,-\r"
+    texts = ["".join(choice(signs) for _ in range(choice((5, 40, 400)))) for _ in range(num)]
+    return [text.replace("1", LINE) if choice((0, 1)) else text for text in texts]
+
+
+def _real_texts():
+    lines = (ROOT / "data/manpages_instruct.jsonl").read_text(encoding="utf-8").splitlines()
+    answers = [json.loads(line)["answer"] for line in lines]
+    guides = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))]
+    return [*answers, *guides, "\n".join(answers)]
+
+
+@pytest.mark.parametrize("splitter", OURS)
+def test_texts_together_and_in_blocks_have_the_ends_they_have_alone(splitter, monkeypatch):
+    texts = ["", " ", *_odd_texts(1_500), *_real_texts()]
+    monkeypatch.setattr(blocks, "_BLOCK", 10**9)
+    alone = [splitter(text).tolist() for text in texts]
+    monkeypatch.setattr(blocks, "_BLOCK", 60)
+    assert [splitter(text).tolist() for text in texts] == alone
+    monkeypatch.undo()
+    assert [ends.tolist() for ends in sentences.ends_of_each(splitter, texts)] == alone
+    monkeypatch.setitem(sentences._OURS, splitter, lambda text: numpy.array([], numpy.int64))
+    part = functools.partial(splitter)  # as the entry file hands it on
+    assert sentences.ends_of_each(part, ["a. b", "c"])[0].tolist() == [4]
+
+
+def test_a_splitter_of_the_user_is_asked_text_by_text():
+    asked = []
+
+    def own(text):
+        asked.append(text)
+        return numpy.array([len(text)])
+
+    assert [ends.tolist() for ends in sentences.ends_of_each(own, ["ab", "c"])] == [[2], [1]]
+    assert asked == ["ab", "c"]
+
+
+def test_icu_is_asked_for_when_it_is_missing(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "icu", None)
+    sentences._icu_iterator.cache_clear()
+    with pytest.raises(UserError, match="PyICU.*pip install.*auto"):
+        sentences.icu("One. Two.")
+
+
+def test_icu():
+    pytest.importorskip("icu")
+    sentences._icu_iterator.cache_clear()
+    expected = ["😀 Mr. Smith came.", " He left.", "\nGone?", " Yes. "]
+    assert _sentences(sentences.icu, "".join(expected)) == expected
+    for text in ["", " ", "\n\n", *_odd_texts(200)]:
+        _check(sentences.icu, text)

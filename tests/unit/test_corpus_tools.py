@@ -1,0 +1,292 @@
+"""merge, remove, verify and stats of corpora, against plain lists."""
+
+import json
+import tracemalloc
+
+import numpy
+import pytest
+
+from stageline.corpus import files_out, mapped
+from stageline.corpus.corpus_files import Corpus
+from stageline.corpus.header import path_of
+from stageline.corpus.merge import merge
+from stageline.corpus.remove import remove
+from stageline.corpus.segments import CutRules
+from stageline.corpus.stats import rows_of_best_fit, stats
+from stageline.corpus.verify import verify
+from stageline.corpus.writer import CorpusWriter
+from stageline.errors import DataError, UserError
+from stageline.testing.corpora import documents_of, segments_of, tokenizer, write
+
+
+@pytest.fixture(autouse=True)
+def _small_steps(monkeypatch):
+    monkeypatch.setattr(mapped, "STEP", 3)  # so that borders of steps fall everywhere
+    monkeypatch.setattr(mapped, "TOKENS", 20)
+
+
+def texts(corpus, kind=None):
+    starts = corpus.type_starts.tolist()
+    span = (0, len(corpus)) if kind is None else starts[kind : kind + 2]
+    return [corpus.document_tokens(*one).tolist() for one in corpus.documents(*span)]
+
+
+@pytest.fixture
+def three(tmp_path):
+    """Corpora a, b and c, and the texts of their documents."""
+    made = [documents_of([3, 20, 9], seed=1), documents_of([30, 0], seed=2), documents_of([8] * 5)]
+    for name, documents in zip("abc", made):
+        write(tmp_path / name, documents, sources=[f"{name}.txt"], language=f"l-{name}")
+    return {name: texts(Corpus(tmp_path / name)) for name in "abc"}
+
+
+def test_merge_joins_same_ids_and_keeps_others_apart(tmp_path, three):
+    prefixes = [tmp_path / name for name in "abc"]
+    header = merge(prefixes, [7, 2, 7], tmp_path / "new")
+    corpus = Corpus(tmp_path / "new")
+    assert texts(corpus, 0) == three["b"]  # ids in order: 2, then 7
+    assert texts(corpus, 1) == three["a"] + three["c"]
+    assert [kind.name for kind in header.types] == ["b", "a+c"]
+    assert header.sources == ("a.txt", "b.txt", "c.txt")
+    assert header.language == "l-a+l-b+l-c"
+    verify(tmp_path / "new")
+
+
+def test_merge_of_merged_corpora_joins_like_with_like(tmp_path, three):
+    merge([tmp_path / "a", tmp_path / "b"], [0, 1], tmp_path / "ab")
+    merge([tmp_path / "c", tmp_path / "a"], [0, 1], tmp_path / "ca")
+    inputs = [tmp_path / name for name in ("ab", "ca", "b")]
+    merge(inputs, [0, 0, 5], tmp_path / "new")
+    corpus = Corpus(tmp_path / "new")
+    expected = [three["a"] + three["c"], three["b"] + three["a"], three["b"]]
+    assert [texts(corpus, kind) for kind in range(3)] == expected
+    assert len({kind.name for kind in corpus.header.types}) == 3
+    verify(tmp_path / "new")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (dict(tokenizer=tokenizer(name="other", fingerprint="e" * 64)), "'tiny'.*'other'"),
+        (dict(vocab_size=1001), "1,000 ids in uint16 and 1,001"),
+        (dict(rules=CutRules(seq_length=9)), r"at most 8 and 9 tokens \(seq_length\)"),
+    ],
+)
+def test_corpora_that_do_not_belong_together_are_named(tmp_path, settings, words):
+    for name, own in (("a", {}), ("b", settings)):
+        write(tmp_path / name, documents_of([3]), **own)
+    with pytest.raises(DataError, match=f"(?s)/a and .*/b .*{words}"):
+        merge([tmp_path / "a", tmp_path / "b"], [0, 0], tmp_path / "new")
+    assert not list(tmp_path.glob("new*"))
+
+
+def test_rules_that_differ_are_remembered(tmp_path):
+    write(tmp_path / "a", documents_of([3]))
+    write(tmp_path / "b", documents_of([3]), rules=CutRules(8, pieces="greedy"))
+    assert merge([tmp_path / "a", tmp_path / "b"], [0, 0], tmp_path / "c").mixed_rules == (
+        "pieces",
+    )
+    assert merge([tmp_path / "c"], [0], tmp_path / "d").mixed_rules == ("pieces",)
+
+
+def test_arguments_that_do_not_fit_are_named(tmp_path):
+    write(tmp_path / "a", documents_of([3]))
+    with pytest.raises(UserError, match="1 corpora to merge and type ids"):
+        merge([tmp_path / "a"], [0, 1], tmp_path / "new")
+    (tmp_path / "x").symlink_to(tmp_path)
+    with pytest.raises(UserError, match="not changed in place"):
+        merge([tmp_path / "a"], [0], tmp_path / "x" / "a", overwrite=True)
+    with pytest.raises(UserError, match="not changed in place"):
+        remove(tmp_path / "a", tmp_path / "x" / "a", [0], overwrite=True)
+    assert len(Corpus(tmp_path / "a")) == 1
+
+
+def test_remove_leaves_exactly_the_rest(tmp_path, three):
+    merge([tmp_path / name for name in "abc"], [0, 1, 2], tmp_path / "all")
+    corpus = Corpus(tmp_path / "all")
+    random = numpy.random.default_rng(0)
+    for _ in range(12):
+        gone = random.choice(len(corpus), random.integers(0, len(corpus) + 1), replace=False)
+        remove(tmp_path / "all", tmp_path / "left", gone, overwrite=True)
+        left = Corpus(tmp_path / "left")
+        stay = [i for i in range(len(corpus)) if i not in set(gone.tolist())]
+        assert [row.tolist() for row in left.read(range(len(left)))] == [
+            corpus[i].tolist() for i in stay
+        ]
+        counts = numpy.searchsorted(stay, corpus.type_starts)
+        assert left.type_starts.tolist() == counts.tolist()
+        # a document of the rest: neighbours that lay beside each other in one document
+        owner = {i: d for d, one in enumerate(corpus.documents()) for i in range(*one)}
+        breaks = [
+            n
+            for n, i in enumerate(stay)
+            if n == 0 or stay[n - 1] != i - 1 or owner[i] != owner[i - 1]
+        ]
+        assert [first for first, _ in left.documents()] == breaks
+        verify(tmp_path / "left")
+
+
+@pytest.mark.parametrize(
+    ("indices", "words"), [([5, 99], "Segment 99 .* 0 to 7"), ([0.5], "dtype float64")]
+)
+def test_wrong_indices_are_named(tmp_path, indices, words):
+    write(tmp_path / "a", documents_of([20, 38]))
+    with pytest.raises(UserError, match=words):
+        remove(tmp_path / "a", tmp_path / "b", indices)
+
+
+@pytest.mark.parametrize("work", ["merge", "remove", "verify"])
+def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch, work):
+    monkeypatch.setattr(mapped, "TOKENS", 1 << 14)
+    monkeypatch.setattr(mapped, "STEP", 256)
+    monkeypatch.setattr(files_out, "CHUNK", 1 << 14)
+    peaks = []
+    for times in (1, 8):  # 0.5 and 4 MB of tokens
+        prefix = tmp_path / str(times)
+        writer = CorpusWriter(
+            prefix, tokenizer=tokenizer(), rules=CutRules(1024), language="en", overwrite=True
+        )
+        for _ in range(times):
+            writer.add(segments_of([[[1, *[5] * 1022, 2]]] * 256))
+        writer.close()
+        todo = {
+            "merge": lambda p=prefix: merge([p], [0], f"{p}-new"),
+            "remove": lambda p=prefix: remove(p, f"{p}-new", range(7)),
+            "verify": lambda p=prefix: verify(p),
+        }
+        tracemalloc.start()
+        todo[work]()
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < peaks[0] + 100_000
+
+
+# verify
+
+
+def test_a_wrong_tokenizer_is_named(tmp_path):
+    write(tmp_path / "a", documents_of([20]))
+    assert verify(tmp_path / "a", "f" * 64).num_documents == 1
+    with pytest.raises(DataError, match="written with tokenizer 'tiny' .*f{12}.*e{12}: the ids"):
+        verify(tmp_path / "a", "e" * 64)
+
+
+def _flip(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_in_the_middle_is_found(tmp_path):
+    prefix = tmp_path / "a"
+    writer = CorpusWriter(
+        prefix, tokenizer=tokenizer(), rules=CutRules(1 << 17), language="en", sources=["x"]
+    )
+    writer.add(segments_of([[[1, *[5] * 99_998, 2]]]))  # the middle is beyond both ends' 64 KiB
+    writer.close()
+    _flip(path_of(prefix, ".bin"), 100_000)
+    assert len(Corpus(prefix)) == 1  # opening does not read the middle
+    with pytest.raises(DataError, match="the .bin has other bytes"):
+        verify(prefix)
+    for place in (0, -1):
+        _flip(path_of(prefix, ".bin"), place)
+        with pytest.raises(DataError, match="swapped with another corpus"):
+            Corpus(prefix)
+        _flip(path_of(prefix, ".bin"), place)
+
+
+@pytest.mark.parametrize("place", [4096 + 9, -1])
+def test_a_flipped_bit_in_offsets_or_flags_is_found(tmp_path, place):
+    write(tmp_path / "a", documents_of([20]))
+    _flip(path_of(tmp_path / "a", ".idx"), place)
+    with pytest.raises(DataError, match="offsets or flags"):
+        verify(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("flags", "tokens", "words"),
+    [
+        ([13, 11], [1, 5, 6, 2], "segment 1 begins a document where the one before ends"),
+        ([5, 8], [1, 5, 6, 2], "last document of type 0 ends"),
+        ([5, 10], [7, 5, 6, 2], "segment 0 begins with BOS"),
+        ([5, 10], [1, 5, 6, 7], "segment 1 ends with EOS"),
+    ],
+)
+def test_flags_that_cannot_be_are_found(tmp_path, flags, tokens, words):
+    writer = CorpusWriter(tmp_path / "a", tokenizer=tokenizer(), rules=CutRules(8), language="en")
+    segments = segments_of([[[1, 5], [6, 2]]])
+    segments.flags[:], segments.tokens[:] = flags, tokens
+    writer.add(segments)
+    writer.close()
+    with pytest.raises(DataError, match=words):
+        verify(tmp_path / "a")
+
+
+def test_ids_beyond_the_vocabulary_are_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(CorpusWriter, "_check_ids", lambda *_: None)  # another program's
+    write(tmp_path / "a", [[[1, 5, 2]], [[1, 6], [1000, 2]]])
+    with pytest.raises(DataError, match="ids are below 1000; segment 2 has 1000"):
+        verify(tmp_path / "a")
+
+
+@pytest.mark.parametrize(("suffix", "content"), [(".dis", '{"counts": [7]}'), (".tmp", "x")])
+def test_small_files_that_say_something_else_are_found(tmp_path, suffix, content):
+    write(tmp_path / "a", documents_of([20]))
+    path_of(tmp_path / "a", suffix).write_text(content)
+    with pytest.raises(DataError, match=f"the {suffix} says"):
+        verify(tmp_path / "a")
+    path_of(tmp_path / "a", suffix).unlink()
+    verify(tmp_path / "a")
+
+
+# stats
+
+
+def _best_fit(lengths, limit):
+    """Textbook best-fit decreasing: the tightest row that takes it, else a new one."""
+    rooms = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [room for room in rooms if room >= length]
+        if fitting:
+            rooms.remove(min(fitting))
+        rooms.append((min(fitting) if fitting else limit) - length)
+    return len(rooms)
+
+
+@pytest.mark.parametrize("limit", [1, 7, 64])
+def test_rows_of_best_fit_are_those_of_the_textbook(limit):
+    random = numpy.random.default_rng(limit)
+    for size in (0, 1, 5, 300):
+        for _ in range(5):
+            low = random.integers(1, limit + 1)
+            lengths = random.integers(low, limit + 1, size).tolist()
+            histogram = numpy.bincount(lengths, minlength=limit + 1).astype(int)
+            assert rows_of_best_fit(histogram) == _best_fit(lengths, limit)
+
+
+def test_stats_are_those_of_plain_lists(tmp_path, three):
+    merge([tmp_path / name for name in "abc"], [0, 1, 2], tmp_path / "all")
+    found = stats(tmp_path / "all")
+    assert found.seq_length == 8 and [kind.name for kind in found.types] == ["a", "b", "c"]
+    # a: documents of 5, 22 and 11 tokens: 5 | 8 8 6 | 8 3
+    first = found.types[0]
+    assert first.histogram.tolist() == [0, 0, 0, 1, 0, 1, 1, 0, 3]
+    assert (first.num_documents, first.num_cut_documents, first.num_tokens) == (3, 2, 38)
+    assert first.num_rows == {"segments": 6, "packed": 5, "chunks": 5}
+    assert first.padding["segments"] == pytest.approx(1 - 38 / 48)
+    # b: 32 and 2 tokens; c: five documents of 10, each 8 | 2
+    assert found.types[1].num_rows == {"segments": 5, "packed": 5, "chunks": 5}
+    assert found.types[2].num_rows == {"segments": 10, "packed": 7, "chunks": 7}
+    assert found.whole.num_segments == 21 and found.whole.num_rows["packed"] == 17
+    assert found.whole.histogram.sum() == 21
+
+
+def test_whole_documents_that_chunks_would_cut_are_counted(tmp_path):
+    # 5 | 5 | 6 | 8 tokens in rows of 8: the second, the fourth are not; borders at 8, 16
+    write(tmp_path / "a", documents_of([3, 3, 4, 6]))
+    assert stats(tmp_path / "a").types[0].num_chunk_cuts == 1
+
+
+def test_small_files_are_json(tmp_path):
+    write(tmp_path / "a", documents_of([3, 20]))
+    assert json.loads(path_of(tmp_path / "a", ".dis").read_text())["types"][0]["num_tokens"] == 27

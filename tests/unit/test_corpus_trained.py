@@ -1,0 +1,134 @@
+"""What a run has seen, against the run's own steps; and that removing it leaves the rest."""
+
+import itertools
+import random
+
+import numpy
+import pytest
+
+from stageline.corpus.corpus_files import Corpus
+from stageline.corpus.mixture import Mixture
+from stageline.corpus.pack import pack_corpus
+from stageline.corpus.remove import remove
+from stageline.corpus.run_sampler import run_sampler
+from stageline.corpus.segments import BEGINS, ENDS, Segments
+from stageline.corpus.trained import find_trained, load_indices, rows_seen, save_indices
+from stageline.corpus.writer import CorpusWriter
+from stageline.errors import DataError
+from stageline.testing.corpora import RULES, tokenizer
+
+SIZES = [45, 20, 9]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Segment i of 1 to 8 tokens begins with the token 10 + i, so that each is known again."""
+    prefix = tmp_path_factory.mktemp("corpus") / "a"
+    writer = CorpusWriter(
+        prefix, tokenizer=tokenizer(), rules=RULES, language="en", type_names=["a", "b", "c"]
+    )
+    starts = numpy.cumsum([0, *SIZES])
+    for kind, (first, stop) in enumerate(itertools.pairwise(starts)):
+        lengths = numpy.arange(first, stop) % 8 + 1
+        tokens = numpy.repeat(numpy.arange(first, stop, dtype=numpy.uint32) + 10, lengths)
+        flags = numpy.full(len(lengths), BEGINS | ENDS, numpy.uint8)
+        writer.add(Segments(tokens, lengths, flags), type_index=kind)
+    writer.close()
+    return Corpus(prefix)
+
+
+def _seen_by_steps(mixture, *, steps, accumulate_steps, dp_degree):
+    batch_size = mixture.batch_rows // dp_degree
+    sampler = run_sampler(
+        mixture.sizes,
+        batch_size=batch_size,
+        step_samples=batch_size * accumulate_steps,
+        dp_degree=dp_degree,
+        counts=mixture.shares.whole,
+        drop_mode=mixture.drop_mode,
+        seed=mixture.seed,
+    )
+    shares = itertools.islice(sampler.shares(), steps)
+    return sorted({row for step in shares for share in step for row in share})
+
+
+def test_rows_seen_are_those_of_the_steps():
+    dice = random.Random(2)
+    for _ in range(60):
+        mixture = Mixture(
+            SIZES, counts=[5, 2, 1], batch=8, drop_mode=dice.randrange(4), seed=dice.randrange(9)
+        )
+        run = {
+            "steps": dice.randint(0, 12),
+            "accumulate_steps": dice.randint(1, 3),
+            "dp_degree": dice.choice([1, 2, 4]),
+        }
+        num_batches = run["steps"] * run["accumulate_steps"]
+        assert rows_seen(mixture, num_batches).tolist() == _seen_by_steps(mixture, **run)
+
+
+def test_rows_seen_since_a_batch():
+    mixture = Mixture(SIZES, weights=[3, 2, 1], batch=6, drop_mode=3)
+    batches = [mixture.batch(*divmod(number, len(mixture))) for number in range(7, 15)]
+    expected = numpy.unique(numpy.concatenate(batches))
+    assert rows_seen(mixture, 15, first_batch=7).tolist() == expected.tolist()
+    assert len(rows_seen(mixture, 7, first_batch=7)) == 0
+
+
+def test_removing_what_was_seen_leaves_exactly_the_rest(corpus, tmp_path):
+    mixture = Mixture(SIZES, counts=[5, 2, 1], batch=8, seed=3)
+    seen = find_trained(mixture, 4)
+    assert len(seen) == 32
+    save_indices(tmp_path / "seen.npy", seen)
+    remove(corpus.prefix, tmp_path / "rest", load_indices(tmp_path / "seen.npy"))
+    rest = Corpus(tmp_path / "rest")
+    kept = [index for index in range(sum(SIZES)) if index not in set(seen.tolist())]
+    assert [rest[i].tolist() for i in range(len(rest))] == [corpus[i].tolist() for i in kept]
+    assert numpy.diff(rest.type_starts).tolist() == [25, 12, 5]
+    # what the run would have gone on with is all there
+    coming = {row for index in range(4, len(mixture)) for row in mixture.batch(0, index).tolist()}
+    assert coming <= set(kept)
+
+
+def test_rows_of_a_part_of_the_corpus(corpus):
+    """The last segments of each type are held out: row 0 of type 1 is segment 45 all the same."""
+    ranges = [(0, 40), (45, 60), (65, 70)]
+    mixture = Mixture([40, 15, 5], counts=[5, 2, 1], batch=8, drop_mode=3)
+    seen = find_trained(mixture, len(mixture), ranges=ranges)
+    assert seen.tolist() == [index for first, stop in ranges for index in range(first, stop)]
+
+
+def test_segments_of_packed_rows(corpus):
+    packed = pack_corpus(corpus.prefix)
+    mixture = Mixture(numpy.diff(packed.type_starts), batch=2, seed=5)
+    seen = find_trained(mixture, 3, packed=packed)
+    rows = numpy.concatenate([mixture.batch(0, index) for index in range(3)])
+    assert seen.tolist() == sorted(index for row in rows for index in packed[row])
+
+
+@pytest.mark.parametrize("name", ["a.npy", "a.txt", "remove.idx"])
+def test_lists_come_back(tmp_path, name):
+    numbers = numpy.array([0, 5, 10**12])
+    save_indices(tmp_path / name, numbers)
+    assert load_indices(tmp_path / name).tolist() == numbers.tolist()
+    assert (tmp_path / name).read_bytes().startswith(b"\x93NUMPY") == name.endswith("npy")
+    save_indices(tmp_path / name, numbers[:0])
+    assert load_indices(tmp_path / name).dtype == numpy.int64
+
+
+def test_what_is_no_list_is_refused(tmp_path):
+    path = tmp_path / "a"
+    with pytest.raises(DataError, match="is missing"):
+        load_indices(path)
+    path.write_text("1\n\n-2\n")
+    with pytest.raises(DataError, match=r"line 3 is '-2'"):
+        load_indices(path)
+    numpy.save(tmp_path / "b.npy", numpy.array([0.5]))
+    with pytest.raises(DataError, match="float64"):
+        load_indices(tmp_path / "b.npy")
+    numpy.save(tmp_path / "c.npy", numpy.array([{}]), allow_pickle=True)
+    with pytest.raises(DataError, match="no list of segments"):
+        load_indices(tmp_path / "c.npy")
+    path.write_bytes(b"\x93NUMPY\x01")
+    with pytest.raises(DataError, match="no list of segments"):
+        load_indices(path)
