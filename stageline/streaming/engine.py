@@ -5,7 +5,6 @@ state, stage k of a pass runs on device k mod n, so any number of stages fits an
 devices. The model's parameters stay where they are; what a device holds is dropped after use.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -15,13 +14,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from stageline.streaming.detour import through_detour
-from stageline.streaming.flow import Flow, bring, can_have, on_host
+from stageline.streaming.call import Call
 from stageline.streaming.forwarding import ForwardsAttributes
-from stageline.streaming.host_memory import allocate, make_pages
+from stageline.streaming.host_memory import allocate, check_host_memory, make_pages
 from stageline.streaming.lanes import Lane, Mark, default_lanes
-from stageline.streaming.microbatch import merge_outputs, split_inputs, split_label
-from stageline.streaming.passes import LossFn, Part, Pass, Rules
+from stageline.streaming.microbatch import Inputs, merge_outputs, split_inputs, split_label
+from stageline.streaming.passes import LossFn, Pass, Rules
 from stageline.streaming.place import place_of_call
 from stageline.streaming.plan import Plan
 from stageline.streaming.plan_choice import choose
@@ -72,6 +70,7 @@ class RoundPipe(ForwardsAttributes, nn.Module):
         self._worker = Worker(f"optimizer of {self._name}")
         self._turn_pages = False  # a finished step has new values on the back pages
         self._last_step: Future | None = None
+        self._has_masters = False
         self._forward_to(model)
 
     def forward(
@@ -87,20 +86,15 @@ class RoundPipe(ForwardsAttributes, nn.Module):
         """
         settings = self._settings(roundpipe_run_config)
         inputs = split_inputs(args, kwargs, settings.split_input, settings.num_microbatch)
-        leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-        wants_inputs = any(leaf.requires_grad for leaf in leaves)
+        rules = self._rules(settings, inputs)
         is_trained = any(shelf.is_trained for shelf in self._shelves)
-        with_graph = settings.requires_grad and (is_trained or wants_inputs)
-        rules = self._rules(settings, input_gradients=wants_inputs)
-        run = Pass(self._shelves, self._lanes, rules, [Part(on_host(each)) for each in inputs])
+        with_graph = settings.requires_grad and (is_trained or rules.input_gradients)
         plan = self._plan(settings, len(inputs), with_graph=with_graph)
-        with self._generators_kept(run):
-            if not with_graph:
-                run.forward(plan.forward)
-                outputs = [self._brought(part.output, settings) for part in run.parts]
-                self._settle(run)
-                return merge_outputs(outputs, settings.merge_output)
-            outputs = self._through_detour(run, plan, settings, leaves)
+        call = self._call(settings, rules, inputs)
+        if with_graph:
+            outputs = call.outputs_with_graph(plan, self._worker.check)
+        else:
+            outputs = call.outputs(plan)
         return merge_outputs(outputs, settings.merge_output)
 
     def forward_backward(
@@ -128,21 +122,10 @@ class RoundPipe(ForwardsAttributes, nn.Module):
             input_args, input_kwargs, settings.split_input, settings.num_microbatch
         )
         labels = split_label(label, settings.split_label, len(inputs))
-        leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-        wanting = [leaf for leaf in leaves if leaf.requires_grad]
-        rules = self._rules(
-            settings, loss_fn=loss_fn, keeps=return_outputs, input_gradients=bool(wanting)
-        )
-        parts = [Part(on_host(each), its) for each, its in zip(inputs, labels, strict=True)]
-        run = Pass(self._shelves, self._lanes, rules, parts)
-        with self._generators_kept(run):
-            run.forward_backward(self._plan(settings, len(parts), with_graph=True))
-        losses = [self._brought(part.loss, settings) for part in parts]
-        if wanting:
-            self._to_inputs(parts)
-        outputs = [self._brought(part.output, settings) for part in parts] if return_outputs else []
-        self._settle(run)
-        total = _summed(losses)
+        rules = self._rules(settings, inputs, loss_fn=loss_fn, keeps=return_outputs)
+        plan = self._plan(settings, len(inputs), with_graph=True)
+        call = self._call(settings, rules, inputs, labels)
+        total, outputs = call.forward_backward(plan, keeps_outputs=return_outputs)
         if not return_outputs:
             return total
         return total, merge_outputs(outputs, settings.merge_output)
@@ -232,14 +215,33 @@ class RoundPipe(ForwardsAttributes, nn.Module):
     def _rules(
         self,
         settings: RoundPipeRunConfig,
+        inputs: Sequence[Inputs],
         *,
         loss_fn: LossFn | None = None,
         keeps: bool = True,
-        input_gradients: bool = False,
     ) -> Rules:
         seed = int(torch.randint(2**62, ())) if settings.preserve_rng_state else None
         by_layer = settings.recompute_grain == "layer"
-        return Rules(seed, by_layer, loss_fn, keeps, input_gradients)
+        leaves = pytree.tree_leaves(inputs)
+        wanting = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+        return Rules(seed, by_layer, loss_fn, keeps, input_gradients=wanting)
+
+    def _call(
+        self,
+        settings: RoundPipeRunConfig,
+        rules: Rules,
+        inputs: Sequence[Inputs],
+        labels: Sequence[Any] | None = None,
+    ) -> Call:
+        return Call(
+            self._shelves,
+            self._lanes,
+            rules,
+            inputs,
+            settle=self._settle,
+            output_device=settings.output_device,
+            labels=labels,
+        )
 
     def _plan(self, settings: RoundPipeRunConfig, num_parts: int, *, with_graph: bool) -> Plan:
         plan = settings.execute_plan
@@ -265,89 +267,10 @@ class RoundPipe(ForwardsAttributes, nn.Module):
                 shelf.collected = self._worker.submit(job)
         run.landed.clear()
 
-    def _brought(self, flow: Flow | None, settings: RoundPipeRunConfig) -> Any:
-        assert flow is not None
-        here = bring(flow, None)
-        here.mark.wait()
-        device = settings.output_device
-        if device is None or torch.device(device).type == "cpu":
-            return here.value
-        return pytree.tree_map_only(torch.Tensor, lambda each: each.to(device), here.value)
-
-    def _through_detour(
-        self, run: Pass, plan: Plan, settings: RoundPipeRunConfig, leaves: list[torch.Tensor]
-    ) -> list[Any]:
-        """The outputs of all micro-batches, joined to autograd."""
-        stages = (*plan.forward, plan.backward[0])
-
-        def forward() -> list[Any]:
-            run.forward(stages, run.segments(plan.backward))
-            outputs = [self._brought(part.output, settings) for part in run.parts]
-            self._settle(run)
-            return outputs
-
-        def backward(gradients: list[Any]) -> list[Any]:
-            self._worker.check()
-            rest = iter(gradients)
-            for part in run.parts:
-                assert part.output is not None
-                own = [
-                    (leaf, next(rest))
-                    for leaf in pytree.tree_leaves(part.output.value)
-                    if isinstance(leaf, torch.Tensor)
-                ]
-                part.gradients = on_host([each for leaf, each in own if can_have(leaf)])
-            with self._generators_kept(run):
-                run.backward(plan.backward)
-            found = [self._input_gradients(part) for part in run.parts]
-            self._settle(run)
-            return [gradient for each in found for gradient in each]
-
-        return through_detour(forward, backward, leaves)
-
-    def _input_gradients(self, part: Part) -> list[torch.Tensor | None]:
-        """A gradient or None for each tensor of a micro-batch's inputs."""
-        tensors = [
-            leaf for leaf in pytree.tree_leaves(part.inputs.value) if isinstance(leaf, torch.Tensor)
-        ]
-        assert part.gradients is not None
-        here = bring(part.gradients, None)
-        here.mark.wait()
-        rest = iter(here.value)
-        found = [next(rest) if can_have(leaf) else None for leaf in tensors]
-        return [
-            gradient if leaf.requires_grad else None
-            for leaf, gradient in zip(tensors, found, strict=True)
-        ]
-
-    def _to_inputs(self, parts: Sequence[Part]) -> None:
-        """Hands gradients on to where the call's inputs come from."""
-        pairs = []
-        for part in parts:
-            tensors = [
-                leaf
-                for leaf in pytree.tree_leaves(part.inputs.value)
-                if isinstance(leaf, torch.Tensor)
-            ]
-            found = self._input_gradients(part)
-            pairs += [(leaf, each) for leaf, each in zip(tensors, found) if each is not None]
-        if pairs:
-            torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
-
-    @contextlib.contextmanager
-    def _generators_kept(self, run: Pass) -> Iterator[None]:
-        """Leaves the caller's generators as they are, where layers get seeds of their own."""
-        if run.rules.seed is None:
-            yield
-            return
-        gpus = [lane.device for lane in self._lanes if lane.device.type == "cuda"]
-        with torch.random.fork_rng(gpus):
-            yield
-            if not gpus:  # the host's generator is drawn from when work is done, not when given
-                for _, mark in run.landed:
-                    mark.wait()
-
     def _make_masters(self) -> None:
+        if not self._has_masters:
+            check_host_memory(self._shelves, self._optim_dtype)
+            self._has_masters = True
         for shelf in self._shelves:
             shelf.make_masters(self._optim_dtype, allocate)
 
@@ -378,10 +301,3 @@ def _collect(
     mark.wait()
     if id(home.parameter) in used:  # else no layer made one
         home.collect(shelf.staged[id(home.parameter)], dtype)
-
-
-def _summed(losses: Sequence[Any]) -> Any:
-    """Micro-batches' losses added up; of sequences loss by loss."""
-    if isinstance(losses[0], torch.Tensor):
-        return sum(losses[1:], start=losses[0])
-    return [_summed(column) for column in zip(*losses, strict=True)]
