@@ -55,8 +55,7 @@ def make_streaming_runner(
         stale=run.stale_step,
         pin_model=run.pin_model,
     )
-    if run.streaming_budget is not None:
-        _check_budget(runner, run.num_micro_batches)
+    _check_budget(runner, run.num_micro_batches)
     host = host_bytes(runner.pipe._shelves, torch.float32) / GIB
     names = ", ".join(str(lane.device) for lane in lanes)
     budget = lanes[0].pool.budget
@@ -74,8 +73,9 @@ def _check_budget(runner: StreamingRunner, num_micro_batches: int) -> None:
         runner.check_plan(num_micro_batches)
     except ValueError as error:
         raise UserError(
-            f"--streaming-budget is too small: {error}. Raise it, or cut the model into more "
-            "stages (--num-stages) or a large tower into some of its own (--vision-stages)."
+            f"the budget of a device (--streaming-budget) is too small: {error}. Raise it, or "
+            "cut the model into more stages (--num-stages), a large tower into some of its own "
+            "(--vision-stages)."
         ) from None
 
 

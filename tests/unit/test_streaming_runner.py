@@ -62,7 +62,7 @@ def save_whole(family, folder, **overrides):
     whole.save_pretrained(folder)
 
 
-def stages_of(family, folder, **options):
+def stages_of(family, folder, *, recomputes=False, **options):
     config = transformers.AutoConfig.from_pretrained(folder)
     kind = stage_class_of(family) if family in VISION_LANGUAGE else CausalLMStage
     stages = []
@@ -70,6 +70,8 @@ def stages_of(family, folder, **options):
         model = kind(config, stage=stage, num_stages=NUM_STAGES, **options)
         load_split_model(model, folder, device="cpu", dtype=torch.float32)
         model.frozen()
+        if recomputes:  # puts functions in the place of the layers' forward
+            model.enable_gradient_checkpointing()
         stages.append(model.train())
     return stages
 
@@ -118,6 +120,7 @@ def streamed(stages, **options):
 CASES = {
     "llama": ("llama", {}, {}),
     "lora": ("llama", {}, LORA),
+    "recomputed": ("llama", {}, {"recomputes": True}),
     "experts": ("mixtral", {"output_router_logits": True, "router_aux_loss_coef": 0.5}, {}),
     "deepstack": ("qwen3_vl", {}, {}),
     "images": ("llava", {}, {"frozen_vit": True}),
