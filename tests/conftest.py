@@ -1,5 +1,7 @@
 """One thread, no network, registers and defaults restored: what every test stands on."""
 
+import gc
+import multiprocessing
 import os
 
 # before torch is imported: forked ranks must not inherit a pool of threads
@@ -25,3 +27,14 @@ def _clean_state():
     torch.set_default_dtype(dtype)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _no_worker_outlives_its_test():
+    """Ends the workers of loaders that a test has left behind.
+
+    torch raises the death of a worker in whatever test runs when it is noticed.
+    """
+    yield
+    if multiprocessing.active_children():
+        gc.collect()
