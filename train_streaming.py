@@ -7,6 +7,7 @@ import os
 
 import torch
 
+from options.run_options import RunConfig
 from options.streaming_options import check_streaming
 from parse_args import TrainArguments
 from stageline.distributed.process_group import DistributedContext
@@ -19,6 +20,7 @@ from stageline.streaming.runner import StreamingRunner, even_plan, streaming_sch
 
 GIB = 2**30
 SHARE_OF_FREE = 0.5  # of a GPU, for weights and gradients; activations take what they need
+SHARE_OF_INPUTS = 0.1  # for layers' inputs that wait for the backward pass
 
 
 def streaming_topology(arguments: TrainArguments) -> Topology:
@@ -30,7 +32,7 @@ def streaming_topology(arguments: TrainArguments) -> Topology:
     run = arguments.run
     check_streaming(run, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     if run.num_stages is None:
-        run.num_stages = _count_layers(run.config_path or run.model_path) + run.vision_stages
+        run.num_stages = _count_layers(run) + run.vision_stages
     run.dp_degree = 1
     run.timeline_step = 0  # backward passes are not those of single stages
     return Topology(streaming_schedule(run.num_stages), dp_degree=1)
@@ -98,14 +100,20 @@ def make_lanes(device: str, *, budget: float | None) -> list[Lane]:
     num_bytes = None if budget is None else int(budget * GIB)
     if device == "cpu" or not count:
         return [Lane.cpu(budget=num_bytes)]
+    free = [torch.cuda.mem_get_info(index)[0] for index in range(count)]
     return [
-        Lane.cuda(index, budget=num_bytes or int(torch.cuda.mem_get_info(index)[0] * SHARE_OF_FREE))
+        Lane.cuda(
+            index,
+            budget=num_bytes or int(free[index] * SHARE_OF_FREE),
+            inputs_budget=int(free[index] * SHARE_OF_INPUTS),
+        )
         for index in range(count)
     ]
 
 
-def _count_layers(path: str | None) -> int:
-    config = None if path is None else load_config(path, trust_remote_code=True)
+def _count_layers(run: RunConfig) -> int:
+    path = run.config_path or run.model_path
+    config = None if path is None else load_config(path, trust_remote_code=run.trust_remote_code)
     text = None if config is None else config.get_text_config(decoder=True)
     count = getattr(text, "num_hidden_layers", None)
     if count is None:

@@ -71,6 +71,12 @@ def float_leaves(value: Any) -> list[torch.Tensor]:
     ]
 
 
+def num_bytes(value: Any) -> int:
+    """What the tensors of a value take."""
+    tensors = filter(_is_tensor, pytree.tree_leaves(value))
+    return sum(each.numel() * each.element_size() for each in tensors)
+
+
 def detached(value: Any, *, requires_grad: bool) -> Any:
     """The same numbers as the beginning of a new graph."""
 

@@ -130,6 +130,8 @@ class Lane:
 
     Attributes:
         pool: where buffers come from; it keeps to the lane's budget.
+        inputs_budget: bytes of layers' inputs that wait on the device for the backward pass;
+            what is above goes to the host meanwhile. None: no limit.
     """
 
     device: torch.device
@@ -137,6 +139,7 @@ class Lane:
     inward: Queue = field(default_factory=EagerQueue)
     outward: Queue = field(default_factory=EagerQueue)
     pool: BufferPool = field(default_factory=lambda: BufferPool(torch.device("cpu")))
+    inputs_budget: int | None = None
 
     @classmethod
     def cpu(cls, *, budget: int | None = None) -> "Lane":
@@ -149,7 +152,9 @@ class Lane:
         return cls(device, pool=BufferPool(device, budget))
 
     @classmethod
-    def cuda(cls, index: int, *, budget: int | None = None) -> "Lane":
+    def cuda(
+        cls, index: int, *, budget: int | None = None, inputs_budget: int | None = None
+    ) -> "Lane":
         """A lane on a GPU."""
         device = torch.device("cuda", index)
         queues = [CudaQueue(torch.cuda.Stream(device)) for _ in range(3)]
@@ -164,7 +169,8 @@ class Lane:
                 queue.uses(data)  # an engine may be dropped while work is on its way
             return data
 
-        return cls(device, *queues, pool=BufferPool(device, budget, allocate))
+        pool = BufferPool(device, budget, allocate)
+        return cls(device, *queues, pool=pool, inputs_budget=inputs_budget)
 
     def all_done(self) -> Mark:
         """A mark behind all that was given to its queues so far."""
@@ -180,10 +186,13 @@ class Lane:
 
 
 def default_lanes() -> list[Lane]:
-    """Every GPU, with six tenths of its memory for weights and gradients; without one the CPU."""
+    """Every GPU; without one the CPU.
+
+    Of a GPU's memory six tenths are for weights and gradients, one for inputs that wait.
+    """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     lanes = []
     for index in range(count):
-        budget = torch.cuda.get_device_properties(index).total_memory * 6 // 10
-        lanes.append(Lane.cuda(index, budget=budget))
+        tenth = torch.cuda.get_device_properties(index).total_memory // 10
+        lanes.append(Lane.cuda(index, budget=6 * tenth, inputs_budget=tenth))
     return lanes or [Lane.cpu()]

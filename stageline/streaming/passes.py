@@ -18,6 +18,7 @@ from stageline.streaming.flow import (
     detached,
     float_leaves,
     layer_seed,
+    num_bytes,
     on_host,
     on_tensors,
     read_by,
@@ -85,6 +86,7 @@ class Pass:
         self.parts = parts
         self.landed: list[tuple[Seat, Mark]] = []  # seats whose gradients are on their way home
         self._snapshots: dict[int, torch.Tensor] = {}
+        self._aside_bytes = 0  # of layers' inputs that the backward pass will want
         self._kept: dict[Hashable, tuple] = {}  # what layers save for their recomputation
         trained = [number for number, shelf in enumerate(shelves) if shelf.is_trained]
         first = min(trained, default=len(shelves))
@@ -188,8 +190,11 @@ class Pass:
         part.flow = ended
 
     def _put_aside(self, flow: Flow) -> Flow:
-        """One lane keeps what it will need; of several another one may need it."""
-        return flow if len(self.lanes) == 1 else bring(flow, None)
+        """One lane keeps what it will need, if it may; of several another one may need it."""
+        limit = self.lanes[0].inputs_budget
+        self._aside_bytes += num_bytes(flow.value)
+        stays = len(self.lanes) == 1 and (limit is None or self._aside_bytes <= limit)
+        return flow if stays else bring(flow, None)
 
     def _turn(self, seat: Seat, stage: range, place: int) -> None:
         """Forward, loss and backward of the deepest layers."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from stageline.streaming import passes
 from stageline.streaming import seat as seat_module
 from stageline.streaming.engine import RoundPipe
 from stageline.streaming.host_memory import host_bytes
@@ -387,3 +388,21 @@ def test_keeping_by_the_rules():
             RoundPipe(nn.Sequential(layer, nn.Linear(6, 6))).forward_backward((BATCH,))
     assert doing_recompute() is False
     save_for_recompute(1)  # outside of the engine it is dropped
+
+
+@pytest.mark.parametrize(("limit", "num_moved"), [(None, 0), (0, 10), (2 * 2 * 6 * 4, 8)])
+def test_inputs_that_wait_stay_on_the_device_within_their_budget(limit, num_moved, monkeypatch):
+    moved = []
+    original = passes.bring
+
+    def bring(flow, lane):
+        if lane is None:
+            moved.append(flow)
+        return original(flow, lane)
+
+    monkeypatch.setattr(passes, "bring", bring)
+    lane = Lane.cpu()
+    lane.inputs_budget = limit
+    ours, theirs = linears(6), linears(6)
+    assert torch.equal(run(RoundPipe(ours, lanes=[lane]), BATCH, 6), loop(theirs, BATCH, 2))
+    assert len(moved) == num_moved  # of five layers that are recomputed, two micro-batches each

@@ -4,13 +4,16 @@ The pipeline is held against plain transformers elsewhere. All here is one proce
 """
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
 
+import train_streaming
 from loss_fn import sft
+from options.run_options import RunConfig
 from pp_models import CausalLMStage
 from pp_models.vision_language import stage_class_of
 from prompt_fn import auto, fill
@@ -250,3 +253,20 @@ def test_a_budget_that_is_too_small_is_told_before_a_step(llama):
     for plan, words in ((None, "layer 0 needs"), (even_plan(NUM_STAGES, 4), "stages 0 to 3")):
         with pytest.raises(ValueError, match=words):
             streamed(stages_of("llama", llama), lanes=lanes, plan=plan).check_plan(2)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_layers_are_counted_without_the_code_of_a_folder_unless_the_user_says_so(
+    trusted, monkeypatch
+):
+    asked = []
+
+    def load_config(path, *, trust_remote_code):
+        asked.append((path, trust_remote_code))
+        return tiny_config("llama")
+
+    monkeypatch.setattr(train_streaming, "load_config", load_config)
+    run = RunConfig(model_path="folder", trust_remote_code=trusted)
+    topology = train_streaming.streaming_topology(SimpleNamespace(run=run))
+    assert asked == [("folder", trusted)]
+    assert topology.num_stages == tiny_config("llama").num_hidden_layers
