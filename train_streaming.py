@@ -14,7 +14,7 @@ from stageline.distributed.process_group import DistributedContext
 from stageline.errors import UserError
 from stageline.model_folder import load_config
 from stageline.pipeline.topology import Topology
-from stageline.streaming.host_memory import host_bytes
+from stageline.streaming.host_memory import check_host_memory, host_bytes
 from stageline.streaming.lanes import Lane
 from stageline.streaming.runner import StreamingRunner, even_plan, streaming_schedule
 
@@ -58,6 +58,10 @@ def make_streaming_runner(
         pin_model=run.pin_model,
     )
     _check_budget(runner, run.num_micro_batches)
+    try:
+        check_host_memory(runner.pipe._shelves, torch.float32)
+    except MemoryError as error:
+        raise UserError(f"the model does not fit the host's memory: {error}") from None
     host = host_bytes(runner.pipe._shelves, torch.float32) / GIB
     names = ", ".join(str(lane.device) for lane in lanes)
     budget = lanes[0].pool.budget

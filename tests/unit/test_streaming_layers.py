@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from stageline.streaming import passes
+from stageline.streaming import host_memory, passes
 from stageline.streaming import seat as seat_module
 from stageline.streaming.engine import RoundPipe
 from stageline.streaming.host_memory import host_bytes
@@ -406,3 +406,14 @@ def test_inputs_that_wait_stay_on_the_device_within_their_budget(limit, num_move
     ours, theirs = linears(6), linears(6)
     assert torch.equal(run(RoundPipe(ours, lanes=[lane]), BATCH, 6), loop(theirs, BATCH, 2))
     assert len(moved) == num_moved  # of five layers that are recomputed, two micro-batches each
+
+
+def test_a_model_that_the_host_cannot_hold_is_refused_before_memory_is_taken(monkeypatch):
+    engine = RoundPipe(linears(3))
+    needed = host_bytes(engine._shelves, None) - 3 * 42 * 4
+    monkeypatch.setattr(host_memory, "available_memory", lambda: needed - 1)
+    with pytest.raises(MemoryError, match=f"training takes {needed:,} bytes.*{needed - 1:,} are"):
+        list(engine.optim_parameters())
+    assert all(home.master is None for home in all_homes(engine._shelves))
+    monkeypatch.setattr(host_memory, "available_memory", lambda: needed)
+    assert len(list(engine.optim_parameters())) == 6
