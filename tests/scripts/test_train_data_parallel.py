@@ -93,4 +93,5 @@ def test_nothing_to_share_out(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     run = RunConfig(num_stages=2, dp_shard=True)
     with pytest.raises(UserError, match="--dp-shard came with one replica.*--dp-degree 2"):
-        train_pp.check_topology(SimpleNamespace(run=run))
+        engine = SimpleNamespace(key="pipeline", part=train_pp.pipeline)
+        train_pp.check_topology(SimpleNamespace(run=run, parts={"engine": engine}))

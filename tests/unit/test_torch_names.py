@@ -10,6 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.pipelining import _backward, _schedule_visualizer
+from torch.distributed.pipelining.microbatch import (
+    TensorChunkSpec,
+    _CustomReducer,
+    _Replicate,
+    merge_chunks,
+    split_args_kwargs_into_chunks,
+    sum_reducer,
+)
+from torch.nn.modules.module import _forward_unimplemented
 
 from stageline.pipeline.schedules import SCHEDULES
 
@@ -21,6 +30,10 @@ ALLOWED = {
     "torch.utils._python_dispatch",
     "torch._subclasses",  # fake devices in tests
     "torch.utils._pytree",
+    # specs of micro-batches, which users of its schedules have already
+    "torch.distributed.pipelining.microbatch._CustomReducer",
+    "torch.distributed.pipelining.microbatch._Replicate",
+    "torch.nn.modules.module._forward_unimplemented",  # whether a module has a forward
 }
 
 
@@ -69,6 +82,21 @@ def test_hooks_of_a_gradient_are_kept_in_a_dictionary():
     for hook in weight._post_accumulate_grad_hooks.values():
         hook(weight)
     assert seen[0] is weight
+
+
+def test_specs_of_micro_batches():
+    parts, _ = split_args_kwargs_into_chunks((torch.ones(4), 3), {}, 2)
+    assert [len(part[0]) for part in parts] == [2, 2] and parts[1][1] == 3
+    reducer = sum_reducer
+    assert isinstance(reducer, _CustomReducer)
+    assert merge_chunks([torch.tensor(1.0), torch.tensor(2.0)], reducer) == 3
+    assert reducer.reduce_fn(reducer.init_value, 5) == 5
+    assert isinstance(_Replicate(), _Replicate) and TensorChunkSpec(1).split_dim == 1
+
+
+def test_what_a_module_without_a_forward_has():
+    assert torch.nn.ModuleList.forward is _forward_unimplemented
+    assert torch.nn.Linear.forward is not _forward_unimplemented
 
 
 def test_no_other_private_module_is_used():
