@@ -4,56 +4,19 @@ import pytest
 import torch
 from torch import nn
 
-from stageline.streaming import host_memory, passes
 from stageline.streaming import seat as seat_module
 from stageline.streaming.engine import RoundPipe
-from stageline.streaming.host_memory import host_bytes
 from stageline.streaming.lanes import Lane
 from stageline.streaming.microbatch import Packed
-from stageline.streaming.plan import Plan
-from stageline.streaming.pool import DeviceBudgetError
 from stageline.streaming.recompute import (
     doing_recompute,
     get_recompute_data,
     save_for_recompute,
 )
 from stageline.streaming.run_config import RoundPipeRunConfig
-from stageline.streaming.shelf import ALIGNMENT, all_homes
+from stageline.streaming.shelf import all_homes
 from stageline.testing.late_queues import late_lanes
-
-
-def each_layer(count):
-    """A plan of one layer a stage."""
-    ranges = [range(at, at + 1) for at in range(count)]
-    return Plan(tuple(ranges[:-1]), tuple(ranges[::-1]))
-
-
-def square(output, label):
-    return output.square().sum()
-
-
-def loop(model, batch, num_parts, loss_fn=square):
-    total = 0
-    for part in batch.tensor_split(num_parts):
-        loss = loss_fn(model(part), None)
-        loss.backward()
-        total = total + loss.detach()
-    return total
-
-
-def run(engine, batch, count, num_parts=2, **config):
-    settings = RoundPipeRunConfig(
-        num_microbatch=num_parts, execute_plan=each_layer(count), **config
-    )
-    return engine.forward_backward((batch,), loss_fn=square, run_config=settings)
-
-
-def linears(count, seed=3):
-    torch.manual_seed(seed)
-    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(count)))
-
-
-BATCH = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+from stageline.testing.streamed_models import BATCH, each_layer, linears, loop, run, square
 
 
 @pytest.fixture(params=["eager", "late"])
@@ -286,52 +249,6 @@ def test_an_error_in_a_step_is_raised_at_the_next_call_with_its_traceback():
         other.step(failing_step, is_async=False)
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_model_four_times_the_budget_trains_within_it(count):
-    ours, theirs = linears(24), linears(24)
-    weight_bytes = sum(-(-each.numel() * 4 // ALIGNMENT) * ALIGNMENT for each in ours.parameters())
-    budget = weight_bytes // 4  # gradients come on top
-    lanes = [Lane.cpu(budget=budget) for _ in range(count)]
-    engine = RoundPipe(ours, lanes=lanes)
-    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=1e-3)
-    for _ in range(3):
-        loss = engine.forward_backward((BATCH,), loss_fn=square)
-        expected = loop(theirs, BATCH, count + 1)
-        assert torch.equal(loss, expected)
-        engine.step(optimizer.step, is_async=False)
-        torch.optim.SGD(theirs.parameters(), lr=1e-3).step()
-        theirs.zero_grad()
-    assert 0 < max(lane.pool.peak_bytes for lane in lanes) <= budget
-
-
-def test_a_budget_that_no_layer_fits_is_refused():
-    with pytest.raises(ValueError, match="layer 0 needs"):
-        RoundPipe(linears(2), lanes=[Lane.cpu(budget=500)]).forward_backward(
-            (BATCH,), loss_fn=square
-        )
-    everything = RoundPipeRunConfig(execute_plan=Plan((), (range(0, 2),)))
-    with pytest.raises(DeviceBudgetError, match="the budget is 700"):
-        RoundPipe(linears(2), lanes=[Lane.cpu(budget=700)]).forward_backward(
-            (BATCH,), loss_fn=square, run_config=everything
-        )
-
-
-def test_the_host_memory_that_is_stated_is_what_it_takes():
-    model = linears(6).bfloat16()
-    model[0].requires_grad_(False)
-    engine = RoundPipe(model, optim_dtype=torch.float32)
-    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=1e-3)
-    engine.forward_backward((BATCH.bfloat16(),), loss_fn=square)
-    engine.synchronize()
-    tensors = [home.parameter for shelf in engine._shelves for home in shelf.homes]
-    tensors += [home.back for shelf in engine._shelves for home in shelf.homes]
-    tensors += [home.total for shelf in engine._shelves for home in shelf.homes]
-    tensors += list(optimizer.param_groups[0]["params"])
-    tensors += [each for shelf in engine._shelves for each in shelf.staged.values()]
-    taken = sum(each.numel() * each.element_size() for each in tensors if each is not None)
-    assert host_bytes(engine._shelves, torch.float32) == taken
-
-
 class Routed(nn.Module):
     """Sends rows to one of two maps, at random: the choice has to be the same again."""
 
@@ -388,32 +305,3 @@ def test_keeping_by_the_rules():
             RoundPipe(nn.Sequential(layer, nn.Linear(6, 6))).forward_backward((BATCH,))
     assert doing_recompute() is False
     save_for_recompute(1)  # outside of the engine it is dropped
-
-
-@pytest.mark.parametrize(("limit", "num_moved"), [(None, 0), (0, 10), (2 * 2 * 6 * 4, 8)])
-def test_inputs_that_wait_stay_on_the_device_within_their_budget(limit, num_moved, monkeypatch):
-    moved = []
-    original = passes.bring
-
-    def bring(flow, lane):
-        if lane is None:
-            moved.append(flow)
-        return original(flow, lane)
-
-    monkeypatch.setattr(passes, "bring", bring)
-    lane = Lane.cpu()
-    lane.inputs_budget = limit
-    ours, theirs = linears(6), linears(6)
-    assert torch.equal(run(RoundPipe(ours, lanes=[lane]), BATCH, 6), loop(theirs, BATCH, 2))
-    assert len(moved) == num_moved  # of five layers that are recomputed, two micro-batches each
-
-
-def test_a_model_that_the_host_cannot_hold_is_refused_before_memory_is_taken(monkeypatch):
-    engine = RoundPipe(linears(3))
-    needed = host_bytes(engine._shelves, None) - 3 * 42 * 4
-    monkeypatch.setattr(host_memory, "available_memory", lambda: needed - 1)
-    with pytest.raises(MemoryError, match=f"training takes {needed:,} bytes.*{needed - 1:,} are"):
-        list(engine.optim_parameters())
-    assert all(home.master is None for home in all_homes(engine._shelves))
-    monkeypatch.setattr(host_memory, "available_memory", lambda: needed)
-    assert len(list(engine.optim_parameters())) == 6

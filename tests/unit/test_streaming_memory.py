@@ -1,0 +1,89 @@
+"""Memory of the streaming engine: budgets of devices, and what it takes of the host."""
+
+import pytest
+import torch
+
+from stageline.streaming import host_memory, passes
+from stageline.streaming.engine import RoundPipe
+from stageline.streaming.host_memory import host_bytes
+from stageline.streaming.lanes import Lane
+from stageline.streaming.plan import Plan
+from stageline.streaming.pool import DeviceBudgetError
+from stageline.streaming.run_config import RoundPipeRunConfig
+from stageline.streaming.shelf import ALIGNMENT, all_homes
+from stageline.testing.streamed_models import BATCH, linears, loop, run, square
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_model_four_times_the_budget_trains_within_it(count):
+    ours, theirs = linears(24), linears(24)
+    weight_bytes = sum(-(-each.numel() * 4 // ALIGNMENT) * ALIGNMENT for each in ours.parameters())
+    budget = weight_bytes // 4  # gradients come on top
+    lanes = [Lane.cpu(budget=budget) for _ in range(count)]
+    engine = RoundPipe(ours, lanes=lanes)
+    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=1e-3)
+    for _ in range(3):
+        loss = engine.forward_backward((BATCH,), loss_fn=square)
+        expected = loop(theirs, BATCH, count + 1)
+        assert torch.equal(loss, expected)
+        engine.step(optimizer.step, is_async=False)
+        torch.optim.SGD(theirs.parameters(), lr=1e-3).step()
+        theirs.zero_grad()
+    assert 0 < max(lane.pool.peak_bytes for lane in lanes) <= budget
+
+
+def test_a_budget_that_no_layer_fits_is_refused():
+    with pytest.raises(ValueError, match="layer 0 needs"):
+        RoundPipe(linears(2), lanes=[Lane.cpu(budget=500)]).forward_backward(
+            (BATCH,), loss_fn=square
+        )
+    everything = RoundPipeRunConfig(execute_plan=Plan((), (range(0, 2),)))
+    with pytest.raises(DeviceBudgetError, match="the budget is 700"):
+        RoundPipe(linears(2), lanes=[Lane.cpu(budget=700)]).forward_backward(
+            (BATCH,), loss_fn=square, run_config=everything
+        )
+
+
+def test_the_host_memory_that_is_stated_is_what_it_takes():
+    model = linears(6).bfloat16()
+    model[0].requires_grad_(False)
+    engine = RoundPipe(model, optim_dtype=torch.float32)
+    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=1e-3)
+    engine.forward_backward((BATCH.bfloat16(),), loss_fn=square)
+    engine.synchronize()
+    tensors = [home.parameter for shelf in engine._shelves for home in shelf.homes]
+    tensors += [home.back for shelf in engine._shelves for home in shelf.homes]
+    tensors += [home.total for shelf in engine._shelves for home in shelf.homes]
+    tensors += list(optimizer.param_groups[0]["params"])
+    tensors += [each for shelf in engine._shelves for each in shelf.staged.values()]
+    taken = sum(each.numel() * each.element_size() for each in tensors if each is not None)
+    assert host_bytes(engine._shelves, torch.float32) == taken
+
+
+@pytest.mark.parametrize(("limit", "num_moved"), [(None, 0), (0, 10), (2 * 2 * 6 * 4, 8)])
+def test_inputs_that_wait_stay_on_the_device_within_their_budget(limit, num_moved, monkeypatch):
+    moved = []
+    original = passes.bring
+
+    def bring(flow, lane):
+        if lane is None:
+            moved.append(flow)
+        return original(flow, lane)
+
+    monkeypatch.setattr(passes, "bring", bring)
+    lane = Lane.cpu()
+    lane.inputs_budget = limit
+    ours, theirs = linears(6), linears(6)
+    assert torch.equal(run(RoundPipe(ours, lanes=[lane]), BATCH, 6), loop(theirs, BATCH, 2))
+    assert len(moved) == num_moved  # of five layers that are recomputed, two micro-batches each
+
+
+def test_a_model_that_the_host_cannot_hold_is_refused_before_memory_is_taken(monkeypatch):
+    engine = RoundPipe(linears(3))
+    needed = host_bytes(engine._shelves, None) - 3 * 42 * 4
+    monkeypatch.setattr(host_memory, "available_memory", lambda: needed - 1)
+    with pytest.raises(MemoryError, match=f"training takes {needed:,} bytes.*{needed - 1:,} are"):
+        list(engine.optim_parameters())
+    assert all(home.master is None for home in all_homes(engine._shelves))
+    monkeypatch.setattr(host_memory, "available_memory", lambda: needed)
+    assert len(list(engine.optim_parameters())) == 6
