@@ -16,7 +16,7 @@ from stageline.streaming.engine import RoundPipe
 from stageline.streaming.forwarding import ForwardsAttributes
 from stageline.streaming.host_memory import allocate
 from stageline.streaming.place import place_of_call
-from stageline.streaming.shelf import Home, all_homes, page_views
+from stageline.streaming.shelf import Home, all_homes, page_views, update
 from stageline.streaming.worker import Worker
 
 
@@ -105,14 +105,8 @@ class AutoRoundPipe(ForwardsAttributes, nn.Module):
         self._flip()
         homes = [home for home in self._homes.values() if home.master is not None]
 
-        def job() -> None:
-            for home in homes:
-                home.hand_over()
-            step_fn(*args, **kwargs)
-            for home in homes:
-                home.write_back()
-
-        self._worker.submit(job)
+        step = functools.partial(step_fn, *args, **kwargs)
+        self._worker.submit(functools.partial(update, homes, step))
         for home in self._loose:
             home.parameter.grad = None
         self._turn_pages = True

@@ -24,7 +24,7 @@ from stageline.streaming.place import place_of_call
 from stageline.streaming.plan import Plan
 from stageline.streaming.plan_choice import choose
 from stageline.streaming.run_config import RoundPipeRunConfig
-from stageline.streaming.shelf import Home, Shelf, all_homes, make_shelves
+from stageline.streaming.shelf import Home, Shelf, all_homes, make_shelves, update
 from stageline.streaming.shelf_costs import costs_of
 from stageline.streaming.worker import Worker
 
@@ -175,14 +175,8 @@ class RoundPipe(ForwardsAttributes, nn.Module):
         self._flip()
         homes = [home for home in all_homes(self._shelves) if home.master is not None]
 
-        def job() -> None:
-            for home in homes:
-                home.hand_over()
-            step_fn(*args, **kwargs)
-            for home in homes:
-                home.write_back()
-
-        self._last_step = self._worker.submit(job)
+        step = functools.partial(step_fn, *args, **kwargs)
+        self._last_step = self._worker.submit(functools.partial(update, homes, step))
         self._turn_pages = True
         if not is_async:
             self._worker.wait()

@@ -40,11 +40,6 @@ class Plan:
         _check_ranges(self.backward[::-1], 0, num_layers if self.backward else 0, "backward")
 
 
-def forward_plan(stages: Sequence[range]) -> Plan:
-    """The plan of a pass without gradients."""
-    return Plan(tuple(stages), ())
-
-
 def _check_ranges(ranges: Sequence[range], first: int, last: int, kind: str) -> None:
     """In order, each layer from `first` to `last` (not in it) is in exactly one of them."""
     at = first

@@ -162,6 +162,15 @@ def all_homes(shelves: Iterable[Shelf]) -> list[Home]:
     return list(found.values())
 
 
+def update(homes: Sequence[Home], step: Callable[[], None]) -> None:
+    """One optimizer step: the masters get the summed gradients, the back pages what it makes."""
+    for home in homes:
+        home.hand_over()
+    step()
+    for home in homes:
+        home.write_back()
+
+
 def page_views(tensors: Sequence[torch.Tensor], allocate: Allocate) -> list[torch.Tensor]:
     """Room for each tensor, views of one run of bytes: a run takes no more than its parts.
 

@@ -5,22 +5,19 @@ but that start and our launcher, in whose place the process forks its ranks. Tes
 signals and exit codes of killed ranks start real processes.
 """
 
+import functools
 import importlib
 import os
-import runpy
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
-
-from stageline.testing.small_run import forget_the_house
+from stageline.testing.small_run import run_and_exit
 
 HEAVY = (  # what entry files import; whatever else they need they import as always
     "transformers",
@@ -32,7 +29,6 @@ HEAVY = (  # what entry files import; whatever else they need they import as alw
     "stageline.plotting.pictures",
     "stageline.plotting.timeline",
 )
-_CRASH = 70
 
 
 def run_entry(
@@ -60,7 +56,7 @@ def run_entry(
         sys.stderr.flush()
         pid = os.fork()
         if pid == 0:
-            _run(words, files, cwd=cwd, env=env)
+            run_and_exit(words, files, functools.partial(_prepare, cwd, env))
         code = _wait(pid, timeout)
         out, err = (file.read_text() for file in files)
     assert code is not None, f"still running after {timeout} s:\n{out}\n{err}"
@@ -79,33 +75,12 @@ def _wait(pid: int, timeout: float) -> int | None:
     return None
 
 
-def _run(
-    words: list[str], files: Sequence[Path], *, cwd: Path | None, env: Mapping[str, str]
-) -> None:
-    code = _CRASH
-    try:
-        os.setsid()  # so that ranks can be killed with it
-        for number, file in enumerate(files, start=1):
-            os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), number)
-        sys.stdout = open(1, "w", buffering=1, closefd=False)
-        sys.stderr = open(2, "w", buffering=1, closefd=False)
-        if cwd is not None:
-            os.chdir(cwd)
-        os.environ.update(env)
-        sys.argv = words
-        torch.set_num_threads(1)  # threads of before are not in the fork
-        forget_the_house()
-        _fork_instead_of_launching()
-        runpy.run_path(words[0], run_name="__main__")
-        code = 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+def _prepare(cwd: Path | None, env: Mapping[str, str]) -> None:
+    os.setsid()  # so that ranks can be killed with it
+    if cwd is not None:
+        os.chdir(cwd)
+    os.environ.update(env)
+    _fork_instead_of_launching()
 
 
 def _fork_instead_of_launching() -> None:

@@ -14,8 +14,10 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from safetensors.torch import load_file
@@ -245,23 +247,38 @@ def _fork_rank(words: list[str], rank: int, ranks: int, port: int, chaos: str, f
     pid = os.fork()
     if pid:
         return pid
-    code = 70
-    try:
-        for number, kind in ((1, "out"), (2, "err")):
-            file = os.open(folder / f"{rank}.{kind}", os.O_CREAT | os.O_WRONLY, 0o600)
-            os.dup2(file, number)
-        sys.stdout = open(1, "w", buffering=1, closefd=False)
-        sys.stderr = open(2, "w", buffering=1, closefd=False)
+
+    def prepare() -> None:
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         os.environ.update({key: str(value) for key, value in names.items()})
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
         os.environ[VARIABLE] = chaos
         tempfile.tempdir = str(folder)  # ranks of the next run must not read what these leave
         arm()
+
+    run_and_exit(words, [folder / f"{rank}.{kind}" for kind in ("out", "err")], prepare)
+
+
+def run_and_exit(words: list[str], files: Sequence[Path], prepare: Callable[[], None]) -> NoReturn:
+    """Runs an entry file in a process that was just forked, and ends it.
+
+    Args:
+        words: the file, its options.
+        files: take what it writes to stdout and stderr.
+        prepare: called first, its output goes to them too.
+    """
+    code = 70
+    try:
+        for number, file in enumerate(files, start=1):
+            os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), number)
+        sys.stdout = open(1, "w", buffering=1, closefd=False)
+        sys.stderr = open(2, "w", buffering=1, closefd=False)
+        prepare()
         sys.argv = words
-        torch.set_num_threads(1)
+        torch.set_num_threads(1)  # threads of before are not in the fork
         forget_the_house()
         runpy.run_path(words[0], run_name="__main__")
+        code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     except BaseException:

@@ -5,16 +5,9 @@ from pathlib import Path
 
 import numpy
 
-from stageline.corpus.segments import (
-    BEGINS,
-    ENDS,
-    HAS_BOS,
-    HAS_EOS,
-    CutRules,
-    Segments,
-    TokenizerInfo,
-)
+from stageline.corpus.segments import CutRules, TokenizerInfo
 from stageline.corpus.writer import CorpusWriter
+from stageline.testing.corpora import segments_of
 
 BOS, EOS, FIRST_ID = 1, 2, 5
 Document = Sequence[Sequence[int]]  # the tokens of each segment, BOS and EOS among them
@@ -55,15 +48,6 @@ def tiny_corpus(
     )
     for kind, of_type in enumerate(types):
         for document in of_type:
-            writer.add(_segments(document), type_index=kind)
+            writer.add(segments_of([document]), type_index=kind)
     writer.close()
     return prefix
-
-
-def _segments(document: Document) -> Segments:
-    flags = numpy.zeros(len(document), dtype=numpy.uint8)
-    flags[0] |= BEGINS | HAS_BOS
-    flags[-1] |= ENDS | HAS_EOS
-    tokens = [token for segment in document for token in segment]
-    lengths = numpy.array([len(segment) for segment in document], dtype=numpy.int64)
-    return Segments(numpy.array(tokens, dtype=numpy.uint32), lengths, flags)
