@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
 from stageline.errors import UserError
-from stageline.inference.decoding.drawing import token_weights, uniform
+from stageline.inference.decoding.drawing import draw, token_weights, uniform
 from stageline.inference.decoding.request import Sampling
 from stageline.inference.decoding.sampler import SampledRow, choose
 
@@ -262,6 +262,9 @@ def test_tokens_without_a_chance_are_never_drawn():
     rows = [_row(temperature=50.0, seed=s) for s in range(400)]
     tokens = {c.token_id for c in choose(logits[:1].expand(400, -1), rows)}
     assert tokens == {7, 30}
+    # the ends of the range of numbers
+    samplings = [Sampling(temperature=1.0)] * 2
+    assert draw(logits, samplings, [0.0, 1 - 2.0**-53]) == [7, 30]
 
 
 def test_a_broken_row_gets_its_error_and_the_others_their_tokens():

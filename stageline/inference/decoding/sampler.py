@@ -20,9 +20,9 @@ from stageline.inference.decoding.request import Sampling, TokenLogprob
 _LEAST_TEMPERATURE = 1e-5
 
 
-@dataclass(frozen=True)
+@dataclass
 class SampledRow:
-    """What the choice of a token depends on, besides its logits.
+    """What the choice of a token depends on, besides its logits; who chooses keeps it up to date.
 
     Attributes:
         prompt_ids: token ids of the prompt, for the repetition penalty; None: of the answer only.
@@ -32,7 +32,7 @@ class SampledRow:
 
     sampling: Sampling
     prompt_ids: Tensor | None
-    answer_ids: Sequence[int]
+    answer_ids: list[int]
     index: int
 
 
