@@ -301,13 +301,13 @@ class DecodingEngine:
 
     def _take_token(self, one: Scheduled, order: Order, place: int) -> None:
         running: Running = one.owner
-        error = order.error or order.row_errors.get(str(place))
+        error = _error_of(order, place)
         if error is None and not running.is_cancelled:
             logprob = logprob_of_json(order.logprobs[place]) if order.logprobs else None
             running.take(order.tokens[place], logprob)
             self._completion_tokens += 1
         if error is not None:
-            running.fail(EngineError(error))
+            running.fail(error)
         elif running.is_cancelled:
             running.finish("cancelled")
         if running.is_over:
@@ -383,3 +383,11 @@ class DecodingEngine:
         if done.error is not None:
             raise EngineError(f"a step of {num_rows} rows failed: {done.error}")
         return done.seconds
+
+
+def _error_of(order: Order, place: int) -> Exception | None:
+    """Why a row of an order got no token."""
+    if order.error is not None:
+        return EngineError(order.error)
+    is_users, text = order.row_errors.get(str(place), (False, None))
+    return None if text is None else UserError(text) if is_users else EngineError(text)

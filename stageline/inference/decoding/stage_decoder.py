@@ -193,7 +193,8 @@ class StageDecoder:
             order.tokens.append(found.token_id)
             order.logprobs.append(logprob_as_json(found.logprob))
             if found.error is not None:
-                order.row_errors[str(place)] = found.error
+                is_users = isinstance(found.error, UserError)
+                order.row_errors[str(place)] = (is_users, str(found.error))
             rows[place].answer_ids.append(found.token_id)
             rows[place].index += 1
         if not any(order.logprobs):
