@@ -9,18 +9,21 @@ from typing import Any, Literal
 
 from stageline.inference.decoding.request import Sampling, TokenLogprob
 
-Kind = Literal["prefill", "decode", "score", "measure", "tidy", "stop"]
+Kind = Literal["prefill", "decode", "whole", "score", "measure", "tidy", "stop"]
 
 
 @dataclass
 class Order:
     """One pass.
 
+    A model that keeps no keys and values reads its rows anew for each token: "whole" takes the
+    place of "prefill" and "decode".
+
     Attributes:
         group: whose cache it uses.
         rows: ids of the rows, in the order in which the group has them.
         lengths: tokens of each row; of a prefill, a score and a measurement.
-        settings: of each row of a prefill: how its tokens are chosen.
+        settings: of each new row: how its tokens are chosen.
         num_targets: of each row of a score: how many of its last tokens are scored.
         leave: (group, row) that go before the pass.
         join: (from, into) groups that become one before the pass.
