@@ -20,7 +20,7 @@ from stageline.inference.decoding.admission import checked
 from stageline.inference.decoding.chain import Chain, max_in_flight
 from stageline.inference.decoding.engine_stats import EngineStats
 from stageline.inference.decoding.group_choice import GroupChoice, measure_steps
-from stageline.inference.decoding.order import Order, logprob_of_json, settings_of
+from stageline.inference.decoding.order import Order, error_of, logprob_of_json, settings_of
 from stageline.inference.decoding.request import (
     EngineError,
     Failed,
@@ -102,9 +102,7 @@ class DecodingEngine:
         Raises:
             UserError: the request can't be answered: its prompt is empty or too long.
         """
-        running = Running.of(
-            checked(request, self.limits, has_cache=self.has_cache), listener, engine=self
-        )
+        running = self._running_of(request, listener)
         self._inbox.put(lambda: self._admit(running))
 
     def cancel(self, key: str) -> None:
@@ -319,7 +317,7 @@ class DecodingEngine:
 
     def _take_token(self, one: Scheduled, order: Order, place: int) -> None:
         running: Running = one.owner
-        error = _error_of(order, place)
+        error = error_of(order, place)
         if error is None and not running.is_cancelled:
             logprob = logprob_of_json(order.logprobs[place]) if order.logprobs else None
             running.take(order.tokens[place], logprob)
@@ -334,13 +332,13 @@ class DecodingEngine:
 
     # -- requests -------------------------------------------------------------------------
 
+    def _running_of(self, request: Request, listener: Listener) -> Running:
+        request = checked(request, self.limits, has_cache=self.has_cache)
+        return Running.of(request, listener, engine=self)
+
     def _submit_here(self, request: Request, listener: Listener) -> None:
         try:
-            self._admit(
-                Running.of(
-                    checked(request, self.limits, has_cache=self.has_cache), listener, engine=self
-                )
-            )
+            self._admit(self._running_of(request, listener))
         except UserError as error:
             listener(Failed(request.key, error))
 
@@ -394,11 +392,3 @@ class DecodingEngine:
         if done.error is not None:
             raise EngineError(f"a step of {num_rows} rows failed: {done.error}")
         return done.seconds
-
-
-def _error_of(order: Order, place: int) -> Exception | None:
-    """Why a row of an order got no token."""
-    if order.error is not None:
-        return EngineError(order.error)
-    is_users, text = order.row_errors.get(str(place), (False, None))
-    return None if text is None else UserError(text) if is_users else EngineError(text)

@@ -7,7 +7,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from stageline.inference.decoding.request import Sampling, TokenLogprob
+from stageline.errors import UserError
+from stageline.inference.decoding.request import EngineError, Sampling, TokenLogprob
 
 Kind = Literal["prefill", "decode", "whole", "score", "measure", "tidy", "stop"]
 
@@ -89,3 +90,11 @@ def logprob_of_json(values: Any) -> TokenLogprob | None:
         return None
     token_id, logprob, top = values
     return TokenLogprob(token_id, logprob, tuple((int(i), float(value)) for i, value in top))
+
+
+def error_of(order: Order, place: int) -> Exception | None:
+    """Why a row of an order got no token."""
+    if order.error is not None:
+        return EngineError(order.error)
+    is_users, text = order.row_errors.get(str(place), (False, None))
+    return None if text is None else UserError(text) if is_users else EngineError(text)
