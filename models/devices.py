@@ -1,6 +1,7 @@
 """Which devices a builder part has, how a model is cut over them, and what that looks like."""
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from transformers import PretrainedConfig
 from stageline.errors import UserError
 from stageline.inference.meta_model import model_on_meta
 from stageline.inference.model_cutter import ModelCutter, Wanted
-from stageline.inference.placement import DeviceBytes, check_fit, check_weights_fit, format_table
+from stageline.inference.placement import check_fit, check_weights_fit, format_table
 from stageline.inference.quantised_base import quantization_settings
 
 
@@ -32,7 +33,9 @@ def make_device_map(
     num_gpus = _num_gpus()
     if device == "cpu" or (device == "auto" and num_gpus == 0):
         return {"": "cpu"}
-    wanted = num_devices or num_gpus
+    placement = placement or Wanted()
+    given = placement.memory or ()
+    wanted = num_devices or (len(given) if len(given) > 1 else num_gpus)
     if wanted > num_gpus or num_gpus == 0:
         raise UserError(
             f"--num-devices {wanted}, and this machine shows {num_gpus} GPUs: lower it, look at "
@@ -40,10 +43,9 @@ def make_device_map(
         )
     if wanted == 1:
         return {"": 0}
-    placement = placement or Wanted()
     cutter = make_cutter(
         config,
-        memory=placement.memory or free_memory(wanted),
+        memory=(given if len(given) == wanted else given * wanted) or free_memory(wanted),
         visual_gpu_ratio=visual_gpu_ratio,
         placement=placement,
         dtype=dtype,
@@ -52,7 +54,7 @@ def make_device_map(
     )
     device_map = cutter.device_map()
     if visual_gpu_ratio is None:
-        _tell(cutter.devices(), placement)
+        _tell(cutter, is_certain=bool(given))
     return dict(device_map)
 
 
@@ -90,10 +92,10 @@ def plan_text(
         quantization=quantization,
         **options,
     )
-    found = cutter.devices()
-    check_fit(found, asked=str(placement.load))
+    found, load = cutter.devices(), str(cutter.load)
+    check_fit(found, asked=load)
     kinds = f"{str(dtype).removeprefix('torch.')}{f', {quantization}' if quantization else ''}"
-    return f"GiB for {placement.load}, {kinds}:\n{format_table(found)}"
+    return f"GiB for {load}, {kinds}:\n{format_table(found)}"
 
 
 def make_cutter(
@@ -110,12 +112,13 @@ def make_cutter(
     whole = model_on_meta(config, dtype=dtype, **options)
     if quantization:
         whole.config.quantization_config = quantization_settings(quantization)
+    is_blind = getattr(config, "vision_config", None) is None
     return ModelCutter(
         whole,
         num_devices=len(memory),
         visual_gpu_ratio=visual_gpu_ratio,
         memory=memory,
-        load=placement.load,
+        load=replace(placement.load, images=0) if is_blind else placement.load,
     )
 
 
@@ -133,12 +136,13 @@ def _num_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def _tell(found: list[DeviceBytes], placement: Wanted) -> None:
+def _tell(cutter: ModelCutter, *, is_certain: bool) -> None:
     """Refuses what cannot be, warns of what may not go well: how long answers get is a guess."""
-    check_weights_fit(found, asked=str(placement.load))
+    found, load = cutter.devices(), str(cutter.load)
+    check_weights_fit(found, asked=load)
     try:
-        check_fit(found, asked=str(placement.load))
+        check_fit(found, asked=load)
     except UserError as error:
-        if placement.memory is not None:
+        if is_certain:
             raise
         warnings.warn(f"memory may not suffice. {error}", stacklevel=2)
