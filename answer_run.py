@@ -10,6 +10,7 @@ import torch
 from options.command_line import typed
 from options.lora_options import adapter_arguments
 from parse_args import Arguments
+from placement_run import placement_arguments, show_plan
 from stageline.data.image_settings import ImageSettings
 from stageline.data.prepare_images import prepare_images
 from stageline.data.tiling import Tiling, match_config
@@ -37,6 +38,7 @@ def answer_settings(arguments: Arguments) -> dict[str, Any]:
     left_out = {
         *("output-dir", "limit", "batch-size", "num-devices", "visual-gpu-ratio", "metric"),
         *("image-cache", "image-cache-gib", "max-image-pixels", "max-images-per-sample"),
+        *("device-memory", "plan-length", "plan-images"),
         *("compare-with", "bootstrap-resamples", "bootstrap-seed", "skip-bad-rows"),
         *("prompts", "text", "print-answers"),  # the samples themselves are compared
     }
@@ -94,17 +96,28 @@ def answer_rows(
 
 def build_model(arguments: Arguments) -> tuple[Any, Any, dict[str, Any]]:
     """What the builder part makes: model, processor and device_map."""
+    builder = arguments.parts["builder"]
+    return builder.part(arguments.run.model_path, **_builder_arguments(arguments))
+
+
+def plan_model(arguments: Arguments) -> int:
+    """Prints what would lie on which device; returns the exit code."""
+    check_model_path(arguments.run.model_path, arguments.parts["builder"].part)
+    show_plan(arguments.parts["builder"], arguments.run.model_path, **_builder_arguments(arguments))
+    return 0
+
+
+def _builder_arguments(arguments: Arguments) -> dict[str, Any]:
     run, builder = arguments.run, arguments.parts["builder"]
-    return builder.part(
-        run.model_path,
-        visual_gpu_ratio=run.visual_gpu_ratio,
-        dtype=DTYPES[run.precision],
-        num_devices=run.num_devices,
-        device=run.device,
+    return {
+        **placement_arguments(run, builder.part),
+        "dtype": DTYPES[run.precision],
+        "num_devices": run.num_devices,
+        "device": run.device,
         **adapter_arguments(run),
-        trust_remote_code=run.trust_remote_code,
+        "trust_remote_code": run.trust_remote_code,
         **builder.kwargs,
-    )
+    }
 
 
 def is_complete(outcome: Outcome, rows: range, file: PredictionFile) -> bool:

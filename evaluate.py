@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from answer_run import answer_rows, answer_settings, check_model_path, is_complete
+from answer_run import answer_rows, answer_settings, check_model_path, is_complete, plan_model
 from parse_args import EvaluateArguments, parse_evaluate_args, save_config
 from register import freeze_registers, import_shelf
 from stageline.data.bad_rows import BadRows, leaving_out
@@ -41,6 +41,8 @@ def main() -> int:
     arguments = parse_evaluate_args()
     freeze_registers()
     run, parts = arguments.run, arguments.parts
+    if run.plan:
+        return plan_model(arguments)
     check_model_path(run.model_path, parts["builder"].part)
     images = make_image_settings(**run.image_limits())
     with using_images(images), leaving_out(BadRows(run.skip_bad_rows)) as bad_rows:

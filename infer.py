@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from answer_run import answer_rows, answer_settings, check_model_path, is_complete
+from answer_run import answer_rows, answer_settings, check_model_path, is_complete, plan_model
 from options.answer_args import InferArguments, parse_infer_args
 from parse_args import save_config
 from register import freeze_registers, import_shelf
@@ -30,6 +30,8 @@ def main() -> int:
     arguments = parse_infer_args()
     freeze_registers()
     run = arguments.run
+    if run.plan:
+        return plan_model(arguments)
     check_model_path(run.model_path, arguments.parts["builder"].part)
     images = make_image_settings(**run.image_limits())
     with using_images(images), leaving_out(BadRows(run.skip_bad_rows)) as bad_rows:

@@ -21,6 +21,7 @@ from options.memory_options import MemoryOptions
 from options.method_options import MethodOptions
 from options.number_options import NumberOptions
 from options.part_training_options import PartTrainingOptions
+from options.placement_options import PlacementOptions
 from options.plan_options import PlanOptions
 from options.preview_options import PreviewOptions
 from options.reference_options import ReferenceOptions
@@ -197,7 +198,7 @@ class RunConfig(
 
 
 @dataclass(kw_only=True)
-class EvaluateConfig(ReportOptions, AnswerOptions, ImageOptions, SharedOptions):
+class EvaluateConfig(PlacementOptions, ReportOptions, AnswerOptions, ImageOptions, SharedOptions):
     """Evaluation"""
 
     output_dir: str = option(
