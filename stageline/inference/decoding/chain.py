@@ -89,13 +89,8 @@ def max_in_flight(num_stages: int) -> int:
     return 2 * num_stages + 2
 
 
-<<<<<<< HEAD
-def make_wire(rank: int, *, ranks: Sequence[int], num_stages: int, device: torch.device) -> Wire:
-    """The wire of one pipeline. All processes of the run must call this together.
-=======
 def make_wire(rank: int, *, num_stages: int, num_replicas: int = 1, device: torch.device) -> Wire:
     """The wire of this process's pipeline; all processes of the run must call this together.
->>>>>>> d-core
 
     Args:
         rank: of this process among all: replicas one after the other, stages in order.
