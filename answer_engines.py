@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from decode_run import num_processes, open_decoding
 from options.lora_options import adapter_arguments
 from parse_args import Arguments
 from stageline.distributed.launch import launch_if_needed
@@ -32,12 +33,14 @@ class Opened:
         model: what a model part gets: a model, an endpoint or an engine.
         facts: for the report: where it runs.
         has_own_batches: it takes many samples at once and batches them itself.
+        config: of the model, where there is one.
     """
 
     model: Any
     processor: Any
     facts: dict[str, Any] = field(default_factory=dict)
     has_own_batches: bool = False
+    config: Any = None
 
 
 def find_place(arguments: Arguments) -> Replicas:
@@ -47,23 +50,20 @@ def find_place(arguments: Arguments) -> Replicas:
         UserError: processes and replicas do not fit, or there are too few GPUs.
     """
     run = arguments.run
-    num_gpus = _num_gpus(run.device)
-    num_stages = run.num_stages or _stages_by_default(run, num_gpus)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    given = world_size // num_stages if "RANK" in os.environ else None
-    wanted = run.num_replicas or given or _replicas_by_default(run, num_gpus, num_stages)
-    launch_if_needed(wanted * num_stages)
+    wanted = num_processes(run, run.device) if run.engine == "pipeline" else run.num_replicas
+    launch_if_needed(wanted)
     rank = int(os.environ.get("RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size != wanted * num_stages:
+    if world_size != wanted:
         raise UserError(
-            f"{world_size} processes came for {wanted} replicas of {num_stages} stages. "
-            f"{wanted * num_stages} were expected, because each stage has a process of its own: "
-            "set --num-replicas or torchrun --nproc-per-node accordingly, or leave torchrun out."
+            f"{world_size} processes were started for --num-replicas {run.num_replicas}. {wanted} "
+            "were expected, because each replica has a process of its own: leave torchrun out, or "
+            "correct the numbers."
         )
+    num_stages = wanted // run.num_replicas
     return Replicas(
         index=rank // num_stages,
-        count=wanted,
+        count=run.num_replicas,
         is_first=rank % num_stages == 0,
         store=_store(rank, world_size),
     )
@@ -72,14 +72,6 @@ def find_place(arguments: Arguments) -> Replicas:
 def _num_gpus(device: str) -> int:
     # is_available() would start the driver, which then no longer looks at CUDA_VISIBLE_DEVICES
     return 0 if device == "cpu" else torch.cuda.device_count()
-
-
-def _stages_by_default(run: Any, num_gpus: int) -> int:
-    return max(1, num_gpus // (run.num_replicas or 1)) if run.engine == "pipeline" else 1
-
-
-def _replicas_by_default(run: Any, num_gpus: int, num_stages: int) -> int:
-    return max(1, num_gpus // num_stages) if run.engine == "pipeline" else 1
 
 
 def _store(rank: int, world_size: int) -> Any:
@@ -106,7 +98,8 @@ def opened(arguments: Arguments, replicas: Replicas) -> Iterator[Opened | None]:
 def _whole(arguments: Arguments) -> Opened:
     """What the builder part makes: a model over some devices, or an endpoint."""
     model, processor, device_map = build_model(arguments)
-    return Opened(model, processor, {"device_map": {k: str(v) for k, v in device_map.items()}})
+    facts = {"device_map": {name: str(place) for name, place in device_map.items()}}
+    return Opened(model, processor, facts, config=getattr(model, "config", None))
 
 
 def build_model(arguments: Arguments) -> tuple[Any, Any, dict[str, Any]]:
@@ -144,15 +137,17 @@ def _take_own_gpus(run: Any, replicas: Replicas) -> None:
 
 @contextmanager
 def _pipeline(arguments: Arguments) -> Iterator[Opened | None]:
-    from decode_run import open_decoding
-
-    with open_decoding(arguments) as engine:
-        if engine is None:
+    with open_decoding(arguments.run) as found:
+        if found is None:
             yield None
             return
-        stats = engine.stats()
-        facts = {"num_stages": engine.chain.num_stages, "max_running": stats.max_running}
-        yield Opened(engine, engine.processor, facts, has_own_batches=True)
+        engine = found.engine
+        facts = {
+            "num_stages": engine.chain.num_stages,
+            "max_running": engine.limits.max_rows,
+            "num_groups": engine.limits.num_groups or "measured",
+        }
+        yield Opened(engine, found.processor, facts, has_own_batches=True, config=found.config)
 
 
 def _vllm(arguments: Arguments) -> Opened:

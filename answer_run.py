@@ -1,5 +1,6 @@
 """A run that answers, from its options: what evaluate.py and infer.py share."""
 
+import dataclasses
 import functools
 import inspect
 import json
@@ -10,6 +11,7 @@ from typing import Any
 from answer_engines import Opened, opened
 from answer_engines import build_model as build_model  # for chat.py
 from options.command_line import typed
+from options.decode_options import DecodeOptions
 from options.part_options import takes
 from parse_args import Arguments
 from stageline.data.batch import encode_sample
@@ -49,15 +51,15 @@ def answer_settings(arguments: Arguments) -> dict[str, Any]:
         *("image-cache", "image-cache-gib", "max-image-pixels", "max-images-per-sample"),
         *("compare-with", "bootstrap-resamples", "bootstrap-seed", "skip-bad-rows"),
         *("prompts", "text", "print-answers"),  # the samples themselves are compared
-        *("num-stages", "num-replicas", "train-model"),
+        *(typed(item.name)[2:] for item in dataclasses.fields(DecodeOptions)),
     }
     run = arguments.run
+    if run.max_length is not None:  # the only one of these that may end an answer
+        left_out.discard("max-length")
     if run.engine in ("device_map", "api") or run.temperature == 0:
         left_out.add("engine")
     for name, chosen in arguments.parts.items():
         without_effect = getattr(chosen.part, "without_effect", ())
-        if name == "train_model":
-            without_effect = chosen.kwargs
         left_out |= {typed(f"{name}.{option}")[2:] for option in without_effect}
     config = arguments.as_config()
     return {name: value for name, value in config.items() if name not in left_out}
@@ -131,8 +133,8 @@ def ask(
     processor, part = found.processor, parts["model"].part
     tiling = Tiling(**run.tiling())
     prepare_images(processor, images, tiling)
-    if tiling.is_given and hasattr(found.model, "config"):
-        match_config(found.model.config, processor)
+    if tiling.is_given and found.config is not None:
+        match_config(found.config, processor)
     texts = {
         "prompt": parts["prompt"].part,
         "prompt_fn": functools.partial(parts["prompt_fn"].part, **parts["prompt_fn"].kwargs),

@@ -36,7 +36,7 @@ from stageline.evaluation.usage import format_usage, usage_of
 from stageline.plotting.groups import plot_groups
 from stageline.plotting.pictures import caption, plot_predictions
 
-SHELF = ("models", "prompt", "prompt_fn", "dataset", "metric")
+SHELF = ("models", "pp_models", "prompt", "prompt_fn", "dataset", "metric")
 NUM_PICTURES = 36
 
 

@@ -23,7 +23,7 @@ from stageline.evaluation.predictions import PredictionFile, fingerprint
 from stageline.evaluation.replicas import Replicas
 from stageline.evaluation.runner import check_ids
 
-SHELF = ("models", "prompt", "prompt_fn", "dataset")
+SHELF = ("models", "pp_models", "prompt", "prompt_fn", "dataset")
 
 
 def main() -> int:

@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from options.decode_options import DecodeOptions
 from options.fields import OptionError, option
 
 # engine -> the keys that go with it where none are given
 ENGINE_KEYS: dict[str, dict[str, str | None]] = {
     "device_map": {"builder": "auto", "model": "generate"},
-    "pipeline": {"builder": "auto", "model": "generate", "train_model": None},
+    "pipeline": {"builder": "auto", "model": "generate"},
     "vllm": {"builder": "auto", "model": "generate"},
     "api": {"builder": "remote", "model": "remote"},
 }
@@ -18,22 +19,13 @@ WITH_REPLICAS = ("device_map", "pipeline")
 
 
 @dataclass(kw_only=True)
-class EngineOptions:
+class EngineOptions(DecodeOptions):
     """Engine"""
 
     engine: Literal["device_map", "pipeline", "vllm", "api"] = option(
         "device_map",
         "device_map: one process over all devices; pipeline: a process a stage, all at work; "
         "vllm: an exported folder in vLLM; api: a model behind an endpoint (--builder.name)",
-    )
-    num_stages: int | None = option(
-        None, "stages of a pipeline; default: a GPU each, 1 on the CPU", at_least=1
-    )
-    num_replicas: int | None = option(
-        None,
-        "copies of the model, each answers its share; default: 1, of pipelines as many as GPUs "
-        "allow",
-        at_least=1,
     )
 
 
@@ -54,7 +46,7 @@ def check_engine(run: EngineOptions) -> None:
             "--engine pipeline alone, because nothing else has stages: leave it out, or choose "
             "that engine (--num-devices spreads a model without a pipeline)."
         )
-    if (run.num_replicas or 1) > 1 and run.engine not in WITH_REPLICAS:
+    if run.num_replicas > 1 and run.engine not in WITH_REPLICAS:
         raise OptionError(
             f"--num-replicas {run.num_replicas} came with --engine {run.engine}. It was expected "
             f"with {' or '.join(WITH_REPLICAS)}, because {run.engine} has many requests on their "
