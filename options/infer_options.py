@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from options.answer_options import AnswerOptions
+from options.engine_options import EngineOptions
 from options.fields import OptionError, option
 from options.image_options import ImageOptions
 from options.placement_options import PlacementOptions
@@ -32,7 +33,11 @@ class PromptOptions:
 
 
 @dataclass(kw_only=True)
+<<<<<<< HEAD
 class InferConfig(PlacementOptions, PromptOptions, AnswerOptions, ImageOptions, SharedOptions):
+=======
+class InferConfig(PromptOptions, EngineOptions, AnswerOptions, ImageOptions, SharedOptions):
+>>>>>>> d-eval
     """Every option of infer.py."""
 
     output_dir: str = option("runs/infer", "folder of predictions.jsonl", is_output=True)

@@ -29,7 +29,7 @@ def _contract(num_positional: int, names: str = "") -> Contract:
 
 
 CONTRACTS: dict[str, Contract] = {
-    "model": _contract(2, "images prompts max_new_tokens temperature seed"),
+    "model": _contract(2, "images prompts samples batch_size max_new_tokens temperature seed"),
     "train_model": _contract(
         0,
         "config_path processor_path checkpoint_path stage num_stages frozen_vit frozen_mlp "

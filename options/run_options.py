@@ -12,6 +12,7 @@ from options.attention_options import AttentionOptions
 from options.checkpoint_options import CheckpointOptions
 from options.corpus_run_options import CorpusRunOptions
 from options.data_options import DataOptions
+from options.engine_options import EngineOptions
 from options.fault_options import FaultOptions
 from options.fields import option
 from options.image_options import ImageOptions
@@ -198,7 +199,11 @@ class RunConfig(
 
 
 @dataclass(kw_only=True)
+<<<<<<< HEAD
 class EvaluateConfig(PlacementOptions, ReportOptions, AnswerOptions, ImageOptions, SharedOptions):
+=======
+class EvaluateConfig(ReportOptions, EngineOptions, AnswerOptions, ImageOptions, SharedOptions):
+>>>>>>> d-eval
     """Evaluation"""
 
     output_dir: str = option(

@@ -19,6 +19,7 @@ OPTIONS = {"parse_args", "options"}
 ENTRIES = {"train_pp", "check_model", "evaluate", "infer", "chat", "serve", "corpus", "export"}
 # what an entry file hands work to, beside it
 ENTRY_HELPERS = {
+    "answer_engines",
     "answer_run",
     "answer_stages",
     "corpus_show",
