@@ -1,4 +1,4 @@
-"""What all routes share: the model's name, threads for prompts, the way from a request to events."""
+"""What all routes share: the model's name, threads for prompts, from a request to its events."""
 
 import asyncio
 import secrets
