@@ -1,1 +1,1 @@
-"""The server: OpenAI's chat and completions over HTTP, in front of the decoding engine."""
+"""Serving: an OpenAI-style HTTP API over an engine, and the chat page."""
