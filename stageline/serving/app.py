@@ -1,10 +1,11 @@
 """The routes, and what all of them share."""
 
+import importlib
 import importlib.util
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import HTMLResponse, Response
+from fastapi.responses import Response
 from starlette.middleware.cors import CORSMiddleware
 
 from stageline.serving.answer_models import (
@@ -24,8 +25,6 @@ from stageline.serving.gate import Gate
 from stageline.serving.live import LiveResponse, Out
 from stageline.serving.metrics import CONTENT_TYPE
 from stageline.serving.service import Service
-
-_NO_PAGE = "<!doctype html><title>Stageline</title><p>The API is at /v1.</p>"
 
 
 def make_app(service: Service) -> FastAPI:
@@ -47,7 +46,9 @@ def make_app(service: Service) -> FastAPI:
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign]
-    app.add_middleware(Gate, api_keys=settings.api_keys, metrics=service.metrics)
+    app.add_middleware(
+        Gate, api_keys=settings.api_keys, open_paths=_add_page(app), metrics=service.metrics
+    )
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -139,17 +140,13 @@ def _reading(service: Service) -> APIRouter:
         """Figures for Prometheus."""
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
-    @router.get("/", include_in_schema=False)
-    async def front() -> HTMLResponse:
-        return HTMLResponse(_page())
-
     return router
 
 
-def _page() -> str:
-    """The web page for chats."""
+def _add_page(app: FastAPI) -> frozenset[str]:
+    """The web page for chats; its paths, which are open to everybody."""
     if importlib.util.find_spec("stageline.serving.page") is None:
-        return _NO_PAGE
-    from stageline.serving.page import page
-
-    return page()
+        return frozenset()
+    page = importlib.import_module("stageline.serving.page")
+    page.add_page(app)
+    return page.PATHS

@@ -16,6 +16,8 @@ SECONDS = 15.0
 MAX_REDIRECTS = 3
 _CHUNK = 65536
 _PORTS = {"http": 80, "https": 443}
+# IPv4 inside IPv6: of old, and of a translator of one's own
+_INNER = tuple(map(ipaddress.ip_network, ("::/96", "64:ff9b:1::/48")))
 _REDIRECTS = (301, 302, 303, 307, 308)
 
 
@@ -106,7 +108,7 @@ def is_public(address: str) -> bool:
             inside.append(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF))
         if any(one is not None and not one.is_global for one in inside):
             return False
-        if ip in ipaddress.ip_network("64:ff9b:1::/48"):
+        if any(ip in network for network in _INNER):
             return False
         if ip.ipv4_mapped is not None:
             return True

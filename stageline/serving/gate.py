@@ -4,7 +4,7 @@ import hmac
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 from stageline.serving.errors import ApiError, ClientGone
@@ -15,8 +15,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
-OPEN_PATHS = ("/health", "/", "/favicon.ico")
-ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", *OPEN_PATHS, "/metrics")
+HEALTH = "/health"  # open to everybody
+ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", HEALTH, "/metrics", "/")
 CLIENT_GONE = 499
 
 
@@ -25,10 +25,14 @@ class Gate:
 
     Args:
         api_keys: none: everybody may ask.
+        open_paths: need no key, as /health does not.
     """
 
-    def __init__(self, app: App, *, api_keys: Sequence[str], metrics: Metrics) -> None:
+    def __init__(
+        self, app: App, *, api_keys: Sequence[str], open_paths: Iterable[str], metrics: Metrics
+    ) -> None:
         self.app = app
+        self.open_paths = frozenset([HEALTH, *open_paths])
         self.keys = [key.encode() for key in api_keys]
         self.metrics = metrics
 
@@ -61,7 +65,7 @@ class Gate:
             self.metrics.see_request(_route(scope["path"]), status, time.monotonic() - began)
 
     def _may_pass(self, scope: Message) -> bool:
-        if not self.keys or scope["path"] in OPEN_PATHS:
+        if not self.keys or scope["path"] in self.open_paths:
             return True
         # a browser asks first, without a key, whether a page elsewhere may
         headers = dict(scope["headers"])

@@ -26,7 +26,8 @@ class Order:
         join: (from, into) groups that become one before the pass.
         seconds: what each stage took.
         error: what a stage could not do; the later ones then do nothing.
-        tokens, logprobs, row_errors: what the last stage chose, by place in `rows`.
+        tokens, logprobs: what the last stage chose, by place in `rows`.
+        row_errors: place -> whether the request is to blame that it has no token, and why.
         scores: of each row, log-probabilities of its targets and whether all were likeliest.
     """
 
@@ -43,7 +44,7 @@ class Order:
     error: str | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
-    row_errors: dict[str, str] = field(default_factory=dict)
+    row_errors: dict[str, tuple[bool, str]] = field(default_factory=dict)
     scores: list[tuple[list[float], bool]] = field(default_factory=list)
 
     def as_json(self) -> str:
