@@ -89,9 +89,7 @@ def max_in_flight(num_stages: int) -> int:
     return 2 * num_stages + 2
 
 
-def make_wire(
-    rank: int, *, ranks: Sequence[int], num_stages: int, device: torch.device
-) -> Wire:
+def make_wire(rank: int, *, ranks: Sequence[int], num_stages: int, device: torch.device) -> Wire:
     """The wire of one pipeline. All processes of the run must call this together.
 
     Args:
