@@ -89,15 +89,25 @@ def max_in_flight(num_stages: int) -> int:
     return 2 * num_stages + 2
 
 
-def make_wire(rank: int, *, ranks: Sequence[int], num_stages: int, device: torch.device) -> Wire:
-    """The wire of one pipeline. All processes of the run must call this together.
+def make_wire(
+    rank: int, *, num_stages: int, num_replicas: int = 1, device: torch.device
+) -> Wire:
+    """The wire of this process's pipeline; all processes of the run must call this together.
 
     Args:
-        rank: of this process within its pipeline.
-        ranks: of this pipeline's processes, in order of the stages.
+        rank: of this process among all: replicas one after the other, stages in order.
     """
-    texts = dist.new_group(list(ranks), backend="gloo", timeout=IDLE)
-    tensors = texts if device.type == "cpu" else dist.new_group(list(ranks), timeout=IDLE)
+    groups = []
+    for replica in range(num_replicas):
+        ranks = list(range(replica * num_stages, (replica + 1) * num_stages))
+        texts = dist.new_group(ranks, backend="gloo", timeout=IDLE)
+        on_gpu = device.type != "cpu"
+        groups.append((texts, dist.new_group(ranks, timeout=IDLE) if on_gpu else texts))
+    texts, tensors = groups[rank // num_stages]
     return Wire(
-        rank, texts=texts, tensors=tensors, device=device, num_kept=max_in_flight(num_stages)
+        rank % num_stages,
+        texts=texts,
+        tensors=tensors,
+        device=device,
+        num_kept=max_in_flight(num_stages),
     )
