@@ -42,7 +42,7 @@ ROOM_ARROWS = {
     "serving": {"inference", *LOW},
     "evaluation": {"inference", *LOW},
     "plotting": {"inference", *LOW},
-    "inference": {*LOW},
+    "inference": {"pipeline", *LOW},
     "training": {*MIDDLE, *LOW, "plotting"},
     "streaming": {*MIDDLE, *LOW},
     "checking": {"training", *MIDDLE, *LOW},

@@ -33,7 +33,7 @@ from stageline.inference.decoding.scheduler import Limits, RunningGroup, Schedul
 from stageline.inference.decoding.scheduler import Sequence as Scheduled
 
 SECONDS_BETWEEN_SIGNS = 30.0  # an idle engine asks so often whether all stages are there
-MEASURED_COLUMNS = 64
+MEASURED_COLUMNS = 64  # of the cache, where steps are measured
 
 
 class EngineError(RuntimeError):
@@ -181,16 +181,34 @@ class DecodingEngine:
 
         source, most = iter(requests), 2 * self.limits.max_rows
         is_over = False
-        while not is_over or self._running or done:
-            while not is_over and len(self._running) < most:
-                request = next(source, None)
-                is_over = request is None
-                if request is not None:
-                    self._submit_here(request, listen)
-            while done:
-                yield done.popleft()
-            if self._running:
-                self._act()
+        try:
+            while not is_over or self._running or done:
+                while not is_over and len(self._running) < most:
+                    request = next(source, None)
+                    is_over = request is None
+                    if request is not None:
+                        self._submit_here(request, listen)
+                while done:
+                    yield done.popleft()
+                if self._running:
+                    self._act()
+        finally:  # also where the caller wants no more
+            self._settle()
+
+    def _settle(self) -> None:
+        """Ends what runs, and tells the stages who left."""
+        if not self.is_healthy:
+            return
+        for key in list(self._running):
+            self._cancel(key)
+        while self._running or self.chain.num_in_flight:
+            self._act()
+        self._tell_who_left()
+
+    def _tell_who_left(self) -> None:
+        if self._scheduler.leaving:
+            self._order(Order("tidy"))
+            self._take(self.chain.result())
 
     def score(self, items: Iterable[ScoreRequest]) -> Iterator[Scored | Failed]:
         """Scores the last tokens of rows, in this thread; in the order in which it is done."""
@@ -236,9 +254,7 @@ class DecodingEngine:
 
     def _wait(self) -> None:
         """Until something is submitted; tells the stages about rows that left meanwhile."""
-        if self._scheduler.leaving:
-            self._order(Order("tidy"))
-            self._take(self.chain.result())
+        self._tell_who_left()
         try:
             self._inbox.get(timeout=SECONDS_BETWEEN_SIGNS)()
         except queue.Empty:
@@ -318,7 +334,9 @@ class DecodingEngine:
             self._take_scores(order)
         if order.kind not in ("prefill", "decode"):
             return
-        by_row = {one.row: one for group in self._scheduler.groups.values() for one in group.members}
+        by_row = {
+            one.row: one for group in self._scheduler.groups.values() for one in group.members
+        }
         for place, row in enumerate(order.rows):
             if row in by_row:
                 self._take_token(by_row[row], order, place)
@@ -408,9 +426,8 @@ class DecodingEngine:
         return 1 if self.choice is None else self.choice.best(num_rows)
 
     def _measure(self, num_rows: int) -> list[float]:
-        order = Order(
-            "measure", rows=list(range(num_rows)), lengths=[MEASURED_COLUMNS] * num_rows
-        )
+        columns = min(MEASURED_COLUMNS, self.limits.max_length // 2)
+        order = Order("measure", rows=list(range(num_rows)), lengths=[columns] * num_rows)
         ids = torch.zeros(num_rows, 1, dtype=torch.long, device=self.device)
         self._order(order, {"input_ids": ids})
         done = self.chain.result()
