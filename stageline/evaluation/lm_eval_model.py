@@ -82,7 +82,7 @@ class StagelineLM(TemplateLM):
             self.tokenizer.add_bos_token = add_bos_token
         self._prefix_token_id = prefix_token_id
         # those of the model's generation config are among an engine's own
-        own = getattr(engine, "stop_token_ids", ())
+        own = getattr(engine, "stop_ids", ())
         self._stop_token_ids = tuple(sorted({*own, self.eot_token_id} - {None}))
         self._seed = seed
         self._chat_template_args = chat_template_args or {}

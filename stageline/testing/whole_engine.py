@@ -4,7 +4,7 @@ Slow and plain: the library's own forward and `generate`. Tests compare with it,
 what is tested is not the engine.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ class WholeEngine:
         self.model, self.processor = model.eval(), processor
         self.tokenizer = get_tokenizer(processor)
         self.max_length = model.config.get_text_config().max_position_embeddings
-        self.stop_token_ids = tuple(stop_token_ids(model, self.tokenizer))
+        self.stop_ids = tuple(stop_token_ids(model, self.tokenizer))
         self.requests: list[Request] = []
         self.rows: list[ScoreRequest] = []
 
@@ -38,7 +38,7 @@ class WholeEngine:
         is_sampling = sampling.temperature > 0
         options = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
         stops = sampling.stop_token_ids
-        stops = self.stop_token_ids if stops is None else stops
+        stops = self.stop_ids if stops is None else stops
         row = self.model.generate(
             **request.prompt,
             max_new_tokens=sampling.max_new_tokens,
@@ -50,18 +50,28 @@ class WholeEngine:
         )[0, num_prompt:].tolist()
         ends = [place for place, token_id in enumerate(row) if token_id in stops]
         kept = row[: ends[0]] if ends else row
-        text = self.tokenizer.decode(kept, skip_special_tokens=True)
-        found = [(text.index(word), word) for word in sampling.stop if word in text]
-        place, stopped_by = min(found) if found else (len(text), row[ends[0]] if ends else None)
+        kept, text, stopped_by = self._cut(kept, sampling.stop)
+        if stopped_by is None and ends:
+            stopped_by = row[ends[0]]
         return Finished(
             request.key,
             "length" if stopped_by is None else "stop",
             prompt_tokens=num_prompt,
-            completion_tokens=len(kept),
-            text=text[:place],
+            completion_tokens=len(kept) + isinstance(stopped_by, int),
+            text=text,
             token_ids=tuple(kept),
             stopped_by=stopped_by,
         )
+
+    def _cut(self, ids: list[int], stop: Sequence[str]) -> tuple[list[int], str, str | None]:
+        """Tokens up to the one that makes a stop text whole, the text before it, and itself."""
+        text = ""
+        for end in range(1, len(ids) + 1):
+            text = self.tokenizer.decode(ids[:end], skip_special_tokens=True)
+            found = [(text.index(word), word) for word in stop if word in text]
+            if found:
+                return ids[:end], text[: min(found)[0]], min(found)[1]
+        return ids, text, None
 
     @torch.no_grad()
     def score(self, items: Iterable[ScoreRequest]) -> Iterator[Scored]:

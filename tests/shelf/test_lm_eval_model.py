@@ -4,12 +4,10 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from stageline.errors import UserError
 from stageline.inference.decoding.request import Failed
-from stageline.testing.tiny_models import tiny_config
+from stageline.testing.tiny_checkpoints import tiny_whole
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
 from stageline.testing.whole_engine import WholeEngine
 
@@ -41,14 +39,8 @@ def model_and_tokenizer(request):
     return make_model(len(tokenizer)), tokenizer
 
 
-def make_model(vocab_size, **fields):
-    torch.manual_seed(1)
-    config = tiny_config("llama", vocab_size=vocab_size, **fields)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():  # far from uniform: answers differ from prompt to prompt
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    return model.eval()
+def make_model(vocab_size):
+    return tiny_whole("llama", vocab_size=vocab_size, noise=0.3)
 
 
 def evaluate(model, manager, monkeypatch, **options):
