@@ -16,7 +16,7 @@ from stageline.checkpoint.adapter_start import Adapters
 from stageline.checkpoint.export import export_folder
 from stageline.checkpoint.export_target import find_source
 from stageline.checkpoint.files import ADAPTER_CONFIG
-from stageline.checkpoint.layout import MANIFEST, verify
+from stageline.checkpoint.layout import MANIFEST, read_manifest, verify
 
 _KEY_LENGTH = 16
 # what changes no answer
@@ -45,7 +45,7 @@ def plain_folder(
     """
     folder = find_source(source)
     is_adapter = (folder / ADAPTER_CONFIG).exists()
-    if not (is_adapter or adapter_paths or (folder / MANIFEST).exists()):
+    if not (is_adapter or adapter_paths or _is_of_a_run(folder)):
         return folder
     parts = [folder, *([find_base(folder)] if is_adapter else []), *map(Path, adapter_paths)]
     key = _key(parts, [list(adapter_weights or ()), str(dtype)])
@@ -64,6 +64,12 @@ def plain_folder(
     ).folder
 
 
+def _is_of_a_run(folder: Path) -> bool:
+    """Whether a run saved it: beside weights there may be files that only training reads."""
+    manifest = folder / MANIFEST
+    return manifest.exists() and read_manifest(folder).get("kind") != "export"
+
+
 def _key(folders: Sequence[Path], settings: object) -> str:
     """Changes with any file; by content where a manifest has it, else by size and time."""
     facts = [_facts(folder.expanduser().absolute()) for folder in folders]
@@ -72,9 +78,8 @@ def _key(folders: Sequence[Path], settings: object) -> str:
 
 
 def _facts(folder: Path) -> object:
-    manifest = folder / MANIFEST
-    if manifest.exists():
-        return json.loads(manifest.read_bytes()).get("sha256")
+    if (folder / MANIFEST).exists():
+        return read_manifest(folder)["sha256"]
     files = sorted(path for path in folder.iterdir() if path.is_file())
     kept = [path for path in files if not path.name.endswith(_LEFT_OUT)]
     return [
