@@ -52,8 +52,8 @@ class StageModel(nn.Module):
         notes: lines about it to print.
         changes_config: the configuration is not that of the weights' folder.
         can_decode: the forward takes `past_key_values`, `position_ids` and, on the last stage,
-            `logits_to_keep` among the batch and hands them to the layers, so that the stages can
-            answer token by token.
+            `logits_to_keep` among the batch and hands them to the layers, so that a token of an
+            answer costs a step of one token; without it each token reads its whole row anew.
         only_answers: nothing trains any more.
     """
 
