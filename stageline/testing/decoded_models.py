@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from stageline.data.processor import get_tokenizer, save_processor
 from stageline.testing.tiny_checkpoints import auto_class
 from stageline.testing.tiny_mllama import tiny_mllama_config, tiny_mllama_processor
-from stageline.testing.tiny_models import VISION_LANGUAGE, tiny_config
+from stageline.testing.tiny_models import tiny_config
 from stageline.testing.tiny_processors import tiny_processor
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
