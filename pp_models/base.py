@@ -51,6 +51,10 @@ class StageModel(nn.Module):
         methods: what is done in another way than training the whole model.
         notes: lines about it to print.
         changes_config: the configuration is not that of the weights' folder.
+        can_decode: the forward takes `past_key_values`, `position_ids` and, on the last stage,
+            `logits_to_keep` among the batch and hands them to the layers, so that the stages can
+            answer token by token.
+        only_answers: nothing trains any more.
     """
 
     cached_configs: tuple[str, ...] = ()
@@ -59,6 +63,8 @@ class StageModel(nn.Module):
     logits_chunk = 0
     checkpoint_every = 1
     changes_config = False
+    can_decode = False
+    only_answers = False
 
     def __init__(
         self,
@@ -265,6 +271,22 @@ class StageModel(nn.Module):
         Parameters of the outermost LoRA are not in the map: they start fresh.
         """
         return key_map_without_last_lora(list(self.state_dict()))
+
+    def answer_only(self) -> None:
+        """Leaves out what a forward does for training alone."""
+        self.only_answers = True
+
+    def decode_positions(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Positions of the tokens of prompts that are padded on the left.
+
+        Args:
+            batch: the integers of the prompts; `attention_mask` [B, T] says which are padding.
+
+        Returns:
+            [B, T], or [axes, B, T]; the token behind a prompt has the largest one's successor.
+        """
+        mask_BT = batch["attention_mask"]
+        return (mask_BT.cumsum(-1) - 1).clamp(min=0)
 
     def train(self, mode: bool = True) -> "StageModel":
         if self.whole is not None:

@@ -29,6 +29,7 @@ class CausalLMStage(StageModel):
 
     auto_class: type = AutoModelForCausalLM
     paths: ModelPaths
+    can_decode = True
 
     def __init__(
         self,
@@ -127,6 +128,11 @@ class CausalLMStage(StageModel):
             return tensors
         return (*tensors, self.router_loss.example())
 
+    def answer_only(self) -> None:
+        super().answer_only()
+        self.router_loss, self.logits_chunk = None, 0
+        self.flags = dict.fromkeys(self.flags, False)
+
     @property
     def runs_head(self) -> bool:
         """On the last stage the class's own forward runs: it may scale or cap the logits."""
@@ -146,7 +152,9 @@ class CausalLMStage(StageModel):
         inputs["input_ids" if self.is_first else "inputs_embeds"] = hidden_or_ids
         has_head = self.runs_head
         model = self.whole if has_head else self.whole.base_model
-        outputs = model(**inputs, **self.flags, use_cache=False)
+        # keys and values are kept where someone brings a place for them, and made nowhere else
+        has_cache = inputs.get("past_key_values") is not None
+        outputs = model(**inputs, **self.flags, use_cache=has_cache)
         tensor = outputs.logits if has_head else self.finish(outputs.last_hidden_state)
         if self.router_loss is None:
             return tensor

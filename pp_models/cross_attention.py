@@ -29,6 +29,7 @@ class CrossAttentionStage(VisionLanguageStage):
 
     # its class ties nothing, whatever the config says
     is_tied = False
+    can_decode = False  # keys of images would need a place of their own in the cache
 
     def prune(self, whole: torch.nn.Module) -> None:
         super().prune(whole)

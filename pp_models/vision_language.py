@@ -37,7 +37,7 @@ class VisionLanguageStage(VisionStages, CausalLMStage):
         self, hidden_or_ids: torch.Tensor, *extras: torch.Tensor, **batch: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         has_tower = self.is_first and self.paths.vision_tower and not self.vision_stages
-        if has_tower and PIXEL_INPUTS[0] not in batch:
+        if has_tower and PIXEL_INPUTS[0] not in batch and not self.only_answers:
             tower = self.get_submodule(self.paths.vision_tower)
             run_placeholder(self.whole, tower, self.front_weights(), see=self.see_images)
         return super().forward(hidden_or_ids, *extras, **batch)
@@ -64,6 +64,17 @@ class MultimodalRotaryStage(VisionLanguageStage):
     from the micro-batch with the model's own function.
     """
 
+    def decode_positions(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if batch.get("image_grid_thw") is None:
+            return super().decode_positions(batch)  # the same on all axes
+        positions_3BT, _ = self.whole.base_model.get_rope_index(
+            batch["input_ids"],
+            mm_token_type_ids=batch["mm_token_type_ids"],
+            image_grid_thw=batch["image_grid_thw"],
+            attention_mask=batch["attention_mask"],
+        )
+        return positions_3BT
+
     def model_inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         inputs = super().model_inputs(batch)
         if is_packed(batch):
@@ -71,12 +82,7 @@ class MultimodalRotaryStage(VisionLanguageStage):
                 batch, self.whole.base_model.get_rope_index
             )
         elif batch.get("image_grid_thw") is not None and "position_ids" not in batch:
-            inputs["position_ids"], _ = self.whole.base_model.get_rope_index(
-                batch["input_ids"],
-                mm_token_type_ids=batch["mm_token_type_ids"],
-                image_grid_thw=batch["image_grid_thw"],
-                attention_mask=batch["attention_mask"],
-            )
+            inputs["position_ids"] = self.decode_positions(batch)
         return inputs
 
 

@@ -1,0 +1,204 @@
+"""Keys and values of a group of sequences that are answered together, on one stage.
+
+The columns of a group are a time axis that all its rows share: the tokens of a row lie side by side
+and end in the last column, so that one step appends one column for all. A row that joins is
+written so that it ends there too; of a row that leaves the last row takes the place; columns that
+no row uses any more fall off the front without a copy. The library's own code makes masks from
+this as it does for a batch padded on the left. Layers with a sliding window keep all columns, and
+the mask hides those outside the window.
+
+Shapes: B rows, K heads of keys and values, C columns, D size of a head.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+Item = TypeVar("Item")
+COLUMNS_AT_ONCE = 64  # buffers grow by so many, and by a quarter
+
+
+def take_out(items: list[Item], index: int) -> Item:
+    """Removes an item as a cache removes a row: the last one takes its place."""
+    items[index], items[-1] = items[-1], items[index]
+    return items.pop()
+
+
+class Window:
+    """Which part of its buffers a group uses; all layers of a group share it.
+
+    Attributes:
+        first_columns: of each row, the column of its first token.
+        start, end: columns in use: those before `start` are free, `end` is the next one.
+    """
+
+    def __init__(self, num_rows: int = 0) -> None:
+        self.first_columns = [0] * num_rows
+        self.start = self.end = 0
+        self.row_capacity = self.column_capacity = 0
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.first_columns)
+
+    @property
+    def width(self) -> int:
+        """Columns in use."""
+        return self.end - self.start
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether some row begins behind another."""
+        return any(first != self.start for first in self.first_columns)
+
+    def trim(self) -> None:
+        """Frees the columns that no row uses any more."""
+        self.start = min(self.first_columns, default=self.end)
+
+    def mask(self, num_new: int, device: torch.device) -> torch.Tensor:
+        """Which columns hold tokens [B, C], the new ones behind the old ones included."""
+        columns_C = torch.arange(self.start, self.end + num_new, device=device)
+        firsts_B = torch.tensor(self.first_columns, device=device)
+        return (columns_C >= firsts_B[:, None]).long()
+
+
+class WindowLayer(CacheLayerMixin):
+    """One layer's keys and values. Layers of other stages only tell how long the group is."""
+
+    is_sliding = False  # it keeps all columns, and masks are made for all
+
+    def __init__(self, window: Window) -> None:
+        self.window = window
+        super().__init__()
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether there is anything before this pass; models tell a first pass by it."""
+        return self.window.width > 0
+
+    @is_initialized.setter
+    def is_initialized(self, value: bool) -> None:
+        """The base class sets it; the window knows."""
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Makes the buffers, zeros: hidden columns must be finite, since 0 * inf is not 0."""
+        self.keys, self.values = (
+            self._buffer(like) for like in (key_states, value_states)
+        )
+
+    def _buffer(self, like_BKCD: torch.Tensor) -> torch.Tensor:
+        _, num_heads, _, size = like_BKCD.shape
+        window = self.window
+        return like_BKCD.new_zeros(window.row_capacity, num_heads, window.column_capacity, size)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes new columns [B, K, T, D]; returns all columns in use, with them."""
+        if self.keys is None:
+            self.lazy_initialization(key_states, value_states)
+        window = self.window
+        rows, end = slice(0, window.num_rows), window.end + key_states.shape[-2]
+        self.keys[rows, :, window.end : end] = key_states
+        self.values[rows, :, window.end : end] = value_states
+        used = (rows, slice(None), slice(window.start, end))
+        return self.keys[used], self.values[used]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.window.width + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.window.width
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def buffers(self) -> Iterable[str]:
+        """Names of what is kept here; nothing on the stages that do not own the layer."""
+        return () if self.keys is None else ("keys", "values")
+
+
+class GroupCache(Cache):
+    """The cache of one group on one stage.
+
+    Args:
+        num_layers: of the whole model: layers of others are there too, and empty.
+        num_rows: rows that the first pass writes.
+    """
+
+    def __init__(self, num_layers: int, num_rows: int = 0) -> None:
+        self.window = Window(num_rows)
+        super().__init__(layers=[WindowLayer(self.window) for _ in range(num_layers)])
+
+    def begin(self, num_new: int, *, lengths: Sequence[int] | None = None) -> None:
+        """Makes room for a pass that appends `num_new` columns.
+
+        Args:
+            lengths: on the first pass: tokens of each row, the rest of the columns is padding.
+        """
+        window = self.window
+        if lengths is not None:
+            window.first_columns = [num_new - length for length in lengths]
+        if window.end + num_new > window.column_capacity:
+            self._relocate(window.num_rows, window.width, num_new)
+
+    def advance(self, num_new: int) -> None:
+        """Takes the columns that a pass has written as part of the group."""
+        self.window.end += num_new
+
+    def remove(self, index: int) -> None:
+        """Forgets a row; the last one takes its place."""
+        window, last = self.window, self.window.num_rows - 1
+        if index != last:
+            columns = slice(window.first_columns[last], window.end)
+            for buffer in self._all_buffers():
+                buffer[index, :, columns] = buffer[last, :, columns]
+        take_out(window.first_columns, index)
+        window.trim()
+
+    def join(self, other: "GroupCache") -> None:
+        """Takes all rows of another group behind the own ones."""
+        if not self.window.num_rows:
+            self.window.__dict__.update(other.window.__dict__)
+            for mine, theirs in zip(self.layers, other.layers, strict=True):
+                mine.keys, mine.values = theirs.keys, theirs.values
+            return
+        mine, theirs = self.window, other.window
+        num_rows, width = mine.num_rows + theirs.num_rows, max(mine.width, theirs.width)
+        if num_rows > mine.row_capacity or theirs.width > mine.end:
+            self._relocate(num_rows, width, 1)
+        rows = slice(mine.num_rows, num_rows)
+        into, out_of = slice(mine.end - theirs.width, mine.end), slice(theirs.start, theirs.end)
+        for own, new in zip(self._all_buffers(), other._all_buffers(), strict=True):
+            own[rows, :, into] = new[: theirs.num_rows, :, out_of]
+        shift = mine.end - theirs.end
+        mine.first_columns += [first + shift for first in theirs.first_columns]
+        mine.trim()
+
+    def num_bytes(self) -> int:
+        """What the buffers take."""
+        return sum(buffer.nbytes for buffer in self._all_buffers())
+
+    def _all_buffers(self) -> list[torch.Tensor]:
+        return [getattr(layer, name) for layer in self.layers for name in layer.buffers()]
+
+    def _relocate(self, num_rows: int, width: int, num_new: int) -> None:
+        """Moves all to buffers for so many rows; what is used then ends at column `width`."""
+        window = self.window
+        needed = width + num_new
+        columns = max(needed, window.width + window.width // 4)
+        window.column_capacity = -(-columns // COLUMNS_AT_ONCE) * COLUMNS_AT_ONCE
+        if num_rows > window.row_capacity:
+            window.row_capacity = max(num_rows, window.row_capacity * 3 // 2)
+        old, new = slice(window.start, window.end), slice(width - window.width, width)
+        for layer in self.layers:
+            for name in layer.buffers():  # one after the other: old and new of one at a time
+                buffer = getattr(layer, name)
+                moved = layer._buffer(buffer)
+                moved[: window.num_rows, :, new] = buffer[: window.num_rows, :, old]
+                setattr(layer, name, moved)
+        shift = width - window.end
+        window.first_columns = [first + shift for first in window.first_columns]
+        window.start, window.end = width - (window.end - window.start), width

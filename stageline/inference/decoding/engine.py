@@ -1,0 +1,419 @@
+"""The decoding engine: takes requests, keeps all stages at work, hands out answers.
+
+It runs on the first stage's rank. `submit` and `cancel` may be called from any thread; all else
+happens in the one thread that drives it: `run` for a server, `answer` and `score` for a batch.
+"""
+
+import functools
+import itertools
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from stageline.errors import UserError
+from stageline.inference.decoding import prompts
+from stageline.inference.decoding.chain import Chain, max_in_flight
+from stageline.inference.decoding.group_choice import GroupChoice, measure_steps
+from stageline.inference.decoding.order import Order, logprob_of_json, settings_of
+from stageline.inference.decoding.request import (
+    Failed,
+    Finished,
+    Listener,
+    Request,
+    Scored,
+    ScoreRequest,
+)
+from stageline.inference.decoding.running import Running
+from stageline.inference.decoding.scheduler import Limits, RunningGroup, Scheduler
+from stageline.inference.decoding.scheduler import Sequence as Scheduled
+
+SECONDS_BETWEEN_SIGNS = 30.0  # an idle engine asks so often whether all stages are there
+MEASURED_COLUMNS = 64
+
+
+class EngineError(RuntimeError):
+    """A stage could not do its part; the requests concerned got no answer."""
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Where the engine stands.
+
+    Attributes:
+        prompt_tokens, completion_tokens: read and made since the start.
+        cache_cells, max_cache_cells: rows times columns of caches; None: no limit.
+        stage_seconds: how long each stage has worked.
+    """
+
+    queued: int
+    running: int
+    max_running: int
+    prompt_tokens: int
+    completion_tokens: int
+    num_groups: int
+    cache_cells: int
+    max_cache_cells: int | None
+    is_healthy: bool
+    stage_seconds: tuple[float, ...] = ()
+
+
+class DecodingEngine:
+    """Answers requests on a chain of stages.
+
+    Args:
+        chain: the stages; this process has the first one.
+        tokenizer: for the texts of answers.
+        processor: what prompts are encoded with.
+        stop_ids: tokens that end an answer, where a request names none.
+        device: where the first stage reads.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        *,
+        tokenizer: Any,
+        processor: Any = None,
+        limits: Limits = Limits(),
+        stop_ids: Sequence[int] = (),
+        device: torch.device | str = "cpu",
+        model_name: str = "model",
+    ) -> None:
+        self.chain = chain
+        self.tokenizer = tokenizer
+        self.processor = tokenizer if processor is None else processor
+        self.limits = limits
+        self.stop_ids = tuple(stop_ids)
+        self.device = torch.device(device)
+        self.model_name = model_name
+        self.choice: GroupChoice | None = None
+        self.is_healthy = True
+        self._scheduler = Scheduler(
+            limits, best_groups=functools.cache(self._best_groups), num_stages=chain.num_stages
+        )
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._running: dict[str, Running] = {}
+        self._to_score: deque[ScoreRequest] = deque()
+        self._scoring: dict[int, list[ScoreRequest]] = {}
+        self._scored: deque[Scored | Failed] = deque()
+        self._numbers = itertools.count(1)
+        self._is_stopping = threading.Event()
+        self._prompt_tokens = self._completion_tokens = 0
+        self._stage_seconds = [0.0] * chain.num_stages
+
+    @property
+    def max_length(self) -> int:
+        """Longest prompt with its answer, in tokens."""
+        return self.limits.max_length
+
+    # -- from any thread ------------------------------------------------------------------
+
+    def submit(self, request: Request, listener: Listener) -> None:
+        """Queues a request.
+
+        Args:
+            listener: is called in the engine's thread with each `Piece`, then once with
+                `Finished` or `Failed`; it must return at once and raise nothing.
+
+        Raises:
+            UserError: the request can't be answered: its prompt is empty or too long.
+        """
+        running = Running.of(self._checked(request), listener, engine=self)
+        self._inbox.put(lambda: self._admit(running))
+
+    def cancel(self, key: str) -> None:
+        """Ends a request, if it still runs; its listener gets `Finished` with "cancelled"."""
+        self._inbox.put(lambda: self._cancel(key))
+
+    def stop(self) -> None:
+        """Makes `run` return; requests that run get `Failed`."""
+        self._is_stopping.set()
+        self._inbox.put(lambda: None)
+
+    def stats(self) -> EngineStats:
+        """Where the engine stands; numbers of a moment ago."""
+        scheduler = self._scheduler
+        return EngineStats(
+            queued=len(scheduler.waiting) + self._inbox.qsize(),
+            running=scheduler.num_running,
+            max_running=self.limits.max_rows,
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self._completion_tokens,
+            num_groups=len(scheduler.groups),
+            cache_cells=scheduler.num_cells,
+            max_cache_cells=self.limits.max_cells,
+            is_healthy=self.is_healthy,
+            stage_seconds=tuple(self._stage_seconds),
+        )
+
+    # -- in the engine's thread -----------------------------------------------------------
+
+    def run(self) -> None:
+        """Answers what is submitted until `stop` is called."""
+        self.prepare()
+        try:
+            while not self._is_stopping.is_set():
+                if not self._act():
+                    self._wait()
+            self._fail_all(EngineError("the engine was stopped"))
+        except BaseException as error:
+            self.is_healthy = False
+            self._fail_all(EngineError(f"the engine broke down: {error}"))
+            raise
+
+    def answer(self, requests: Iterable[Request]) -> Iterator[Finished | Failed]:
+        """Answers requests in this thread.
+
+        Yields:
+            Answers in the order in which they are done.
+        """
+        self.prepare()
+        done: deque[Finished | Failed] = deque()
+
+        def listen(event: Any) -> None:
+            if isinstance(event, Finished | Failed):
+                done.append(event)
+
+        source, most = iter(requests), 2 * self.limits.max_rows
+        is_over = False
+        while not is_over or self._running or done:
+            while not is_over and len(self._running) < most:
+                request = next(source, None)
+                is_over = request is None
+                if request is not None:
+                    self._submit_here(request, listen)
+            while done:
+                yield done.popleft()
+            if self._running:
+                self._act()
+
+    def score(self, items: Iterable[ScoreRequest]) -> Iterator[Scored | Failed]:
+        """Scores the last tokens of rows, in this thread; in the order in which it is done."""
+        source, is_over = iter(items), False
+        most = 2 * self.limits.max_rows
+        while not is_over or self._to_score or self._scoring or self._scored:
+            while not is_over and len(self._to_score) < most:
+                item = next(source, None)
+                is_over = item is None
+                if item is not None:
+                    self._to_score.append(item)
+            while self._scored:
+                yield self._scored.popleft()
+            if self._to_score or self._scoring:
+                self._act()
+
+    def prepare(self) -> None:
+        """Measures steps once, where the number of groups is to be chosen."""
+        several = self.chain.num_stages > 1 and self.limits.max_rows > 1
+        if several and self.limits.num_groups is None and self.choice is None:
+            self.choice = measure_steps(self._measure, max_rows=self.limits.max_rows)
+            self._order(Order("tidy", leave=[(-1, row) for row in range(self.limits.max_rows)]))
+            self.chain.result()
+
+    def close(self) -> None:
+        """Lets the other ranks go; nothing may run any more."""
+        if self.chain.num_stages > 1:
+            self._order(Order("stop"))
+            self.chain.result()
+
+    # -- one action after the other -------------------------------------------------------
+
+    def _act(self) -> bool:
+        """Takes in what came, then starts a pass or takes a result; False: nothing to do."""
+        while not self._inbox.empty():
+            self._inbox.get()()
+        if self._start_next():
+            return True
+        if self.chain.num_in_flight:
+            self._take(self.chain.result())
+            return True
+        return False
+
+    def _wait(self) -> None:
+        """Until something is submitted; tells the stages about rows that left meanwhile."""
+        if self._scheduler.leaving:
+            self._order(Order("tidy"))
+            self._take(self.chain.result())
+        try:
+            self._inbox.get(timeout=SECONDS_BETWEEN_SIGNS)()
+        except queue.Empty:
+            self._order(Order("tidy"))
+            self._take(self.chain.result())
+
+    def _start_next(self) -> bool:
+        if self.chain.num_in_flight >= max_in_flight(self.chain.num_stages):
+            return False
+        if self._to_score:
+            self._start_score()
+            return True
+        found = self._scheduler.next_prefill()
+        if found is not None:
+            self._start_prefill(*found)
+            return True
+        joins = self._scheduler.next_joins()
+        group = self._scheduler.next_step()
+        if group is None:
+            return False
+        self._start_step(group, joins)
+        return True
+
+    def _order(self, order: Order, tensors: dict[str, torch.Tensor] | None = None) -> None:
+        order.number = next(self._numbers)
+        order.leave += self._scheduler.take_leaving()
+        self.chain.start(order, tensors or {})
+
+    def _start_prefill(self, group: RunningGroup, chosen: list[Scheduled]) -> None:
+        owners = [one.owner for one in chosen]
+        order = Order(
+            "prefill",
+            group=group.number,
+            rows=[one.row for one in chosen],
+            lengths=[one.length for one in chosen],
+            settings=[settings_of(owner.request.sampling) for owner in owners],
+        )
+        self._order(order, self._on_device([owner.request.prompt for owner in owners]))
+        self._prompt_tokens += sum(order.lengths)
+
+    def _start_step(self, group: RunningGroup, joins: list[tuple[int, int]]) -> None:
+        rows = [one.row for one in group.members]
+        last = [[one.owner.last_token] for one in group.members]
+        order = Order("decode", group=group.number, rows=rows, join=joins)
+        self._order(order, {"input_ids": torch.tensor(last, device=self.device)})
+
+    def _start_score(self) -> None:
+        limit, items = self.limits.prefill_tokens, []
+        while self._to_score:
+            new = self._to_score[0]
+            is_alone = prompts.is_alone(new.prompt)
+            width = max(prompts.length_of(item.prompt) for item in [*items, new])
+            if items and (is_alone or width * (len(items) + 1) > limit):
+                break
+            items.append(self._to_score.popleft())
+            if is_alone:
+                break
+        order = Order(
+            "score",
+            rows=list(range(len(items))),
+            lengths=[prompts.length_of(item.prompt) for item in items],
+            num_targets=[item.num_targets for item in items],
+        )
+        self._order(order, self._on_device([item.prompt for item in items]))
+        self._scoring[order.number] = items
+
+    def _on_device(self, several: list[Any]) -> dict[str, torch.Tensor]:
+        together = prompts.together(several)
+        return {name: value.to(self.device) for name, value in together.items()}
+
+    def _take(self, order: Order) -> None:
+        """Hands out what an order brought."""
+        self._stage_seconds = [
+            a + b for a, b in zip(self._stage_seconds, order.seconds, strict=True)
+        ]
+        if order.kind == "score":
+            self._take_scores(order)
+        if order.kind not in ("prefill", "decode"):
+            return
+        by_row = {one.row: one for group in self._scheduler.groups.values() for one in group.members}
+        for place, row in enumerate(order.rows):
+            if row in by_row:
+                self._take_token(by_row[row], order, place)
+        self._scheduler.came_home(order.group)
+
+    def _take_token(self, one: Scheduled, order: Order, place: int) -> None:
+        running: Running = one.owner
+        error = order.error or order.row_errors.get(str(place))
+        if error is None and not running.is_cancelled:
+            logprob = logprob_of_json(order.logprobs[place]) if order.logprobs else None
+            running.take(order.tokens[place], logprob)
+            self._completion_tokens += 1
+        if error is not None:
+            running.fail(EngineError(error))
+        elif running.is_cancelled:
+            running.finish("cancelled")
+        if running.is_over:
+            self._scheduler.leave(one)
+            self._running.pop(running.key, None)
+
+    def _take_scores(self, order: Order) -> None:
+        for place, item in enumerate(self._scoring.pop(order.number)):
+            if order.error is not None:
+                self._scored.append(Failed(item.key, EngineError(order.error)))
+            else:
+                values, is_greedy = order.scores[place]
+                self._scored.append(Scored(item.key, tuple(values), is_greedy))
+
+    # -- requests -------------------------------------------------------------------------
+
+    def _checked(self, request: Request) -> Request:
+        """The request, its answer no longer than there are positions."""
+        length = prompts.length_of(request.prompt)
+        longest = min(self.limits.max_length, self.limits.max_cells or self.limits.max_length)
+        if not 1 <= length < longest:
+            raise UserError(
+                f"the prompt has {length} tokens. From 1 to {longest - 1} were expected, because "
+                "the prompt and at least one token of the answer must fit the model's positions "
+                "and the cache: shorten it."
+            )
+        most = min(request.sampling.max_new_tokens, longest - length)
+        return replace(request, sampling=replace(request.sampling, max_new_tokens=most))
+
+    def _submit_here(self, request: Request, listener: Listener) -> None:
+        try:
+            self._admit(Running.of(self._checked(request), listener, engine=self))
+        except UserError as error:
+            listener(Failed(request.key, error))
+
+    def _admit(self, running: Running) -> None:
+        if running.key in self._running:
+            running.fail(UserError(f"the key {running.key!r} runs already: keys must differ"))
+            return
+        self._running[running.key] = running
+        length = prompts.length_of(running.request.prompt)
+        self._scheduler.waiting.append(
+            Scheduled(
+                row=next(self._numbers),
+                length=length,
+                longest=length + running.request.sampling.max_new_tokens,
+                is_alone=prompts.is_alone(running.request.prompt),
+                owner=running,
+            )
+        )
+
+    def _cancel(self, key: str) -> None:
+        running = self._running.get(key)
+        if running is None:
+            return
+        running.is_cancelled = True  # if a pass has it, it ends when that is back
+        waiting = self._scheduler.waiting
+        for one in [one for one in waiting if one.owner is running]:
+            waiting.remove(one)
+            running.finish("cancelled")
+            del self._running[key]
+
+    def _fail_all(self, error: Exception) -> None:
+        while not self._inbox.empty():
+            self._inbox.get()()
+        for running in self._running.values():
+            running.fail(error)
+        self._running.clear()
+
+    # -- the number of groups -------------------------------------------------------------
+
+    def _best_groups(self, num_rows: int) -> int:
+        return 1 if self.choice is None else self.choice.best(num_rows)
+
+    def _measure(self, num_rows: int) -> list[float]:
+        order = Order(
+            "measure", rows=list(range(num_rows)), lengths=[MEASURED_COLUMNS] * num_rows
+        )
+        ids = torch.zeros(num_rows, 1, dtype=torch.long, device=self.device)
+        self._order(order, {"input_ids": ids})
+        done = self.chain.result()
+        if done.error is not None:
+            raise EngineError(f"a step of {num_rows} rows failed: {done.error}")
+        return done.seconds

@@ -1,0 +1,87 @@
+"""What a pass through the stages does: made on the first one, carried from stage to stage.
+
+An order holds plain values only, so that it travels as JSON. Tensors travel beside it.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from stageline.inference.decoding.request import Sampling, TokenLogprob
+
+Kind = Literal["prefill", "decode", "score", "measure", "tidy", "stop"]
+
+
+@dataclass
+class Order:
+    """One pass.
+
+    Attributes:
+        group: whose cache it uses.
+        rows: ids of the rows, in the order in which the group has them.
+        lengths: tokens of each row; of a prefill, a score and a measurement.
+        settings: of each row of a prefill: how its tokens are chosen.
+        num_targets: of each row of a score: how many of its last tokens are scored.
+        leave: (group, row) that go before the pass.
+        join: (from, into) groups that become one before the pass.
+        seconds: what each stage took.
+        error: what a stage could not do; the later ones then do nothing.
+        tokens, logprobs, row_errors: what the last stage chose, by place in `rows`.
+        scores: of each row, log-probabilities of its targets and whether all were likeliest.
+    """
+
+    kind: Kind
+    number: int = 0
+    group: int = 0
+    rows: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    settings: list[dict[str, Any]] = field(default_factory=list)
+    num_targets: list[int] = field(default_factory=list)
+    leave: list[tuple[int, int]] = field(default_factory=list)
+    join: list[tuple[int, int]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    error: str | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    row_errors: dict[str, str] = field(default_factory=dict)
+    scores: list[tuple[list[float], bool]] = field(default_factory=list)
+
+    def as_json(self) -> str:
+        """The fields that are not empty."""
+        filled = {name: value for name, value in vars(self).items() if value or name == "group"}
+        return json.dumps(filled)
+
+    @staticmethod
+    def of_json(text: str) -> "Order":
+        """What `as_json` wrote."""
+        return Order(**json.loads(text))
+
+
+def settings_of(sampling: Sampling) -> dict[str, Any]:
+    """The fields that the last stage needs and that are not the usual ones."""
+    usual = asdict(Sampling())
+    needless = ("max_new_tokens", "stop", "stop_token_ids")
+    return {
+        name: value
+        for name, value in asdict(sampling).items()
+        if name not in needless and value != usual[name]
+    }
+
+
+def sampling_of(settings: dict[str, Any]) -> Sampling:
+    """What `settings_of` told."""
+    bias = tuple((int(token), float(value)) for token, value in settings.get("logit_bias", ()))
+    return Sampling(**{**settings, "logit_bias": bias})
+
+
+def logprob_as_json(found: TokenLogprob | None) -> Any:
+    """A log-probability as plain values."""
+    return found and [found.token_id, found.logprob, found.top]
+
+
+def logprob_of_json(values: Any) -> TokenLogprob | None:
+    """What `logprob_as_json` made."""
+    if values is None:
+        return None
+    token_id, logprob, top = values
+    return TokenLogprob(token_id, logprob, tuple((int(i), float(value)) for i, value in top))

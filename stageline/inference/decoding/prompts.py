@@ -1,0 +1,35 @@
+"""Prompts of single requests -> the inputs of one pass, padded on the left."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+Prompt = Mapping[str, torch.Tensor]
+MASK = "attention_mask"  # made from the lengths, on each stage
+
+
+def length_of(prompt: Prompt) -> int:
+    """Tokens of a prompt."""
+    return prompt["input_ids"].shape[1]
+
+
+def is_alone(prompt: Prompt) -> bool:
+    """Whether it is read by itself: what images bring is not padded to that of others."""
+    shape = prompt["input_ids"].shape
+    return any(value.shape != shape or value.is_floating_point() for value in prompt.values())
+
+
+def together(prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
+    """The inputs [B, T] of several prompts that are not alone, or those of one."""
+    if len(prompts) == 1:
+        return {name: value for name, value in prompts[0].items() if name != MASK}
+    width = max(length_of(prompt) for prompt in prompts)
+    names = [name for name in prompts[0] if name != MASK]
+    padded = {}
+    for name in names:
+        rows = torch.zeros(len(prompts), width, dtype=prompts[0][name].dtype)
+        for place, prompt in enumerate(prompts):
+            if name in prompt:
+                rows[place, width - length_of(prompt) :] = prompt[name][0]
+        padded[name] = rows
+    return padded

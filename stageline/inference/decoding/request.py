@@ -1,0 +1,195 @@
+"""What is asked of the decoding engine and what it answers: plain values, no model and no rank."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from stageline.errors import UserError
+
+_SEED_BITS = 64
+_LARGEST = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the tokens of one answer are chosen, and where the answer ends.
+
+    Attributes:
+        temperature: 0 takes the likeliest token, whatever top_k, top_p and min_p say.
+        top_k: only so many of the likeliest tokens; 0: all.
+        top_p: only the likeliest tokens that together have this probability; at least one.
+        min_p: only tokens with at least this share of the likeliest token's probability.
+        repetition_penalty: above 1 makes tokens of prompt and answer less likely (transformers).
+        presence_penalty: taken once from the logit of each token of the answer (OpenAI).
+        frequency_penalty: taken from it as often as the answer has that token (OpenAI).
+        logit_bias: (token id, what its logit gets more) pairs (OpenAI).
+        stop: the text ends before the first of these that appears in it.
+        stop_token_ids: end the answer; None: those of model and tokenizer, (): none.
+        logprobs: None: none; n: that of each chosen token and of the n likeliest ones.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _WHOLE_RANGES.items():
+            is_in = _is_whole(getattr(self, name), low, high)
+            self._check(name, is_in, f"an integer from {low} to {high}")
+        for name, (low, high) in _REAL_RANGES.items():
+            is_in = _is_real(getattr(self, name), low, high)
+            self._check(name, is_in, f"a number from {low:g} to {high:g}")
+        is_penalty = _is_real(self.repetition_penalty, 0, math.inf) and self.repetition_penalty > 0
+        self._check("repetition_penalty", is_penalty, "a finite number above 0 (1: no penalty)")
+        is_count = self.logprobs is None or _is_whole(self.logprobs, 0, _LARGEST)
+        self._check("logprobs", is_count, "None or an integer from 0")
+        self._check("stop", _are(self.stop, _is_text), "a tuple of texts, none of them empty")
+        is_ids = self.stop_token_ids is None or _are(self.stop_token_ids, _is_token_id)
+        self._check("stop_token_ids", is_ids, "None or a tuple of token ids")
+        wanted = "a tuple of (token id, number from -100 to 100) pairs"
+        self._check("logit_bias", _are(self.logit_bias, _is_bias), wanted)
+
+    def _check(self, name: str, is_right: bool, expected: str) -> None:
+        if not is_right:
+            raise UserError(f"{name} is {getattr(self, name)!r}; expected {expected}.")
+
+
+_WHOLE_RANGES = {
+    "max_new_tokens": (1, _LARGEST),
+    "top_k": (0, _LARGEST),
+    "seed": (-(2 ** (_SEED_BITS - 1)), 2**_SEED_BITS - 1),
+}
+_REAL_RANGES = {
+    "temperature": (0.0, 1e6),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
+
+
+def _is_whole(value: object, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_real(value: object, low: float, high: float) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value) and low <= value <= high
+
+
+def _are(values: object, is_one: Callable[[object], bool]) -> bool:
+    return isinstance(values, tuple) and all(is_one(value) for value in values)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_token_id(value: object) -> bool:
+    return _is_whole(value, 0, _LARGEST)
+
+
+def _is_bias(pair: object) -> bool:
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        return False
+    return _is_token_id(pair[0]) and _is_real(pair[1], -100, 100)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to answer.
+
+    Attributes:
+        key: unique among the requests that run.
+        prompt: what `stageline.inference.generation.encode_prompts` makes of one prompt.
+    """
+
+    key: str
+    prompt: Mapping[str, Tensor]
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of a token and of the likeliest ones in its place, likeliest first.
+
+    They are those of the model: before penalties, biases and temperature.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What came to an answer; the texts of all pieces make the text of `Finished`."""
+
+    key: str
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A whole answer.
+
+    Attributes:
+        text: ends before the stop string.
+        token_ids: without the stop token; the tokens that a stop string lies in are among them.
+        stopped_by: the stop string or the stop token's id, where one ended the answer.
+    """
+
+    key: str
+    reason: Literal["stop", "length", "cancelled"]
+    prompt_tokens: int
+    completion_tokens: int
+    text: str
+    token_ids: tuple[int, ...]
+    stopped_by: str | int | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A request that got no answer: a `UserError` is the request's fault, else it is ours."""
+
+    key: str
+    error: Exception
+
+
+# called in the engine's thread: must return at once
+Listener = Callable[[Piece | Finished | Failed], None]
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """A row whose last `num_targets` tokens are to be scored."""
+
+    key: str
+    prompt: Mapping[str, Tensor]
+    num_targets: int
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Log-probability of each target; `is_greedy`: each was the likeliest token in its place."""
+
+    key: str
+    logprobs: tuple[float, ...]
+    is_greedy: bool

@@ -1,0 +1,224 @@
+"""Which sequence is answered when, and with which others: no model, no tensors.
+
+A sequence waits, is read (prefill) into a group, and gets a token each time its group takes a step.
+A finished one makes room at once for one that waits.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from stageline.inference.decoding.cache import take_out
+
+ROOM_TO_WAIT_FOR = 8  # an eighth of all rows
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much is done at a time.
+
+    Attributes:
+        max_rows: sequences that are answered at a time.
+        prefill_tokens: tokens of prompts, with padding, that are read in one pass; a longer
+            prompt is read alone.
+        max_cells: rows times columns of all caches together; None: no limit.
+        max_length: longest prompt with its answer, in tokens.
+        num_groups: groups of sequences; None: what measured steps advise.
+    """
+
+    max_rows: int = 64
+    prefill_tokens: int = 2048
+    max_cells: int | None = None
+    max_length: int = 2**31
+    num_groups: int | None = None
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One request on its way, as the scheduler sees it.
+
+    Attributes:
+        length: tokens of its prompt.
+        longest: tokens that it may come to.
+        is_alone: its prompt can't be read together with others': it has images.
+        owner: what belongs to it; of no concern here.
+    """
+
+    row: int
+    length: int
+    longest: int
+    is_alone: bool
+    owner: Any
+    group: int | None = None
+
+
+@dataclass
+class RunningGroup:
+    """Sequences that step together, in the order in which every stage has them."""
+
+    number: int
+    members: list[Sequence] = field(default_factory=list)
+    num_passes: int = 0  # on their way
+    since: int = 0  # the turn in which its last pass came back
+
+    @property
+    def is_home(self) -> bool:
+        return self.num_passes == 0
+
+    @property
+    def cells(self) -> int:
+        """Upper limit of rows times columns."""
+        return len(self.members) * max((one.longest for one in self.members), default=0)
+
+
+class Scheduler:
+    """Keeps sequences that wait and groups that run.
+
+    Args:
+        best_groups: number of sequences -> number of groups.
+        num_stages: prompts are read in at least as many passes, so that all stages work.
+    """
+
+    def __init__(
+        self, limits: Limits, *, best_groups: Callable[[int], int], num_stages: int
+    ) -> None:
+        self.limits = limits
+        self.best_groups = best_groups
+        self.num_stages = num_stages
+        self.waiting: deque[Sequence] = deque()
+        self.groups: dict[int, RunningGroup] = {}
+        self.leaving: list[tuple[int, int]] = []  # (group, row), told with the next order
+        self._turn = itertools.count(1)
+
+    @property
+    def num_running(self) -> int:
+        return sum(len(group.members) for group in self.groups.values())
+
+    @property
+    def num_cells(self) -> int:
+        return sum(group.cells for group in self.groups.values())
+
+    def fits(self, sequence: Sequence) -> bool:
+        """Whether it can ever run."""
+        return self.limits.max_cells is None or sequence.longest <= self.limits.max_cells
+
+    # -- prompts --------------------------------------------------------------------------
+
+    def next_prefill(self) -> tuple[RunningGroup, list[Sequence]] | None:
+        """Takes sequences that wait, in their order, into a group."""
+        room = self.limits.max_rows - self.num_running
+        if not self.waiting or room < 1:
+            return None
+        # a pass for one prompt costs about as much as a step of all: few wait for each other
+        enough = max(1, self.limits.max_rows // ROOM_TO_WAIT_FOR)
+        if self.num_running and room < min(len(self.waiting), enough):
+            return None
+        group = self._emptiest(min(len(self.waiting), room))
+        chosen: list[Sequence] = []
+        while self.waiting and len(chosen) < room and self._may_add(group, chosen):
+            chosen.append(self.waiting.popleft())
+            if chosen[0].is_alone:
+                break
+        if not chosen:
+            return None
+        self.groups[group.number] = group
+        group.members += chosen
+        for one in chosen:
+            one.group = group.number
+        group.num_passes += 1
+        return group, chosen
+
+    def _emptiest(self, num_new: int) -> RunningGroup:
+        total = self.num_running + num_new
+        wanted = self.limits.num_groups or self.best_groups(total)
+        if len(self.groups) < min(wanted, total):
+            free = next(number for number in itertools.count() if number not in self.groups)
+            return RunningGroup(free)
+        return min(self.groups.values(), key=lambda group: (len(group.members), group.number))
+
+    def _may_add(self, group: RunningGroup, chosen: list[Sequence]) -> bool:
+        new = self.waiting[0]
+        if chosen and new.is_alone:
+            return False
+        width = max(one.length for one in [*chosen, new])
+        if chosen and width * (len(chosen) + 1) > self._tokens_of_a_pass():
+            return False
+        wanted = self.limits.num_groups or self.best_groups(self.num_running + len(self.waiting))
+        total = self.num_running + len(chosen) + len(self.waiting)
+        fair = -(-min(total, self.limits.max_rows) // wanted)
+        if chosen and len(group.members) + len(chosen) >= fair:
+            return False
+        if self.limits.max_cells is None:
+            return True
+        longest = max(one.longest for one in [*group.members, *chosen, new])
+        cells = (len(group.members) + len(chosen) + 1) * longest
+        return self.num_cells - group.cells + cells <= self.limits.max_cells
+
+    def _tokens_of_a_pass(self) -> int:
+        """Few enough that the prompts that wait keep all stages busy."""
+        if self.num_stages == 1:
+            return self.limits.prefill_tokens
+        total = sum(one.length for one in self.waiting)
+        return min(self.limits.prefill_tokens, max(256, total // (2 * self.num_stages)))
+
+    # -- steps ----------------------------------------------------------------------------
+
+    def next_step(self) -> RunningGroup | None:
+        """The group that has been home longest."""
+        ready = [group for group in self.groups.values() if group.is_home and group.members]
+        if not ready:
+            return None
+        group = min(ready, key=lambda one: one.since)
+        group.num_passes += 1
+        return group
+
+    def next_joins(self) -> list[tuple[int, int]]:
+        """(from, into) of groups at home that are better one, where there are too many."""
+        if self.waiting or len(self.groups) < 2:
+            return []
+        wanted = self.limits.num_groups or self.best_groups(self.num_running)
+        home = sorted(
+            (group for group in self.groups.values() if group.is_home and group.members),
+            key=lambda group: len(group.members),
+        )
+        if len(self.groups) <= wanted or len(home) < 2:
+            return []
+        source, target = home[0], home[1]
+        longest = max(one.longest for one in [*source.members, *target.members])
+        cells = (len(source.members) + len(target.members)) * longest
+        others = self.num_cells - source.cells - target.cells
+        if self.limits.max_cells is not None and others + cells > self.limits.max_cells:
+            return []
+        target.members += source.members
+        for one in source.members:
+            one.group = target.number
+        del self.groups[source.number]
+        return [(source.number, target.number)]
+
+    def came_home(self, number: int) -> None:
+        """A pass of a group is back."""
+        group = self.groups[number]
+        group.num_passes -= 1
+        group.since = next(self._turn)
+        self._forget_if_over(group)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Takes a sequence out of its group; the stages do so with the next order.
+
+        Orders on their way still have it, and the stages keep all orders in turn.
+        """
+        group = self.groups[sequence.group]
+        take_out(group.members, group.members.index(sequence))
+        self.leaving.append((group.number, sequence.row))
+        self._forget_if_over(group)
+
+    def _forget_if_over(self, group: RunningGroup) -> None:
+        if group.is_home and not group.members:
+            del self.groups[group.number]
+
+    def take_leaving(self) -> list[tuple[int, int]]:
+        """Who left since the last order; the stages hear of each once."""
+        leaving, self.leaving = self.leaving, []
+        return leaving

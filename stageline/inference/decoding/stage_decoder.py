@@ -1,0 +1,264 @@
+"""One stage's part of answering: its layers, and the caches of all groups for these layers.
+
+Shapes: B rows, T tokens or new columns, H hidden size, V vocabulary.
+"""
+
+import inspect
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from stageline.errors import UserError
+from stageline.inference.decoding.cache import GroupCache, take_out
+from stageline.inference.decoding.order import Order, logprob_as_json, sampling_of
+from stageline.inference.decoding.sampler import SampledRow, choose
+
+Tensors = dict[str, torch.Tensor]
+HIDDEN, EXTRA = "hidden", "extra"
+MEASURED_GROUP = -1
+
+
+@dataclass
+class Group:
+    """The rows of a group on this stage.
+
+    Attributes:
+        positions: of each row, the position of its next token.
+    """
+
+    cache: GroupCache
+    rows: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+
+
+class StageDecoder:
+    """Carries out orders on one stage.
+
+    Args:
+        stage: a stage model that can answer, with its weights.
+        device: where they lie.
+    """
+
+    def __init__(self, stage: torch.nn.Module, *, device: torch.device | str = "cpu") -> None:
+        prepare_stage(stage)
+        self.stage = stage
+        self.device = torch.device(device)
+        self.groups: dict[int, Group] = {}
+        self.sampled: dict[int, SampledRow] = {}  # on the last stage
+        self._passes = {
+            "prefill": self._prefill,
+            "decode": self._decode,
+            "score": self._score,
+            "measure": self._measure,
+        }
+        self._keeps_logits = stage.is_last and _can_keep_logits(stage)
+
+    @torch.inference_mode()
+    def run(self, order: Order, tensors: Tensors) -> Tensors:
+        """Does this stage's part of an order, in place.
+
+        Args:
+            tensors: on the first stage what the model reads; else what the stage before sent.
+
+        Returns:
+            What the next stage needs. The last stage writes into the order instead.
+        """
+        began = time.perf_counter()
+        self._tidy(order)
+        found: Tensors = {}
+        if order.error is None and order.kind in self._passes:
+            try:
+                found = self._passes[order.kind](order, tensors)
+            except Exception as error:  # out of memory, or a fault of the model: others go on
+                traceback.print_exc(file=sys.stderr)
+                order.error = f"stage {self.stage.stage}: {type(error).__name__}: {error}"
+        if order.kind == "measure" and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        order.seconds.append(time.perf_counter() - began)
+        return {} if order.error else found
+
+    # -- rows come and go -----------------------------------------------------------------
+
+    def _tidy(self, order: Order) -> None:
+        for number, row in order.leave:
+            self._remove(number, row)
+        for source, target in order.join:
+            self._join(target, self.groups.pop(source))
+
+    def _remove(self, number: int, row: int) -> None:
+        self.sampled.pop(row, None)
+        group = self.groups.get(number)
+        if group is None or row not in group.rows:
+            return  # its prefill failed before it came here
+        index = group.rows.index(row)
+        group.cache.remove(index)
+        take_out(group.rows, index)
+        take_out(group.positions, index)
+        if not group.rows:
+            del self.groups[number]
+
+    def _join(self, number: int, new: Group) -> None:
+        group = self.groups.get(number)
+        if group is None:
+            self.groups[number] = new
+            return
+        group.cache.join(new.cache)
+        group.rows += new.rows
+        group.positions += new.positions
+
+    # -- passes ---------------------------------------------------------------------------
+
+    def _prefill(self, order: Order, tensors: Tensors) -> Tensors:
+        """The prompts of new rows, which then are in the group."""
+        width = max(order.lengths)
+        new = Group(GroupCache(self.stage.num_layers(), len(order.rows)), list(order.rows))
+        new.cache.begin(width, lengths=order.lengths)
+        batch = {**_others(tensors), "attention_mask": new.cache.window.mask(width, self.device)}
+        positions = self.stage.decode_positions(batch)
+        batch["position_ids"] = positions
+        output = self._forward(tensors, batch, new.cache)
+        new.cache.advance(width)
+        last = positions.amax(-1) + 1
+        new.positions = (last if last.ndim == 1 else last.amax(0)).tolist()
+        self._join(order.group, new)
+        if self.stage.is_last:
+            for place, row in enumerate(order.rows):
+                sampling = sampling_of(order.settings[place])
+                ids = tensors["input_ids"][place, width - order.lengths[place] :]
+                prompt = ids if sampling.repetition_penalty != 1 else None
+                self.sampled[row] = SampledRow(sampling, prompt, [], 0)
+            return self._choose(order, output)
+        return _onwards(output, _others(tensors))
+
+    def _decode(self, order: Order, tensors: Tensors) -> Tensors:
+        """One more token of each row of a group."""
+        group = self.groups[order.group]
+        assert group.rows == order.rows, f"rows {group.rows} here, {order.rows} ordered"
+        output = self._step(group, tensors)
+        if self.stage.is_last:
+            return self._choose(order, output)
+        return _onwards(output, {})
+
+    def _step(self, group: Group, tensors: Tensors) -> Any:
+        window = group.cache.window
+        group.cache.begin(1)
+        positions_B1 = torch.tensor(group.positions, device=self.device)[:, None]
+        batch = {
+            # where all rows are of one length nothing is hidden, and kernels without masks serve
+            "attention_mask": window.mask(1, self.device) if window.is_ragged else None,
+            "position_ids": positions_B1,
+        }
+        output = self._forward(tensors, batch, group.cache)
+        group.cache.advance(1)
+        group.positions = [position + 1 for position in group.positions]
+        return output
+
+    def _forward(self, tensors: Tensors, batch: dict[str, Any], cache: GroupCache | None) -> Any:
+        inputs = {name: value for name, value in batch.items() if name != "input_ids"}
+        if self._keeps_logits and "logits_to_keep" not in inputs:
+            inputs["logits_to_keep"] = 1
+        if cache is not None:
+            inputs["past_key_values"] = cache
+        if self.stage.is_first:
+            first, extras = tensors["input_ids"], ()
+        else:
+            first = tensors[HIDDEN]
+            extras = [value for name, value in tensors.items() if name.startswith(EXTRA)]
+        if "input_ids" in batch:
+            inputs["input_ids"] = batch["input_ids"]
+        return self.stage(first, *extras, **inputs)
+
+    def _choose(self, order: Order, logits_BTV: torch.Tensor) -> Tensors:
+        rows = [self.sampled[row] for row in order.rows]
+        for place, found in enumerate(choose(logits_BTV[:, -1], rows)):
+            order.tokens.append(found.token_id)
+            order.logprobs.append(logprob_as_json(found.logprob))
+            if found.error is not None:
+                order.row_errors[str(place)] = found.error
+            rows[place].answer_ids.append(found.token_id)
+            rows[place].index += 1
+        if not any(order.logprobs):
+            order.logprobs = []
+        return {}
+
+    def _score(self, order: Order, tensors: Tensors) -> Tensors:
+        """Log-probabilities of the last tokens of each row; keeps nothing."""
+        width = max(order.lengths)
+        cache = GroupCache(self.stage.num_layers(), len(order.rows))
+        cache.begin(width, lengths=order.lengths)  # for its mask: nothing is written
+        batch = {**_others(tensors), "attention_mask": cache.window.mask(width, self.device)}
+        batch["position_ids"] = self.stage.decode_positions(batch)
+        if self._keeps_logits:
+            batch["logits_to_keep"] = max(order.num_targets) + 1
+        output = self._forward(tensors, batch, None)
+        if not self.stage.is_last:
+            return _onwards(output, _others(tensors))
+        for place, count in enumerate(order.num_targets):
+            ids_T = tensors["input_ids"][place, width - count :]
+            logits_TV = output[place, output.shape[1] - count - 1 : -1].float()
+            logprobs_TV = logits_TV.log_softmax(-1)
+            chosen_T = logprobs_TV.gather(-1, ids_T[:, None])[:, 0]
+            is_greedy = bool((logprobs_TV.argmax(-1) == ids_T).all())
+            order.scores.append((chosen_T.tolist(), is_greedy))
+        return {}
+
+    def _measure(self, order: Order, tensors: Tensors) -> Tensors:
+        """A step of a group that is not there: so many rows, all as long as the first says."""
+        group = self.groups.get(MEASURED_GROUP)
+        if group is None or len(group.rows) != len(order.rows):
+            cache = GroupCache(self.stage.num_layers(), len(order.rows))
+            cache.begin(order.lengths[0], lengths=order.lengths)
+            cache.advance(order.lengths[0])
+            group = Group(cache, list(order.rows), list(order.lengths))
+            self.groups[MEASURED_GROUP] = group
+        output = self._step(group, tensors)
+        if self.stage.is_last:
+            output[:, -1].argmax(-1).tolist()
+            return {}
+        return _onwards(output, {})
+
+
+def prepare_stage(stage: torch.nn.Module) -> None:
+    """Makes a stage one that answers: nothing trains in it any more.
+
+    Raises:
+        UserError: its model keeps no keys and values.
+    """
+    if not getattr(stage, "can_decode", False):
+        raise UserError(
+            f"{type(stage).__name__} ({stage.config.model_type}) cannot answer token by token. A "
+            "stage model with can_decode = True was expected, whose forward hands past_key_values "
+            "and position_ids to its layers: use --engine device_map for this model."
+        )
+    stage.eval().requires_grad_(False)
+    stage.answer_only()
+
+
+def _can_keep_logits(stage: torch.nn.Module) -> bool:
+    whole = getattr(stage, "whole", None)
+    return whole is not None and "logits_to_keep" in inspect.signature(whole.forward).parameters
+
+
+def _others(tensors: Tensors) -> Tensors:
+    """What every stage reads of the prompts: neither hidden states nor what the model sent."""
+    return {
+        name: value
+        for name, value in tensors.items()
+        if name != HIDDEN and not name.startswith(EXTRA)
+    }
+
+
+def _onwards(output: Any, others: Tensors) -> Tensors:
+    """What travels to the next stage: pixels stay where they were looked at."""
+    hidden, *extras = output if isinstance(output, tuple) else (output,)
+    small = {
+        name: value
+        for name, value in others.items()
+        if not value.is_floating_point() and not name.startswith("pixel")
+    }
+    found = {f"{EXTRA}{place:03d}": value for place, value in enumerate(extras)}
+    return {HIDDEN: hidden, **found, **small}
