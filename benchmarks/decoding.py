@@ -24,7 +24,6 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "2"  # of the process for itself; ranks then take one
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-ROOT = Path(__file__).resolve().parents[1]
 
 import decoding_tables
 import decoding_ways as ways
@@ -35,6 +34,7 @@ from transformers import AutoTokenizer
 
 from stageline.checkpoint.quiet import quiet
 
+ROOT = Path(__file__).resolve().parents[1]
 NAIVE, REPLICAS, LIBRARY = "naive", "two replicas", "transformers pp_size=2"
 CONTINUOUS, OURS = "transformers continuous batching", "ours"
 FIXED = {f"ours, {count} group{'s' * (count > 1)}": count for count in (1, 2, 4)}

@@ -84,9 +84,7 @@ class WindowLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Makes the buffers, zeros: hidden columns must be finite, since 0 * inf is not 0."""
-        self.keys, self.values = (
-            self._buffer(like) for like in (key_states, value_states)
-        )
+        self.keys, self.values = (self._buffer(like) for like in (key_states, value_states))
 
     def _buffer(self, like_BKCD: torch.Tensor) -> torch.Tensor:
         _, num_heads, _, size = like_BKCD.shape

@@ -89,9 +89,7 @@ def max_in_flight(num_stages: int) -> int:
     return 2 * num_stages + 2
 
 
-def make_wire(
-    rank: int, *, num_stages: int, num_replicas: int = 1, device: torch.device
-) -> Wire:
+def make_wire(rank: int, *, num_stages: int, num_replicas: int = 1, device: torch.device) -> Wire:
     """The wire of this process's pipeline; all processes of the run must call this together.
 
     Args:

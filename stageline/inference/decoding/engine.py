@@ -318,7 +318,9 @@ class DecodingEngine:
             self._take_scores(order)
         if order.kind not in ("prefill", "decode"):
             return
-        by_row = {one.row: one for group in self._scheduler.groups.values() for one in group.members}
+        by_row = {
+            one.row: one for group in self._scheduler.groups.values() for one in group.members
+        }
         for place, row in enumerate(order.rows):
             if row in by_row:
                 self._take_token(by_row[row], order, place)
@@ -408,9 +410,7 @@ class DecodingEngine:
         return 1 if self.choice is None else self.choice.best(num_rows)
 
     def _measure(self, num_rows: int) -> list[float]:
-        order = Order(
-            "measure", rows=list(range(num_rows)), lengths=[MEASURED_COLUMNS] * num_rows
-        )
+        order = Order("measure", rows=list(range(num_rows)), lengths=[MEASURED_COLUMNS] * num_rows)
         ids = torch.zeros(num_rows, 1, dtype=torch.long, device=self.device)
         self._order(order, {"input_ids": ids})
         done = self.chain.result()
