@@ -29,6 +29,7 @@ import decoding_tables
 import decoding_ways as ways
 import torch
 import torch.distributed as dist
+from decoding_ours import OurStage
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -110,7 +111,14 @@ def make_ways(rank: int | None, arguments: argparse.Namespace) -> dict[str, ways
             LIBRARY: lambda: ways.LibraryPipeline(model, dtype, rank=rank),
             REPLICAS: lambda: ways.Replica(model, dtype, rank=rank, num_ranks=2),
         }
-        return {name: make() for name, make in makers.items() if name in arguments.only}
+        made = {name: make() for name, make in makers.items() if name in arguments.only}
+        settings = {OURS: None, **FIXED}
+        if any(name in arguments.only for name in settings):
+            stage = OurStage(model, dtype, rank=rank, cut=arguments.cut)
+            ours = {name: stage.way(count) for name, count in settings.items()}
+            ours[OURS].prepare()
+            made.update(ours)
+        return made
 
 
 def _serve(pipe: Connection, made: dict[str, ways.Way], rank: int | None) -> None:
