@@ -11,13 +11,13 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from answer_stages import lora_options, stage_key
 from register import import_shelf, train_model_register
 from stageline.distributed.failure import run_entry
 from stageline.errors import UserError
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PretrainedConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
 NUM_STAGES = 2  # that an export is compared with
@@ -203,60 +203,6 @@ def fill_stages(folder: Path, build: functools.partial) -> "list[nn.Module]":
         for stage in range(num_stages)
     ]
     return [model.eval() for model, _, _ in built]
-
-
-def stage_key(config: "PretrainedConfig") -> str | None:
-    """The key of the train_model part for a configuration: its family's, else a generic one."""
-    import transformers
-
-    name = (config.architectures or [""])[0]
-    if name.endswith("ForSequenceClassification") and config.num_labels == 1:
-        return "reward"
-    kinds = {
-        "vision_language": transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        "causal_lm": transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
-    }
-    for generic, classes in kinds.items():
-        if type(config) not in classes:
-            continue
-        name = classes[type(config)].__name__
-        if config.architectures and name not in config.architectures:
-            continue  # the same layers with another head: a classifier
-        families = [
-            key
-            for key, part in train_model_register.items()
-            if config.model_type in getattr(part, "model_types", ())
-        ]
-        # idefics3 serves smolvlm too, which has a key of its own
-        return config.model_type if config.model_type in families else next(iter(families), generic)
-    return None
-
-
-def lora_options(folder: Path, build: functools.partial) -> dict[str, object]:
-    """How many adapters each part has in an adapter folder, and on which layers.
-
-    Ranks and scales are not among them: filling a stage sets those.
-    """
-    from stageline.checkpoint.adapter import read_stack
-
-    whole, _, _ = build(checkpoint_path=None, stage=0, device="meta")
-    counts: dict[str, int] = {}
-    adapters = read_stack(folder)
-    for adapter in adapters:
-        for name in adapter.pairs:
-            counts[name] = counts.get(name, 0) + 1
-    depths: dict[str, int] = {}
-    for name, count in counts.items():
-        part = whole.part_of(name)
-        depths[f"{part}_lora_num"] = max(count, depths.get(f"{part}_lora_num", 0))
-    unknown = depths.keys() - {"vit_lora_num", "mlp_lora_num", "llm_lora_num"}
-    if unknown:
-        raise UserError(
-            f"{folder} has LoRA outside of vision tower, projector and language model: stages "
-            "have none there. Export with --no-verify."
-        )
-    kind = {"use_dora": True} if any(adapter.magnitudes for adapter in adapters) else {}
-    return {**depths, **kind, "lora_target": sorted(counts)}
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ OPTIONS = {"parse_args", "options"}
 ENTRIES = {"train_pp", "check_model", "evaluate", "infer", "chat", "serve", "corpus", "export"}
 # what an entry file hands work to, beside it
 ENTRY_HELPERS = {
-    *("answer_run", "corpus_show", "corpus_trained", "train_corpus", "train_data"),
+    *("answer_run", "answer_stages", "corpus_show", "corpus_trained", "decode_run"),
+    *("train_corpus", "train_data"),
     *("train_parts", "train_run", "train_streaming", "train_vocabulary"),
 }
 # root name -> root names it may import; all but register may import third parties
@@ -42,7 +43,7 @@ ROOM_ARROWS = {
     "serving": {"inference", *LOW},
     "evaluation": {"inference", *LOW},
     "plotting": {"inference", *LOW},
-    "inference": {*LOW},
+    "inference": {"pipeline", *LOW},
     "training": {*MIDDLE, *LOW, "plotting"},
     "streaming": {*MIDDLE, *LOW},
     "checking": {"training", *MIDDLE, *LOW},

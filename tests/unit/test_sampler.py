@@ -1,165 +1,316 @@
-"""Which rows belong to which step, against a reference that draws one whole list of rows."""
+"""The choice of tokens: against transformers' processors, by its distribution, alone and among."""
 
-import itertools
-
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.generation import logits_process as hf
 
-from stageline.data.loader import MicroBatchLoader
-from stageline.data.sampler import StepSampler
-from stageline.errors import DataError, UserError
+from stageline.errors import UserError
+from stageline.inference.decoding.drawing import draw, token_weights, uniform
+from stageline.inference.decoding.request import Sampling
+from stageline.inference.decoding.sampler import SampledRow, choose
 
-
-class Numbers:
-    """Row i is the number i."""
-
-    def __init__(self, count, bad=None):
-        self.count = count
-        self.bad = bad
-
-    def __len__(self):
-        return self.count
-
-    def __getitem__(self, row):
-        if row == self.bad:
-            raise DataError(f"numbers.txt:{row + 1}: bad row")
-        return None, {"id": str(row), "number": row}
+INF = float("inf")
 
 
-def _collate(samples):
-    numbers = torch.tensor([[sample["number"]] for _, sample in samples])
-    return {"input_ids": numbers, "labels": numbers.clone()}
+def _logits(num_rows: int, size: int, *, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, size, generator=generator) * spread
 
 
-def _loader(count, **options):
-    defaults = {"collate": _collate, "batch_size": 4, "micro_batch_size": 2}
-    return MicroBatchLoader(Numbers(count), **{**defaults, **options})
+def _row(*, prompt=(), answer=(), **settings_) -> SampledRow:
+    ids = torch.tensor([prompt], dtype=torch.long)
+    return SampledRow(Sampling(**settings_), ids, list(answer), len(answer))
 
 
-def _rows(step):
-    """Rows of a step that count."""
-    return [int(n) for batch in step for n in batch["labels"][:, 0] if n != -100]
+def _pick(logits_V: torch.Tensor, **options) -> int:
+    chosen = choose(logits_V[None], [_row(**options)])[0]
+    assert chosen.error is None
+    return chosen.token_id
 
 
-def _take(loader, count):
-    return [_rows(step) for step in itertools.islice(loader, count)]
+def _warped(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The library's probabilities, by the classes that its `generate` uses, in its order."""
+    warpers = [hf.TemperatureLogitsWarper(sampling.temperature)]
+    if sampling.top_k:
+        warpers.append(hf.TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        warpers.append(hf.TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        warpers.append(hf.MinPLogitsWarper(sampling.min_p))
+    for warper in warpers:
+        scores = warper(None, scores)
+    return scores.softmax(-1)
 
 
-def test_an_epoch_holds_each_row_once_and_the_next_has_another_order():
-    sampler = StepSampler(12, step_samples=4, seed=3)
-    epochs = []
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        epochs.append(list(itertools.chain(*sampler)))
-    assert all(sorted(rows) == list(range(12)) for rows in epochs)
-    assert len({tuple(rows) for rows in epochs}) == 3
-    assert list(sampler) == list(sampler), "the same epoch twice is the same"
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.7},
+        {"top_k": 1},
+        {"top_k": 40},
+        {"top_k": 10**6},
+        {"top_p": 0.9},
+        {"top_p": 0.9, "temperature": 4.0},
+        {"top_p": 1e-6},
+        {"min_p": 0.05},
+        {"min_p": 1.0},
+        {"temperature": 1.5, "top_k": 100, "top_p": 0.8, "min_p": 0.02},
+    ],
+    ids=str,
+)
+def test_kept_tokens_and_probabilities_are_those_of_transformers(options):
+    scores = _logits(5, 3000, spread=2.0)
+    sampling = Sampling(**{"temperature": 1.0, **options})
+    weights = token_weights(scores, [sampling] * 5)
+    expected = _warped(scores, sampling)
+    # weights below 2 ** -40 of the largest are left out; with these logits there are none
+    assert torch.equal(weights > 0, expected > 0)
+    found = weights.double() / weights.sum(-1, keepdim=True)
+    torch.testing.assert_close(found, expected.double(), atol=1e-7, rtol=1e-5)
 
 
-def test_seeds_and_epochs_do_not_meet():
-    """Seed 1's first epoch is not seed 0's second, as it is where the two are added."""
-    orders = {
-        (seed, epoch): tuple(StepSampler(50, step_samples=5, seed=seed).order(epoch))
-        for seed in range(4)
-        for epoch in range(4)
-    }
-    assert len(set(orders.values())) == len(orders)
-
-
-@pytest.mark.parametrize("dp_degree", [1, 2, 3])
-def test_replicas_share_a_step_and_join_to_the_whole(dp_degree):
-    whole = StepSampler(26, step_samples=4 * dp_degree, seed=1)
-    shares = [
-        StepSampler(26, step_samples=4, dp_rank=rank, dp_degree=dp_degree, seed=1)
-        for rank in range(dp_degree)
+def test_rows_with_different_settings_have_their_own_weights():
+    scores = _logits(4, 500)
+    samplings = [
+        Sampling(temperature=1.0),
+        Sampling(temperature=0.5, top_k=7),
+        Sampling(temperature=2.0, top_p=0.5),
+        Sampling(temperature=1.0, top_k=30, min_p=0.1),
     ]
-    for step, parts in zip(whole, zip(*shares, strict=True), strict=True):
-        assert list(itertools.chain(*parts)) == step
+    together = token_weights(scores, samplings)
+    alone = [token_weights(scores[i : i + 1], [s]) for i, s in enumerate(samplings)]
+    assert torch.equal(together, torch.cat(alone))
 
 
-@pytest.mark.parametrize("dp_degree", [2, 3])
-def test_replicas_part_each_epoch_among_them(dp_degree):
-    seen = []
-    for epoch in range(2):
-        shares = []
-        for rank in range(dp_degree):
-            sampler = StepSampler(24, step_samples=4, dp_rank=rank, dp_degree=dp_degree, seed=1)
-            sampler.set_epoch(epoch)
-            shares.append(set(itertools.chain(*sampler)))
-        assert sum(map(len, shares)) == 24 and set.union(*shares) == set(range(24))
-        seen.append(shares)
-    assert seen[0] != seen[1], "another epoch parts them otherwise"
-
-
-def test_training_goes_on_from_any_step():
-    full = _take(_loader(10), 7)
-    for start in range(6):
-        assert _take(_loader(10, start_step=start), 7 - start) == full[start:]
-    assert [len(rows) for rows in full] == [4] * 7, "10 rows give 2 whole steps an epoch"
-
-
-def test_training_needs_one_whole_step():
-    with pytest.raises(UserError, match="7 rows.* takes 16 .*--batch-size"):
-        StepSampler(7, step_samples=8, dp_degree=2)
-
-
-@pytest.mark.parametrize(("count", "dp_degree"), [(9, 1), (8, 1), (9, 2), (1, 2), (3, 2)])
-def test_evaluation_sees_each_row_once_in_equal_steps(count, dp_degree):
-    seen = []
-    lengths = set()
-    for rank in range(dp_degree):
-        loader = _loader(count, eval=True, shuffle=False, dp_rank=rank, dp_degree=dp_degree)
-        steps = list(loader)
-        assert len(steps) == len(loader)
-        lengths.add(len(steps))
-        for step in steps:
-            assert len(step) == 2 and all(len(batch["input_ids"]) == 2 for batch in step)
-            seen += _rows(step)
-    assert sorted(seen) == list(range(count))
-    assert len(lengths) == 1, "all replicas take as many steps"
-    if dp_degree == 1:
-        assert seen == list(range(count))
-
-
-def test_micro_batches_are_neighbours_in_the_drawn_order():
-    loader = _loader(24, batch_size=6, micro_batch_size=3, accumulate_steps=2, seed=5)
-    drawn = next(loader.sampler.steps())
-    step = next(iter(loader))
-    assert len(step) == 4
-    assert [batch["input_ids"][:, 0].tolist() for batch in step] == [
-        drawn[start : start + 3] for start in range(0, 12, 3)
+@given(
+    size=st.integers(1, 60),
+    seed=st.integers(0, 10**6),
+    options=st.fixed_dictionaries(
+        {
+            "temperature": st.floats(0.1, 5),
+            "top_k": st.integers(0, 70),
+            "top_p": st.floats(0, 1),
+            "min_p": st.floats(0, 1),
+        }
+    ),
+)
+@settings(max_examples=60, deadline=None)
+def test_kept_tokens_at_any_setting(size, seed, options):
+    scores = _logits(1, size, seed=seed)
+    sampling = Sampling(**options)
+    found = token_weights(scores, [sampling])[0] > 0
+    # rounding may move a border that lies on a token: both sides of it are right
+    near = [
+        _warped(scores, Sampling(**{**options, "top_p": p, "min_p": m}))[0] > 0
+        for p in (max(sampling.top_p - 1e-5, 1e-9), min(sampling.top_p + 1e-5, 1.0))
+        for m in (max(sampling.min_p - 1e-5, 0.0), min(sampling.min_p + 1e-5, 1.0))
     ]
+    assert found.any()
+    assert not (found & ~torch.stack(near).any(0)).any()
+    # at the settings themselves what the library surely keeps is here too
+    surely = torch.stack(near).all(0) & (scores[0] - scores.max() > -20 * sampling.temperature)
+    assert not (surely & ~found).any()
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_workers_change_nothing(num_workers):
-    assert _take(_loader(21, num_workers=num_workers), 8) == _take(_loader(21), 8)
+def test_equal_scores_stay_together():
+    scores = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
+    for options in ({"top_k": 2}, {"top_p": 0.6}):
+        weights = token_weights(scores, [Sampling(temperature=1.0, **options)])
+        assert (weights[0] > 0).tolist() == [True, True, True, True, False]
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_bad_row_keeps_its_message(num_workers):
-    dataset = Numbers(8, bad=6)
-    loader = MicroBatchLoader(
-        dataset,
-        collate=_collate,
-        batch_size=4,
-        micro_batch_size=2,
-        shuffle=False,
-        num_workers=num_workers,
-    )
-    with pytest.raises(DataError) as caught:
-        list(itertools.islice(loader, 2))
-    assert str(caught.value) == "numbers.txt:7: bad row"
+def test_the_penalties_are_those_of_transformers_over_prompt_and_answer():
+    scores = _logits(1, 200)
+    prompt, answer = [3, 5, 5, 250], [7, 3]  # 250: an image token that the head doesn't write
+    ids = torch.tensor([prompt + answer])
+    for penalty in (1.3, 5.0, 0.5):
+        options = {"prompt": prompt, "answer": answer, "repetition_penalty": penalty}
+        # the likeliest token is put among those that are penalised
+        for top in (3, 5, 7, 9):
+            raised = scores.clone()
+            raised[0, top] = scores.max() * 1.2
+            expected = hf.RepetitionPenaltyLogitsProcessor(penalty)(ids, raised.clone())
+            assert _pick(raised[0], **options) == expected.argmax().item()
 
 
-def test_loading_draws_nothing_from_the_global_generator():
-    torch.manual_seed(4)
-    expected = torch.rand(3)
-    torch.manual_seed(4)
-    _take(_loader(12), 2)
-    assert torch.equal(torch.rand(3), expected)
+def test_presence_frequency_and_bias_are_those_of_the_formula_of_openai():
+    logits = torch.tensor([1.0, 1.9, 1.5, 0.0])
+    answer = [1, 1, 2]
+    assert _pick(logits, answer=answer) == 1
+    # 1: 1.9 - 2 * 0.3; 2: 1.5 - 0.3; 0: 1.0
+    assert _pick(logits, answer=answer, frequency_penalty=0.3) == 1
+    assert _pick(logits, answer=answer, frequency_penalty=0.45) == 2
+    assert _pick(logits, answer=answer, frequency_penalty=0.6) == 0
+    assert _pick(logits, answer=answer, presence_penalty=0.8) == 1
+    assert _pick(logits, answer=answer, presence_penalty=1.0) == 0
+    assert _pick(logits, prompt=answer, presence_penalty=1.0) == 1  # of the answer only
+    assert _pick(logits, logit_bias=((1, -100.0), (3, 1.6))) == 3
+    assert _pick(logits, logit_bias=((3, 1.0), (3, 1.0))) == 3
 
 
-def test_rows_that_do_not_fall_into_micro_batches():
-    with pytest.raises(UserError, match="6 rows .*micro-batches of 4"):
-        _loader(20, batch_size=6, micro_batch_size=4)
+def test_draws_follow_the_distribution():
+    """Chi-square over 20000 seeds at 12 tokens: 0.999 of right samplers stay below the mark."""
+    logits = _logits(1, 12, spread=1.5)
+    sampling = {"temperature": 0.8, "top_k": 10, "top_p": 0.97}
+    rows = [_row(seed=seed, **sampling) for seed in range(20000)]
+    tokens = [c.token_id for c in choose(logits.expand(len(rows), -1), rows)]
+    expected = _warped(logits, Sampling(**sampling))[0].double().numpy() * len(rows)
+    counts = np.bincount(tokens, minlength=12)
+    kept = expected > 0
+    assert counts[~kept].sum() == 0
+    freedom = kept.sum() - 1
+    distance = ((counts - expected)[kept] ** 2 / expected[kept]).sum()
+    assert 5 <= freedom and distance < freedom + 3.1 * (2 * freedom) ** 0.5 + 6
+
+
+def _philox(*key: int) -> int:
+    """First word of Philox 4x64 with 10 rounds (Salmon et al. 2011), counter 1 as numpy starts."""
+    key, counter = list(key), [1, 0, 0, 0]
+    for _ in range(10):
+        high0, low0 = divmod(0xD2E7470EE14C6C93 * counter[0], 2**64)
+        high1, low1 = divmod(0xCA5A826395121157 * counter[2], 2**64)
+        counter = [high1 ^ counter[1] ^ key[0], low1, high0 ^ counter[3] ^ key[1], low0]
+        steps = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
+        key = [(k + step) % 2**64 for k, step in zip(key, steps, strict=True)]
+    return counter[0]
+
+
+def test_numbers_are_even_independent_and_the_same_everywhere():
+    for seed, index in ((0, 0), (2**63, 5), (12345, 678)):
+        assert uniform(seed, index) == (_philox(seed, index) >> 11) / 2**53
+    assert uniform(-1, 3) == uniform(2**64 - 1, 3)
+    numbers = np.array([[uniform(seed, index) for index in range(100)] for seed in range(100)])
+    assert 0 <= numbers.min() and numbers.max() < 1 and len(np.unique(numbers)) == numbers.size
+    counts = np.bincount((numbers * 20).astype(int).ravel(), minlength=20)
+    assert ((counts - 500) ** 2 / 500).sum() < 46  # chi-square, 19 degrees: 0.0005
+    for neighbours in (numbers[1:] - numbers[:-1], numbers[:, 1:] - numbers[:, :-1]):
+        assert abs(neighbours.var() - 1 / 6) < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_gets_the_same_token_and_logprobs_alone_and_in_any_batch(dtype):
+    num_rows, size = 23, 5001  # an odd size: rows begin at odd places in memory
+    logits = _logits(num_rows, size).to(dtype)
+    kinds = [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 1.7, "top_p": 0.95},
+        {"temperature": 1.0, "top_k": 50, "repetition_penalty": 1.2},
+        {"temperature": 0.6, "min_p": 0.01, "presence_penalty": 1.0, "logit_bias": ((9, 2.0),)},
+    ]
+    rows = [
+        _row(prompt=[1, 2], answer=range(i), seed=i, logprobs=i % 4, **kinds[i % len(kinds)])
+        for i in range(num_rows)
+    ]
+    together = choose(logits, rows)
+    assert len({chosen.token_id for chosen in together}) > 15
+    for i, row in enumerate(rows):
+        assert choose(logits[i : i + 1].clone(), [row]) == [together[i]]
+    order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(1)).tolist()
+    assert choose(logits[order], [rows[i] for i in order]) == [together[i] for i in order]
+
+
+def test_seed_and_index_decide_together():
+    logits = _logits(1, 1000, spread=0.1)
+
+    def answer(seed):
+        rows = [_row(answer=[0] * i, temperature=1.0, seed=seed) for i in range(8)]
+        return [choose(logits, [row])[0].token_id for row in rows]
+
+    assert answer(1) == answer(1) != answer(2)
+    assert len(set(answer(1))) > 4
+
+
+def test_logprobs_are_those_of_the_raw_logits():
+    logits = _logits(1, 300)
+    options = {"temperature": 2.0, "repetition_penalty": 3.0, "logit_bias": ((4, 5.0),)}
+    found = choose(logits, [_row(prompt=[1], logprobs=3, **options)])[0]
+    expected = logits[0].double().log_softmax(-1)
+    assert found.logprob.token_id == found.token_id
+    assert found.logprob.logprob == pytest.approx(expected[found.token_id].item(), abs=1e-5)
+    values, ids = expected.topk(3)
+    assert [i for i, _ in found.logprob.top] == ids.tolist()
+    assert [p for _, p in found.logprob.top] == pytest.approx(values.tolist(), abs=1e-5)
+    none, zero = choose(logits.expand(2, -1), [_row(), _row(logprobs=0)])
+    assert none.logprob is None and zero.logprob.top == ()
+    # more than there are tokens: all
+    assert len(choose(logits, [_row(logprobs=999)])[0].logprob.top) == 300
+
+
+def test_ties_go_to_the_first_token():
+    logits = torch.tensor([[1.0, 4.0, 4.0, -INF, 4.0]])
+    chosen = choose(logits, [_row(logprobs=2)])[0]
+    assert chosen.token_id == 1 and [i for i, _ in chosen.logprob.top] == [1, 2]
+    # also where a penalty makes the tie
+    assert _pick(torch.tensor([4.0, 2.0]), prompt=[0], repetition_penalty=2.0) == 0
+
+
+@pytest.mark.parametrize("options", [{"temperature": 1e-6}, {"temperature": 5e-324}, {"top_p": 0}])
+def test_settings_that_leave_one_token_are_greedy(options):
+    logits = _logits(1, 400)[0]
+    options = {"temperature": 3.0, **options}
+    for seed in range(5):
+        assert _pick(logits, seed=seed, **options) == logits.argmax().item()
+
+
+def test_tokens_without_a_chance_are_never_drawn():
+    logits = torch.full((2, 50), -INF)
+    logits[:, [7, 30]] = 0.5
+    rows = [_row(temperature=50.0, seed=s) for s in range(400)]
+    tokens = {c.token_id for c in choose(logits[:1].expand(400, -1), rows)}
+    assert tokens == {7, 30}
+    # the ends of the range of numbers
+    samplings = [Sampling(temperature=1.0)] * 2
+    assert draw(logits, samplings, [0.0, 1 - 2.0**-53]) == [7, 30]
+
+
+def test_a_broken_row_gets_its_error_and_the_others_their_tokens():
+    logits = _logits(6, 40)
+    logits[1, 3] = float("nan")
+    logits[2] = -INF
+    logits[3, 0] = INF
+    for options in ({}, {"temperature": 1.0, "top_p": 0.9, "logprobs": 2}):
+        rows = [_row(**options) for _ in range(6)]
+        rows[4] = _row(logit_bias=((40, 1.0),), **options)
+        found = choose(logits, rows)
+        assert [c.token_id == -1 for c in found] == [False, True, True, True, True, False]
+        words = ["nan", "all logits of token 0", "inf", "logit_bias names token 40"]
+        for chosen, word in zip(found[1:5], words, strict=True):
+            assert word in str(chosen.error) and chosen.logprob is None
+        assert isinstance(found[4].error, UserError)
+        assert not any(isinstance(c.error, UserError) for c in found[1:4])
+        for i in (0, 5):
+            assert found[i] == choose(logits[i : i + 1], rows[i : i + 1])[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_new_tokens", 0),
+        ("max_new_tokens", 1.5),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", True),
+        ("top_k", -1),
+        ("top_p", 1.01),
+        ("min_p", "0.1"),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", INF),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("logit_bias", {3: 1.0}),
+        ("logit_bias", ((3, 101.0),)),
+        ("logit_bias", ((-3, 1.0),)),
+        ("seed", 2**64),
+        ("stop", "Question:"),
+        ("stop", ("",)),
+        ("stop_token_ids", [2]),
+        ("logprobs", -1),
+    ],
+)
+def test_settings_out_of_range_are_named(name, value):
+    with pytest.raises(UserError, match=f"^{name} is .*; expected "):
+        Sampling(**{name: value})

@@ -10,7 +10,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,9 +18,11 @@ import torch
 from stageline.errors import UserError
 from stageline.inference.decoding import prompts
 from stageline.inference.decoding.chain import Chain, max_in_flight
+from stageline.inference.decoding.engine_stats import EngineStats
 from stageline.inference.decoding.group_choice import GroupChoice, measure_steps
 from stageline.inference.decoding.order import Order, logprob_of_json, settings_of
 from stageline.inference.decoding.request import (
+    EngineError,
     Failed,
     Finished,
     Listener,
@@ -31,35 +33,11 @@ from stageline.inference.decoding.request import (
 from stageline.inference.decoding.running import Running
 from stageline.inference.decoding.scheduler import Limits, RunningGroup, Scheduler
 from stageline.inference.decoding.scheduler import Sequence as Scheduled
+from stageline.inference.decoding.score_queue import ScoreQueue
 
 SECONDS_BETWEEN_SIGNS = 30.0  # an idle engine asks so often whether all stages are there
-MEASURED_COLUMNS = 64
-
-
-class EngineError(RuntimeError):
-    """A stage could not do its part; the requests concerned got no answer."""
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Where the engine stands.
-
-    Attributes:
-        prompt_tokens, completion_tokens: read and made since the start.
-        cache_cells, max_cache_cells: rows times columns of caches; None: no limit.
-        stage_seconds: how long each stage has worked.
-    """
-
-    queued: int
-    running: int
-    max_running: int
-    prompt_tokens: int
-    completion_tokens: int
-    num_groups: int
-    cache_cells: int
-    max_cache_cells: int | None
-    is_healthy: bool
-    stage_seconds: tuple[float, ...] = ()
+DEFAULT_LIMITS = Limits()
+MEASURED_COLUMNS = 64  # of the cache, where steps are measured
 
 
 class DecodingEngine:
@@ -79,7 +57,7 @@ class DecodingEngine:
         *,
         tokenizer: Any,
         processor: Any = None,
-        limits: Limits = Limits(),
+        limits: Limits = DEFAULT_LIMITS,
         stop_ids: Sequence[int] = (),
         device: torch.device | str = "cpu",
         model_name: str = "model",
@@ -98,9 +76,7 @@ class DecodingEngine:
         )
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: dict[str, Running] = {}
-        self._to_score: deque[ScoreRequest] = deque()
-        self._scoring: dict[int, list[ScoreRequest]] = {}
-        self._scored: deque[Scored | Failed] = deque()
+        self._scores = ScoreQueue(limits.prefill_tokens)
         self._numbers = itertools.count(1)
         self._is_stopping = threading.Event()
         self._prompt_tokens = self._completion_tokens = 0
@@ -181,30 +157,48 @@ class DecodingEngine:
 
         source, most = iter(requests), 2 * self.limits.max_rows
         is_over = False
-        while not is_over or self._running or done:
-            while not is_over and len(self._running) < most:
-                request = next(source, None)
-                is_over = request is None
-                if request is not None:
-                    self._submit_here(request, listen)
-            while done:
-                yield done.popleft()
-            if self._running:
-                self._act()
+        try:
+            while not is_over or self._running or done:
+                while not is_over and len(self._running) < most:
+                    request = next(source, None)
+                    is_over = request is None
+                    if request is not None:
+                        self._submit_here(request, listen)
+                while done:
+                    yield done.popleft()
+                if self._running:
+                    self._act()
+        finally:  # also where the caller wants no more
+            self._settle()
+
+    def _settle(self) -> None:
+        """Ends what runs, and tells the stages who left."""
+        if not self.is_healthy:
+            return
+        for key in list(self._running):
+            self._cancel(key)
+        while self._running or self.chain.num_in_flight:
+            self._act()
+        self._tell_who_left()
+
+    def _tell_who_left(self) -> None:
+        if self._scheduler.leaving:
+            self._order(Order("tidy"))
+            self._take(self.chain.result())
 
     def score(self, items: Iterable[ScoreRequest]) -> Iterator[Scored | Failed]:
         """Scores the last tokens of rows, in this thread; in the order in which it is done."""
         source, is_over = iter(items), False
-        most = 2 * self.limits.max_rows
-        while not is_over or self._to_score or self._scoring or self._scored:
-            while not is_over and len(self._to_score) < most:
+        scores, most = self._scores, 2 * self.limits.max_rows
+        while not is_over or scores.has_work or scores.done:
+            while not is_over and len(scores.waiting) < most:
                 item = next(source, None)
                 is_over = item is None
                 if item is not None:
-                    self._to_score.append(item)
-            while self._scored:
-                yield self._scored.popleft()
-            if self._to_score or self._scoring:
+                    scores.waiting.append(item)
+            while scores.done:
+                yield scores.done.popleft()
+            if scores.has_work:
                 self._act()
 
     def prepare(self) -> None:
@@ -236,9 +230,7 @@ class DecodingEngine:
 
     def _wait(self) -> None:
         """Until something is submitted; tells the stages about rows that left meanwhile."""
-        if self._scheduler.leaving:
-            self._order(Order("tidy"))
-            self._take(self.chain.result())
+        self._tell_who_left()
         try:
             self._inbox.get(timeout=SECONDS_BETWEEN_SIGNS)()
         except queue.Empty:
@@ -248,8 +240,9 @@ class DecodingEngine:
     def _start_next(self) -> bool:
         if self.chain.num_in_flight >= max_in_flight(self.chain.num_stages):
             return False
-        if self._to_score:
-            self._start_score()
+        if self._scores.waiting:
+            order, prompts_read = self._scores.next_order()
+            self._order(order, self._on_device(prompts_read))
             return True
         found = self._scheduler.next_prefill()
         if found is not None:
@@ -285,26 +278,6 @@ class DecodingEngine:
         order = Order("decode", group=group.number, rows=rows, join=joins)
         self._order(order, {"input_ids": torch.tensor(last, device=self.device)})
 
-    def _start_score(self) -> None:
-        limit, items = self.limits.prefill_tokens, []
-        while self._to_score:
-            new = self._to_score[0]
-            is_alone = prompts.is_alone(new.prompt)
-            width = max(prompts.length_of(item.prompt) for item in [*items, new])
-            if items and (is_alone or width * (len(items) + 1) > limit):
-                break
-            items.append(self._to_score.popleft())
-            if is_alone:
-                break
-        order = Order(
-            "score",
-            rows=list(range(len(items))),
-            lengths=[prompts.length_of(item.prompt) for item in items],
-            num_targets=[item.num_targets for item in items],
-        )
-        self._order(order, self._on_device([item.prompt for item in items]))
-        self._scoring[order.number] = items
-
     def _on_device(self, several: list[Any]) -> dict[str, torch.Tensor]:
         together = prompts.together(several)
         return {name: value.to(self.device) for name, value in together.items()}
@@ -315,7 +288,7 @@ class DecodingEngine:
             a + b for a, b in zip(self._stage_seconds, order.seconds, strict=True)
         ]
         if order.kind == "score":
-            self._take_scores(order)
+            self._scores.take(order)
         if order.kind not in ("prefill", "decode"):
             return
         by_row = {
@@ -340,14 +313,6 @@ class DecodingEngine:
         if running.is_over:
             self._scheduler.leave(one)
             self._running.pop(running.key, None)
-
-    def _take_scores(self, order: Order) -> None:
-        for place, item in enumerate(self._scoring.pop(order.number)):
-            if order.error is not None:
-                self._scored.append(Failed(item.key, EngineError(order.error)))
-            else:
-                values, is_greedy = order.scores[place]
-                self._scored.append(Scored(item.key, tuple(values), is_greedy))
 
     # -- requests -------------------------------------------------------------------------
 
@@ -410,7 +375,8 @@ class DecodingEngine:
         return 1 if self.choice is None else self.choice.best(num_rows)
 
     def _measure(self, num_rows: int) -> list[float]:
-        order = Order("measure", rows=list(range(num_rows)), lengths=[MEASURED_COLUMNS] * num_rows)
+        columns = min(MEASURED_COLUMNS, self.limits.max_length // 2)
+        order = Order("measure", rows=list(range(num_rows)), lengths=[columns] * num_rows)
         ids = torch.zeros(num_rows, 1, dtype=torch.long, device=self.device)
         self._order(order, {"input_ids": ids})
         done = self.chain.result()

@@ -165,6 +165,10 @@ class Finished:
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
+class EngineError(RuntimeError):
+    """A stage could not do its part; the requests concerned got no answer."""
+
+
 @dataclass(frozen=True)
 class Failed:
     """A request that got no answer: a `UserError` is the request's fault, else it is ours."""

@@ -81,6 +81,21 @@ class StageDecoder:
         order.seconds.append(time.perf_counter() - began)
         return {} if order.error else found
 
+    @torch.inference_mode()
+    def bytes_of_a_token(self) -> int:
+        """What one token takes in the cache of this stage; at least 1."""
+        cache = GroupCache(self.stage.num_layers(), 1)
+        cache.begin(1, lengths=[1])
+        inputs = [
+            torch.zeros_like(x, device=self.device) for x in self.stage.get_example_input(1, 1)
+        ]
+        batch = {"position_ids": torch.zeros(1, 1, dtype=torch.long, device=self.device)}
+        name = "input_ids" if self.stage.is_first else HIDDEN
+        extras = {f"{EXTRA}{place:03d}": value for place, value in enumerate(inputs[1:])}
+        self._forward({name: inputs[0], **extras}, {**batch, "attention_mask": None}, cache)
+        window = cache.window
+        return max(1, cache.num_bytes() // (window.row_capacity * window.column_capacity))
+
     # -- rows come and go -----------------------------------------------------------------
 
     def _tidy(self, order: Order) -> None:

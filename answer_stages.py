@@ -1,0 +1,179 @@
+"""Stages that answer, from a model folder, a checkpoint of a run or an adapter: built by key.
+
+The train_model part of the model's architecture builds them, so a checkpoint answers as it was
+trained, without an export.
+"""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from register import train_model_register
+from stageline.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True)
+class AnsweringModel:
+    """Where the stages of one model come from.
+
+    Attributes:
+        folder: a model folder, a checkpoint of a run, or an adapter folder.
+        adapters: folders that are put on it; all but the last are merged.
+        merges: the last one is merged too.
+        key: of the train_model part; None: that of the architecture.
+        partition: layers of each stage; None: what evens out a decoding step.
+    """
+
+    folder: Path
+    num_stages: int
+    dtype: "torch.dtype"
+    adapters: tuple[str, ...] = ()
+    merges: bool = False
+    key: str | None = None
+    partition: tuple[int, ...] | None = None
+    trust_remote_code: bool = False
+    attn_implementation: str | None = None
+
+    @functools.cached_property
+    def base(self) -> Path:
+        """The folder with config.json; of an adapter that of its base."""
+        from stageline.checkpoint.adapter_config import config_folder
+
+        return config_folder(self.folder)
+
+    @functools.cached_property
+    def config(self) -> "PretrainedConfig":
+        """The configuration of the whole model."""
+        from stageline.model_folder import load_config
+
+        return load_config(self.base, trust_remote_code=self.trust_remote_code)
+
+    def build(self, stage: int, device: "torch.device | str") -> Any:
+        """One stage with its weights, as the part makes it."""
+        from stageline.checkpoint.files import ADAPTER_CONFIG
+        from stageline.modules.lora import merge_lora
+
+        build = functools.partial(
+            train_model_register[self.part_key()],
+            config_path=str(self.base),
+            processor_path=None,
+            num_stages=self.num_stages,
+            is_piece=True,  # its processor is loaded apart
+            trust_remote_code=self.trust_remote_code,
+        )
+        options: dict[str, object] = {}
+        if (self.folder / ADAPTER_CONFIG).exists():
+            options = lora_options(self.folder, build)
+        if self.attn_implementation:
+            options["attn_implementation"] = self.attn_implementation
+        model, _, _ = build(
+            checkpoint_path=str(self.folder),
+            stage=stage,
+            dtype=self.dtype,
+            device=device,
+            partition=self.layers(),
+            adapter_path=list(self.adapters) or None,
+            **options,
+        )
+        if self.merges:
+            merge_lora(model)
+        return model
+
+    def part_key(self) -> str:
+        """The key of the train_model part.
+
+        Raises:
+            UserError: no part serves this architecture.
+        """
+        key = self.key or stage_key(self.config)
+        if key is None:
+            raise UserError(
+                f"{self.folder} holds {(self.config.architectures or ['a model'])[0]}, which no "
+                "train_model part is made for. A language or vision-language model was expected: "
+                "name a part of your own with --train-model, or use --engine device_map."
+            )
+        return key
+
+    def layers(self) -> list[int]:
+        """Layers of each stage."""
+        from stageline.inference.decode_partition import decode_partition
+
+        if self.partition is not None:
+            return list(self.partition)
+        return decode_partition(
+            self.config,
+            self.num_stages,
+            dtype=self.dtype,
+            trust_remote_code=self.trust_remote_code,
+        )
+
+    def processor_folder(self) -> Path:
+        """Where the tokenizer or processor lies: with the last adapter, if it brought one."""
+        from stageline.checkpoint.adapter import find_base
+        from stageline.checkpoint.files import ADAPTER_CONFIG
+
+        is_adapter = (self.folder / ADAPTER_CONFIG).exists()
+        base = find_base(self.folder) if is_adapter else self.folder
+        last = Path(self.adapters[-1]) if self.adapters else self.folder
+        names = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
+        needed = {name for name in names if (base / name).is_file()} | {names[0]}
+        return last if all((last / name).is_file() for name in needed) else base
+
+
+def stage_key(config: "PretrainedConfig") -> str | None:
+    """The key of the train_model part for a configuration: its family's, else a generic one."""
+    import transformers
+
+    name = (config.architectures or [""])[0]
+    if name.endswith("ForSequenceClassification") and config.num_labels == 1:
+        return "reward"
+    kinds = {
+        "vision_language": transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        "causal_lm": transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+    }
+    for generic, classes in kinds.items():
+        if type(config) not in classes:
+            continue
+        name = classes[type(config)].__name__
+        if config.architectures and name not in config.architectures:
+            continue  # the same layers with another head: a classifier
+        families = [
+            key
+            for key, part in train_model_register.items()
+            if config.model_type in getattr(part, "model_types", ())
+        ]
+        # idefics3 serves smolvlm too, which has a key of its own
+        return config.model_type if config.model_type in families else next(iter(families), generic)
+    return None
+
+
+def lora_options(folder: Path, build: functools.partial) -> dict[str, object]:
+    """How many adapters each part has in an adapter folder, and on which layers.
+
+    Ranks and scales are not among them: filling a stage sets those.
+    """
+    from stageline.checkpoint.adapter import read_stack
+
+    whole, _, _ = build(checkpoint_path=None, stage=0, device="meta")
+    counts: dict[str, int] = {}
+    adapters = read_stack(folder)
+    for adapter in adapters:
+        for name in adapter.pairs:
+            counts[name] = counts.get(name, 0) + 1
+    depths: dict[str, int] = {}
+    for name, count in counts.items():
+        part = whole.part_of(name)
+        depths[f"{part}_lora_num"] = max(count, depths.get(f"{part}_lora_num", 0))
+    unknown = depths.keys() - {"vit_lora_num", "mlp_lora_num", "llm_lora_num"}
+    if unknown:
+        raise UserError(
+            f"{folder} has LoRA outside of vision tower, projector and language model: stages "
+            "have none there. Export with --no-verify."
+        )
+    kind = {"use_dora": True} if any(adapter.magnitudes for adapter in adapters) else {}
+    return {**depths, **kind, "lora_target": sorted(counts)}

@@ -1,0 +1,43 @@
+"""The options of pipelined decoding: how a model is spread over processes that answer together."""
+
+from dataclasses import dataclass
+
+from options.fields import option
+
+
+@dataclass(kw_only=True)
+class DecodeOptions:
+    """Pipelined decoding (--engine pipeline)"""
+
+    num_stages: int | None = option(
+        None, "stages, one process and device each; default: all GPUs, 1 on the CPU", at_least=1
+    )
+    num_replicas: int = option(1, "copies of the pipeline that share the work", at_least=1)
+    partition: list[int] | None = option(
+        None, "layers of each stage, 12,10; default: what evens out a decoding step"
+    )
+    train_model: str | None = option(
+        None, "key of the stages' train_model part; default: that of the model's architecture"
+    )
+    max_running: int = option(64, "sequences that are answered at a time", at_least=1)
+    num_groups: int | None = option(
+        None,
+        "groups that these are divided into, so that all stages work; default: what short "
+        "measurements at the start advise",
+        at_least=1,
+    )
+    prefill_tokens: int = option(2048, "tokens of prompts that are read in one pass", at_least=1)
+    max_length: int | None = option(
+        None,
+        "longest prompt with its answer, in tokens; default: the model's positions",
+        at_least=2,
+    )
+    cache_gib: float | None = option(
+        None,
+        "GiB on each device for keys and values; default: 0.8 of what is free on a GPU, 0.25 of "
+        "the host's free memory",
+        at_least=0,
+    )
+    merge_adapters: bool = option(
+        False, "add adapters to the weights: fewer operations, rounded differently"
+    )

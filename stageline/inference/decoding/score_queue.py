@@ -1,0 +1,57 @@
+"""Rows whose last tokens are scored: what waits, what is on its way, what is done."""
+
+from collections import deque
+
+from stageline.inference.decoding import prompts
+from stageline.inference.decoding.order import Order
+from stageline.inference.decoding.request import EngineError, Failed, Scored, ScoreRequest
+
+
+class ScoreQueue:
+    """Rows are scored in their order, so many together as a pass may have tokens.
+
+    Args:
+        max_tokens: of one pass, with padding; a longer row goes alone.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.waiting: deque[ScoreRequest] = deque()
+        self.done: deque[Scored | Failed] = deque()
+        self._on_their_way: deque[list[ScoreRequest]] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something waits or is on its way."""
+        return bool(self.waiting or self._on_their_way)
+
+    def next_order(self) -> tuple[Order, list[prompts.Prompt]]:
+        """The next pass and the rows that it reads."""
+        items: list[ScoreRequest] = []
+        while self.waiting and self._goes_with(items, self.waiting[0]):
+            items.append(self.waiting.popleft())
+        self._on_their_way.append(items)
+        order = Order(
+            "score",
+            rows=list(range(len(items))),
+            lengths=[prompts.length_of(item.prompt) for item in items],
+            num_targets=[item.num_targets for item in items],
+        )
+        return order, [item.prompt for item in items]
+
+    def _goes_with(self, items: list[ScoreRequest], new: ScoreRequest) -> bool:
+        if not items:
+            return True
+        if prompts.is_alone(items[0].prompt) or prompts.is_alone(new.prompt):
+            return False
+        width = max(prompts.length_of(item.prompt) for item in [*items, new])
+        return width * (len(items) + 1) <= self.max_tokens
+
+    def take(self, order: Order) -> None:
+        """The oldest pass is back."""
+        for place, item in enumerate(self._on_their_way.popleft()):
+            if order.error is not None:
+                self.done.append(Failed(item.key, EngineError(order.error)))
+            else:
+                values, is_greedy = order.scores[place]
+                self.done.append(Scored(item.key, tuple(values), is_greedy))

@@ -1,0 +1,16 @@
+"""The tokens that end an answer, as a model's folder tells them."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig
+
+
+def stop_ids_of(folder: Path, config: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Ids from generation_config.json, or else from the configuration, and of the tokenizer."""
+    if (folder / "generation_config.json").is_file():
+        of_model = GenerationConfig.from_pretrained(folder).eos_token_id
+    else:
+        of_model = GenerationConfig.from_model_config(config).eos_token_id
+    ids = of_model if isinstance(of_model, list) else [of_model]
+    return tuple(sorted({int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None}))

@@ -1,0 +1,88 @@
+"""Stages of pipelined decoding: the slowest one is the best there is, by trying all splits."""
+
+import itertools
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stageline.errors import UserError
+from stageline.inference.decode_partition import (
+    decode_bytes,
+    decode_partition,
+    stage_partition_by_bytes,
+)
+from stageline.inference.meta_model import model_on_meta
+from stageline.testing.tiny_models import tiny_config
+
+COSTS = st.lists(st.integers(0, 50), min_size=1, max_size=9)
+
+
+def slowest(counts, costs, front, back):
+    places = [0, *itertools.accumulate(counts)]
+    stages = [sum(costs[start:end]) for start, end in itertools.pairwise(places)]
+    stages[0] += front
+    stages[-1] += back
+    return max(stages)
+
+
+@settings(max_examples=60, deadline=None)
+@given(COSTS, st.integers(1, 5), st.integers(0, 90), st.integers(0, 90))
+def test_no_split_has_a_quicker_slowest_stage(costs, num_stages, front, back):
+    num_stages = min(num_stages, len(costs))
+    counts = stage_partition_by_bytes(costs, num_stages, front_cost=front, back_cost=back)
+    assert len(counts) == num_stages and sum(counts) == len(costs) and min(counts) >= 1
+    cuts = itertools.combinations(range(1, len(costs)), num_stages - 1)
+    every = [
+        [end - start for start, end in itertools.pairwise((0, *cut, len(costs)))] for cut in cuts
+    ]
+    best = min(slowest(split, costs, front, back) for split in every)
+    assert slowest(counts, costs, front, back) == best
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(UserError, match="4 layers on 5 stages"):
+        stage_partition_by_bytes([1, 1, 1, 1], 5)
+
+
+def test_a_tied_head_of_smollm2_weighs_eight_layers():
+    config = transformers.LlamaConfig(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=49152,
+        tie_word_embeddings=True,
+    )
+    assert decode_partition(config, 2, dtype=torch.bfloat16) == [19, 11]
+    assert decode_partition(config, 1, dtype=torch.bfloat16) == [30]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "internvl", "qwen2_5_vl"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_a_step_reads_is_all_but_lookups_and_tower(family, tied):
+    config = tiny_config(family, tied=tied)
+    model = model_on_meta(config, dtype=torch.bfloat16)
+    layers, back = decode_bytes(model)
+    text = [
+        (name, parameter)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if not any(part in name for part in ("visual", "vision", "projector"))
+    ]
+    looked_up = ("embed_tokens.weight", "wte.weight", "wpe.weight")
+    read = sum(2 * p.numel() for name, p in text if not name.endswith(looked_up))
+    assert len(layers) == 4 and sum(layers) + back == read
+    head = model.get_output_embeddings().weight
+    assert back > 2 * head.numel() > 0
+
+
+def test_few_rows_read_few_experts():
+    model = model_on_meta(tiny_config("mixtral"), dtype=torch.float32)
+    experts = sum(
+        p.nbytes for n, p in model.named_parameters() if ".experts." in n and ".layers.0." in n
+    )
+    one, many = (decode_bytes(model, num_rows=rows)[0][0] for rows in (1, 1000))
+    assert experts > 0 and many - one == pytest.approx(experts / 2)  # 2 of 4 are chosen
