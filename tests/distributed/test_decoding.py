@@ -9,7 +9,6 @@ import functools
 import peft
 import pytest
 import torch
-import transformers
 
 import pp_models  # noqa: F401 (puts the parts on the shelf)
 from prompt_fn import auto, chat
@@ -29,7 +28,7 @@ from stageline.testing import decoded_models
 from stageline.testing.decoding_engines import answers_of, local_engine, on_ranks
 from stageline.testing.pictured_prompts import pictured_prompts
 from stageline.testing.ranks import run_ranks
-from stageline.testing.tiny_mllama import tiny_mllama_config
+from stageline.testing.tiny_mllama import tiny_mllama_config, tiny_mllama_processor
 from stageline.testing.tiny_models import DECODERS, VISION_LANGUAGE
 
 NUM_TOKENS = 30
@@ -131,11 +130,9 @@ def test_models_that_see(family, model_of):
 
 
 def test_mllama_is_refused():
-    stage = train_model_register["mllama"]
     with quiet(), pytest.raises(UserError, match="cannot answer token by token"):
         made = [pp_models.CrossAttentionStage(tiny_mllama_config(), stage=0, num_stages=1)]
-        local_engine(made, None)
-    assert stage
+        local_engine(made, tiny_mllama_processor())
 
 
 # -- sequences come and go -------------------------------------------------------------------
@@ -199,7 +196,7 @@ def test_a_cancelled_answer_leaves_the_others_alone(model_of):
 
     def listen(event):
         events.setdefault(event.key, []).append(event)
-        if event.key == "1" and len(events["1"]) == 4:
+        if event.key == "1" and len(events["1"]) == 1:
             engine.cancel("1")
         if sum(isinstance(found[-1], Finished | Failed) for found in events.values()) == 5:
             engine.stop()
@@ -237,7 +234,7 @@ def test_lora_unmerged_and_merged(model_of, tmp_path):
     whole = decoded_models.load_whole(model.folder)
     settings = peft.LoraConfig(r=4, lora_alpha=8.0, target_modules=["q_proj", "v_proj", "up_proj"])
     adapted = peft.get_peft_model(whole, settings)
-    torch.manual_seed(4)
+    torch.manual_seed(6)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:
@@ -255,22 +252,33 @@ def test_lora_unmerged_and_merged(model_of, tmp_path):
 
 
 def test_bfloat16(model_of, record_property):
-    """One row at a time, all is computed as the library does; batches round otherwise."""
+    """One row at a time, all is computed as the library does; batches round otherwise.
+
+    Where a batch first chooses another token, the library's own logits of the two lie close: each
+    value is rounded at the 9th bit, to 0.4 %, and logits are up to about 4 deviations large.
+    """
     model = model_of("llama")
     whole = decoded_models.load_whole(model.folder, torch.bfloat16)
     expected, _ = decoded_models.generated(whole, model.prompts, NUM_TOKENS)
     alone = engine_of(model, 2, max_rows=1, dtype=torch.bfloat16)
-    found = answers_of(alone, model.prompts, max_new_tokens=NUM_TOKENS)
+    assert_same(answers_of(alone, model.prompts, max_new_tokens=NUM_TOKENS), expected)
     together = engine_of(model, 2, max_rows=16, num_groups=2, dtype=torch.bfloat16)
-    batched = answers_of(together, model.prompts, max_new_tokens=NUM_TOKENS)
-    record_property("same answers alone", sum(a == b for a, b in zip(found, expected)))
-    record_property("same answers in a batch", sum(a == b for a, b in zip(batched, expected)))
-    firsts = [a[0] == b[0] for a, b in zip(batched, expected, strict=True)]
-    print(
-        sum(a == b for a, b in zip(found, expected)),
-        sum(a == b for a, b in zip(batched, expected)),
-        firsts,
-    )
+    found = answers_of(together, model.prompts, max_new_tokens=NUM_TOKENS)
+    same = [ours == theirs for ours, theirs in zip(found, expected, strict=True)]
+    record_property("answers as the library's", f"{sum(same)} of {len(same)}")
+    for prompt, ours, theirs in zip(model.prompts, found, expected, strict=True):
+        assert distance_at_parting(whole, prompt, ours, theirs) < 0.1
+
+
+def distance_at_parting(whole, prompt, ours, theirs):
+    """How far our first other token lies behind the library's, in deviations of the logits."""
+    parted = [place for place in range(len(theirs)) if ours[place] != theirs[place]]
+    if not parted:
+        return 0.0
+    ids = torch.cat([prompt["input_ids"], torch.tensor([theirs[: parted[0]]]).long()], dim=1)
+    with torch.no_grad():
+        logits = whole(ids).logits[0, -1].float()
+    return ((logits.max() - logits[ours[parted[0]]]) / logits.std()).item()
 
 
 # -- scores ----------------------------------------------------------------------------------
