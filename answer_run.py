@@ -9,16 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from answer_engines import Opened, opened
-from answer_engines import build_model as build_model  # for chat.py
 from options.command_line import typed
 from options.decode_options import DecodeOptions
 from options.part_options import takes
 from parse_args import Arguments
-<<<<<<< HEAD
-from placement_run import placement_arguments, show_plan
-=======
 from stageline.data.batch import encode_sample
->>>>>>> d-eval
 from stageline.data.image_settings import ImageSettings
 from stageline.data.prepare_images import prepare_images
 from stageline.data.tiling import Tiling, match_config
@@ -168,36 +163,9 @@ def ask(
     )
 
 
-<<<<<<< HEAD
-def build_model(arguments: Arguments) -> tuple[Any, Any, dict[str, Any]]:
-    """What the builder part makes: model, processor and device_map."""
-    builder = arguments.parts["builder"]
-    return builder.part(arguments.run.model_path, **_builder_arguments(arguments))
-
-
-def plan_model(arguments: Arguments) -> int:
-    """Prints what would lie on which device; returns the exit code."""
-    check_model_path(arguments.run.model_path, arguments.parts["builder"].part)
-    show_plan(arguments.parts["builder"], arguments.run.model_path, **_builder_arguments(arguments))
-    return 0
-
-
-def _builder_arguments(arguments: Arguments) -> dict[str, Any]:
-    run, builder = arguments.run, arguments.parts["builder"]
-    return {
-        **placement_arguments(run, builder.part),
-        "dtype": DTYPES[run.precision],
-        "num_devices": run.num_devices,
-        "device": run.device,
-        **adapter_arguments(run),
-        "trust_remote_code": run.trust_remote_code,
-        **builder.kwargs,
-    }
-=======
 def num_tokens(rendered: Any, images: Any, *, processor: Any) -> int:
     """The length of a prompt, its pictures included."""
     return len(encode_sample(rendered, images, processor=processor, name=rendered.name))
->>>>>>> d-eval
 
 
 def write_engine(

@@ -8,12 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-<<<<<<< HEAD
-from answer_run import answer_rows, answer_settings, check_model_path, is_complete, plan_model
-=======
-from answer_engines import find_place
+from answer_engines import find_place, plan_model
 from answer_run import ENGINE_FILE, answer_rows, answer_settings, check_model_path, is_complete
->>>>>>> d-eval
 from parse_args import EvaluateArguments, parse_evaluate_args, save_config
 from register import freeze_registers, import_shelf
 from stageline.data.bad_rows import BadRows, leaving_out
@@ -49,9 +45,9 @@ def main() -> int:
     arguments = parse_evaluate_args()
     freeze_registers()
     run, parts = arguments.run, arguments.parts
+    check_model_path(run.model_path, parts["builder"].part)
     if run.plan:
         return plan_model(arguments)
-    check_model_path(run.model_path, parts["builder"].part)
     replicas = Replicas() if run.check_only else find_place(arguments)
     images = make_image_settings(**run.image_limits())
     with using_images(images), leaving_out(BadRows(run.skip_bad_rows)) as bad_rows:

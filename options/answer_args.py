@@ -51,11 +51,8 @@ def parse_infer_args(argv: Sequence[str] | None = None) -> InferArguments:
     check_limits(run)
     check_precision(run)
     check_images(run)
-<<<<<<< HEAD
     check_placement(run)
-=======
     check_engine(run)
->>>>>>> d-eval
     check_prompts(run, has_dataset=asks_dataset)
     return InferArguments(run=run, parts=parts, imports=imports)
 

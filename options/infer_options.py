@@ -33,11 +33,9 @@ class PromptOptions:
 
 
 @dataclass(kw_only=True)
-<<<<<<< HEAD
-class InferConfig(PlacementOptions, PromptOptions, AnswerOptions, ImageOptions, SharedOptions):
-=======
-class InferConfig(PromptOptions, EngineOptions, AnswerOptions, ImageOptions, SharedOptions):
->>>>>>> d-eval
+class InferConfig(
+    PlacementOptions, PromptOptions, EngineOptions, AnswerOptions, ImageOptions, SharedOptions
+):
     """Every option of infer.py."""
 
     output_dir: str = option("runs/infer", "folder of predictions.jsonl", is_output=True)

@@ -199,11 +199,9 @@ class RunConfig(
 
 
 @dataclass(kw_only=True)
-<<<<<<< HEAD
-class EvaluateConfig(PlacementOptions, ReportOptions, AnswerOptions, ImageOptions, SharedOptions):
-=======
-class EvaluateConfig(ReportOptions, EngineOptions, AnswerOptions, ImageOptions, SharedOptions):
->>>>>>> d-eval
+class EvaluateConfig(
+    PlacementOptions, ReportOptions, EngineOptions, AnswerOptions, ImageOptions, SharedOptions
+):
     """Evaluation"""
 
     output_dir: str = option(
