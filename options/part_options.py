@@ -48,7 +48,7 @@ CONTRACTS: dict[str, Contract] = {
         "visual_gpu_ratio dtype num_devices device adapter_path adapter_weights trust_remote_code",
     ),
     "prompt": Contract(),
-    "prompt_fn": _contract(2, "processor for_generation"),
+    "prompt_fn": _contract(2, "processor for_generation examples"),
     "image_token": _contract(2, "processor"),
     "dataset": _contract(0, "dataset_path split"),
     "collate_fn": _contract(

@@ -14,6 +14,7 @@ from options.corpus_run_options import CorpusRunOptions
 from options.data_options import DataOptions
 from options.engine_options import EngineOptions
 from options.fault_options import FaultOptions
+from options.fewshot_options import FewshotOptions
 from options.fields import option
 from options.image_options import ImageOptions
 from options.lora_options import LoRAOptions
@@ -198,7 +199,9 @@ class RunConfig(
 
 
 @dataclass(kw_only=True)
-class EvaluateConfig(ReportOptions, EngineOptions, AnswerOptions, ImageOptions, SharedOptions):
+class EvaluateConfig(
+    FewshotOptions, ReportOptions, EngineOptions, AnswerOptions, ImageOptions, SharedOptions
+):
     """Evaluation"""
 
     output_dir: str = option(
