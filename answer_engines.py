@@ -16,6 +16,7 @@ import torch.distributed as dist
 from decode_run import num_processes, open_decoding
 from options.lora_options import adapter_arguments
 from parse_args import Arguments
+from placement_run import placement_arguments, show_plan
 from stageline.distributed.launch import launch_if_needed
 from stageline.distributed.meeting import launchers_store
 from stageline.errors import UserError
@@ -104,17 +105,27 @@ def _whole(arguments: Arguments) -> Opened:
 
 def build_model(arguments: Arguments) -> tuple[Any, Any, dict[str, Any]]:
     """What the builder part makes: model, processor and device_map."""
+    builder = arguments.parts["builder"]
+    return builder.part(arguments.run.model_path, **_builder_arguments(arguments))
+
+
+def plan_model(arguments: Arguments) -> int:
+    """Prints what would lie on which device; returns the exit code."""
+    show_plan(arguments.parts["builder"], arguments.run.model_path, **_builder_arguments(arguments))
+    return 0
+
+
+def _builder_arguments(arguments: Arguments) -> dict[str, Any]:
     run, builder = arguments.run, arguments.parts["builder"]
-    return builder.part(
-        run.model_path,
-        visual_gpu_ratio=run.visual_gpu_ratio,
-        dtype=DTYPES[run.precision],
-        num_devices=run.num_devices,
-        device=run.device,
+    return {
+        **placement_arguments(run, builder.part),
+        "dtype": DTYPES[run.precision],
+        "num_devices": run.num_devices,
+        "device": run.device,
         **adapter_arguments(run),
-        trust_remote_code=run.trust_remote_code,
+        "trust_remote_code": run.trust_remote_code,
         **builder.kwargs,
-    )
+    }
 
 
 def _take_own_gpus(run: Any, replicas: Replicas) -> None:

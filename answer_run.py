@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from answer_engines import Opened, opened
-from answer_engines import build_model as build_model  # for chat.py
 from options.command_line import typed
 from options.decode_options import DecodeOptions
 from options.fewshot_options import NAMES
@@ -51,6 +50,7 @@ def answer_settings(arguments: Arguments) -> dict[str, Any]:
     left_out = {
         *("output-dir", "limit", "batch-size", "num-devices", "visual-gpu-ratio", "metric"),
         *("image-cache", "image-cache-gib", "max-image-pixels", "max-images-per-sample"),
+        *("device-memory", "plan-length", "plan-images"),
         *("compare-with", "bootstrap-resamples", "bootstrap-seed", "skip-bad-rows"),
         *("prompts", "text", "print-answers"),  # the samples themselves are compared
         *(typed(item.name)[2:] for item in dataclasses.fields(DecodeOptions)),

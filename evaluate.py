@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from answer_engines import find_place
+from answer_engines import find_place, plan_model
 from answer_run import ENGINE_FILE, answer_rows, answer_settings, check_model_path, is_complete
 from parse_args import EvaluateArguments, parse_evaluate_args, save_config
 from register import freeze_registers, import_shelf
@@ -46,6 +46,8 @@ def main() -> int:
     freeze_registers()
     run, parts = arguments.run, arguments.parts
     check_model_path(run.model_path, parts["builder"].part)
+    if run.plan:
+        return plan_model(arguments)
     replicas = Replicas() if run.check_only else find_place(arguments)
     images = make_image_settings(**run.image_limits())
     with using_images(images), leaving_out(BadRows(run.skip_bad_rows)) as bad_rows:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from answer_engines import find_place
+from answer_engines import find_place, plan_model
 from answer_run import answer_rows, answer_settings, check_model_path, is_complete
 from options.answer_args import InferArguments, parse_infer_args
 from parse_args import save_config
@@ -33,6 +33,8 @@ def main() -> int:
     freeze_registers()
     run = arguments.run
     check_model_path(run.model_path, arguments.parts["builder"].part)
+    if run.plan:
+        return plan_model(arguments)
     replicas = Replicas() if run.check_only else find_place(arguments)
     images = make_image_settings(**run.image_limits())
     with using_images(images), leaving_out(BadRows(run.skip_bad_rows)) as bad_rows:

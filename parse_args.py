@@ -37,6 +37,7 @@ from options.method_options import check_methods
 from options.number_options import check_numbers
 from options.part_options import ChosenPart, add_part_options, takes
 from options.part_training_options import check_part_training
+from options.placement_options import check_placement
 from options.run_options import EvaluateConfig, RunConfig
 from options.stop_options import check_stop
 from options.token_cache_options import check_token_cache
@@ -172,6 +173,7 @@ def parse_evaluate_args(argv: Sequence[str] | None = None) -> EvaluateArguments:
     check_images(run)
     check_engine(run)
     adapter_arguments(run)
+    check_placement(run)
     return EvaluateArguments(run=run, parts=parts, imports=imports)
 
 

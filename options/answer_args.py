@@ -11,6 +11,7 @@ from options.engine_options import check_engine, with_engine_keys
 from options.fields import check_limits
 from options.image_options import check_images
 from options.infer_options import InferConfig, check_prompts
+from options.placement_options import check_placement
 from parse_args import Arguments, read_arguments, with_configs
 
 # register -> key that is taken when none is given; as in parse_args.py
@@ -50,6 +51,7 @@ def parse_infer_args(argv: Sequence[str] | None = None) -> InferArguments:
     check_limits(run)
     check_precision(run)
     check_images(run)
+    check_placement(run)
     check_engine(run)
     check_prompts(run, has_dataset=asks_dataset)
     return InferArguments(run=run, parts=parts, imports=imports)
@@ -60,4 +62,5 @@ def parse_chat_args(argv: Sequence[str] | None = None) -> ChatArguments:
     run, parts, imports = read_arguments(argv, ChatConfig, keys=CHAT_KEYS)
     check_limits(run)
     check_precision(run)
+    check_placement(run)
     return ChatArguments(run=run, parts=parts, imports=imports)

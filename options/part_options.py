@@ -45,7 +45,8 @@ CONTRACTS: dict[str, Contract] = {
     ),
     "builder": _contract(
         1,
-        "visual_gpu_ratio dtype num_devices device adapter_path adapter_weights trust_remote_code",
+        "visual_gpu_ratio dtype num_devices device adapter_path adapter_weights trust_remote_code "
+        "placement",
     ),
     "prompt": Contract(),
     "prompt_fn": _contract(2, "processor for_generation examples"),

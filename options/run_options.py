@@ -23,6 +23,7 @@ from options.memory_options import MemoryOptions
 from options.method_options import MethodOptions
 from options.number_options import NumberOptions
 from options.part_training_options import PartTrainingOptions
+from options.placement_options import PlacementOptions
 from options.plan_options import PlanOptions
 from options.preview_options import PreviewOptions
 from options.reference_options import ReferenceOptions
@@ -200,7 +201,13 @@ class RunConfig(
 
 @dataclass(kw_only=True)
 class EvaluateConfig(
-    FewshotOptions, ReportOptions, EngineOptions, AnswerOptions, ImageOptions, SharedOptions
+    FewshotOptions,
+    PlacementOptions,
+    ReportOptions,
+    EngineOptions,
+    AnswerOptions,
+    ImageOptions,
+    SharedOptions,
 ):
     """Evaluation"""
 
