@@ -17,10 +17,14 @@ from decode_run import num_processes, open_decoding
 from options.lora_options import adapter_arguments
 from parse_args import Arguments
 from placement_run import placement_arguments, show_plan
+from stageline.data.processor import get_tokenizer, load_processor
 from stageline.distributed.launch import launch_if_needed
 from stageline.distributed.meeting import launchers_store
 from stageline.errors import UserError
 from stageline.evaluation.replicas import Replicas
+from stageline.inference.decoding.stop_ids import stop_ids_of
+from stageline.inference.vllm_engine import VllmEngine
+from stageline.model_folder import find_folder, load_config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SECONDS_TO_MEET = 600.0
@@ -162,14 +166,27 @@ def _pipeline(arguments: Arguments) -> Iterator[Opened | None]:
 
 
 def _vllm(arguments: Arguments) -> Opened:
-    """The one place where vLLM is made; it answers and scores as a decoding engine does."""
-    try:
-        from stageline.inference.vllm_engine import open_vllm
-    except ImportError as error:
-        raise UserError(
-            f"--engine vllm came, and it is not to be had here ({error}). The package vllm was "
-            "expected, because it does the decoding: install it, or take --engine pipeline."
-        ) from error
+    """vLLM on a plain folder; it answers and scores as a decoding engine does."""
     run = arguments.run
-    engine = open_vllm(run.model_path, dtype=run.precision, num_devices=run.num_devices)
-    return Opened(engine, engine.processor, {"num_devices": run.num_devices}, has_own_batches=True)
+    if run.adapter_path:
+        raise UserError(
+            "--adapter-path came with --engine vllm. A plain folder was expected, because vLLM "
+            "reads no adapters of ours: merge them first (scripts/export.sh --merge), or take "
+            "--engine pipeline."
+        )
+    folder = find_folder(run.model_path)
+    processor = load_processor(folder, trust_remote_code=run.trust_remote_code)
+    config = load_config(folder, trust_remote_code=run.trust_remote_code)
+    engine = VllmEngine(
+        folder,
+        processor=processor,
+        tensor_parallel_size=run.num_devices or 1,
+        dtype=DTYPES[run.precision],
+        seed=run.seed,
+        max_length=run.max_length,
+        images_per_prompt=run.max_images_per_sample,
+        stop_ids=stop_ids_of(folder, config, get_tokenizer(processor)),
+        trust_remote_code=run.trust_remote_code,
+    )
+    facts = {"tensor_parallel_size": run.num_devices or 1}
+    return Opened(engine, processor, facts, has_own_batches=True, config=config)
