@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from options.chat_server_options import ChatServerOptions
 from options.fields import option
 from options.run_options import EvaluateConfig
 
 
 @dataclass(kw_only=True)
-class ChatConfig:
+class ChatConfig(ChatServerOptions):
     """Chat"""
 
     model_path: str | None = option(
