@@ -11,6 +11,7 @@ from PIL import Image
 from options.answer_args import parse_chat_args
 from options.fields import OptionError
 from prompt_fn import auto, chat
+from register import import_shelf
 from stageline.errors import RemoteError, UserError
 from stageline.inference.chat_session import ChatSession
 from stageline.inference.remote import Endpoint
@@ -21,6 +22,7 @@ from stageline.testing.small_run import ForkedRun
 from stageline.testing.tiny_processors import tiny_processor
 
 pytest.importorskip("openai")
+import_shelf("models", "prompt_fn")
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = [
     {"id": "reader", "object": "model", "created": 0, "owned_by": "us",
