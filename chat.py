@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import transformers
 
-from answer_run import build_model, check_model_path
+from answer_engines import build_model, plan_model
+from answer_run import check_model_path
 from options.answer_args import ChatArguments, parse_chat_args
 from options.chat_options import ChatConfig
 from options.fields import check_limits
@@ -40,6 +41,10 @@ def main() -> int:
     import_shelf(*(() if "--list" in sys.argv else SHELF))  # the list shows everything
     arguments = parse_chat_args()
     freeze_registers()
+    if not arguments.run.server:
+        check_model_path(arguments.run.model_path, arguments.parts["builder"].part)
+        if arguments.run.plan:
+            return plan_model(arguments)
     chat = open_server(arguments.run) if arguments.run.server else open_session(arguments)
     release_signals()  # nothing is saved that a stop would have to wait for
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -67,7 +72,6 @@ def open_session(arguments: ChatArguments) -> ChatSession:
     Raises:
         UserError: the builder part loads none here.
     """
-    check_model_path(arguments.run.model_path, arguments.parts["builder"].part)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     model, processor, _ = build_model(arguments)

@@ -46,6 +46,10 @@ class Running:
     def key(self) -> str:
         return self.request.key
 
+    def row_ids(self) -> list[int]:
+        """The prompt and the answer so far."""
+        return self.request.prompt["input_ids"][0].tolist() + self.text.token_ids
+
     def take(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """One more token."""
         self.last_token = token_id
@@ -72,6 +76,8 @@ class Running:
     def finish(self, reason: Literal["stop", "length", "cancelled"]) -> None:
         """Tells the rest and the end."""
         self._tell(self.text.finish())
+        if reason == "length" and self.text.is_stopped:  # the rest ended in a stop string
+            reason = "stop"
         self.is_over = True
         self.listener(
             Finished(
