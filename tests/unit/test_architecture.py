@@ -16,7 +16,17 @@ SHELF = {
     *("dataset", "loss_fn", "metric", "optimizer", "tracker", "corpus_parts"),
 }
 OPTIONS = {"parse_args", "options"}
-ENTRIES = {"train_pp", "check_model", "evaluate", "infer", "chat", "serve", "corpus", "export"}
+ENTRIES = {
+    "train_pp",
+    "check_model",
+    "evaluate",
+    "infer",
+    "chat",
+    "serve",
+    "corpus",
+    "export",
+    "lm_eval_run",
+}
 # what an entry file hands work to, beside it
 ENTRY_HELPERS = {
     *("answer_run", "answer_stages", "corpus_show", "corpus_trained", "decode_run"),
