@@ -85,9 +85,7 @@ def serve(arguments: ServeArguments, decoding: Any, api_keys: tuple[str, ...]) -
     )
 
 
-def make_service(
-    arguments: ServeArguments, decoding: Any, settings: "ServerSettings"
-) -> "Service":
+def make_service(arguments: ServeArguments, decoding: Any, settings: "ServerSettings") -> "Service":
     """The server without HTTP; tries the chat template once."""
     from stageline.serving.prompts import PromptMaker
     from stageline.serving.service import Service
