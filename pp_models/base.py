@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from pp_models.filling import Source, fill_stage, read_config
+from pp_models.filling import Source, fill_stage, processor_of, read_config
 from stageline.checkpoint.adapter_start import AdapterStart
-from stageline.data.processor import get_pad_token_id, load_processor
 from stageline.errors import PlanError, UserError
 from stageline.modules import compiling, offload
 from stageline.modules.checkpointing import CheckpointMode, checkpoint_layers, tower_layers
@@ -51,9 +50,8 @@ class StageModel(nn.Module):
         methods: what is done in another way than training the whole model.
         notes: lines about it to print.
         changes_config: the configuration is not that of the weights' folder.
-        can_decode: the forward takes `past_key_values`, `position_ids` and, on the last stage,
-            `logits_to_keep` among the batch and hands them to the layers, so that a token of an
-            answer costs a step of one token; without it each token reads its whole row anew.
+        can_decode: the forward hands `past_key_values` and `position_ids` to the layers; without it
+            each token of an answer reads its whole row anew.
         only_answers: nothing trains any more.
     """
 
@@ -279,14 +277,10 @@ class StageModel(nn.Module):
     def decode_positions(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Positions of the tokens of prompts that are padded on the left.
 
-        Args:
-            batch: the integers of the prompts; `attention_mask` [B, T] says which are padding.
-
         Returns:
             [B, T], or [axes, B, T]; the token behind a prompt has the largest one's successor.
         """
-        mask_BT = batch["attention_mask"]
-        return (mask_BT.cumsum(-1) - 1).clamp(min=0)
+        return (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
 
     def train(self, mode: bool = True) -> "StageModel":
         if self.whole is not None:
@@ -400,12 +394,4 @@ class StageModel(nn.Module):
         if offload_activations:
             offload.offload_activations(model)
         path = None if is_piece else processor_path or checkpoint_path or config_path
-        return model, *_processor_of(path, trust_remote_code=code)
-
-
-def _processor_of(path: str | None, *, trust_remote_code: bool) -> tuple[object, int]:
-    """A processor and the id of its padding token."""
-    if path is None:
-        return None, 0
-    processor = load_processor(path, trust_remote_code=trust_remote_code)
-    return processor, get_pad_token_id(processor)
+        return model, *processor_of(path, trust_remote_code=code)
