@@ -24,6 +24,7 @@ from stageline.evaluation.replicas import Replicas
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SECONDS_TO_MEET = 600.0
+EXPORTED = "~/.cache/stageline/exported"  # what vLLM reads
 
 
 @dataclass(frozen=True)
@@ -163,13 +164,25 @@ def _pipeline(arguments: Arguments) -> Iterator[Opened | None]:
 
 def _vllm(arguments: Arguments) -> Opened:
     """The one place where vLLM is made; it answers and scores as a decoding engine does."""
-    try:
-        from stageline.inference.vllm_engine import open_vllm
-    except ImportError as error:
-        raise UserError(
-            f"--engine vllm came, and it is not to be had here ({error}). The package vllm was "
-            "expected, because it does the decoding: install it, or take --engine pipeline."
-        ) from error
+    from stageline.checkpoint.plain_folder import plain_folder
+    from stageline.inference.vllm_engine import check_vllm, open_vllm
+
     run = arguments.run
-    engine = open_vllm(run.model_path, dtype=run.precision, num_devices=run.num_devices)
-    return Opened(engine, engine.processor, {"num_devices": run.num_devices}, has_own_batches=True)
+    check_vllm()  # before an export
+    folder = plain_folder(
+        run.model_path,
+        cache=EXPORTED,
+        adapter_paths=run.adapter_path or (),
+        adapter_weights=run.adapter_weights,
+        trust_remote_code=run.trust_remote_code,
+    )
+    engine = open_vllm(
+        folder,
+        dtype=DTYPES[run.precision],
+        num_devices=run.num_devices,
+        max_length=run.max_length,
+        seed=run.seed,
+        trust_remote_code=run.trust_remote_code,
+    )
+    facts = {"num_devices": run.num_devices, "folder": str(folder)}
+    return Opened(engine, engine.processor, facts, has_own_batches=True)

@@ -25,8 +25,12 @@ def engine_answers(
         finish_reason, or `error` alone.
     """
     tokenizer = get_tokenizer(processor)
+    # vLLM wants pictures as they are
+    encode = getattr(engine, "encode", None) or (
+        lambda prompt, row: encode_prompts([prompt], [row], processor=processor)
+    )
     requests = (
-        Request(str(place), encode_prompts([prompt], [row], processor=processor), sampling)
+        Request(str(place), encode(prompt, row), sampling)
         for place, (prompt, row) in enumerate(zip(prompts, images, strict=True))
     )
     for found in engine.answer(requests):
