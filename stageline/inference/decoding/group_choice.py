@@ -11,6 +11,7 @@ import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+LONG_STEP = 1.0  # seconds
 WORTH_IT = 0.97  # more groups must save this much: fewer are less work for the host
 
 
@@ -63,7 +64,7 @@ class GroupChoice:
 
 
 def measure_steps(
-    measure: Callable[[int], Sequence[float]], *, max_rows: int, repeats: int = 3
+    measure: Callable[[int], Sequence[float]], *, max_rows: int, repeats: int = 2
 ) -> GroupChoice:
     """Measures steps of 1, 2, 4, ... rows.
 
@@ -77,6 +78,7 @@ def measure_steps(
         rounds = [measure(number) for _ in range(repeats + 1)][1:]
         rows.append(number)
         seconds.append(tuple(min(stage) for stage in zip(*rounds, strict=True)))
-        if number == max_rows:
+        # so long a step is bound by arithmetic, and longer ones follow in proportion
+        if number == max_rows or max(seconds[-1]) > LONG_STEP:
             return GroupChoice(tuple(rows), tuple(seconds))
         number *= 2
