@@ -17,10 +17,13 @@ from decode_run import num_processes, open_decoding
 from options.lora_options import adapter_arguments
 from parse_args import Arguments
 from placement_run import placement_arguments, show_plan
+from stageline.checkpoint.plain_folder import plain_folder
 from stageline.distributed.launch import launch_if_needed
 from stageline.distributed.meeting import launchers_store
 from stageline.errors import UserError
 from stageline.evaluation.replicas import Replicas
+from stageline.inference.vllm_engine import check_vllm, open_vllm
+from stageline.model_folder import load_config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SECONDS_TO_MEET = 600.0
@@ -163,10 +166,7 @@ def _pipeline(arguments: Arguments) -> Iterator[Opened | None]:
 
 
 def _vllm(arguments: Arguments) -> Opened:
-    """The one place where vLLM is made; it answers and scores as a decoding engine does."""
-    from stageline.checkpoint.plain_folder import plain_folder
-    from stageline.inference.vllm_engine import check_vllm, open_vllm
-
+    """vLLM on a plain folder, exported first; it answers and scores as a decoding engine does."""
     run = arguments.run
     check_vllm()  # before an export
     folder = plain_folder(
@@ -180,9 +180,11 @@ def _vllm(arguments: Arguments) -> Opened:
         folder,
         dtype=DTYPES[run.precision],
         num_devices=run.num_devices,
-        max_length=run.max_length,
         seed=run.seed,
+        max_length=run.max_length,
+        images_per_prompt=run.max_images_per_sample,
         trust_remote_code=run.trust_remote_code,
     )
-    facts = {"num_devices": run.num_devices, "folder": str(folder)}
-    return Opened(engine, engine.processor, facts, has_own_batches=True)
+    config = load_config(folder, trust_remote_code=run.trust_remote_code)
+    facts = {"tensor_parallel_size": engine.num_devices, "folder": str(folder)}
+    return Opened(engine, engine.processor, facts, has_own_batches=True, config=config)

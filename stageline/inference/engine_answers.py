@@ -25,10 +25,12 @@ def engine_answers(
         finish_reason, or `error` alone.
     """
     tokenizer = get_tokenizer(processor)
-    # vLLM wants pictures as they are
-    encode = getattr(engine, "encode", None) or (
-        lambda prompt, row: encode_prompts([prompt], [row], processor=processor)
-    )
+    # an engine that has image processors of its own says how it wants a prompt
+    own = getattr(engine, "encode", None)
+
+    def encode(prompt: Rendered, row: Images) -> Any:
+        return own(prompt, row) if own else encode_prompts([prompt], [row], processor=processor)
+
     requests = (
         Request(str(place), encode(prompt, row), sampling)
         for place, (prompt, row) in enumerate(zip(prompts, images, strict=True))

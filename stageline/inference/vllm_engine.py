@@ -111,10 +111,16 @@ class VllmEngine:
             trust_remote_code=trust_remote_code,
             **options,
         )
+        self.num_devices = tensor_parallel_size * pipeline_parallel_size
         self.processor, self.tokenizer = processor, get_tokenizer(processor)
         self.model_name = Path(folder).name
         self.stop_ids = tuple(stop_ids)
         self.max_length = max_length or int(self.llm.llm_engine.model_config.max_model_len)
+
+    @property
+    def max_scored(self) -> int:
+        """Tokens before the last one of a row that is scored; one more is made behind it."""
+        return self.max_length - 2
 
     def encode(self, rendered: Rendered, images: Images = None) -> dict[str, Any]:
         """What a `Request` for this engine has as its prompt.
