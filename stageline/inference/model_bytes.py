@@ -6,11 +6,13 @@ and whatever else lies beside layers. Loads nothing.
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from stageline.inference.meta_model import layers_path, text_model_path
-from stageline.inference.pass_bytes import Load, pass_bytes
+from stageline.inference.pass_bytes import Load, on_meta, pass_bytes
 from stageline.inference.weight_bytes import stored_of, tensor_sizes
+from stageline.pipeline.live_bytes import PeakBytes
 
 # copies of the last logits that a step holds in float32 while it chooses a token
 LOGIT_COPIES = 3
@@ -85,7 +87,7 @@ def _is_end(model: nn.Module, name: str, text_path: str) -> bool:
 
 
 class _Images:
-    """An estimate of what a tower needs to look at images, from the shapes of its blocks."""
+    """What a tower needs to look at images."""
 
     def __init__(self, model: nn.Module, load: Load) -> None:
         self.model, self.load = model, load
@@ -101,10 +103,29 @@ class _Images:
         return (height // patch_height * (width // patch_width) + 1) * tiles
 
     def workspace(self) -> int:
-        """All that the widest block takes and gives, at once, for all images of all rows."""
+        """The fullest moment, with all images of all rows."""
         count = self.load.rows * self.load.images
         if self.config is None or not count:
             return 0
+        if getattr(self.config, "image_size", None) is not None:
+            try:
+                return self._measured(count)
+            except Exception:  # towers that take more than pixels, or sizes as values
+                pass
+        return self._estimated(count)
+
+    def _measured(self, count: int) -> int:
+        height, width = _pair(self.config.image_size)
+        channels = getattr(self.config, "num_channels", 3)
+        watch = PeakBytes(torch.device("meta"))
+        with on_meta(watch):
+            pixels = torch.empty(count, channels, height, width, dtype=self.model.dtype)
+            held = (pixels, self.model.get_image_features(pixel_values=pixels))
+        del held
+        return watch.peak
+
+    def _estimated(self, count: int) -> int:
+        """All that the linear layers of the widest block take and give, as if at once."""
         text_path = text_model_path(self.model)
         widths = [
             _width(block)
