@@ -8,6 +8,7 @@ Usage: model_cutter.py maps|real
 """
 
 import argparse
+import logging
 import os
 import sys
 import time
@@ -25,7 +26,7 @@ from stageline.inference.meta_model import model_on_meta
 from stageline.inference.model_bytes import measure_model
 from stageline.inference.model_cutter import ModelCutter
 from stageline.inference.pass_bytes import Load, layer_tensors
-from stageline.inference.placement import HEADROOM, device_bytes, format_table
+from stageline.inference.placement import HEADROOM, Homes, device_bytes, format_table
 from stageline.pipeline.live_bytes import PeakBytes
 
 GIB = 1024**3
@@ -147,6 +148,7 @@ def _home(name, placed):
 
 
 def maps():
+    logging.getLogger("accelerate").setLevel(logging.ERROR)  # none of these devices is here
     print("| model, bfloat16 | load | machine | weights | cache | by number | auto | by bytes |")
     print("|---|---|---|---|---|---|---|---|")
     for name, (make, load) in MODELS.items():
@@ -158,7 +160,7 @@ def maps():
             options = {"num_devices": len(memory), "memory": memory, "load": load}
             old = ModelCutter(model, visual_gpu_ratio=0.0, **options)
             new = ModelCutter(model, **options)
-            by_number = device_bytes(bytes_of, old.layer_devices(), memory)
+            by_number = device_bytes(bytes_of, old.homes, memory)
             by_bytes = new.devices()
             auto = auto_map(model, bytes_of, memory)
             shown = "to CPU or disk" if auto is None else f"{auto:.1%}"
@@ -191,7 +193,7 @@ def real():
     weights = sum(p.nbytes for p in [*model.parameters(), *model.buffers()])
     for rows, length in ((1, 256), (4, 256), (8, 128), (4, 768)):
         stated = measure_model(model_on_meta(config, dtype=torch.float32), Load(rows, length))
-        found = device_bytes(stated, [0] * 30, [GIB])[0]
+        found = device_bytes(stated, Homes((0,) * 30), [GIB])[0]
         ids_BT = torch.randint(9, 49152, (rows, length - 4))
         mask_BT = torch.ones_like(ids_BT)
         mask_BT[0, : rows - 1] = 0

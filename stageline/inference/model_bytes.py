@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from stageline.inference.meta_model import layers_path, text_model_path
+from stageline.inference.meta_model import blocks_path, layers_path, text_model_path
 from stageline.inference.pass_bytes import Load, on_meta, pass_bytes
 from stageline.inference.weight_bytes import stored_of, tensor_sizes
 from stageline.pipeline.live_bytes import PeakBytes
@@ -27,6 +27,11 @@ class LayerBytes:
     beyond: int = 0
     workspace: int = 0
 
+    @property
+    def lasting(self) -> int:
+        """All but the workspace."""
+        return self.weights + self.cache + self.beyond
+
 
 @dataclass(frozen=True)
 class ModelBytes:
@@ -35,6 +40,7 @@ class ModelBytes:
     Attributes:
         ends: weights of embeddings, norms and head; a tied head counts once.
         vision: weights of tower and projector.
+        blocks: of `vision`, those of each block of the tower, where it can be cut.
         vision_workspace: while the tower looks at the images of all rows.
         end_workspace: while a token is chosen from the logits.
     """
@@ -44,6 +50,7 @@ class ModelBytes:
     vision: int = 0
     vision_workspace: int = 0
     end_workspace: int = 0
+    blocks: tuple[int, ...] = ()
 
     @property
     def weights(self) -> int:
@@ -56,6 +63,8 @@ def measure_model(model: nn.Module, load: Load) -> ModelBytes:
     path, text_path = f"{layers_path(model)}.", text_model_path(model)
     sizes = tensor_sizes(model, stored_of(model.config))
     weights = [0] * len(model.get_submodule(path[:-1]))
+    tower = blocks_path(model)
+    blocks = [0] * (len(model.get_submodule(tower)) if tower else 0)
     ends = vision = 0
     for name, size in sizes.items():
         if name.startswith(path):
@@ -64,6 +73,8 @@ def measure_model(model: nn.Module, load: Load) -> ModelBytes:
             ends += size
         else:
             vision += size
+            if tower and name.startswith(f"{tower}."):
+                blocks[int(name[len(tower) + 1 :].partition(".")[0])] += size
     images = _Images(model, load)
     passes = pass_bytes(model, load, image_tokens=load.images * images.tokens_of_one())
     layers = zip(weights, passes.cache, passes.beyond, passes.workspace, strict=True)
@@ -74,6 +85,7 @@ def measure_model(model: nn.Module, load: Load) -> ModelBytes:
         ends=ends,
         vision=vision,
         vision_workspace=images.workspace(),
+        blocks=tuple(blocks),
         end_workspace=logit * (model.dtype.itemsize + 4 * LOGIT_COPIES),
     )
 
