@@ -35,6 +35,7 @@ MACHINES = {
     "8 x 24 GiB": (24,) * 8,
     "2 x 80 GiB": (80, 80),
     "4 x 48 GiB": (48,) * 4,
+    "8 x 12 GiB": (12,) * 8,
 }
 TEXT_LOAD, SEEING_LOAD = Load(8, 4096), Load(4, 4096, images=12)
 
@@ -81,6 +82,22 @@ def internvl():
     return transformers.InternVLConfig(text_config=text, vision_config=vision)
 
 
+def internvl_26b():
+    """InternVL2-26B: a tower of six billion parameters, and InternLM2-20B."""
+    text = {
+        "model_type": "llama",
+        "hidden_size": 6144,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 48,
+        "num_key_value_heads": 8,
+        "vocab_size": 92553,
+    }
+    vision = {"hidden_size": 3200, "intermediate_size": 12800, "num_hidden_layers": 45}
+    vision |= {"num_attention_heads": 25, "image_size": [448, 448], "patch_size": [14, 14]}
+    return transformers.InternVLConfig(text_config=text, vision_config=vision)
+
+
 def mixtral():
     """Mixtral-8x7B."""
     return transformers.MixtralConfig(num_key_value_heads=8, sliding_window=None)
@@ -109,6 +126,7 @@ MODELS = {
     "Mixtral-8x7B": (mixtral, TEXT_LOAD),
     "Qwen2.5-VL-7B": (qwen2_5_vl, SEEING_LOAD),
     "InternVL3-8B": (internvl, SEEING_LOAD),
+    "InternVL2-26B": (internvl_26b, Load(1, 4096, images=12)),
     "Gemma-3-27B": (gemma3, SEEING_LOAD),
 }
 
@@ -162,19 +180,20 @@ def maps():
             new = ModelCutter(model, **options)
             by_number = device_bytes(bytes_of, old.homes, memory)
             by_bytes = new.devices()
+            is_cut = " tower cut" if any(new.homes.blocks) else ""
             auto = auto_map(model, bytes_of, memory)
             shown = "to CPU or disk" if auto is None else f"{auto:.1%}"
             cache = sum(layer.cache for layer in bytes_of.layers) / GIB
             print(
                 f"| {name} | {load} | {machine} | {bytes_of.weights / GIB:.1f} | {cache:.1f} | "
-                f"{largest(by_number)} | {shown} | {largest(by_bytes)} |",
+                f"{largest(by_number)} | {shown} | {largest(by_bytes)}{is_cut} |",
                 flush=True,
             )
         if name == "InternVL3-8B":
             memory = [24 * GIB, 48 * GIB]
-            print(
-                format_table(ModelCutter(model, num_devices=2, memory=memory, load=load).devices())
-            )
+            cutter = ModelCutter(model, num_devices=2, memory=memory, load=load)
+            example = format_table(cutter.devices())
+    print(f"\nInternVL3-8B on 24 + 48 GiB:\n{example}")
 
 
 def real():
