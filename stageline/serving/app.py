@@ -107,6 +107,10 @@ def _reading(service: Service) -> APIRouter:
         "created": service.created,
         "owned_by": "stageline",
         "max_model_len": service.engine.max_length,
+        "stageline": {
+            "takes_images": service.takes_images,
+            "max_length": service.engine.max_length,
+        },
     }
 
     @router.get("/v1/models", response_model=ModelList, responses=errors(*READING))

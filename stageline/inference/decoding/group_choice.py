@@ -13,8 +13,10 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+LONG_STEP = 1.0  # seconds
 WORTH_IT = 0.97  # more groups must save this much: fewer are less work for the host
 LEAST_TOKENS = 64  # of a pass over prompts
+NUM_FULL = 3  # steps that each stage does while all have work, in a measurement
 Seconds = tuple[tuple[float, ...], ...]
 
 
@@ -86,7 +88,7 @@ class GroupChoice:
 def measure_steps(
     measure: Callable[[int, int], Sequence[Sequence[float]]], *, max_rows: int, num_stages: int
 ) -> GroupChoice:
-    """Measures steps of 1, 2, 4, ... rows.
+    """Measures steps of 1, 4, 16, ... rows.
 
     Args:
         measure: (rows, how many steps follow one another) -> seconds of each, on each stage.
@@ -94,15 +96,15 @@ def measure_steps(
     rows, alone, together, number = [], [], [], 1
     while True:
         number = min(number, max_rows)
-        measure(number, 1)  # warms up
         rows.append(number)
+        flow = measure(number, num_stages + NUM_FULL - 1)  # its first steps warm up
+        together.append(tuple(_median(flow, stage, num_stages) for stage in range(num_stages)))
         singles = [measure(number, 1)[0] for _ in range(2)]
         alone.append(tuple(min(stage) for stage in zip(*singles, strict=True)))
-        flow = measure(number, 2 * num_stages + 1)
-        together.append(tuple(_median(flow, stage, num_stages) for stage in range(num_stages)))
-        if number == max_rows:
+        # so long a step is bound by arithmetic, and longer ones lie on a line with it
+        if number == max_rows or max(alone[-1]) > LONG_STEP:
             return GroupChoice(tuple(rows), tuple(alone), tuple(together))
-        number *= 2
+        number *= 4
 
 
 def _median(flow: Sequence[Sequence[float]], stage: int, num_stages: int) -> float:
