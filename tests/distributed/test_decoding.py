@@ -28,7 +28,6 @@ from stageline.testing import decoded_models
 from stageline.testing.decoding_engines import answers_of, local_engine, on_ranks
 from stageline.testing.pictured_prompts import pictured_prompts
 from stageline.testing.ranks import run_ranks
-from stageline.testing.tiny_mllama import tiny_mllama_config, tiny_mllama_processor
 from stageline.testing.tiny_models import DECODERS, VISION_LANGUAGE
 
 NUM_TOKENS = 30
@@ -127,12 +126,6 @@ def test_models_that_see(family, model_of):
     changed = answers_of(engine, negatives, max_new_tokens=num_tokens)
     assert [a != b for a, b in zip(changed, model.answers, strict=True)].count(True) >= 2
     assert changed[1] == model.answers[1]
-
-
-def test_mllama_is_refused():
-    with quiet(), pytest.raises(UserError, match="cannot answer token by token"):
-        made = [pp_models.CrossAttentionStage(tiny_mllama_config(), stage=0, num_stages=1)]
-        local_engine(made, tiny_mllama_processor())
 
 
 # -- sequences come and go -------------------------------------------------------------------
