@@ -75,7 +75,10 @@ class DecodingEngine:
         self.choice: GroupChoice | None = None
         self.is_healthy = True
         self._scheduler = Scheduler(
-            limits, best_groups=functools.cache(self._best_groups), num_stages=chain.num_stages
+            limits,
+            best_groups=functools.cache(self._best_groups),
+            pass_tokens=lambda count: self.choice and self.choice.pass_tokens(count),
+            num_stages=chain.num_stages,
         )
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: dict[str, Running] = {}
@@ -208,7 +211,9 @@ class DecodingEngine:
         """Measures steps once, where the number of groups is to be chosen."""
         several = self.chain.num_stages > 1 and self.limits.max_rows > 1 and self.has_cache
         if several and self.limits.num_groups is None and self.choice is None:
-            self.choice = measure_steps(self._measure, max_rows=self.limits.max_rows)
+            self.choice = measure_steps(
+                self._measure, max_rows=self.limits.max_rows, num_stages=self.chain.num_stages
+            )
             self._order(Order("tidy", leave=[(-1, row) for row in range(self.limits.max_rows)]))
             self.chain.result()
 
@@ -383,12 +388,13 @@ class DecodingEngine:
             return self.chain.num_stages
         return 1 if self.choice is None else self.choice.best(num_rows)
 
-    def _measure(self, num_rows: int) -> list[float]:
+    def _measure(self, num_rows: int, count: int) -> list[list[float]]:
         columns = min(MEASURED_COLUMNS, self.limits.max_length // 2)
-        order = Order("measure", rows=list(range(num_rows)), lengths=[columns] * num_rows)
         ids = torch.zeros(num_rows, 1, dtype=torch.long, device=self.device)
-        self._order(order, {"input_ids": ids})
-        done = self.chain.result()
-        if done.error is not None:
-            raise EngineError(f"a step of {num_rows} rows failed: {done.error}")
-        return done.seconds
+        for _ in range(count):
+            order = Order("measure", rows=list(range(num_rows)), lengths=[columns] * num_rows)
+            self._order(order, {"input_ids": ids})
+        done = [self.chain.result() for _ in range(count)]
+        if errors := [order.error for order in done if order.error is not None]:
+            raise EngineError(f"a step of {num_rows} rows failed: {errors[0]}")
+        return [order.seconds for order in done]
