@@ -288,6 +288,25 @@ class StageModel(nn.Module):
         mask_BT = batch["attention_mask"]
         return (mask_BT.cumsum(-1) - 1).clamp(min=0)
 
+    def fixed_layers(self) -> frozenset[int]:
+        """Layers whose keys and values are those of a prompt's images: no step adds any."""
+        return frozenset()
+
+    def kept_inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the steps of an answer read of its prompts, besides the cache; dim 0 is the row."""
+        return {}
+
+    def decode_inputs(
+        self, kept: list[dict[str, torch.Tensor]], num_columns: int
+    ) -> dict[str, torch.Tensor]:
+        """What one step's forward takes for this.
+
+        Args:
+            kept: of each row of the group: its part of `kept_inputs`.
+            num_columns: of the group, the step's own included.
+        """
+        return {}
+
     def train(self, mode: bool = True) -> "StageModel":
         if self.whole is not None:
             self.whole.training = mode
