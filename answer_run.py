@@ -1,24 +1,32 @@
 """A run that answers, from its options: what evaluate.py and infer.py share."""
 
+import dataclasses
 import functools
 import inspect
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import torch
-
+from answer_engines import Opened, opened
 from options.command_line import typed
-from options.lora_options import adapter_arguments
+from options.decode_options import DecodeOptions
+from options.part_options import takes
 from parse_args import Arguments
+from stageline.data.batch import encode_sample
 from stageline.data.image_settings import ImageSettings
 from stageline.data.prepare_images import prepare_images
 from stageline.data.tiling import Tiling, match_config
-from stageline.errors import RemoteError, UserError
+from stageline.errors import DataError, RemoteError, UserError
 from stageline.evaluation.predictions import PredictionFile
-from stageline.evaluation.runner import Outcome, predict
+from stageline.evaluation.replicas import Replicas
+from stageline.evaluation.runner import Asking, Outcome, predict
 from stageline.evaluation.same_samples import check_same_samples
+from stageline.evaluation.shards import merge_shards, shard_path
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ENGINE_FILE = "engine.json"
+# what a model part may ask for besides images and prompts
+HANDED_OVER = ("samples", "batch_size")
 
 
 def check_model_path(model_path: str | None, builder: Callable) -> None:
@@ -33,13 +41,23 @@ def check_model_path(model_path: str | None, builder: Callable) -> None:
 
 
 def answer_settings(arguments: Arguments) -> dict[str, Any]:
-    """All that changes an answer; where files are written and on how many devices does not."""
+    """All that changes an answer; where files are written and on how many devices does not.
+
+    Nor does the engine, as long as the likeliest tokens are taken.
+    """
     left_out = {
         *("output-dir", "limit", "batch-size", "num-devices", "visual-gpu-ratio", "metric"),
         *("image-cache", "image-cache-gib", "max-image-pixels", "max-images-per-sample"),
+        *("device-memory", "plan-length", "plan-images"),
         *("compare-with", "bootstrap-resamples", "bootstrap-seed", "skip-bad-rows"),
         *("prompts", "text", "print-answers"),  # the samples themselves are compared
+        *(typed(item.name)[2:] for item in dataclasses.fields(DecodeOptions)),
     }
+    run = arguments.run
+    if run.max_length is not None:  # the only one of these that may end an answer
+        left_out.discard("max-length")
+    if run.engine in ("device_map", "api") or run.temperature == 0:
+        left_out.add("engine")
     for name, chosen in arguments.parts.items():
         without_effect = getattr(chosen.part, "without_effect", ())
         left_out |= {typed(f"{name}.{option}")[2:] for option in without_effect}
@@ -51,71 +69,134 @@ def answer_rows(
     arguments: Arguments,
     dataset: Any,
     rows: range,
-    file: PredictionFile,
+    *,
+    path: Path,
+    settings_key: str,
     images: ImageSettings,
+    replicas: Replicas,
+) -> tuple[Outcome, PredictionFile]:
+    """Answers what the file of predictions does not hold yet, each replica its share.
+
+    Returns in every process; the file is whole in the main one.
+    """
+    if replicas.is_main:
+        merge_shards(path)  # of a run that was killed
+        replicas.tell("merged")
+    replicas.wait_for_main("merged")
+    file = PredictionFile(path, settings_key=settings_key)
+    samples = {row: dataset[row][1] for row in rows}
+    check_same_samples(file.records, list(samples.values()), path=file.path)
+    missing = [row for row in rows if str(samples[row]["id"]) not in file.records]
+    if not missing:
+        if replicas.is_main:
+            print(f"{file.path} holds all {len(rows)} predictions already")
+        return Outcome(), file
+    several = replicas.count > 1
+    share = replicas.share(missing) if several else rows
+    own, outcome = file, Outcome()
+    if several and share:
+        own = PredictionFile(shard_path(path, replicas.index), settings_key=settings_key)
+    if share or arguments.run.engine == "pipeline":  # its processes come together
+        with opened(arguments, replicas) as found:
+            if found is not None:
+                write_engine(arguments, found, replicas, path.parent / ENGINE_FILE)
+                outcome = ask(arguments, dataset, share, own, found, images, replicas)
+    if not several:
+        return outcome, file
+    replicas.tell("answered")
+    if not replicas.is_main:
+        return outcome, own
+    replicas.wait_for_all("answered")
+    merge_shards(path)
+    file = PredictionFile(path, settings_key=settings_key)
+    return outcome_of(file, [str(samples[row]["id"]) for row in missing]), file
+
+
+def outcome_of(file: PredictionFile, sample_ids: list[str]) -> Outcome:
+    """What became of samples that several replicas were asked."""
+    left = [sample_id for sample_id in sample_ids if sample_id not in file.records]
+    failed = {sample_id: file.errors[sample_id] for sample_id in left if sample_id in file.errors}
+    return Outcome([sample_id for sample_id in left if sample_id not in failed], failed)
+
+
+def ask(
+    arguments: Arguments,
+    dataset: Any,
+    rows: Any,
+    file: PredictionFile,
+    found: Opened,
+    images: ImageSettings,
+    replicas: Replicas,
 ) -> Outcome:
-    """Loads the model and answers what the file does not hold yet."""
+    """Asks the model part for the given rows."""
     run, parts = arguments.run, arguments.parts
-    samples = [dataset[row][1] for row in rows]
-    check_same_samples(file.records, samples, path=file.path)
-    if all(str(sample["id"]) in file.records for sample in samples):
-        print(f"{file.path} holds all {len(rows)} predictions already")
-        return Outcome()
-    model, processor, device_map = build_model(arguments)
+    processor, part = found.processor, parts["model"].part
     tiling = Tiling(**run.tiling())
     prepare_images(processor, images, tiling)
-    if tiling.is_given:
-        match_config(model.config, processor)
-    print(f"devices: {sorted({str(device) for device in device_map.values()})}")
+    if tiling.is_given and found.config is not None:
+        match_config(found.config, processor)
     texts = {
         "prompt": parts["prompt"].part,
         "prompt_fn": functools.partial(parts["prompt_fn"].part, **parts["prompt_fn"].kwargs),
         "image_token": functools.partial(parts["image_token"].part, **parts["image_token"].kwargs),
     }
     answer = functools.partial(
-        parts["model"].part,
-        model,
+        part,
+        found.model,
         processor,
         max_new_tokens=run.max_new_tokens,
         temperature=run.temperature,
         seed=run.seed,
         **parts["model"].kwargs,
     )
+    is_measured = processor is not None and not found.has_own_batches
+    asking = Asking(
+        run.batch_size,
+        length_of=functools.partial(num_tokens, processor=processor) if is_measured else None,
+        has_own_batches=found.has_own_batches,
+        for_generation=getattr(part, "for_generation", True),
+        hands_over=frozenset(name for name in HANDED_OVER if takes(part, name) != "no"),
+        is_shown=replicas.is_main,
+    )
     return predict(
-        dataset,
-        rows,
-        answer=answer,
-        texts=texts,
-        processor=processor,
-        file=file,
-        batch_size=run.batch_size,
+        dataset, rows, answer=answer, texts=texts, processor=processor, file=file, asking=asking
     )
 
 
-def build_model(arguments: Arguments) -> tuple[Any, Any, dict[str, Any]]:
-    """What the builder part makes: model, processor and device_map."""
-    run, builder = arguments.run, arguments.parts["builder"]
-    return builder.part(
-        run.model_path,
-        visual_gpu_ratio=run.visual_gpu_ratio,
-        dtype=DTYPES[run.precision],
-        num_devices=run.num_devices,
-        device=run.device,
-        **adapter_arguments(run),
-        trust_remote_code=run.trust_remote_code,
-        **builder.kwargs,
-    )
+def num_tokens(rendered: Any, images: Any, *, processor: Any) -> int:
+    """The length of a prompt, its pictures included."""
+    return len(encode_sample(rendered, images, processor=processor, name=rendered.name))
 
 
-def is_complete(outcome: Outcome, rows: range, file: PredictionFile) -> bool:
+def write_engine(
+    arguments: Arguments, found: Opened, replicas: Replicas, path: Path
+) -> dict[str, Any]:
+    """Says what answers, in engine.json and on the screen of the main process."""
+    run = arguments.run
+    facts = {
+        "engine": run.engine,
+        "dtype": run.precision,
+        "num_replicas": replicas.count,
+        **found.facts,
+    }
+    if replicas.is_main:
+        path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        devices = found.facts.get("device_map")
+        if devices is not None:
+            print(f"devices: {sorted(set(devices.values()))}")
+    return facts
+
+
+def is_complete(outcome: Outcome, rows: range, file: PredictionFile, *, engine: str) -> bool:
     """Whether every row has its answer; says so where some come later.
 
     Raises:
-        RemoteError: some could not be had.
+        RemoteError, DataError: some could not be had, from elsewhere or here.
     """
     if outcome.failed:
         sample_id, why = next(iter(outcome.failed.items()))
-        raise RemoteError(
+        kind = DataError if engine in ("pipeline", "vllm") else RemoteError
+        raise kind(
             f"{len(outcome.failed)} of {len(rows)} samples got no answer, such as {sample_id}: "
             f"{why}. The answers that came are in {file.path}: start again with the same options "
             "and only the others are asked for."

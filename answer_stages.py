@@ -91,7 +91,7 @@ class AnsweringModel:
             UserError: no part serves this architecture.
         """
         key = self.key or stage_key(self.config)
-        if key is None:
+        if key in (None, "reward"):
             raise UserError(
                 f"{self.folder} holds {(self.config.architectures or ['a model'])[0]}, which no "
                 "train_model part is made for. A language or vision-language model was expected: "
@@ -99,12 +99,14 @@ class AnsweringModel:
             )
         return key
 
-    def layers(self) -> list[int]:
-        """Layers of each stage."""
+    def layers(self) -> list[int] | None:
+        """Layers of each stage; None: as even as can be, of a model that the library hasn't."""
         from stageline.inference.decode_partition import decode_partition
 
         if self.partition is not None:
             return list(self.partition)
+        if stage_key(self.config) is None:
+            return None
         return decode_partition(
             self.config,
             self.num_stages,

@@ -13,7 +13,8 @@ import sys
 import torch
 import transformers
 
-from answer_run import build_model, check_model_path
+from answer_engines import build_model, plan_model
+from answer_run import check_model_path
 from options.answer_args import ChatArguments, parse_chat_args
 from register import freeze_registers, import_shelf
 from stageline.distributed.failure import run_entry
@@ -31,6 +32,8 @@ def main() -> int:
     arguments = parse_chat_args()
     freeze_registers()
     check_model_path(arguments.run.model_path, arguments.parts["builder"].part)
+    if arguments.run.plan:
+        return plan_model(arguments)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     session = open_session(arguments)

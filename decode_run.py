@@ -108,7 +108,9 @@ def open_decoding(run: Any, *, model_path: str | None = None) -> Iterator[Decodi
             if wire is None
             else RankChain(decoder, wire, num_stages=context.num_ranks)
         )
-        engine, processor = make_engine(run, model, chain, limits, device=context.device)
+        engine, processor = make_engine(
+            run, model, chain, limits, device=context.device, has_cache=decoder.has_cache
+        )
         yield Decoding(engine, processor, model.config, context.dp_rank, context.num_replicas)
         # not in a `finally`: after an exception the other ranks hear of it, and end
         engine.close()
@@ -162,7 +164,13 @@ def make_limits(
 
 
 def make_engine(
-    run: Any, model: AnsweringModel, chain: Any, limits: Limits, *, device: torch.device
+    run: Any,
+    model: AnsweringModel,
+    chain: Any,
+    limits: Limits,
+    *,
+    device: torch.device,
+    has_cache: bool = True,
 ) -> tuple[DecodingEngine, Any]:
     """The engine of one replica, and the processor that prompts are encoded with."""
     folder = model.processor_folder()
@@ -176,5 +184,6 @@ def make_engine(
         stop_ids=stop_ids_of(model.base, model.config, tokenizer),
         device=device,
         model_name=Path(model.folder).name,
+        has_cache=has_cache,
     )
     return engine, processor

@@ -3,11 +3,13 @@
 Stop it at any time: started again with the same options it goes on where it was.
 """
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from answer_run import answer_rows, answer_settings, check_model_path, is_complete
+from answer_engines import find_place, plan_model
+from answer_run import ENGINE_FILE, answer_rows, answer_settings, check_model_path, is_complete
 from parse_args import EvaluateArguments, parse_evaluate_args, save_config
 from register import freeze_registers, import_shelf
 from stageline.data.bad_rows import BadRows, leaving_out
@@ -21,7 +23,9 @@ from stageline.evaluation.compare import (
     read_other,
 )
 from stageline.evaluation.predictions import PredictionFile, fingerprint
+from stageline.evaluation.replicas import Replicas
 from stageline.evaluation.report import (
+    format_figures,
     format_report,
     make_report,
     report_markdown,
@@ -32,7 +36,7 @@ from stageline.evaluation.usage import format_usage, usage_of
 from stageline.plotting.groups import plot_groups
 from stageline.plotting.pictures import caption, plot_predictions
 
-SHELF = ("models", "prompt", "prompt_fn", "dataset", "metric")
+SHELF = ("models", "pp_models", "prompt", "prompt_fn", "dataset", "metric")
 NUM_PICTURES = 36
 
 
@@ -42,6 +46,9 @@ def main() -> int:
     freeze_registers()
     run, parts = arguments.run, arguments.parts
     check_model_path(run.model_path, parts["builder"].part)
+    if run.plan:
+        return plan_model(arguments)
+    replicas = Replicas() if run.check_only else find_place(arguments)
     images = make_image_settings(**run.image_limits())
     with using_images(images), leaving_out(BadRows(run.skip_bad_rows)) as bad_rows:
         dataset = parts["dataset"].part(dataset_path=run.dataset_path, **parts["dataset"].kwargs)
@@ -53,12 +60,20 @@ def main() -> int:
         return 0
     folder = Path(run.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    bad_rows.write(folder / "bad_rows.jsonl")
-    save_config(arguments, folder / "config.yaml")
+    if replicas.is_main:
+        bad_rows.write(folder / "bad_rows.jsonl")
+        save_config(arguments, folder / "config.yaml")
     settings = answer_settings(arguments)
-    file = PredictionFile(folder / "predictions.jsonl", settings_key=fingerprint(settings))
-    outcome = answer_rows(arguments, dataset, rows, file, images)
-    if not is_complete(outcome, rows, file):
+    outcome, file = answer_rows(
+        arguments,
+        dataset,
+        rows,
+        path=folder / "predictions.jsonl",
+        settings_key=fingerprint(settings),
+        images=images,
+        replicas=replicas,
+    )
+    if not replicas.is_main or not is_complete(outcome, rows, file, engine=run.engine):
         return 0
     report_on(arguments, dataset, rows, file, settings)
     return 0
@@ -88,6 +103,8 @@ def report_on(
         samples=samples,
         bootstrap=bootstrap,
     )
+    if (folder / ENGINE_FILE).is_file():  # of the last run that answered something
+        report["engine"] = json.loads((folder / ENGINE_FILE).read_text(encoding="utf-8"))
     report["num_rows"] = len(dataset)  # more than samples where --limit was given
     shown, pages = [format_report(report)], [report_markdown(report)]
     if run.compare_with:
@@ -98,6 +115,9 @@ def report_on(
         report["comparison"] = {"with": run.compare_with, **compared}
         shown.append(format_comparison(compared))
         pages.append(comparison_markdown(report["comparison"]))
+    others = format_figures(figures)
+    if others:
+        shown.append(others)
     write_report(report, folder / "report.json")
     (folder / "report.md").write_text("\n".join(pages), encoding="utf-8")
     print("\n\n".join(shown))

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from answer_engines import find_place, plan_model
 from answer_run import answer_rows, answer_settings, check_model_path, is_complete
 from options.answer_args import InferArguments, parse_infer_args
 from parse_args import save_config
@@ -19,9 +20,10 @@ from stageline.data.image_settings import make_image_settings, using_images
 from stageline.data.prompt_rows import PromptRows
 from stageline.distributed.failure import run_entry
 from stageline.evaluation.predictions import PredictionFile, fingerprint
+from stageline.evaluation.replicas import Replicas
 from stageline.evaluation.runner import check_ids
 
-SHELF = ("models", "prompt", "prompt_fn", "dataset")
+SHELF = ("models", "pp_models", "prompt", "prompt_fn", "dataset")
 
 
 def main() -> int:
@@ -31,6 +33,9 @@ def main() -> int:
     freeze_registers()
     run = arguments.run
     check_model_path(run.model_path, arguments.parts["builder"].part)
+    if run.plan:
+        return plan_model(arguments)
+    replicas = Replicas() if run.check_only else find_place(arguments)
     images = make_image_settings(**run.image_limits())
     with using_images(images), leaving_out(BadRows(run.skip_bad_rows)) as bad_rows:
         dataset = open_prompts(arguments)
@@ -40,12 +45,19 @@ def main() -> int:
         return 0
     folder = Path(run.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    bad_rows.write(folder / "bad_rows.jsonl")
-    save_config(arguments, folder / "config.yaml")
-    settings_key = fingerprint(answer_settings(arguments))
-    file = PredictionFile(folder / "predictions.jsonl", settings_key=settings_key)
-    outcome = answer_rows(arguments, dataset, rows, file, images)
-    if is_complete(outcome, rows, file):
+    if replicas.is_main:
+        bad_rows.write(folder / "bad_rows.jsonl")
+        save_config(arguments, folder / "config.yaml")
+    outcome, file = answer_rows(
+        arguments,
+        dataset,
+        rows,
+        path=folder / "predictions.jsonl",
+        settings_key=fingerprint(answer_settings(arguments)),
+        images=images,
+        replicas=replicas,
+    )
+    if replicas.is_main and is_complete(outcome, rows, file, engine=run.engine):
         show(arguments, dataset, rows, file)
     return 0
 

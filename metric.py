@@ -6,7 +6,7 @@ as unparsed. What an answer says follows the rules of docs/metrics.md.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from register import metric_register
 from stageline.data.answers import (
@@ -21,6 +21,8 @@ from stageline.data.answers import (
     says_nothing,
     without_negated,
 )
+from stageline.errors import DataError, UserError
+from stageline.evaluation.likelihood_figures import bits_per_byte, choice_figures, text_figures
 from stageline.evaluation.overlap import ROUGE_TYPES, bleu, rouge, sentence_bleu
 
 Predictions = Sequence[dict[str, Any]]
@@ -232,3 +234,79 @@ def _is(kind: str, answer: str) -> bool:
     if kind == "clock":
         return is_clock(answer)
     return _READERS[kind](answer) not in (None, frozenset())
+
+
+@metric_register("choice_accuracy")
+def choice_accuracy(
+    predictions: Predictions,
+    samples: Samples,
+    *,
+    by: Literal["acc", "acc_norm", "acc_bytes", "acc_tokens"] = "acc",
+) -> dict[str, Any]:
+    """Whether the right choice is the likeliest; for --model loglikelihood.
+
+    Args:
+        by: which figure is the score: log-probabilities as they are, or divided by characters,
+            bytes or tokens of the choice. All four are told.
+    """
+    _needs(predictions, "choice_scores", "loglikelihood")
+    rights = [_right_choice(sample) for sample in samples]
+    found = choice_figures(predictions, rights)
+    verdicts = iter(found[by])
+    figures = _score(predictions, samples, lambda text, sample: bool(next(verdicts)))
+    return {**figures, **{name: _mean(shares) for name, shares in found.items()}}
+
+
+@metric_register("answer_likelihood")
+def answer_likelihood(predictions: Predictions, samples: Samples) -> dict[str, Any]:
+    """Whether the answer's tokens are the likeliest ones, and their perplexity.
+
+    For --model loglikelihood --model.continuations answer.
+    """
+    _needs(predictions, "choice_scores", "loglikelihood")
+    answers = [prediction["choice_scores"][0] for prediction in predictions]
+    verdicts = iter(answer["is_greedy"] for answer in answers)
+    figures = _score(predictions, samples, lambda text, sample: bool(next(verdicts)))
+    texts = [{**answer, **_text_sizes(answer["text"])} for answer in answers]
+    return {**figures, **text_figures(texts)}
+
+
+@metric_register("perplexity")
+def text_perplexity(predictions: Predictions, samples: Samples) -> dict[str, Any]:
+    """Bits per byte of each text; perplexity by word, byte and token over all.
+
+    For --model perplexity. Less is better.
+    """
+    _needs(predictions, "num_windows", "perplexity")
+    each = [bits_per_byte(item["logprob"], item["num_bytes"]) for item in predictions]
+    figures = {**_graded(predictions, samples, each), **text_figures(predictions)}
+    figures["unparsed"] = [0] * len(each)  # texts were read, not answers
+    return figures
+
+
+def _text_sizes(text: str) -> dict[str, int]:
+    return {"num_words": len(text.split()) or 1, "num_bytes": len(text.encode())}
+
+
+def _right_choice(sample: dict[str, Any]) -> int:
+    right = sample.get("answer_index")
+    choices = sample["choices"]
+    if right is None and sample.get("answer") in choices:
+        right = choices.index(sample["answer"])
+    if right is None:
+        right = parse_choice(str(sample.get("answer")), choices)
+    if right is None:
+        raise DataError(
+            f"sample {sample.get('source') or sample.get('id')}: the answer is "
+            f"{sample.get('answer')!r}, and the choices are {choices!r}. One of them was expected, "
+            "because it is the right one: correct the row, or give its place as answer_index."
+        )
+    return int(right)
+
+
+def _needs(predictions: Predictions, field: str, model: str) -> None:
+    if any(field not in prediction for prediction in predictions):
+        raise UserError(
+            f"the predictions have no {field}. Those of --model {model} were expected, because "
+            "likelihoods are compared: choose that --model, or another --metric."
+        )

@@ -26,6 +26,7 @@ from options.checks import (
     check_precision,
 )
 from options.command_line import Given, by_name, gathered, read_config, read_words, typed
+from options.engine_options import check_engine, with_engine_keys
 from options.fields import OptionError, absolute, check_limits, expand_paths, option_groups
 from options.help_text import help_text, list_parts
 from options.image_options import check_images
@@ -36,6 +37,7 @@ from options.method_options import check_methods
 from options.number_options import check_numbers
 from options.part_options import ChosenPart, add_part_options, takes
 from options.part_training_options import check_part_training
+from options.placement_options import check_placement
 from options.run_options import EvaluateConfig, RunConfig
 from options.stop_options import check_stop
 from options.token_cache_options import check_token_cache
@@ -68,8 +70,9 @@ EVALUATE_KEYS: dict[str, str | None] = {
     "image_token": None,
     "metric": None,
 }
-# a collate_fn part may name keys that suit it, {"loss_fn": "rm"}, where none are given
-SUGGESTS = ("collate_fn", "default_keys")
+# parts of these registers may name keys that suit them, {"loss_fn": "rm"}, where none are given
+SUGGESTING = ("collate_fn", "model")
+SUGGESTED = "default_keys"
 # of a training run's keys, those that a check does without unless it gets a dataset
 DATA_KEYS = ("dataset", "prompt", "prompt_fn", "image_token", "collate_fn")
 SPECIAL = ("import", "config", "list", "help")  # answered before the options are known
@@ -160,13 +163,17 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
 
 def parse_evaluate_args(argv: Sequence[str] | None = None) -> EvaluateArguments:
     """Reads the options of an evaluation; raises as `parse_train_args` does."""
+    words = sys.argv[1:] if argv is None else argv
+    keys = with_engine_keys(EVALUATE_KEYS, by_name(with_configs(read_words(words))))
     run, parts, imports = read_arguments(
-        argv, EvaluateConfig, keys=EVALUATE_KEYS, listed={"dataset": {"split": "test"}}
+        words, EvaluateConfig, keys=keys, listed={"dataset": {"split": "test"}}
     )
     check_limits(run)
     check_precision(run)
     check_images(run)
+    check_engine(run)
     adapter_arguments(run)
+    check_placement(run)
     return EvaluateArguments(run=run, parts=parts, imports=imports)
 
 
@@ -310,12 +317,12 @@ def _choose(
 def _with_suggested(
     options: dict[str, Given], keys: Mapping[str, str | None]
 ) -> dict[str, str | None]:
-    """The keys with the defaults that the chosen collate_fn part suggests."""
-    name, attribute = SUGGESTS
-    item = options.get(name)
-    if name not in keys or item is None or len(item.values) != 1:
-        return dict(keys)
-    suggested = getattr(ALL_REGISTERS[name].get(item.values[0]), attribute, {})
+    """The keys with the defaults that the chosen parts suggest."""
+    suggested: dict[str, str] = {}
+    for name in SUGGESTING:
+        item = options.get(name)
+        if name in keys and item is not None and len(item.values) == 1:
+            suggested |= getattr(ALL_REGISTERS[name].get(item.values[0]), SUGGESTED, {})
     return {one: suggested.get(one, default) for one, default in keys.items()}
 
 

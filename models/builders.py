@@ -1,18 +1,23 @@
 """The builder parts: a folder -> (model, processor, device_map)."""
 
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
+from models.devices import make_device_map, plan_text
 from register import builder_register
 from stageline.checkpoint.adapter import attach_adapter, find_base
 from stageline.checkpoint.adapter_start import Adapters
 from stageline.checkpoint.whole import check_weights, load_whole
 from stageline.data.processor import load_processor
 from stageline.errors import UserError
-from stageline.inference.model_cutter import ModelCutter
+from stageline.inference.meta_model import auto_class_of
+from stageline.inference.model_cutter import Wanted
+from stageline.inference.quantised_base import quantization_config
 from stageline.model_folder import find_folder, load_config
 
 
@@ -20,14 +25,16 @@ from stageline.model_folder import find_folder, load_config
 def auto(
     model_path: str,
     *,
-    visual_gpu_ratio: float = 0.0,
+    visual_gpu_ratio: float | None = None,
     dtype: torch.dtype = torch.float32,
     num_devices: int | None = None,
     device: str = "auto",
     adapter_path: str | list[str] | None = None,
     adapter_weights: list[float] | None = None,
     trust_remote_code: bool = False,
+    placement: Wanted | None = None,
     attn_implementation: str | None = None,
+    quantization: Literal["nf4", "int8"] | None = None,
 ) -> tuple[PreTrainedModel, object, dict[str, object]]:
     """Any model of transformers, text or vision-language, over all devices; with a LoRA adapter.
 
@@ -36,44 +43,95 @@ def auto(
         adapter_path: one is put on; several are merged into the weights in their order.
         adapter_weights: how much of each is added; None: all of it.
         attn_implementation: eager, sdpa or another of the library's.
+        quantization: keeps linear layers in 4 or 8 bits, by bitsandbytes.
     """
+    source = _find(model_path, adapter_path, trust_remote_code=trust_remote_code)
+    if quantization and (len(source.adapters) > 1 or adapter_weights is not None):
+        raise UserError(
+            f"--builder.quantization {quantization} came with adapters that are merged. Weights "
+            "that stay as they are were expected below them, because few bits cannot take up what "
+            "is added: merge them first (export.py), or give one adapter and no weights."
+        )
+    check_weights(source.folder)
+    options = _options(source, trust_remote_code, attn_implementation)
+    device_map = make_device_map(
+        source.config,
+        device=device,
+        num_devices=num_devices,
+        visual_gpu_ratio=visual_gpu_ratio,
+        placement=placement,
+        dtype=dtype,
+        quantization=quantization,
+        **options,
+    )
+    if quantization:
+        options["quantization_config"] = quantization_config(quantization, dtype)
+    with warnings.catch_warnings():
+        # names of lone parameters (the line end of LLaVA-NeXT) belong into the map all the same
+        warnings.filterwarnings("ignore", message="The following device_map keys do not match")
+        model = load_whole(
+            auto_class_of(source.config),
+            source.folder,
+            source.config,
+            dtype=dtype,
+            # accelerate's hooks cost time and buy nothing on one CPU
+            device_map=None if device_map == {"": "cpu"} else device_map,
+            is_changed=source.has_own,
+            **options,
+        )
+    _add_adapters(model, source.adapters, adapter_weights)
+    processor = load_processor(source.processor_folder, trust_remote_code=trust_remote_code)
+    return model.eval(), processor, device_map
+
+
+def _plan(
+    model_path: str,
+    *,
+    adapter_path: str | list[str] | None = None,
+    adapter_weights: list[float] | None = None,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+    **given: Any,
+) -> str:
+    """What `auto` would place where, as a table; loads nothing."""
+    source = _find(model_path, adapter_path, trust_remote_code=trust_remote_code)
+    options = _options(source, trust_remote_code, attn_implementation)
+    return plan_text(source.config, **given, **options)
+
+
+auto.plan = _plan
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a model comes from; `has_own`: an adapter has a configuration of its own."""
+
+    folder: Path
+    processor_folder: Path
+    adapters: list[str]
+    config: PretrainedConfig
+    has_own: bool
+
+
+def _find(
+    model_path: str, adapter_path: str | list[str] | None, *, trust_remote_code: bool
+) -> _Source:
     folder = processor_folder = find_folder(model_path)
     adapters = [adapter_path] if isinstance(adapter_path, str) else list(adapter_path or ())
     if (folder / "adapter_config.json").is_file():
         adapters, folder = adapters or [str(folder)], find_base(folder)
     processor_folder = _processor_folder([processor_folder, *adapters][-1], folder)
-    # an adapter has a configuration of its own where its run changed the base's
+    # its run changed the base's
     has_own = bool(adapters) and (Path(adapters[-1]) / "config.json").is_file()
     config = load_config(adapters[-1] if has_own else folder, trust_remote_code=trust_remote_code)
-    check_weights(folder)
-    auto_class = _auto_class(config)
-    options: dict[str, object] = {"trust_remote_code": trust_remote_code}
-    if attn_implementation:
-        options["attn_implementation"] = attn_implementation
-    device_map = make_device_map(
-        config,
-        auto_class,
-        device=device,
-        num_devices=num_devices,
-        visual_gpu_ratio=visual_gpu_ratio,
-        **options,
-    )
-    with warnings.catch_warnings():
-        # names of lone parameters (the line end of LLaVA-NeXT) belong into the map all the same
-        warnings.filterwarnings("ignore", message="The following device_map keys do not match")
-        model = load_whole(
-            auto_class,
-            folder,
-            config,
-            dtype=dtype,
-            # accelerate's hooks cost time and buy nothing on one CPU
-            device_map=None if device_map == {"": "cpu"} else device_map,
-            is_changed=has_own,
-            **options,
-        )
-    _add_adapters(model, adapters, adapter_weights)
-    processor = load_processor(processor_folder, trust_remote_code=trust_remote_code)
-    return model.eval(), processor, device_map
+    return _Source(folder, processor_folder, adapters, config, has_own)
+
+
+def _options(
+    source: _Source, trust_remote_code: bool, attn_implementation: str | None
+) -> dict[str, Any]:
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    return options | ({"attn_implementation": attn_implementation} if attn_implementation else {})
 
 
 def _add_adapters(model: PreTrainedModel, adapters: list[str], weights: list[float] | None) -> None:
@@ -90,39 +148,3 @@ def _processor_folder(adapter: str | Path, base: Path) -> Path:
     names = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
     needed = {name for name in names if (base / name).is_file()} | {names[0]}
     return Path(adapter) if all((Path(adapter) / name).is_file() for name in needed) else base
-
-
-def make_device_map(
-    config: object,
-    auto_class: type,
-    *,
-    device: str,
-    num_devices: int | None,
-    visual_gpu_ratio: float,
-    **options: object,
-) -> dict[str, object]:
-    """Cuts the model over the GPUs; everything on the CPU where there is none.
-
-    Raises:
-        UserError: fewer GPUs than asked for.
-    """
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "cpu" or (device == "auto" and num_gpus == 0):
-        return {"": "cpu"}
-    wanted = num_devices or num_gpus
-    if wanted > num_gpus or num_gpus == 0:
-        raise UserError(
-            f"--num-devices {wanted}, and this machine shows {num_gpus} GPUs: lower it, look at "
-            "CUDA_VISIBLE_DEVICES, or take --device cpu."
-        )
-    if wanted == 1:
-        return {"": 0}
-    with torch.device("meta"):
-        whole = auto_class.from_config(config, **options)
-    cutter = ModelCutter(whole, num_devices=wanted, visual_gpu_ratio=visual_gpu_ratio)
-    return dict(cutter.device_map())
-
-
-def _auto_class(config: object) -> type:
-    is_visual = getattr(config, "vision_config", None) is not None
-    return AutoModelForImageTextToText if is_visual else AutoModelForCausalLM

@@ -1,6 +1,6 @@
 """The inference model parts: (images, prompts) -> answers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -8,11 +8,13 @@ import torch
 from register import model_register
 from stageline.data.rendered import Rendered
 from stageline.inference import generation
+from stageline.inference.decoding.request import Sampling
+from stageline.inference.engine_answers import engine_answers
 
 
 @model_register("generate")
 def generate(
-    model: torch.nn.Module,
+    model: Any,
     processor: Any,
     *,
     images: Sequence[Any],
@@ -23,23 +25,26 @@ def generate(
     top_p: float = 1.0,
     top_k: int = 50,
     repetition_penalty: float = 1.0,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, Any]] | Iterator[tuple[int, dict[str, Any]]]:
     """The library's generate in batches with left padding, for text and images.
+
+    A decoding engine (--engine pipeline or vllm) does the same, batching by itself.
 
     Args:
         top_p: with a temperature: the likeliest tokens that hold this share.
         top_k: with a temperature: so many of the likeliest tokens.
         repetition_penalty: above 1 makes tokens that were there before less likely.
     """
-    return generation.generate(
-        model,
-        processor,
-        prompts=prompts,
-        images=images,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        top_p=top_p,
-        top_k=top_k,
-        repetition_penalty=repetition_penalty,
-    )
+    options = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "top_p": top_p,
+        "top_k": top_k,
+        "repetition_penalty": repetition_penalty,
+    }
+    if not isinstance(model, torch.nn.Module):
+        return engine_answers(
+            model, processor, prompts=prompts, images=images, sampling=Sampling(**options)
+        )
+    return generation.generate(model, processor, prompts=prompts, images=images, **options)

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from options.fields import option
+from options.placement_options import PlacementOptions
 from options.run_options import EvaluateConfig
 
 
 @dataclass(kw_only=True)
-class ChatConfig:
+class ChatConfig(PlacementOptions):
     """Chat"""
 
     model_path: str | None = option(
@@ -35,9 +36,6 @@ class ChatConfig:
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto takes GPUs where there are any")
     num_devices: int | None = option(
         None, "devices that the model is spread over; default: all", at_least=1
-    )
-    visual_gpu_ratio: float = option(
-        0.0, "share of the first device that the vision tower takes", at_least=0, at_most=1
     )
     bf16: bool = option(False, "compute in bfloat16")
     fp16: bool = option(False, "compute in float16")

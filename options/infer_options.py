@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 
 from options.answer_options import AnswerOptions
+from options.engine_options import EngineOptions
 from options.fields import OptionError, option
 from options.image_options import ImageOptions
+from options.placement_options import PlacementOptions
 from options.run_options import EvaluateConfig, SharedOptions
 
 
@@ -31,7 +33,9 @@ class PromptOptions:
 
 
 @dataclass(kw_only=True)
-class InferConfig(PromptOptions, AnswerOptions, ImageOptions, SharedOptions):
+class InferConfig(
+    PlacementOptions, PromptOptions, EngineOptions, AnswerOptions, ImageOptions, SharedOptions
+):
     """Every option of infer.py."""
 
     output_dir: str = option("runs/infer", "folder of predictions.jsonl", is_output=True)

@@ -29,7 +29,7 @@ def _contract(num_positional: int, names: str = "") -> Contract:
 
 
 CONTRACTS: dict[str, Contract] = {
-    "model": _contract(2, "images prompts max_new_tokens temperature seed"),
+    "model": _contract(2, "images prompts samples batch_size max_new_tokens temperature seed"),
     "train_model": _contract(
         0,
         "config_path processor_path checkpoint_path stage num_stages frozen_vit frozen_mlp "
@@ -45,7 +45,8 @@ CONTRACTS: dict[str, Contract] = {
     ),
     "builder": _contract(
         1,
-        "visual_gpu_ratio dtype num_devices device adapter_path adapter_weights trust_remote_code",
+        "visual_gpu_ratio dtype num_devices device adapter_path adapter_weights trust_remote_code "
+        "placement",
     ),
     "prompt": Contract(),
     "prompt_fn": _contract(2, "processor for_generation"),

@@ -12,6 +12,7 @@ from options.attention_options import AttentionOptions
 from options.checkpoint_options import CheckpointOptions
 from options.corpus_run_options import CorpusRunOptions
 from options.data_options import DataOptions
+from options.engine_options import EngineOptions
 from options.fault_options import FaultOptions
 from options.fields import option
 from options.image_options import ImageOptions
@@ -21,6 +22,7 @@ from options.memory_options import MemoryOptions
 from options.method_options import MethodOptions
 from options.number_options import NumberOptions
 from options.part_training_options import PartTrainingOptions
+from options.placement_options import PlacementOptions
 from options.plan_options import PlanOptions
 from options.preview_options import PreviewOptions
 from options.reference_options import ReferenceOptions
@@ -197,7 +199,9 @@ class RunConfig(
 
 
 @dataclass(kw_only=True)
-class EvaluateConfig(ReportOptions, AnswerOptions, ImageOptions, SharedOptions):
+class EvaluateConfig(
+    PlacementOptions, ReportOptions, EngineOptions, AnswerOptions, ImageOptions, SharedOptions
+):
     """Evaluation"""
 
     output_dir: str = option(

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from pp_models.filling import Source, fill_stage, read_config
+from pp_models.answering import AnsweringStage
+from pp_models.filling import Source, fill_stage, processor_of, read_config
 from stageline.checkpoint.adapter_start import AdapterStart
-from stageline.data.processor import get_pad_token_id, load_processor
 from stageline.errors import PlanError, UserError
 from stageline.modules import compiling, offload
 from stageline.modules.checkpointing import CheckpointMode, checkpoint_layers, tower_layers
@@ -28,7 +28,7 @@ from stageline.pipeline.partition import layer_range, stage_layers
 PARTS = ("vit", "mlp", "llm", "lm_head")
 
 
-class StageModel(nn.Module):
+class StageModel(AnsweringStage, nn.Module):
     """One stage of a model; subclass it for an architecture of your own.
 
     Parameter names are those of the whole model: a stage shares the registries of `whole`, the
@@ -51,10 +51,6 @@ class StageModel(nn.Module):
         methods: what is done in another way than training the whole model.
         notes: lines about it to print.
         changes_config: the configuration is not that of the weights' folder.
-        can_decode: the forward takes `past_key_values`, `position_ids` and, on the last stage,
-            `logits_to_keep` among the batch and hands them to the layers, so that the stages can
-            answer token by token.
-        only_answers: nothing trains any more.
     """
 
     cached_configs: tuple[str, ...] = ()
@@ -63,8 +59,6 @@ class StageModel(nn.Module):
     logits_chunk = 0
     checkpoint_every = 1
     changes_config = False
-    can_decode = False
-    only_answers = False
 
     def __init__(
         self,
@@ -272,41 +266,6 @@ class StageModel(nn.Module):
         """
         return key_map_without_last_lora(list(self.state_dict()))
 
-    def answer_only(self) -> None:
-        """Leaves out what a forward does for training alone."""
-        self.only_answers = True
-
-    def decode_positions(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Positions of the tokens of prompts that are padded on the left.
-
-        Args:
-            batch: the integers of the prompts; `attention_mask` [B, T] says which are padding.
-
-        Returns:
-            [B, T], or [axes, B, T]; the token behind a prompt has the largest one's successor.
-        """
-        mask_BT = batch["attention_mask"]
-        return (mask_BT.cumsum(-1) - 1).clamp(min=0)
-
-    def fixed_layers(self) -> frozenset[int]:
-        """Layers whose keys and values are those of a prompt's images: no step adds any."""
-        return frozenset()
-
-    def kept_inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What the steps of an answer read of its prompts, besides the cache; dim 0 is the row."""
-        return {}
-
-    def decode_inputs(
-        self, kept: list[dict[str, torch.Tensor]], num_columns: int
-    ) -> dict[str, torch.Tensor]:
-        """What one step's forward takes for this.
-
-        Args:
-            kept: of each row of the group: its part of `kept_inputs`.
-            num_columns: of the group, the step's own included.
-        """
-        return {}
-
     def train(self, mode: bool = True) -> "StageModel":
         if self.whole is not None:
             self.whole.training = mode
@@ -419,12 +378,4 @@ class StageModel(nn.Module):
         if offload_activations:
             offload.offload_activations(model)
         path = None if is_piece else processor_path or checkpoint_path or config_path
-        return model, *_processor_of(path, trust_remote_code=code)
-
-
-def _processor_of(path: str | None, *, trust_remote_code: bool) -> tuple[object, int]:
-    """A processor and the id of its padding token."""
-    if path is None:
-        return None, 0
-    processor = load_processor(path, trust_remote_code=trust_remote_code)
-    return processor, get_pad_token_id(processor)
+        return model, *processor_of(path, trust_remote_code=code)

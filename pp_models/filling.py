@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from stageline.checkpoint.init import init_split_model
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.vocabulary import num_rows_on_disk
+from stageline.data.processor import get_pad_token_id, load_processor
 from stageline.errors import UserError
 from stageline.model_folder import load_config
 from stageline.modules.neftune import add_noise
@@ -92,3 +93,11 @@ def read_config(
         saved = num_rows_on_disk(Path(weights), of_base=True, trust_remote_code=trust_remote_code)
         set_vocab_size(config, saved or vocab_size_of(config))
     return config
+
+
+def processor_of(path: str | None, *, trust_remote_code: bool) -> tuple[object, int]:
+    """A processor and the id of its padding token."""
+    if path is None:
+        return None, 0
+    processor = load_processor(path, trust_remote_code=trust_remote_code)
+    return processor, get_pad_token_id(processor)

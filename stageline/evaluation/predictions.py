@@ -25,6 +25,10 @@ class PredictionFile:
 
     Args:
         settings_key: `fingerprint` of the run's settings; lines of others are left alone.
+
+    Attributes:
+        records: sample id -> its answer.
+        errors: sample id -> why it got none, at some time.
     """
 
     def __init__(self, path: str | Path, *, settings_key: str) -> None:
@@ -32,10 +36,11 @@ class PredictionFile:
         self.settings_key = settings_key
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.records: dict[str, dict[str, Any]] = {}
+        self.errors: dict[str, str] = {}
         self._drop_torn_line()
-        for record in _records(self.path):
+        for record in _records(self.path, with_failed=True):
             if record.get("settings") == settings_key:
-                self.records[record["id"]] = record
+                self._take(record)
 
     def append(self, records: list[dict[str, Any]]) -> None:
         """Adds lines; they are on the disk when this returns."""
@@ -43,10 +48,15 @@ class PredictionFile:
             for record in records:
                 record = {"settings": self.settings_key, **record}
                 file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
-                if "error" not in record:
-                    self.records[record["id"]] = record
+                self._take(record)
             file.flush()
             os.fsync(file.fileno())
+
+    def _take(self, record: dict[str, Any]) -> None:
+        if "error" in record:
+            self.errors[record["id"]] = str(record["error"])
+        else:
+            self.records[record["id"]] = record
 
     def _drop_torn_line(self) -> None:
         """Cuts off a last line without its end: the process was killed while writing it."""
@@ -74,8 +84,8 @@ def newest_records(path: Path) -> dict[str, dict[str, Any]]:
     return {record["id"]: record for record in records if record.get("settings") == newest}
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """The answers of a file; samples that failed are left out.
+def _records(path: Path, *, with_failed: bool = False) -> Iterator[dict[str, Any]]:
+    """The answers of a file; samples that failed are left out unless they are asked for.
 
     Raises:
         DataError: a line is no record, or two lines of one run answer a sample differently.
@@ -85,8 +95,10 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
-        record = _parse(line, f"{path}:{number}")
+        record = parse_line(line, f"{path}:{number}")
         if "error" in record:
+            if with_failed:
+                yield record
             continue
         key = (record.get("settings"), record["id"])
         first, text = seen.setdefault(key, (number, record["prediction"]))
@@ -99,7 +111,12 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
         yield record
 
 
-def _parse(line: str, source: str) -> dict[str, Any]:
+def parse_line(line: str, source: str) -> dict[str, Any]:
+    """The record of a line; of a sample that failed it has `error`.
+
+    Raises:
+        DataError: it is none.
+    """
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:

@@ -147,6 +147,13 @@ def format_report(report: dict[str, Any]) -> str:
     return "\n\n".join(format_table(grouping, cells) for grouping, cells in tables(report))
 
 
+def format_figures(figures: dict[str, Any]) -> str:
+    """A metric's further numbers, a line each; empty where it has none."""
+    own = {name: value for name, value in figures.items() if name not in _TAKEN}
+    numbers = {name: value for name, value in own.items() if isinstance(value, int | float)}
+    return "\n".join(f"{name}: {value:.6g}" for name, value in numbers.items())
+
+
 def format_table(title: str, cells: Sequence[Sequence[str]]) -> str:
     """Cells in columns, the first to the left and the others to the right."""
     cells = [[title, *cells[0][1:]], *cells[1:]]

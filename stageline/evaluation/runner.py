@@ -4,9 +4,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
-from stageline.data.batch import render_sample
+from stageline.data.batch import Images, render_sample
+from stageline.data.rendered import Rendered
 from stageline.errors import DataError
 from stageline.evaluation.predictions import PredictionFile
 
@@ -16,6 +18,9 @@ Answer = Callable[..., Answers]
 # fields of a sample that go into its line: enough to compute any metric from the file
 KEPT_TYPES = (str, int, float, bool, list, type(None))
 KEPT_NAMES = ("groups",)
+# batches whose samples are put in order of length together
+BATCHES_OF_A_WINDOW = 32
+MOST_AT_ONCE = 512  # pictures of a window may each keep a file open
 
 
 @dataclass
@@ -31,6 +36,28 @@ class Outcome:
     failed: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Asking:
+    """How samples are put to a model.
+
+    Attributes:
+        batch_size: samples of one call; fewer once memory was full.
+        length_of: (rendered, images) -> tokens; samples are then sorted, the longest of a window
+            first, so that batches are even and full memory shows at once. None: as they come.
+        has_own_batches: `answer` gets a window of samples at once, because it batches by itself.
+        for_generation: render samples without their answers.
+        hands_over: further arguments that `answer` takes: samples, batch_size.
+        is_shown: with a progress bar.
+    """
+
+    batch_size: int
+    length_of: Callable[[Rendered, Images], int] | None = None
+    has_own_batches: bool = False
+    for_generation: bool = True
+    hands_over: frozenset[str] = frozenset()
+    is_shown: bool = True
+
+
 def predict(
     dataset: Any,
     rows: Sequence[int],
@@ -39,7 +66,7 @@ def predict(
     texts: dict[str, Any],
     processor: Any,
     file: PredictionFile,
-    batch_size: int,
+    asking: Asking,
 ) -> Outcome:
     """Answers the given rows in batches and appends them to the file.
 
@@ -48,31 +75,113 @@ def predict(
             it is pending; as a list, or as an iterator of (place, dict) in any order, whose
             answers are written as they come. A model part with its options.
         texts: prompt, prompt_fn and image_token of the run.
+
+    Raises:
+        torch.OutOfMemoryError: for one sample alone; larger batches are halved.
     """
-    outcome = Outcome()
     waiting = [row for row in rows if str(dataset[row][1]["id"]) not in file.records]
-    bar = tqdm(total=len(rows), initial=len(rows) - len(waiting), unit="sample")
-    for start in range(0, len(waiting), batch_size):
-        pairs = [dataset[row] for row in waiting[start : start + batch_size]]
-        prompts = [
-            render_sample(images, sample, processor=processor, for_generation=True, **texts)
-            for images, sample in pairs
-        ]
-        answers = answer(images=[images for images, _ in pairs], prompts=prompts)
+    bar = tqdm(
+        total=len(rows),
+        initial=len(rows) - len(waiting),
+        unit="sample",
+        disable=not asking.is_shown,
+    )
+    run = _Run(dataset, answer, texts, processor, file, asking, bar)
+    size = asking.batch_size
+    window = size * BATCHES_OF_A_WINDOW
+    if asking.has_own_batches:
+        window = min(window, MOST_AT_ONCE)
+    if not (asking.length_of or asking.has_own_batches):
+        window = size
+    for start in range(0, len(waiting), window):
+        own = run.in_order(waiting[start : start + window])
+        size = run.ask_all(own, window if asking.has_own_batches else size)
+    bar.close()
+    return run.outcome
+
+
+class _Run:
+    """The samples that are on their way to their lines."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        answer: Answer,
+        texts: dict[str, Any],
+        processor: Any,
+        file: PredictionFile,
+        asking: Asking,
+        bar: Any,
+    ) -> None:
+        self.dataset, self.answer, self.file, self.asking = dataset, answer, file, asking
+        self.texts = {**texts, "processor": processor, "for_generation": asking.for_generation}
+        self.bar = bar
+        self.outcome = Outcome()
+        self.done: set[int] = set()
+
+    def in_order(self, rows: Sequence[int]) -> list[int]:
+        """The longest first; a row's place in the file makes no difference."""
+        length_of = self.asking.length_of
+        if length_of is None:
+            return list(rows)
+        lengths = {}
+        for row in rows:
+            images, sample = self.dataset[row]
+            lengths[row] = length_of(render_sample(images, sample, **self.texts), images)
+        return sorted(rows, key=lambda row: -lengths[row])
+
+    def ask_all(self, rows: Sequence[int], size: int) -> int:
+        """Asks in batches, which are halved where memory is full; returns their last size."""
+        left = list(rows)
+        while left:
+            batch = left[:size]
+            if self._fits(batch):
+                left = left[len(batch) :]
+                continue
+            size = len(batch) // 2
+            print(f"memory was full with {len(batch)} samples at once: going on with {size}")
+            left = [row for row in left if row not in self.done]
+        return size
+
+    def _fits(self, rows: Sequence[int]) -> bool:
+        try:
+            self.ask(rows)
+        except torch.OutOfMemoryError:
+            if len(rows) == 1:
+                raise
+        else:
+            return True
+        # outside of the handler: the error's frames hold the tensors that are to go
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return False
+
+    def ask(self, rows: Sequence[int]) -> None:
+        """One call of `answer`; what comes is written at once."""
+        pairs = [self.dataset[row] for row in rows]
+        prompts = [render_sample(images, sample, **self.texts) for images, sample in pairs]
+        further = {
+            "samples": [sample for _, sample in pairs],
+            "batch_size": min(self.asking.batch_size, len(rows)),
+        }
+        answers = self.answer(
+            images=[images for images, _ in pairs],
+            prompts=prompts,
+            **{name: further[name] for name in self.asking.hands_over},
+        )
         for found in _as_they_come(answers):
             records = []
             for place, result in found:
                 sample = pairs[place][1]
+                self.done.add(rows[place])
                 if result is None:
-                    outcome.pending.append(str(sample["id"]))
+                    self.outcome.pending.append(str(sample["id"]))
                     continue
                 if "error" in result:
-                    outcome.failed[str(sample["id"])] = result["error"]
+                    self.outcome.failed[str(sample["id"])] = result["error"]
                 records.append(_record(sample, prompts[place].text, result))
-            file.append(records)
-            bar.update(len(found))
-    bar.close()
-    return outcome
+            self.file.append(records)
+            self.bar.update(len(found))
 
 
 def _as_they_come(answers: Answers) -> Iterator[list[tuple[int, Result]]]:

@@ -2,12 +2,21 @@
 
 Only the layers of the language model are split. The last one lies with the first: embeddings and
 head are there as well, so hidden states come back instead of logits, and a tied head finds its
-weight. Loads nothing.
+weight. Bytes decide, or the number of layers where the user says what the tower takes. Loads
+nothing.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from torch import nn
 
 from stageline.errors import UserError
+from stageline.inference.meta_model import layers_path, model_on_meta
+from stageline.inference.model_bytes import ModelBytes, measure_model
+from stageline.inference.pass_bytes import Load
+from stageline.inference.placement import DeviceBytes, device_bytes, place_layers
 
 
 def layer_counts(num_layers: int, num_devices: int, *, visual_gpu_ratio: float = 0.0) -> list[int]:
@@ -54,53 +63,80 @@ def layer_devices(num_layers: int, num_devices: int, *, visual_gpu_ratio: float 
     return [*devices, 0]
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What a run says of its devices.
+
+    Attributes:
+        memory: bytes that are free on each device; None: the devices are asked.
+        load: what the model will be asked for at once.
+    """
+
+    memory: tuple[int, ...] | None = None
+    load: Load = Load()
+
+
 class ModelCutter:
     """Makes the device_map of a model.
 
     Args:
         model: a transformers model, on the meta device for instance.
         num_devices: how many devices there are.
-        visual_gpu_ratio: see `layer_counts`.
+        visual_gpu_ratio: see `layer_counts`; None: bytes decide.
+        memory: bytes that are free on each device; None: all have the same.
+        load: what the model will be asked for.
     """
 
     def __init__(
-        self, model: nn.Module, *, num_devices: int, visual_gpu_ratio: float = 0.0
+        self,
+        model: nn.Module,
+        *,
+        num_devices: int,
+        visual_gpu_ratio: float | None = None,
+        memory: Sequence[int] | None = None,
+        load: Load | None = None,
     ) -> None:
+        if memory is not None and len(memory) != num_devices:
+            raise UserError(
+                f"{len(memory)} sizes of memory came for {num_devices} devices: one of each was "
+                "expected, because layers are dealt out by them. Give one for each device."
+            )
         self.model = model
         self.num_devices = num_devices
         self.visual_gpu_ratio = visual_gpu_ratio
+        self.memory = memory
+        self.load = load or Load()
 
     def device_map(self) -> dict[str, int]:
         """Module path -> device; every parameter and buffer lies below exactly one path."""
-        layers = self.layers_path()
-        count = len(self.model.get_submodule(layers))
-        devices = layer_devices(count, self.num_devices, visual_gpu_ratio=self.visual_gpu_ratio)
         placed: dict[str, int] = {}
-        self._place("", layers, devices, placed)
+        self._place("", self.layers_path(), self.layer_devices(), placed)
         check_cover(self.model, placed)
         return placed
 
-    def layers_path(self) -> str:
-        """Where the list of decoder layers lies.
+    def layer_devices(self) -> list[int]:
+        """The device of each layer."""
+        num_layers = len(self.model.get_submodule(self.layers_path()))
+        if self.visual_gpu_ratio is not None or self.num_devices == 1:
+            ratio = self.visual_gpu_ratio or 0.0
+            return layer_devices(num_layers, self.num_devices, visual_gpu_ratio=ratio)
+        return place_layers(self.bytes, self.memory or [1] * self.num_devices)
 
-        Raises:
-            UserError: there is not exactly one beside the token embeddings.
-        """
-        names = {id(module): name for name, module in self.model.named_modules()}
-        text_model = names[id(self.model.get_input_embeddings())].rpartition(".")[0]
-        wanted = self.model.config.get_text_config(decoder=True).num_hidden_layers
-        found = [
-            f"{text_model}.{name}".lstrip(".")
-            for name, child in self.model.get_submodule(text_model).named_children()
-            if isinstance(child, nn.ModuleList) and len(child) == wanted
-        ]
-        if len(found) != 1:
-            raise UserError(
-                f"{type(self.model).__name__} has {len(found)} lists of {wanted} layers beside "
-                "its embeddings, one was expected: use --num-devices 1, or a builder part of your "
-                "own that makes the device_map."
-            )
-        return found[0]
+    def devices(self) -> list[DeviceBytes]:
+        """What will lie on each device."""
+        return device_bytes(self.bytes, self.layer_devices(), self.memory or [0] * self.num_devices)
+
+    @cached_property
+    def bytes(self) -> ModelBytes:
+        """What each part of the model needs; measured once."""
+        model = self.model
+        if any(not parameter.is_meta for parameter in model.parameters()):
+            model = model_on_meta(model.config, dtype=model.dtype)
+        return measure_model(model, self.load)
+
+    def layers_path(self) -> str:
+        """Where the list of decoder layers lies; raises where there is not exactly one."""
+        return layers_path(self.model)
 
     def _place(self, path: str, layers: str, devices: list[int], placed: dict[str, int]) -> None:
         """Descends only where layers are below; everything beside them goes to device 0."""

@@ -25,17 +25,23 @@ def tiny_whole(
     tied: bool = False,
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = SHARD_SIZE,
+    noise: float = 0.05,
+    **overrides: object,
 ) -> PreTrainedModel:
     """A whole model in evaluation mode, saved to `folder` by plain `save_pretrained`.
 
     The library starts biases and norms at 0 and 1, which hides weights that were swapped or left
     out: here they are moved.
+
+    Args:
+        noise: how far; more makes answers that differ more from prompt to prompt.
+        overrides: fields of the (text) configuration.
     """
     torch.manual_seed(3)
-    whole = auto_class(family).from_config(tiny_config(family, tied=tied), dtype=dtype)
+    whole = auto_class(family).from_config(tiny_config(family, tied=tied, **overrides), dtype=dtype)
     with torch.no_grad():
         for parameter in whole.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
+            parameter.add_(torch.randn_like(parameter) * noise)
     if folder is not None:
         whole.save_pretrained(folder, max_shard_size=max_shard_size)
     return whole.eval()

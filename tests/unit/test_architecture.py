@@ -16,12 +16,25 @@ SHELF = {
     *("dataset", "loss_fn", "metric", "optimizer", "tracker", "corpus_parts"),
 }
 OPTIONS = {"parse_args", "options"}
-ENTRIES = {"train_pp", "check_model", "evaluate", "infer", "chat", "serve", "corpus", "export"}
+ENTRIES = {
+    *("train_pp", "check_model", "evaluate", "infer", "chat", "serve", "corpus", "export"),
+    "lm_eval_run",
+}
 # what an entry file hands work to, beside it
 ENTRY_HELPERS = {
-    *("answer_run", "answer_stages", "corpus_show", "corpus_trained", "decode_run"),
-    *("train_corpus", "train_data"),
-    *("train_parts", "train_run", "train_streaming", "train_vocabulary"),
+    "answer_engines",
+    "answer_run",
+    "answer_stages",
+    "corpus_show",
+    "corpus_trained",
+    "decode_run",
+    "placement_run",
+    "train_corpus",
+    "train_data",
+    "train_parts",
+    "train_run",
+    "train_streaming",
+    "train_vocabulary",
 }
 # root name -> root names it may import; all but register may import third parties
 ROOT_ARROWS = {

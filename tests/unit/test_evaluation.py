@@ -9,7 +9,7 @@ from stageline.data.rendered import Piece, Rendered
 from stageline.errors import DataError
 from stageline.evaluation.predictions import PredictionFile, fingerprint
 from stageline.evaluation.report import make_report, wilson_interval, write_report
-from stageline.evaluation.runner import check_ids, predict
+from stageline.evaluation.runner import Asking, check_ids, predict
 
 ROWS = [(None, {"id": f"r{i}", "question": str(i), "answer": str(i)}) for i in range(7)]
 TEXTS = {
@@ -35,7 +35,7 @@ class Answerer:
 
 def run(path, answer, key="k", batch_size=2):
     file = PredictionFile(path, settings_key=key)
-    options = {"texts": TEXTS, "processor": None, "file": file, "batch_size": batch_size}
+    options = {"texts": TEXTS, "processor": None, "file": file, "asking": Asking(batch_size)}
     predict(ROWS, range(7), answer=answer, **options)
     return file
 
@@ -112,7 +112,7 @@ def test_damaged_predictions_are_refused_by_line(line, words, tmp_path):
 def test_groups_are_kept_with_a_prediction(tmp_path):
     rows = [(None, {**ROWS[0][1], "groups": {"relation": "on"}, "tensor": object()})]
     file = PredictionFile(tmp_path / "p.jsonl", settings_key="k")
-    options = {"texts": TEXTS, "processor": None, "file": file, "batch_size": 1}
+    options = {"texts": TEXTS, "processor": None, "file": file, "asking": Asking(1)}
     predict(rows, [0], answer=Answerer(), **options)
     kept = json.loads(file.path.read_text())["sample"]
     assert kept["groups"] == {"relation": "on"} and "tensor" not in kept

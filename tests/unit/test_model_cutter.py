@@ -13,6 +13,7 @@ from stageline.testing.tiny_mllama import tiny_mllama_config
 from stageline.testing.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 
 RATIOS = (0.0, 0.25, 0.5, 1.0, 1.5, 3.0)
+BY_BYTES = None
 
 
 def test_layers_are_covered_evenly_for_any_numbers():
@@ -48,7 +49,7 @@ def whole(family):
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
 def test_every_tensor_has_one_device(family, num_devices):
     model = whole(family)
-    for ratio in RATIOS:
+    for ratio in (*RATIOS, BY_BYTES):
         cutter = ModelCutter(model, num_devices=num_devices, visual_gpu_ratio=ratio)
         placed = cutter.device_map()
         assert set(placed.values()) == set(range(num_devices))
@@ -82,6 +83,6 @@ def test_the_tower_lies_on_device_0_whatever_it_is_called(family):
 
 
 def test_layers_that_attend_to_images_are_layers_like_others():
-    placed = ModelCutter(whole("mllama"), num_devices=3).device_map()
+    placed = ModelCutter(whole("mllama"), num_devices=3, visual_gpu_ratio=0).device_map()
     devices = [placed[f"model.language_model.layers.{index}"] for index in range(5)]
     assert devices == [0, 1, 1, 2, 0]

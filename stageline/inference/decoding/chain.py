@@ -82,6 +82,7 @@ def follow(decoder: StageDecoder, wire: Wire, *, num_stages: int) -> None:
         order, tensors = wire.receive(wire.rank - 1)
         kind = order.kind
         wire.send(target, order, decoder.run(order, tensors))
+    wire.flush()
 
 
 def max_in_flight(num_stages: int) -> int:

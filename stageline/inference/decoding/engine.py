@@ -10,17 +10,17 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from stageline.errors import UserError
 from stageline.inference.decoding import prompts
+from stageline.inference.decoding.admission import checked
 from stageline.inference.decoding.chain import Chain, max_in_flight
 from stageline.inference.decoding.engine_stats import EngineStats
 from stageline.inference.decoding.group_choice import GroupChoice, measure_steps
-from stageline.inference.decoding.order import Order, logprob_of_json, settings_of
+from stageline.inference.decoding.order import Order, error_of, logprob_of_json, settings_of
 from stageline.inference.decoding.request import (
     EngineError,
     Failed,
@@ -49,6 +49,7 @@ class DecodingEngine:
         processor: what prompts are encoded with.
         stop_ids: tokens that end an answer, where a request names none.
         device: where the first stage reads.
+        has_cache: the stages keep keys and values; else each token reads its whole row anew.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class DecodingEngine:
         stop_ids: Sequence[int] = (),
         device: torch.device | str = "cpu",
         model_name: str = "model",
+        has_cache: bool = True,
     ) -> None:
         self.chain = chain
         self.tokenizer = tokenizer
@@ -69,6 +71,7 @@ class DecodingEngine:
         self.stop_ids = tuple(stop_ids)
         self.device = torch.device(device)
         self.model_name = model_name
+        self.has_cache = has_cache
         self.choice: GroupChoice | None = None
         self.is_healthy = True
         self._scheduler = Scheduler(
@@ -99,7 +102,7 @@ class DecodingEngine:
         Raises:
             UserError: the request can't be answered: its prompt is empty or too long.
         """
-        running = Running.of(self._checked(request), listener, engine=self)
+        running = self._running_of(request, listener)
         self._inbox.put(lambda: self._admit(running))
 
     def cancel(self, key: str) -> None:
@@ -203,7 +206,7 @@ class DecodingEngine:
 
     def prepare(self) -> None:
         """Measures steps once, where the number of groups is to be chosen."""
-        several = self.chain.num_stages > 1 and self.limits.max_rows > 1
+        several = self.chain.num_stages > 1 and self.limits.max_rows > 1 and self.has_cache
         if several and self.limits.num_groups is None and self.choice is None:
             self.choice = measure_steps(self._measure, max_rows=self.limits.max_rows)
             self._order(Order("tidy", leave=[(-1, row) for row in range(self.limits.max_rows)]))
@@ -269,14 +272,27 @@ class DecodingEngine:
             lengths=[one.length for one in chosen],
             settings=[settings_of(owner.request.sampling) for owner in owners],
         )
-        self._order(order, self._on_device([owner.request.prompt for owner in owners]))
+        if not self.has_cache:
+            order.kind = "whole"
+            self._order(order, self._whole_rows(owners))
+        else:
+            self._order(order, self._on_device([owner.request.prompt for owner in owners]))
         self._prompt_tokens += sum(order.lengths)
 
     def _start_step(self, group: RunningGroup, joins: list[tuple[int, int]]) -> None:
-        rows = [one.row for one in group.members]
-        last = [[one.owner.last_token] for one in group.members]
-        order = Order("decode", group=group.number, rows=rows, join=joins)
+        rows, owners = zip(*((one.row, one.owner) for one in group.members), strict=True)
+        order = Order("decode", group=group.number, rows=list(rows), join=joins)
+        if not self.has_cache:
+            order.kind, order.join = "whole", []
+            order.lengths = [len(owner.row_ids()) for owner in owners]
+            self._order(order, self._whole_rows(owners))
+            return
+        last = [[owner.last_token] for owner in owners]
         self._order(order, {"input_ids": torch.tensor(last, device=self.device)})
+
+    def _whole_rows(self, owners: Sequence[Running]) -> dict[str, torch.Tensor]:
+        padded = prompts.padded_right([owner.row_ids() for owner in owners])
+        return {name: value.to(self.device) for name, value in padded.items()}
 
     def _on_device(self, several: list[Any]) -> dict[str, torch.Tensor]:
         together = prompts.together(several)
@@ -289,7 +305,7 @@ class DecodingEngine:
         ]
         if order.kind == "score":
             self._scores.take(order)
-        if order.kind not in ("prefill", "decode"):
+        if order.kind not in ("prefill", "decode", "whole"):
             return
         by_row = {
             one.row: one for group in self._scheduler.groups.values() for one in group.members
@@ -301,7 +317,7 @@ class DecodingEngine:
 
     def _take_token(self, one: Scheduled, order: Order, place: int) -> None:
         running: Running = one.owner
-        error = _error_of(order, place)
+        error = error_of(order, place)
         if error is None and not running.is_cancelled:
             logprob = logprob_of_json(order.logprobs[place]) if order.logprobs else None
             running.take(order.tokens[place], logprob)
@@ -316,22 +332,13 @@ class DecodingEngine:
 
     # -- requests -------------------------------------------------------------------------
 
-    def _checked(self, request: Request) -> Request:
-        """The request, its answer no longer than there are positions."""
-        length = prompts.length_of(request.prompt)
-        longest = min(self.limits.max_length, self.limits.max_cells or self.limits.max_length)
-        if not 1 <= length < longest:
-            raise UserError(
-                f"the prompt has {length} tokens. From 1 to {longest - 1} were expected, because "
-                "the prompt and at least one token of the answer must fit the model's positions "
-                "and the cache: shorten it."
-            )
-        most = min(request.sampling.max_new_tokens, longest - length)
-        return replace(request, sampling=replace(request.sampling, max_new_tokens=most))
+    def _running_of(self, request: Request, listener: Listener) -> Running:
+        request = checked(request, self.limits, has_cache=self.has_cache)
+        return Running.of(request, listener, engine=self)
 
     def _submit_here(self, request: Request, listener: Listener) -> None:
         try:
-            self._admit(Running.of(self._checked(request), listener, engine=self))
+            self._admit(self._running_of(request, listener))
         except UserError as error:
             listener(Failed(request.key, error))
 
@@ -372,6 +379,8 @@ class DecodingEngine:
     # -- the number of groups -------------------------------------------------------------
 
     def _best_groups(self, num_rows: int) -> int:
+        if not self.has_cache:  # whole rows are read: bound by arithmetic
+            return self.chain.num_stages
         return 1 if self.choice is None else self.choice.best(num_rows)
 
     def _measure(self, num_rows: int) -> list[float]:
@@ -383,11 +392,3 @@ class DecodingEngine:
         if done.error is not None:
             raise EngineError(f"a step of {num_rows} rows failed: {done.error}")
         return done.seconds
-
-
-def _error_of(order: Order, place: int) -> Exception | None:
-    """Why a row of an order got no token."""
-    if order.error is not None:
-        return EngineError(order.error)
-    is_users, text = order.row_errors.get(str(place), (False, None))
-    return None if text is None else UserError(text) if is_users else EngineError(text)

@@ -7,20 +7,24 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from stageline.inference.decoding.request import Sampling, TokenLogprob
+from stageline.errors import UserError
+from stageline.inference.decoding.request import EngineError, Sampling, TokenLogprob
 
-Kind = Literal["prefill", "decode", "score", "measure", "tidy", "stop"]
+Kind = Literal["prefill", "decode", "whole", "score", "measure", "tidy", "stop"]
 
 
 @dataclass
 class Order:
     """One pass.
 
+    A model that keeps no keys and values reads its rows anew for each token: "whole" takes the
+    place of "prefill" and "decode".
+
     Attributes:
         group: whose cache it uses.
         rows: ids of the rows, in the order in which the group has them.
         lengths: tokens of each row; of a prefill, a score and a measurement.
-        settings: of each row of a prefill: how its tokens are chosen.
+        settings: of each new row: how its tokens are chosen.
         num_targets: of each row of a score: how many of its last tokens are scored.
         leave: (group, row) that go before the pass.
         join: (from, into) groups that become one before the pass.
@@ -86,3 +90,11 @@ def logprob_of_json(values: Any) -> TokenLogprob | None:
         return None
     token_id, logprob, top = values
     return TokenLogprob(token_id, logprob, tuple((int(i), float(value)) for i, value in top))
+
+
+def error_of(order: Order, place: int) -> Exception | None:
+    """Why a row of an order got no token."""
+    if order.error is not None:
+        return EngineError(order.error)
+    is_users, text = order.row_errors.get(str(place), (False, None))
+    return None if text is None else UserError(text) if is_users else EngineError(text)

@@ -19,6 +19,14 @@ def is_alone(prompt: Prompt) -> bool:
     return any(value.shape != shape or value.is_floating_point() for value in prompt.values())
 
 
+def padded_right(rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+    """Rows of ids of several lengths as `input_ids` [B, T]."""
+    ids_BT = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+    for place, row in enumerate(rows):
+        ids_BT[place, : len(row)] = torch.tensor(row)
+    return {"input_ids": ids_BT}
+
+
 def together(prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
     """The inputs [B, T] of several prompts that are not alone, or those of one."""
     if len(prompts) == 1:

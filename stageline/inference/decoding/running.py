@@ -46,6 +46,10 @@ class Running:
     def key(self) -> str:
         return self.request.key
 
+    def row_ids(self) -> list[int]:
+        """The prompt and the answer so far."""
+        return self.request.prompt["input_ids"][0].tolist() + self.text.token_ids
+
     def take(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """One more token."""
         self.last_token = token_id

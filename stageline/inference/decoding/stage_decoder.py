@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from stageline.errors import UserError
-from stageline.inference.decoding.cache import GroupCache, take_out
+from stageline.inference.decoding.cache import GroupCache, Window, take_out
 from stageline.inference.decoding.order import Order, logprob_as_json, sampling_of
 from stageline.inference.decoding.sampler import SampledRow, choose
 
@@ -62,19 +62,25 @@ class StageDecoder:
     """Carries out orders on one stage.
 
     Args:
-        stage: a stage model that can answer, with its weights.
+        stage: a stage model with its weights.
         device: where they lie.
+
+    Attributes:
+        has_cache: the model keeps keys and values; else each token reads its whole row anew.
     """
 
     def __init__(self, stage: torch.nn.Module, *, device: torch.device | str = "cpu") -> None:
-        prepare_stage(stage)
+        stage.eval().requires_grad_(False)
+        stage.answer_only()
         self.stage = stage
+        self.has_cache = bool(stage.can_decode)
         self.device = torch.device(device)
         self.groups: dict[int, Group] = {}
         self.sampled: dict[int, SampledRow] = {}  # on the last stage
         self._passes = {
             "prefill": self._prefill,
             "decode": self._decode,
+            "whole": self._whole,
             "score": self._score,
             "measure": self._measure,
         }
@@ -107,6 +113,8 @@ class StageDecoder:
     @torch.inference_mode()
     def bytes_of_a_token(self) -> int:
         """What one token takes in the cache of this stage; at least 1."""
+        if not self.has_cache:
+            return 1
         cache = self._new_cache(1)
         cache.begin(1, lengths=[1])
         inputs = [
@@ -171,13 +179,36 @@ class StageDecoder:
         new.kept = [{name: value[place] for name, value in kept.items()} for place in places]
         self._join(order.group, new)
         if self.stage.is_last:
-            for place, row in enumerate(order.rows):
-                sampling = sampling_of(order.settings[place])
-                ids = tensors["input_ids"][place, width - order.lengths[place] :]
-                prompt = ids if sampling.repetition_penalty != 1 else None
-                self.sampled[row] = SampledRow(sampling, prompt, [], 0)
-            return self._choose(order, output)
+            for place, length in enumerate(order.lengths):
+                self._welcome(order, place, tensors["input_ids"][place, width - length :])
+            return self._choose(order, output[:, -1])
         return _onwards(output, _others(tensors))
+
+    def _welcome(self, order: Order, place: int, ids_T: torch.Tensor) -> None:
+        """A new row on the last stage."""
+        sampling = sampling_of(order.settings[place])
+        prompt = ids_T if sampling.repetition_penalty != 1 else None
+        self.sampled[order.rows[place]] = SampledRow(sampling, prompt, [], 0)
+
+    def _whole(self, order: Order, tensors: Tensors) -> Tensors:
+        """One more token of rows that are read from their beginning, padded on the right.
+
+        So it serves models that know neither masks nor positions, as long as they look back only.
+        """
+        output = self._forward(tensors, self._padded_right(order, tensors), None)
+        if not self.stage.is_last:
+            return _onwards(output, _others(tensors))
+        for place, _ in enumerate(order.settings):
+            self._welcome(order, place, tensors["input_ids"][place, : order.lengths[place]])
+        ends = torch.tensor(order.lengths, device=self.device) - 1
+        places = torch.arange(len(order.rows), device=self.device)
+        return self._choose(order, output[places, ends])
+
+    def _padded_right(self, order: Order, tensors: Tensors) -> dict[str, Any]:
+        columns_T = torch.arange(max(order.lengths), device=self.device)
+        lengths_B = torch.tensor(order.lengths, device=self.device)
+        mask_BT = (columns_T < lengths_B[:, None]).long()
+        return {**_others(tensors), "attention_mask": mask_BT}
 
     def _decode(self, order: Order, tensors: Tensors) -> Tensors:
         """One more token of each row of a group."""
@@ -185,7 +216,7 @@ class StageDecoder:
         assert group.rows == order.rows, f"rows {group.rows} here, {order.rows} ordered"
         output = self._step(group, tensors)
         if self.stage.is_last:
-            return self._choose(order, output)
+            return self._choose(order, output[:, -1])
         return _onwards(output, {})
 
     def _step(self, group: Group, tensors: Tensors) -> Any:
@@ -205,10 +236,10 @@ class StageDecoder:
 
     def _forward(self, tensors: Tensors, batch: dict[str, Any], cache: GroupCache | None) -> Any:
         inputs = {name: value for name, value in batch.items() if name != "input_ids"}
-        if self._keeps_logits and "logits_to_keep" not in inputs:
-            inputs["logits_to_keep"] = 1
         if cache is not None:
             inputs["past_key_values"] = cache
+            if self._keeps_logits:
+                inputs["logits_to_keep"] = 1
         if self.stage.is_first:
             first, extras = tensors["input_ids"], ()
         else:
@@ -218,9 +249,9 @@ class StageDecoder:
             inputs["input_ids"] = batch["input_ids"]
         return self.stage(first, *extras, **inputs)
 
-    def _choose(self, order: Order, logits_BTV: torch.Tensor) -> Tensors:
+    def _choose(self, order: Order, logits_BV: torch.Tensor) -> Tensors:
         rows = [self.sampled[row] for row in order.rows]
-        for place, found in enumerate(choose(logits_BTV[:, -1], rows)):
+        for place, found in enumerate(choose(logits_BV, rows)):
             order.tokens.append(found.token_id)
             order.logprobs.append(logprob_as_json(found.logprob))
             if found.error is not None:
@@ -235,23 +266,32 @@ class StageDecoder:
     def _score(self, order: Order, tensors: Tensors) -> Tensors:
         """Log-probabilities of the last tokens of each row; keeps nothing."""
         width = max(order.lengths)
-        cache = self._new_cache(len(order.rows))
-        cache.begin(width, lengths=order.lengths)  # for its mask: nothing is written
-        batch = {**_others(tensors), "attention_mask": cache.window.mask(width, self.device)}
-        batch["position_ids"] = self.stage.decode_positions(batch)
-        if self._keeps_logits:
-            batch["logits_to_keep"] = max(order.num_targets) + 1
+        if self.has_cache:
+            batch = self._padded_left(order, tensors)
+            if self._keeps_logits:
+                batch["logits_to_keep"] = max(order.num_targets) + 1
+        else:
+            batch = self._padded_right(order, tensors)
         output = self._forward(tensors, batch, None)
         if not self.stage.is_last:
             return _onwards(output, _others(tensors))
         for place, count in enumerate(order.num_targets):
-            ids_T = tensors["input_ids"][place, width - count :]
-            logits_TV = output[place, output.shape[1] - count - 1 : -1].float()
+            end = width if self.has_cache else order.lengths[place]
+            ids_T = tensors["input_ids"][place, end - count : end]
+            behind = width - output.shape[1]  # columns that logits were not kept of
+            logits_TV = output[place, end - count - 1 - behind : end - 1 - behind].float()
             logprobs_TV = logits_TV.log_softmax(-1)
             chosen_T = logprobs_TV.gather(-1, ids_T[:, None])[:, 0]
             is_greedy = bool((logprobs_TV.argmax(-1) == ids_T).all())
             order.scores.append((chosen_T.tolist(), is_greedy))
         return {}
+
+    def _padded_left(self, order: Order, tensors: Tensors) -> dict[str, Any]:
+        width = max(order.lengths)
+        window = Window(len(order.rows))
+        window.first_columns = [width - length for length in order.lengths]
+        batch = {**_others(tensors), "attention_mask": window.mask(width, self.device)}
+        return {**batch, "position_ids": self.stage.decode_positions(batch)}
 
     def _measure(self, order: Order, tensors: Tensors) -> Tensors:
         """A step of a group that is not there: so many rows, all as long as the first says."""
@@ -268,22 +308,6 @@ class StageDecoder:
             output[:, -1].argmax(-1).tolist()
             return {}
         return _onwards(output, {})
-
-
-def prepare_stage(stage: torch.nn.Module) -> None:
-    """Makes a stage one that answers: nothing trains in it any more.
-
-    Raises:
-        UserError: its model keeps no keys and values.
-    """
-    if not getattr(stage, "can_decode", False):
-        raise UserError(
-            f"{type(stage).__name__} ({stage.config.model_type}) cannot answer token by token. A "
-            "stage model with can_decode = True was expected, whose forward hands past_key_values "
-            "and position_ids to its layers: use --engine device_map for this model."
-        )
-    stage.eval().requires_grad_(False)
-    stage.answer_only()
 
 
 def _can_keep_logits(stage: torch.nn.Module) -> bool:

@@ -65,6 +65,12 @@ class Wire:
             for work, _ in self._sent.popleft():
                 work.wait()
 
+    def flush(self) -> None:
+        """Waits until all that was sent has arrived: a buffer that goes takes its message along."""
+        while self._sent:
+            for work, _ in self._sent.popleft():
+                work.wait()
+
     def _post(
         self, tensor: torch.Tensor, target: int, group: dist.ProcessGroup
     ) -> tuple[Any, torch.Tensor]:

@@ -1,0 +1,156 @@
+"""The model parts that generate nothing: likelihoods of given answers, and of whole texts."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from register import model_register
+from stageline.data.rendered import Rendered
+from stageline.errors import DataError, UserError
+from stageline.inference.likelihood import (
+    ScoredRow,
+    continuation_row,
+    shortened,
+    text_rows,
+    text_tokens,
+)
+from stageline.inference.scoring import longest_row, score_rows
+from stageline.inference.task_results import (
+    as_they_are_whole,
+    choice_result,
+    text_result,
+)
+
+Continuations = Literal["choices", "letters", "answer"]
+
+
+@model_register("loglikelihood")
+def loglikelihood(
+    model: Any,
+    processor: Any,
+    *,
+    images: Sequence[Any],
+    prompts: Sequence[Rendered],
+    samples: Sequence[dict[str, Any]],
+    batch_size: int,
+    continuations: Continuations = "choices",
+    delimiter: str | None = None,
+    overlong: Literal["error", "cut"] = "error",
+    **generation: object,
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """How likely each choice of a sample is after its prompt; the likeliest one is the answer.
+
+    Args:
+        continuations: what is scored: the texts of `choices`, their letters, or the `answer`.
+        delimiter: stands between prompt and continuation; default: a space, in a chat nothing.
+        overlong: a prompt with more tokens than the model reads is refused, or loses its beginning.
+    """
+    _needs_tokens(processor, "loglikelihood")
+    texts = [_continuations(sample, continuations) for sample in samples]
+    rows_of: list[list[ScoredRow]] = []
+    for place, prompt in enumerate(prompts):
+        between = ("" if prompt.is_chat else " ") if delimiter is None else delimiter
+        rows = [
+            continuation_row(prompt, between + text, images=images[place], processor=processor)
+            for text in texts[place]
+        ]
+        length, cuts = longest_row(model), overlong == "cut"
+        rows_of.append([shortened(row, max_length=length, cuts=cuts) for row in rows])
+    for place, found in _scored(model, processor, rows_of, batch_size):
+        yield place, choice_result(found, rows_of[place], texts[place])
+
+
+@model_register("perplexity")
+def perplexity(
+    model: Any,
+    processor: Any,
+    *,
+    images: Sequence[Any],
+    prompts: Sequence[Rendered],
+    batch_size: int,
+    max_length: int | None = None,
+    stride: int | None = None,
+    **generation: object,
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """How likely whole texts are, each token once; long ones in windows that may overlap.
+
+    Args:
+        max_length: tokens that the model reads at once; default: all that it can.
+        stride: new tokens of each window but the first; fewer give each more context.
+            Default: max_length.
+    """
+    _needs_tokens(processor, "perplexity")
+    if any(images):
+        raise UserError(
+            "--model perplexity came with a dataset of pictures. Texts alone were expected, "
+            "because it scores all of a text: take --model loglikelihood for answers."
+        )
+    length = _window(longest_row(model), max_length, stride)
+    rows_of: list[list[ScoredRow]] = []
+    for prompt in prompts:
+        ids = text_tokens(prompt, processor=processor)
+        rows_of.append(text_rows(ids, max_length=length, stride=stride, name=prompt.name))
+        if not rows_of[-1]:
+            raise DataError(
+                f"{prompt.name}: the text is empty. At least one token was expected, because its "
+                "likelihood is asked for: leave the row out."
+            )
+    for place, found in _scored(model, processor, rows_of, batch_size):
+        yield place, text_result(found, prompts[place].text)
+
+
+perplexity.for_generation = False  # the whole text is rendered, its end too
+perplexity.default_keys = {
+    **{"prompt": "text", "prompt_fn": "fill", "image_token": "none"},
+    "metric": "perplexity",
+}
+loglikelihood.default_keys = {"metric": "choice_accuracy"}
+
+
+def _scored(
+    model: Any, processor: Any, rows_of: Sequence[Sequence[ScoredRow]], batch_size: int
+) -> Iterator[tuple[int, Any]]:
+    """(sample, scores of its rows), as they come."""
+    rows = [row for own in rows_of for row in own]
+    owners = [place for place, own in enumerate(rows_of) for _ in own]
+    scores = score_rows(model, processor, rows, num_together=batch_size)
+    yield from as_they_are_whole(scores, owners)
+
+
+def _continuations(sample: dict[str, Any], kind: Continuations) -> list[str]:
+    field = "answer" if kind == "answer" else "choices"
+    value = sample.get(field)
+    values = [value] if field == "answer" and isinstance(value, str | int | float) else value
+    if not isinstance(values, list | tuple) or not values:
+        raise DataError(
+            f"sample {sample.get('source') or sample.get('id')}: the field {field} is {value!r}. "
+            f"{'Text' if field == 'answer' else 'A list of texts'} was expected, because "
+            f"--model.continuations {kind} scores it: correct the row, or choose another."
+        )
+    if kind == "letters":
+        return [chr(ord("A") + index) for index in range(len(values))]
+    return [str(one) for one in values]
+
+
+def _window(longest: int | None, wanted: int | None, stride: int | None) -> int:
+    length = wanted or longest
+    if length is None or length < 1 or (longest is not None and length > longest):
+        known = f"{longest} tokens at once" if longest else "texts of no given length"
+        raise UserError(
+            f"--model.max_length {wanted} came, and the model reads {known}. A number of tokens "
+            "that it can read was expected, because long texts are cut into windows: give one."
+        )
+    if stride is not None and not 1 <= stride <= length:
+        raise UserError(
+            f"--model.stride {stride} came with windows of {length} tokens. A number from 1 to "
+            f"{length} was expected, because each token is scored once: give such a number."
+        )
+    return length
+
+
+def _needs_tokens(processor: Any, key: str) -> None:
+    if processor is None:
+        raise UserError(
+            f"--model {key} came with a model elsewhere. A model here was expected, because the "
+            "likelihoods of given tokens are asked for and a chat endpoint does not tell them: "
+            "take --engine device_map or pipeline."
+        )

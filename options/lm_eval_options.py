@@ -1,0 +1,106 @@
+"""The options of lm_eval_run.py: which tasks of lm-evaluation-harness a model is given, and how."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from options.checks import check_precision
+from options.decode_options import DecodeOptions
+from options.fields import OptionError, check_limits, option
+from options.run_options import EvaluateConfig
+from parse_args import Arguments, read_arguments
+
+
+@dataclass(kw_only=True)
+class TaskOptions:
+    """Tasks of lm_eval"""
+
+    tasks: str | None = option(None, "names of tasks, groups or tags, between commas")
+    include_path: str | None = option(
+        None, "folder with tasks of your own (YAML), which come before those of lm_eval",
+        is_path=True,
+    )  # fmt: skip
+    num_fewshot: int | None = option(
+        None, "examples before each question; default: as the task says", at_least=0
+    )
+    limit: float | None = option(
+        None, "only so many questions of each task; below 1: such a share of them", at_least=0
+    )
+    apply_chat_template: bool = option(False, "ask in the chat template of the model")
+    system_instruction: str | None = option(None, "what the model is told first")
+    fewshot_as_multiturn: bool = option(
+        True, "with the chat template: examples as earlier turns, not as one text"
+    )
+    gen_kwargs: str | None = option(
+        None, "in place of the tasks' own: do_sample=True,temperature=0.7,max_gen_toks=64"
+    )
+    add_bos_token: bool | None = option(
+        None, "begin each text with that token; default: as the tokenizer does"
+    )
+    confirm_run_unsafe_code: bool = option(False, "run tasks that execute what the model wrote")
+    output_path: str | None = option(
+        None, "folder of results_DATE.json, as lm_eval writes it", is_output=True
+    )
+    log_samples: bool = option(False, "write each question with its answer there as well")
+
+
+@dataclass(kw_only=True)
+class LmEvalConfig(TaskOptions, DecodeOptions):
+    """Model and machine"""
+
+    model_path: str | None = option(
+        None, "model folder, checkpoint of a run, or adapter folder", is_path=True
+    )
+    adapter_path: list[str] | None = option(
+        None,
+        "LoRA adapter folder in peft's format; several are merged one after the other",
+        is_path=True,
+    )
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto takes GPUs where there are any")
+    bf16: bool = option(False, "compute in bfloat16")
+    fp16: bool = option(False, "compute in float16")
+    seed: int = option(0, "seed of sampled answers", at_least=0)
+    trust_remote_code: bool = option(False, "run Python code that lies in the model folder")
+    check_only: bool = option(False, "check everything that can be checked, then stop")
+
+    precision = EvaluateConfig.precision
+
+
+def parse_lm_eval_args(argv: Sequence[str] | None = None) -> Arguments:
+    """Reads the options; raises as `parse_train_args` does."""
+    words = sys.argv[1:] if argv is None else argv
+    run, parts, imports = read_arguments(words, LmEvalConfig, keys={})
+    check_limits(run)
+    check_precision(run)
+    _check(run)
+    return Arguments(run=run, parts=parts, imports=imports)
+
+
+def _check(run: LmEvalConfig) -> None:
+    if run.model_path is None:
+        raise OptionError(
+            "--model-path is missing. A folder with config.json and weights, or an adapter folder, "
+            "was expected, because it is what answers."
+        )
+    if not task_names(run):
+        raise OptionError(
+            "--tasks is missing. Names between commas were expected, such as --tasks arc_easy,"
+            "hellaswag, because they say what is asked: `lm_eval ls tasks` lists them."
+        )
+    if run.num_replicas != 1:
+        raise OptionError(
+            f"--num-replicas {run.num_replicas} came with lm_eval. 1 was expected, because one "
+            "process puts all questions of a task together: use more stages, or start a run for "
+            "each task."
+        )
+    if run.log_samples and run.output_path is None:
+        raise OptionError(
+            "--log-samples came without --output-path. A folder was expected, because the samples "
+            "are written there: add it."
+        )
+
+
+def task_names(run: TaskOptions) -> list[str]:
+    """What stands between the commas."""
+    return [name.strip() for name in (run.tasks or "").split(",") if name.strip()]

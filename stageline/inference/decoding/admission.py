@@ -1,0 +1,31 @@
+"""What a request must be to be taken."""
+
+from dataclasses import replace
+
+from stageline.errors import UserError
+from stageline.inference.decoding import prompts
+from stageline.inference.decoding.request import Request
+from stageline.inference.decoding.scheduler import Limits
+
+
+def checked(request: Request, limits: Limits, *, has_cache: bool) -> Request:
+    """The request, its answer no longer than there are positions and room.
+
+    Raises:
+        UserError: there is no room for one token, or the model can't take images here.
+    """
+    length = prompts.length_of(request.prompt)
+    longest = min(limits.max_length, limits.max_cells or limits.max_length)
+    if not 1 <= length < longest:
+        raise UserError(
+            f"the prompt has {length} tokens. From 1 to {longest - 1} were expected, because the "
+            "prompt and at least one token of the answer must fit the model's positions and the "
+            "cache: shorten it."
+        )
+    if not has_cache and prompts.is_alone(request.prompt):
+        raise UserError(
+            "the prompt came with images. Text alone was expected, because this model keeps no "
+            "keys and values (can_decode is False), and would look at them for every token."
+        )
+    most = min(request.sampling.max_new_tokens, longest - length)
+    return replace(request, sampling=replace(request.sampling, max_new_tokens=most))

@@ -1,0 +1,243 @@
+"""Answers and scores with vLLM, behind the methods of `DecodingEngine`; a GPU and vLLM are needed.
+
+vLLM reads a plain Hugging Face folder. It gets token ids, so that a prompt is what it is for every
+other engine; images go along as they are, since vLLM has processors of its own.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stageline.data.batch import Images
+from stageline.data.encode import encode_rendered
+from stageline.data.processor import get_image_processor, get_tokenizer
+from stageline.data.rendered import Rendered
+from stageline.errors import UserError
+from stageline.inference.decoding.request import (
+    Failed,
+    Finished,
+    Request,
+    Sampling,
+    Scored,
+    ScoreRequest,
+    TokenLogprob,
+)
+
+IMAGES = "images"  # in a prompt, beside the tensors
+MOST_AT_ONCE = 256  # handed over together; vLLM batches among these
+SMALLEST = 1e-6
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+class VllmEngine:
+    """Answers and scores with `vllm.LLM`.
+
+    Args:
+        folder: a plain Hugging Face folder with weights and tokenizer.
+        processor: of this folder; encodes prompts and writes texts.
+        stop_ids: end an answer, where a request names none, beside those that vLLM finds.
+        max_length: longest prompt with its answer, in tokens; None: as many as the model has.
+        images_per_prompt: most images of a prompt.
+        options: further arguments of `vllm.LLM`, such as quantization or enforce_eager.
+
+    Raises:
+        UserError: vLLM isn't installed.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        processor: Any,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+        max_length: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        images_per_prompt: int | None = None,
+        stop_ids: Sequence[int] = (),
+        trust_remote_code: bool = False,
+        **options: Any,
+    ) -> None:
+        self._vllm = _import_vllm()
+        if images_per_prompt is not None:
+            options["limit_mm_per_prompt"] = {"image": images_per_prompt}
+        self.llm = self._vllm.LLM(
+            model=str(folder),
+            tokenizer=str(folder),
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            dtype="auto" if dtype is None else DTYPES[dtype],
+            seed=seed,
+            max_model_len=max_length,
+            gpu_memory_utilization=gpu_memory_utilization,
+            trust_remote_code=trust_remote_code,
+            **options,
+        )
+        self.processor, self.tokenizer = processor, get_tokenizer(processor)
+        self.model_name = Path(folder).name
+        self.stop_ids = tuple(stop_ids)
+        self.max_length = max_length or int(self.llm.llm_engine.model_config.max_model_len)
+
+    def encode(self, rendered: Rendered, images: Images = None) -> dict[str, Any]:
+        """What a `Request` for this engine has as its prompt.
+
+        The text of an image stays one placeholder, which vLLM itself writes out.
+        """
+        prompt: dict[str, Any] = {"input_ids": _row(encode_rendered(rendered, self.processor))}
+        if images:
+            prompt[IMAGES] = list(images)
+        return prompt
+
+    def answer(self, requests: Iterable[Request]) -> Iterator[Finished | Failed]:
+        """Answers requests, some hundred at a time, in their order."""
+        for together in _portions(requests, MOST_AT_ONCE):
+            yield from self._answer(together)
+
+    def _answer(self, requests: Sequence[Request]) -> Iterator[Finished | Failed]:
+        good = []
+        for request in requests:
+            try:
+                good.append((request, self._prompt(request.prompt, num_more=1)))
+            except UserError as error:
+                yield Failed(request.key, error)
+        if not good:
+            return
+        outputs = self.llm.generate(
+            [prompt for _, prompt in good],
+            [self._sampling_params(request.sampling) for request, _ in good],
+            use_tqdm=False,
+        )
+        for (request, _), output in zip(good, outputs, strict=True):
+            yield self._finished(request, output)
+
+    def _prompt(self, prompt: Mapping[str, Any], *, num_more: int) -> Any:
+        ids = prompt["input_ids"][0].tolist()
+        if not 0 < len(ids) <= self.max_length - num_more:
+            raise UserError(
+                f"the prompt has {len(ids)} tokens. From 1 to {self.max_length - num_more} were "
+                "expected, because it and the answer must fit the model's positions: shorten it."
+            )
+        images = prompt.get(IMAGES)
+        if images is None and any(value.is_floating_point() for value in prompt.values()):
+            raise UserError(
+                "a prompt came with the pixels of its images. The images themselves were expected, "
+                "because vLLM has processors of its own: make the prompt with `encode` of this "
+                "engine."
+            )
+        if not images:
+            return self._vllm.TokensPrompt(prompt_token_ids=ids)
+        if get_image_processor(self.processor) is None:
+            raise UserError("a prompt came with images, but the model is one of text alone.")
+        return self._vllm.TokensPrompt(
+            prompt_token_ids=ids, multi_modal_data={"image": list(images)}
+        )
+
+    def _sampling_params(self, sampling: Sampling) -> Any:
+        own = sampling.stop_token_ids is None
+        return self._vllm.SamplingParams(
+            max_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=max(sampling.top_p, SMALLEST),  # 0 is refused; the likeliest token is left
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            logit_bias=dict(sampling.logit_bias) or None,
+            seed=sampling.seed,
+            stop=list(sampling.stop) or None,
+            stop_token_ids=list(self.stop_ids if own else sampling.stop_token_ids) or None,
+            ignore_eos=not own,
+            logprobs=sampling.logprobs,
+        )
+
+    def _finished(self, request: Request, output: Any) -> Finished:
+        found = output.outputs[0]
+        ids, stopped_by = list(found.token_ids), found.stop_reason
+        ends = {*self.stop_ids, self.tokenizer.eos_token_id}
+        if request.sampling.stop_token_ids is not None:
+            ends = set(request.sampling.stop_token_ids)
+        num_top = request.sampling.logprobs
+        logprobs = [
+            _logprob(token_id, there, num_top)
+            for token_id, there in zip(ids, found.logprobs or (), strict=False)
+        ]
+        if found.finish_reason == "stop" and ids and ids[-1] in (stopped_by, *ends):
+            # vLLM keeps the token that ended an answer, and names none where it was the usual one
+            stopped_by = stopped_by if isinstance(stopped_by, str) else ids[-1]
+            if not isinstance(stopped_by, str):
+                ids, logprobs = ids[:-1], logprobs[:-1]
+        return Finished(
+            request.key,
+            "length" if found.finish_reason == "length" else "stop",
+            prompt_tokens=len(output.prompt_token_ids),
+            completion_tokens=len(found.token_ids),
+            text=found.text,
+            token_ids=tuple(ids),
+            stopped_by=stopped_by,
+            logprobs=tuple(logprobs),
+        )
+
+    def score(self, items: Iterable[ScoreRequest]) -> Iterator[Scored | Failed]:
+        """Scores the last tokens of rows; vLLM reads them as prompts and makes one token more."""
+        params = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
+        for together in _portions(items, MOST_AT_ONCE):
+            good = []
+            for item in together:
+                try:
+                    good.append((item, self._prompt(item.prompt, num_more=1)))
+                except UserError as error:
+                    yield Failed(item.key, error)
+            if not good:
+                continue
+            outputs = self.llm.generate([prompt for _, prompt in good], params, use_tqdm=False)
+            for (item, _), output in zip(good, outputs, strict=True):
+                yield _scored(item, output)
+
+
+def _scored(item: ScoreRequest, output: Any) -> Scored:
+    """From what vLLM says of each token of a prompt: that token's and the likeliest one's."""
+    count = item.num_targets
+    pairs = list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[-count:]
+    return Scored(
+        item.key,
+        tuple(there[token_id].logprob for token_id, there in pairs),
+        is_greedy=all(there[token_id].rank == 1 for token_id, there in pairs),
+    )
+
+
+def _logprob(token_id: int, there: Mapping[int, Any], num_top: int) -> TokenLogprob:
+    """Of one place: the token's, which vLLM always adds, and those of the likeliest ones."""
+    top = sorted(there.items(), key=lambda pair: pair[1].rank)
+    return TokenLogprob(
+        token_id,
+        there[token_id].logprob,
+        tuple((other, value.logprob) for other, value in top if value.rank <= num_top),
+    )
+
+
+def _row(encoded: Any) -> torch.Tensor:
+    return torch.tensor([encoded.input_ids], dtype=torch.long)
+
+
+def _portions(items: Iterable[Any], most: int) -> Iterator[list[Any]]:
+    source = iter(items)
+    while portion := list(itertools.islice(source, most)):
+        yield portion
+
+
+def _import_vllm() -> Any:
+    try:
+        import vllm
+    except ImportError as error:
+        raise UserError(
+            "the package vllm is not installed, it was expected, because the engine vllm answers "
+            "with it: pip install 'stageline[vllm]' on a machine with a GPU, or use another engine "
+            "such as pipeline."
+        ) from error
+    return vllm

@@ -1,0 +1,160 @@
+"""Reads the body of a request: with limits while it arrives, and strictly as JSON of a model."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect
+
+from stageline.serving.errors import ApiError, ClientGone, bad_request, too_busy
+from stageline.serving.settings import MIB
+
+Model = TypeVar("Model", bound=BaseModel)
+BODIES_AT_ONCE = 8
+# so that a client that sends first and listens then hears why; not more
+MAX_DRAINED_BYTES = 64 * MIB
+DRAIN_SECONDS = 5.0
+
+
+class BodyReader:
+    """Reads bodies; holds no more bytes at one time than it is given.
+
+    Args:
+        max_bytes: of one body.
+        seconds: for one body to arrive.
+    """
+
+    def __init__(self, max_bytes: int, *, seconds: float) -> None:
+        self.max_bytes = max_bytes
+        self.seconds = seconds
+        self.num_held = 0
+
+    async def __call__(self, request: Request) -> bytes:
+        """The whole body.
+
+        Raises:
+            ApiError: it is too large (413), too slow (408), or there are too many (503).
+            ClientGone: nobody sends it any more.
+        """
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced[:20]) > self.max_bytes:
+            await _drain(request)
+            raise self._too_large()
+        try:
+            async with asyncio.timeout(self.seconds):
+                return await self._read(request)
+        except TimeoutError:
+            raise ApiError(
+                408, f"The body did not arrive within {self.seconds:g} s.", code="body_timeout"
+            ) from None
+        except ClientDisconnect:
+            raise ClientGone from None
+
+    async def _read(self, request: Request) -> bytes:
+        body = bytearray()
+        try:
+            async for chunk in request.stream():
+                if self.num_held + len(chunk) > BODIES_AT_ONCE * self.max_bytes:
+                    raise too_busy("Too many large requests arrive at this moment.")
+                self.num_held += len(chunk)
+                body += chunk
+                if len(body) > self.max_bytes:
+                    break
+            else:
+                return bytes(body)
+        finally:
+            self.num_held -= len(body)
+        del body
+        await _drain(request)
+        raise self._too_large()
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413,
+            f"The body has more than {self.max_bytes} bytes, which is the most that is taken.",
+            code="body_too_large",
+            headers={"Connection": "close"},
+        )
+
+
+async def _drain(request: Request) -> None:
+    """Lets the rest of a body pass, for a while; keeps nothing of it."""
+    passed = 0
+    try:
+        async with asyncio.timeout(DRAIN_SECONDS):
+            while passed < MAX_DRAINED_BYTES:
+                message = await request.receive()
+                passed += len(message.get("body", b""))
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                if not message.get("more_body", False):
+                    return
+    except TimeoutError:
+        return
+
+
+def check_content_type(request: Request) -> None:
+    """Refuses what says that it is no JSON; a form of another site can't send JSON unasked."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(
+            415,
+            f"The content type is {kind[:80]!r}; application/json was expected.",
+            code="unsupported_media_type",
+        )
+
+
+def parse(body: bytes, model: type[Model]) -> Model:
+    """The body as a model.
+
+    Raises:
+        ApiError: it is no JSON, or not what the model is.
+    """
+    try:
+        value = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise bad_request(f"The body is no JSON: {error}.", code="invalid_json") from None
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise _of_validation(error, value) from None
+    except RecursionError:
+        raise bad_request("The body is nested too deeply.", code="invalid_json") from None
+
+
+def _of_validation(error: ValidationError, value: Any) -> ApiError:
+    # of a union each member complains: the one that got farthest is what was meant
+    found = max(
+        error.errors(include_url=False, include_input=False, include_context=False)[:100],
+        key=lambda item: (item["type"] == "value_error", len(item["loc"])),
+    )
+    where = ".".join(map(str, _path(found["loc"], value)))[:200]
+    text = _SAID.get(found["type"], _as_said)(found["msg"])
+    return bad_request(f"{where or 'The body'}: {text}.", param=where or None)
+
+
+def _as_said(message: str) -> str:
+    return message.removeprefix("Value error, ")
+
+
+_SAID: dict[str, Callable[[str], str]] = {
+    "extra_forbidden": lambda _: "this field is not known here; leave it out",
+    "missing": lambda _: "this field is missing",
+}
+
+
+def _path(parts: Sequence[Any], value: Any) -> list[Any]:
+    """The way to what is wrong, without the names that pydantic gives to members of unions."""
+    path = []
+    for number, part in enumerate(parts):
+        if isinstance(value, dict) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        elif not (number == len(parts) - 1 and isinstance(value, dict)):
+            continue
+        path.append(part)
+    return path

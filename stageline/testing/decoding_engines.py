@@ -1,0 +1,67 @@
+"""Decoding engines over stages in this process, or over one on each rank, for tests."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stageline.data.processor import get_tokenizer
+from stageline.inference.decoding.chain import LocalChain, RankChain, follow, make_wire
+from stageline.inference.decoding.engine import DecodingEngine
+from stageline.inference.decoding.request import Failed, Request, Sampling
+from stageline.inference.decoding.scheduler import Limits
+from stageline.inference.decoding.stage_decoder import StageDecoder
+
+CPU = torch.device("cpu")
+
+
+def local_engine(stages: Sequence[nn.Module], processor: Any, **limits: Any) -> DecodingEngine:
+    """All stages in this process, one after the other."""
+    chain = LocalChain([StageDecoder(stage) for stage in stages])
+    return DecodingEngine(
+        chain, tokenizer=get_tokenizer(processor), processor=processor, limits=Limits(**limits)
+    )
+
+
+def on_ranks(
+    stage: nn.Module, processor: Any, work: Callable[[DecodingEngine], Any], **limits: Any
+) -> Any:
+    """Has each rank run its stage; the first one does `work` with the engine.
+
+    Returns:
+        What `work` returns; on other ranks None.
+    """
+    rank, num_stages = dist.get_rank(), dist.get_world_size()
+    decoder, wire = StageDecoder(stage), make_wire(rank, num_stages=num_stages, device=CPU)
+    if rank > 0:
+        follow(decoder, wire, num_stages=num_stages)
+        return None
+    chain = RankChain(decoder, wire, num_stages=num_stages)
+    engine = DecodingEngine(
+        chain, tokenizer=get_tokenizer(processor), processor=processor, limits=Limits(**limits)
+    )
+    found = work(engine)
+    engine.close()
+    return found
+
+
+def answers_of(
+    engine: DecodingEngine, prompts: Sequence[Mapping[str, Tensor]], **sampling: Any
+) -> list[tuple[int, ...]]:
+    """Token ids of each answer, which by default no end token cuts short.
+
+    Raises:
+        Exception: what a request failed with.
+    """
+    sampling.setdefault("stop_token_ids", ())
+    requests = (
+        Request(str(place), prompt, Sampling(**sampling)) for place, prompt in enumerate(prompts)
+    )
+    found = {}
+    for event in engine.answer(requests):
+        if isinstance(event, Failed):
+            raise event.error
+        found[int(event.key)] = event.token_ids
+    return [found[place] for place in range(len(prompts))]

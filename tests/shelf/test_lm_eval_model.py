@@ -1,0 +1,215 @@
+"""lm_eval's tasks through our model against the same tasks through lm_eval's own `hf` model."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from stageline.errors import UserError
+from stageline.inference.decoding.request import Failed
+from stageline.testing.tiny_checkpoints import tiny_whole
+from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from stageline.testing.whole_engine import WholeEngine
+
+for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):  # lm_eval imports what reads them
+    os.environ.setdefault(name, "1")
+lm_eval = pytest.importorskip("lm_eval")
+
+from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.api.registry import get_model  # noqa: E402
+from lm_eval.models.huggingface import HFLM  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+from stageline.evaluation.lm_eval_model import StagelineLM  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+TASKS = ROOT / "tests" / "samples" / "lm_eval_tasks"
+NAMES = ["commands_choice", "commands_name", "descriptions"]
+
+
+@pytest.fixture(scope="module")
+def manager():
+    return TaskManager(include_path=str(TASKS), include_defaults=False)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "adds_bos"])
+def model_and_tokenizer(request):
+    texts = (TASKS / "commands.jsonl").read_text(encoding="utf-8").splitlines()
+    tokenizer = tiny_tokenizer(texts, adds_bos=request.param)
+    return make_model(len(tokenizer)), tokenizer
+
+
+def make_model(vocab_size):
+    return tiny_whole("llama", vocab_size=vocab_size, noise=0.3)
+
+
+def evaluate(model, manager, monkeypatch, **options):
+    monkeypatch.chdir(ROOT)  # the data files of the tasks are relative to it
+    return lm_eval.simple_evaluate(
+        model, tasks=NAMES, task_manager=manager, bootstrap_iters=0, **options
+    )
+
+
+def reference(model, tokenizer, **options):
+    return HFLM(model, tokenizer=tokenizer, device="cpu", dtype="float32", **options)
+
+
+def logliks(samples):
+    """Of each sample, what the model answered: texts or (log-likelihood, is greedy) pairs."""
+    return {sample["doc_id"]: [answer for (answer,) in sample["resps"]] for sample in samples}
+
+
+def check_same(ours, theirs):
+    assert ours["results"].keys() == set(NAMES)
+    for name in NAMES:
+        check_same_answers(logliks(ours["samples"][name]), logliks(theirs["samples"][name]))
+        for figure, value in theirs["results"][name].items():
+            if isinstance(value, float):
+                assert ours["results"][name][figure] == pytest.approx(value, rel=1e-5), figure
+
+
+def check_same_answers(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for doc, answers in theirs.items():
+        for mine, answer in zip(ours[doc], answers, strict=True):
+            if isinstance(answer, str):
+                assert mine == answer
+            elif isinstance(answer, float):
+                assert mine == pytest.approx(answer, abs=1e-4)
+            else:
+                assert mine[0] == pytest.approx(answer[0], abs=1e-4)
+                assert mine[1] == answer[1]
+
+
+@pytest.mark.parametrize("num_fewshot", [0, 2])
+def test_same_figures_and_answers_as_hf(model_and_tokenizer, manager, monkeypatch, num_fewshot):
+    model, tokenizer = model_and_tokenizer
+    options = {"num_fewshot": num_fewshot}
+    if num_fewshot:  # longer than the model: both cut from the left
+        options["apply_chat_template"] = True
+    ours = evaluate(StagelineLM(WholeEngine(model, tokenizer)), manager, monkeypatch, **options)
+    theirs = evaluate(reference(model, tokenizer), manager, monkeypatch, **options)
+    check_same(ours, theirs)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    tokenizer = tiny_tokenizer((TASKS / "commands.jsonl").read_text(encoding="utf-8").splitlines())
+    return make_model(len(tokenizer)), tokenizer
+
+
+def instances(kind, *arguments):
+    return [Instance(kind, {}, args, index) for index, args in enumerate(arguments)]
+
+
+PAIRS = (
+    ("", " cat"),
+    ("", "<s>cat"),
+    ("ls ", "or sort"),
+    ("<s>What", " is this?"),
+    ("x" * 90, "y"),
+)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"add_bos_token": True}, {"prefix_token_id": 3}, {"max_length": 16}],
+    ids=lambda options: "-".join(options) or "none",
+)
+def test_same_log_likelihoods_at_the_borders(plain, options):
+    ours, theirs = StagelineLM(WholeEngine(*plain), **options), reference(*plain, **options)
+    pairs = instances("loglikelihood", *PAIRS)
+    assert ours._encode_pair("ls ", "or") == theirs._encode_pair("ls ", "or")
+    for mine, answer in zip(ours.loglikelihood(pairs), theirs.loglikelihood(pairs), strict=True):
+        assert mine == (pytest.approx(answer[0], abs=1e-4), answer[1])
+    texts = instances("loglikelihood_rolling", ("short",), ("long " * 70,))
+    expected = theirs.loglikelihood_rolling(texts)
+    assert ours.loglikelihood_rolling(texts) == pytest.approx(expected, rel=1e-6, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"until": ["<|im_end|>", "e"], "max_gen_toks": 20},
+        {"until": "a", "max_tokens": 9},
+        {"until": [], "max_gen_toks": 3, "repetition_penalty": 1.3},
+        {"until": [], "max_gen_toks": 9, "max_length": 40},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_same_answers_whatever_the_options(plain, options):
+    prompts = ("Which command sorts", "<s>cat", "long " * 90)[: 2 if "max_length" in options else 3]
+    asked = instances("generate_until", *((prompt, options) for prompt in prompts))
+    engine = WholeEngine(*plain)
+    assert StagelineLM(engine).generate_until(asked) == reference(*plain).generate_until(asked)
+    im_end = plain[1].convert_tokens_to_ids("<|im_end|>")
+    stops = engine.requests[0].sampling.stop_token_ids
+    assert (im_end in stops) == ("<|im_end|>" in options["until"])
+
+
+def test_a_sampled_answer_has_a_seed_of_its_own(plain):
+    options = {"do_sample": True, "temperature": 1.5, "top_p": 0.9, "until": [], "max_gen_toks": 8}
+    engine = WholeEngine(*plain)
+    texts = StagelineLM(engine, seed=5).generate_until(
+        instances("generate_until", ("ls", options), ("ls", options))
+    )
+    sampling = {request.key: request.sampling for request in engine.requests}
+    assert (sampling["0"].temperature, sampling["0"].top_p) == (1.5, 0.9)
+    assert [sampling[key].seed for key in "01"] == [5, 6]
+    assert texts[0] != texts[1]
+
+
+def test_the_chat_template_is_filled_as_hf_fills_it(plain):
+    ours, theirs = StagelineLM(WholeEngine(*plain)), reference(*plain)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "ls?"}]
+    assert ours.apply_chat_template(messages) == theirs.apply_chat_template(messages)
+    messages.append({"role": "assistant", "content": "It"})
+    mine = ours.apply_chat_template(messages, add_generation_prompt=False)
+    assert mine == theirs.apply_chat_template(messages, add_generation_prompt=False)
+    assert ours.chat_template(True) == theirs.chat_template(True)
+    assert ours.tokenizer_name == theirs.tokenizer_name
+    assert ours.eot_token_id == theirs.eot_token_id
+
+
+def test_it_is_found_by_its_key(plain):
+    made = get_model("stageline").create_from_arg_obj(
+        {"engine": WholeEngine(*plain)}, {"batch_size": 4, "device": None}
+    )
+    assert isinstance(made, StagelineLM)
+
+
+class Failing(WholeEngine):
+    def answer(self, requests):
+        for request in requests:
+            yield Failed(request.key, UserError("too long"))
+
+
+def test_what_gets_no_answer_ends_the_evaluation(plain):
+    with pytest.raises(UserError, match="too long"):
+        StagelineLM(Failing(*plain)).generate_until(
+            instances("generate_until", ("ls", {"max_gen_toks": 4}))
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 4}, "num_beams=4, 1 was expected"),
+        ({"typical_p": 0.5}, "typical_p=0.5.*expected, because"),
+        ({"max_gen_toks": 64}, "max_gen_toks is 64 and the model has 64 positions"),
+    ],
+)
+def test_options_that_can_not_be_kept_are_refused(plain, options, message):
+    lm = StagelineLM(WholeEngine(*plain))
+    with pytest.raises(UserError, match=message):
+        lm.generate_until(instances("generate_until", ("ls", {"until": [], **options})))
+
+
+def test_an_unknown_argument_is_refused(plain):
+    with pytest.raises(UserError, match="pretrained came"):
+        StagelineLM(WholeEngine(*plain), pretrained="x")
+
+
+def test_a_continuation_that_can_not_be_scored_is_refused(plain):
+    with pytest.raises(UserError, match="a continuation of 0 tokens"):
+        StagelineLM(WholeEngine(*plain)).loglikelihood(instances("loglikelihood", ("ls", "")))

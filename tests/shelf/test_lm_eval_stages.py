@@ -1,0 +1,140 @@
+"""lm_eval's tasks through stages that answer together, against its own `hf` model."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from answer_stages import AnsweringModel
+from register import import_shelf
+from stageline.data.processor import load_processor, save_processor
+from stageline.errors import UserError
+from stageline.inference.decoding.chain import LocalChain
+from stageline.inference.decoding.engine import DecodingEngine
+from stageline.inference.decoding.scheduler import Limits
+from stageline.inference.decoding.stage_decoder import StageDecoder
+from stageline.inference.decoding.stop_ids import stop_ids_of
+from stageline.testing.tiny_checkpoints import tiny_whole
+from stageline.testing.tiny_tokenizers import tiny_tokenizer
+
+for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):  # read when lm_eval is imported
+    os.environ.setdefault(name, "1")
+lm_eval = pytest.importorskip("lm_eval")
+
+from lm_eval.models.huggingface import HFLM  # noqa: E402
+
+from stageline.evaluation.lm_eval_tasks import (  # noqa: E402
+    TaskSettings,
+    find_tasks,
+    results_table,
+    run_tasks,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+TASKS = ROOT / "tests" / "samples" / "lm_eval_tasks"
+NAMES = ["commands_choice", "commands_name", "descriptions"]
+SMOLLM2 = ROOT / ".cache" / "smollm2"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shelf():
+    import_shelf("pp_models")
+
+
+@pytest.fixture(scope="module")
+def manager():
+    return find_tasks(NAMES, include_path=TASKS)
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def folder(request, tmp_path_factory):
+    """gpt2 has no place for a token behind its last position."""
+    path = tmp_path_factory.mktemp(request.param)
+    tokenizer = tiny_tokenizer((TASKS / "commands.jsonl").read_text(encoding="utf-8").splitlines())
+    fields = {"max_position_embeddings" if request.param == "llama" else "n_positions": 96}
+    tiny_whole(request.param, path, vocab_size=len(tokenizer), noise=0.3, **fields)
+    save_processor(tokenizer, path)
+    return path
+
+
+def open_engine(folder, num_stages):
+    model = AnsweringModel(Path(folder), num_stages, torch.float32)
+    stages = [StageDecoder(model.build(stage, "cpu")) for stage in range(num_stages)]
+    tokenizer = load_processor(folder)
+    return DecodingEngine(
+        LocalChain(stages),
+        tokenizer=tokenizer,
+        limits=Limits(max_length=model.config.max_position_embeddings),
+        stop_ids=stop_ids_of(model.base, model.config, tokenizer),
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(folder, manager):
+    return by_hf(folder, manager)
+
+
+def by_hf(folder, manager, **options):
+    lm = HFLM(str(folder), device="cpu", dtype="float32")
+    os.chdir(ROOT)
+    return lm_eval.simple_evaluate(
+        lm, tasks=NAMES, task_manager=manager, bootstrap_iters=0, **options
+    )
+
+
+def check_same(ours, theirs):
+    """The figures, and each answer: texts, log-likelihoods, whether they are greedy."""
+    for name in NAMES:
+        answers = [
+            {sample["doc_id"]: sample["resps"] for sample in results["samples"][name]}
+            for results in (ours, theirs)
+        ]
+        assert answers[0].keys() == answers[1].keys()
+        for doc, there in answers[1].items():
+            for (mine,), (its,) in zip(answers[0][doc], there, strict=True):
+                if isinstance(its, str):
+                    assert mine == its
+                else:
+                    mine, its = (
+                        one if isinstance(one, tuple) else (one, None) for one in (mine, its)
+                    )
+                    assert mine[0] == pytest.approx(its[0], abs=1e-4, rel=1e-6)
+                    assert mine[1] == its[1]
+        for figure, value in theirs["results"][name].items():
+            if isinstance(value, float):
+                assert ours["results"][name][figure] == pytest.approx(value, rel=1e-5), figure
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_same_figures_and_answers_as_hf(folder, expected, manager, num_stages, monkeypatch):
+    monkeypatch.chdir(ROOT)  # the data files of the tasks are relative to it
+    engine = open_engine(folder, num_stages)
+    settings = TaskSettings(log_samples=True)
+    check_same(run_tasks(engine, NAMES, manager=manager, settings=settings), expected)
+    texts = {sample["resps"][0][0] for sample in expected["samples"]["commands_name"]}
+    assert len(texts) > 3  # else equal texts would show little
+
+
+@pytest.mark.skipif(not SMOLLM2.is_dir(), reason="the real model isn't here")
+def test_same_figures_and_answers_of_a_real_model(manager, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    engine = open_engine(SMOLLM2, 2)
+    settings = TaskSettings(limit=3, apply_chat_template=True, log_samples=True)
+    ours = run_tasks(
+        engine,
+        NAMES,
+        manager=manager,
+        settings=settings,
+        described={"pretrained": "smollm2"},
+        output_path=tmp_path,
+    )
+    check_same(ours, by_hf(SMOLLM2, manager, limit=3, apply_chat_template=True))
+    written = sorted(path.name.rpartition("_")[0] for path in (tmp_path / "smollm2").iterdir())
+    assert written == ["results", *(f"samples_{name}" for name in NAMES)]
+    assert "commands_choice" in results_table(ours)
+
+
+def test_an_unknown_task_is_named():
+    with pytest.raises(UserError, match="has no task no_such_task.*--include-path"):
+        find_tasks(["commands_choice", "no_such_task"], include_path=TASKS)

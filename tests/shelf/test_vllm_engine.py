@@ -1,0 +1,183 @@
+"""The engine vllm against a stand-in of the package: what is handed over and what comes back."""
+
+import sys
+
+import pytest
+import torch
+
+from stageline.data.processor import save_processor
+from stageline.data.rendered import Piece, Rendered
+from stageline.errors import UserError
+from stageline.inference.decoding.request import Failed, Request, Sampling, ScoreRequest
+from stageline.inference.vllm_engine import VllmEngine
+from stageline.testing import fake_vllm
+from stageline.testing.tiny_checkpoints import tiny_whole
+from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from stageline.testing.whole_engine import WholeEngine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("exported")
+    tokenizer = tiny_tokenizer()
+    tiny_whole("llama", path, vocab_size=len(tokenizer), noise=0.3)
+    save_processor(tokenizer, path)
+    return path
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    module = fake_vllm.make_module()
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    return module
+
+
+@pytest.fixture
+def engine(vllm, folder):
+    return VllmEngine(folder, processor=tiny_tokenizer(), stop_ids=(2,))
+
+
+def prompt(*ids):
+    row = torch.tensor([ids])
+    return {"input_ids": row, "attention_mask": torch.ones_like(row)}
+
+
+def by_key(events):
+    return {event.key: event for event in events}
+
+
+REQUESTS = [
+    Request("a", prompt(5, 6, 7), Sampling(max_new_tokens=6)),
+    Request("b", prompt(9, 8), Sampling(max_new_tokens=9, stop_token_ids=())),
+    Request("c", prompt(5, 9), Sampling(max_new_tokens=5, temperature=1.0, top_p=0.9, seed=3)),
+]
+
+
+def test_answers_are_those_of_the_model(engine):
+    expected = by_key(WholeEngine(engine.llm.whole.model, engine.processor).answer(REQUESTS))
+    assert by_key(engine.answer(REQUESTS)) == expected
+    assert [len(call["prompts"]) for call in fake_vllm.LLM.calls] == [3]
+
+
+def test_the_folder_is_handed_over_with_what_was_asked(vllm, folder):
+    engine = VllmEngine(
+        folder,
+        processor=tiny_tokenizer(),
+        tensor_parallel_size=2,
+        pipeline_parallel_size=3,
+        dtype=torch.bfloat16,
+        seed=7,
+        max_length=48,
+        gpu_memory_utilization=0.5,
+        images_per_prompt=4,
+    )
+    given = engine.llm.arguments
+    assert (given["model"], given["tokenizer"]) == (str(folder), str(folder))
+    assert (given["tensor_parallel_size"], given["pipeline_parallel_size"]) == (2, 3)
+    assert (given["dtype"], given["seed"], given["max_model_len"]) == ("bfloat16", 7, 48)
+    assert given["gpu_memory_utilization"] == 0.5
+    assert given["limit_mm_per_prompt"] == {"image": 4}
+    assert engine.max_length == 48
+
+
+def test_every_setting_of_the_sampling_arrives(engine):
+    sampling = Sampling(
+        max_new_tokens=3,
+        temperature=0.5,
+        top_k=4,
+        top_p=0.0,
+        min_p=0.1,
+        repetition_penalty=1.2,
+        presence_penalty=0.3,
+        frequency_penalty=0.4,
+        logit_bias=((5, -1.0),),
+        seed=11,
+        stop=("x",),
+        logprobs=2,
+    )
+    list(engine.answer([Request("a", prompt(5), sampling)]))
+    (params,) = fake_vllm.LLM.calls[0]["params"]
+    assert (params.max_tokens, params.temperature, params.top_k) == (3, 0.5, 4)
+    assert 0 < params.top_p < 1e-5
+    assert (params.min_p, params.repetition_penalty) == (0.1, 1.2)
+    assert (params.presence_penalty, params.frequency_penalty) == (0.3, 0.4)
+    assert (params.logit_bias, params.seed, params.logprobs) == ({5: -1.0}, 11, 2)
+    assert (params.stop, params.stop_token_ids, params.ignore_eos) == (["x"], [2], False)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_the_token_that_ends_an_answer_is_told_apart(engine, is_own):
+    plain = Sampling(max_new_tokens=4, stop_token_ids=())
+    (free,) = engine.answer([Request("a", prompt(5, 6), plain)])
+    end = free.token_ids[1]
+    if is_own:  # one that ends every answer of the model
+        engine.stop_ids = engine.llm.whole.stop_ids = (end,)
+    ids = None if is_own else (end,)
+    sampling = Sampling(max_new_tokens=4, stop_token_ids=ids, logprobs=1)
+    (found,) = engine.answer([Request("a", prompt(5, 6), sampling)])
+    kept = free.token_ids[: free.token_ids.index(end)]
+    assert (found.token_ids, found.stopped_by, found.reason) == (kept, end, "stop")
+    assert len(found.logprobs) == len(kept)
+
+
+def test_log_probabilities_are_of_the_token_and_of_the_likeliest(engine):
+    sampling = Sampling(max_new_tokens=3, temperature=2.0, seed=1, stop_token_ids=(), logprobs=2)
+    (found,) = engine.answer([Request("a", prompt(5, 6), sampling)])
+    row = torch.tensor([[5, 6, *found.token_ids]])
+    rows = engine.llm.whole.model(input_ids=row).logits[0].detach()
+    for one, row in zip(found.logprobs, rows[1:-1].log_softmax(-1), strict=True):
+        assert one.logprob == pytest.approx(float(row[one.token_id]), abs=1e-5)
+        assert [token_id for token_id, _ in one.top] == row.topk(2).indices.tolist()
+
+
+def test_scores_are_those_of_the_model(engine):
+    items = [
+        ScoreRequest("a", prompt(5, 6, 7, 8), 2),
+        ScoreRequest("b", prompt(9, 3, 4), 1),
+    ]
+    expected = by_key(WholeEngine(engine.llm.whole.model, engine.processor).score(items))
+    for found in engine.score(items):
+        assert found.logprobs == pytest.approx(expected[found.key].logprobs, abs=1e-5)
+        assert found.is_greedy == expected[found.key].is_greedy
+
+
+def test_a_greedy_row_is_called_greedy(engine):
+    sampling = Sampling(max_new_tokens=3, stop_token_ids=())
+    (found,) = engine.answer([Request("a", prompt(5, 6), sampling)])
+    (scored,) = engine.score([ScoreRequest("a", prompt(5, 6, *found.token_ids), 3)])
+    assert scored.is_greedy
+
+
+def test_a_prompt_that_does_not_fit_fails_alone(engine):
+    long = prompt(*[5] * 64)
+    found = by_key(engine.answer([Request("long", long, Sampling()), REQUESTS[0]]))
+    assert isinstance(found["long"], Failed)
+    assert "the prompt has 64 tokens. From 1 to 63" in str(found["long"].error)
+    assert found["a"].text
+    (failed,) = engine.score([ScoreRequest("long", long, 1)])
+    assert isinstance(failed, Failed)
+
+
+def test_a_rendered_prompt_keeps_its_placeholder_and_its_images(engine, monkeypatch):
+    rendered = Rendered((Piece("Which digit is this?"),))
+    expected = engine.processor.encode("Which digit is this?")
+    assert engine.encode(rendered)["input_ids"].tolist() == [expected]
+    made = engine.encode(rendered, ["picture"])
+    (failed,) = engine.answer([Request("a", made, Sampling())])
+    assert "one of text alone" in str(failed.error)
+    monkeypatch.setattr("stageline.inference.vllm_engine.get_image_processor", lambda _: object())
+    list(engine.answer([Request("a", made, Sampling(max_new_tokens=2))]))
+    (handed,) = fake_vllm.LLM.calls[-1]["prompts"]
+    assert handed == {"prompt_token_ids": expected, "multi_modal_data": {"image": ["picture"]}}
+
+
+def test_pixels_are_refused(engine):
+    made = {**prompt(5), "pixel_values": torch.zeros(1, 3, 4, 4)}
+    (failed,) = engine.answer([Request("a", made, Sampling())])
+    assert "came with the pixels" in str(failed.error)
+
+
+def test_it_says_how_to_install_vllm(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(UserError, match=r"pip install 'stageline\[vllm\]'"):
+        VllmEngine(folder, processor=tiny_tokenizer())

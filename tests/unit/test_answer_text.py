@@ -1,0 +1,302 @@
+"""The text of an answer token by token, against the whole answer decoded at once."""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from stageline.inference.decoding.text import AnswerText
+from stageline.testing.tiny_tokenizers import tiny_metaspace_tokenizer, tiny_tokenizer
+
+SMOLLM2 = Path(__file__).parents[2] / ".cache" / "smollm2"
+TEXT = "The café: 你好, 世界! 👩‍👩‍👧 naïve — 🇫🇷\n\n  It isn't , is it ? 'no' we 've ... \ufffd end"
+PAIRS = [
+    "The café: 你好",
+    "👩‍👩‍👧",
+    "naïve — 🇫🇷\n\n",
+    "  It isn't",
+    " ' no ' ",
+    "we 've .",
+    "a , b",
+]
+
+
+def _byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """As Llama 2: pieces of text, bytes for the rest; its decoder strips a space."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", "▁The", "▁It", "a", "b", "n", "'", "t", "s", ".", ",", "▁is", ":", "▁we", "caf"]
+    backend = Tokenizer(
+        models.BPE(
+            vocab={piece: i for i, piece in enumerate(pieces)},
+            merges=[],
+            unk_token="<unk>",
+            byte_fallback=True,
+            fuse_unk=True,
+        )
+    )
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+def _word_piece_tokenizer() -> PreTrainedTokenizerFast:
+    words = ["[UNK]", "[SEP]", "the", "cat", "##s", "is", "n", "'", "t", ".", ",", "##ing", "你"]
+    backend = Tokenizer(models.WordPiece({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece(cleanup=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        unk_token="[UNK]",
+        eos_token="[SEP]",
+        clean_up_tokenization_spaces=True,
+    )
+
+
+def _cleaning_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = tiny_metaspace_tokenizer([TEXT, *PAIRS], kind="unigram")
+    tokenizer.clean_up_tokenization_spaces = True
+    return tokenizer
+
+
+def _smollm2() -> PreTrainedTokenizerFast:
+    if not SMOLLM2.exists():
+        pytest.skip("no SmolLM2 here")
+    return AutoTokenizer.from_pretrained(SMOLLM2)
+
+
+MAKERS = {
+    "bytes": lambda: tiny_tokenizer([*PAIRS]),
+    "bytes few merges": tiny_tokenizer,
+    "metaspace first": lambda: tiny_metaspace_tokenizer([TEXT, *PAIRS]),
+    "metaspace always": lambda: tiny_metaspace_tokenizer([TEXT], prepend_scheme="always"),
+    "metaspace never": lambda: tiny_metaspace_tokenizer([TEXT], prepend_scheme="never"),
+    "byte fallback": _byte_fallback_tokenizer,
+    "cleaning unigram": _cleaning_tokenizer,
+    "cleaning word pieces": _word_piece_tokenizer,
+    "smollm2": _smollm2,
+}
+
+
+@functools.cache
+def _tokenizer(kind: str) -> PreTrainedTokenizerFast:
+    return MAKERS[kind]()
+
+
+def _decode(kind: str, ids: Sequence[int]) -> str:
+    return _tokenizer(kind).decode(list(ids), skip_special_tokens=True)
+
+
+@st.composite
+def _answers(draw, kind: str) -> list[int]:
+    """Texts, cut anywhere, with any tokens between: also halves of characters and specials."""
+    tokenizer = _tokenizer(kind)
+    ids: list[int] = []
+    for _ in range(draw(st.integers(1, 8))):
+        if draw(st.booleans()):
+            part = tokenizer.encode(draw(st.sampled_from(PAIRS)), add_special_tokens=False)
+            ids += part[draw(st.integers(0, 3)) :][: draw(st.integers(1, 40))]
+        else:
+            ids += draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=6))
+    return ids
+
+
+def _told(kind: str, ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[AnswerText, list[str]]:
+    """The answer, and the pieces: one a token, then the rest."""
+    answer = AnswerText(_tokenizer(kind), tuple(stop), ())
+    pieces = []
+    for token_id in ids:
+        pieces.append(answer.add(token_id))
+        if answer.is_stopped:
+            break
+    return answer, [*pieces, answer.finish()]
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_the_pieces_make_the_text_of_the_whole(kind, data):
+    ids = data.draw(_answers(kind)) * data.draw(st.sampled_from([1, 1, 6]))
+    answer, pieces = _told(kind, ids)
+    assert "".join(pieces) == answer.text == _decode(kind, ids)
+    assert answer.token_ids == ids and not answer.is_stopped and answer.finish() == ""
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        # a run of bytes is right or wrong as a whole, special tokens in it or not
+        ["a", "<0xE4>", "<0xBD>", "<0xA0>", "<0xE4>", "b"],
+        ["a", "<0xE4>", "<0xBD>", "</s>", "<0xA0>", "b"],
+        ["a", "<0xE4>", "<0xBD>", "<0xA0>", "</s>", "<0xE4>"],
+        ["▁"] * 30 + ["a"],
+        ["</s>"] * 60 + ["▁It"],
+        ["a"] * 30 + ["</s>"] * 60 + ["▁It"],
+    ],
+    ids=len,
+)
+def test_runs_of_bytes_spaces_and_special_tokens(tokens):
+    ids = _tokenizer("byte fallback").convert_tokens_to_ids(tokens)
+    answer, _ = _told("byte fallback", ids)
+    assert answer.text == _decode("byte fallback", ids)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "metaspace first", "byte fallback"])
+def test_ids_beyond_the_tokenizer_have_no_text(kind):
+    """Heads are often padded to a round size: a model may write what no token stands for."""
+    tokenizer = _tokenizer(kind)
+    word = tokenizer.encode("It is", add_special_tokens=False)
+    ids = [*word, *[len(tokenizer) + 7] * 60, *word]
+    assert _told(kind, ids)[0].text == _decode(kind, ids) != ""
+
+
+def _first_stop(text: str, stop: Sequence[str]) -> tuple[int, str] | None:
+    """Character by character: the first place where the text so far ends in a stop string."""
+    for end in range(1, len(text) + 1):
+        found = [one for one in stop if text[:end].endswith(one)]
+        if found:
+            longest = max(found, key=len)
+            return end - len(longest), longest
+    return None
+
+
+@pytest.mark.parametrize("kind", ["bytes", "metaspace first", "metaspace always", "smollm2"])
+@given(data=st.data())
+@settings(max_examples=80, deadline=None)
+def test_stop_strings_end_the_text_at_the_first_token_that_completes_one(kind, data):
+    ids = data.draw(_answers(kind))
+    whole = _decode(kind, ids)
+    cuts = st.tuples(st.integers(0, len(whole)), st.integers(1, 6))
+    pieces_of_it = cuts.map(lambda cut: whole[cut[0] : cut[0] + cut[1]])
+    stop = data.draw(st.lists(pieces_of_it | st.sampled_from(PAIRS), min_size=1, max_size=3))
+    stop = [one for one in stop if one and "\ufffd" not in one]
+    answer, pieces = _told(kind, ids, stop)
+    shown = ""
+    for number, piece in enumerate(pieces[:-1], start=1):
+        shown += piece
+        so_far = _decode(kind, ids[:number])
+        certain = so_far[: len(so_far) - so_far.endswith("\ufffd")]
+        expected = _first_stop(certain, stop)
+        if expected:
+            assert answer.stopped_by == expected[1] and answer.text == certain[: expected[0]]
+            assert answer.token_ids == ids[:number] and number == len(pieces) - 1
+            return
+        # what is held back is what may begin a stop string, and no more
+        begun = [n for n in range(len(certain)) if any(s.startswith(certain[n:]) for s in stop)]
+        assert shown == certain[: min(begun, default=len(certain))]
+    assert not answer.is_stopped and answer.text == whole
+
+
+def test_a_stop_string_in_a_run_of_bytes_stops_at_once():
+    tokenizer = _tokenizer("byte fallback")
+    ids = tokenizer.encode("The\n\nIt", add_special_tokens=False)
+    answer, pieces = _told("byte fallback", ids, ["\n"])
+    assert answer.text == "The" and answer.stopped_by == "\n"
+    newline = tokenizer.convert_tokens_to_ids("<0x0A>")
+    assert answer.token_ids == ids[: ids.index(newline) + 1]
+    # the run's bytes are a character only together
+    smile = tokenizer.encode("a😀b", add_special_tokens=False)
+    assert _told("byte fallback", smile, ["😀"])[0].text == "a"
+    assert _told("byte fallback", smile, ["😁"])[0].text == "a😀b"
+
+
+def _write(texts: Sequence[str], stop: Sequence[str]) -> tuple[AnswerText, list[str]]:
+    """Tokens that are just these texts."""
+
+    class Words:
+        all_special_ids = ()
+
+        def convert_ids_to_tokens(self, token_id):
+            return texts[token_id]
+
+        def decode(self, ids, **_):
+            return "".join(texts[i] for i in ids)
+
+    answer, pieces = AnswerText(Words(), stop, ()), []
+    for token_id in range(len(texts)):
+        pieces.append(answer.add(token_id))
+        if answer.is_stopped:
+            break
+    return answer, [*pieces, answer.finish()]
+
+
+@pytest.mark.parametrize(
+    ("texts", "stop", "pieces", "stopped_by"),
+    [
+        (["ab", "cd", "ef"], ["bcde"], ["a", "", "", ""], "bcde"),
+        (["ab", "cd", "xx"], ["bcde"], ["a", "", "bcdxx", ""], None),
+        (["ab", "cd"], ["bcde"], ["a", "", "bcd"], None),
+        (["x END", "y"], ["END"], ["x ", ""], "END"),
+        (["xENDyEND"], ["END"], ["x", ""], "END"),
+        (["aab", "ab"], ["abab"], ["a", "", ""], "abab"),
+        (["aba", "bac"], ["abac"], ["", "ab", ""], "abac"),
+        # one a prefix of the other: the shorter one is complete first
+        (["a\n", "\n"], ["\n\n", "\n"], ["a", ""], "\n"),
+        # one inside the other: the inner one is complete first; the end of both: the longer one
+        (["ab", "cd"], ["abcd", "bc"], ["", "a", ""], "bc"),
+        (["ab", "cd"], ["cd", "bcd"], ["a", "", ""], "bcd"),
+        (["stop"], ["stop"], ["", ""], "stop"),
+    ],
+)
+def test_stop_strings_by_hand(texts, stop, pieces, stopped_by):
+    answer, found = _write(texts, stop)
+    assert found == pieces and answer.stopped_by == stopped_by
+    assert answer.is_stopped == (stopped_by is not None)
+
+
+def test_a_stop_token_is_in_neither_tokens_nor_text():
+    tokenizer = _tokenizer("bytes")
+    ids = tokenizer.encode("The café", add_special_tokens=False)
+    plain = tokenizer.encode("!", add_special_tokens=False)[0]
+    for stop_id in (tokenizer.eos_token_id, plain):
+        answer = AnswerText(tokenizer, ("fée",), (stop_id,))
+        pieces = [answer.add(token_id) for token_id in [*ids, stop_id]]
+        assert answer.is_stopped and answer.stopped_by == stop_id and answer.token_ids == ids
+        # the beginning of the stop string was held back, and is text after all
+        assert pieces[-1] == "" and "".join(pieces) == "The ca" and answer.finish() == "fé"
+        assert answer.text == "The café"
+        with pytest.raises(AssertionError, match="after the answer's end"):
+            answer.add(plain)
+
+
+def test_halves_of_characters_are_held_back_and_written_at_the_end():
+    tokenizer = _tokenizer("bytes few merges")
+    ids = tokenizer.encode("x😀", add_special_tokens=False)
+    assert len(ids) == 5
+    answer, pieces = _told("bytes few merges", ids)
+    assert pieces == ["x", "", "", "", "😀", ""]
+    answer, pieces = _told("bytes few merges", ids[:-1])
+    assert pieces == ["x", "", "", "", "\ufffd"]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "metaspace first", "byte fallback", "cleaning unigram"])
+@pytest.mark.parametrize("text", [TEXT, "👩‍👩‍👧", "\ufffd", "    ", "a . "])
+def test_the_work_a_token_does_not_grow_with_the_answer(kind, text, monkeypatch):
+    tokenizer = _tokenizer(kind)
+    ids = tokenizer.encode(text * 40, add_special_tokens=False)[:600]
+    decode, numbers = tokenizer.decode, []
+
+    def counted(token_ids, **options):
+        numbers.append(len(token_ids))
+        return decode(token_ids, **options)
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
+    answer = AnswerText(tokenizer, ("never",), ())
+    for token_id in ids:
+        answer.add(token_id)
+    assert sum(numbers) < 30 * len(ids)
+    answer.finish()
+    assert answer.text == decode(ids, skip_special_tokens=True)

@@ -1,0 +1,162 @@
+"""Layers by bytes: no contiguous cut leaves the fullest device emptier, by trying all of them."""
+
+import itertools
+
+import pytest
+import torch
+import transformers
+from accelerate.utils import compute_module_sizes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stageline.errors import UserError
+from stageline.inference.meta_model import model_on_meta
+from stageline.inference.model_bytes import LayerBytes, ModelBytes, measure_model
+from stageline.inference.model_cutter import ModelCutter
+from stageline.inference.pass_bytes import Load
+from stageline.inference.placement import (
+    check_fit,
+    check_weights_fit,
+    device_bytes,
+    format_table,
+    place_layers,
+)
+from stageline.testing.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
+
+SIZE = st.integers(0, 40)
+LAYER = st.builds(LayerBytes, st.integers(1, 40), SIZE, SIZE, SIZE)
+MODEL = st.builds(
+    ModelBytes, st.lists(LAYER, min_size=1, max_size=8).map(tuple), SIZE, SIZE, SIZE, SIZE
+)
+GIB = 1024**3
+
+
+def fullest(model, devices, memory):
+    """Written down once more, from the text of the documentation."""
+    fractions = []
+    for device, limit in enumerate(memory):
+        own = [layer for layer, home in zip(model.layers, devices, strict=True) if home == device]
+        lasting = sum(layer.weights + layer.cache + layer.beyond for layer in own)
+        peak = max((layer.workspace for layer in own), default=0)
+        if device == 0:
+            lasting += model.ends + model.vision
+            peak = max(peak, model.vision_workspace, model.end_workspace)
+        fractions.append((lasting + peak) / limit)
+    return max(fractions)
+
+
+def every_map(num_layers, num_devices):
+    for cuts in itertools.combinations(range(1, num_layers - 1), num_devices - 1):
+        places = (0, *cuts, num_layers - 1)
+        runs = [[d] * (b - a) for d, (a, b) in enumerate(itertools.pairwise(places))]
+        yield [*itertools.chain(*runs), 0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(MODEL, st.lists(st.integers(1, 100), min_size=1, max_size=4))
+def test_no_cut_leaves_the_fullest_device_emptier(model, memory):
+    devices = place_layers(model, memory)
+    num_layers = len(model.layers)
+    assert len(devices) == num_layers and devices[0] == devices[-1] == 0
+    assert devices[:-1] == sorted(devices[:-1]), "each device has one run of layers"
+    used = min(len(memory), max(1, num_layers - 1))
+    assert set(devices) == set(range(used)), "no device is empty if there are layers enough"
+    best = min(fullest(model, found, memory[:used]) for found in every_map(num_layers, used))
+    assert fullest(model, devices, memory[:used]) == pytest.approx(best)
+
+
+@settings(max_examples=60, deadline=None)
+@given(MODEL, st.lists(st.integers(1, 100), min_size=1, max_size=4))
+def test_the_table_counts_every_byte_once(model, memory):
+    devices = place_layers(model, memory)
+    found = device_bytes(model, devices, memory)
+    assert sorted(i for item in found for i in item.layers) == list(range(len(model.layers)))
+    assert sum(item.weights + item.vision for item in found) == model.weights
+    assert sum(item.cache for item in found) == sum(layer.cache for layer in model.layers)
+    assert max(i.fraction for i in found) == pytest.approx(fullest(model, devices, memory))
+    rows = format_table(found).splitlines()
+    assert len(rows) == len(memory) + 2 and rows[1].split()[0] == "0"
+
+
+def test_a_device_of_twice_the_memory_takes_twice_the_bytes():
+    layers = tuple(LayerBytes(10) for _ in range(31))
+    devices = place_layers(ModelBytes(layers, ends=50), [120, 240])
+    assert [devices.count(device) for device in (0, 1)] == [7, 24]
+
+
+def model_of_two_gib():
+    return ModelBytes((LayerBytes(GIB // 2, GIB // 4, 0, GIB // 4),) * 4, ends=GIB)
+
+
+def test_what_does_not_fit_is_refused_with_what_is_missing_and_what_helps():
+    found = device_bytes(model_of_two_gib(), [0, 1, 1, 0], [2 * GIB, 2 * GIB])
+    with pytest.raises(UserError) as caught:
+        check_fit(found, asked="2 rows of 64 tokens")
+    text = str(caught.value)
+    # 2.75 of 1.9 GiB, and 1.75 of 1.9
+    assert "0.85 GiB on device 0 is missing" in text and "device 1 is" not in text
+    assert "2 rows of 64 tokens" in text and format_table(found) in text
+    assert "--num-devices" in text and "--builder.quantization" in text
+    check_fit(device_bytes(model_of_two_gib(), [0, 1, 1, 0], [3 * GIB, 2 * GIB]), asked="")
+
+
+def test_weights_alone_may_fit():
+    found = device_bytes(model_of_two_gib(), [0, 1, 1, 0], [int(2.5 * GIB)] * 2)
+    check_weights_fit(found, asked="")
+    with pytest.raises(UserError, match="on device 0 is missing"):
+        check_fit(found, asked="")
+
+
+def test_memory_that_is_none_is_refused():
+    with pytest.raises(UserError, match="above 0"):
+        place_layers(model_of_two_gib(), [GIB, 0])
+    with pytest.raises(UserError, match="1 sizes of memory came for 2 devices"):
+        ModelCutter(torch.nn.Identity(), num_devices=2, memory=[GIB])
+
+
+@pytest.mark.parametrize("family", (*DECODERS, *VISION_LANGUAGE))
+def test_weights_are_those_that_accelerate_counts(family):
+    model = model_on_meta(tiny_config(family, tied=family != "gpt_neox"), dtype=torch.bfloat16)
+    found = measure_model(model, Load(rows=2, length=16, images=1))
+    sizes = compute_module_sizes(model)
+    path = ModelCutter(model, num_devices=1).layers_path()
+    assert [layer.weights for layer in found.layers] == [sizes[f"{path}.{i}"] for i in range(4)]
+    assert found.weights == sizes[""]
+    of_images = [
+        name for name in sizes if name.endswith(("visual", "vision_tower", "vision_model"))
+    ]
+    assert (found.vision > 0) == (family in VISION_LANGUAGE) == bool(of_images)
+    if of_images:
+        tower = sizes[min(of_images, key=len)]
+        assert tower <= found.vision < tower + sizes[""] / 4, "tower and projector"
+        assert found.vision_workspace > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "internvl"])
+def test_a_loaded_model_has_on_each_device_what_the_table_says(family):
+    meta = model_on_meta(tiny_config(family), dtype=torch.float32)
+    cutter = ModelCutter(meta, num_devices=3, memory=[3 * GIB, GIB, 2 * GIB])
+    placed, found = cutter.device_map(), cutter.devices()
+    real = type(meta)(tiny_config(family))
+    lying = [0, 0, 0]
+    for name, tensor in [*real.named_parameters(), *real.named_buffers()]:
+        home = next(d for key, d in placed.items() if name == key or name.startswith(key + "."))
+        lying[home] += tensor.nbytes
+    assert lying == [item.weights + item.vision for item in found]
+    assert [len(item.layers) for item in found] == [2, 1, 1]
+
+
+def test_bytes_move_layers_where_counting_them_does_not():
+    """A head that weighs as much as eight layers: counting puts as many layers beside it."""
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=16, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=4000, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = model_on_meta(config, dtype=torch.bfloat16)
+    memory = [GIB, GIB]
+    by_bytes = ModelCutter(model, num_devices=2, memory=memory, load=Load(1, 8))
+    by_count = ModelCutter(model, num_devices=2, memory=memory, visual_gpu_ratio=0.0)
+    assert by_count.layer_devices().count(0) == 8
+    assert by_bytes.layer_devices().count(0) < 6
+    used = [max(item.total for item in cut.devices()) for cut in (by_bytes, by_count)]
+    assert used[0] < 0.8 * used[1]

@@ -1,0 +1,177 @@
+"""--plan of entry files that answer; the devices are told, faked, or asked for in vain."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import dataset  # noqa: F401 - fills the registers
+import metric  # noqa: F401
+import prompt  # noqa: F401
+import prompt_fn  # noqa: F401
+from models import builders
+from models.devices import make_device_map, plan_text
+from options.answer_args import parse_chat_args, parse_infer_args
+from options.fields import OptionError
+from options.placement_options import device_memory
+from placement_run import placement_arguments
+from stageline.errors import UserError
+from stageline.inference.model_cutter import Wanted
+from stageline.inference.pass_bytes import Load
+from stageline.testing.forked_entry import run_entry
+from stageline.testing.tiny_models import tiny_config
+from stageline.testing.tiny_tokenizers import tiny_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 1024**3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder whose weights cannot be read: a plan does not look at them."""
+    path = tmp_path_factory.mktemp("model")
+    tiny_tokenizer().save_pretrained(path)
+    tiny_config("internvl").save_pretrained(path)
+    (path / "model.safetensors").write_bytes(b"no weights")
+    return path
+
+
+def entry(name, folder, *options):
+    command = [str(ROOT / name), "--model-path", str(folder), "--plan", *options]
+    return run_entry(command, timeout=200)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "rows"),
+    [
+        ("chat.py", (), "1 row of 2048 tokens and 1 images"),
+        ("infer.py", ("--text", "a", "--batch-size", "3"), "3 rows of 2048 tokens and 1 images"),
+        (
+            "evaluate.py",
+            ("--model", "generate", "--builder", "auto", "--dataset", "jsonl", "--prompt", "chat",
+             "--prompt-fn", "chat", "--image-token", "auto", "--metric", "exact_match"),
+            "8 rows of 2048 tokens and 1 images",
+        ),
+    ],
+)  # fmt: skip
+def test_a_plan_needs_neither_devices_nor_weights(name, options, rows, folder):
+    done = entry(name, folder, "--device-memory", "1GiB", "--num-devices", "3", *options)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.strip().splitlines()[-6:]
+    assert rows in lines[0] and lines[1].split()[0] == "device"
+    assert [line.split()[:2] for line in lines[2:5]] == [["0", "0,3"], ["1", "1"], ["2", "2"]]
+    assert lines[5].split()[:2] == ["all", "4"]
+
+
+def test_what_is_too_large_ends_with_the_usage_code_and_the_table(folder):
+    done = entry("chat.py", folder, "--device-memory", "0.001GiB,1GiB", "--plan-length", "60000")
+    assert done.returncode == 2 and "on device 0 is missing" in done.stderr
+    assert "workspace" in done.stderr and "1 row of 60000 tokens" in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the devices are asked")
+def test_without_devices_their_memory_has_to_be_said(folder):
+    with pytest.raises(UserError, match="--device-memory 24GiB"):
+        builders.auto.plan(
+            str(folder), dtype=torch.float32, placement=Wanted(), visual_gpu_ratio=None,
+            num_devices=2, device="auto",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ((), None),
+        (("--device-memory", "24GiB"), (24 * GIB,)),
+        (("--device-memory", "24GiB,48"), (24 * GIB, 48 * GIB)),
+        (("--device-memory", "80GB", "--num-devices", "2"), (80 * 10**9,) * 2),
+        (("--device-memory", "1.5gib"), (3 * GIB // 2,)),
+    ],
+)
+def test_sizes_are_read(options, wanted):
+    run = parse_infer_args(["--text", "a", *options]).run
+    assert device_memory(run) == wanted and run.visual_gpu_ratio is None
+    assert device_memory(parse_chat_args(options).run) == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "wrong"),
+    [
+        ("24XB", "cannot be read"),
+        ("-3", "cannot be read"),
+        ("0GiB", "cannot be read"),
+        ("1,2,3", "names 3 devices"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(given, wrong):
+    with pytest.raises(OptionError, match=wrong):
+        parse_chat_args(["--device-memory=" + given, "--num-devices", "2"])
+
+
+def test_a_part_that_counts_layers_gets_what_it_always_got():
+    run = SimpleNamespace(visual_gpu_ratio=None, device_memory=None, num_devices=None)
+
+    def load(model_path, *, visual_gpu_ratio, dtype, num_devices, device):
+        """A part of a user."""
+
+    assert placement_arguments(run, load) == {"visual_gpu_ratio": 0.0}
+    run.batch_size, run.plan_length, run.plan_images = 4, 99, 2
+    found = placement_arguments(run, builders.auto)
+    assert found == {"visual_gpu_ratio": None, "placement": Wanted(None, Load(4, 99, 2))}
+
+
+@pytest.fixture
+def three_gpus(monkeypatch):
+    """Three GPUs as torch would show them, of which the second is almost full."""
+    free = [2 * GIB, GIB // 2048, 4 * GIB]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device], 8 * GIB))
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    return free
+
+
+def cut(ratio=None, placement=None, **fields):
+    """The device of each layer."""
+    config = tiny_config("llama", num_hidden_layers=12, hidden_size=64, **fields)
+    found = make_device_map(
+        config, device="auto", num_devices=None, visual_gpu_ratio=ratio, placement=placement,
+        dtype=torch.float32,
+    )  # fmt: skip
+    return [found[f"model.layers.{index}"] for index in range(12)]
+
+
+def test_devices_are_asked_what_they_have_left(three_gpus):
+    load = Wanted(load=Load(1, 32))
+    assert cut(placement=load).count(1) == 1, "the full one takes what it must"
+    three_gpus[1] = 2 * GIB
+    even = [cut(placement=load).count(device) for device in range(3)]
+    assert even[1] > 2 and even[2] > even[1], "the third has twice as much"
+    assert [cut(0.0).count(device) for device in range(3)] == [4, 4, 4], "a ratio counts layers"
+
+
+def test_weights_that_fit_nowhere_are_refused_and_a_load_is_warned_of(three_gpus):
+    with pytest.raises(UserError, match="on device 1 is missing"):
+        cut(placement=Wanted(load=Load(1, 8)), intermediate_size=4000)
+    with pytest.warns(UserWarning, match="memory may not suffice"):
+        cut(placement=Wanted(load=Load(1, 4000)))
+    said = Wanted(memory=(GIB, GIB // 2048, GIB), load=Load(1, 4000))
+    with pytest.raises(UserError, match="on device 1 is missing"):
+        cut(placement=said)
+
+
+def test_said_sizes_choose_the_number_of_devices(three_gpus):
+    assert set(cut(placement=Wanted(memory=(GIB, GIB)))) == {0, 1}
+    assert set(cut(placement=Wanted(memory=(GIB,)))) == {0, 1, 2}
+    with pytest.raises(UserError, match="this machine shows 3 GPUs"):
+        cut(placement=Wanted(memory=(GIB,) * 4))
+
+
+def test_a_plan_asks_devices_where_nothing_is_said(three_gpus):
+    text = plan_text(
+        tiny_config("llama"), device="auto", num_devices=2, visual_gpu_ratio=None,
+        placement=Wanted(load=Load(1, 8)), dtype=torch.float32,
+    )  # fmt: skip
+    assert len(text.splitlines()) == 5 and "images" not in text

@@ -1,0 +1,293 @@
+"""What must not bring the server down: clients that leave, limits, bad bodies, keys, a stop."""
+
+import concurrent.futures
+import contextlib
+import json
+import socket
+import threading
+import time
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from prompt_fn import auto, chat
+from stageline.errors import MemoryFull, UserError
+from stageline.serving.app import make_app
+from stageline.serving.run import bind, is_local, serve_until
+from stageline.testing.chat_templates import format_tokenizer
+from stageline.testing.fake_engine import FakeEngine
+from stageline.testing.served import served
+
+TOKENIZER = format_tokenizer("qwen")
+PATH = "/v1/chat/completions"
+LONG = "word " * 500
+BODY = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 900}
+JSON = {"Content-Type": "application/json"}
+
+
+@contextlib.contextmanager
+def serving(*, reply="Yes.", seconds=0.002, max_running=2, **settings):
+    with (
+        FakeEngine(TOKENIZER, reply=reply, seconds=seconds, max_running=max_running) as engine,
+        served(engine, render=chat, image_token=auto, **settings) as running,
+        httpx.Client(base_url=running.url, timeout=20) as client,
+    ):
+        yield engine, running, client
+
+
+def wait_until(is_so, seconds=5.0):
+    until = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < until, "it did not come so far"
+        time.sleep(0.005)
+
+
+def raw(url: str, head: str, body: bytes = b"") -> socket.socket:
+    parts = urlsplit(url)
+    connection = socket.create_connection((parts.hostname, parts.port), timeout=10)
+    connection.sendall(head.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body)
+    return connection
+
+
+def raw_post(url: str, body: dict) -> socket.socket:
+    content = json.dumps(body).encode()
+    head = f"POST {PATH} HTTP/1.1\nHost: x\nContent-Type: application/json\n"
+    return raw(url, f"{head}Content-Length: {len(content)}", content)
+
+
+def told(response: httpx.Response, status: int) -> dict:
+    """The error of a response in OpenAI's shape."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    return error
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_who_leaves_frees_the_place(is_stream):
+    with serving(reply=LONG, max_running=1) as (engine, running, client):
+        first = raw_post(running.url, {**BODY, "stream": is_stream})
+        wait_until(lambda: engine.stats().running == 1)
+        second = raw_post(running.url, {**BODY, "stream": is_stream, "n": 2})
+        wait_until(lambda: engine.stats().queued == 2)
+        second.close()  # while it waits
+        wait_until(lambda: engine.stats().queued == 0)
+        assert engine.stats().running == 1
+        if is_stream:
+            assert first.recv(65536).startswith(b"HTTP/1.1 200")
+        first.close()
+        wait_until(lambda: running.service.desk.num_places == 0)
+        assert len(engine.cancelled) == 3
+        engine.reply = lambda _: "Well."
+        answer = client.post(PATH, json=BODY).json()
+        assert answer["choices"][0]["message"]["content"] == "Well."
+        assert 'status="499"' in client.get("/metrics").text
+
+
+def test_more_than_the_queue_holds_is_refused_and_the_rest_answered():
+    with serving(reply="a b c", seconds=0.05, max_queue=3) as (engine, running, client):
+        with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            answers = list(pool.map(lambda _: client.post(PATH, json=BODY), range(12)))
+        refused = [answer for answer in answers if answer.status_code != 200]
+        assert 0 < len(refused) <= 7
+        for answer in refused:
+            assert told(answer, 429)["code"] == "queue_full"
+            assert int(answer.headers["retry-after"]) >= 1
+        assert engine.most_at_once == 2 and len(engine.asked) == 12 - len(refused)
+        too_many = client.post(PATH, json={**BODY, "n": 6})
+        assert "at most 5" in told(too_many, 400)["message"]
+        assert running.service.desk.num_places == 0
+
+
+def test_a_request_ends_when_its_time_is_over():
+    with serving(reply=LONG, max_running=1, request_seconds=0.3) as (engine, running, client):
+        answer = client.post(PATH, json=BODY)
+        assert told(answer, 504)["code"] == "timeout"
+        assert answer.headers["x-should-retry"] == "false"
+        streamed = client.post(PATH, json={**BODY, "stream": True})
+        assert streamed.status_code == 200
+        *_, last, end, _ = streamed.text.split("\n\n")
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
+        assert end == "data: [DONE]"
+        wait_until(lambda: running.service.desk.num_places == 0)
+        assert len(engine.cancelled) == 2
+
+
+def test_large_bodies_are_not_read():
+    with serving(max_body_bytes=100_000) as (_, running, client):
+        large = {**BODY, "user": "x" * 200_000}
+        assert told(client.post(PATH, json=large), 413)["code"] == "body_too_large"
+        content = json.dumps(large).encode()
+        chunks = (content[place : place + 5000] for place in range(0, len(content), 5000))
+        assert told(client.post(PATH, content=chunks, headers=JSON), 413)
+        head = f"POST {PATH} HTTP/1.1\nHost: x\nContent-Type: application/json\n"
+        endless = raw(running.url, f"{head}Content-Length: {10**18}", b"{")
+        endless.close()
+        left = raw(running.url, f"{head}Content-Length: 5000", b"{")
+        wait_until(lambda: running.service.bodies.num_held == 1)
+        left.close()
+        wait_until(lambda: running.service.bodies.num_held == 0)
+        fits = {**BODY, "user": "x" * 90_000}
+        assert client.post(PATH, json=fits).status_code == 200
+
+
+def test_a_slow_body_and_a_large_header_end():
+    with serving(read_seconds=0.2) as (_, running, client):
+        head = f"POST {PATH} HTTP/1.1\nHost: x\nContent-Type: application/json\n"
+        slow = raw(running.url, f"{head}Content-Length: 5000", b"{")
+        assert slow.recv(4096).startswith(b"HTTP/1.1 408")
+        huge = raw(running.url, "GET /health HTTP/1.1\nHost: x\nX-Long: " + "x" * 200_000)
+        assert b" 400 " in huge.recv(4096).partition(b"\r\n")[0]
+        assert client.get("/health").status_code == 200
+
+
+DEEP = b'{"a":' * 100_000
+BAD = {
+    "empty": b"",
+    "no json": b"{",
+    "a list": b"[]",
+    "not UTF-8": b'{"model": "\xff"}',
+    "NaN": b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"temperature":NaN}',
+    "infinite": b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"temperature":1e999}',
+    "huge integer": b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"n":%s}'
+    % (b"9" * 5000),
+    "huge seed": b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"seed":%s}'
+    % (b"9" * 40),
+    "deep": DEEP,
+    "surrogate": b'{"model":"tiny","messages":[{"role":"user","content":"\\ud800"}]}',
+    "true for a number": b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"n":true}',
+    "text for a number": b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"n":"1"}',
+    "no messages": b'{"model":"tiny","messages":[]}',
+    "many messages": json.dumps(
+        {"model": "tiny", "messages": [{"role": "user", "content": "x"}] * 100_000}
+    ).encode(),
+}
+
+
+def test_bad_bodies_are_the_clients_fault():
+    with serving() as (_, _running, client):
+        for name, content in BAD.items():
+            answer = client.post(PATH, content=content, headers=JSON)
+            assert answer.status_code == 400, (name, answer.text)
+            told(answer, 400)
+        form = {"Content-Type": "text/plain"}
+        told(client.post(PATH, content=json.dumps(BODY), headers=form), 415)
+        told(client.post("/v1/chat", json=BODY), 404)
+        assert client.get(PATH).headers["allow"] == "POST"
+        told(client.get(PATH), 405)
+        told(client.post(PATH, json={**BODY, "model": "other"}), 404)
+        assert client.post(PATH, json=BODY).status_code == 200
+
+
+def test_whole_floats_are_integers():
+    with serving() as (engine, _, client):
+        assert client.post(PATH, json={**BODY, "seed": 3.0, "n": 1.0}).status_code == 200
+        assert engine.asked[-1].sampling.seed == 3
+
+
+def test_keys_are_asked_of_everything_but_health():
+    keys = ("first-key", "second-key")
+    with serving(api_keys=keys) as (_, running, client):
+        paths = [PATH, "/v1/completions", "/v1/models", "/metrics", "/openapi.json", "/nothing"]
+        for path in paths:
+            for value in (None, "Bearer wrong", "first-key", "Bearer", "Basic first-key"):
+                headers = {"Authorization": value} if value else {}
+                answer = client.request("POST" if value else "GET", path, headers=headers)
+                assert told(answer, 401)["code"] == "invalid_api_key"
+        assert client.get("/health").status_code == 200
+        for key in keys:
+            good = {"Authorization": f"Bearer {key}"}
+            assert client.post(PATH, json=BODY, headers=good).status_code == 200
+        document = client.get("/openapi.json", headers=good).json()
+        assert document["paths"][PATH]["post"]["security"] == [{"key": []}]
+        assert "first-key" not in repr(running.service.settings)
+
+
+def test_pages_elsewhere_may_ask_only_where_that_was_said():
+    origin = {"Origin": "http://page.example", "Access-Control-Request-Method": "POST"}
+    with serving(api_keys=("k",)) as (_, _running, client):
+        answer = client.options(PATH, headers=origin)
+        assert "access-control-allow-origin" not in answer.headers
+        assert client.get("/docs").status_code == 401
+    with serving(api_keys=("k",), cors_origins=("http://page.example",)) as (_, _r, client):
+        answer = client.options(PATH, headers=origin)
+        assert answer.headers["access-control-allow-origin"] == "http://page.example"
+        refused = client.post(PATH, json=BODY, headers={"Origin": "http://page.example"})
+        assert refused.headers["access-control-allow-origin"] == "http://page.example"
+
+
+def test_health_and_figures():
+    with serving() as (engine, running, client):
+        assert client.get("/health").json() == {"status": "ok", "running": 0, "queued": 0}
+        client.post(PATH, json=BODY)
+        client.get("/made/up/by/a/client")
+        figures = client.get("/metrics").text
+        lines = dict(line.rsplit(" ", 1) for line in figures.splitlines() if line[0] != "#")
+        assert lines[f'stageline_requests_total{{route="{PATH}",status="200"}}'] == "1.0"
+        assert lines['stageline_requests_total{route="other",status="404"}'] == "1.0"
+        assert lines['stageline_answers_total{reason="stop"}'] == "1.0"
+        assert lines["stageline_first_token_seconds_count"] == "1.0"
+        assert float(lines["stageline_completion_tokens_total"]) > 1
+        assert lines["stageline_engine_max_running"] == "2.0"
+        engine.is_healthy = False
+        assert told(client.get("/health"), 503)["code"] == "unhealthy"
+        assert told(client.post(PATH, json=BODY), 503)["code"] == "unhealthy"
+        assert client.get("/metrics").status_code == 200
+
+
+def test_errors_of_the_engine_leave_it_well(capfd):
+    errors = [RuntimeError("at /root/secret"), MemoryFull("cuda"), UserError("it is too long")]
+    with serving(reply=lambda _: errors.pop(0) if errors else "Well.") as (_, _r, client):
+        assert "secret" not in told(client.post(PATH, json=BODY), 500)["message"]
+        assert client.post(PATH, json=BODY).headers["retry-after"]
+        assert told(client.post(PATH, json=BODY), 400)["message"] == "it is too long"
+        answer = client.post(PATH, json=BODY).json()
+        assert answer["choices"][0]["message"]["content"] == "Well."
+    assert "RuntimeError: at /root/secret" in capfd.readouterr().err
+
+
+def test_a_stop_lets_answers_finish_and_cancels_what_takes_too_long():
+    for reply, shutdown, reason in (("a b c d", 10, "stop"), (LONG * 9, 0.2, None)):
+        engine = FakeEngine(TOKENIZER, reply=reply, seconds=0.02, max_running=1)
+        asked, lines, answers = threading.Event(), [], []
+        with served(engine, render=chat, image_token=auto) as made:
+            service = made.service
+        thread = threading.Thread(
+            target=serve_until,
+            args=(service, make_app(service)),
+            kwargs={
+                "host": "127.0.0.1", "port": 0, "should_stop": asked.is_set,
+                "shutdown_seconds": shutdown, "tell": lines.append,
+            },
+        )  # fmt: skip
+        thread.start()
+        wait_until(lambda lines=lines: lines)
+        url = lines[0].split(" at ")[1].removesuffix("/v1")
+        asker = threading.Thread(
+            target=lambda url=url, answers=answers: answers.append(
+                httpx.post(url + PATH, json=BODY, timeout=20)
+            )
+        )
+        asker.start()
+        wait_until(lambda engine=engine: engine.stats().running == 1)
+        asked.set()
+        wait_until(lambda service=service: service.desk.is_closed)
+        with contextlib.suppress(httpx.ConnectError):
+            assert told(httpx.post(url + PATH, json=BODY), 503)["code"] == "shutting_down"
+        asker.join(20)
+        thread.join(20)
+        assert not thread.is_alive()
+        if reason:
+            assert answers[0].json()["choices"][0]["finish_reason"] == reason
+        else:
+            assert told(answers[0], 503)["code"] == "cancelled"
+
+
+def test_a_port_that_is_taken_is_told():
+    with bind("127.0.0.1", 0) as taken:
+        with pytest.raises(UserError, match="can't be listened at"):
+            bind("127.0.0.1", taken.getsockname()[1])
+    assert is_local("127.0.0.1") and is_local("localhost") and is_local("::1")
+    assert not is_local("0.0.0.0") and not is_local("::") and not is_local("example.org")
