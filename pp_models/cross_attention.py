@@ -11,6 +11,9 @@ Shapes: B rows, T tokens, M images of the fullest row, S tiles an image, P patch
 H hidden size.
 """
 
+import math
+from collections.abc import Sequence
+
 import torch
 
 from pp_models.packing import is_packed
@@ -118,7 +121,7 @@ class CrossAttentionStage(VisionLanguageStage):
             return {}
         return {CROSS_MASK: batch[CROSS_MASK][:, -1]}
 
-    def decode_inputs(self, kept: list[Batch], num_columns: int) -> Batch:
+    def decode_inputs(self, kept: Sequence[Batch], num_columns: int) -> Batch:
         """The mask [B, T, M, S], by rows as many images as the fullest one has.
 
         It has a place for each column before the step's too: older releases of the library look
@@ -134,6 +137,19 @@ class CrossAttentionStage(VisionLanguageStage):
             if mask is not None:
                 mask_BMS[row, : len(mask)] = mask
         return {CROSS_MASK: mask_BMS[:, None].expand(-1, num_columns, -1, -1)}
+
+    def fixed_cells(self, batch: Batch) -> int:
+        """As on the stage where layers that look at images are most, by the others there."""
+        if IMAGE_IDS not in batch:
+            return 0
+        fixed, shares, start = self.fixed_layers(), [], 0
+        for count in self.partition:
+            own = range(start, start + count)
+            num_fixed = sum(index in fixed for index in own)
+            shares.append(num_fixed / max(1, count - num_fixed))
+            start += count
+        num_tiles = batch[IMAGE_IDS].numel() * self.config.vision_config.max_num_tiles
+        return math.ceil(num_tiles * self.num_patches * max(shares))
 
     def forward(
         self, hidden_or_ids: torch.Tensor, *extras: torch.Tensor, **batch: torch.Tensor

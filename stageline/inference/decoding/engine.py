@@ -49,6 +49,7 @@ class DecodingEngine:
         processor: what prompts are encoded with.
         stop_ids: tokens that end an answer, where a request names none.
         device: where the first stage reads.
+        prompt_cells: room in the cache that the images of a prompt take, in tokens.
         has_cache: the stages keep keys and values; else each token reads its whole row anew.
     """
 
@@ -62,6 +63,7 @@ class DecodingEngine:
         stop_ids: Sequence[int] = (),
         device: torch.device | str = "cpu",
         model_name: str = "model",
+        prompt_cells: Callable[[prompts.Prompt], int] = prompts.no_cells,
         has_cache: bool = True,
     ) -> None:
         self.chain = chain
@@ -71,6 +73,7 @@ class DecodingEngine:
         self.stop_ids = tuple(stop_ids)
         self.device = torch.device(device)
         self.model_name = model_name
+        self.prompt_cells = prompt_cells
         self.has_cache = has_cache
         self.choice: GroupChoice | None = None
         self.is_healthy = True
@@ -333,7 +336,8 @@ class DecodingEngine:
     # -- requests -------------------------------------------------------------------------
 
     def _running_of(self, request: Request, listener: Listener) -> Running:
-        request = checked(request, self.limits, has_cache=self.has_cache)
+        cells = self.prompt_cells(request.prompt)
+        request = checked(request, self.limits, has_cache=self.has_cache, cells=cells)
         return Running.of(request, listener, engine=self)
 
     def _submit_here(self, request: Request, listener: Listener) -> None:
@@ -347,13 +351,15 @@ class DecodingEngine:
             running.fail(UserError(f"the key {running.key!r} runs already: keys must differ"))
             return
         self._running[running.key] = running
-        length = prompts.length_of(running.request.prompt)
+        prompt = running.request.prompt
+        length = prompts.length_of(prompt)
+        longest = length + running.request.sampling.max_new_tokens
         self._scheduler.waiting.append(
             Scheduled(
                 row=next(self._numbers),
                 length=length,
-                longest=length + running.request.sampling.max_new_tokens,
-                is_alone=prompts.is_alone(running.request.prompt),
+                longest=longest + self.prompt_cells(prompt),
+                is_alone=prompts.is_alone(prompt),
                 owner=running,
             )
         )
