@@ -23,9 +23,9 @@ def checked(request: Request, limits: Limits, *, has_cache: bool, cells: int = 0
     if not 1 <= length < longest:
         images = f", and its images take as much room as {cells} more" if cells else ""
         raise UserError(
-            f"the prompt has {length} tokens{images}. From 1 to {longest - 1} were expected, because the "
-            "prompt and at least one token of the answer must fit the model's positions and the "
-            "cache: shorten it."
+            f"the prompt has {length} tokens{images}. From 1 to {longest - 1} were expected, "
+            "because the prompt and at least one token of the answer must fit the model's "
+            "positions and the cache: shorten it."
         )
     if not has_cache and prompts.is_alone(request.prompt):
         raise UserError(

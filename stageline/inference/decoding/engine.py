@@ -4,6 +4,7 @@ It runs on the first stage's rank. `submit` and `cancel` may be called from any 
 happens in the one thread that drives it: `run` for a server, `answer` and `score` for a batch.
 """
 
+import contextlib
 import functools
 import itertools
 import queue
@@ -20,7 +21,7 @@ from stageline.inference.decoding.admission import checked
 from stageline.inference.decoding.chain import Chain, max_in_flight
 from stageline.inference.decoding.engine_stats import EngineStats
 from stageline.inference.decoding.group_choice import GroupChoice, measure_steps
-from stageline.inference.decoding.order import Order, error_of, logprob_of_json, settings_of
+from stageline.inference.decoding.order import Order, settings_of
 from stageline.inference.decoding.request import (
     EngineError,
     Failed,
@@ -84,7 +85,7 @@ class DecodingEngine:
         self._running: dict[str, Running] = {}
         self._scores = ScoreQueue(limits.prefill_tokens)
         self._numbers = itertools.count(1)
-        self._is_stopping = threading.Event()
+        self._is_stopping, self._door, self._is_over = threading.Event(), threading.Lock(), False
         self._prompt_tokens = self._completion_tokens = 0
         self._stage_seconds = [0.0] * chain.num_stages
 
@@ -100,13 +101,18 @@ class DecodingEngine:
 
         Args:
             listener: is called in the engine's thread with each `Piece`, then once with
-                `Finished` or `Failed`; it must return at once and raise nothing.
+                `Finished` or `Failed`; it must return at once. If it raises, it hears nothing
+                more, its request ends as if cancelled, and all others go on.
 
         Raises:
             UserError: the request can't be answered: its prompt is empty or too long.
+            EngineError: the engine was stopped, or broke down.
         """
         running = self._running_of(request, listener)
-        self._inbox.put(lambda: self._admit(running))
+        with self._door:
+            if self._is_over:
+                raise EngineError("the engine was stopped")
+            self._inbox.put(lambda: self._admit(running))
 
     def cancel(self, key: str) -> None:
         """Ends a request, if it still runs; its listener gets `Finished` with "cancelled"."""
@@ -137,8 +143,8 @@ class DecodingEngine:
 
     def run(self) -> None:
         """Answers what is submitted until `stop` is called."""
-        self.prepare()
         try:
+            self.prepare()
             while not self._is_stopping.is_set():
                 if not self._act():
                     self._wait()
@@ -194,29 +200,25 @@ class DecodingEngine:
 
     def score(self, items: Iterable[ScoreRequest]) -> Iterator[Scored | Failed]:
         """Scores the last tokens of rows, in this thread; in the order in which it is done."""
-        source, is_over = iter(items), False
-        scores, most = self._scores, 2 * self.limits.max_rows
-        while not is_over or scores.has_work or scores.done:
-            while not is_over and len(scores.waiting) < most:
-                item = next(source, None)
-                is_over = item is None
-                if item is not None:
-                    scores.waiting.append(item)
-            while scores.done:
-                yield scores.done.popleft()
-            if scores.has_work:
-                self._act()
+        try:
+            yield from self._scores.answers(items, most=2 * self.limits.max_rows, act=self._act)
+        finally:  # also where the caller wants no more
+            if self.is_healthy:
+                self._scores.forget(self._act)
 
     def prepare(self) -> None:
         """Measures steps once, where the number of groups is to be chosen."""
         several = self.chain.num_stages > 1 and self.limits.max_rows > 1 and self.has_cache
         if several and self.limits.num_groups is None and self.choice is None:
-            self.choice = measure_steps(self._measure, max_rows=self.limits.max_rows)
+            with contextlib.suppress(EngineError):  # its requests will tell
+                self.choice = measure_steps(self._measure, max_rows=self.limits.max_rows)
             self._order(Order("tidy", leave=[(-1, row) for row in range(self.limits.max_rows)]))
             self.chain.result()
 
     def close(self) -> None:
-        """Lets the other ranks go; nothing may run any more."""
+        """Lets the other ranks go; nothing is answered any more."""
+        while self.chain.num_in_flight:
+            self.chain.result()
         if self.chain.num_stages > 1:
             self._order(Order("stop"))
             self.chain.result()
@@ -225,13 +227,17 @@ class DecodingEngine:
 
     def _act(self) -> bool:
         """Takes in what came, then starts a pass or takes a result; False: nothing to do."""
-        while not self._inbox.empty():
-            self._inbox.get()()
-        if self._start_next():
-            return True
-        if self.chain.num_in_flight:
-            self._take(self.chain.result())
-            return True
+        try:
+            while not self._inbox.empty():
+                self._inbox.get()()
+            if self._start_next():
+                return True
+            if self.chain.num_in_flight:
+                self._take(self.chain.result())
+                return True
+        except BaseException:  # what a pass could not do is no exception here
+            self.is_healthy = False
+            raise
         return False
 
     def _wait(self) -> None:
@@ -320,15 +326,9 @@ class DecodingEngine:
 
     def _take_token(self, one: Scheduled, order: Order, place: int) -> None:
         running: Running = one.owner
-        error = error_of(order, place)
-        if error is None and not running.is_cancelled:
-            logprob = logprob_of_json(order.logprobs[place]) if order.logprobs else None
-            running.take(order.tokens[place], logprob)
-            self._completion_tokens += 1
-        if error is not None:
-            running.fail(error)
-        elif running.is_cancelled:
-            running.finish("cancelled")
+        before = running.num_tokens
+        running.take_from(order, place)
+        self._completion_tokens += running.num_tokens - before
         if running.is_over:
             self._scheduler.leave(one)
             self._running.pop(running.key, None)
@@ -376,6 +376,8 @@ class DecodingEngine:
             del self._running[key]
 
     def _fail_all(self, error: Exception) -> None:
+        with self._door:
+            self._is_over = True
         while not self._inbox.empty():
             self._inbox.get()()
         for running in self._running.values():
