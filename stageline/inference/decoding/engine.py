@@ -125,15 +125,14 @@ class DecodingEngine:
 
     def stats(self) -> EngineStats:
         """Where the engine stands; numbers of a moment ago."""
-        scheduler = self._scheduler
         return EngineStats(
-            queued=len(scheduler.waiting) + self._inbox.qsize(),
-            running=scheduler.num_running,
+            queued=len(self._scheduler.waiting) + self._inbox.qsize(),
+            running=self._scheduler.num_running,
             max_running=self.limits.max_rows,
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
-            num_groups=len(scheduler.groups),
-            cache_cells=scheduler.num_cells,
+            num_groups=len(self._scheduler.groups),
+            cache_cells=self._scheduler.num_cells,
             max_cache_cells=self.limits.max_cells,
             is_healthy=self.is_healthy,
             stage_seconds=tuple(self._stage_seconds),
@@ -232,13 +231,12 @@ class DecodingEngine:
                 self._inbox.get()()
             if self._start_next():
                 return True
-            if self.chain.num_in_flight:
+            if is_back := self.chain.num_in_flight > 0:
                 self._take(self.chain.result())
-                return True
+            return is_back
         except BaseException:  # what a pass could not do is no exception here
             self.is_healthy = False
             raise
-        return False
 
     def _wait(self) -> None:
         """Until something is submitted; tells the stages about rows that left meanwhile."""
