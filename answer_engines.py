@@ -55,7 +55,10 @@ def find_place(arguments: Arguments) -> Replicas:
         UserError: processes and replicas do not fit, or there are too few GPUs.
     """
     run = arguments.run
-    wanted = num_processes(run, run.device) if run.engine == "pipeline" else run.num_replicas
+    if run.engine == "pipeline":
+        wanted = num_processes(run, run.device)
+    else:
+        wanted = run.num_replicas = run.num_replicas or 1
     launch_if_needed(wanted)
     rank = int(os.environ.get("RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))

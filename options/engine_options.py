@@ -46,7 +46,7 @@ def check_engine(run: EngineOptions) -> None:
             "--engine pipeline alone, because nothing else has stages: leave it out, or choose "
             "that engine (--num-devices spreads a model without a pipeline)."
         )
-    if run.num_replicas > 1 and run.engine not in WITH_REPLICAS:
+    if (run.num_replicas or 1) > 1 and run.engine not in WITH_REPLICAS:
         raise OptionError(
             f"--num-replicas {run.num_replicas} came with --engine {run.engine}. It was expected "
             f"with {' or '.join(WITH_REPLICAS)}, because {run.engine} has many requests on their "
