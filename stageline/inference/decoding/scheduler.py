@@ -102,13 +102,15 @@ class Scheduler:
         self._turn = itertools.count(1)
         self._most_tokens = limits.prefill_tokens  # of the pass that is put together
 
+    # both are asked by other threads too: a list is made of the groups at once, before they change
+
     @property
     def num_running(self) -> int:
-        return sum(len(group.members) for group in self.groups.values())
+        return sum(len(group.members) for group in list(self.groups.values()))
 
     @property
     def num_cells(self) -> int:
-        return sum(group.cells for group in self.groups.values())
+        return sum(group.cells for group in list(self.groups.values()))
 
     def fits(self, sequence: Sequence) -> bool:
         """Whether it can ever run."""
