@@ -19,17 +19,17 @@ from options.engine_options import ENGINE_KEYS
 from options.lora_options import adapter_arguments
 from parse_args import Arguments
 from placement_run import placement_arguments, show_plan
-from stageline.data.processor import get_tokenizer, load_processor
+from stageline.checkpoint.plain_folder import plain_folder
 from stageline.distributed.launch import launch_if_needed
 from stageline.distributed.meeting import launchers_store
 from stageline.errors import UserError
 from stageline.evaluation.replicas import Replicas
-from stageline.inference.decoding.stop_ids import stop_ids_of
-from stageline.inference.vllm_engine import VllmEngine
-from stageline.model_folder import find_folder, load_config
+from stageline.inference.vllm_engine import check_vllm, open_vllm
+from stageline.model_folder import load_config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SECONDS_TO_MEET = 600.0
+EXPORTED = "~/.cache/stageline/exported"  # what vLLM reads
 
 
 @dataclass(frozen=True)
@@ -190,27 +190,25 @@ def _pipeline(arguments: Arguments) -> Iterator[Opened | None]:
 
 
 def _vllm(arguments: Arguments) -> Opened:
-    """vLLM on a plain folder; it answers and scores as a decoding engine does."""
+    """vLLM on a plain folder, exported first; it answers and scores as a decoding engine does."""
     run = arguments.run
-    if run.adapter_path:
-        raise UserError(
-            "--adapter-path came with --engine vllm. A plain folder was expected, because vLLM "
-            "reads no adapters of ours: merge them first (scripts/export.sh --merge), or take "
-            "--engine pipeline."
-        )
-    folder = find_folder(run.model_path)
-    processor = load_processor(folder, trust_remote_code=run.trust_remote_code)
-    config = load_config(folder, trust_remote_code=run.trust_remote_code)
-    engine = VllmEngine(
+    check_vllm()  # before an export
+    folder = plain_folder(
+        run.model_path,
+        cache=EXPORTED,
+        adapter_paths=run.adapter_path or (),
+        adapter_weights=run.adapter_weights,
+        trust_remote_code=run.trust_remote_code,
+    )
+    engine = open_vllm(
         folder,
-        processor=processor,
-        tensor_parallel_size=run.num_devices or 1,
         dtype=DTYPES[run.precision],
+        num_devices=run.num_devices,
         seed=run.seed,
         max_length=run.max_length,
         images_per_prompt=run.max_images_per_sample,
-        stop_ids=stop_ids_of(folder, config, get_tokenizer(processor)),
         trust_remote_code=run.trust_remote_code,
     )
-    facts = {"tensor_parallel_size": run.num_devices or 1}
-    return Opened(engine, processor, facts, has_own_batches=True, config=config)
+    config = load_config(folder, trust_remote_code=run.trust_remote_code)
+    facts = {"tensor_parallel_size": engine.num_devices, "folder": str(folder)}
+    return Opened(engine, engine.processor, facts, has_own_batches=True, config=config)

@@ -14,6 +14,7 @@ from stageline.serving.settings import MIB
 
 Model = TypeVar("Model", bound=BaseModel)
 BODIES_AT_ONCE = 8
+NOT_AS_DOCUMENTED = "invalid_request"  # what the OpenAPI document would have told
 # so that a client that sends first and listens then hears why; not more
 MAX_DRAINED_BYTES = 64 * MIB
 DRAIN_SECONDS = 5.0
@@ -133,7 +134,9 @@ def _of_validation(error: ValidationError, value: Any) -> ApiError:
     )
     where = ".".join(map(str, _path(found["loc"], value)))[:200]
     text = _SAID.get(found["type"], _as_said)(found["msg"])
-    return bad_request(f"{where or 'The body'}: {text}.", param=where or None)
+    return bad_request(
+        f"{where or 'The body'}: {text}.", param=where or None, code=NOT_AS_DOCUMENTED
+    )
 
 
 def _as_said(message: str) -> str:

@@ -50,6 +50,11 @@ class PromptMaker:
         # layouts of a template are kept in a dictionary that is changed by each reader
         self._lock = threading.Lock()
 
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model has a token for pictures."""
+        return get_image_token(self.processor) is not None
+
     def warm_up(self) -> None:
         """Tries the chat template once: a wrong one shows here, and the first request is quick."""
         self.of_messages([{"role": "user", "content": "Hello"}], tools=[])

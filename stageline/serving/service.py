@@ -42,6 +42,11 @@ class Service:
         self.created = int(time.time())
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="prompts")
 
+    @property
+    def takes_images(self) -> bool:
+        """Whether messages may hold pictures."""
+        return self.settings.max_images > 0 and self.prompts.takes_images
+
     async def respond(
         self, request: Any, model: type[Model], answer: Callable[[Model, Out], Any]
     ) -> LiveResponse:

@@ -13,6 +13,11 @@ def length_of(prompt: Prompt) -> int:
     return prompt["input_ids"].shape[1]
 
 
+def no_cells(prompt: Prompt) -> int:
+    """What images take in the cache besides their tokens, where models see them as tokens."""
+    return 0
+
+
 def is_alone(prompt: Prompt) -> bool:
     """Whether it is read by itself: what images bring is not padded to that of others."""
     shape = prompt["input_ids"].shape
@@ -25,6 +30,12 @@ def padded_right(rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
     for place, row in enumerate(rows):
         ids_BT[place, : len(row)] = torch.tensor(row)
     return {"input_ids": ids_BT}
+
+
+def without_last(prompt: Prompt) -> Prompt:
+    """The prompt without its last token, and what else has a value for each token."""
+    shape = prompt["input_ids"].shape
+    return {name: v[:, :-1] if v.shape == shape else v for name, v in prompt.items()}
 
 
 def together(prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
