@@ -12,6 +12,7 @@ from options.answer_args import parse_chat_args
 from options.fields import OptionError
 from prompt_fn import auto, chat
 from register import import_shelf
+from stageline.data.converters import make_converter
 from stageline.errors import RemoteError, UserError
 from stageline.inference.chat_session import ChatSession
 from stageline.inference.remote import Endpoint
@@ -196,6 +197,7 @@ def test_commands(remote, server, tmp_path, picture, capsys):
         *("one", answers[0]),
         *("three", answers[2]),
     ]
+    assert make_converter("openai")(row, "row 1")["messages"][-1]["content"] == answers[2]
     assert remote.answering["max_new_tokens"] == 5
     for line in ["/what", "/image x.png", "refuse", "/system Be a cat.", "/help", "four"]:
         assert terminal.respond(line)
