@@ -173,7 +173,7 @@ message.addEventListener("keydown", (event) => {
   event.preventDefault();
   submit();
 });
-message.addEventListener("input", fitMessage);
+message.addEventListener("input", () => keepDown(fitMessage));
 window.addEventListener("keydown", (event) => {
   const isForUs = event.key === "Escape" && !event.isComposing && !find("settings").open;
   if (isForUs) running?.abort();
