@@ -17,13 +17,17 @@ from decode_run import num_processes, open_decoding
 from options.lora_options import adapter_arguments
 from parse_args import Arguments
 from placement_run import placement_arguments, show_plan
+from stageline.checkpoint.plain_folder import plain_folder
 from stageline.distributed.launch import launch_if_needed
 from stageline.distributed.meeting import launchers_store
 from stageline.errors import UserError
 from stageline.evaluation.replicas import Replicas
+from stageline.inference.vllm_engine import check_vllm, open_vllm
+from stageline.model_folder import load_config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SECONDS_TO_MEET = 600.0
+EXPORTED = "~/.cache/stageline/exported"  # what vLLM reads
 
 
 @dataclass(frozen=True)
@@ -162,14 +166,25 @@ def _pipeline(arguments: Arguments) -> Iterator[Opened | None]:
 
 
 def _vllm(arguments: Arguments) -> Opened:
-    """The one place where vLLM is made; it answers and scores as a decoding engine does."""
-    try:
-        from stageline.inference.vllm_engine import open_vllm
-    except ImportError as error:
-        raise UserError(
-            f"--engine vllm came, and it is not to be had here ({error}). The package vllm was "
-            "expected, because it does the decoding: install it, or take --engine pipeline."
-        ) from error
+    """vLLM on a plain folder, exported first; it answers and scores as a decoding engine does."""
     run = arguments.run
-    engine = open_vllm(run.model_path, dtype=run.precision, num_devices=run.num_devices)
-    return Opened(engine, engine.processor, {"num_devices": run.num_devices}, has_own_batches=True)
+    check_vllm()  # before an export
+    folder = plain_folder(
+        run.model_path,
+        cache=EXPORTED,
+        adapter_paths=run.adapter_path or (),
+        adapter_weights=run.adapter_weights,
+        trust_remote_code=run.trust_remote_code,
+    )
+    engine = open_vllm(
+        folder,
+        dtype=DTYPES[run.precision],
+        num_devices=run.num_devices,
+        seed=run.seed,
+        max_length=run.max_length,
+        images_per_prompt=run.max_images_per_sample,
+        trust_remote_code=run.trust_remote_code,
+    )
+    config = load_config(folder, trust_remote_code=run.trust_remote_code)
+    facts = {"tensor_parallel_size": engine.num_devices, "folder": str(folder)}
+    return Opened(engine, engine.processor, facts, has_own_batches=True, config=config)

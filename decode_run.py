@@ -109,7 +109,7 @@ def open_decoding(run: Any, *, model_path: str | None = None) -> Iterator[Decodi
             else RankChain(decoder, wire, num_stages=context.num_ranks)
         )
         engine, processor = make_engine(
-            run, model, chain, limits, device=context.device, has_cache=decoder.has_cache
+            run, model, chain, limits, decoder=decoder, device=context.device
         )
         yield Decoding(engine, processor, model.config, context.dp_rank, context.num_replicas)
         # not in a `finally`: after an exception the other ranks hear of it, and end
@@ -169,8 +169,8 @@ def make_engine(
     chain: Any,
     limits: Limits,
     *,
+    decoder: StageDecoder,
     device: torch.device,
-    has_cache: bool = True,
 ) -> tuple[DecodingEngine, Any]:
     """The engine of one replica, and the processor that prompts are encoded with."""
     folder = model.processor_folder()
@@ -184,6 +184,7 @@ def make_engine(
         stop_ids=stop_ids_of(model.base, model.config, tokenizer),
         device=device,
         model_name=Path(model.folder).name,
-        has_cache=has_cache,
+        prompt_cells=decoder.stage.fixed_cells,
+        has_cache=decoder.has_cache,
     )
     return engine, processor

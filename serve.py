@@ -101,6 +101,7 @@ def make_service(arguments: ServeArguments, decoding: Any, settings: "ServerSett
             name: functools.partial(parts[register].part, **parts[register].kwargs)
             for name, register in (("render", "prompt_fn"), ("image_token", "image_token"))
         },
+        max_length=decoding.engine.max_length,
         max_images=settings.max_images,
         max_pixels=run.max_image_pixels,
         max_bytes=settings.max_body_bytes,
