@@ -74,6 +74,7 @@ def serve(arguments: ServeArguments, decoding: Any, api_keys: tuple[str, ...]) -
             file=sys.stderr,
         )
     service = make_service(arguments, decoding, settings)
+    decoding.engine.prepare()  # who gets through to the server is answered at once
     serve_until(
         service,
         make_app(service),

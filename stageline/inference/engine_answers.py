@@ -61,5 +61,5 @@ def _with_own_seed(sampling: Sampling, prompt: Rendered) -> Sampling:
         return sampling
     # not its place: that changes where a run is resumed or shared out
     words = repr((sampling.seed, prompt.name, prompt.text)).encode()
-    seed = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big")
+    seed = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> 1  # signed
     return replace(sampling, seed=seed)

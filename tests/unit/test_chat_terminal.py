@@ -6,12 +6,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 from PIL import Image
 
 from options.answer_args import parse_chat_args
 from options.fields import OptionError
 from prompt_fn import auto, chat
 from register import import_shelf
+from stageline.data.converters import make_converter
 from stageline.errors import RemoteError, UserError
 from stageline.inference.chat_session import ChatSession
 from stageline.inference.remote import Endpoint
@@ -19,6 +22,7 @@ from stageline.inference.remote_chat import RemoteChat, server_url
 from stageline.inference.terminal import Terminal, read_message
 from stageline.testing.chat_server import ChatServer, images_of, question_of
 from stageline.testing.small_run import ForkedRun
+from stageline.testing.tiny_models import tiny_config
 from stageline.testing.tiny_processors import tiny_processor
 
 pytest.importorskip("openai")
@@ -161,18 +165,31 @@ def test_a_picture_goes_along(server, picture):
         talk(server.url).attach(str(picture))
 
 
-def test_a_picture_makes_the_prompt_that_the_processor_makes(picture):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_an_answer_about_a_picture_is_the_librarys(picture, dtype):
     processor = tiny_processor("internvl")
-    session = ChatSession(None, processor, render=chat, image_token=auto, **SETTINGS)
-    session.attach(str(picture))
+    config = tiny_config(
+        "internvl", vocab_size=len(processor.tokenizer), max_position_embeddings=1024
+    )
+    torch.manual_seed(5)
+    model = transformers.AutoModelForImageTextToText.from_config(config).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.5)
+    session = ChatSession(model, processor, render=chat, image_token=auto, **SETTINGS)
     content = [{"type": "image"}, {"type": "text", "text": "Which?"}]
     text = processor.apply_chat_template(
         [{"role": "user", "content": content}], add_generation_prompt=True
     )
-    expected = processor(text=[text], images=[Image.open(picture)], return_tensors="pt")
-    made = session.encode([session.question("Which?")])
-    assert made["input_ids"].tolist() == expected["input_ids"].tolist()
-    assert made["pixel_values"].equal(expected["pixel_values"])
+    inputs = processor(text=[text], images=[Image.open(picture)], return_tensors="pt").to(dtype)
+    made = model.generate(**inputs, max_new_tokens=9, do_sample=False, pad_token_id=0)
+    expected = processor.decode(made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    session.attach(str(picture))
+    answer, _ = session.answer("Which?", write=str)
+    assert answer == expected != ""
+    assert session.retry(write=str) == (answer, 0), "with the picture again"
+    session.start_anew()
+    assert session.answer("Which?", write=str)[0] != answer
 
 
 def test_commands(remote, server, tmp_path, picture, capsys):
@@ -196,6 +213,7 @@ def test_commands(remote, server, tmp_path, picture, capsys):
         *("one", answers[0]),
         *("three", answers[2]),
     ]
+    assert make_converter("openai")(row, "row 1")["messages"][-1]["content"] == answers[2]
     assert remote.answering["max_new_tokens"] == 5
     for line in ["/what", "/image x.png", "refuse", "/system Be a cat.", "/help", "four"]:
         assert terminal.respond(line)

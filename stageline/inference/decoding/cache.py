@@ -184,6 +184,15 @@ class GroupCache(Cache):
         take_out(window.first_columns, index)
         window.trim()
 
+    def swap(self, one: int, other: int) -> None:
+        """Two rows change places."""
+        for values in (self.window.first_columns, self.fixed.lengths):
+            values[one], values[other] = values[other], values[one]
+        fixed = [buffer for layer in self.fixed_layers for buffer in layer.row_buffers()]
+        columns = slice(self.window.start, self.window.end)
+        for buffer in [*fixed, *(buffer[:, :, columns] for buffer in self._all_buffers())]:
+            buffer[[one, other]] = buffer[[other, one]]
+
     def join(self, other: "GroupCache") -> None:
         """Takes all rows of another group behind the own ones.
 

@@ -257,7 +257,7 @@ class DecodingEngine:
             return False
         if self._scores.waiting:
             order, prompts_read = self._scores.next_order()
-            self._order(order, self._on_device(prompts_read))
+            self._order(order, prompts.together(prompts_read))
             return True
         found = self._scheduler.next_prefill()
         if found is not None:
@@ -273,7 +273,8 @@ class DecodingEngine:
     def _order(self, order: Order, tensors: dict[str, torch.Tensor] | None = None) -> None:
         order.number = next(self._numbers)
         order.leave += self._scheduler.take_leaving()
-        self.chain.start(order, tensors or {})
+        on_device = {name: value.to(self.device) for name, value in (tensors or {}).items()}
+        self.chain.start(order, on_device)
 
     def _start_prefill(self, group: RunningGroup, chosen: list[Scheduled]) -> None:
         owners = [one.owner for one in chosen]
@@ -286,9 +287,9 @@ class DecodingEngine:
         )
         if not self.has_cache:
             order.kind = "whole"
-            self._order(order, self._whole_rows(owners))
+            self._order(order, prompts.padded_right([owner.row_ids() for owner in owners]))
         else:
-            self._order(order, self._on_device([owner.request.prompt for owner in owners]))
+            self._order(order, prompts.together([owner.request.prompt for owner in owners]))
         self._prompt_tokens += sum(order.lengths)
 
     def _start_step(self, group: RunningGroup, joins: list[tuple[int, int]]) -> None:
@@ -297,18 +298,10 @@ class DecodingEngine:
         if not self.has_cache:
             order.kind, order.join = "whole", []
             order.lengths = [len(owner.row_ids()) for owner in owners]
-            self._order(order, self._whole_rows(owners))
+            self._order(order, prompts.padded_right([owner.row_ids() for owner in owners]))
             return
         last = [[owner.last_token] for owner in owners]
-        self._order(order, {"input_ids": torch.tensor(last, device=self.device)})
-
-    def _whole_rows(self, owners: Sequence[Running]) -> dict[str, torch.Tensor]:
-        padded = prompts.padded_right([owner.row_ids() for owner in owners])
-        return {name: value.to(self.device) for name, value in padded.items()}
-
-    def _on_device(self, several: list[Any]) -> dict[str, torch.Tensor]:
-        together = prompts.together(several)
-        return {name: value.to(self.device) for name, value in together.items()}
+        self._order(order, {"input_ids": torch.tensor(last)})
 
     def _take(self, order: Order) -> None:
         """Hands out what an order brought."""

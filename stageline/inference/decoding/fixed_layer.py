@@ -121,6 +121,10 @@ class FixedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
+    def row_buffers(self) -> tuple[torch.Tensor, ...]:
+        """Buffers with a place for each row, and more."""
+        return self._buffers
+
     def buffers(self) -> tuple[str, ...]:
         """What grows with the window: nothing."""
         return ()

@@ -9,7 +9,6 @@ Prompts that wait are read in as many passes as the same steps advise.
 """
 
 import bisect
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -98,7 +97,7 @@ def measure_steps(
         number = min(number, max_rows)
         rows.append(number)
         flow = measure(number, num_stages + NUM_FULL - 1)  # its first steps warm up
-        together.append(tuple(_median(flow, stage, num_stages) for stage in range(num_stages)))
+        together.append(tuple(_shortest(flow, stage, num_stages) for stage in range(num_stages)))
         singles = [measure(number, 1)[0] for _ in range(2)]
         alone.append(tuple(min(stage) for stage in zip(*singles, strict=True)))
         # so long a step is bound by arithmetic, and longer ones lie on a line with it
@@ -107,8 +106,7 @@ def measure_steps(
         number *= 4
 
 
-def _median(flow: Sequence[Sequence[float]], stage: int, num_stages: int) -> float:
-    """What a stage took while all the others had work too."""
+def _shortest(flow: Sequence[Sequence[float]], stage: int, num_stages: int) -> float:
+    """What a stage took at least while all the others had work too."""
     first = num_stages - 1 - stage
-    full = flow[first : len(flow) - stage]
-    return statistics.median(seconds[stage] for seconds in full)
+    return min(seconds[stage] for seconds in flow[first : len(flow) - stage])

@@ -137,12 +137,16 @@ def _change(scores_V: Tensor, row: SampledRow) -> None:
 
 
 def _penalise_repetition(scores_V: Tensor, row: SampledRow, answer: Tensor) -> None:
-    prompt = answer[:0] if row.prompt_ids is None else row.prompt_ids.flatten().cpu()
-    ids = torch.cat([prompt, answer])
-    # some models embed tokens, of images say, that they can't write
-    ids = ids[ids < len(scores_V)].to(scores_V.device)
-    old, penalty = scores_V[ids], row.sampling.repetition_penalty
-    scores_V[ids] = torch.where(old < 0, old * penalty, old / penalty)
+    device, size = scores_V.device, len(scores_V)
+    ids = answer.to(device)
+    if row.prompt_ids is not None:
+        ids = torch.cat([row.prompt_ids.flatten().to(device), ids])
+    # one place more: some models embed tokens, of images say, that they can't write
+    is_there = torch.zeros(size + 1, dtype=torch.bool, device=device)
+    is_there[ids.clamp(max=size)] = True
+    penalty = row.sampling.repetition_penalty
+    changed_V = torch.where(scores_V < 0, scores_V * penalty, scores_V / penalty)
+    scores_V.copy_(torch.where(is_there[:-1], changed_V, scores_V))
 
 
 def _floats(values: Sequence[float], device: torch.device) -> Tensor:

@@ -102,13 +102,15 @@ class Scheduler:
         self._turn = itertools.count(1)
         self._most_tokens = limits.prefill_tokens  # of the pass that is put together
 
+    # both are asked by other threads too: a list is made of the groups at once, before they change
+
     @property
     def num_running(self) -> int:
-        return sum(len(group.members) for group in self.groups.values())
+        return sum(len(group.members) for group in list(self.groups.values()))
 
     @property
     def num_cells(self) -> int:
-        return sum(group.cells for group in self.groups.values())
+        return sum(group.cells for group in list(self.groups.values()))
 
     def fits(self, sequence: Sequence) -> bool:
         """Whether it can ever run."""
@@ -180,9 +182,9 @@ class Scheduler:
     # -- steps ----------------------------------------------------------------------------
 
     def next_step(self) -> RunningGroup | None:
-        """The group that has been home longest."""
+        """The group that has been home longest; None: there is none, or it waits for another."""
         ready = [group for group in self.groups.values() if group.is_home and group.members]
-        if not ready:
+        if not ready or (len(ready) == 1 and self._waits_for_another(ready[0])):
             return None
         group = min(ready, key=lambda one: one.since)
         group.num_passes += 1
@@ -190,26 +192,39 @@ class Scheduler:
 
     def next_joins(self) -> list[tuple[int, int]]:
         """(from, into) of groups at home that are better one, where there are too many."""
-        if self.waiting or len(self.groups) < 2:
-            return []
-        wanted = self.limits.num_groups or self.best_groups(self.num_running)
         home = sorted(
             (group for group in self.groups.values() if group.is_home and group.members),
             key=lambda group: len(group.members),
         )
-        if len(self.groups) <= wanted or len(home) < 2:
+        if not self._are_too_many() or len(home) < 2:
             return []
         source, target = home[0], home[1]
-        longest = max(one.longest for one in [*source.members, *target.members])
-        cells = (len(source.members) + len(target.members)) * longest
-        others = self.num_cells - source.cells - target.cells
-        if self.limits.max_cells is not None and others + cells > self.limits.max_cells:
+        if not self._may_join(source, target):
             return []
         target.members += source.members
         for one in source.members:
             one.group = target.number
         del self.groups[source.number]
         return [(source.number, target.number)]
+
+    def _are_too_many(self) -> bool:
+        if self.waiting or len(self.groups) < 2:
+            return False
+        wanted = self.limits.num_groups or self.best_groups(self.num_running)
+        return len(self.groups) > wanted
+
+    def _may_join(self, source: RunningGroup, target: RunningGroup) -> bool:
+        if self.limits.max_cells is None:
+            return True
+        members = [*source.members, *target.members]
+        cells = len(members) * max(one.longest for one in members)
+        others = self.num_cells - source.cells - target.cells
+        return others + cells <= self.limits.max_cells
+
+    def _waits_for_another(self, group: RunningGroup) -> bool:
+        """Whether the next one that comes home joins it: groups come one at a time."""
+        others = [other for other in self.groups.values() if other is not group]
+        return self._are_too_many() and all(self._may_join(group, other) for other in others)
 
     def came_home(self, number: int) -> None:
         """A pass of a group is back."""

@@ -50,6 +50,16 @@ class Group:
         for values in (self.rows, self.positions, self.kept):
             take_out(values, index)
 
+    def arrange(self, rows: list[int]) -> None:
+        """Puts the rows into an order; after a pass that failed stages may differ in it."""
+        assert sorted(self.rows) == sorted(rows), f"rows {self.rows} here, {rows} ordered"
+        for place, row in enumerate(rows):
+            other = self.rows.index(row)
+            if other != place:
+                self.cache.swap(place, other)
+                for values in (self.rows, self.positions, self.kept):
+                    values[place], values[other] = values[other], values[place]
+
     def lose(self, new: "Group") -> None:
         """Has the rows of another group too, and nothing to read for any: their passes fail."""
         self.cache.lose(len(new.rows))
@@ -213,7 +223,7 @@ class StageDecoder:
     def _decode(self, order: Order, tensors: Tensors) -> Tensors:
         """One more token of each row of a group."""
         group = self.groups[order.group]
-        assert group.rows == order.rows, f"rows {group.rows} here, {order.rows} ordered"
+        group.arrange(order.rows)
         output = self._step(group, tensors)
         if self.stage.is_last:
             return self._choose(order, output[:, -1])
