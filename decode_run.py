@@ -50,15 +50,17 @@ class Decoding:
 
 
 def num_processes(run: DecodeOptions, device: str) -> int:
-    """Processes of a run; fills in the number of stages where it was left open.
+    """Processes of a run; fills in the numbers of stages and replicas where they were left open.
 
     Raises:
         UserError: torchrun started another number.
     """
     started = int(os.environ.get("WORLD_SIZE", "0"))
+    have = started or (torch.cuda.device_count() if device != "cpu" else 0)
     if run.num_stages is None:
-        num_gpus = torch.cuda.device_count() if device != "cpu" else 0
-        run.num_stages = max(1, (started or num_gpus) // run.num_replicas)
+        run.num_stages = max(1, have // (run.num_replicas or 1))
+    if run.num_replicas is None:
+        run.num_replicas = max(1, have // run.num_stages)
     wanted = run.num_stages * run.num_replicas
     if started and started != wanted:
         raise UserError(
@@ -109,7 +111,7 @@ def open_decoding(run: Any, *, model_path: str | None = None) -> Iterator[Decodi
             else RankChain(decoder, wire, num_stages=context.num_ranks)
         )
         engine, processor = make_engine(
-            run, model, chain, limits, device=context.device, has_cache=decoder.has_cache
+            run, model, chain, limits, decoder=decoder, device=context.device
         )
         yield Decoding(engine, processor, model.config, context.dp_rank, context.num_replicas)
         # not in a `finally`: after an exception the other ranks hear of it, and end
@@ -169,8 +171,8 @@ def make_engine(
     chain: Any,
     limits: Limits,
     *,
+    decoder: StageDecoder,
     device: torch.device,
-    has_cache: bool = True,
 ) -> tuple[DecodingEngine, Any]:
     """The engine of one replica, and the processor that prompts are encoded with."""
     folder = model.processor_folder()
@@ -184,6 +186,7 @@ def make_engine(
         stop_ids=stop_ids_of(model.base, model.config, tokenizer),
         device=device,
         model_name=Path(model.folder).name,
-        has_cache=has_cache,
+        prompt_cells=decoder.stage.fixed_cells,
+        has_cache=decoder.has_cache,
     )
     return engine, processor

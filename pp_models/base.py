@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from pp_models.answering import AnsweringStage
 from pp_models.filling import Source, fill_stage, processor_of, read_config
 from stageline.checkpoint.adapter_start import AdapterStart
 from stageline.errors import PlanError, UserError
@@ -27,7 +28,7 @@ from stageline.pipeline.partition import layer_range, stage_layers
 PARTS = ("vit", "mlp", "llm", "lm_head")
 
 
-class StageModel(nn.Module):
+class StageModel(AnsweringStage, nn.Module):
     """One stage of a model; subclass it for an architecture of your own.
 
     Parameter names are those of the whole model: a stage shares the registries of `whole`, the
@@ -50,9 +51,6 @@ class StageModel(nn.Module):
         methods: what is done in another way than training the whole model.
         notes: lines about it to print.
         changes_config: the configuration is not that of the weights' folder.
-        can_decode: the forward hands `past_key_values` and `position_ids` to the layers; without it
-            each token of an answer reads its whole row anew.
-        only_answers: nothing trains any more.
     """
 
     cached_configs: tuple[str, ...] = ()
@@ -61,8 +59,6 @@ class StageModel(nn.Module):
     logits_chunk = 0
     checkpoint_every = 1
     changes_config = False
-    can_decode = False
-    only_answers = False
 
     def __init__(
         self,
@@ -269,18 +265,6 @@ class StageModel(nn.Module):
         Parameters of the outermost LoRA are not in the map: they start fresh.
         """
         return key_map_without_last_lora(list(self.state_dict()))
-
-    def answer_only(self) -> None:
-        """Leaves out what a forward does for training alone."""
-        self.only_answers = True
-
-    def decode_positions(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Positions of the tokens of prompts that are padded on the left.
-
-        Returns:
-            [B, T], or [axes, B, T]; the token behind a prompt has the largest one's successor.
-        """
-        return (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
 
     def train(self, mode: bool = True) -> "StageModel":
         if self.whole is not None:

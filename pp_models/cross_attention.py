@@ -11,6 +11,9 @@ Shapes: B rows, T tokens, M images of the fullest row, S tiles an image, P patch
 H hidden size.
 """
 
+import math
+from collections.abc import Sequence
+
 import torch
 
 from pp_models.packing import is_packed
@@ -29,7 +32,6 @@ class CrossAttentionStage(VisionLanguageStage):
 
     # its class ties nothing, whatever the config says
     is_tied = False
-    can_decode = False  # keys of images would need a place of their own in the cache
 
     def prune(self, whole: torch.nn.Module) -> None:
         super().prune(whole)
@@ -109,6 +111,45 @@ class CrossAttentionStage(VisionLanguageStage):
             left_out += (CROSS_MASK, STATES)  # a large mask for nothing
         inputs = super().model_inputs(batch)
         return {name: value for name, value in inputs.items() if name not in left_out}
+
+    def fixed_layers(self) -> frozenset[int]:
+        return frozenset(self.text_config.cross_attention_layers)
+
+    def kept_inputs(self, batch: Batch) -> Batch:
+        """What the last token of each prompt sees [B, M, S]: its answer sees the same."""
+        if CROSS_MASK not in batch or not self.looks_at_images(self.layers):
+            return {}
+        return {CROSS_MASK: batch[CROSS_MASK][:, -1]}
+
+    def decode_inputs(self, kept: Sequence[Batch], num_columns: int) -> Batch:
+        """The mask [B, T, M, S], by rows as many images as the fullest one has.
+
+        It has a place for each column before the step's too: older releases of the library look
+        theirs up there, newer ones cut the last one out. Rows of text alone see nothing.
+        """
+        masks = [row.get(CROSS_MASK) for row in kept]
+        seen = [mask for mask in masks if mask is not None]
+        if not seen:
+            return {}
+        widest = max(seen, key=len)
+        mask_BMS = widest.new_zeros(len(kept), *widest.shape)
+        for row, mask in enumerate(masks):
+            if mask is not None:
+                mask_BMS[row, : len(mask)] = mask
+        return {CROSS_MASK: mask_BMS[:, None].expand(-1, num_columns, -1, -1)}
+
+    def fixed_cells(self, batch: Batch) -> int:
+        """As on the stage where layers that look at images are most, by the others there."""
+        if IMAGE_IDS not in batch:
+            return 0
+        fixed, shares, start = self.fixed_layers(), [], 0
+        for count in self.partition:
+            own = range(start, start + count)
+            num_fixed = sum(index in fixed for index in own)
+            shares.append(num_fixed / max(1, count - num_fixed))
+            start += count
+        num_tiles = batch[IMAGE_IDS].numel() * self.config.vision_config.max_num_tiles
+        return math.ceil(num_tiles * self.num_patches * max(shares))
 
     def forward(
         self, hidden_or_ids: torch.Tensor, *extras: torch.Tensor, **batch: torch.Tensor

@@ -41,7 +41,10 @@ def make_app(service: Service) -> FastAPI:
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
             app.openapi_schema = make_document(
-                app, [ChatRequest, CompletionRequest], has_keys=bool(settings.api_keys)
+                app,
+                [ChatRequest, CompletionRequest],
+                model_name=settings.model_name,
+                has_keys=bool(settings.api_keys),
             )
         return app.openapi_schema
 

@@ -28,7 +28,6 @@ from stageline.testing import decoded_models
 from stageline.testing.decoding_engines import answers_of, local_engine, on_ranks
 from stageline.testing.pictured_prompts import pictured_prompts
 from stageline.testing.ranks import run_ranks
-from stageline.testing.tiny_mllama import tiny_mllama_config, tiny_mllama_processor
 from stageline.testing.tiny_models import DECODERS, VISION_LANGUAGE
 
 NUM_TOKENS = 30
@@ -129,12 +128,6 @@ def test_models_that_see(family, model_of):
     assert changed[1] == model.answers[1]
 
 
-def test_mllama_is_refused():
-    with quiet(), pytest.raises(UserError, match="cannot answer token by token"):
-        made = [pp_models.CrossAttentionStage(tiny_mllama_config(), stage=0, num_stages=1)]
-        local_engine(made, tiny_mllama_processor())
-
-
 # -- sequences come and go -------------------------------------------------------------------
 
 
@@ -164,7 +157,8 @@ def test_groups_become_one_when_few_are_left(model_of):
     model = model_of("llama")
     engine = engine_of(model, 2, max_rows=8, num_groups=None)
     # a step of 1 to 4 rows takes as long as of one; of 8 rows twice as long
-    engine.choice = GroupChoice((1, 4, 8), ((1.0, 1.0), (1.0, 1.0), (4.0, 4.0)))
+    seconds = ((1.0, 1.0), (1.0, 1.0), (4.0, 4.0))
+    engine.choice = GroupChoice((1, 4, 8), seconds, seconds)
     seen = []
     requests = [
         Request(str(place), prompt, Sampling(max_new_tokens=2 + 4 * place, stop_token_ids=()))

@@ -121,8 +121,8 @@ def wait_for_answers(page, count: int) -> None:
     )
 
 
-def digit_png() -> bytes:
-    picture = Image.new("RGB", (16, 16), "white")
+def digit_png(size: tuple[int, int] = (16, 16)) -> bytes:
+    picture = Image.new("RGB", size, "white")
     ImageDraw.Draw(picture).line([(4, 3), (12, 3), (6, 13)], fill="black", width=2)
     file = io.BytesIO()
     picture.save(file, "PNG")
@@ -202,6 +202,10 @@ def test_an_error_shows_the_servers_words_and_can_be_tried_again(page, engine):
     ask(page, "Hello")
     page.wait_for_selector(".error:visible")
     assert "cannot be reached" in page.locator(".error:visible").inner_text()
+    page.unroute("**/v1/chat/completions")
+    ask(page, "And now?")
+    wait_for_answers(page, 3)
+    assert text_of(engine.asked[-1]).count("user\n") == 2, "what failed is no part of the chat"
 
 
 def test_what_is_written_stays_text(page):
@@ -225,9 +229,13 @@ def test_code_is_shown_and_copied(server, open_page):
     page.click(".code button")
     page.wait_for_selector(".code .copied")
     assert page.evaluate("navigator.clipboard.readText()") == "print(1 < 2)"
+    # as on a page of another machine without https
+    page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
     page.click('[data-act="copy"]')
     page.wait_for_selector('[data-act="copy"].copied')
-    assert page.evaluate("navigator.clipboard.readText()") == CODE
+    page.focus("#message")
+    page.keyboard.press("Control+V")
+    assert page.input_value("#message") == CODE
 
 
 def test_pictures_are_picked_pasted_and_dropped(page, engine):
@@ -253,6 +261,9 @@ def test_pictures_are_picked_pasted_and_dropped(page, engine):
     assert page.locator(".question img").count() == 2
     assert engine.asked[-1].prompt["pixel_values"].shape[0] == 2
     assert not page.is_visible("#thumbnails")
+    large = digit_png((3000, 30))
+    page.set_input_files("#files", {"name": "9.png", "mimeType": "image/png", "buffer": large})
+    page.wait_for_function("() => document.querySelector('#thumbnails img')?.naturalWidth === 2048")
     page.set_input_files("#files", {"name": "a.txt", "mimeType": "text/plain", "buffer": b"x"})
     page.wait_for_selector("#notice:visible")
     assert "a.txt is no PNG" in page.locator("#notice").inner_text()

@@ -95,6 +95,8 @@ def test_choices_have_the_likelihoods_that_each_has_alone_in_float64():
             assert own["logprob"] == pytest.approx(total, abs=1e-4)
             assert own["is_greedy"] == is_greedy and own["num_tokens"] == row.num_targets
     figures = choice_accuracy(lines(found), samples)
+    places = [{**sample, "answer": 1, "answer_index": None} for sample in samples]
+    assert choice_accuracy(lines(found), places) == figures
     for name, size in (("acc", lambda text: 1), ("acc_norm", len), ("acc_bytes", len)):
         right = 0
         for place, sample in enumerate(samples):

@@ -8,19 +8,24 @@ from stageline.inference.decoding.request import Request
 from stageline.inference.decoding.scheduler import Limits
 
 
-def checked(request: Request, limits: Limits, *, has_cache: bool) -> Request:
+def checked(request: Request, limits: Limits, *, has_cache: bool, cells: int = 0) -> Request:
     """The request, its answer no longer than there are positions and room.
+
+    Args:
+        cells: of the cache, that its images take.
 
     Raises:
         UserError: there is no room for one token, or the model can't take images here.
     """
     length = prompts.length_of(request.prompt)
-    longest = min(limits.max_length, limits.max_cells or limits.max_length)
+    room = limits.max_length if limits.max_cells is None else limits.max_cells - cells
+    longest = min(limits.max_length, room)
     if not 1 <= length < longest:
+        images = f", and its images take as much room as {cells} more" if cells else ""
         raise UserError(
-            f"the prompt has {length} tokens. From 1 to {longest - 1} were expected, because the "
-            "prompt and at least one token of the answer must fit the model's positions and the "
-            "cache: shorten it."
+            f"the prompt has {length} tokens{images}. From 1 to {longest - 1} were expected, "
+            "because the prompt and at least one token of the answer must fit the model's "
+            "positions and the cache: shorten it."
         )
     if not has_cache and prompts.is_alone(request.prompt):
         raise UserError(

@@ -10,11 +10,13 @@ the mask hides those outside the window.
 Shapes: B rows, K heads of keys and values, C columns, D size of a head.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from stageline.inference.decoding.fixed_layer import FixedColumns, FixedLayer
 
 Item = TypeVar("Item")
 COLUMNS_AT_ONCE = 64  # buffers grow by so many, and by a quarter
@@ -72,6 +74,7 @@ class WindowLayer(CacheLayerMixin):
     def __init__(self, window: Window) -> None:
         self.window = window
         super().__init__()
+        self.drop()
 
     @property
     def is_initialized(self) -> bool:
@@ -95,7 +98,7 @@ class WindowLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes new columns [B, K, T, D]; returns all columns in use, with them."""
-        if self.keys is None:
+        if not self.keys.numel():
             self.lazy_initialization(key_states, value_states)
         window = self.window
         rows, end = slice(0, window.num_rows), window.end + key_states.shape[-2]
@@ -103,6 +106,10 @@ class WindowLayer(CacheLayerMixin):
         self.values[rows, :, window.end : end] = value_states
         used = (rows, slice(None), slice(window.start, end))
         return self.keys[used], self.values[used]
+
+    def drop(self) -> None:
+        """Lets go of the buffers; some models ask how much a layer of another stage holds."""
+        self.keys = self.values = torch.empty(0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.window.width + query_length, 0
@@ -115,7 +122,7 @@ class WindowLayer(CacheLayerMixin):
 
     def buffers(self) -> Iterable[str]:
         """Names of what is kept here; nothing on the stages that do not own the layer."""
-        return () if self.keys is None else ("keys", "values")
+        return ("keys", "values") if self.keys.numel() else ()
 
 
 class GroupCache(Cache):
@@ -124,19 +131,36 @@ class GroupCache(Cache):
     Args:
         num_layers: of the whole model: layers of others are there too, and empty.
         num_rows: rows that the first pass writes.
+        fixed_layers: those that keep what prompts bring and grow by no step.
+
+    Attributes:
+        is_lost: memory ran out while buffers moved; nothing can be read from it any more.
     """
 
-    def __init__(self, num_layers: int, num_rows: int = 0) -> None:
-        self.window = Window(num_rows)
-        super().__init__(layers=[WindowLayer(self.window) for _ in range(num_layers)])
+    def __init__(
+        self, num_layers: int, num_rows: int = 0, *, fixed_layers: Collection[int] = ()
+    ) -> None:
+        self.window, self.fixed = Window(num_rows), FixedColumns(num_rows)
+        super().__init__(
+            layers=[
+                FixedLayer(self.fixed) if index in fixed_layers else WindowLayer(self.window)
+                for index in range(num_layers)
+            ]
+        )
+        self.fixed_layers = [self.layers[index] for index in sorted(fixed_layers)]
+        self.is_lost = False
 
     def begin(self, num_new: int, *, lengths: Sequence[int] | None = None) -> None:
         """Makes room for a pass that appends `num_new` columns.
 
         Args:
             lengths: on the first pass: tokens of each row, the rest of the columns is padding.
+
+        Raises:
+            RuntimeError: an earlier move ran out of memory half way.
         """
         window = self.window
+        self._check()
         if lengths is not None:
             window.first_columns = [num_new - length for length in lengths]
         if window.end + num_new > window.column_capacity:
@@ -149,35 +173,87 @@ class GroupCache(Cache):
     def remove(self, index: int) -> None:
         """Forgets a row; the last one takes its place."""
         window, last = self.window, self.window.num_rows - 1
+        take_out(self.fixed.lengths, index)
         if index != last:
-            columns = slice(window.first_columns[last], window.end)
+            # hidden columns too: those of a row that leaves need not be finite
+            columns = slice(window.start, window.end)
             for buffer in self._all_buffers():
                 buffer[index, :, columns] = buffer[last, :, columns]
+        for layer in self.fixed_layers:
+            layer.remove(index, last)
         take_out(window.first_columns, index)
         window.trim()
 
+    def swap(self, one: int, other: int) -> None:
+        """Two rows change places."""
+        for values in (self.window.first_columns, self.fixed.lengths):
+            values[one], values[other] = values[other], values[one]
+        fixed = [buffer for layer in self.fixed_layers for buffer in layer.row_buffers()]
+        columns = slice(self.window.start, self.window.end)
+        for buffer in [*fixed, *(buffer[:, :, columns] for buffer in self._all_buffers())]:
+            buffer[[one, other]] = buffer[[other, one]]
+
     def join(self, other: "GroupCache") -> None:
-        """Takes all rows of another group behind the own ones."""
+        """Takes all rows of another group behind the own ones.
+
+        Raises:
+            RuntimeError: memory ran out. Unless `is_lost`, the group is as it was before.
+        """
         if not self.window.num_rows:
-            self.window.__dict__.update(other.window.__dict__)
-            for mine, theirs in zip(self.layers, other.layers, strict=True):
-                mine.keys, mine.values = theirs.keys, theirs.values
+            self.__dict__.update(other.__dict__)
             return
+        self._check()
+        other._check()
         mine, theirs = self.window, other.window
         num_rows, width = mine.num_rows + theirs.num_rows, max(mine.width, theirs.width)
         if num_rows > mine.row_capacity or theirs.width > mine.end:
             self._relocate(num_rows, width, 1)
-        rows = slice(mine.num_rows, num_rows)
-        into, out_of = slice(mine.end - theirs.width, mine.end), slice(theirs.start, theirs.end)
-        for own, new in zip(self._all_buffers(), other._all_buffers(), strict=True):
-            own[rows, :, into] = new[: theirs.num_rows, :, out_of]
+        try:
+            self._join_window(other)
+            self._join_fixed(other)
+        except Exception:
+            self.lose()
+            raise
         shift = mine.end - theirs.end
         mine.first_columns += [first + shift for first in theirs.first_columns]
         mine.trim()
 
+    def lose(self, num_more: int = 0) -> None:
+        """Lets go of all keys and values: they are of no use any more. The rows still leave.
+
+        Args:
+            num_more: rows that the group gets nevertheless.
+        """
+        self.is_lost = True
+        self.window.first_columns += [self.window.end] * num_more
+        self.fixed.lengths = [0] * self.window.num_rows
+        for layer in self.layers:
+            layer.drop()
+
+    def _join_window(self, other: "GroupCache") -> None:
+        """Hidden columns become zero: they may hold what a row left that was no number."""
+        mine, theirs = self.window, other.window
+        old, new = slice(0, mine.num_rows), slice(mine.num_rows, mine.num_rows + theirs.num_rows)
+        begin = mine.end - theirs.width
+        before, wider = slice(min(mine.start, begin), begin), slice(begin, mine.start)
+        into, out_of = slice(begin, mine.end), slice(theirs.start, theirs.end)
+        for own, news in zip(self._all_buffers(), other._all_buffers(), strict=True):
+            own[new, :, before] = 0
+            own[old, :, wider] = 0  # nothing, where they start behind the own ones
+            own[new, :, into] = news[: theirs.num_rows, :, out_of]
+
+    def _join_fixed(self, other: "GroupCache") -> None:
+        self.fixed.lengths += other.fixed.lengths
+        for own, new in zip(self.fixed_layers, other.fixed_layers, strict=True):
+            own.join(new, self.window.num_rows, other.window.num_rows)
+
     def num_bytes(self) -> int:
-        """What the buffers take."""
+        """What the buffers of the window take."""
         return sum(buffer.nbytes for buffer in self._all_buffers())
+
+    def _check(self) -> None:
+        if self.is_lost:
+            raise RuntimeError("keys and values of this group were lost when memory ran out")
 
     def _all_buffers(self) -> list[torch.Tensor]:
         return [getattr(layer, name) for layer in self.layers for name in layer.buffers()]
@@ -185,18 +261,32 @@ class GroupCache(Cache):
     def _relocate(self, num_rows: int, width: int, num_new: int) -> None:
         """Moves all to buffers for so many rows; what is used then ends at column `width`."""
         window = self.window
-        needed = width + num_new
-        columns = max(needed, window.width + window.width // 4)
+        before = window.row_capacity, window.column_capacity
+        columns = max(width + num_new, window.width + window.width // 4)
         window.column_capacity = -(-columns // COLUMNS_AT_ONCE) * COLUMNS_AT_ONCE
         if num_rows > window.row_capacity:
             window.row_capacity = max(num_rows, window.row_capacity * 3 // 2)
         old, new = slice(window.start, window.end), slice(width - window.width, width)
-        for layer in self.layers:
-            for name in layer.buffers():  # one after the other: old and new of one at a time
-                buffer = getattr(layer, name)
-                moved = layer._buffer(buffer)
-                moved[: window.num_rows, :, new] = buffer[: window.num_rows, :, old]
-                setattr(layer, name, moved)
+        try:
+            self._move(old, new)
+        except Exception:
+            window.row_capacity, window.column_capacity = before
+            raise
         shift = width - window.end
         window.first_columns = [first + shift for first in window.first_columns]
-        window.start, window.end = width - (window.end - window.start), width
+        window.start, window.end = new.start, new.stop
+
+    def _move(self, old: slice, new: slice) -> None:
+        num_rows, has_moved = self.window.num_rows, False
+        try:
+            for layer in self.layers:
+                for name in layer.buffers():  # one after the other: old and new of one at a time
+                    buffer = getattr(layer, name)
+                    moved = layer._buffer(buffer)
+                    moved[:num_rows, :, new] = buffer[:num_rows, :, old]
+                    setattr(layer, name, moved)
+                    has_moved = True
+        except Exception:
+            if has_moved:  # some have, others have not
+                self.lose()
+            raise

@@ -4,6 +4,7 @@ It runs on the first stage's rank. `submit` and `cancel` may be called from any 
 happens in the one thread that drives it: `run` for a server, `answer` and `score` for a batch.
 """
 
+import contextlib
 import functools
 import itertools
 import queue
@@ -20,7 +21,7 @@ from stageline.inference.decoding.admission import checked
 from stageline.inference.decoding.chain import Chain, max_in_flight
 from stageline.inference.decoding.engine_stats import EngineStats
 from stageline.inference.decoding.group_choice import GroupChoice, measure_steps
-from stageline.inference.decoding.order import Order, error_of, logprob_of_json, settings_of
+from stageline.inference.decoding.order import Order, settings_of
 from stageline.inference.decoding.request import (
     EngineError,
     Failed,
@@ -49,6 +50,7 @@ class DecodingEngine:
         processor: what prompts are encoded with.
         stop_ids: tokens that end an answer, where a request names none.
         device: where the first stage reads.
+        prompt_cells: room in the cache that the images of a prompt take, in tokens.
         has_cache: the stages keep keys and values; else each token reads its whole row anew.
     """
 
@@ -62,6 +64,7 @@ class DecodingEngine:
         stop_ids: Sequence[int] = (),
         device: torch.device | str = "cpu",
         model_name: str = "model",
+        prompt_cells: Callable[[prompts.Prompt], int] = prompts.no_cells,
         has_cache: bool = True,
     ) -> None:
         self.chain = chain
@@ -71,17 +74,21 @@ class DecodingEngine:
         self.stop_ids = tuple(stop_ids)
         self.device = torch.device(device)
         self.model_name = model_name
+        self.prompt_cells = prompt_cells
         self.has_cache = has_cache
         self.choice: GroupChoice | None = None
         self.is_healthy = True
         self._scheduler = Scheduler(
-            limits, best_groups=functools.cache(self._best_groups), num_stages=chain.num_stages
+            limits,
+            best_groups=functools.cache(self._best_groups),
+            pass_tokens=lambda count: self.choice and self.choice.pass_tokens(count),
+            num_stages=chain.num_stages,
         )
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: dict[str, Running] = {}
         self._scores = ScoreQueue(limits.prefill_tokens)
         self._numbers = itertools.count(1)
-        self._is_stopping = threading.Event()
+        self._is_stopping, self._door, self._is_over = threading.Event(), threading.Lock(), False
         self._prompt_tokens = self._completion_tokens = 0
         self._stage_seconds = [0.0] * chain.num_stages
 
@@ -97,13 +104,18 @@ class DecodingEngine:
 
         Args:
             listener: is called in the engine's thread with each `Piece`, then once with
-                `Finished` or `Failed`; it must return at once and raise nothing.
+                `Finished` or `Failed`; it must return at once. If it raises, it hears nothing
+                more, its request ends as if cancelled, and all others go on.
 
         Raises:
             UserError: the request can't be answered: its prompt is empty or too long.
+            EngineError: the engine was stopped, or broke down.
         """
         running = self._running_of(request, listener)
-        self._inbox.put(lambda: self._admit(running))
+        with self._door:
+            if self._is_over:
+                raise EngineError("the engine was stopped")
+            self._inbox.put(lambda: self._admit(running))
 
     def cancel(self, key: str) -> None:
         """Ends a request, if it still runs; its listener gets `Finished` with "cancelled"."""
@@ -116,15 +128,14 @@ class DecodingEngine:
 
     def stats(self) -> EngineStats:
         """Where the engine stands; numbers of a moment ago."""
-        scheduler = self._scheduler
         return EngineStats(
-            queued=len(scheduler.waiting) + self._inbox.qsize(),
-            running=scheduler.num_running,
+            queued=len(self._scheduler.waiting) + self._inbox.qsize(),
+            running=self._scheduler.num_running,
             max_running=self.limits.max_rows,
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
-            num_groups=len(scheduler.groups),
-            cache_cells=scheduler.num_cells,
+            num_groups=len(self._scheduler.groups),
+            cache_cells=self._scheduler.num_cells,
             max_cache_cells=self.limits.max_cells,
             is_healthy=self.is_healthy,
             stage_seconds=tuple(self._stage_seconds),
@@ -134,8 +145,8 @@ class DecodingEngine:
 
     def run(self) -> None:
         """Answers what is submitted until `stop` is called."""
-        self.prepare()
         try:
+            self.prepare()
             while not self._is_stopping.is_set():
                 if not self._act():
                     self._wait()
@@ -191,29 +202,27 @@ class DecodingEngine:
 
     def score(self, items: Iterable[ScoreRequest]) -> Iterator[Scored | Failed]:
         """Scores the last tokens of rows, in this thread; in the order in which it is done."""
-        source, is_over = iter(items), False
-        scores, most = self._scores, 2 * self.limits.max_rows
-        while not is_over or scores.has_work or scores.done:
-            while not is_over and len(scores.waiting) < most:
-                item = next(source, None)
-                is_over = item is None
-                if item is not None:
-                    scores.waiting.append(item)
-            while scores.done:
-                yield scores.done.popleft()
-            if scores.has_work:
-                self._act()
+        try:
+            yield from self._scores.answers(items, most=2 * self.limits.max_rows, act=self._act)
+        finally:  # also where the caller wants no more
+            if self.is_healthy:
+                self._scores.forget(self._act)
 
     def prepare(self) -> None:
         """Measures steps once, where the number of groups is to be chosen."""
         several = self.chain.num_stages > 1 and self.limits.max_rows > 1 and self.has_cache
         if several and self.limits.num_groups is None and self.choice is None:
-            self.choice = measure_steps(self._measure, max_rows=self.limits.max_rows)
+            with contextlib.suppress(EngineError):  # its requests will tell
+                self.choice = measure_steps(
+                    self._measure, max_rows=self.limits.max_rows, num_stages=self.chain.num_stages
+                )
             self._order(Order("tidy", leave=[(-1, row) for row in range(self.limits.max_rows)]))
             self.chain.result()
 
     def close(self) -> None:
-        """Lets the other ranks go; nothing may run any more."""
+        """Lets the other ranks go; nothing is answered any more."""
+        while self.chain.num_in_flight:
+            self.chain.result()
         if self.chain.num_stages > 1:
             self._order(Order("stop"))
             self.chain.result()
@@ -222,14 +231,17 @@ class DecodingEngine:
 
     def _act(self) -> bool:
         """Takes in what came, then starts a pass or takes a result; False: nothing to do."""
-        while not self._inbox.empty():
-            self._inbox.get()()
-        if self._start_next():
-            return True
-        if self.chain.num_in_flight:
-            self._take(self.chain.result())
-            return True
-        return False
+        try:
+            while not self._inbox.empty():
+                self._inbox.get()()
+            if self._start_next():
+                return True
+            if is_back := self.chain.num_in_flight > 0:
+                self._take(self.chain.result())
+            return is_back
+        except BaseException:  # what a pass could not do is no exception here
+            self.is_healthy = False
+            raise
 
     def _wait(self) -> None:
         """Until something is submitted; tells the stages about rows that left meanwhile."""
@@ -245,7 +257,7 @@ class DecodingEngine:
             return False
         if self._scores.waiting:
             order, prompts_read = self._scores.next_order()
-            self._order(order, self._on_device(prompts_read))
+            self._order(order, prompts.together(prompts_read))
             return True
         found = self._scheduler.next_prefill()
         if found is not None:
@@ -261,7 +273,8 @@ class DecodingEngine:
     def _order(self, order: Order, tensors: dict[str, torch.Tensor] | None = None) -> None:
         order.number = next(self._numbers)
         order.leave += self._scheduler.take_leaving()
-        self.chain.start(order, tensors or {})
+        on_device = {name: value.to(self.device) for name, value in (tensors or {}).items()}
+        self.chain.start(order, on_device)
 
     def _start_prefill(self, group: RunningGroup, chosen: list[Scheduled]) -> None:
         owners = [one.owner for one in chosen]
@@ -274,9 +287,9 @@ class DecodingEngine:
         )
         if not self.has_cache:
             order.kind = "whole"
-            self._order(order, self._whole_rows(owners))
+            self._order(order, prompts.padded_right([owner.row_ids() for owner in owners]))
         else:
-            self._order(order, self._on_device([owner.request.prompt for owner in owners]))
+            self._order(order, prompts.together([owner.request.prompt for owner in owners]))
         self._prompt_tokens += sum(order.lengths)
 
     def _start_step(self, group: RunningGroup, joins: list[tuple[int, int]]) -> None:
@@ -285,18 +298,10 @@ class DecodingEngine:
         if not self.has_cache:
             order.kind, order.join = "whole", []
             order.lengths = [len(owner.row_ids()) for owner in owners]
-            self._order(order, self._whole_rows(owners))
+            self._order(order, prompts.padded_right([owner.row_ids() for owner in owners]))
             return
         last = [[owner.last_token] for owner in owners]
-        self._order(order, {"input_ids": torch.tensor(last, device=self.device)})
-
-    def _whole_rows(self, owners: Sequence[Running]) -> dict[str, torch.Tensor]:
-        padded = prompts.padded_right([owner.row_ids() for owner in owners])
-        return {name: value.to(self.device) for name, value in padded.items()}
-
-    def _on_device(self, several: list[Any]) -> dict[str, torch.Tensor]:
-        together = prompts.together(several)
-        return {name: value.to(self.device) for name, value in together.items()}
+        self._order(order, {"input_ids": torch.tensor(last)})
 
     def _take(self, order: Order) -> None:
         """Hands out what an order brought."""
@@ -317,15 +322,9 @@ class DecodingEngine:
 
     def _take_token(self, one: Scheduled, order: Order, place: int) -> None:
         running: Running = one.owner
-        error = error_of(order, place)
-        if error is None and not running.is_cancelled:
-            logprob = logprob_of_json(order.logprobs[place]) if order.logprobs else None
-            running.take(order.tokens[place], logprob)
-            self._completion_tokens += 1
-        if error is not None:
-            running.fail(error)
-        elif running.is_cancelled:
-            running.finish("cancelled")
+        before = running.num_tokens
+        running.take_from(order, place)
+        self._completion_tokens += running.num_tokens - before
         if running.is_over:
             self._scheduler.leave(one)
             self._running.pop(running.key, None)
@@ -333,7 +332,8 @@ class DecodingEngine:
     # -- requests -------------------------------------------------------------------------
 
     def _running_of(self, request: Request, listener: Listener) -> Running:
-        request = checked(request, self.limits, has_cache=self.has_cache)
+        cells = self.prompt_cells(request.prompt)
+        request = checked(request, self.limits, has_cache=self.has_cache, cells=cells)
         return Running.of(request, listener, engine=self)
 
     def _submit_here(self, request: Request, listener: Listener) -> None:
@@ -347,13 +347,15 @@ class DecodingEngine:
             running.fail(UserError(f"the key {running.key!r} runs already: keys must differ"))
             return
         self._running[running.key] = running
-        length = prompts.length_of(running.request.prompt)
+        prompt = running.request.prompt
+        length = prompts.length_of(prompt)
+        longest = length + running.request.sampling.max_new_tokens
         self._scheduler.waiting.append(
             Scheduled(
                 row=next(self._numbers),
                 length=length,
-                longest=length + running.request.sampling.max_new_tokens,
-                is_alone=prompts.is_alone(running.request.prompt),
+                longest=longest + self.prompt_cells(prompt),
+                is_alone=prompts.is_alone(prompt),
                 owner=running,
             )
         )
@@ -370,6 +372,8 @@ class DecodingEngine:
             del self._running[key]
 
     def _fail_all(self, error: Exception) -> None:
+        with self._door:
+            self._is_over = True
         while not self._inbox.empty():
             self._inbox.get()()
         for running in self._running.values():
@@ -383,12 +387,13 @@ class DecodingEngine:
             return self.chain.num_stages
         return 1 if self.choice is None else self.choice.best(num_rows)
 
-    def _measure(self, num_rows: int) -> list[float]:
+    def _measure(self, num_rows: int, count: int) -> list[list[float]]:
         columns = min(MEASURED_COLUMNS, self.limits.max_length // 2)
-        order = Order("measure", rows=list(range(num_rows)), lengths=[columns] * num_rows)
         ids = torch.zeros(num_rows, 1, dtype=torch.long, device=self.device)
-        self._order(order, {"input_ids": ids})
-        done = self.chain.result()
-        if done.error is not None:
-            raise EngineError(f"a step of {num_rows} rows failed: {done.error}")
-        return done.seconds
+        for _ in range(count):
+            order = Order("measure", rows=list(range(num_rows)), lengths=[columns] * num_rows)
+            self._order(order, {"input_ids": ids})
+        done = [self.chain.result() for _ in range(count)]
+        if errors := [order.error for order in done if order.error is not None]:
+            raise EngineError(f"a step of {num_rows} rows failed: {errors[0]}")
+        return [order.seconds for order in done]

@@ -13,6 +13,11 @@ def length_of(prompt: Prompt) -> int:
     return prompt["input_ids"].shape[1]
 
 
+def no_cells(prompt: Prompt) -> int:
+    """What images take in the cache besides their tokens, where models see them as tokens."""
+    return 0
+
+
 def is_alone(prompt: Prompt) -> bool:
     """Whether it is read by itself: what images bring is not padded to that of others."""
     shape = prompt["input_ids"].shape

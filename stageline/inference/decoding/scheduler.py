@@ -12,6 +12,7 @@ from typing import Any
 
 from stageline.inference.decoding.cache import take_out
 
+RULE_TOKENS = 128  # of a pass over prompts, at least, where no steps were measured
 ROOM_TO_WAIT_FOR = 8  # an eighth of all rows
 
 
@@ -78,27 +79,38 @@ class Scheduler:
 
     Args:
         best_groups: number of sequences -> number of groups.
+        pass_tokens: tokens of prompts that wait -> how many are best read in a pass; None: by
+            a rule.
         num_stages: prompts are read in at least as many passes, so that all stages work.
     """
 
     def __init__(
-        self, limits: Limits, *, best_groups: Callable[[int], int], num_stages: int
+        self,
+        limits: Limits,
+        *,
+        best_groups: Callable[[int], int],
+        pass_tokens: Callable[[int], int | None] = lambda num_tokens: None,
+        num_stages: int,
     ) -> None:
         self.limits = limits
         self.best_groups = best_groups
+        self.pass_tokens = pass_tokens
         self.num_stages = num_stages
         self.waiting: deque[Sequence] = deque()
         self.groups: dict[int, RunningGroup] = {}
         self.leaving: list[tuple[int, int]] = []  # (group, row), told with the next order
         self._turn = itertools.count(1)
+        self._most_tokens = limits.prefill_tokens  # of the pass that is put together
+
+    # both are asked by other threads too: a list is made of the groups at once, before they change
 
     @property
     def num_running(self) -> int:
-        return sum(len(group.members) for group in self.groups.values())
+        return sum(len(group.members) for group in list(self.groups.values()))
 
     @property
     def num_cells(self) -> int:
-        return sum(group.cells for group in self.groups.values())
+        return sum(group.cells for group in list(self.groups.values()))
 
     def fits(self, sequence: Sequence) -> bool:
         """Whether it can ever run."""
@@ -117,6 +129,7 @@ class Scheduler:
             return None
         group = self._emptiest(min(len(self.waiting), room))
         chosen: list[Sequence] = []
+        self._most_tokens = self._tokens_of_a_pass()
         while self.waiting and len(chosen) < room and self._may_add(group, chosen):
             chosen.append(self.waiting.popleft())
             if chosen[0].is_alone:
@@ -143,11 +156,10 @@ class Scheduler:
         if chosen and new.is_alone:
             return False
         width = max(one.length for one in [*chosen, new])
-        if chosen and width * (len(chosen) + 1) > self._tokens_of_a_pass():
+        if chosen and width * (len(chosen) + 1) > self._most_tokens:
             return False
-        wanted = self.limits.num_groups or self.best_groups(self.num_running + len(self.waiting))
-        total = self.num_running + len(chosen) + len(self.waiting)
-        fair = -(-min(total, self.limits.max_rows) // wanted)
+        total = min(self.num_running + len(chosen) + len(self.waiting), self.limits.max_rows)
+        fair = -(-total // (self.limits.num_groups or self.best_groups(total)))
         if chosen and len(group.members) + len(chosen) >= fair:
             return False
         if self.limits.max_cells is None:
@@ -161,14 +173,17 @@ class Scheduler:
         if self.num_stages == 1:
             return self.limits.prefill_tokens
         total = sum(one.length for one in self.waiting)
-        return min(self.limits.prefill_tokens, max(256, total // (2 * self.num_stages)))
+        advised = self.pass_tokens(total)
+        if advised is None:
+            advised = max(RULE_TOKENS, total // (2 * self.num_stages))
+        return min(self.limits.prefill_tokens, advised)
 
     # -- steps ----------------------------------------------------------------------------
 
     def next_step(self) -> RunningGroup | None:
-        """The group that has been home longest."""
+        """The group that has been home longest; None: there is none, or it waits for another."""
         ready = [group for group in self.groups.values() if group.is_home and group.members]
-        if not ready:
+        if not ready or (len(ready) == 1 and self._waits_for_another(ready[0])):
             return None
         group = min(ready, key=lambda one: one.since)
         group.num_passes += 1
@@ -176,26 +191,39 @@ class Scheduler:
 
     def next_joins(self) -> list[tuple[int, int]]:
         """(from, into) of groups at home that are better one, where there are too many."""
-        if self.waiting or len(self.groups) < 2:
-            return []
-        wanted = self.limits.num_groups or self.best_groups(self.num_running)
         home = sorted(
             (group for group in self.groups.values() if group.is_home and group.members),
             key=lambda group: len(group.members),
         )
-        if len(self.groups) <= wanted or len(home) < 2:
+        if not self._are_too_many() or len(home) < 2:
             return []
         source, target = home[0], home[1]
-        longest = max(one.longest for one in [*source.members, *target.members])
-        cells = (len(source.members) + len(target.members)) * longest
-        others = self.num_cells - source.cells - target.cells
-        if self.limits.max_cells is not None and others + cells > self.limits.max_cells:
+        if not self._may_join(source, target):
             return []
         target.members += source.members
         for one in source.members:
             one.group = target.number
         del self.groups[source.number]
         return [(source.number, target.number)]
+
+    def _are_too_many(self) -> bool:
+        if self.waiting or len(self.groups) < 2:
+            return False
+        wanted = self.limits.num_groups or self.best_groups(self.num_running)
+        return len(self.groups) > wanted
+
+    def _may_join(self, source: RunningGroup, target: RunningGroup) -> bool:
+        if self.limits.max_cells is None:
+            return True
+        members = [*source.members, *target.members]
+        cells = len(members) * max(one.longest for one in members)
+        others = self.num_cells - source.cells - target.cells
+        return others + cells <= self.limits.max_cells
+
+    def _waits_for_another(self, group: RunningGroup) -> bool:
+        """Whether the next one that comes home joins it: groups come one at a time."""
+        others = [other for other in self.groups.values() if other is not group]
+        return self._are_too_many() and all(self._may_join(group, other) for other in others)
 
     def came_home(self, number: int) -> None:
         """A pass of a group is back."""

@@ -1,6 +1,7 @@
 """Rows whose last tokens are scored: what waits, what is on its way, what is done."""
 
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 
 from stageline.inference.decoding import prompts
 from stageline.inference.decoding.order import Order
@@ -24,6 +25,34 @@ class ScoreQueue:
     def has_work(self) -> bool:
         """Whether something waits or is on its way."""
         return bool(self.waiting or self._on_their_way)
+
+    def answers(
+        self, items: Iterable[ScoreRequest], *, most: int, act: Callable[[], object]
+    ) -> Iterator[Scored | Failed]:
+        """Scores of all items, as they are done.
+
+        Args:
+            most: so many wait at a time.
+            act: brings the engine on.
+        """
+        source, is_over = iter(items), False
+        while not is_over or self.has_work or self.done:
+            while not is_over and len(self.waiting) < most:
+                item = next(source, None)
+                is_over = item is None
+                if item is not None:
+                    self.waiting.append(item)
+            while self.done:
+                yield self.done.popleft()
+            if self.has_work:
+                act()
+
+    def forget(self, act: Callable[[], object]) -> None:
+        """Drops what nobody wants any more, when it has come back."""
+        self.waiting.clear()
+        while self.has_work:
+            act()
+        self.done.clear()
 
     def next_order(self) -> tuple[Order, list[prompts.Prompt]]:
         """The next pass and the rows that it reads."""

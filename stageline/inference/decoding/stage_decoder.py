@@ -28,11 +28,44 @@ class Group:
 
     Attributes:
         positions: of each row, the position of its next token.
+        kept: of each row, what its steps read of its prompt.
     """
 
     cache: GroupCache
     rows: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
+    kept: list[Tensors] = field(default_factory=list)
+
+    def join(self, new: "Group") -> None:
+        """Takes the rows of another group."""
+        self.cache.join(new.cache)
+        self.rows += new.rows
+        self.positions += new.positions
+        self.kept += new.kept
+
+    def remove(self, row: int) -> None:
+        """Forgets a row; the last one takes its place."""
+        index = self.rows.index(row)
+        self.cache.remove(index)
+        for values in (self.rows, self.positions, self.kept):
+            take_out(values, index)
+
+    def arrange(self, rows: list[int]) -> None:
+        """Puts the rows into an order; after a pass that failed stages may differ in it."""
+        assert sorted(self.rows) == sorted(rows), f"rows {self.rows} here, {rows} ordered"
+        for place, row in enumerate(rows):
+            other = self.rows.index(row)
+            if other != place:
+                self.cache.swap(place, other)
+                for values in (self.rows, self.positions, self.kept):
+                    values[place], values[other] = values[other], values[place]
+
+    def lose(self, new: "Group") -> None:
+        """Has the rows of another group too, and nothing to read for any: their passes fail."""
+        self.cache.lose(len(new.rows))
+        self.rows += new.rows
+        self.positions += new.positions
+        self.kept += new.kept
 
 
 class StageDecoder:
@@ -92,7 +125,7 @@ class StageDecoder:
         """What one token takes in the cache of this stage; at least 1."""
         if not self.has_cache:
             return 1
-        cache = GroupCache(self.stage.num_layers(), 1)
+        cache = self._new_cache(1)
         cache.begin(1, lengths=[1])
         inputs = [
             torch.zeros_like(x, device=self.device) for x in self.stage.get_example_input(1, 1)
@@ -104,23 +137,29 @@ class StageDecoder:
         window = cache.window
         return max(1, cache.num_bytes() // (window.row_capacity * window.column_capacity))
 
+    def _new_cache(self, num_rows: int) -> GroupCache:
+        stage = self.stage
+        return GroupCache(stage.num_layers(), num_rows, fixed_layers=stage.fixed_layers())
+
     # -- rows come and go -----------------------------------------------------------------
 
     def _tidy(self, order: Order) -> None:
         for number, row in order.leave:
             self._remove(number, row)
         for source, target in order.join:
-            self._join(target, self.groups.pop(source))
+            new = self.groups.pop(source)
+            try:
+                self._join(target, new)
+            except Exception:  # out of memory: the rows still leave one by one
+                traceback.print_exc(file=sys.stderr)
+                self.groups[target].lose(new)
 
     def _remove(self, number: int, row: int) -> None:
         self.sampled.pop(row, None)
         group = self.groups.get(number)
         if group is None or row not in group.rows:
             return  # its prefill failed before it came here
-        index = group.rows.index(row)
-        group.cache.remove(index)
-        take_out(group.rows, index)
-        take_out(group.positions, index)
+        group.remove(row)
         if not group.rows:
             del self.groups[number]
 
@@ -129,16 +168,14 @@ class StageDecoder:
         if group is None:
             self.groups[number] = new
             return
-        group.cache.join(new.cache)
-        group.rows += new.rows
-        group.positions += new.positions
+        group.join(new)
 
     # -- passes ---------------------------------------------------------------------------
 
     def _prefill(self, order: Order, tensors: Tensors) -> Tensors:
         """The prompts of new rows, which then are in the group."""
         width = max(order.lengths)
-        new = Group(GroupCache(self.stage.num_layers(), len(order.rows)), list(order.rows))
+        new = Group(self._new_cache(len(order.rows)), list(order.rows))
         new.cache.begin(width, lengths=order.lengths)
         batch = {**_others(tensors), "attention_mask": new.cache.window.mask(width, self.device)}
         positions = self.stage.decode_positions(batch)
@@ -147,6 +184,9 @@ class StageDecoder:
         new.cache.advance(width)
         last = positions.amax(-1) + 1
         new.positions = (last if last.ndim == 1 else last.amax(0)).tolist()
+        kept = self.stage.kept_inputs(batch)
+        places = range(len(order.rows))
+        new.kept = [{name: value[place] for name, value in kept.items()} for place in places]
         self._join(order.group, new)
         if self.stage.is_last:
             for place, length in enumerate(order.lengths):
@@ -183,7 +223,7 @@ class StageDecoder:
     def _decode(self, order: Order, tensors: Tensors) -> Tensors:
         """One more token of each row of a group."""
         group = self.groups[order.group]
-        assert group.rows == order.rows, f"rows {group.rows} here, {order.rows} ordered"
+        group.arrange(order.rows)
         output = self._step(group, tensors)
         if self.stage.is_last:
             return self._choose(order, output[:, -1])
@@ -197,6 +237,7 @@ class StageDecoder:
             # where all rows are of one length nothing is hidden, and kernels without masks serve
             "attention_mask": window.mask(1, self.device) if window.is_ragged else None,
             "position_ids": positions_B1,
+            **self.stage.decode_inputs(group.kept, window.width + 1),
         }
         output = self._forward(tensors, batch, group.cache)
         group.cache.advance(1)
@@ -266,10 +307,11 @@ class StageDecoder:
         """A step of a group that is not there: so many rows, all as long as the first says."""
         group = self.groups.get(MEASURED_GROUP)
         if group is None or len(group.rows) != len(order.rows):
-            cache = GroupCache(self.stage.num_layers(), len(order.rows))
+            cache = self._new_cache(len(order.rows))
             cache.begin(order.lengths[0], lengths=order.lengths)
             cache.advance(order.lengths[0])
-            group = Group(cache, list(order.rows), list(order.lengths))
+            kept = [{} for _ in order.rows]
+            group = Group(cache, list(order.rows), list(order.lengths), kept)
             self.groups[MEASURED_GROUP] = group
         output = self._step(group, tensors)
         if self.stage.is_last:

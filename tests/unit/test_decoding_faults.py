@@ -1,0 +1,353 @@
+"""What goes wrong for one request must not touch another: failing passes, numbers that are none,
+cancelled and wrong requests, listeners that raise, and the engine's end.
+
+Expected are the library's answers, for all requests that are not concerned.
+"""
+
+import contextlib
+import functools
+import threading
+
+import pytest
+import torch
+
+import pp_models  # noqa: F401 (puts the parts on the shelf)
+from register import train_model_register
+from stageline.checkpoint.quiet import quiet
+from stageline.errors import UserError
+from stageline.inference.decoding.cache import GroupCache
+from stageline.inference.decoding.request import (
+    EngineError,
+    Failed,
+    Finished,
+    Piece,
+    Request,
+    Sampling,
+    ScoreRequest,
+)
+from stageline.inference.decoding.text import AnswerText
+from stageline.testing.decoded_models import decoded_text_model
+from stageline.testing.decoding_engines import local_engine
+
+NUM_TOKENS = 8
+SECONDS = 60
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    with quiet():
+        return decoded_text_model(
+            "llama", tmp_path_factory.mktemp("llama"), num_prompts=6, num_tokens=NUM_TOKENS
+        )
+
+
+@functools.cache
+def stages_of(folder, num_stages):
+    with quiet():
+        return [
+            train_model_register["llama"](
+                config_path=None,
+                processor_path=None,
+                checkpoint_path=str(folder),
+                stage=stage,
+                num_stages=num_stages,
+            )[0]
+            for stage in range(num_stages)
+        ]
+
+
+def engine_of(model, num_stages=1, *, max_rows=3, num_groups=1, **limits):
+    stages = stages_of(model.folder, num_stages)
+    return local_engine(stages, model.processor, max_rows=max_rows, num_groups=num_groups, **limits)
+
+
+def request_of(model, place, key=None, *, most=NUM_TOKENS):
+    sampling = Sampling(max_new_tokens=most, stop_token_ids=())
+    return Request(key or str(place), model.prompts[place], sampling)
+
+
+def answer_all(engine, model):
+    """The failed keys; all others must be right, and the stages empty afterwards."""
+    found = {one.key: one for one in engine.answer(request_of(model, i) for i in range(6))}
+    assert len(found) == 6
+    failed = {key for key, one in found.items() if isinstance(one, Failed)}
+    for key in found.keys() - failed:
+        assert found[key].token_ids == model.answers[int(key)], key
+    for decoder in engine.chain.decoders:
+        assert not decoder.groups and not decoder.sampled
+    assert not engine.stats().running and not engine.stats().cache_cells
+    return {key: found[key].error for key in failed}
+
+
+@contextlib.contextmanager
+def failing(target, name, error, *, at):
+    """Has a method raise in its call number `at`."""
+    method, calls = getattr(target, name), iter(range(10**6))
+
+    def called(*args, **kwargs):
+        if next(calls) == at:
+            raise error
+        return method(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, name, called)
+        yield
+    assert next(calls) > at, "nothing was raised"
+
+
+# -- passes that fail ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "error"), [(1, torch.OutOfMemoryError("no room")), (3, RuntimeError("boom"))]
+)
+def test_a_pass_that_fails_ends_its_rows_alone(model, num_stages, error, capfd):
+    """The first prompts, a step, prompts that come into a group that runs, on each stage."""
+    for stage in range(num_stages):
+        layer = stages_of(model.folder, num_stages)[stage].layer_list()
+        own = [module for _, module in layer if hasattr(module, "mlp")][-1]
+        for at in (0, 3, 5):
+            engine = engine_of(model, num_stages, num_groups=2)
+            with failing(own.mlp, "forward", error, at=at):
+                failed = answer_all(engine, model)
+            assert 1 <= len(failed) <= 3
+            for told in failed.values():
+                assert isinstance(told, EngineError)
+                assert str(told) == f"stage {stage}: {type(error).__name__}: {error}"
+            assert answer_all(engine, model) == {}, "the engine is as before"
+    assert type(error).__name__ in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_caches_that_cannot_be_joined_fail_their_rows(model, num_stages):
+    for at in range(3):
+        engine = engine_of(model, num_stages, max_rows=4, prefill_tokens=1)
+        with failing(GroupCache, "join", torch.OutOfMemoryError("no room"), at=at):
+            failed = answer_all(engine, model)
+        assert 1 <= len(failed) <= 4
+        assert answer_all(engine, model) == {}
+
+
+def test_groups_that_cannot_become_one_fail_both(model):
+    """The order that joins them carries a step, and rows must leave one by one afterwards."""
+    engine = engine_of(model, 2, max_rows=6, num_groups=None)
+    engine.prepare()
+    # groups for each number of rows; shorter answers end first
+    engine._scheduler.best_groups = lambda num_rows: 3 if num_rows > 4 else 1
+    requests = [request_of(model, i, most=2 + i) for i in range(6)]
+    for answer in engine.answer(requests):
+        place = int(answer.key)
+        assert answer.token_ids == model.answers[place][: 2 + place]
+    with failing(GroupCache, "join", torch.OutOfMemoryError("no room"), at=0):
+        found = list(engine.answer(requests))
+    failed = [one.error for one in found if isinstance(one, Failed)]
+    assert len(found) == 6 and len(failed) >= 2
+    assert all("were lost" in str(error) for error in failed)
+    assert answer_all(engine, model) == {}
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_row_without_numbers_fails_alone(model, stage, monkeypatch):
+    """From stage 0 its keys are none either, and others take its place in the cache."""
+    model_part = stages_of(model.folder, 2)[stage]
+    forward, calls = model_part.forward, iter(range(10**6))
+
+    def spoil(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        if next(calls) in (2, 5):
+            output[-1] = torch.nan
+        return output
+
+    engine = engine_of(model, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(model_part, "forward", spoil)
+        failed = answer_all(engine, model)
+    assert len(failed) == 2
+    assert all("nan" in str(error) for error in failed.values())
+    assert answer_all(engine, model) == {}
+
+
+def test_a_measurement_that_fails_leaves_one_group(model):
+    engine = engine_of(model, 2, num_groups=None)
+    with failing(engine.chain.decoders[1], "_step", RuntimeError("boom"), at=1):
+        engine.prepare()
+    assert engine.choice is None
+    assert answer_all(engine, model) == {}
+
+
+# -- requests --------------------------------------------------------------------------------
+
+
+class Ears:
+    """Runs an engine in a thread and hears what it tells."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.events = {}
+        self.then = {}  # (key, number of the event) -> what is done in the engine's thread
+        self.error = None
+        self._ended = threading.Condition()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self):
+        try:
+            self.engine.run()
+        except BaseException as error:
+            self.error = error
+
+    def submit(self, request):
+        self.engine.submit(request, self.hear)
+
+    def hear(self, event):
+        with self._ended:
+            heard = self.events.setdefault(event.key, [])
+            heard.append(event)
+            self._ended.notify_all()
+        self.then.get((event.key, len(heard)), lambda: None)()
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.engine.stop()
+        self._thread.join(SECONDS)
+        assert not self._thread.is_alive()
+
+    def ends(self, *keys):
+        def are_over():
+            return all(not isinstance(self.events.get(key, [Piece])[-1], Piece) and
+                       key in self.events for key in keys)  # fmt: skip
+
+        with self._ended:
+            assert self._ended.wait_for(are_over, SECONDS), self.events
+        for key in keys:
+            *before, end = self.events[key]
+            assert all(isinstance(event, Piece) for event in before)
+            if isinstance(end, Finished):
+                assert "".join(event.text for event in before) == end.text
+        return [self.events[key][-1] for key in keys]
+
+
+def test_cancelled_requests_end_and_others_go_on(model):
+    """While it waits, while a pass has it, twice, when it is over, and keys that nobody knows."""
+    engine = engine_of(model, max_rows=2)
+    ears = Ears(engine)
+    ears.then["0", 1] = lambda: [engine.cancel(key) for key in ("0", "5", "5", "nobody")]
+    ears.then["1", 2] = lambda: engine.cancel("0")
+    for place in range(6):
+        ears.submit(request_of(model, place))
+    with ears:
+        ends = ears.ends(*"012345")
+        engine.cancel("3")
+        ears.submit(request_of(model, 3, "again"))
+        (again,) = ears.ends("again")
+    assert [end.reason for end in ends] == ["cancelled", *["length"] * 4, "cancelled"]
+    assert 1 <= len(ends[0].token_ids) <= 3 and ends[5].token_ids == ()
+    assert ends[0].token_ids == model.answers[0][: len(ends[0].token_ids)]
+    assert [end.token_ids for end in ends[1:5]] == list(model.answers[1:5])
+    assert again.token_ids == model.answers[3]
+
+
+def test_a_key_that_runs_is_refused_and_the_first_goes_on(model):
+    engine = engine_of(model)
+    requests = [request_of(model, 0, "same"), request_of(model, 1, "same"), request_of(model, 2)]
+    found = list(engine.answer(requests))
+    failed = [one for one in found if isinstance(one, Failed)]
+    assert len(found) == 3 and len(failed) == 1
+    assert isinstance(failed[0].error, UserError) and "'same' runs already" in str(failed[0].error)
+    answers = {one.key: one.token_ids for one in found if isinstance(one, Finished)}
+    assert answers == {"same": model.answers[0], "2": model.answers[2]}
+
+
+def test_prompts_that_are_too_long_or_empty_are_the_users_errors(model):
+    longest = max(one["input_ids"].shape[1] for one in model.prompts)
+    place = next(i for i in range(6) if model.prompts[i]["input_ids"].shape[1] == longest)
+    engine = engine_of(model, max_length=longest)
+    with pytest.raises(UserError, match=f"has {longest} tokens. From 1 to {longest - 1} were"):
+        engine.submit(request_of(model, place), lambda event: None)
+    empty = {name: value[:, :0] for name, value in model.prompts[0].items()}
+    with pytest.raises(UserError, match="has 0 tokens"):
+        engine.submit(Request("empty", empty, Sampling()), lambda event: None)
+    found = {one.key: one for one in engine.answer(request_of(model, i) for i in range(6))}
+    assert isinstance(found[str(place)].error, UserError)
+    assert sum(isinstance(one, Failed) for one in found.values()) == 1
+
+
+def test_a_listener_that_raises_ends_its_own_request(model, capfd):
+    engine, heard = engine_of(model), []
+
+    def raises(event):
+        heard.append(event)
+        raise KeyError("a listener's fault")
+
+    ears = Ears(engine)
+    with ears:
+        engine.submit(request_of(model, 0, "deaf"), raises)
+        for place in range(1, 5):
+            ears.submit(request_of(model, place))
+        ends = ears.ends(*"1234")
+    assert [end.token_ids for end in ends] == list(model.answers[1:5])
+    assert len(heard) == 1 and ears.error is None and engine.is_healthy
+    assert "a listener's fault" in capfd.readouterr().err
+    assert engine.stats().running == 0
+
+
+def test_a_text_that_cannot_be_written_fails_alone(model):
+    engine = engine_of(model)
+    with failing(AnswerText, "add", ValueError("no text"), at=7):
+        failed = answer_all(engine, model)
+    assert len(failed) == 1 and "can't be written: no text" in str(*failed.values())
+
+
+# -- the engine's end ------------------------------------------------------------------------
+
+
+def test_stop_fails_what_runs_and_waits(model):
+    engine = engine_of(model, 2, max_rows=2)
+    ears = Ears(engine)
+    ears.then["0", 1] = engine.stop
+    for place in range(4):
+        ears.submit(request_of(model, place))
+    with ears:
+        ends = ears.ends(*"0123")
+    assert all(str(end.error) == "the engine was stopped" for end in ends)
+    assert ears.error is None
+    with pytest.raises(EngineError, match="stopped"):
+        engine.submit(request_of(model, 5), ears.hear)
+    engine.close()
+    assert not engine.chain.num_in_flight
+
+
+def test_a_chain_that_breaks_fails_all_and_says_so(model):
+    engine = engine_of(model, max_rows=2)
+    ears = Ears(engine)
+    with failing(engine.chain, "start", ConnectionError("rank 1 is gone"), at=3):
+        for place in range(4):
+            ears.submit(request_of(model, place))
+        with ears:
+            ends = ears.ends(*"0123")
+    assert all("broke down: rank 1 is gone" in str(end.error) for end in ends)
+    assert isinstance(ears.error, ConnectionError) and not engine.stats().is_healthy
+    with pytest.raises(EngineError):
+        engine.submit(request_of(model, 5), ears.hear)
+    batch = engine_of(model)
+    with (
+        failing(batch.chain, "start", ConnectionError("rank 1 is gone"), at=3),
+        pytest.raises(ConnectionError),
+    ):
+        list(batch.answer(request_of(model, i) for i in range(4)))
+    assert not batch.is_healthy
+
+
+def test_what_nobody_wants_any_more_leaves_no_trace(model):
+    engine = engine_of(model, 2)
+    answers = engine.answer(request_of(model, i) for i in range(6))
+    next(answers)
+    answers.close()
+    scores = engine.score(ScoreRequest(str(i), model.prompts[1], 2) for i in range(50))
+    next(scores)
+    scores.close()
+    assert answer_all(engine, model) == {}
+    (scored,) = engine.score([ScoreRequest("new", model.prompts[3], 2)])
+    assert scored.key == "new"
