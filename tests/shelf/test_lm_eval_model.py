@@ -151,6 +151,17 @@ def test_same_answers_whatever_the_options(plain, options):
     assert (im_end in stops) == ("<|im_end|>" in options["until"])
 
 
+def test_a_prompt_that_begins_with_the_first_token_gets_no_second():
+    tokenizer = tiny_tokenizer(adds_bos=True)
+    engine = WholeEngine(make_model(len(tokenizer)), tokenizer)
+    options = {"until": [], "max_gen_toks": 2}
+    asked = [("<s>cat", options), ("cat", options)]
+    StagelineLM(engine).generate_until(instances("generate_until", *asked))
+    rows = {one.key: one.prompt["input_ids"][0].tolist() for one in engine.requests}
+    assert rows["0"] == rows["1"]
+    assert rows["0"].count(tokenizer.bos_token_id) == 1
+
+
 def test_a_sampled_answer_has_a_seed_of_its_own(plain):
     options = {"do_sample": True, "temperature": 1.5, "top_p": 0.9, "until": [], "max_gen_toks": 8}
     engine = WholeEngine(*plain)

@@ -1,5 +1,6 @@
 """lm_eval's tasks through stages that answer together, against its own `hf` model."""
 
+import contextlib
 import functools
 import json
 import os
@@ -82,10 +83,10 @@ def expected(folder, manager):
 
 def by_hf(folder, manager, **options):
     lm = HFLM(str(folder), device="cpu", dtype="float32")
-    os.chdir(ROOT)
-    return lm_eval.simple_evaluate(
-        lm, tasks=NAMES, task_manager=manager, bootstrap_iters=0, **options
-    )
+    with contextlib.chdir(ROOT):  # the data files of the tasks are relative to it
+        return lm_eval.simple_evaluate(
+            lm, tasks=NAMES, task_manager=manager, bootstrap_iters=0, **options
+        )
 
 
 def check_same(ours, theirs):
