@@ -1,8 +1,10 @@
 """The number of groups and the size of passes that measured steps advise: pure numbers."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from stageline.inference.decoding.group_choice import GroupChoice, measure_steps
+from stageline.inference.decoding.group_choice import WORTH_IT, GroupChoice, measure_steps
 
 ROWS = (1, 4, 16, 64)
 
@@ -67,3 +69,43 @@ def test_a_measurement_takes_the_steps_during_which_all_stages_worked():
     assert found.alone == ((0.1, 0.2), (pytest.approx(0.3), pytest.approx(0.6)))
     assert found.together[1] == (pytest.approx(0.9), pytest.approx(1.2))
     assert measure_steps(measure, max_rows=1, num_stages=2).best(1) == 1
+
+
+def simulated(choice, num_rows, num_groups, cycles=40):
+    """Seconds a cycle, from the times at which each stage takes up and ends each step."""
+    steps = choice._steps(choice.together, -(-num_rows // num_groups))
+    free = [0.0] * len(steps)
+    ready = [0.0] * num_groups  # when a group's last step came out of the last stage
+    for _ in range(cycles):
+        for group in range(num_groups):
+            now = ready[group]
+            for stage, seconds in enumerate(steps):
+                now = free[stage] = max(now, free[stage]) + seconds
+            ready[group] = now
+    return max(ready) / cycles
+
+
+seconds = st.floats(1e-4, 1.0)
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), num_stages=st.integers(1, 4), num_rows=st.integers(1, 100))
+def test_the_best_of_all_numbers_but_for_what_is_not_worth_it(data, num_stages, num_rows):
+    tables = st.lists(st.tuples(*[seconds] * num_stages), min_size=4, max_size=4)
+    found = GroupChoice(ROWS, tuple(data.draw(tables)), tuple(data.draw(tables)))
+    best = found.best(num_rows)
+    possible = range(1, min(2 * num_stages, num_rows) + 1)
+    cycles = {number: found.cycle(num_rows, number) for number in possible}
+    assert best in cycles
+    assert cycles[best] <= min(cycles.values()) / WORTH_IT
+    assert all(cycles[best] < WORTH_IT * cycles[number] for number in possible if number < best)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), num_stages=st.integers(1, 4), num_groups=st.integers(1, 8))
+def test_a_cycle_is_what_simulated_stages_take(data, num_stages, num_groups):
+    steps = data.draw(st.tuples(*[seconds] * num_stages))
+    found = GroupChoice((1, 64), (steps, steps), (steps, steps))
+    cycle = found.cycle(num_groups, num_groups)
+    assert simulated(found, num_groups, num_groups) == pytest.approx(cycle, rel=0.2)
+    assert simulated(found, num_groups, num_groups) >= cycle * 0.999

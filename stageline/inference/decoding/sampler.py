@@ -142,11 +142,10 @@ def _penalise_repetition(scores_V: Tensor, row: SampledRow, answer: Tensor) -> N
     if row.prompt_ids is not None:
         ids = torch.cat([row.prompt_ids.flatten().to(device), ids])
     # one place more: some models embed tokens, of images say, that they can't write
-    is_there = torch.zeros(size + 1, dtype=torch.bool, device=device)
-    is_there[ids.clamp(max=size)] = True
-    penalty = row.sampling.repetition_penalty
-    changed_V = torch.where(scores_V < 0, scores_V * penalty, scores_V / penalty)
-    scores_V.copy_(torch.where(is_there[:-1], changed_V, scores_V))
+    ids, longer_V = ids.clamp(max=size), torch.cat([scores_V, scores_V.new_zeros(1)])
+    old, penalty = longer_V[ids], row.sampling.repetition_penalty
+    scores = torch.where(old < 0, old * penalty, old / penalty)
+    scores_V.copy_(longer_V.scatter(0, ids, scores)[:size])
 
 
 def _floats(values: Sequence[float], device: torch.device) -> Tensor:

@@ -158,9 +158,8 @@ class Scheduler:
         width = max(one.length for one in [*chosen, new])
         if chosen and width * (len(chosen) + 1) > self._most_tokens:
             return False
-        wanted = self.limits.num_groups or self.best_groups(self.num_running + len(self.waiting))
-        total = self.num_running + len(chosen) + len(self.waiting)
-        fair = -(-min(total, self.limits.max_rows) // wanted)
+        total = min(self.num_running + len(chosen) + len(self.waiting), self.limits.max_rows)
+        fair = -(-total // (self.limits.num_groups or self.best_groups(total)))
         if chosen and len(group.members) + len(chosen) >= fair:
             return False
         if self.limits.max_cells is None:
