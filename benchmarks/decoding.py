@@ -184,7 +184,8 @@ class Measurement:
     def prompts(self, case: Case) -> tuple[Tensor, ways.Answers]:
         """Prompts from a text of this repository whose answers are far from ties."""
         tokenizer = AutoTokenizer.from_pretrained(self.arguments.model)
-        text = (ROOT / "README.md").read_text(encoding="utf-8")
+        files = [ROOT / name for name in ("README.md", "CHANGELOG.md")]
+        text = "".join(file.read_text(encoding="utf-8") for file in files)
         ids = tokenizer(text, return_tensors="pt")["input_ids"][0]
         candidates = ids.unfold(0, case.length, case.length + 3)[: case.num_rows * 5 // 4 + 4]
         (found,), _ = self.processes.ask("reference", candidates, 1 + case.num_tokens)
