@@ -62,7 +62,7 @@ class Simulated:
             self.fly("prefill", group.number, rows)
             return True
         joins = scheduler.next_joins()
-        group = scheduler.next_step()
+        group = scheduler.next_step(may_wait=not joins)
         if group is None:
             assert not joins, "a join that no order would tell"
             return False
@@ -207,3 +207,17 @@ def test_one_that_ends_makes_room_for_the_next():
 def test_a_sequence_as_large_as_the_cache_runs_alone():
     run = run_of(Limits(4, max_cells=60), lambda rows: 2, 2, [(30, 30), (5, 5), (30, 30), (5, 5)])
     assert run.admitted == [0, 1, 2, 3] and not run.left
+
+
+def test_groups_that_are_too_large_together_stay_two():
+    run = Simulated(Limits(4, max_cells=90), lambda rows: 2 if run.scheduler.waiting else 1, 2)
+    run.submit(0, 30, 20, True)
+    for row in (1, 2, 3):
+        run.submit(row, 4, 6, False)
+    assert run.start() and run.start() and len(run.scheduler.groups) == 2
+    while run.flying or run.start():
+        if len(run.flying) < 2 and run.start():
+            continue
+        run.land()
+        run.check()
+    assert not run.left
