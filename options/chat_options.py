@@ -1,26 +1,17 @@
 """The options of chat.py."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from options.chat_server_options import ChatServerOptions
 from options.fields import option
+from options.model_options import ModelOptions
 from options.placement_options import PlacementOptions
-from options.run_options import EvaluateConfig
 
 
 @dataclass(kw_only=True)
-class ChatConfig(ChatServerOptions, PlacementOptions):
+class ChatConfig(ChatServerOptions, PlacementOptions, ModelOptions):
     """Chat"""
 
-    model_path: str | None = option(
-        None, "model folder, checkpoint of a run, or adapter folder", is_path=True
-    )
-    adapter_path: list[str] | None = option(
-        None,
-        "LoRA adapter folder in peft's format; several are merged one after the other",
-        is_path=True,
-    )
     adapter_weights: list[float] | None = option(
         None, "how much of each adapter is added; default: all of it"
     )
@@ -34,12 +25,6 @@ class ChatConfig(ChatServerOptions, PlacementOptions):
         1.0, "above 1 makes tokens that were there before less likely", at_least=0.01
     )
     seed: int = option(0, "seed of sampling", at_least=0)
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto takes GPUs where there are any")
     num_devices: int | None = option(
         None, "devices that the model is spread over; default: all", at_least=1
     )
-    bf16: bool = option(False, "compute in bfloat16")
-    fp16: bool = option(False, "compute in float16")
-    trust_remote_code: bool = option(False, "run Python code that lies in the model folder")
-
-    precision = EvaluateConfig.precision

@@ -3,12 +3,11 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from options.checks import check_precision
 from options.decode_options import DecodeOptions
 from options.fields import OptionError, check_limits, option
-from options.run_options import EvaluateConfig
+from options.model_options import ModelOptions
 from parse_args import Arguments, read_arguments
 
 
@@ -46,25 +45,11 @@ class TaskOptions:
 
 
 @dataclass(kw_only=True)
-class LmEvalConfig(TaskOptions, DecodeOptions):
-    """Model and machine"""
+class LmEvalConfig(TaskOptions, DecodeOptions, ModelOptions):
+    """Run"""
 
-    model_path: str | None = option(
-        None, "model folder, checkpoint of a run, or adapter folder", is_path=True
-    )
-    adapter_path: list[str] | None = option(
-        None,
-        "LoRA adapter folder in peft's format; several are merged one after the other",
-        is_path=True,
-    )
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto takes GPUs where there are any")
-    bf16: bool = option(False, "compute in bfloat16")
-    fp16: bool = option(False, "compute in float16")
     seed: int = option(0, "seed of sampled answers", at_least=0)
-    trust_remote_code: bool = option(False, "run Python code that lies in the model folder")
     check_only: bool = option(False, "check everything that can be checked, then stop")
-
-    precision = EvaluateConfig.precision
 
 
 def parse_lm_eval_args(argv: Sequence[str] | None = None) -> Arguments:

@@ -21,6 +21,7 @@ from options.lora_options import LoRAOptions
 from options.machine_options import MachineOptions
 from options.memory_options import MemoryOptions
 from options.method_options import MethodOptions
+from options.model_options import precision_of
 from options.number_options import NumberOptions
 from options.part_training_options import PartTrainingOptions
 from options.placement_options import PlacementOptions
@@ -196,7 +197,7 @@ class RunConfig(
     @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:
         """The compute type by its short name."""
-        return _precision(self)
+        return precision_of(self)
 
 
 @dataclass(kw_only=True)
@@ -218,8 +219,4 @@ class EvaluateConfig(
     @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:
         """The compute type by its short name."""
-        return _precision(self)
-
-
-def _precision(config: SharedOptions) -> Literal["fp32", "bf16", "fp16"]:
-    return "bf16" if config.bf16 else "fp16" if config.fp16 else "fp32"
+        return precision_of(self)

@@ -1,12 +1,11 @@
 """The options of serve.py: where it listens, who may ask, how much of what."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from options.decode_options import DecodeOptions
 from options.fields import option
 from options.image_options import ImageOptions
-from options.run_options import EvaluateConfig
+from options.model_options import ModelOptions
 
 
 @dataclass(kw_only=True)
@@ -57,20 +56,5 @@ class RequestOptions:
 
 
 @dataclass(kw_only=True)
-class ServeConfig(ListenOptions, RequestOptions, ImageOptions, DecodeOptions):
-    """Model"""
-
-    model_path: str | None = option(
-        None, "model folder, checkpoint of a run, or adapter folder", is_path=True
-    )
-    adapter_path: list[str] | None = option(
-        None,
-        "LoRA adapter folder in peft's format; several are merged one after the other",
-        is_path=True,
-    )
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto takes GPUs where there are any")
-    bf16: bool = option(False, "compute in bfloat16")
-    fp16: bool = option(False, "compute in float16")
-    trust_remote_code: bool = option(False, "run Python code that lies in the model folder")
-
-    precision = EvaluateConfig.precision
+class ServeConfig(ListenOptions, RequestOptions, ImageOptions, DecodeOptions, ModelOptions):
+    """Every option of serve.py."""
