@@ -67,10 +67,10 @@ def cases(is_quick: bool) -> list[Case]:
     """Decoding after short prompts, and prompts with an answer of one token."""
     found = []
     for rows in (1, 4, 16) if is_quick else (1, 2, 4, 8, 16, 32, 64):
-        decode_rounds = 1 if is_quick else (3 if rows <= 16 else 2)
-        num_tokens = 8 if is_quick or rows > 16 else 16
+        decode_rounds = 1 if is_quick else (3 if rows <= 8 else 2)
+        num_tokens = 8 if is_quick or rows > 16 else 12
         found.append(Case("decode", rows, 8, num_tokens, decode_rounds))
-        found.append(Case("prefill", rows, 64, 1, 1 if is_quick else 2))
+        found.append(Case("prefill", rows, 64, 1, 1 if is_quick or rows > 16 else 2))
     return found
 
 
@@ -184,9 +184,10 @@ class Measurement:
     def prompts(self, case: Case) -> tuple[Tensor, ways.Answers]:
         """Prompts from a text of this repository whose answers are far from ties."""
         tokenizer = AutoTokenizer.from_pretrained(self.arguments.model)
-        text = (ROOT / "README.md").read_text(encoding="utf-8")
+        files = [ROOT / name for name in ("README.md", "CHANGELOG.md")]
+        text = "".join(file.read_text(encoding="utf-8") for file in files)
         ids = tokenizer(text, return_tensors="pt")["input_ids"][0]
-        candidates = ids.unfold(0, case.length, case.length + 3)[: case.num_rows * 3 // 2 + 4]
+        candidates = ids.unfold(0, case.length, case.length + 3)[: case.num_rows * 5 // 4 + 4]
         (found,), _ = self.processes.ask("reference", candidates, 1 + case.num_tokens)
         answers, margins = found
         kept = [row for row, margin in enumerate(margins) if margin > LEAST_MARGIN]

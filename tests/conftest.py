@@ -1,6 +1,7 @@
 """One thread, no network, registers and defaults restored: what every test stands on."""
 
 import gc
+import importlib.util
 import multiprocessing
 import os
 
@@ -15,6 +16,10 @@ import torch
 from register import restored_registers
 
 torch.set_num_threads(1)
+
+SERVER_PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "openai")
+if any(importlib.util.find_spec(name) is None for name in SERVER_PACKAGES):
+    collect_ignore_glob = ["unit/test_serve_*.py", "unit/test_serving_*.py"]
 
 
 @pytest.fixture(autouse=True)

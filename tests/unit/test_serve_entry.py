@@ -9,8 +9,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+import serve
 from options.serve_args import parse_serve_args, read_api_keys
 from register import import_shelf
+from stageline.serving.settings import ServerSettings
 from stageline.testing.small_run import ForkedRun
 from stageline.testing.tiny_checkpoints import tiny_whole
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
@@ -90,6 +92,33 @@ def test_a_server_answers_and_ends_in_order(model, tmp_path, ranks):
     done = run.wait(60)
     assert done.code == 143, done.err
     assert "Traceback" not in done.err
+
+
+def test_options_reach_the_server(tmp_path):
+    words = (
+        "--max-queue 3 --max-body-mib 0.5 --max-tokens-limit 99 --max-n 2 --max-images 1 "
+        "--request-timeout 7 --read-timeout 5 --max-new-tokens 11 --temperature 0.5 "
+        "--fetch-images true --cors-origins [https://a.example]"
+    ).split()
+    run = parse_serve_args(["--model-path", str(tmp_path), *words]).run
+    settings = serve.make_settings(run, (KEY,), name="folder")
+    assert settings == ServerSettings(
+        model_name="folder",
+        api_keys=(KEY,),
+        max_queue=3,
+        max_body_bytes=2**19,
+        max_tokens_limit=99,
+        max_n=2,
+        max_images=1,
+        request_seconds=7,
+        read_seconds=5,
+        default_max_tokens=11,
+        default_temperature=0.5,
+        fetches_images=True,
+        cors_origins=("https://a.example",),
+    )
+    named = parse_serve_args(["--model-path", str(tmp_path), "--served-model-name", "a/b"]).run
+    assert serve.make_settings(named, (), name="folder").model_name == "a/b"
 
 
 WRONG = {

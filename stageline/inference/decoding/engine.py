@@ -264,7 +264,7 @@ class DecodingEngine:
             self._start_prefill(*found)
             return True
         joins = self._scheduler.next_joins()
-        group = self._scheduler.next_step()
+        group = self._scheduler.next_step(may_wait=not joins)
         if group is None:
             return False
         self._start_step(group, joins)

@@ -180,10 +180,15 @@ class Scheduler:
 
     # -- steps ----------------------------------------------------------------------------
 
-    def next_step(self) -> RunningGroup | None:
-        """The group that has been home longest; None: there is none, or it waits for another."""
+    def next_step(self, *, may_wait: bool = True) -> RunningGroup | None:
+        """The group that has been home longest; None: there is none, or it waits for another.
+
+        Args:
+            may_wait: False where groups were joined, which is told with the step.
+        """
         ready = [group for group in self.groups.values() if group.is_home and group.members]
-        if not ready or (len(ready) == 1 and self._waits_for_another(ready[0])):
+        waits = may_wait and len(ready) == 1 and self._waits_for_another(ready[0])
+        if not ready or waits:
             return None
         group = min(ready, key=lambda one: one.since)
         group.num_passes += 1

@@ -1,0 +1,223 @@
+"""The scheduler against simulated stages, over drawn arrivals, ends and cancellations.
+
+A stage is simulated as what orders say: rows that come, leave and join. Passes come back in their
+order, some of them late; a sequence ends after as many tokens as were drawn for it.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stageline.inference.decoding.cache import take_out
+from stageline.inference.decoding.scheduler import Limits, Scheduler, Sequence
+
+
+@dataclass
+class Simulated:
+    """The engine and one stage, without a model."""
+
+    limits: Limits
+    best_groups: object
+    num_stages: int
+    stage: dict = field(default_factory=dict)  # group -> rows in their order
+    flying: deque = field(default_factory=deque)
+    left: dict = field(default_factory=dict)  # row -> tokens that are to come
+    admitted: list = field(default_factory=list)
+    num_steps: int = 0
+
+    def __post_init__(self):
+        self.scheduler = Scheduler(
+            self.limits, best_groups=self.best_groups, num_stages=self.num_stages
+        )
+
+    def submit(self, row, length, num_tokens, is_alone):
+        self.left[row] = num_tokens
+        self.scheduler.waiting.append(
+            Sequence(row, length, length + num_tokens, is_alone, owner=row)
+        )
+
+    def cancel(self, row):
+        waiting = self.scheduler.waiting
+        for one in [one for one in waiting if one.row == row]:
+            waiting.remove(one)
+            del self.left[row]
+            return
+        if row in self.left:
+            self.left[row] = 1  # it ends when its pass is back
+
+    def start(self):
+        scheduler = self.scheduler
+        found = scheduler.next_prefill()
+        if found is not None:
+            group, chosen = found
+            assert not (len(chosen) > 1 and any(one.is_alone for one in chosen))
+            width = max(one.length for one in chosen)
+            assert len(chosen) == 1 or width * len(chosen) <= self.limits.prefill_tokens
+            self.admitted += [one.row for one in chosen]
+            self.carry_out(joins=[])
+            rows = [one.row for one in chosen]
+            self.stage.setdefault(group.number, []).extend(rows)
+            self.fly("prefill", group.number, rows)
+            return True
+        joins = scheduler.next_joins()
+        group = scheduler.next_step(may_wait=not joins)
+        if group is None:
+            assert not joins, "a join that no order would tell"
+            return False
+        self.carry_out(joins)
+        rows = [one.row for one in group.members]
+        assert self.stage[group.number] == rows, "the stage has the rows in another order"
+        self.fly("step", group.number, rows)
+        self.num_steps += 1
+        return True
+
+    def carry_out(self, joins):
+        for number, row in self.scheduler.take_leaving():
+            rows = self.stage[number]
+            take_out(rows, rows.index(row))
+            if not rows:
+                del self.stage[number]
+        for source, target in joins:
+            self.stage[target].extend(self.stage.pop(source))
+
+    def fly(self, kind, number, rows):
+        steps = [group for what, group, _ in self.flying if what == "step"]
+        if kind == "step":
+            assert all(group != number for _, group, _ in self.flying), "it is on its way"
+        assert len(steps) == len(set(steps))
+        self.flying.append((kind, number, rows))
+
+    def land(self):
+        _, number, rows = self.flying.popleft()
+        members = {one.row: one for one in self.scheduler.groups[number].members}
+        for row in rows:
+            self.left[row] -= 1
+            if self.left[row] == 0:
+                del self.left[row]
+                self.scheduler.leave(members[row])
+        self.scheduler.came_home(number)
+
+    def check(self):
+        scheduler, limits = self.scheduler, self.limits
+        assert scheduler.num_running <= limits.max_rows
+        if limits.max_cells is not None:
+            assert scheduler.num_cells <= limits.max_cells
+        members = [one.row for group in scheduler.groups.values() for one in group.members]
+        assert len(members) == len(set(members))
+        assert {*members, *(one.row for one in scheduler.waiting)} == set(self.left)
+        for number, group in scheduler.groups.items():
+            assert group.number == number and group.num_passes >= 0
+            assert all(one.group == number for one in group.members)
+            assert group.members or group.num_passes, "an empty group at home"
+            on_way = sum(1 for _, flying, _ in self.flying if flying == number)
+            assert group.num_passes == on_way
+
+
+lengths = st.integers(1, 30)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    data=st.data(),
+    max_rows=st.integers(1, 9),
+    max_cells=st.none() | st.integers(60, 200),
+    prefill_tokens=st.sampled_from([1, 40, 2048]),
+    num_groups=st.none() | st.integers(1, 4),
+    num_stages=st.integers(1, 4),
+    least=st.integers(1, 6),
+)
+def test_every_sequence_ends_within_the_limits(
+    data, max_rows, max_cells, prefill_tokens, num_groups, num_stages, least
+):
+    limits = Limits(max_rows, prefill_tokens, max_cells, num_groups=num_groups)
+    most_groups = data.draw(st.integers(1, 4))
+    run = Simulated(limits, lambda rows: most_groups if rows >= least else 1, num_stages)
+    submitted = []
+    actions = data.draw(st.lists(st.sampled_from(["submit"] * 3 + ["act"] * 6 + ["cancel"]),
+                                 min_size=10, max_size=50))  # fmt: skip
+    for action in actions:
+        if action == "submit":
+            submitted.append(len(submitted))
+            length, count = data.draw(lengths), data.draw(st.integers(1, 20))
+            run.submit(submitted[-1], length, count, data.draw(st.integers(0, 4)) == 0)
+        elif action == "cancel" and submitted:
+            run.cancel(data.draw(st.sampled_from(submitted)))
+        elif len(run.flying) < 2 * num_stages + 2 and data.draw(st.booleans()):
+            run.start()
+        elif run.flying:
+            run.land()
+        run.check()
+    for _ in range(30 * (len(submitted) + 1) * 21):
+        if not (len(run.flying) < 2 * num_stages + 2 and run.start()):
+            if not run.flying:
+                break
+            run.land()
+        run.check()
+    assert not run.left and not run.scheduler.groups, "some never end"
+    assert run.admitted == sorted(run.admitted), "first come, first read"
+    run.carry_out([])
+    assert not run.stage
+
+
+def run_of(limits, best_groups, num_stages, sequences):
+    run = Simulated(limits, best_groups, num_stages)
+    for row, (length, count) in enumerate(sequences):
+        run.submit(row, length, count, False)
+    while (len(run.flying) < num_stages and run.start()) or run.flying:
+        if len(run.flying) == num_stages or not run.start():
+            run.land()
+        run.check()
+    return run
+
+
+def test_groups_become_fewer_where_few_are_better():
+    """Groups come home one after the other: the first one waits for the next."""
+    sequences = [(4, 3 + 9 * (row % 2)) for row in range(8)]  # a long answer in each group
+    few = run_of(Limits(8), lambda rows: 4 if rows > 4 else 1, 4, sequences)
+    alone = run_of(Limits(8), lambda rows: 4, 4, sequences)
+    assert not few.left and not alone.left
+    assert alone.num_steps == 4 * 11  # the prompt gives the first token
+    assert few.num_steps < alone.num_steps / 2
+
+
+def test_all_groups_get_their_share():
+    for count in (4, 7, 8):
+        run = Simulated(Limits(8), lambda rows: 4, 4)
+        for row in range(count):
+            run.submit(row, 5, 3, False)
+        while run.scheduler.waiting:
+            assert run.start()
+        sizes = sorted(len(group.members) for group in run.scheduler.groups.values())
+        assert len(sizes) == 4 and sizes[-1] - sizes[0] <= 1, sizes
+
+
+def test_one_that_ends_makes_room_for_the_next():
+    run = Simulated(Limits(2), lambda rows: 1, 1)
+    for row, count in enumerate((2, 9, 3)):
+        run.submit(row, 4, count, False)
+    assert run.start() and run.admitted == [0, 1]
+    run.land()
+    assert run.start()
+    run.land()  # the first one has its two tokens
+    assert run.start() and run.admitted == [0, 1, 2], "read before the next step"
+
+
+def test_a_sequence_as_large_as_the_cache_runs_alone():
+    run = run_of(Limits(4, max_cells=60), lambda rows: 2, 2, [(30, 30), (5, 5), (30, 30), (5, 5)])
+    assert run.admitted == [0, 1, 2, 3] and not run.left
+
+
+def test_groups_that_are_too_large_together_stay_two():
+    run = Simulated(Limits(4, max_cells=90), lambda rows: 2 if run.scheduler.waiting else 1, 2)
+    run.submit(0, 30, 20, True)
+    for row in (1, 2, 3):
+        run.submit(row, 4, 6, False)
+    assert run.start() and run.start() and len(run.scheduler.groups) == 2
+    while run.flying or run.start():
+        if len(run.flying) < 2 and run.start():
+            continue
+        run.land()
+        run.check()
+    assert not run.left
