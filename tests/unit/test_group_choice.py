@@ -62,7 +62,8 @@ def test_a_measurement_takes_the_steps_during_which_all_stages_worked():
         if count == 1:
             return [[0.1 * rows, 0.2 * rows]]
         # stage 0 is alone in the first step, stage 1 in the last
-        return [[0.01, 9.0], *[[0.3 * rows, 0.4 * rows]] * (count - 2), [9.0, 0.01]]
+        full = [[0.3 * rows, 0.4 * rows]] * (count - 2)
+        return [[0.1 * rows, 9.0], *full, [9.0, 0.2 * rows]]
 
     found = measure_steps(measure, max_rows=3, num_stages=2)
     assert found.rows == (1, 3)
