@@ -4,6 +4,7 @@ All give the model parts something to ask, and the run a processor; which one it
 engine.json beside the predictions, and changes no greedy answer but for rounding.
 """
 
+import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,16 +15,21 @@ import torch
 import torch.distributed as dist
 
 from decode_run import num_processes, open_decoding
+from options.engine_options import ENGINE_KEYS
 from options.lora_options import adapter_arguments
 from parse_args import Arguments
 from placement_run import placement_arguments, show_plan
+from stageline.checkpoint.plain_folder import plain_folder
 from stageline.distributed.launch import launch_if_needed
 from stageline.distributed.meeting import launchers_store
 from stageline.errors import UserError
 from stageline.evaluation.replicas import Replicas
+from stageline.inference.vllm_engine import check_vllm, open_vllm
+from stageline.model_folder import load_config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SECONDS_TO_MEET = 600.0
+EXPORTED = "~/.cache/stageline/exported"  # what vLLM reads
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,11 @@ def find_place(arguments: Arguments) -> Replicas:
         UserError: processes and replicas do not fit, or there are too few GPUs.
     """
     run = arguments.run
-    wanted = num_processes(run, run.device) if run.engine == "pipeline" else run.num_replicas
+    _check_builder(arguments)
+    if run.engine == "pipeline":
+        wanted = num_processes(run, run.device)
+    else:
+        wanted = run.num_replicas = run.num_replicas or 1
     launch_if_needed(wanted)
     rank = int(os.environ.get("RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -68,6 +78,26 @@ def find_place(arguments: Arguments) -> Replicas:
         is_first=rank % num_stages == 0,
         store=_store(rank, world_size),
     )
+
+
+def _check_builder(arguments: Arguments) -> None:
+    """Refuses options of a builder part that an engine does not call."""
+    engine, builder = arguments.run.engine, arguments.parts["builder"]
+    if engine not in ("pipeline", "vllm"):
+        return
+    defaults = inspect.signature(builder.part).parameters
+    given = [
+        f"--builder.{name} {value}"
+        for name, value in builder.kwargs.items()
+        if name in defaults and value != defaults[name].default
+    ]
+    if builder.key != ENGINE_KEYS[engine]["builder"]:
+        given.insert(0, f"--builder {builder.key}")
+    if given:
+        raise UserError(
+            f"{' '.join(given)} came with --engine {engine}. It was expected with --engine "
+            "device_map alone, because this engine builds its model by itself: leave it out."
+        )
 
 
 def _num_gpus(device: str) -> int:
@@ -135,14 +165,15 @@ def _take_own_gpus(run: Any, replicas: Replicas) -> None:
         return
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = shown.split(",") if shown else [str(index) for index in range(num_gpus)]
-    each = run.num_devices or len(gpus) // replicas.count
-    if each * replicas.count > len(gpus) or each == 0:
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", replicas.count))  # replicas of this machine
+    each = run.num_devices or len(gpus) // here
+    if each * here > len(gpus) or each == 0:
         raise UserError(
-            f"--num-replicas {replicas.count} with {max(each, 1)} devices each, and this machine "
-            f"shows {len(gpus)} GPUs. As many were expected, because replicas share none: lower "
-            "--num-replicas or --num-devices, look at CUDA_VISIBLE_DEVICES, or take --device cpu."
+            f"{here} replicas with {max(each, 1)} devices each, and this machine shows {len(gpus)} "
+            "GPUs. As many were expected, because replicas share none: lower --num-replicas or "
+            "--num-devices, look at CUDA_VISIBLE_DEVICES, or take --device cpu."
         )
-    first = replicas.index * each
+    first = int(os.environ.get("LOCAL_RANK", replicas.index)) * each
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first : first + each])
 
 
@@ -162,14 +193,25 @@ def _pipeline(arguments: Arguments) -> Iterator[Opened | None]:
 
 
 def _vllm(arguments: Arguments) -> Opened:
-    """The one place where vLLM is made; it answers and scores as a decoding engine does."""
-    try:
-        from stageline.inference.vllm_engine import open_vllm
-    except ImportError as error:
-        raise UserError(
-            f"--engine vllm came, and it is not to be had here ({error}). The package vllm was "
-            "expected, because it does the decoding: install it, or take --engine pipeline."
-        ) from error
+    """vLLM on a plain folder, exported first; it answers and scores as a decoding engine does."""
     run = arguments.run
-    engine = open_vllm(run.model_path, dtype=run.precision, num_devices=run.num_devices)
-    return Opened(engine, engine.processor, {"num_devices": run.num_devices}, has_own_batches=True)
+    check_vllm()  # before an export
+    folder = plain_folder(
+        run.model_path,
+        cache=EXPORTED,
+        adapter_paths=run.adapter_path or (),
+        adapter_weights=run.adapter_weights,
+        trust_remote_code=run.trust_remote_code,
+    )
+    engine = open_vllm(
+        folder,
+        dtype=DTYPES[run.precision],
+        num_devices=run.num_devices,
+        seed=run.seed,
+        max_length=run.max_length,
+        images_per_prompt=run.max_images_per_sample,
+        trust_remote_code=run.trust_remote_code,
+    )
+    config = load_config(folder, trust_remote_code=run.trust_remote_code)
+    facts = {"tensor_parallel_size": engine.num_devices, "folder": str(folder)}
+    return Opened(engine, engine.processor, facts, has_own_batches=True, config=config)

@@ -11,6 +11,7 @@ from typing import Any
 from answer_engines import Opened, opened
 from options.command_line import typed
 from options.decode_options import DecodeOptions
+from options.fewshot_options import NAMES
 from options.part_options import takes
 from parse_args import Arguments
 from stageline.data.batch import encode_sample
@@ -18,6 +19,7 @@ from stageline.data.image_settings import ImageSettings
 from stageline.data.prepare_images import prepare_images
 from stageline.data.tiling import Tiling, match_config
 from stageline.errors import DataError, RemoteError, UserError
+from stageline.evaluation.fewshot import FewShot
 from stageline.evaluation.predictions import PredictionFile
 from stageline.evaluation.replicas import Replicas
 from stageline.evaluation.runner import Asking, Outcome, predict
@@ -54,6 +56,8 @@ def answer_settings(arguments: Arguments) -> dict[str, Any]:
         *(typed(item.name)[2:] for item in dataclasses.fields(DecodeOptions)),
     }
     run = arguments.run
+    if not getattr(run, "num_fewshot", 0):
+        left_out |= set(NAMES)
     if run.max_length is not None:  # the only one of these that may end an answer
         left_out.discard("max-length")
     if run.engine in ("device_map", "api") or run.temperature == 0:
@@ -137,7 +141,7 @@ def ask(
         match_config(found.config, processor)
     texts = {
         "prompt": parts["prompt"].part,
-        "prompt_fn": functools.partial(parts["prompt_fn"].part, **parts["prompt_fn"].kwargs),
+        "prompt_fn": fill_function(arguments),
         "image_token": functools.partial(parts["image_token"].part, **parts["image_token"].kwargs),
     }
     answer = functools.partial(
@@ -161,6 +165,39 @@ def ask(
     return predict(
         dataset, rows, answer=answer, texts=texts, processor=processor, file=file, asking=asking
     )
+
+
+def fill_function(arguments: Arguments) -> Callable:
+    """The prompt_fn part with its options, and with examples for each sample where asked for.
+
+    Raises:
+        UserError: a part shows no examples, or the dataset part has no splits.
+    """
+    run, parts = arguments.run, arguments.parts
+    chosen = parts["prompt_fn"]
+    fill = functools.partial(chosen.part, **chosen.kwargs)
+    if not getattr(run, "num_fewshot", 0):
+        return fill
+    for name, argument in (("prompt_fn", "examples"), ("dataset", "split")):
+        if takes(parts[name].part, argument) == "no":
+            raise UserError(
+                f"--num-fewshot {run.num_fewshot} came with --{typed(name)[2:]} {parts[name].key}, "
+                f"which takes no {argument}. A part with it was expected, because examples are "
+                "drawn from a split and written by the prompt_fn: choose such a part, or leave "
+                "--num-fewshot out."
+            )
+    kwargs = {**parts["dataset"].kwargs, "split": run.fewshot_split}
+    fewshot = FewShot(
+        parts["dataset"].part(dataset_path=run.dataset_path, **kwargs),
+        count=run.num_fewshot,
+        seed=run.fewshot_seed,
+        per_sample=run.fewshot_per_sample,
+    )
+
+    def fill_with_examples(sample: Any, prompt: str, **options: Any) -> Any:
+        return fill(sample, prompt, examples=fewshot.of(sample), **options)
+
+    return fill_with_examples
 
 
 def num_tokens(rendered: Any, images: Any, *, processor: Any) -> int:

@@ -50,15 +50,17 @@ class Decoding:
 
 
 def num_processes(run: DecodeOptions, device: str) -> int:
-    """Processes of a run; fills in the number of stages where it was left open.
+    """Processes of a run; fills in the numbers of stages and replicas where they were left open.
 
     Raises:
         UserError: torchrun started another number.
     """
     started = int(os.environ.get("WORLD_SIZE", "0"))
+    have = started or (torch.cuda.device_count() if device != "cpu" else 0)
     if run.num_stages is None:
-        num_gpus = torch.cuda.device_count() if device != "cpu" else 0
-        run.num_stages = max(1, (started or num_gpus) // run.num_replicas)
+        run.num_stages = max(1, have // (run.num_replicas or 1))
+    if run.num_replicas is None:
+        run.num_replicas = max(1, have // run.num_stages)
     wanted = run.num_stages * run.num_replicas
     if started and started != wanted:
         raise UserError(

@@ -291,14 +291,17 @@ def _text_sizes(text: str) -> dict[str, int]:
 def _right_choice(sample: dict[str, Any]) -> int:
     right = sample.get("answer_index")
     choices = sample["choices"]
-    if right is None and sample.get("answer") in choices:
-        right = choices.index(sample["answer"])
+    answer = sample.get("answer")
+    if right is None and answer in choices:
+        right = choices.index(answer)
+    if right is None and type(answer) is int and 0 <= answer < len(choices):
+        right = answer  # its place, as many public sets have it
     if right is None:
-        right = parse_choice(str(sample.get("answer")), choices)
+        right = parse_choice(str(answer), choices)
     if right is None:
         raise DataError(
-            f"sample {sample.get('source') or sample.get('id')}: the answer is "
-            f"{sample.get('answer')!r}, and the choices are {choices!r}. One of them was expected, "
+            f"sample {sample.get('source') or sample.get('id')}: the answer is {answer!r}, and "
+            f"the choices are {choices!r}. One of them was expected, "
             "because it is the right one: correct the row, or give its place as answer_index."
         )
     return int(right)

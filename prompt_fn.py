@@ -9,8 +9,14 @@ from typing import Any
 from register import image_token_register, prompt_fn_register
 from stageline.data.chat import render_chat
 from stageline.data.image_text import place_image_text, plain_image_text
-from stageline.data.messages import Conversation, only_last_answer, turns_of
-from stageline.data.rendered import Rendered
+from stageline.data.messages import (
+    Conversation,
+    not_learnt,
+    only_last_answer,
+    turns_of,
+    with_examples,
+)
+from stageline.data.rendered import Piece, Rendered
 from stageline.data.template import fill_parts, parse_template
 from stageline.data.tool_calls import tools_of
 from stageline.errors import UserError
@@ -23,9 +29,18 @@ def fill(
     *,
     processor: Any = None,
     for_generation: bool = False,
+    examples: Sequence[Mapping[str, Any]] = (),
 ) -> Rendered:
-    """Puts the sample's fields into the template's placeholders; the answer ends with EOS."""
-    pieces = fill_parts(parse_template(prompt), sample, for_generation=for_generation)
+    """Puts the sample's fields into the template's placeholders; the answer ends with EOS.
+
+    Examples are filled in before it, with an empty line after each.
+    """
+    parts = parse_template(prompt)
+    pieces = []
+    for example in examples:
+        pieces += not_learnt(fill_parts(parts, {**example, "num_images": 0}))
+        pieces.append(Piece("\n\n"))
+    pieces += fill_parts(parts, sample, for_generation=for_generation)
     return Rendered(tuple(pieces), for_generation=for_generation)
 
 
@@ -41,6 +56,7 @@ def chat(
     mask_history: bool = False,
     train_on_prompt: bool = False,
     mask_system: bool = False,
+    examples: Sequence[Mapping[str, Any]] = (),
 ) -> Rendered:
     """The model's own chat template, for question and answer as for rows with `messages`.
 
@@ -57,6 +73,7 @@ def chat(
     """
     _check_masks(mask_history, train_on_prompt, mask_system)
     turns = turns_of(sample, prompt, system=system, for_generation=for_generation)
+    turns = with_examples(turns, examples, prompt)
     tools = tools_of(sample)
     if mask_history:
         turns = only_last_answer(turns)

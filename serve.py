@@ -74,6 +74,7 @@ def serve(arguments: ServeArguments, decoding: Any, api_keys: tuple[str, ...]) -
             file=sys.stderr,
         )
     service = make_service(arguments, decoding, settings)
+    decoding.engine.prepare()  # who gets through to the server is answered at once
     serve_until(
         service,
         make_app(service),
@@ -101,6 +102,7 @@ def make_service(arguments: ServeArguments, decoding: Any, settings: "ServerSett
             name: functools.partial(parts[register].part, **parts[register].kwargs)
             for name, register in (("render", "prompt_fn"), ("image_token", "image_token"))
         },
+        max_length=decoding.engine.max_length,
         max_images=settings.max_images,
         max_pixels=run.max_image_pixels,
         max_bytes=settings.max_body_bytes,

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from options.chat_options import ChatConfig
+from options.chat_server_options import check_server
 from options.checks import check_precision
 from options.command_line import by_name, read_words
 from options.engine_options import check_engine, with_engine_keys
@@ -22,7 +23,11 @@ INFER_KEYS: dict[str, str | None] = {
     "prompt_fn": "chat",
     "image_token": "auto",
 }
-CHAT_KEYS: dict[str, str | None] = {"builder": "auto", "prompt_fn": "chat"}
+CHAT_KEYS: dict[str, str | None] = {
+    "builder": "auto",
+    "prompt_fn": "chat",
+    "image_token": "auto",
+}
 
 
 @dataclass
@@ -63,4 +68,5 @@ def parse_chat_args(argv: Sequence[str] | None = None) -> ChatArguments:
     check_limits(run)
     check_precision(run)
     check_placement(run)
+    check_server(run, model_path=run.model_path)
     return ChatArguments(run=run, parts=parts, imports=imports)

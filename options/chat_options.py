@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from options.chat_server_options import ChatServerOptions
 from options.fields import option
 from options.placement_options import PlacementOptions
 from options.run_options import EvaluateConfig
 
 
 @dataclass(kw_only=True)
-class ChatConfig(PlacementOptions):
+class ChatConfig(ChatServerOptions, PlacementOptions):
     """Chat"""
 
     model_path: str | None = option(

@@ -12,7 +12,11 @@ class DecodeOptions:
     num_stages: int | None = option(
         None, "stages, one process and device each; default: all GPUs, 1 on the CPU", at_least=1
     )
-    num_replicas: int = option(1, "copies of the pipeline that share the work", at_least=1)
+    num_replicas: int | None = option(
+        None,
+        "copies of the pipeline that share the work; default: as many as the GPUs allow",
+        at_least=1,
+    )
     partition: list[int] | None = option(
         None, "layers of each stage, 12,10; default: what evens out a decoding step"
     )

@@ -1,11 +1,11 @@
 """The options that say what runs the model of evaluate.py and infer.py, and on how many devices."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from options.decode_options import DecodeOptions
-from options.fields import OptionError, option
+from options.fields import OptionError, option, spelled
 
 # engine -> the keys that go with it where none are given
 ENGINE_KEYS: dict[str, dict[str, str | None]] = {
@@ -16,6 +16,8 @@ ENGINE_KEYS: dict[str, dict[str, str | None]] = {
 }
 # engines that several processes of a run may have copies of
 WITH_REPLICAS = ("device_map", "pipeline")
+# options of pipelined decoding that another engine has too
+SHARED = {"max_length": ("pipeline", "vllm")}
 
 
 @dataclass(kw_only=True)
@@ -40,13 +42,16 @@ def with_engine_keys(
 
 def check_engine(run: EngineOptions) -> None:
     """Refuses numbers that the engine has no use for."""
-    if run.num_stages is not None and run.engine != "pipeline":
-        raise OptionError(
-            f"--num-stages {run.num_stages} came with --engine {run.engine}. It was expected with "
-            "--engine pipeline alone, because nothing else has stages: leave it out, or choose "
-            "that engine (--num-devices spreads a model without a pipeline)."
-        )
-    if run.num_replicas > 1 and run.engine not in WITH_REPLICAS:
+    for item in fields(DecodeOptions):
+        value = getattr(run, item.name)
+        engines = SHARED.get(item.name, ("pipeline",))
+        if value != item.default and run.engine not in engines and item.name != "num_replicas":
+            raise OptionError(
+                f"{spelled(item.name)} {value} came with --engine {run.engine}. It was expected "
+                f"with --engine {' or '.join(engines)}, because no other has a use for it: leave "
+                "it out, or choose that engine (--num-devices spreads a model without a pipeline)."
+            )
+    if (run.num_replicas or 1) > 1 and run.engine not in WITH_REPLICAS:
         raise OptionError(
             f"--num-replicas {run.num_replicas} came with --engine {run.engine}. It was expected "
             f"with {' or '.join(WITH_REPLICAS)}, because {run.engine} has many requests on their "

@@ -88,6 +88,7 @@ def _check(run: LmEvalConfig) -> None:
             "--tasks is missing. Names between commas were expected, such as --tasks arc_easy,"
             "hellaswag, because they say what is asked: `lm_eval ls tasks` lists them."
         )
+    run.num_replicas = run.num_replicas or 1
     if run.num_replicas != 1:
         raise OptionError(
             f"--num-replicas {run.num_replicas} came with lm_eval. 1 was expected, because one "

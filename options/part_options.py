@@ -49,7 +49,7 @@ CONTRACTS: dict[str, Contract] = {
         "placement",
     ),
     "prompt": Contract(),
-    "prompt_fn": _contract(2, "processor for_generation"),
+    "prompt_fn": _contract(2, "processor for_generation examples"),
     "image_token": _contract(2, "processor"),
     "dataset": _contract(0, "dataset_path split"),
     "collate_fn": _contract(

@@ -14,6 +14,7 @@ from options.corpus_run_options import CorpusRunOptions
 from options.data_options import DataOptions
 from options.engine_options import EngineOptions
 from options.fault_options import FaultOptions
+from options.fewshot_options import FewshotOptions
 from options.fields import option
 from options.image_options import ImageOptions
 from options.lora_options import LoRAOptions
@@ -200,7 +201,13 @@ class RunConfig(
 
 @dataclass(kw_only=True)
 class EvaluateConfig(
-    PlacementOptions, ReportOptions, EngineOptions, AnswerOptions, ImageOptions, SharedOptions
+    FewshotOptions,
+    PlacementOptions,
+    ReportOptions,
+    EngineOptions,
+    AnswerOptions,
+    ImageOptions,
+    SharedOptions,
 ):
     """Evaluation"""
 

@@ -35,6 +35,7 @@ def parse_serve_args(argv: Sequence[str] | None = None) -> ServeArguments:
             "was expected, because it is what answers: give the checkpoint of a run, such as "
             "runs/digits/checkpoints/step-00000400."
         )
+    run.num_replicas = run.num_replicas or 1
     if run.num_replicas != 1:
         raise OptionError(
             f"--num-replicas {run.num_replicas} came with a server. One was expected, because a "

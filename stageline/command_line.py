@@ -49,6 +49,7 @@ COMMANDS = {
     "check": Command("check_model.py", "compare a split model with the whole one, on the CPU"),
     "eval": Command("evaluate.py", "answer a dataset, score the answers, report"),
     "infer": Command("infer.py", "answer prompts of a file or of the command line"),
+    "lm-eval": Command("lm_eval_run.py", "run tasks of lm-evaluation-harness"),
     "chat": Command("chat.py", "talk with a model in the terminal"),
     "export": Command("export.py", "make one Hugging Face folder of a checkpoint"),
     "corpus": Command(

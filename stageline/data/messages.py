@@ -3,7 +3,7 @@
 Knows no chat template; chat.py renders turns with the model's own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,9 +101,30 @@ def only_last_answer(turns: Sequence[Turn]) -> list[Turn]:
     ]
 
 
+def with_examples(
+    turns: Sequence[Turn], examples: Sequence[Mapping[str, Any]], prompt: str
+) -> list[Turn]:
+    """The turns with solved samples before them, behind the system message; nothing is learnt."""
+    shown: list[Turn] = []
+    for example in examples:
+        own = turns_of({**example, "num_images": 0}, prompt, system=None, for_generation=False)
+        shown += [_not_learnt(turn) for turn in own if turn.role not in SYSTEM_ROLES]
+    num_first = int(bool(turns) and turns[0].role in SYSTEM_ROLES)
+    return [*turns[:num_first], *shown, *turns[num_first:]]
+
+
 def _not_learnt(turn: Turn) -> Turn:
-    pieces = (replace(piece, is_target=False, is_answer=True) for piece in turn.pieces)
-    return replace(turn, pieces=tuple(pieces), is_target=False)
+    if not turn.is_target:
+        return turn
+    return replace(turn, pieces=tuple(not_learnt(turn.pieces)), is_target=False)
+
+
+def not_learnt(pieces: Iterable[Piece]) -> list[Piece]:
+    """Pieces of an answer that is shown and not learnt."""
+    return [
+        replace(piece, is_target=False, is_answer=True) if piece.is_target else piece
+        for piece in pieces
+    ]
 
 
 def _from_template(sample: Mapping[str, Any], prompt: str) -> list[Turn]:

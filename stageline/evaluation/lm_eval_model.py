@@ -6,6 +6,7 @@ the same beginning of a row, the same cut from the left. Needs the package lm_ev
 may import this file at its top.
 """
 
+import copy
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
@@ -79,6 +80,7 @@ class StagelineLM(TemplateLM):
         self.batch_size = ignored.get("batch_size") or "auto"
         self._add_bos_token = add_bos_token
         if add_bos_token is not None:
+            self.tokenizer = copy.deepcopy(self.tokenizer)  # the engine has it too
             self.tokenizer.add_bos_token = add_bos_token
         self._prefix_token_id = prefix_token_id
         # those of the model's generation config are among an engine's own

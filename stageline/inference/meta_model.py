@@ -59,3 +59,22 @@ def text_model_path(model: nn.Module) -> str:
     """The module that has the token embeddings as its child."""
     names = {id(module): name for name, module in model.named_modules()}
     return names[id(model.get_input_embeddings())].rpartition(".")[0]
+
+
+def blocks_path(model: nn.Module) -> str | None:
+    """Where the list of blocks of a vision tower lies; None where they must stay together.
+
+    Towers that join what several blocks made, Mllama's for instance, do so on one device.
+    """
+    config = model.config
+    joins = isinstance(getattr(config, "vision_feature_layer", None), list | tuple)
+    looks = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None)
+    if getattr(config, "vision_config", None) is None or joins or looks:
+        return None
+    text_model = text_model_path(model)
+    found = {
+        name: sum(parameter.numel() for parameter in blocks.parameters())
+        for name, blocks in model.named_modules()
+        if isinstance(blocks, nn.ModuleList) and not name.startswith(f"{text_model}.")
+    }
+    return max(found, key=found.__getitem__) if found else None

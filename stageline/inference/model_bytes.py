@@ -6,11 +6,13 @@ and whatever else lies beside layers. Loads nothing.
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
-from stageline.inference.meta_model import layers_path, text_model_path
-from stageline.inference.pass_bytes import Load, pass_bytes
+from stageline.inference.meta_model import blocks_path, layers_path, text_model_path
+from stageline.inference.pass_bytes import Load, on_meta, pass_bytes
 from stageline.inference.weight_bytes import stored_of, tensor_sizes
+from stageline.pipeline.live_bytes import PeakBytes
 
 # copies of the last logits that a step holds in float32 while it chooses a token
 LOGIT_COPIES = 3
@@ -25,6 +27,11 @@ class LayerBytes:
     beyond: int = 0
     workspace: int = 0
 
+    @property
+    def lasting(self) -> int:
+        """All but the workspace."""
+        return self.weights + self.cache + self.beyond
+
 
 @dataclass(frozen=True)
 class ModelBytes:
@@ -33,6 +40,7 @@ class ModelBytes:
     Attributes:
         ends: weights of embeddings, norms and head; a tied head counts once.
         vision: weights of tower and projector.
+        blocks: of `vision`, those of each block of the tower, where it can be cut.
         vision_workspace: while the tower looks at the images of all rows.
         end_workspace: while a token is chosen from the logits.
     """
@@ -42,6 +50,7 @@ class ModelBytes:
     vision: int = 0
     vision_workspace: int = 0
     end_workspace: int = 0
+    blocks: tuple[int, ...] = ()
 
     @property
     def weights(self) -> int:
@@ -54,6 +63,8 @@ def measure_model(model: nn.Module, load: Load) -> ModelBytes:
     path, text_path = f"{layers_path(model)}.", text_model_path(model)
     sizes = tensor_sizes(model, stored_of(model.config))
     weights = [0] * len(model.get_submodule(path[:-1]))
+    tower = blocks_path(model)
+    blocks = [0] * (len(model.get_submodule(tower)) if tower else 0)
     ends = vision = 0
     for name, size in sizes.items():
         if name.startswith(path):
@@ -62,6 +73,8 @@ def measure_model(model: nn.Module, load: Load) -> ModelBytes:
             ends += size
         else:
             vision += size
+            if tower and name.startswith(f"{tower}."):
+                blocks[int(name[len(tower) + 1 :].partition(".")[0])] += size
     images = _Images(model, load)
     passes = pass_bytes(model, load, image_tokens=load.images * images.tokens_of_one())
     layers = zip(weights, passes.cache, passes.beyond, passes.workspace, strict=True)
@@ -72,6 +85,7 @@ def measure_model(model: nn.Module, load: Load) -> ModelBytes:
         ends=ends,
         vision=vision,
         vision_workspace=images.workspace(),
+        blocks=tuple(blocks),
         end_workspace=logit * (model.dtype.itemsize + 4 * LOGIT_COPIES),
     )
 
@@ -85,7 +99,7 @@ def _is_end(model: nn.Module, name: str, text_path: str) -> bool:
 
 
 class _Images:
-    """An estimate of what a tower needs to look at images, from the shapes of its blocks."""
+    """What a tower needs to look at images."""
 
     def __init__(self, model: nn.Module, load: Load) -> None:
         self.model, self.load = model, load
@@ -101,10 +115,29 @@ class _Images:
         return (height // patch_height * (width // patch_width) + 1) * tiles
 
     def workspace(self) -> int:
-        """All that the widest block takes and gives, at once, for all images of all rows."""
+        """The fullest moment, with all images of all rows."""
         count = self.load.rows * self.load.images
         if self.config is None or not count:
             return 0
+        if getattr(self.config, "image_size", None) is not None:
+            try:
+                return self._measured(count)
+            except Exception:  # towers that take more than pixels, or sizes as values
+                pass
+        return self._estimated(count)
+
+    def _measured(self, count: int) -> int:
+        height, width = _pair(self.config.image_size)
+        channels = getattr(self.config, "num_channels", 3)
+        watch = PeakBytes(torch.device("meta"))
+        with on_meta(watch):
+            pixels = torch.empty(count, channels, height, width, dtype=self.model.dtype)
+            held = (pixels, self.model.get_image_features(pixel_values=pixels))
+        del held
+        return watch.peak
+
+    def _estimated(self, count: int) -> int:
+        """All that the linear layers of the widest block take and give, as if at once."""
         text_path = text_model_path(self.model)
         widths = [
             _width(block)

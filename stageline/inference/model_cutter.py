@@ -1,22 +1,22 @@
 """Cuts a transformers model over the devices of one machine: a device_map for inference.
 
-Only the layers of the language model are split. The last one lies with the first: embeddings and
-head are there as well, so hidden states come back instead of logits, and a tied head finds its
-weight. Bytes decide, or the number of layers where the user says what the tower takes. Loads
-nothing.
+Only the layers of the language model are split, and a tower that is too large. The last layer lies
+with the first: embeddings and head are there as well, so hidden states come back instead of logits,
+and a tied head finds its weight. Bytes decide, or the number of layers where the user says what the
+tower takes. Loads nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from torch import nn
 
 from stageline.errors import UserError
-from stageline.inference.meta_model import layers_path, model_on_meta
+from stageline.inference.meta_model import blocks_path, layers_path, model_on_meta
 from stageline.inference.model_bytes import ModelBytes, measure_model
 from stageline.inference.pass_bytes import Load
-from stageline.inference.placement import DeviceBytes, device_bytes, place_layers
+from stageline.inference.placement import DeviceBytes, Homes, device_bytes, place
 
 
 def layer_counts(num_layers: int, num_devices: int, *, visual_gpu_ratio: float = 0.0) -> list[int]:
@@ -110,21 +110,37 @@ class ModelCutter:
     def device_map(self) -> dict[str, int]:
         """Module path -> device; every parameter and buffer lies below exactly one path."""
         placed: dict[str, int] = {}
-        self._place("", self.layers_path(), self.layer_devices(), placed)
+        homes = self.homes
+        lists = {self.layers_path(): homes.layers}
+        if any(homes.blocks):
+            lists[blocks_path(self.model)] = homes.blocks
+        self._place("", lists, placed)
         check_cover(self.model, placed)
         return placed
 
     def layer_devices(self) -> list[int]:
         """The device of each layer."""
-        num_layers = len(self.model.get_submodule(self.layers_path()))
-        if self.visual_gpu_ratio is not None or self.num_devices == 1:
-            ratio = self.visual_gpu_ratio or 0.0
-            return layer_devices(num_layers, self.num_devices, visual_gpu_ratio=ratio)
-        return place_layers(self.bytes, self.memory or [1] * self.num_devices)
+        return list(self.homes.layers)
+
+    @cached_property
+    def homes(self) -> Homes:
+        """The device of each layer, and of each block of a tower that had to be cut."""
+        if self.visual_gpu_ratio is None and self.num_devices > 1:
+            memory = self.memory or [1] * self.num_devices
+            return place(self.bytes, memory, may_cut_tower=self.memory is not None)
+        path = self.layers_path()
+        devices = layer_devices(
+            len(self.model.get_submodule(path)),
+            self.num_devices,
+            visual_gpu_ratio=self.visual_gpu_ratio or 0.0,
+        )
+        tower = blocks_path(self.model)
+        num_blocks = len(self.model.get_submodule(tower)) if tower else 0
+        return Homes(tuple(devices), (0,) * num_blocks)
 
     def devices(self) -> list[DeviceBytes]:
         """What will lie on each device."""
-        return device_bytes(self.bytes, self.layer_devices(), self.memory or [0] * self.num_devices)
+        return device_bytes(self.bytes, self.homes, self.memory or [0] * self.num_devices)
 
     @cached_property
     def bytes(self) -> ModelBytes:
@@ -138,19 +154,21 @@ class ModelCutter:
         """Where the list of decoder layers lies; raises where there is not exactly one."""
         return layers_path(self.model)
 
-    def _place(self, path: str, layers: str, devices: list[int], placed: dict[str, int]) -> None:
-        """Descends only where layers are below; everything beside them goes to device 0."""
+    def _place(self, path: str, lists: Mapping[str, Sequence[int]], placed: dict[str, int]) -> None:
+        """Descends only where lists are below; everything beside them goes to device 0."""
         module = self.model.get_submodule(path)
         prefix = f"{path}." if path else ""
-        if path == layers:
-            placed.update({f"{prefix}{index}": device for index, device in enumerate(devices)})
+        if path in lists:
+            placed.update({f"{prefix}{index}": home for index, home in enumerate(lists[path])})
             return
         own = [*module._parameters, *module._buffers]
         placed.update({f"{prefix}{name}": 0 for name in own})
-        for name, _ in module.named_children():
+        for name, inner in module.named_children():
             child = f"{prefix}{name}"
-            if layers == child or layers.startswith(child + "."):
-                self._place(child, layers, devices, placed)
+            # a list is never called itself, so what moves inputs belongs to its members
+            is_list = isinstance(inner, nn.ModuleList) and not [*inner._parameters]
+            if is_list or any(f"{one}.".startswith(f"{child}.") for one in lists):
+                self._place(child, lists, placed)
             else:
                 placed[child] = 0
 

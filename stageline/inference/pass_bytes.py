@@ -7,7 +7,7 @@ shared heads, latent attention and states of linear layers are counted by the mo
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,12 +71,7 @@ def pass_bytes(model: nn.Module, load: Load, *, image_tokens: int = 0) -> PassBy
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     peaks = [0] * len(layers)  # a layer that looks at images may be left out where there are none
     watch = PeakBytes(torch.device("meta"))
-    with ExitStack() as stack:
-        for opened in (torch.no_grad(), torch.device("meta"), _FusedAttention()):
-            stack.enter_context(opened)
-        stack.enter_context(_light_experts(model))
-        stack.enter_context(watch.watch())
-        stack.enter_context(_laps(layers, watch, peaks))
+    with on_meta(watch), _light_experts(model), _laps(layers, watch, peaks):
         inputs = _inputs(model, load, image_tokens)
         text_model(**inputs, past_key_values=cache, use_cache=True)
     tensors = [layer_tensors(layer) for layer in cache.layers[: len(layers)]]
@@ -90,6 +85,13 @@ def pass_bytes(model: nn.Module, load: Load, *, image_tokens: int = 0) -> PassBy
     ]
     beyond = [all_of_it - own for all_of_it, own in zip(held, kept, strict=True)]
     return PassBytes(tuple(kept), tuple(beyond), tuple(workspace))
+
+
+@contextmanager
+def on_meta(watch: PeakBytes) -> Iterator[None]:
+    """Makes tensors without values, and counts them."""
+    with torch.no_grad(), torch.device("meta"), _FusedAttention(), watch.watch():
+        yield
 
 
 def layer_tensors(layer: object) -> list[torch.Tensor]:

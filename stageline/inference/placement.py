@@ -1,7 +1,8 @@
 """Which layers lie on which device: the fullest device is to be as empty as can be.
 
 Pure numbers. The rule of this house is kept: embeddings, head, tower, the first and the last layer
-lie on device 0; of the others each device has a run of neighbours.
+lie on device 0; of the others each device has a run of neighbours. A tower that is too large for
+device 0 is cut as well: its blocks, then the layers, are one run over the devices.
 """
 
 import itertools
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stageline.errors import UserError
-from stageline.inference.model_bytes import ModelBytes
+from stageline.inference.model_bytes import LayerBytes, ModelBytes
 from stageline.pipeline.partition_dp import smallest_maximum
 
 GIB = 1024**3
@@ -45,78 +46,112 @@ class DeviceBytes:
         return self.total / self.memory if self.memory else 0.0
 
 
-def place_layers(model: ModelBytes, memory: Sequence[int]) -> list[int]:
-    """The device of each layer, such that the largest used fraction is as small as can be.
+@dataclass(frozen=True)
+class Homes:
+    """The device of each layer, and of each block of the tower."""
+
+    layers: tuple[int, ...]
+    blocks: tuple[int, ...] = ()
+
+
+def place(model: ModelBytes, memory: Sequence[int], *, may_cut_tower: bool = True) -> Homes:
+    """Such that the largest used fraction is as small as can be.
+
+    No device is left empty as long as there are more layers than devices. The tower is cut, by its
+    blocks, only where it does not fit on device 0 as a whole.
 
     Args:
-        memory: bytes of each device; only their ratios count here. Whether the model fits is
-            another question: see `check_fit`.
-
-    Returns:
-        No device is left empty as long as there are more layers than devices.
+        memory: bytes of each device. Whether the model fits is another question: see `check_fit`.
+        may_cut_tower: False where memory is not known, or a tower's blocks must stay together.
     """
     if not memory or min(memory) <= 0:
         raise UserError(
             f"the memory of the devices came as {list(memory)}: a number above 0 for each was "
             "expected, because layers are dealt out by it. Use devices that have some left."
         )
+    whole = Homes(_place_layers(model, memory), (0,) * len(model.blocks))
+    if not may_cut_tower or _fullest(model, whole, memory) <= 1 - HEADROOM:
+        return whole
+    cut = _place_blocks(model, memory)
+    return min((whole, *cut), key=lambda homes: _fullest(model, homes, memory))
+
+
+def _place_layers(model: ModelBytes, memory: Sequence[int]) -> tuple[int, ...]:
+    """Layers alone; all else on device 0."""
     num_layers = len(model.layers)
     num_devices = min(len(memory), max(1, num_layers - 1))
     if num_devices == 1:
-        return [0] * num_layers
-    known = _Ranges(model)
+        return (0,) * num_layers
+    runs = _runs_of(
+        model.layers[:-1], memory[:num_devices], _fixed(model, model.layers[-1:], model.vision)
+    )
+    return (*runs, 0)
+
+
+def _place_blocks(model: ModelBytes, memory: Sequence[int]) -> list[Homes]:
+    """Blocks of the tower, and behind them all layers but the ends; none where there are few."""
+    num_blocks = len(model.blocks)
+    blocks = [LayerBytes(size, workspace=model.vision_workspace) for size in model.blocks]
+    chain = [*blocks, *model.layers[1:-1]]
+    if not num_blocks or len(model.layers) < 2 or not 1 < len(memory) <= len(chain):
+        return []
+    ends = (model.layers[0], model.layers[-1])
+    runs = _runs_of(chain, memory, _fixed(model, ends, model.vision - sum(model.blocks)))
+    return [Homes((0, *runs[num_blocks:], 0), tuple(runs[:num_blocks]))]
+
+
+def _fixed(model: ModelBytes, layers: Sequence[LayerBytes], vision: int) -> tuple[int, int]:
+    """Lasting bytes and fullest moment of what lies on device 0 in any case."""
+    lasting = sum(layer.lasting for layer in layers) + model.ends + vision
+    peaks = [layer.workspace for layer in layers]
+    return lasting, max(*peaks, model.vision_workspace, model.end_workspace)
+
+
+def _runs_of(
+    items: Sequence[LayerBytes], memory: Sequence[int], fixed: tuple[int, int]
+) -> list[int]:
+    """The device of each item: runs of neighbours, at least one a device; exact."""
+    sums = [0, *itertools.accumulate(item.lasting for item in items)]
+    peaks = {}
+    for start in range(len(items)):
+        peak = 0
+        for end in range(start + 1, len(items) + 1):
+            peaks[start, end] = peak = max(peak, items[end - 1].workspace)
 
     def fraction(device: int, start: int, end: int) -> float:
-        return known.total(start, end, is_first=device == 0) / memory[device]
+        lasting, peak = sums[end] - sums[start], peaks[start, end]
+        if device == 0:
+            lasting, peak = lasting + fixed[0], max(peak, fixed[1])
+        return (lasting + peak) / memory[device]
 
-    counts = smallest_maximum(num_layers - 1, num_devices, fraction)
+    counts = smallest_maximum(len(items), len(memory), fraction)
     assert counts is not None, "fractions are finite"
-    runs = ([device] * count for device, count in enumerate(counts))
-    return [*itertools.chain(*runs), 0]
+    return [device for device, count in enumerate(counts) for _ in range(count)]
 
 
-class _Ranges:
-    """The bytes of neighbouring layers, without adding them up anew each time."""
-
-    def __init__(self, model: ModelBytes) -> None:
-        self.model = model
-        lasting = (layer.weights + layer.cache + layer.beyond for layer in model.layers)
-        self.sums = [0, *itertools.accumulate(lasting)]
-        self.peaks: dict[tuple[int, int], int] = {}
-        for start in range(len(model.layers)):
-            peak = 0
-            for end in range(start + 1, len(model.layers) + 1):
-                peak = max(peak, model.layers[end - 1].workspace)
-                self.peaks[start, end] = peak
-
-    def total(self, start: int, end: int, *, is_first: bool) -> int:
-        total, peak = self.sums[end] - self.sums[start], self.peaks[start, end]
-        if not is_first:
-            return total + peak
-        last = self.model.layers[-1]
-        total += last.weights + last.cache + last.beyond + self.model.ends + self.model.vision
-        return total + max(
-            peak, last.workspace, self.model.vision_workspace, self.model.end_workspace
-        )
+def _fullest(model: ModelBytes, homes: Homes, memory: Sequence[int]) -> float:
+    return max(item.fraction for item in device_bytes(model, homes, memory))
 
 
-def device_bytes(
-    model: ModelBytes, devices: Sequence[int], memory: Sequence[int]
-) -> list[DeviceBytes]:
-    """What lies where, by the device of each layer; also for maps that were made otherwise."""
+def device_bytes(model: ModelBytes, homes: Homes, memory: Sequence[int]) -> list[DeviceBytes]:
+    """What lies where; also for maps that were made otherwise."""
     found = []
     for device, limit in enumerate(memory):
-        indices = tuple(index for index, own in enumerate(devices) if own == device)
+        indices = tuple(index for index, own in enumerate(homes.layers) if own == device)
         layers = [model.layers[index] for index in indices]
+        tower = zip(model.blocks, homes.blocks, strict=True)
+        blocks = [size for size, own in tower if own == device]
         peaks = [layer.workspace for layer in layers]
+        peaks += [model.vision_workspace] if blocks else []
         if device == 0:
             peaks += [model.vision_workspace, model.end_workspace]
+        beside = model.vision - sum(model.blocks) if device == 0 else 0
         found.append(
             DeviceBytes(
                 layers=indices,
                 weights=sum(layer.weights for layer in layers) + (device == 0) * model.ends,
                 cache=sum(layer.cache for layer in layers),
-                vision=model.vision if device == 0 else 0,
+                vision=sum(blocks) + beside,
                 workspace=max(peaks, default=0) + sum(layer.beyond for layer in layers),
                 memory=limit,
             )

@@ -57,7 +57,8 @@ def score_rows(
 def longest_row(model: Any) -> int | None:
     """So many tokens the model reads at most; None where it does not say."""
     if not isinstance(model, torch.nn.Module):
-        return model.max_length
+        # vLLM makes one token more than it scores
+        return getattr(model, "max_scored", model.max_length)
     config = model.config.get_text_config(decoder=True)
     return getattr(config, "max_position_embeddings", None)
 

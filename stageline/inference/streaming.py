@@ -87,7 +87,10 @@ def stream_answer(
         sampling = {"do_sample": False}
     try:
         model.generate(
-            **{name: value.to(device) for name, value in batch.items()},
+            **{
+                name: value.to(device, model.dtype if value.is_floating_point() else None)
+                for name, value in batch.items()
+            },
             pad_token_id=get_pad_token_id(processor),
             eos_token_id=stop_ids or None,
             max_new_tokens=max_new_tokens,

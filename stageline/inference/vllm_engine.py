@@ -13,7 +13,7 @@ import torch
 
 from stageline.data.batch import Images
 from stageline.data.encode import encode_rendered
-from stageline.data.processor import get_image_processor, get_tokenizer
+from stageline.data.processor import get_image_processor, get_tokenizer, load_processor
 from stageline.data.rendered import Rendered
 from stageline.errors import UserError
 from stageline.inference.decoding.request import (
@@ -25,11 +25,44 @@ from stageline.inference.decoding.request import (
     ScoreRequest,
     TokenLogprob,
 )
+from stageline.inference.decoding.stop_ids import stop_ids_of
+from stageline.model_folder import load_config
 
 IMAGES = "images"  # in a prompt, beside the tensors
 MOST_AT_ONCE = 256  # handed over together; vLLM batches among these
 SMALLEST = 1e-6
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def open_vllm(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    num_devices: int | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> "VllmEngine":
+    """An engine on a plain Hugging Face folder, spread over GPUs by tensor parallelism.
+
+    Args:
+        num_devices: GPUs; None: all of this machine.
+        options: further arguments of `VllmEngine`.
+
+    Raises:
+        UserError: vLLM isn't installed, or the folder can't be read.
+    """
+    check_vllm()
+    config = load_config(folder, trust_remote_code=trust_remote_code)
+    processor = load_processor(folder, trust_remote_code=trust_remote_code)
+    return VllmEngine(
+        folder,
+        processor=processor,
+        tensor_parallel_size=num_devices or max(1, torch.cuda.device_count()),
+        dtype=dtype,
+        stop_ids=stop_ids_of(Path(folder), config, get_tokenizer(processor)),
+        trust_remote_code=trust_remote_code,
+        **options,
+    )
 
 
 class VllmEngine:
@@ -63,7 +96,7 @@ class VllmEngine:
         trust_remote_code: bool = False,
         **options: Any,
     ) -> None:
-        self._vllm = _import_vllm()
+        self._vllm = check_vllm()
         if images_per_prompt is not None:
             options["limit_mm_per_prompt"] = {"image": images_per_prompt}
         self.llm = self._vllm.LLM(
@@ -78,10 +111,16 @@ class VllmEngine:
             trust_remote_code=trust_remote_code,
             **options,
         )
+        self.num_devices = tensor_parallel_size * pipeline_parallel_size
         self.processor, self.tokenizer = processor, get_tokenizer(processor)
         self.model_name = Path(folder).name
         self.stop_ids = tuple(stop_ids)
         self.max_length = max_length or int(self.llm.llm_engine.model_config.max_model_len)
+
+    @property
+    def max_scored(self) -> int:
+        """Tokens before the last one of a row that is scored; one more is made behind it."""
+        return self.max_length - 2
 
     def encode(self, rendered: Rendered, images: Images = None) -> dict[str, Any]:
         """What a `Request` for this engine has as its prompt.
@@ -231,7 +270,12 @@ def _portions(items: Iterable[Any], most: int) -> Iterator[list[Any]]:
         yield portion
 
 
-def _import_vllm() -> Any:
+def check_vllm() -> Any:
+    """The package.
+
+    Raises:
+        UserError: it isn't installed.
+    """
     try:
         import vllm
     except ImportError as error:

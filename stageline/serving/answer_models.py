@@ -128,6 +128,13 @@ class Completion(_Exact):
     usage: Usage
 
 
+class Abilities(_Exact):
+    """What the chat page has to know of a model."""
+
+    takes_images: bool
+    max_length: int | None
+
+
 class ModelCard(_Exact):
     """A model that can be asked."""
 
@@ -136,6 +143,7 @@ class ModelCard(_Exact):
     created: int
     owned_by: str
     max_model_len: int | None
+    stageline: Abilities
 
 
 class ModelList(_Exact):

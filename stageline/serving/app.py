@@ -41,7 +41,10 @@ def make_app(service: Service) -> FastAPI:
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
             app.openapi_schema = make_document(
-                app, [ChatRequest, CompletionRequest], has_keys=bool(settings.api_keys)
+                app,
+                [ChatRequest, CompletionRequest],
+                model_name=settings.model_name,
+                has_keys=bool(settings.api_keys),
             )
         return app.openapi_schema
 
@@ -107,6 +110,10 @@ def _reading(service: Service) -> APIRouter:
         "created": service.created,
         "owned_by": "stageline",
         "max_model_len": service.engine.max_length,
+        "stageline": {
+            "takes_images": service.takes_images,
+            "max_length": service.engine.max_length,
+        },
     }
 
     @router.get("/v1/models", response_model=ModelList, responses=errors(*READING))

@@ -9,18 +9,36 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
+from stageline.serving.budget import ByteBudget
 from stageline.serving.errors import ApiError, ClientGone, bad_request, too_busy
 from stageline.serving.settings import MIB
 
 Model = TypeVar("Model", bound=BaseModel)
 BODIES_AT_ONCE = 8
+SMALL_BODY = 65536  # not worth counting
+NOT_AS_DOCUMENTED = "invalid_request"  # what the OpenAPI document would have told
 # so that a client that sends first and listens then hears why; not more
 MAX_DRAINED_BYTES = 64 * MIB
 DRAIN_SECONDS = 5.0
 
 
+class Body:
+    """The body of a request, until it has become a prompt."""
+
+    def __init__(self, content: bytes, budget: ByteBudget, num_bytes: int) -> None:
+        self.content = content
+        self._budget = budget
+        self._num_bytes = num_bytes
+
+    def free(self) -> None:
+        """Forgets it, so that others may come in; a second time does nothing."""
+        self.content = b""
+        self._budget.give(self._num_bytes)
+        self._num_bytes = 0
+
+
 class BodyReader:
-    """Reads bodies; holds no more bytes at one time than it is given.
+    """Reads bodies. All large ones that are held at one time have a limit, too; the rest waits.
 
     Args:
         max_bytes: of one body.
@@ -30,46 +48,52 @@ class BodyReader:
     def __init__(self, max_bytes: int, *, seconds: float) -> None:
         self.max_bytes = max_bytes
         self.seconds = seconds
-        self.num_held = 0
+        self.budget = ByteBudget(BODIES_AT_ONCE * max_bytes)
 
-    async def __call__(self, request: Request) -> bytes:
-        """The whole body.
+    async def __call__(self, request: Request) -> Body:
+        """The whole body; who gets it has to free it.
 
         Raises:
-            ApiError: it is too large (413), too slow (408), or there are too many (503).
+            ApiError: it is too large (413), too slow (408), or too many wait (503).
             ClientGone: nobody sends it any more.
         """
         announced = request.headers.get("content-length", "")
-        if announced.isdecimal() and int(announced[:20]) > self.max_bytes:
-            await _drain(request)
+        size = int(announced[:20]) if announced.isdecimal() else self.max_bytes
+        if size > self.max_bytes:
+            await drain(request)
             raise self._too_large()
+        reserved = 0 if size <= SMALL_BODY else size
         try:
             async with asyncio.timeout(self.seconds):
-                return await self._read(request)
+                await self.budget.take(reserved)
         except TimeoutError:
-            raise ApiError(
-                408, f"The body did not arrive within {self.seconds:g} s.", code="body_timeout"
-            ) from None
-        except ClientDisconnect:
-            raise ClientGone from None
+            raise too_busy("Too many large requests arrive at this moment.") from None
+        try:
+            async with asyncio.timeout(self.seconds):
+                return Body(await self._read(request), self.budget, reserved)
+        except BaseException as error:
+            self.budget.give(reserved)
+            if isinstance(error, ClientDisconnect):
+                raise ClientGone from None
+            if isinstance(error, TimeoutError):
+                raise self._too_slow() from None
+            raise
 
     async def _read(self, request: Request) -> bytes:
         body = bytearray()
-        try:
-            async for chunk in request.stream():
-                if self.num_held + len(chunk) > BODIES_AT_ONCE * self.max_bytes:
-                    raise too_busy("Too many large requests arrive at this moment.")
-                self.num_held += len(chunk)
-                body += chunk
-                if len(body) > self.max_bytes:
-                    break
-            else:
-                return bytes(body)
-        finally:
-            self.num_held -= len(body)
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > self.max_bytes:
+                break
+        else:
+            return bytes(body)
         del body
-        await _drain(request)
+        await drain(request)
         raise self._too_large()
+
+    def _too_slow(self) -> ApiError:
+        message = f"The body did not arrive within {self.seconds:g} s."
+        return ApiError(408, message, code="body_timeout")
 
     def _too_large(self) -> ApiError:
         return ApiError(
@@ -80,7 +104,7 @@ class BodyReader:
         )
 
 
-async def _drain(request: Request) -> None:
+async def drain(request: Request) -> None:
     """Lets the rest of a body pass, for a while; keeps nothing of it."""
     passed = 0
     try:
@@ -133,7 +157,9 @@ def _of_validation(error: ValidationError, value: Any) -> ApiError:
     )
     where = ".".join(map(str, _path(found["loc"], value)))[:200]
     text = _SAID.get(found["type"], _as_said)(found["msg"])
-    return bad_request(f"{where or 'The body'}: {text}.", param=where or None)
+    return bad_request(
+        f"{where or 'The body'}: {text}.", param=where or None, code=NOT_AS_DOCUMENTED
+    )
 
 
 def _as_said(message: str) -> str:

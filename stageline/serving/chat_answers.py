@@ -6,7 +6,7 @@ from stageline.inference.decoding.request import Finished, Piece, TokenLogprob
 from stageline.serving.chat_models import ChatRequest
 from stageline.serving.live import Out
 from stageline.serving.sampling import chat_sampling
-from stageline.serving.service import Service, UsageCount, copies, good_events
+from stageline.serving.service import Service, UsageCount, copies, forget_large, good_events
 from stageline.serving.token_texts import TokenTexts
 from stageline.serving.tool_reading import FoundCall, PlainReader, ToolReader
 
@@ -36,6 +36,8 @@ async def answer_chat(service: Service, asked: ChatRequest, out: Out) -> None:
         )
         requests = copies(prompt, sampling, asked.n or 1)
         readers = [_reader(asked, tools) for _ in requests]
+        del given, tools, prompt
+        forget_large(asked, out)
         events = good_events(place, requests)
         if asked.stream:
             await _stream(service, asked, events, readers, out)

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from stageline.serving.fields import SamplingFields, Strict, integer, unsupported
+from stageline.serving.fields import OnlyFalse, SamplingFields, Strict, integer, unsupported
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 256
@@ -104,19 +104,13 @@ Message = Annotated[
 ]
 
 
-def _not_strict(value: Any) -> Any:
-    if value is True:
-        raise ValueError(f"this server does not support it: {_NO_FORCING}")
-    return value
-
-
 class Function(Strict):
     """What a tool is called with."""
 
     name: Name
     description: Text | None = None
     parameters: dict[str, Any] | None = None
-    strict: Annotated[Literal[False] | None, BeforeValidator(_not_strict)] = None
+    strict: OnlyFalse = None  # nothing forces arguments to keep to a schema
 
 
 class Tool(Strict):

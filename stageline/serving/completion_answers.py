@@ -8,7 +8,7 @@ from stageline.serving.errors import bad_request
 from stageline.serving.live import Out
 from stageline.serving.prompts import Prompt, PromptMaker
 from stageline.serving.sampling import TEXT_DEFAULT_TOKENS, text_sampling
-from stageline.serving.service import Service, UsageCount, copies, good_events
+from stageline.serving.service import Service, UsageCount, copies, forget_large, good_events
 from stageline.serving.token_texts import TokenTexts
 
 
@@ -35,6 +35,8 @@ async def answer_completion(service: Service, asked: CompletionRequest, out: Out
                 prompt, sampling, asked.max_tokens, default=TEXT_DEFAULT_TOKENS, field="max_tokens"
             )
             requests += copies(prompt, fitted, count)
+        del given, prompts
+        forget_large(asked, out)
         events = good_events(place, requests)
         write = _stream if asked.stream else _whole
         await write(service, asked, events, out)

@@ -1,10 +1,10 @@
 """The body of a request to go on with a text, as strict as its document says."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from stageline.serving.fields import SamplingFields, TokenId, integer, unsupported
+from stageline.serving.fields import OnlyFalse, SamplingFields, TokenId, integer, unsupported
 
 MAX_PROMPTS = 64
 Ids = Annotated[list[TokenId], Field(min_length=1, max_length=2**20)]
@@ -14,12 +14,6 @@ Prompt = (
     | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
     | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
 )
-
-
-def _no_echo(value: Any) -> Any:
-    if value is True:
-        raise ValueError("this server does not support it: answers come without their prompt")
-    return value
 
 
 def _one_try(value: Any) -> Any:
@@ -34,6 +28,6 @@ class CompletionRequest(SamplingFields):
     prompt: Prompt
     max_tokens: integer(1, 2**31 - 1) = None
     logprobs: integer(0, 5) = None
-    echo: Annotated[Literal[False] | None, BeforeValidator(_no_echo)] = None
-    best_of: Annotated[Literal[1] | None, BeforeValidator(_one_try)] = None
+    echo: OnlyFalse = None
+    best_of: Annotated[int, Field(ge=1, le=1), BeforeValidator(_one_try)] | None = None
     suffix: unsupported("a text is gone on with at its end") = None

@@ -37,18 +37,19 @@ def body_of(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def stream_of(description: str) -> dict[str, Any]:
-    """What a route's document says of its other answer, a stream."""
-    return {
-        "description": description,
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
-    }
+    """What a route's document says of its other answer, a stream: the schema of one event."""
+    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+    return {"description": description, "content": {"text/event-stream": {"schema": event}}}
 
 
-def make_document(app: FastAPI, models: list[type[BaseModel]], *, has_keys: bool) -> dict[str, Any]:
+def make_document(
+    app: FastAPI, models: list[type[BaseModel]], *, model_name: str, has_keys: bool
+) -> dict[str, Any]:
     """The document of an app.
 
     Args:
-        models: of the bodies that routes read by themselves.
+        models: of the bodies that routes read by themselves; they have a field `model`.
+        model_name: the only one that is served.
         has_keys: requests need a key.
     """
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
@@ -56,6 +57,7 @@ def make_document(app: FastAPI, models: list[type[BaseModel]], *, has_keys: bool
     for model in models:
         schema = model.model_json_schema(ref_template=_REFS)
         schemas |= schema.pop("$defs", {})
+        schema["properties"]["model"] = {"type": "string", "enum": [model_name]}
         schemas[model.__name__] = schema
     if has_keys:
         scheme = {"type": "http", "scheme": "bearer"}

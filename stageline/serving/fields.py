@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 INT64 = 2**63
 MAX_CHOICES = 128
@@ -40,6 +40,23 @@ def refusing(why: str) -> Callable[[Any], Any]:
 def unsupported(why: str) -> Any:
     """The type of a field that would change the answer, and cannot be honoured."""
     return Annotated[None, BeforeValidator(refusing(why))]
+
+
+def _not_true(value: Any) -> Any:
+    if value is True:
+        raise ValueError("this server does not support it; leave it out")
+    return value
+
+
+# a literal would take 0 as well
+OnlyFalse = (
+    Annotated[
+        bool,
+        BeforeValidator(_not_true),
+        WithJsonSchema({"type": "boolean", "const": False}),
+    ]
+    | None
+)
 
 
 def integer(least: int, most: int) -> Any:

@@ -26,12 +26,18 @@ class Out:
     """Where an answer goes.
 
     Attributes:
-        is_started: a status was sent, so errors have to be events.
+        is_started: a status was sent, so there can be no other.
+        is_stream: errors can be events.
+        forget: frees the body of the request.
     """
 
-    def __init__(self, scope: Message, receive: Receive, send: Send) -> None:
+    def __init__(
+        self, scope: Message, receive: Receive, send: Send, forget: Callable[[], None]
+    ) -> None:
         self._scope, self._receive, self._send = scope, receive, send
         self.is_started = False
+        self.is_stream = False
+        self.forget = forget
 
     async def whole(self, body: dict[str, Any]) -> None:
         """Sends the answer in one."""
@@ -50,7 +56,7 @@ class Out:
 
     async def _write(self, text: str) -> None:
         if not self.is_started:
-            self.is_started = True
+            self.is_started = self.is_stream = True
             start = {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
             await self._send(start)
         await self._send({"type": "http.response.body", "body": text.encode(), "more_body": True})
@@ -62,12 +68,20 @@ class LiveResponse(Response):
     Args:
         work: writes into an `Out`.
         seconds: for all of it.
+        forget: frees the body of the request; called in any case.
     """
 
-    def __init__(self, work: Callable[[Out], Awaitable[None]], *, seconds: float) -> None:
+    def __init__(
+        self,
+        work: Callable[[Out], Awaitable[None]],
+        *,
+        seconds: float,
+        forget: Callable[[], None],
+    ) -> None:
         super().__init__()
         self.work = work
         self.seconds = seconds
+        self.forget = forget
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Sends the answer.
@@ -76,7 +90,7 @@ class LiveResponse(Response):
             ApiError: nothing was sent yet.
             ClientGone: nobody waits any more.
         """
-        out = Out(scope, receive, send)
+        out = Out(scope, receive, send, self.forget)
         try:
             async with asyncio.timeout(self.seconds):
                 await while_listening(receive, self.work(out))
@@ -85,8 +99,12 @@ class LiveResponse(Response):
             error = _too_slow(self.seconds)
         except ApiError as caught:
             error = caught
+        finally:
+            self.forget()
         if not out.is_started:
             raise error
+        if not out.is_stream:  # it was sent, and not read
+            raise ClientGone
         try:
             async with asyncio.timeout(SECONDS_TO_SAY_GOODBYE):
                 await out.event(error.body())

@@ -35,20 +35,34 @@ class PromptMaker:
     Args:
         render: a prompt_fn part, (sample, prompt, processor=, for_generation=) -> Rendered.
         image_token: an image_token part, (rendered, images, processor=) -> Rendered.
+        max_length: positions of the model; texts that can't fit are not even tokenized.
         pictures: limits of `read_pictures`.
     """
 
     def __init__(
-        self, processor: Any, *, render: RenderPart, image_token: RenderPart, **pictures: Any
+        self,
+        processor: Any,
+        *,
+        render: RenderPart,
+        image_token: RenderPart,
+        max_length: int | None = None,
+        **pictures: Any,
     ) -> None:
         self.processor = processor
         self.tokenizer = get_tokenizer(processor)
         self.num_ids = len(self.tokenizer)
+        self.max_length = max_length
+        self.longest_token = max(map(len, self.tokenizer.get_vocab()), default=1)
         self.render = render
         self.image_token = image_token
         self.pictures = pictures
         # layouts of a template are kept in a dictionary that is changed by each reader
         self._lock = threading.Lock()
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model has a token for pictures."""
+        return get_image_token(self.processor) is not None
 
     def warm_up(self) -> None:
         """Tries the chat template once: a wrong one shows here, and the first request is quick."""
@@ -78,6 +92,7 @@ class PromptMaker:
                 param="tools",
                 code="unsupported_parameter",
             )
+        self._check_size(sum(map(_num_letters, messages)), "messages")
         images = self._read_pictures(messages)
         sample = {
             "id": "request",
@@ -101,6 +116,7 @@ class PromptMaker:
 
     def of_text(self, text: str) -> Prompt:
         """The prompt that is a text, with the first tokens that the tokenizer gives one."""
+        self._check_size(len(text), "prompt")
         rendered = Rendered((Piece(text, is_user=True),), for_generation=True)
         try:
             prompt = encode_prompts([rendered], [None], processor=self.processor)
@@ -126,6 +142,17 @@ class PromptMaker:
             batch, [None], processor=self.processor, names=["the prompt"], with_pixels=True
         )
         return batch
+
+    def _check_size(self, num_letters: int, param: str) -> None:
+        """Refuses what is too long by its letters alone: tokenizing takes seconds for megabytes."""
+        if self.max_length is None or num_letters <= self.max_length * self.longest_token:
+            return
+        raise bad_request(
+            f"The prompt has {num_letters} letters. The model has {self.max_length} positions for "
+            f"tokens, the longest of which has {self.longest_token}. Shorten the prompt.",
+            param=param,
+            code="context_length_exceeded",
+        )
 
     def _knows_tools(self) -> bool:
         return ChatTemplate.of(self.processor).knows_tools
@@ -154,6 +181,13 @@ class PromptMaker:
         if not isinstance(error, DataError):
             text = text.partition(". A template that")[0].partition(": use ")[0]
         return bad_request(f"The messages can't be given to the model: {text}", param="messages")
+
+
+def _num_letters(message: Mapping[str, Any]) -> int:
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return len(content)
+    return sum(len(part.get("text", "")) for part in content)
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+from pydantic import BaseModel
+
 from stageline.inference.decoding.request import Failed, Finished, Piece, Request, Sampling
-from stageline.serving.bodies import BodyReader, Model, check_content_type, parse
+from stageline.serving.bodies import SMALL_BODY, BodyReader, Model, check_content_type, drain, parse
 from stageline.serving.desk import Desk, Engine, Place
 from stageline.serving.errors import ApiError, of_engine, too_busy
 from stageline.serving.live import LiveResponse, Out
@@ -20,8 +22,9 @@ from stageline.serving.settings import ServerSettings
 from stageline.serving.token_texts import TokenTexts
 
 _NUM_THREADS = 2
-_SMALL_BODY = 65536
 _LETTERS = 24
+# of the fields of a request, while it is answered
+_NEEDED = frozenset(["n", "stream", "stream_options", "logprobs", "parallel_tool_calls"])
 
 
 class Service:
@@ -42,6 +45,11 @@ class Service:
         self.created = int(time.time())
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="prompts")
 
+    @property
+    def takes_images(self) -> bool:
+        """Whether messages may hold pictures."""
+        return self.settings.max_images > 0 and self.prompts.takes_images
+
     async def respond(
         self, request: Any, model: type[Model], answer: Callable[[Model, Out], Any]
     ) -> LiveResponse:
@@ -50,21 +58,23 @@ class Service:
         Args:
             answer: writes what follows from the body.
         """
-        self.desk.check_open()
-        check_content_type(request)
+        try:
+            self.desk.check_open()
+            check_content_type(request)
+        except ApiError:
+            await drain(request)
+            raise
         body = await self.bodies(request)
 
         async def work(out: Out) -> None:
-            nonlocal body
-            asked = await self._parsed(body, model)
-            body = b""  # it may be large, and is not needed while the answer is made
+            asked = await self._parsed(body.content, model)
             self.check_model(getattr(asked, "model", ""))
             await answer(asked, out)
 
-        return LiveResponse(work, seconds=self.settings.request_seconds)
+        return LiveResponse(work, seconds=self.settings.request_seconds, forget=body.free)
 
     async def _parsed(self, body: bytes, model: type[Model]) -> Model:
-        if len(body) <= _SMALL_BODY:
+        if len(body) <= SMALL_BODY:
             return parse(body, model)
         return await self.in_thread(parse, body, model)
 
@@ -110,6 +120,14 @@ class Service:
             limit=self.settings.max_tokens_limit,
             field=field,
         )
+
+
+def forget_large(asked: BaseModel, out: Out) -> None:
+    """Lets go of what came with a request, once its prompts are made: answers take a while."""
+    for name in type(asked).model_fields:
+        if name not in _NEEDED:
+            setattr(asked, name, None)
+    out.forget()
 
 
 def copies(prompt: Prompt, sampling: Sampling, count: int) -> list[Request]:

@@ -3,8 +3,9 @@
 import base64
 import io
 import json
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -17,8 +18,11 @@ Reply = tuple[int, Any] | str  # status with a JSON object or bytes; or the answ
 class ChatServer:
     """Serves `/v1/chat/completions` until it is closed; a context manager.
 
+    An answer's text goes out word by word where the request asks for a stream.
+
     Args:
         reply: (body of the request, how often the same body came before) -> what to send.
+        models: what `/v1/models` lists.
 
     Attributes:
         bodies: of all requests, in the order in which they came.
@@ -26,8 +30,9 @@ class ChatServer:
         most_at_once: requests that were open at the same time.
     """
 
-    def __init__(self, reply: Callable[[Body, int], Reply]) -> None:
+    def __init__(self, reply: Callable[[Body, int], Reply], *, models: Sequence[Body] = ()) -> None:
         self.reply = reply
+        self.models = list(models)
         self.bodies: list[Body] = []
         self.keys: list[str | None] = []
         self.most_at_once = 0
@@ -81,8 +86,13 @@ def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             reply = server.answer(body, self.headers.get("Authorization"))
             if isinstance(reply, str):
-                reply = 200, _completion(body, reply)
-            status, content = reply
+                reply = 200, (_events if body.get("stream") else _completion)(body, reply)
+            self._send(*reply)
+
+        def do_GET(self) -> None:
+            self._send(200, {"object": "list", "data": server.models})
+
+        def _send(self, status: int, content: Any) -> None:
             if status == 0:  # hang up without a word
                 self.connection.close()
                 return
@@ -99,6 +109,19 @@ def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
             pass
 
     return Handler
+
+
+def _events(body: Body, text: str) -> bytes:
+    """A stream of chunks, a word each."""
+    head = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": body["model"]}
+    deltas: list[Body] = [{"content": word} for word in re.findall(r"\s*\S+|\s+$", text)]
+    reasons = [*[None] * len(deltas), "stop"]
+    chunks = [
+        {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
+        for delta, reason in zip([*deltas, {}], reasons, strict=True)
+    ]
+    data = [*map(json.dumps, chunks), "[DONE]"]
+    return "".join(f"data: {one}\n\n" for one in data).encode()
 
 
 def _completion(body: Body, text: str) -> Body:

@@ -24,6 +24,7 @@ from stageline.testing.tiny_tokenizers import tiny_tokenizer
 Prompt = Mapping[str, Tensor]
 # the second likeliest token is at least so far behind, in units of the logits' deviation
 LEAST_MARGIN = 1e-3
+FIRST_SEEDS = {"gpt_neox": 11}  # its answers often stick to a token: known to do
 FIRST_TEXT_ID = 9  # below it are special tokens
 PROMPT_LENGTHS = (1, 40, 7, 23, 2, 12, 31, 5, 17, 3, 28, 9, 36, 4, 14, 20)
 
@@ -160,7 +161,8 @@ def _decoded(
     prompts: tuple[Prompt, ...],
     num_tokens: int,
 ) -> DecodedModel:
-    for seed in range(20):
+    first = FIRST_SEEDS.get(family, 0)
+    for seed in range(first, first + 20):
         model = _make_model(family, config, seed)
         answers, margin = generated(model, prompts, num_tokens)
         if margin > LEAST_MARGIN and _vary(answers):

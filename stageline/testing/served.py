@@ -46,6 +46,7 @@ def served(
         engine.processor,
         render=render,
         image_token=image_token,
+        max_length=engine.max_length,
         max_images=chosen.max_images,
         max_pixels=max_pixels,
         max_bytes=chosen.max_body_bytes,

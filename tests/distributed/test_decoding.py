@@ -157,7 +157,8 @@ def test_groups_become_one_when_few_are_left(model_of):
     model = model_of("llama")
     engine = engine_of(model, 2, max_rows=8, num_groups=None)
     # a step of 1 to 4 rows takes as long as of one; of 8 rows twice as long
-    engine.choice = GroupChoice((1, 4, 8), ((1.0, 1.0), (1.0, 1.0), (4.0, 4.0)))
+    seconds = ((1.0, 1.0), (1.0, 1.0), (4.0, 4.0))
+    engine.choice = GroupChoice((1, 4, 8), seconds, seconds)
     seen = []
     requests = [
         Request(str(place), prompt, Sampling(max_new_tokens=2 + 4 * place, stop_token_ids=()))

@@ -4,12 +4,14 @@ import json
 import re
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 
 from stageline.testing.forked_entry import run_entry
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
+TEXTS = ("10 11", "2 3 4")
 OPTIONS = (
     "--train-model gru_lm --dataset counting --loss-fn smoothed --prompt text --prompt-fn fill "
     "--image-token none --collate-fn sft --config-path my_model --batch-size 8 "
@@ -58,3 +60,69 @@ def test_parts_of_a_user_train_the_same_on_one_and_two_stages(tmp_path):
     again = run(tmp_path, "--config", "run2/config.yaml", "--output-dir", "run3")
     assert again.returncode == 0, again.stderr
     assert losses(tmp_path / "run3") == losses(tmp_path / "run2")
+    answers = [answers_of(tmp_path, stages) for stages in (1, 2)]
+    assert answers[0] == answers[1]
+    assert answers[0] == [greedy(tmp_path, text) for text in TEXTS]
+
+
+def answers_of(folder, stages):
+    """Answers of the trained checkpoint, its stages decoding in a pipeline."""
+    checkpoint = next((folder / "run1" / "checkpoints").glob("*3"))
+    texts = [word for text in TEXTS for word in ("--text", text)]
+    options = (
+        "--engine pipeline --train-model gru_lm --prompt-fn fill --prompt question --image-token "
+        f"none --max-new-tokens 6 --device cpu --num-stages {stages} --output-dir said{stages}"
+    )
+    done = run_entry(
+        [
+            *(str(ROOT / "infer.py"), "--import", "my_parts.py", "--model-path", str(checkpoint)),
+            *(*options.split(), *texts),
+        ],
+        cwd=folder,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = (folder / f"said{stages}" / "predictions.jsonl").read_text().splitlines()
+    records = sorted(map(json.loads, lines), key=lambda record: record["prompt"])
+    return [record["token_ids"] for record in records]
+
+
+def greedy(folder, text):
+    """The same in plain PyTorch: the whole row through the whole model for each token."""
+    weights = {
+        name: tensor
+        for file in (folder / "run1").glob("checkpoints/*3/*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+    tokenizer = tiny_tokenizer()
+    record = prompt_of(folder, text)
+    ids = tokenizer(record)["input_ids"]
+    found = []
+    for _ in range(6):
+        found.append(int(logits(weights, torch.tensor([ids + found]))[0, -1].argmax()))
+        if found[-1] == tokenizer.eos_token_id:
+            return found[:-1]
+    return found
+
+
+def prompt_of(folder, text):
+    lines = (folder / "said1" / "predictions.jsonl").read_text().splitlines()
+    return next(p for line in lines if text in (p := json.loads(line)["prompt"]))
+
+
+def logits(weights, ids):
+    hidden = weights["embed.weight"][ids]
+    width = hidden.shape[-1]
+    for layer in range(4):
+        own = {
+            name.split(".", 2)[2]: value
+            for name, value in weights.items()
+            if name.startswith(f"blocks.{layer}.")
+        }
+        gru = torch.nn.GRU(width, width, batch_first=True)
+        gru.load_state_dict({k[4:]: v for k, v in own.items() if k.startswith("gru.")})
+        normed = torch.nn.functional.layer_norm(
+            hidden, (width,), own["norm.weight"], own["norm.bias"]
+        )
+        hidden = hidden + gru(normed)[0]
+    return hidden @ weights["head.weight"].T + weights["head.bias"]

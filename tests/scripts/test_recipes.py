@@ -14,6 +14,7 @@ from options.check_options import CheckConfig
 from options.corpus_args import ACTIONS
 from options.infer_options import InferConfig
 from options.run_options import EvaluateConfig, RunConfig
+from options.serve_options import ServeConfig
 from register import ALL_REGISTERS
 from stageline.corpus.corpus_files import open_corpus
 from stageline.corpus.encoder import load_encoder
@@ -31,6 +32,7 @@ PROGRAMS = {
     "evaluate.py": EvaluateConfig,
     "infer.py": InferConfig,
     "chat.py": ChatConfig,
+    "serve.py": ServeConfig,
     "export.py": None,
     "corpus.py": None,
 }

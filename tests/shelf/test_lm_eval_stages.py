@@ -1,5 +1,7 @@
 """lm_eval's tasks through stages that answer together, against its own `hf` model."""
 
+import functools
+import json
 import os
 from pathlib import Path
 
@@ -65,7 +67,10 @@ def open_engine(folder, num_stages):
     return DecodingEngine(
         LocalChain(stages),
         tokenizer=tokenizer,
-        limits=Limits(max_length=model.config.max_position_embeddings),
+        limits=Limits(
+            max_length=model.config.max_position_embeddings,
+            num_groups=num_stages,  # else steps are measured, which takes longer than the tasks
+        ),
         stop_ids=stop_ids_of(model.base, model.config, tokenizer),
     )
 
@@ -93,17 +98,19 @@ def check_same(ours, theirs):
         assert answers[0].keys() == answers[1].keys()
         for doc, there in answers[1].items():
             for (mine,), (its,) in zip(answers[0][doc], there, strict=True):
-                if isinstance(its, str):
-                    assert mine == its
-                else:
-                    mine, its = (
-                        one if isinstance(one, tuple) else (one, None) for one in (mine, its)
-                    )
-                    assert mine[0] == pytest.approx(its[0], abs=1e-4, rel=1e-6)
-                    assert mine[1] == its[1]
+                assert_same(mine, its)
         for figure, value in theirs["results"][name].items():
             if isinstance(value, float):
                 assert ours["results"][name][figure] == pytest.approx(value, rel=1e-5), figure
+
+
+def assert_same(mine, its):
+    if isinstance(its, str):
+        assert mine == its
+    elif isinstance(its, tuple):
+        assert mine == (pytest.approx(its[0], abs=1e-4), its[1])
+    else:
+        assert mine == pytest.approx(its, abs=1e-4, rel=1e-6)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
@@ -117,24 +124,37 @@ def test_same_figures_and_answers_as_hf(folder, expected, manager, num_stages, m
 
 
 @pytest.mark.skipif(not SMOLLM2.is_dir(), reason="the real model isn't here")
-def test_same_figures_and_answers_of_a_real_model(manager, monkeypatch, tmp_path):
+def test_same_figures_and_answers_of_a_real_model(manager, monkeypatch):
     monkeypatch.chdir(ROOT)
+    options = {"limit": 1, "apply_chat_template": True}
+    settings = TaskSettings(**options, log_samples=True)
     engine = open_engine(SMOLLM2, 2)
-    settings = TaskSettings(limit=3, apply_chat_template=True, log_samples=True)
-    ours = run_tasks(
-        engine,
-        NAMES,
+    ours = run_tasks(engine, NAMES, manager=manager, settings=settings)
+    check_same(ours, by_hf(SMOLLM2, manager, **options))
+
+
+def test_results_are_written_as_lm_eval_writes_them(folder, manager, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    results = run_tasks(
+        open_engine(folder, 1),
+        ["commands_*"],
         manager=manager,
-        settings=settings,
-        described={"pretrained": "smollm2"},
+        settings=TaskSettings(limit=2, log_samples=True),
+        described={"pretrained": "mine"},
         output_path=tmp_path,
     )
-    check_same(ours, by_hf(SMOLLM2, manager, limit=3, apply_chat_template=True))
-    written = sorted(path.name.rpartition("_")[0] for path in (tmp_path / "smollm2").iterdir())
-    assert written == ["results", *(f"samples_{name}" for name in NAMES)]
-    assert "commands_choice" in results_table(ours)
+    files = sorted((tmp_path / "mine").iterdir())
+    names = [file.name.rpartition("_")[0] for file in files]
+    assert names == ["results", "samples_commands_choice", "samples_commands_name"]
+    written = json.loads(files[0].read_text())
+    assert written["results"] == results["results"]
+    assert written["config"]["model_args"] == {"pretrained": "mine"}
+    assert "commands_choice" in results_table(results)
 
 
-def test_an_unknown_task_is_named():
+def test_an_unknown_task_is_named(monkeypatch):
+    # lm_eval's own tasks, thousands of files, left out
+    own = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", own)
     with pytest.raises(UserError, match="has no task no_such_task.*--include-path"):
         find_tasks(["commands_choice", "no_such_task"], include_path=TASKS)

@@ -9,7 +9,7 @@ from stageline.data.processor import save_processor
 from stageline.data.rendered import Piece, Rendered
 from stageline.errors import UserError
 from stageline.inference.decoding.request import Failed, Request, Sampling, ScoreRequest
-from stageline.inference.vllm_engine import VllmEngine
+from stageline.inference.vllm_engine import VllmEngine, open_vllm
 from stageline.testing import fake_vllm
 from stageline.testing.tiny_checkpoints import tiny_whole
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
@@ -78,6 +78,13 @@ def test_the_folder_is_handed_over_with_what_was_asked(vllm, folder):
     assert given["gpu_memory_utilization"] == 0.5
     assert given["limit_mm_per_prompt"] == {"image": 4}
     assert engine.max_length == 48
+
+
+def test_a_folder_is_opened_with_its_own_processor_and_stop_tokens(vllm, folder):
+    engine = open_vllm(folder, dtype=torch.float32, num_devices=2)
+    assert engine.llm.arguments["tensor_parallel_size"] == 2
+    assert engine.stop_ids == (2,)
+    assert engine.processor.encode("Which digit") == tiny_tokenizer().encode("Which digit")
 
 
 def test_every_setting_of_the_sampling_arrives(engine):

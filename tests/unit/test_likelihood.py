@@ -7,10 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from metric import answer_likelihood, choice_accuracy, text_perplexity
+from models.generate import generate
 from models.likelihood import loglikelihood, perplexity
 from stageline.data.rendered import Piece, Rendered
 from stageline.errors import DataError, UserError
-from stageline.inference.decoding.request import Failed, Scored
+from stageline.inference.decoding.request import Failed, Finished, Scored
 from stageline.inference.likelihood import continuation_row, first_token, windows
 from stageline.testing.tiny_models import tiny_config
 from stageline.testing.tiny_tokenizers import tiny_metaspace_tokenizer, tiny_tokenizer
@@ -94,6 +95,8 @@ def test_choices_have_the_likelihoods_that_each_has_alone_in_float64():
             assert own["logprob"] == pytest.approx(total, abs=1e-4)
             assert own["is_greedy"] == is_greedy and own["num_tokens"] == row.num_targets
     figures = choice_accuracy(lines(found), samples)
+    places = [{**sample, "answer": 1, "answer_index": None} for sample in samples]
+    assert choice_accuracy(lines(found), places) == figures
     for name, size in (("acc", lambda text: 1), ("acc_norm", len), ("acc_bytes", len)):
         right = 0
         for place, sample in enumerate(samples):
@@ -197,6 +200,39 @@ def test_an_engine_gives_what_the_model_gives_and_failures_are_told():
     for own, other in zip(here[0]["choice_scores"], there[0]["choice_scores"], strict=True):
         assert own["logprob"] == pytest.approx(other["logprob"], abs=1e-5)
     assert there[1] == {"error": "UserError: too long"}
+
+
+class EncodingEngine:
+    """Answers as vLLM does, which wants prompts in its own form; the last first."""
+
+    def encode(self, rendered, images):
+        return {"text": rendered.text, "images": images}
+
+    def answer(self, requests):
+        for request in reversed(list(requests)):
+            if request.prompt["images"]:
+                yield Failed(request.key, UserError("no pictures"))
+                continue
+            ids = tuple(TOKENIZERS["bytes"].encode(request.prompt["text"]))
+            ids = ids[: request.sampling.max_new_tokens]
+            yield Finished(request.key, "length", 3, len(ids), "as the engine has it", ids)
+
+
+def test_an_engine_answers_as_generation_does():
+    prompts = [rendered("What is this?"), rendered("Which digit?"), rendered("see")]
+    found = generate(
+        EncodingEngine(),
+        TOKENIZERS["bytes"],
+        images=[None, None, ["a.png"]],
+        prompts=prompts,
+        max_new_tokens=2,
+    )
+    found = list(found)
+    assert found[0] == (2, {"error": "UserError: no pictures"})
+    for place, answer in found[1:]:
+        ids = TOKENIZERS["bytes"].encode(prompts[place].text)[:2]
+        text = TOKENIZERS["bytes"].decode(ids)
+        assert answer == {"text": text, "token_ids": ids, "finish_reason": "length"}
 
 
 def test_what_cannot_be_scored_is_refused():

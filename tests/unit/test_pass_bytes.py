@@ -5,6 +5,7 @@ import torch
 import transformers
 
 from stageline.inference.meta_model import model_on_meta
+from stageline.inference.model_bytes import measure_model
 from stageline.inference.pass_bytes import Load, layer_tensors, pass_bytes
 from stageline.pipeline.live_bytes import PeakBytes
 from stageline.testing.tiny_batches import tiny_micro_batches
@@ -108,6 +109,26 @@ def test_a_real_prompt_needs_the_workspace_that_is_stated(family):
     assert held.past_key_values is not None
     expected = sum(stated.cache) + sum(stated.beyond) + max(stated.workspace)
     assert 0.75 * watch.peak < expected < 1.4 * watch.peak
+
+
+@pytest.mark.parametrize("family", ["internvl", "llava", "gemma3_vl", "qwen2_5_vl", "idefics3"])
+def test_a_tower_needs_the_workspace_that_is_stated(family):
+    """Measured where pixels are all it takes; else estimated, from above."""
+    batch = tiny_micro_batches(family, lengths=(PROMPT,))[0]
+    config = tiny_config(family)
+    pixels = batch["pixel_values"]
+    side = getattr(config.vision_config, "image_size", None)
+    load = Load(rows=1, length=PROMPT, images=len(pixels.flatten(0, -4)) if side else 1)
+    if side is None:  # patches, of 4 x 4 x 3 numbers for instance
+        patch = config.vision_config.patch_size
+        load = Load(rows=1, length=PROMPT, images=1, image_size=int(len(pixels) ** 0.5 + 1) * patch)
+    stated = measure_model(model_on_meta(config, dtype=torch.float32), load).vision_workspace
+    model = auto_class(family).from_config(config).eval()
+    taken = {name: batch[name] for name in ("pixel_values", "image_grid_thw") if name in batch}
+    watch = PeakBytes(torch.device("cpu"))
+    with torch.no_grad(), watch.watch():
+        held = (model.get_image_features(**taken), pixels)
+    assert held and 0.9 * watch.peak < stated < 3 * watch.peak + 2 * pixels.nbytes
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])

@@ -15,11 +15,12 @@ from stageline.inference.model_bytes import LayerBytes, ModelBytes, measure_mode
 from stageline.inference.model_cutter import ModelCutter
 from stageline.inference.pass_bytes import Load
 from stageline.inference.placement import (
+    Homes,
     check_fit,
     check_weights_fit,
     device_bytes,
     format_table,
-    place_layers,
+    place,
 )
 from stageline.testing.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 
@@ -55,7 +56,7 @@ def every_map(num_layers, num_devices):
 @settings(max_examples=100, deadline=None)
 @given(MODEL, st.lists(st.integers(1, 100), min_size=1, max_size=4))
 def test_no_cut_leaves_the_fullest_device_emptier(model, memory):
-    devices = place_layers(model, memory)
+    devices = list(place(model, memory).layers)
     num_layers = len(model.layers)
     assert len(devices) == num_layers and devices[0] == devices[-1] == 0
     assert devices[:-1] == sorted(devices[:-1]), "each device has one run of layers"
@@ -68,8 +69,8 @@ def test_no_cut_leaves_the_fullest_device_emptier(model, memory):
 @settings(max_examples=60, deadline=None)
 @given(MODEL, st.lists(st.integers(1, 100), min_size=1, max_size=4))
 def test_the_table_counts_every_byte_once(model, memory):
-    devices = place_layers(model, memory)
-    found = device_bytes(model, devices, memory)
+    homes = place(model, memory)
+    devices, found = homes.layers, device_bytes(model, homes, memory)
     assert sorted(i for item in found for i in item.layers) == list(range(len(model.layers)))
     assert sum(item.weights + item.vision for item in found) == model.weights
     assert sum(item.cache for item in found) == sum(layer.cache for layer in model.layers)
@@ -80,8 +81,43 @@ def test_the_table_counts_every_byte_once(model, memory):
 
 def test_a_device_of_twice_the_memory_takes_twice_the_bytes():
     layers = tuple(LayerBytes(10) for _ in range(31))
-    devices = place_layers(ModelBytes(layers, ends=50), [120, 240])
+    devices = place(ModelBytes(layers, ends=50), [120, 240]).layers
     assert [devices.count(device) for device in (0, 1)] == [7, 24]
+
+
+TOWER = st.builds(
+    lambda blocks, rest, **fields: ModelBytes(
+        blocks=tuple(blocks), vision=sum(blocks) + rest, **fields
+    ),
+    st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    st.integers(0, 9),
+    layers=st.lists(LAYER, min_size=3, max_size=5).map(tuple),
+    ends=SIZE,
+    vision_workspace=SIZE,
+    end_workspace=SIZE,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(TOWER, st.lists(st.integers(1, 300), min_size=2, max_size=3))
+def test_a_tower_is_cut_where_it_does_not_fit_and_in_the_best_way(model, memory):
+    num_blocks, num_devices = len(model.blocks), len(memory)
+    homes = place(model, memory)
+    used = max(item.fraction for item in device_bytes(model, homes, memory))
+    whole = Homes(place(model, memory, may_cut_tower=False).layers, (0,) * num_blocks)
+    uncut = max(item.fraction for item in device_bytes(model, whole, memory))
+    if uncut <= 0.95:
+        assert homes == whole, "nothing is cut without need"
+        return
+    chain = num_blocks + len(model.layers) - 2
+    best = uncut
+    for cuts in itertools.combinations(range(1, chain), num_devices - 1):
+        runs = [sum(index >= cut for cut in cuts) for index in range(chain)]
+        other = Homes((0, *runs[num_blocks:], 0), tuple(runs[:num_blocks]))
+        found = device_bytes(model, other, memory)
+        assert sum(item.weights + item.vision for item in found) == model.weights
+        best = min(best, max(item.fraction for item in found))
+    assert used == pytest.approx(best)
 
 
 def model_of_two_gib():
@@ -89,7 +125,7 @@ def model_of_two_gib():
 
 
 def test_what_does_not_fit_is_refused_with_what_is_missing_and_what_helps():
-    found = device_bytes(model_of_two_gib(), [0, 1, 1, 0], [2 * GIB, 2 * GIB])
+    found = device_bytes(model_of_two_gib(), Homes((0, 1, 1, 0)), [2 * GIB, 2 * GIB])
     with pytest.raises(UserError) as caught:
         check_fit(found, asked="2 rows of 64 tokens")
     text = str(caught.value)
@@ -97,11 +133,11 @@ def test_what_does_not_fit_is_refused_with_what_is_missing_and_what_helps():
     assert "0.85 GiB on device 0 is missing" in text and "device 1 is" not in text
     assert "2 rows of 64 tokens" in text and format_table(found) in text
     assert "--num-devices" in text and "--builder.quantization" in text
-    check_fit(device_bytes(model_of_two_gib(), [0, 1, 1, 0], [3 * GIB, 2 * GIB]), asked="")
+    check_fit(device_bytes(model_of_two_gib(), Homes((0, 1, 1, 0)), [3 * GIB, 2 * GIB]), asked="")
 
 
 def test_weights_alone_may_fit():
-    found = device_bytes(model_of_two_gib(), [0, 1, 1, 0], [int(2.5 * GIB)] * 2)
+    found = device_bytes(model_of_two_gib(), Homes((0, 1, 1, 0)), [int(2.5 * GIB)] * 2)
     check_weights_fit(found, asked="")
     with pytest.raises(UserError, match="on device 0 is missing"):
         check_fit(found, asked="")
@@ -109,7 +145,7 @@ def test_weights_alone_may_fit():
 
 def test_memory_that_is_none_is_refused():
     with pytest.raises(UserError, match="above 0"):
-        place_layers(model_of_two_gib(), [GIB, 0])
+        place(model_of_two_gib(), [GIB, 0])
     with pytest.raises(UserError, match="1 sizes of memory came for 2 devices"):
         ModelCutter(torch.nn.Identity(), num_devices=2, memory=[GIB])
 

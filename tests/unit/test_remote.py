@@ -313,6 +313,27 @@ def test_an_evaluation_goes_on_where_answers_are_missing(tmp_path):
     assert "OPENAI" not in (tmp_path / "out" / "predictions.jsonl").read_text()
 
 
+def test_the_engine_api_is_the_remote_model(tmp_path):
+    make_rows(tmp_path)
+    words = [
+        ROOT / "evaluate.py", "--engine", "api", "--dataset", "jsonl", "--dataset-path",
+        tmp_path / "rows.jsonl", "--dataset.test_size", "1.0", "--prompt", "chat", "--prompt-fn",
+        "chat", "--image-token", "auto", "--metric", "exact_match", "--output-dir",
+        tmp_path / "out", "--builder.name", "tiny",
+    ]  # fmt: skip
+    with ChatServer(lambda body, seen: "yes") as server:
+        url = ("--builder.base_url", server.url)
+        done = ForkedRun(list(map(str, [*words, *url])), ranks=1).wait()
+        assert done.code == 0, done.out + done.err
+        again = evaluate(
+            tmp_path, "--builder.name", "tiny", *url, "--model", "remote",
+            "--dataset.test_size", "1.0",
+        )  # fmt: skip
+        assert "holds all 6 predictions already" in again.out and len(server.bodies) == 6
+    facts = json.loads((tmp_path / "out" / "report.json").read_text())["engine"]
+    assert facts["engine"] == "api" and facts["device_map"] == {"": server.url}
+
+
 def test_an_offline_batch_through_evaluate(tmp_path):
     make_rows(tmp_path)
     options = ("--builder.name", "tiny", "--model", "batch_file", "--dataset.test_size", "1.0")

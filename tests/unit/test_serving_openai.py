@@ -270,6 +270,11 @@ def test_a_prompt_that_is_too_long_is_told_with_both_numbers(client):
     with pytest.raises(openai.BadRequestError, match=r"has 2048 positions") as caught:
         ask(client, "x y z " * 2000)
     assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="200000 letters") as caught:
+        ask(client, [{"type": "text", "text": "x" * 200_000}])
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="letters"):
+        client.completions.create(model="tiny", prompt="x" * 200_000)
     with pytest.raises(openai.BadRequestError, match="and 2040 tokens of answer"):
         ask(client, max_tokens=2040)
 

@@ -79,7 +79,10 @@ class DecodingEngine:
         self.choice: GroupChoice | None = None
         self.is_healthy = True
         self._scheduler = Scheduler(
-            limits, best_groups=functools.cache(self._best_groups), num_stages=chain.num_stages
+            limits,
+            best_groups=functools.cache(self._best_groups),
+            pass_tokens=lambda count: self.choice and self.choice.pass_tokens(count),
+            num_stages=chain.num_stages,
         )
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: dict[str, Running] = {}
@@ -210,7 +213,9 @@ class DecodingEngine:
         several = self.chain.num_stages > 1 and self.limits.max_rows > 1 and self.has_cache
         if several and self.limits.num_groups is None and self.choice is None:
             with contextlib.suppress(EngineError):  # its requests will tell
-                self.choice = measure_steps(self._measure, max_rows=self.limits.max_rows)
+                self.choice = measure_steps(
+                    self._measure, max_rows=self.limits.max_rows, num_stages=self.chain.num_stages
+                )
             self._order(Order("tidy", leave=[(-1, row) for row in range(self.limits.max_rows)]))
             self.chain.result()
 
@@ -252,7 +257,7 @@ class DecodingEngine:
             return False
         if self._scores.waiting:
             order, prompts_read = self._scores.next_order()
-            self._order(order, self._on_device(prompts_read))
+            self._order(order, prompts.together(prompts_read))
             return True
         found = self._scheduler.next_prefill()
         if found is not None:
@@ -268,7 +273,8 @@ class DecodingEngine:
     def _order(self, order: Order, tensors: dict[str, torch.Tensor] | None = None) -> None:
         order.number = next(self._numbers)
         order.leave += self._scheduler.take_leaving()
-        self.chain.start(order, tensors or {})
+        on_device = {name: value.to(self.device) for name, value in (tensors or {}).items()}
+        self.chain.start(order, on_device)
 
     def _start_prefill(self, group: RunningGroup, chosen: list[Scheduled]) -> None:
         owners = [one.owner for one in chosen]
@@ -281,9 +287,9 @@ class DecodingEngine:
         )
         if not self.has_cache:
             order.kind = "whole"
-            self._order(order, self._whole_rows(owners))
+            self._order(order, prompts.padded_right([owner.row_ids() for owner in owners]))
         else:
-            self._order(order, self._on_device([owner.request.prompt for owner in owners]))
+            self._order(order, prompts.together([owner.request.prompt for owner in owners]))
         self._prompt_tokens += sum(order.lengths)
 
     def _start_step(self, group: RunningGroup, joins: list[tuple[int, int]]) -> None:
@@ -292,18 +298,10 @@ class DecodingEngine:
         if not self.has_cache:
             order.kind, order.join = "whole", []
             order.lengths = [len(owner.row_ids()) for owner in owners]
-            self._order(order, self._whole_rows(owners))
+            self._order(order, prompts.padded_right([owner.row_ids() for owner in owners]))
             return
         last = [[owner.last_token] for owner in owners]
-        self._order(order, {"input_ids": torch.tensor(last, device=self.device)})
-
-    def _whole_rows(self, owners: Sequence[Running]) -> dict[str, torch.Tensor]:
-        padded = prompts.padded_right([owner.row_ids() for owner in owners])
-        return {name: value.to(self.device) for name, value in padded.items()}
-
-    def _on_device(self, several: list[Any]) -> dict[str, torch.Tensor]:
-        together = prompts.together(several)
-        return {name: value.to(self.device) for name, value in together.items()}
+        self._order(order, {"input_ids": torch.tensor(last)})
 
     def _take(self, order: Order) -> None:
         """Hands out what an order brought."""
@@ -389,12 +387,13 @@ class DecodingEngine:
             return self.chain.num_stages
         return 1 if self.choice is None else self.choice.best(num_rows)
 
-    def _measure(self, num_rows: int) -> list[float]:
+    def _measure(self, num_rows: int, count: int) -> list[list[float]]:
         columns = min(MEASURED_COLUMNS, self.limits.max_length // 2)
-        order = Order("measure", rows=list(range(num_rows)), lengths=[columns] * num_rows)
         ids = torch.zeros(num_rows, 1, dtype=torch.long, device=self.device)
-        self._order(order, {"input_ids": ids})
-        done = self.chain.result()
-        if done.error is not None:
-            raise EngineError(f"a step of {num_rows} rows failed: {done.error}")
-        return done.seconds
+        for _ in range(count):
+            order = Order("measure", rows=list(range(num_rows)), lengths=[columns] * num_rows)
+            self._order(order, {"input_ids": ids})
+        done = [self.chain.result() for _ in range(count)]
+        if errors := [order.error for order in done if order.error is not None]:
+            raise EngineError(f"a step of {num_rows} rows failed: {errors[0]}")
+        return [order.seconds for order in done]

@@ -3,15 +3,20 @@
 With one group the stages take turns and all but one wait. With as many groups as stages all work,
 each on fewer rows. That gains as much as a step on fewer rows is shorter: where a step is bound by
 arithmetic, nearly everything; where it is bound by reading the weights, nothing, because each
-group reads them again. So the steps of this machine and this model are measured, and the number
-is chosen for each number of sequences.
+group reads them again. So the steps of this machine and this model are measured, alone and with
+all stages at work (which may share a bus), and the number is chosen for each number of sequences.
+Prompts that wait are read in as many passes as the same steps advise.
 """
 
 import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+LONG_STEP = 1.0  # seconds
 WORTH_IT = 0.97  # more groups must save this much: fewer are less work for the host
+LEAST_TOKENS = 64  # of a pass over prompts
+NUM_FULL = 3  # steps that each stage does while all have work, in a measurement
+Seconds = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -20,15 +25,17 @@ class GroupChoice:
 
     Attributes:
         rows: numbers of rows that were measured, rising.
-        seconds: for each of them, what a step takes on each stage.
+        alone: for each of them, what a step takes on each stage while the others wait.
+        together: the same while they work too.
     """
 
     rows: tuple[int, ...]
-    seconds: tuple[tuple[float, ...], ...]
+    alone: Seconds
+    together: Seconds
 
     @property
     def num_stages(self) -> int:
-        return len(self.seconds[0])
+        return len(self.alone[0])
 
     def best(self, num_rows: int) -> int:
         """The number of groups with the most tokens a second; at least 1."""
@@ -46,37 +53,60 @@ class GroupChoice:
         A group can't begin its next step before it came out of the last stage, and the slowest
         stage works for all groups.
         """
-        steps = self._steps(-(-num_rows // num_groups))
+        if num_groups == 1:
+            return sum(self._steps(self.alone, num_rows))
+        steps = self._steps(self.together, -(-num_rows // num_groups))
         return max(sum(steps), num_groups * max(steps))
 
-    def _steps(self, num_rows: int) -> tuple[float, ...]:
-        """Between measured numbers on a line; above the largest one in proportion."""
-        place = bisect.bisect_left(self.rows, num_rows)
-        if place == len(self.rows):
-            return tuple(found * num_rows / self.rows[-1] for found in self.seconds[-1])
-        if self.rows[place] == num_rows or place == 0:
-            return self.seconds[place]
+    def pass_tokens(self, num_tokens: int) -> int:
+        """How many tokens of prompts are best read in one pass, if so many wait.
+
+        A pass costs what a step of as many rows costs; the first one goes through all stages
+        before the last stage has work, so that few passes leave stages waiting.
+        """
+        sizes = [-(-num_tokens // count) for count in range(1, num_tokens // LEAST_TOKENS + 1)]
+        return min(sizes, key=lambda size: self._reading(num_tokens, size), default=num_tokens)
+
+    def _reading(self, num_tokens: int, size: int) -> float:
+        if size == num_tokens:
+            return sum(self._steps(self.alone, size))
+        steps = self._steps(self.together, size)
+        return sum(steps) + (num_tokens / size - 1) * max(steps)
+
+    def _steps(self, seconds: Seconds, num_rows: int) -> list[float]:
+        """Between measured numbers, and beyond them, on a line."""
+        if len(self.rows) == 1:
+            return [found * max(1.0, num_rows / self.rows[0]) for found in seconds[0]]
+        place = min(max(bisect.bisect_left(self.rows, num_rows), 1), len(self.rows) - 1)
         low, high = self.rows[place - 1], self.rows[place]
         share = (num_rows - low) / (high - low)
-        pairs = zip(self.seconds[place - 1], self.seconds[place], strict=True)
-        return tuple(a + share * (b - a) for a, b in pairs)
+        pairs = zip(seconds[place - 1], seconds[place], strict=True)
+        return [a + share * max(0.0, b - a) for a, b in pairs]
 
 
 def measure_steps(
-    measure: Callable[[int], Sequence[float]], *, max_rows: int, repeats: int = 3
+    measure: Callable[[int, int], Sequence[Sequence[float]]], *, max_rows: int, num_stages: int
 ) -> GroupChoice:
-    """Measures steps of 1, 2, 4, ... rows.
+    """Measures steps of 1, 4, 16, ... rows.
 
     Args:
-        measure: seconds that each stage takes for one step of so many rows.
-        repeats: the shortest of so many counts, behind one that warms up.
+        measure: (rows, how many steps follow one another) -> seconds of each, on each stage.
     """
-    rows, seconds, number = [], [], 1
+    rows, alone, together, number = [], [], [], 1
     while True:
         number = min(number, max_rows)
-        rounds = [measure(number) for _ in range(repeats + 1)][1:]
         rows.append(number)
-        seconds.append(tuple(min(stage) for stage in zip(*rounds, strict=True)))
-        if number == max_rows:
-            return GroupChoice(tuple(rows), tuple(seconds))
-        number *= 2
+        flow = measure(number, num_stages + NUM_FULL - 1)  # its first steps warm up
+        together.append(tuple(_shortest(flow, stage, num_stages) for stage in range(num_stages)))
+        singles = [measure(number, 1)[0] for _ in range(2)]
+        alone.append(tuple(min(stage) for stage in zip(*singles, strict=True)))
+        # so long a step is bound by arithmetic, and longer ones lie on a line with it
+        if number == max_rows or max(alone[-1]) > LONG_STEP:
+            return GroupChoice(tuple(rows), tuple(alone), tuple(together))
+        number *= 4
+
+
+def _shortest(flow: Sequence[Sequence[float]], stage: int, num_stages: int) -> float:
+    """What a stage took at least while all the others had work too."""
+    first = num_stages - 1 - stage
+    return min(seconds[stage] for seconds in flow[first : len(flow) - stage])

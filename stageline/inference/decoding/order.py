@@ -25,7 +25,7 @@ class Order:
         rows: ids of the rows, in the order in which the group has them.
         lengths: tokens of each row; of a prefill, a score and a measurement.
         settings: of each new row: how its tokens are chosen.
-        num_targets: of each row of a score: how many of its last tokens are scored.
+        targets: of each row of a score: the tokens that are scored; the row ends before the last.
         leave: (group, row) that go before the pass.
         join: (from, into) groups that become one before the pass.
         seconds: what each stage took.
@@ -41,7 +41,7 @@ class Order:
     rows: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     settings: list[dict[str, Any]] = field(default_factory=list)
-    num_targets: list[int] = field(default_factory=list)
+    targets: list[list[int]] = field(default_factory=list)
     leave: list[tuple[int, int]] = field(default_factory=list)
     join: list[tuple[int, int]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)

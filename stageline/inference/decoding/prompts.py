@@ -32,6 +32,12 @@ def padded_right(rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids_BT}
 
 
+def without_last(prompt: Prompt) -> Prompt:
+    """The prompt without its last token, and what else has a value for each token."""
+    shape = prompt["input_ids"].shape
+    return {name: v[:, :-1] if v.shape == shape else v for name, v in prompt.items()}
+
+
 def together(prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
     """The inputs [B, T] of several prompts that are not alone, or those of one."""
     if len(prompts) == 1:

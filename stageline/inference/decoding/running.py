@@ -101,6 +101,8 @@ class Running:
     def finish(self, reason: Literal["stop", "length", "cancelled"]) -> None:
         """Tells the rest and the end."""
         self._tell(self.text.finish())
+        if reason == "length" and self.text.is_stopped:  # the rest ended in a stop string
+            reason = "stop"
         self.is_over = True
         self._call(
             Finished(

@@ -137,12 +137,15 @@ def _change(scores_V: Tensor, row: SampledRow) -> None:
 
 
 def _penalise_repetition(scores_V: Tensor, row: SampledRow, answer: Tensor) -> None:
-    prompt = answer[:0] if row.prompt_ids is None else row.prompt_ids.flatten().cpu()
-    ids = torch.cat([prompt, answer])
-    # some models embed tokens, of images say, that they can't write
-    ids = ids[ids < len(scores_V)].to(scores_V.device)
-    old, penalty = scores_V[ids], row.sampling.repetition_penalty
-    scores_V[ids] = torch.where(old < 0, old * penalty, old / penalty)
+    device, size = scores_V.device, len(scores_V)
+    ids = answer.to(device)
+    if row.prompt_ids is not None:
+        ids = torch.cat([row.prompt_ids.flatten().to(device), ids])
+    # one place more: some models embed tokens, of images say, that they can't write
+    ids, longer_V = ids.clamp(max=size), torch.cat([scores_V, scores_V.new_zeros(1)])
+    old, penalty = longer_V[ids], row.sampling.repetition_penalty
+    scores = torch.where(old < 0, old * penalty, old / penalty)
+    scores_V.copy_(longer_V.scatter(0, ids, scores)[:size])
 
 
 def _floats(values: Sequence[float], device: torch.device) -> Tensor:

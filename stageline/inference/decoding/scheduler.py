@@ -12,6 +12,7 @@ from typing import Any
 
 from stageline.inference.decoding.cache import take_out
 
+RULE_TOKENS = 128  # of a pass over prompts, at least, where no steps were measured
 ROOM_TO_WAIT_FOR = 8  # an eighth of all rows
 
 
@@ -78,27 +79,38 @@ class Scheduler:
 
     Args:
         best_groups: number of sequences -> number of groups.
+        pass_tokens: tokens of prompts that wait -> how many are best read in a pass; None: by
+            a rule.
         num_stages: prompts are read in at least as many passes, so that all stages work.
     """
 
     def __init__(
-        self, limits: Limits, *, best_groups: Callable[[int], int], num_stages: int
+        self,
+        limits: Limits,
+        *,
+        best_groups: Callable[[int], int],
+        pass_tokens: Callable[[int], int | None] = lambda num_tokens: None,
+        num_stages: int,
     ) -> None:
         self.limits = limits
         self.best_groups = best_groups
+        self.pass_tokens = pass_tokens
         self.num_stages = num_stages
         self.waiting: deque[Sequence] = deque()
         self.groups: dict[int, RunningGroup] = {}
         self.leaving: list[tuple[int, int]] = []  # (group, row), told with the next order
         self._turn = itertools.count(1)
+        self._most_tokens = limits.prefill_tokens  # of the pass that is put together
+
+    # both are asked by other threads too: a list is made of the groups at once, before they change
 
     @property
     def num_running(self) -> int:
-        return sum(len(group.members) for group in self.groups.values())
+        return sum(len(group.members) for group in list(self.groups.values()))
 
     @property
     def num_cells(self) -> int:
-        return sum(group.cells for group in self.groups.values())
+        return sum(group.cells for group in list(self.groups.values()))
 
     def fits(self, sequence: Sequence) -> bool:
         """Whether it can ever run."""
@@ -117,6 +129,7 @@ class Scheduler:
             return None
         group = self._emptiest(min(len(self.waiting), room))
         chosen: list[Sequence] = []
+        self._most_tokens = self._tokens_of_a_pass()
         while self.waiting and len(chosen) < room and self._may_add(group, chosen):
             chosen.append(self.waiting.popleft())
             if chosen[0].is_alone:
@@ -143,7 +156,7 @@ class Scheduler:
         if chosen and new.is_alone:
             return False
         width = max(one.length for one in [*chosen, new])
-        if chosen and width * (len(chosen) + 1) > self._tokens_of_a_pass():
+        if chosen and width * (len(chosen) + 1) > self._most_tokens:
             return False
         total = min(self.num_running + len(chosen) + len(self.waiting), self.limits.max_rows)
         fair = -(-total // (self.limits.num_groups or self.best_groups(total)))
@@ -160,7 +173,10 @@ class Scheduler:
         if self.num_stages == 1:
             return self.limits.prefill_tokens
         total = sum(one.length for one in self.waiting)
-        return min(self.limits.prefill_tokens, max(256, total // (2 * self.num_stages)))
+        advised = self.pass_tokens(total)
+        if advised is None:
+            advised = max(RULE_TOKENS, total // (2 * self.num_stages))
+        return min(self.limits.prefill_tokens, advised)
 
     # -- steps ----------------------------------------------------------------------------
 

@@ -63,10 +63,11 @@ class ScoreQueue:
         order = Order(
             "score",
             rows=list(range(len(items))),
-            lengths=[prompts.length_of(item.prompt) for item in items],
-            num_targets=[item.num_targets for item in items],
+            lengths=[prompts.length_of(item.prompt) - 1 for item in items],
+            targets=[item.prompt["input_ids"][0, -item.num_targets :].tolist() for item in items],
         )
-        return order, [item.prompt for item in items]
+        # nothing follows the last token: a row may be one longer than the model has positions
+        return order, [prompts.without_last(item.prompt) for item in items]
 
     def _goes_with(self, items: list[ScoreRequest], new: ScoreRequest) -> bool:
         if not items:

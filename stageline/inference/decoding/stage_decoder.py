@@ -279,17 +279,17 @@ class StageDecoder:
         if self.has_cache:
             batch = self._padded_left(order, tensors)
             if self._keeps_logits:
-                batch["logits_to_keep"] = max(order.num_targets) + 1
+                batch["logits_to_keep"] = max(map(len, order.targets))
         else:
             batch = self._padded_right(order, tensors)
         output = self._forward(tensors, batch, None)
         if not self.stage.is_last:
             return _onwards(output, _others(tensors))
-        for place, count in enumerate(order.num_targets):
-            end = width if self.has_cache else order.lengths[place]
-            ids_T = tensors["input_ids"][place, end - count : end]
-            behind = width - output.shape[1]  # columns that logits were not kept of
-            logits_TV = output[place, end - count - 1 - behind : end - 1 - behind].float()
+        behind = width - output.shape[1]  # columns that logits were not kept of
+        for place, targets in enumerate(order.targets):
+            end = (width if self.has_cache else order.lengths[place]) - behind
+            ids_T = torch.tensor(targets, device=output.device)
+            logits_TV = output[place, end - len(targets) : end].float()
             logprobs_TV = logits_TV.log_softmax(-1)
             chosen_T = logprobs_TV.gather(-1, ids_T[:, None])[:, 0]
             is_greedy = bool((logprobs_TV.argmax(-1) == ids_T).all())

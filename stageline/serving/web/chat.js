@@ -13,6 +13,7 @@ const pictures = new Pictures(find("thumbnails"), notice);
 let models = [];
 let turns = [];
 let running = null; // the AbortController of the answer that comes in
+let isLooking = false; // for models, with a message that waits for them
 
 document.documentElement.lang = isChinese ? "zh-Hans" : "en";
 translate(document);
@@ -56,8 +57,12 @@ function takePictures(files) {
 
 async function submit() {
   const text = message.value.trim();
-  if (running || (!text && !pictures.urls.length)) return;
-  if (!models.length) await loadModels(); // the server may have come up meanwhile
+  if (running || isLooking || (!text && !pictures.urls.length)) return;
+  if (!models.length) {
+    isLooking = true;
+    await loadModels(); // the server may have come up meanwhile
+    isLooking = false;
+  }
   if (!models.length) return;
   notice("");
   const turn = new Turn(text, [...pictures.urls], (act) => redo(turn, act));
@@ -168,9 +173,10 @@ message.addEventListener("keydown", (event) => {
   event.preventDefault();
   submit();
 });
-message.addEventListener("input", fitMessage);
+message.addEventListener("input", () => keepDown(fitMessage));
 window.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && !find("settings").open) running?.abort();
+  const isForUs = event.key === "Escape" && !event.isComposing && !find("settings").open;
+  if (isForUs) running?.abort();
 });
 find("stop").addEventListener("click", () => running?.abort());
 find("new").addEventListener("click", startAnew);

@@ -26,15 +26,33 @@ export function render(element, text) {
 
 /** Copies a text; says on the button whether it worked. */
 export async function copyText(text, button) {
-  let said = "copied";
+  let isCopied = true;
   try {
     await navigator.clipboard.writeText(text);
   } catch {
-    said = "notCopied"; // no permission, or a page without https
+    isCopied = copyFromField(text); // no permission, or a page of another machine without https
   }
+  const said = isCopied ? "copied" : "notCopied";
   document.getElementById("said").textContent = say(said);
   button.classList.add(said);
   setTimeout(() => button.classList.remove(said), 1600);
+}
+
+function copyFromField(text) {
+  const focused = document.activeElement;
+  const field = document.createElement("textarea");
+  field.className = "unseen";
+  field.value = text;
+  document.body.append(field);
+  field.select();
+  try {
+    return document.execCommand("copy");
+  } catch {
+    return false;
+  } finally {
+    field.remove();
+    focused?.focus();
+  }
 }
 
 /** Text -> blocks: {kind, lines or text, language}. A fence that is still open is code already. */

@@ -1,0 +1,81 @@
+"""lm_eval_run.py from its options, on two processes, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stageline.data.processor import save_processor
+from stageline.testing.forked_entry import run_entry
+from stageline.testing.tiny_checkpoints import tiny_whole
+from stageline.testing.tiny_tokenizers import tiny_tokenizer
+
+lm_eval = pytest.importorskip("lm_eval")
+
+ROOT = Path(__file__).resolve().parents[2]
+TASKS = ROOT / "tests" / "samples" / "lm_eval_tasks"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = tiny_tokenizer((TASKS / "commands.jsonl").read_text(encoding="utf-8").splitlines())
+    tiny_whole("llama", path, vocab_size=len(tokenizer), noise=0.3)
+    save_processor(tokenizer, path)
+    return path
+
+
+def run(folder, *words):
+    return run_entry(
+        [ROOT / "lm_eval_run.py", "--model-path", folder, "--device", "cpu", *words],
+        cwd=ROOT,  # the data files of the tasks are relative to it
+        env={"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    )
+
+
+def figures(folder):
+    (file,) = folder.rglob("results_*.json")
+    return json.loads(file.read_text())["results"]["commands_choice"]
+
+
+def test_two_stages_give_the_figures_of_lm_evals_own_model(folder, tmp_path, monkeypatch):
+    tasks = ["--tasks", "commands_choice", "--include-path", TASKS, "--num-fewshot", 1]
+    done = run(folder, *tasks, "--num-stages", 2, "--output-path", tmp_path, "--log-samples")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "|commands_choice|" in done.stdout
+    assert f"the results are in {tmp_path}" in done.stdout
+    monkeypatch.chdir(ROOT)
+    theirs = lm_eval.simple_evaluate(
+        "hf",
+        model_args={"pretrained": str(folder), "dtype": "float32"},
+        device="cpu",
+        tasks=["commands_choice"],
+        num_fewshot=1,
+        task_manager=lm_eval.tasks.TaskManager(include_path=str(TASKS), include_defaults=False),
+    )
+    expected = {
+        name: value
+        for name, value in theirs["results"]["commands_choice"].items()
+        if isinstance(value, float)
+    }
+    assert {name: figures(tmp_path)[name] for name in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--tasks is missing"),
+        (["--tasks", "x", "--num-replicas", "2"], "--num-replicas 2 came with lm_eval"),
+        (["--tasks", "x", "--log-samples"], "--log-samples came without --output-path"),
+        (["--tasks", "x", "--limit", "-1"], "--limit"),
+    ],
+)
+def test_what_is_refused(folder, words, message):
+    done = run(folder, *words)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert message in done.stderr
+
+
+def test_checking_alone_loads_no_model(folder):
+    done = run(folder, "--tasks", "commands_name", "--include-path", TASKS, "--check-only")
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr

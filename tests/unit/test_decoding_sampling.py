@@ -1,0 +1,224 @@
+"""Sampling, stops and log-probabilities through the engine, against plain transformers."""
+
+import pytest
+import torch
+from transformers.generation import logits_process as hf
+
+import pp_models  # noqa: F401 (puts the parts on the shelf)
+from register import train_model_register
+from stageline.checkpoint.quiet import quiet
+from stageline.errors import UserError
+from stageline.inference.decoding.drawing import uniform
+from stageline.inference.decoding.request import Failed, Piece, Request, Sampling
+from stageline.inference.decoding.running import Running
+from stageline.inference.decoding.text import AnswerText
+from stageline.testing.decoded_models import decoded_text_model, load_whole
+from stageline.testing.decoding_engines import answers_of, local_engine
+
+NUM_TOKENS = 16
+SAMPLED = {"temperature": 3.0, "top_k": 40, "top_p": 0.95, "min_p": 0.001}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    with quiet():
+        folder = tmp_path_factory.mktemp("llama")
+        return decoded_text_model("llama", folder, num_prompts=6, num_tokens=NUM_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def exact(model):
+    """The library's model in float64."""
+    with quiet():
+        return load_whole(model.folder).double()
+
+
+@pytest.fixture(scope="module")
+def engine_of(model):
+    def make(num_stages=1, **limits):
+        options = {"config_path": None, "processor_path": None, "num_stages": num_stages}
+        with quiet():
+            stages = [
+                train_model_register["causal_lm"](
+                    checkpoint_path=str(model.folder), stage=stage, **options
+                )[0]
+                for stage in range(num_stages)
+            ]
+        return local_engine(stages, model.processor, **limits)
+
+    return make
+
+
+def _requests(model, **sampling):
+    """A request for each prompt, with the seed of its number."""
+    sampling = {"max_new_tokens": NUM_TOKENS, "stop_token_ids": (), **sampling}
+    return [
+        Request(str(place), prompt, Sampling(seed=place, **sampling))
+        for place, prompt in enumerate(model.prompts)
+    ]
+
+
+def _answers(engine, requests):
+    found = {answer.key: answer for answer in engine.answer(requests)}
+    assert len(found) == len(requests)
+    return [found[request.key] for request in requests]
+
+
+@torch.inference_mode()
+def _logits(exact, request, token_ids):
+    """Of each token of an answer: read at once, with what came before it."""
+    prompt = request.prompt["input_ids"]
+    ids = torch.cat([prompt, torch.tensor([list(token_ids)])], dim=1)
+    return exact(ids).logits[0, prompt.shape[1] - 1 : -1], ids
+
+
+@pytest.mark.parametrize(("num_stages", "num_groups"), [(1, 1), (2, 2), (3, 3)])
+def test_a_seed_gives_the_same_answer_alone_and_among_others(
+    num_stages, num_groups, model, engine_of
+):
+    requests = _requests(model, repetition_penalty=1.1, **SAMPLED)
+    together = _answers(engine_of(num_stages, max_rows=6, num_groups=num_groups), requests)
+    alone = engine_of(max_rows=1)
+    for request, answer in zip(requests, together, strict=True):
+        assert _answers(alone, [request])[0].token_ids == answer.token_ids
+    # in other company and another order
+    some = _answers(engine_of(num_stages, max_rows=2), requests[::-2])
+    assert [a.token_ids for a in some] == [a.token_ids for a in together[::-2]]
+
+
+def test_other_seeds_give_other_answers(model, engine_of):
+    prompts = [model.prompts[1]] * 4
+    engine = engine_of(max_rows=4)
+    found = {
+        seed: answers_of(engine, prompts, max_new_tokens=8, temperature=3.0, seed=seed)
+        for seed in (1, 2, 3)
+    }
+    # the same prompt with the same seed is the same question
+    assert all(len(set(answers)) == 1 for answers in found.values())
+    assert len({answers[0] for answers in found.values()}) == 3
+
+
+def test_sampled_answers_are_those_of_the_librarys_processors(model, exact, engine_of):
+    """The same numbers drawn from what transformers' classes make of the whole model's logits."""
+    requests = _requests(model, repetition_penalty=1.3, **SAMPLED)
+    warpers = [
+        hf.RepetitionPenaltyLogitsProcessor(1.3),
+        hf.TemperatureLogitsWarper(SAMPLED["temperature"]),
+        hf.TopKLogitsWarper(SAMPLED["top_k"]),
+        hf.TopPLogitsWarper(SAMPLED["top_p"]),
+        hf.MinPLogitsWarper(SAMPLED["min_p"]),
+    ]
+    num_unlikely = 0
+    for request, answer in zip(
+        requests, _answers(engine_of(2, max_rows=6, num_groups=2), requests), strict=True
+    ):
+        logits, ids = _logits(exact, request, answer.token_ids)
+        length = request.prompt["input_ids"].shape[1]
+        for index, token in enumerate(answer.token_ids):
+            scores = logits[index : index + 1].clone()
+            for warper in warpers:
+                scores = warper(ids[:, : length + index], scores)
+            sums = scores.softmax(-1)[0].cumsum(-1)
+            assert token == int((sums <= uniform(request.sampling.seed, index)).sum())
+            num_unlikely += token != scores.argmax().item()
+    assert num_unlikely > 10  # the answers are sampled ones indeed
+
+
+def test_logprobs_are_those_of_the_whole_model_in_float64(model, exact, engine_of):
+    for options in ({}, {"repetition_penalty": 1.3, "logit_bias": ((20, 2.0),), **SAMPLED}):
+        requests = _requests(model, logprobs=3, **options)
+        for request, answer in zip(
+            requests, _answers(engine_of(2, max_rows=4, num_groups=2), requests), strict=True
+        ):
+            expected = _logits(exact, request, answer.token_ids)[0].log_softmax(-1)
+            assert [one.token_id for one in answer.logprobs] == list(answer.token_ids)
+            for row, one in zip(expected, answer.logprobs, strict=True):
+                assert one.logprob == pytest.approx(row[one.token_id].item(), abs=1e-4)
+                values, ids = row.topk(3)
+                assert [token for token, _ in one.top] == ids.tolist()
+                assert [value for _, value in one.top] == pytest.approx(values.tolist(), abs=1e-4)
+
+
+def _stop_within(text):
+    """Three characters of the text after its beginning, where it has three in a row."""
+    parts = [text[place : place + 3] for place in range(3, len(text) - 3)]
+    return next((one for one in parts if "\ufffd" not in one and text.index(one) > 2), None)
+
+
+def _listen_to(engine, requests):
+    """All events of each request."""
+    events = {request.key: [] for request in requests}
+    ended = []
+
+    def listen(event):
+        events[event.key].append(event)
+        if not isinstance(event, Piece):
+            ended.append(event.key)
+        if len(ended) == len(requests):
+            engine.stop()
+
+    for request in requests:
+        engine.submit(request, listen)
+    engine.run()
+    assert sorted(ended) == sorted(events)
+    return events
+
+
+def test_stop_strings_end_one_answer_and_leave_the_others_alone(model, engine_of):
+    engine = engine_of(2, max_rows=6, num_groups=2)
+    free = _answers(engine, _requests(model))
+    stops = [_stop_within(answer.text) for answer in free]
+    place, stop = next((place, stop) for place, stop in enumerate(stops) if stop)
+    text, requests = free[place].text, _requests(model)
+    requests[place] = _requests(model, stop=(stop, "never"))[place]
+    events = _listen_to(engine, requests)
+    stopped = events[str(place)][-1]
+    assert (stopped.reason, stopped.stopped_by) == ("stop", stop)
+    assert stopped.text == text[: text.index(stop)]
+    count = len(stopped.token_ids)
+    assert stopped.token_ids == free[place].token_ids[:count]
+    decode = model.processor.decode
+    assert stop in decode(stopped.token_ids) and stop not in decode(stopped.token_ids[:-1])
+    for other in {*range(6)} - {place}:
+        assert events[str(other)][-1].text == free[other].text
+        assert events[str(other)][-1].reason == "length"
+    for found in events.values():
+        pieces, last = found[:-1], found[-1]
+        assert pieces and all(isinstance(piece, Piece) for piece in pieces)
+        assert "".join(piece.text for piece in pieces) == last.text
+        assert sum((piece.token_ids for piece in pieces), ()) == last.token_ids
+
+
+def test_a_stop_token_ends_an_answer_and_is_no_part_of_it(model, engine_of):
+    free = model.answers[1]
+    stop_id = free[5]
+    request = Request(
+        "a", model.prompts[1], Sampling(NUM_TOKENS, stop_token_ids=(stop_id,), logprobs=0)
+    )
+    answer = _answers(engine_of(max_rows=1), [request])[0]
+    assert (answer.reason, answer.stopped_by) == ("stop", stop_id)
+    assert answer.token_ids == free[: free.index(stop_id)]
+    assert answer.text == model.processor.decode(answer.token_ids, skip_special_tokens=True)
+    assert len(answer.logprobs) == len(answer.token_ids)
+
+
+def test_a_bias_for_a_token_that_there_is_not_fails_its_request_only(model, engine_of):
+    requests = _requests(model)
+    requests[3] = Request("3", model.prompts[3], Sampling(4, logit_bias=((10**6, 1.0),)))
+    answers = _answers(engine_of(2, max_rows=6, num_groups=1), requests)
+    assert isinstance(answers[3], Failed) and isinstance(answers[3].error, UserError)
+    assert "logit_bias names token 1000000" in str(answers[3].error)
+    for place in (0, 1, 2, 4, 5):
+        assert answers[place].token_ids == model.answers[place]
+
+
+def test_a_stop_string_that_shows_only_at_the_end_is_the_reason(model):
+    """Half a character at the last token: only then is it certain that no other half comes."""
+    tokenizer = model.processor
+    ids = tokenizer.encode("😀", add_special_tokens=False)
+    assert len(ids) > 2
+    sampling = Sampling(max_new_tokens=1, stop=("\ufffd",))
+    events = []
+    text = AnswerText(tokenizer, sampling.stop, ())
+    Running(Request("a", model.prompts[0], sampling), events.append, text).take(ids[0], None)
+    assert (events[-1].reason, events[-1].stopped_by, events[-1].text) == ("stop", "\ufffd", "")

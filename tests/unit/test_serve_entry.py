@@ -1,0 +1,123 @@
+"""serve.py from its options: two stages answer as plain transformers does, and end in order."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from options.serve_args import parse_serve_args, read_api_keys
+from register import import_shelf
+from stageline.testing.small_run import ForkedRun
+from stageline.testing.tiny_checkpoints import tiny_whole
+from stageline.testing.tiny_tokenizers import tiny_tokenizer
+
+import_shelf("prompt_fn")
+ROOT = Path(__file__).resolve().parents[2]
+KEY = "a-key-of-this-test"
+QUESTIONS = ("Which digit is this?", "true or false", "The cat is left of the dog. yes?")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    tokenizer = tiny_tokenizer(eos_token="<|im_end|>")
+    config = {"vocab_size": len(tokenizer), "max_position_embeddings": 256}
+    whole = tiny_whole("llama", folder, noise=0.2, **config)
+    tokenizer.save_pretrained(folder)
+    return folder, whole, tokenizer
+
+
+def by_the_library(whole, tokenizer, question):
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )["input_ids"]
+    made = whole.generate(
+        ids, max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=[2, 4]
+    )
+    return tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def wait_for_url(run: ForkedRun) -> str:
+    until = time.monotonic() + 100
+    while run.is_running() and time.monotonic() < until:
+        for line in run._text("out").splitlines():
+            if line.startswith("serving "):
+                return line.rpartition(" at ")[2]
+        time.sleep(0.05)
+    raise AssertionError(run.wait(1).err)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_server_answers_and_ends_in_order(model, tmp_path, ranks):
+    folder, whole, tokenizer = model
+    keys = tmp_path / "keys.txt"
+    keys.write_text(f"\n{KEY}\n")
+    words = [
+        ROOT / "serve.py", "--model-path", folder, "--device", "cpu", "--port", 0,
+        "--num-stages", ranks, "--temperature", 0, "--max-new-tokens", 12, "--num-groups", 1,
+        "--api-key-file", keys, "--shutdown-seconds", 20,
+    ]  # fmt: skip
+    run = ForkedRun([str(word) for word in words], ranks=ranks)
+    url = wait_for_url(run)
+    bodies = [
+        {"model": "tiny", "messages": [{"role": "user", "content": text}]} for text in QUESTIONS
+    ]
+    with httpx.Client(headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as client:
+        for question, body in zip(QUESTIONS, bodies, strict=True):
+            wanted = by_the_library(whole, tokenizer, question)
+            answer = client.post(f"{url}/chat/completions", json=body).json()
+            assert answer["choices"][0]["message"]["content"] == wanted != ""
+            streamed = client.post(f"{url}/chat/completions", json={**body, "stream": True})
+            events = [json.loads(line[6:]) for line in streamed.text.split("\n\n")[:-2]]
+            parts = [event["choices"][0]["delta"].get("content", "") for event in events]
+            assert "".join(parts) == wanted
+        assert httpx.post(f"{url}/chat/completions", json=body).status_code == 401
+        long = {**body, "max_tokens": 150, "logit_bias": {"2": -100, "4": -100}}
+        with client.stream("POST", f"{url}/chat/completions", json={**long, "stream": True}) as one:
+            lines = one.iter_lines()
+            assert next(lines).startswith("data: ")
+            for pid in run.pids.values():
+                os.kill(pid, signal.SIGTERM)
+            *_, last = (line for line in lines if line)
+        assert last == "data: [DONE]", "what is under way finishes"
+    done = run.wait(60)
+    assert done.code == 143, done.err
+    assert "Traceback" not in done.err
+
+
+WRONG = {
+    "--model-path is missing": [],
+    "--num-replicas 2 came with a server": ["--num-replicas", "2"],
+    "--port 70000 is out of range": ["--port", "70000"],
+    "--max-body-mib 0 is out of range": ["--max-body-mib", "0"],
+}
+
+
+@pytest.mark.parametrize("wanted", WRONG)
+def test_wrong_options_are_told(wanted, tmp_path):
+    words = WRONG[wanted] + (["--model-path", str(tmp_path)] if WRONG[wanted] else [])
+    with pytest.raises(ValueError, match=wanted):
+        parse_serve_args(words)
+
+
+def test_keys_come_from_a_file_and_the_environment(tmp_path, monkeypatch):
+    file = tmp_path / "keys"
+    file.write_text("first-long-key\n\nsecond-long-key\n")
+    words = ["--model-path", str(tmp_path), "--api-key-file", str(file), "--api-key-env", "MY_KEY"]
+    run = parse_serve_args(words).run
+    with pytest.raises(ValueError, match="--api-key-env MY_KEY holds no key"):
+        read_api_keys(run)
+    monkeypatch.setenv("MY_KEY", "third-long-key")
+    assert read_api_keys(run) == ("third-long-key", "first-long-key", "second-long-key")
+    for bad in ("short", "with a space in it", "münchen-münchen"):
+        monkeypatch.setenv("MY_KEY", bad)
+        with pytest.raises(ValueError, match="without spaces") as caught:
+            read_api_keys(run)
+        assert bad not in str(caught.value)
