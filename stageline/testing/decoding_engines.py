@@ -26,21 +26,35 @@ def local_engine(stages: Sequence[nn.Module], processor: Any, **limits: Any) -> 
 
 
 def on_ranks(
-    stage: nn.Module, processor: Any, work: Callable[[DecodingEngine], Any], **limits: Any
+    stage: nn.Module,
+    processor: Any,
+    work: Callable[[DecodingEngine], Any],
+    *,
+    device: torch.device = CPU,
+    decoder_class: type[StageDecoder] = StageDecoder,
+    **limits: Any,
 ) -> Any:
     """Has each rank run its stage; the first one does `work` with the engine.
+
+    Args:
+        decoder_class: a stage that does something else in a test.
 
     Returns:
         What `work` returns; on other ranks None.
     """
     rank, num_stages = dist.get_rank(), dist.get_world_size()
-    decoder, wire = StageDecoder(stage), make_wire(rank, num_stages=num_stages, device=CPU)
+    decoder = decoder_class(stage, device=device)
+    wire = make_wire(rank, num_stages=num_stages, device=device)
     if rank > 0:
         follow(decoder, wire, num_stages=num_stages)
         return None
     chain = RankChain(decoder, wire, num_stages=num_stages)
     engine = DecodingEngine(
-        chain, tokenizer=get_tokenizer(processor), processor=processor, limits=Limits(**limits)
+        chain,
+        tokenizer=get_tokenizer(processor),
+        processor=processor,
+        limits=Limits(**limits),
+        device=device,
     )
     found = work(engine)
     engine.close()

@@ -1,10 +1,8 @@
-"""An entry file whose two stages answer until the second one ends as its first argument says."""
+"""An entry file whose two stages answer until the second one is killed in the middle."""
 
 import os
 import signal
 import sys
-import threading
-from pathlib import Path
 
 import torch
 
@@ -13,69 +11,45 @@ from register import train_model_register
 from stageline.distributed.failure import name_stages, run_entry
 from stageline.distributed.launch import launch_if_needed
 from stageline.distributed.process_group import distributed_context
-from stageline.inference.decoding.request import Failed, Request, Sampling
+from stageline.inference.decoding.engine import DecodingEngine
+from stageline.inference.decoding.request import Request, Sampling
+from stageline.inference.decoding.stage_decoder import StageDecoder
 from stageline.testing.decoding_engines import on_ranks
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
-ENDS_AT = 9  # the order in which it does
+ENDS_AT = 9  # the order that the second stage does not live to see
 
 
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+class Mortal(StageDecoder):
+    """A stage that is killed."""
+
+    def run(self, order, tensors):
+        if order.number >= ENDS_AT and self.stage.stage == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().run(order, tensors)
 
 
-def crash() -> None:
-    raise KeyError("boom outside of a pass")
-
-
-def spoil(decoder, end) -> None:
-    run, calls = decoder.run, iter(range(10**9))
-
-    def counted(*args):
-        if next(calls) == ENDS_AT:
-            end()
-        return run(*args)
-
-    decoder.run = counted
-
-
-def work(engine, folder: Path) -> None:
-    def listen(event) -> None:
-        if isinstance(event, Failed):
-            (folder / f"failed_{event.key}").write_text(str(event.error))
-
+def serve(engine: DecodingEngine) -> None:
+    """As a server does, for ever."""
     ids = torch.arange(9, 20)[None]
     for key in "abc":
         prompt = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        engine.submit(Request(key, prompt, Sampling(10**6, stop_token_ids=())), listen)
-    threading.Timer(1.0, lambda: None).start()  # as a server has other threads
+        engine.submit(Request(key, prompt, Sampling(10**6, stop_token_ids=())), lambda event: None)
     engine.run()
 
 
 def main() -> None:
-    mode, model, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     launch_if_needed(2)
     with distributed_context(num_ranks=2, device="cpu", timeout=600) as context:
         name_stages([context.pp_rank])
         stage = train_model_register["llama"](
             config_path=None,
             processor_path=None,
-            checkpoint_path=model,
+            checkpoint_path=sys.argv[1],
             stage=context.pp_rank,
             num_stages=2,
         )[0]
-        if context.pp_rank == 1:
-            import stageline.testing.decoding_engines as engines
-
-            made = engines.StageDecoder
-
-            def make(stage):
-                decoder = made(stage)
-                spoil(decoder, globals()[mode])
-                return decoder
-
-            engines.StageDecoder = make
-        on_ranks(stage, tiny_tokenizer(), lambda engine: work(engine, folder), num_groups=1)
+        on_ranks(stage, tiny_tokenizer(), serve, decoder_class=Mortal, num_groups=1)
 
 
 if __name__ == "__main__":
