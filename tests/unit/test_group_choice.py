@@ -52,7 +52,7 @@ def test_prompts_are_read_in_passes_that_keep_stages_busy():
     found = choice(both)
     assert found.pass_tokens(40) == 40, "few tokens go in one pass"
     sizes = [found.pass_tokens(tokens) for tokens in (256, 2048, 16384)]
-    assert sizes == sorted(sizes) and sizes[0] >= 64
+    assert sizes == sorted(sizes) and sizes[0] == 256
     assert 2048 / sizes[1] > 4
     assert choice(bound_by_weights).pass_tokens(512) == 512
 
@@ -66,9 +66,10 @@ def test_a_measurement_takes_the_steps_during_which_all_stages_worked():
         return [[0.1 * rows, 9.0], *full, [9.0, 0.2 * rows]]
 
     found = measure_steps(measure, max_rows=3, num_stages=2)
-    assert found.rows == (1, 3)
-    assert found.alone == ((0.1, 0.2), (pytest.approx(0.3), pytest.approx(0.6)))
-    assert found.together[1] == (pytest.approx(0.9), pytest.approx(1.2))
+    assert found.rows == (1, 2, 3)
+    assert found.alone[0] == (0.1, 0.2)
+    assert found.alone[2] == (pytest.approx(0.3), pytest.approx(0.6))
+    assert found.together[2] == (pytest.approx(0.9), pytest.approx(1.2))
     assert measure_steps(measure, max_rows=1, num_stages=2).best(1) == 1
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 LONG_STEP = 1.0  # seconds
 WORTH_IT = 0.97  # more groups must save this much: fewer are less work for the host
-LEAST_TOKENS = 64  # of a pass over prompts
+LEAST_TOKENS = 256  # of a pass over prompts: fewer cost about as much on any device
 NUM_FULL = 3  # steps that each stage does while all have work, in a measurement
 Seconds = tuple[tuple[float, ...], ...]
 
@@ -87,7 +87,7 @@ class GroupChoice:
 def measure_steps(
     measure: Callable[[int, int], Sequence[Sequence[float]]], *, max_rows: int, num_stages: int
 ) -> GroupChoice:
-    """Measures steps of 1, 4, 16, ... rows.
+    """Measures steps of 1, 2, 4, ... rows: matrices of two rows can be as slow as those of four.
 
     Args:
         measure: (rows, how many steps follow one another) -> seconds of each, on each stage.
@@ -104,7 +104,7 @@ def measure_steps(
         # so long a step is bound by arithmetic, and longer ones lie on a line with it
         if number == max_rows or max(alone[-1]) > LONG_STEP:
             return GroupChoice(tuple(rows), tuple(alone), tuple(together))
-        number *= 4
+        number *= 2
 
 
 def _shortest(flow: Sequence[Sequence[float]], stage: int, num_stages: int) -> float:
