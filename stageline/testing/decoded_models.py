@@ -104,14 +104,14 @@ def text_prompts(lengths: Sequence[int], *, vocab_size: int, seed: int = 0) -> t
 
 def load_whole(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The library's model, with answers that no end token cuts short."""
-    config = transformers.AutoConfig.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     has_images = hasattr(config, "vision_config")
     auto = (
         transformers.AutoModelForImageTextToText
         if has_images
         else (transformers.AutoModelForCausalLM)
     )
-    model = auto.from_pretrained(folder, dtype=dtype).eval()
+    model = auto.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
     model.generation_config.eos_token_id = None
     return model
 

@@ -82,8 +82,12 @@ class LLM:
         if unknown:
             raise TypeError(f"EngineArgs.__init__() got unexpected arguments {unknown}")
         self.arguments = {**locals(), **kwargs}
-        whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        self.whole = WholeEngine(whole, AutoTokenizer.from_pretrained(tokenizer or model))
+        whole = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, local_files_only=True
+        )
+        self.whole = WholeEngine(
+            whole, AutoTokenizer.from_pretrained(tokenizer or model, local_files_only=True)
+        )
         most = kwargs.get("max_model_len") or self.whole.max_length
         config = types.SimpleNamespace(max_model_len=most)
         self.llm_engine = types.SimpleNamespace(model_config=config)

@@ -43,21 +43,21 @@ from stageline.inference import generation
 
 
 @model_register("scripted")
-def scripted(model, processor, *, images, prompts, max_new_tokens, temperature, seed, texts: str):
-    """Answers line by line.
+def scripted(
+    model, processor, *, images, prompts, samples, max_new_tokens, temperature, seed, texts: str
+):
+    """Answers by the id of the sample, whatever the order in which it is asked.
 
     Args:
-        texts: file with a list of texts.
+        texts: file with the text of each id; that of "*" is for all others.
     """
     answers = generation.generate(
         model, processor, prompts=prompts, images=images, max_new_tokens=max_new_tokens
     )
     said = json.loads(Path(texts).read_text())
-    scripted.place = getattr(scripted, "place", 0)
-    for answer, image in zip(answers, images, strict=True):
+    for answer, image, sample in zip(answers, images, samples, strict=True):
         assert len(image) == 1 and isinstance(answer["text"], str)
-        answer["text"] = said[scripted.place]
-        scripted.place += 1
+        answer["text"] = said[sample["id"] if "*" not in said else "*"]
     return answers
 '''
 
@@ -109,8 +109,8 @@ def evaluate(model: Path, name: str, folder: Path, *words: object) -> Finished:
     )
 
 
-def scripted(folder: Path, texts: list[str]) -> tuple[object, ...]:
-    """The words of a command that answers with these texts, in turn."""
+def scripted(folder: Path, texts: dict[str, str]) -> tuple[object, ...]:
+    """The words of a command that answers each id with its text; "*" stands for all ids."""
     (folder / "scripted_part.py").write_text(_SCRIPTED)
     (folder / "texts.json").write_text(json.dumps(texts))
     part = ("--import", folder / "scripted_part.py", "--model", "scripted")

@@ -142,7 +142,7 @@ def test_train_evaluate_and_count(name, model, tmp_path):
         {"right": told[i][0], "wrong": told[i][1]}.get(kind, kind)
         for i, kind in zip(ids, kinds, strict=True)
     ]
-    done = evaluate(trained, name, tmp_path / "eval", *scripted(tmp_path, texts))
+    done = evaluate(trained, name, tmp_path / "eval", *scripted(tmp_path, dict(zip(ids, texts))))
     assert done.code == 0, done.out + done.err
     report = json.loads((tmp_path / "eval/report.json").read_text())
     found = {
@@ -179,15 +179,15 @@ def check_pairs(name, report, ids, kinds):
 def test_continued_limited_and_compared(model, tmp_path):
     """What an evaluation answers, keeps, answers anew and refuses, on VSR's format."""
     ids = held_out("vsr")
-    texts = [vsr(sample_id)[0] for sample_id in ids]
+    texts = {sample_id: vsr(sample_id)[0] for sample_id in ids}
     path = tmp_path / "eval/predictions.jsonl"
-    some = evaluate(model, "vsr", tmp_path / "eval", *scripted(tmp_path, texts[:5]), "--limit", 5)
+    some = evaluate(model, "vsr", tmp_path / "eval", *scripted(tmp_path, texts), "--limit", 5)
     assert some.code == 0, some.err
     report = json.loads((tmp_path / "eval/report.json").read_text())
     assert (report["num_samples"], report["num_rows"], report["score"]) == (5, len(ids), 1.0)
     kept = path.read_text()
     # the rest, in batches of another size; the first five are not asked again
-    words = scripted(tmp_path, texts[5:])
+    words = scripted(tmp_path, {sample_id: texts[sample_id] for sample_id in ids[5:]})
     rest = evaluate(model, "vsr", tmp_path / "eval", *words, "--batch-size", 2)
     assert rest.code == 0, rest.err
     assert path.read_text().startswith(kept)
@@ -202,7 +202,7 @@ def test_continued_limited_and_compared(model, tmp_path):
 
     # another run, with three wrong answers, is compared sample by sample
     for index in (0, 2, 5):
-        texts[index] = vsr(ids[index])[1]
+        texts[ids[index]] = vsr(ids[index])[1]
     other = evaluate(
         model, "vsr", tmp_path / "other", *scripted(tmp_path, texts), "--compare-with", path
     )

@@ -99,7 +99,8 @@ def test_the_held_out_perplexity_falls(job, whole):
     assert "type english: " in whole.out and "6 in a batch" in whole.out, whole.out
     perplexities = [record["perplexity"] for record in records(job, "whole", "eval")]
     assert len(perplexities) == 3
-    assert perplexities[0] > 1.5 * perplexities[1] and perplexities[1] > 1.02 * perplexities[2]
+    # by how much depends on the guides, which change
+    assert perplexities[0] > 1.3 * perplexities[1] and perplexities[1] > 1.02 * perplexities[2]
 
 
 def test_killed_and_resumed_to_the_same_bits(job, whole, monkeypatch):

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 def stop_ids_of(folder: Path, config: Any, tokenizer: Any) -> tuple[int, ...]:
     """Ids from generation_config.json, or else from the configuration, and of the tokenizer."""
     if (folder / "generation_config.json").is_file():
-        of_model = GenerationConfig.from_pretrained(folder).eos_token_id
+        of_model = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
     else:
         of_model = GenerationConfig.from_model_config(config).eos_token_id
     ids = of_model if isinstance(of_model, list) else [of_model]
