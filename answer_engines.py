@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from decode_run import num_processes, open_decoding
+from decode_run import DTYPES, num_processes, open_decoding
 from options.engine_options import ENGINE_KEYS
 from options.lora_options import adapter_arguments
 from parse_args import Arguments
@@ -27,7 +27,6 @@ from stageline.evaluation.replicas import Replicas
 from stageline.inference.vllm_engine import check_vllm, open_vllm
 from stageline.model_folder import load_config
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SECONDS_TO_MEET = 600.0
 EXPORTED = "~/.cache/stageline/exported"  # what vLLM reads
 

@@ -117,14 +117,12 @@ class AnsweringModel:
     def processor_folder(self) -> Path:
         """Where the tokenizer or processor lies: with the last adapter, if it brought one."""
         from stageline.checkpoint.adapter import find_base
+        from stageline.checkpoint.adapter_config import processor_folder
         from stageline.checkpoint.files import ADAPTER_CONFIG
 
         is_adapter = (self.folder / ADAPTER_CONFIG).exists()
         base = find_base(self.folder) if is_adapter else self.folder
-        last = Path(self.adapters[-1]) if self.adapters else self.folder
-        names = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
-        needed = {name for name in names if (base / name).is_file()} | {names[0]}
-        return last if all((last / name).is_file() for name in needed) else base
+        return processor_folder(Path([self.folder, *self.adapters][-1]), base)
 
 
 def stage_key(config: "PretrainedConfig") -> str | None:

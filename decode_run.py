@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from answer_stages import AnsweringModel
 from options.decode_options import DecodeOptions
+from stageline.checkpoint.host_memory import available_memory
 from stageline.data.processor import get_tokenizer, load_processor
 from stageline.distributed.failure import name_stages
 from stageline.distributed.launch import launch_if_needed
@@ -152,6 +153,7 @@ def make_limits(
         context.device,
         gib=run.cache_gib,
         processes=int(os.environ.get("LOCAL_WORLD_SIZE", context.world_size)),
+        host_bytes=available_memory(),
     )
     cells = torch.tensor(cells_within(budget, decoder))
     if context.world_size > 1:

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from models.devices import make_device_map, plan_text
 from register import builder_register
 from stageline.checkpoint.adapter import attach_adapter, find_base
+from stageline.checkpoint.adapter_config import processor_folder
 from stageline.checkpoint.adapter_start import Adapters
 from stageline.checkpoint.whole import check_weights, load_whole
 from stageline.data.processor import load_processor
@@ -116,15 +117,15 @@ class _Source:
 def _find(
     model_path: str, adapter_path: str | list[str] | None, *, trust_remote_code: bool
 ) -> _Source:
-    folder = processor_folder = find_folder(model_path)
+    folder = model_folder = find_folder(model_path)
     adapters = [adapter_path] if isinstance(adapter_path, str) else list(adapter_path or ())
     if (folder / "adapter_config.json").is_file():
         adapters, folder = adapters or [str(folder)], find_base(folder)
-    processor_folder = _processor_folder([processor_folder, *adapters][-1], folder)
+    own_processor = processor_folder(Path([model_folder, *adapters][-1]), folder)
     # its run changed the base's
     has_own = bool(adapters) and (Path(adapters[-1]) / "config.json").is_file()
     config = load_config(adapters[-1] if has_own else folder, trust_remote_code=trust_remote_code)
-    return _Source(folder, processor_folder, adapters, config, has_own)
+    return _Source(folder, own_processor, adapters, config, has_own)
 
 
 def _options(
@@ -141,10 +142,3 @@ def _add_adapters(model: PreTrainedModel, adapters: list[str], weights: list[flo
     else:
         own = None if weights is None else tuple(weights)
         Adapters(tuple(map(Path, adapters)), own).merge(model)
-
-
-def _processor_folder(adapter: str | Path, base: Path) -> Path:
-    """An adapter's own folder, which may know new tokens, if all is there that its base has."""
-    names = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
-    needed = {name for name in names if (base / name).is_file()} | {names[0]}
-    return Path(adapter) if all((Path(adapter) / name).is_file() for name in needed) else base

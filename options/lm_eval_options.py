@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from options.checks import check_precision
 from options.decode_options import DecodeOptions
 from options.fields import OptionError, check_limits, option
-from options.model_options import ModelOptions
+from options.model_options import ModelOptions, check_has_model
 from parse_args import Arguments, read_arguments
 
 
@@ -63,11 +63,7 @@ def parse_lm_eval_args(argv: Sequence[str] | None = None) -> Arguments:
 
 
 def _check(run: LmEvalConfig) -> None:
-    if run.model_path is None:
-        raise OptionError(
-            "--model-path is missing. A folder with config.json and weights, or an adapter folder, "
-            "was expected, because it is what answers."
-        )
+    check_has_model(run)
     if not task_names(run):
         raise OptionError(
             "--tasks is missing. Names between commas were expected, such as --tasks arc_easy,"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from options.fields import option
+from options.fields import OptionError, option
 
 
 @dataclass(kw_only=True)
@@ -32,3 +32,13 @@ class ModelOptions:
 def precision_of(config: Any) -> Literal["fp32", "bf16", "fp16"]:
     """The compute type that the options bf16 and fp16 say."""
     return "bf16" if config.bf16 else "fp16" if config.fp16 else "fp32"
+
+
+def check_has_model(config: ModelOptions) -> None:
+    """Refuses options that name no model."""
+    if config.model_path is None:
+        raise OptionError(
+            "--model-path is missing. A folder with config.json and weights, or an adapter folder, "
+            "was expected, because it is what answers: give the checkpoint of a run, such as "
+            "runs/digits/checkpoints/step-00000400."
+        )

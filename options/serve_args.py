@@ -8,6 +8,7 @@ from pathlib import Path
 from options.checks import check_precision
 from options.fields import OptionError, check_limits
 from options.image_options import check_images
+from options.model_options import check_has_model
 from options.serve_options import ServeConfig
 from parse_args import Arguments, read_arguments
 
@@ -29,12 +30,7 @@ def parse_serve_args(argv: Sequence[str] | None = None) -> ServeArguments:
     check_limits(run)
     check_precision(run)
     check_images(run)
-    if run.model_path is None:
-        raise OptionError(
-            "--model-path is missing. A folder with config.json and weights, or an adapter folder, "
-            "was expected, because it is what answers: give the checkpoint of a run, such as "
-            "runs/digits/checkpoints/step-00000400."
-        )
+    check_has_model(run)
     run.num_replicas = run.num_replicas or 1
     if run.num_replicas != 1:
         raise OptionError(

@@ -1,6 +1,6 @@
-"""The configuration that an adapter was trained with: its base's, or one of its own beside it.
+"""Which folder has the configuration and the tokenizer of an adapter: its own or its base's.
 
-It has one of its own where the run changed it (scaled positions): the base's does not say so.
+It has its own where the run changed it (scaled positions): the base's does not say so.
 """
 
 from pathlib import Path
@@ -16,3 +16,10 @@ def config_folder(folder: Path) -> Path:
     if (folder / CONFIG).exists() or not (folder / ADAPTER_CONFIG).exists():
         return folder
     return find_base(folder)
+
+
+def processor_folder(adapter: Path, base: Path) -> Path:
+    """An adapter's own folder, which may know new tokens, if all is there that its base has."""
+    names = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
+    needed = {name for name in names if (base / name).is_file()} | {names[0]}
+    return adapter if all((adapter / name).is_file() for name in needed) else base

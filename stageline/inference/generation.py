@@ -118,7 +118,11 @@ def _generate_batch(
 
 def stop_token_ids(model: torch.nn.Module, tokenizer: Any) -> list[int]:
     """The ids that end an answer: of the tokenizer, and of the model's generation config."""
-    of_model = getattr(model.generation_config, "eos_token_id", None)
+    return with_tokenizers(getattr(model.generation_config, "eos_token_id", None), tokenizer)
+
+
+def with_tokenizers(of_model: list[int] | int | None, tokenizer: Any) -> list[int]:
+    """The stop tokens that a generation config names, and the tokenizer's own."""
     ids = of_model if isinstance(of_model, list) else [of_model]
     return sorted({int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None})
 

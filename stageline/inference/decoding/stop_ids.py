@@ -5,6 +5,8 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from stageline.inference.generation import with_tokenizers
+
 
 def stop_ids_of(folder: Path, config: Any, tokenizer: Any) -> tuple[int, ...]:
     """Ids from generation_config.json, or else from the configuration, and of the tokenizer."""
@@ -12,5 +14,4 @@ def stop_ids_of(folder: Path, config: Any, tokenizer: Any) -> tuple[int, ...]:
         of_model = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
     else:
         of_model = GenerationConfig.from_model_config(config).eos_token_id
-    ids = of_model if isinstance(of_model, list) else [of_model]
-    return tuple(sorted({int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None}))
+    return tuple(with_tokenizers(of_model, tokenizer))
