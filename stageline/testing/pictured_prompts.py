@@ -1,4 +1,4 @@
-"""Prompts with no, one and several pictures of noise, as a server gets them."""
+"""Prompts with no, one and several pictures of noise, and tiny models that look at them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,10 +6,15 @@ from typing import Any
 import numpy
 import torch
 from PIL import Image
+from transformers import PretrainedConfig
 
 from stageline.data.batch import render_sample
+from stageline.data.processor import get_tokenizer
 from stageline.data.rendered import Rendered
 from stageline.inference.generation import encode_prompts
+from stageline.testing.tiny_mllama import tiny_mllama_config, tiny_mllama_processor
+from stageline.testing.tiny_models import tiny_config
+from stageline.testing.tiny_processors import tiny_processor
 
 # width, height of each prompt's pictures
 SIZES: tuple[tuple[tuple[int, int], ...], ...] = (
@@ -27,7 +32,7 @@ def pictured_prompts(
     """One prompt for each entry of `SIZES`; prompt_fn and image_token are parts of the shelf."""
     prompts = []
     for place, (sizes, question) in enumerate(zip(SIZES, QUESTIONS, strict=True)):
-        pictures = [_picture(size) for size in sizes]
+        pictures = [picture(size) for size in sizes]
         rendered = render_sample(
             pictures,
             {"id": str(place), "question": question, "answer": ""},
@@ -41,7 +46,18 @@ def pictured_prompts(
     return prompts
 
 
-def _picture(size: tuple[int, int]) -> Image.Image:
+def picture(size: tuple[int, int]) -> Image.Image:
+    """Noise of a width and height, the same each time."""
     generator = numpy.random.default_rng(sum(size))
     values = generator.integers(0, 256, (size[1], size[0], 3), dtype=numpy.uint8)
     return Image.fromarray(values)
+
+
+def tiny_parts(family: str) -> tuple[Any, PretrainedConfig]:
+    """A processor and a configuration of a tiny vision-language model that fit each other."""
+    if family == "mllama":
+        processor, make = tiny_mllama_processor(), tiny_mllama_config
+    else:
+        processor, make = tiny_processor(family), lambda **fields: tiny_config(family, **fields)
+    size = len(get_tokenizer(processor))
+    return processor, make(vocab_size=size, max_position_embeddings=1024)

@@ -4,7 +4,6 @@ The library's way is its processor on the text of its chat template, and `model.
 saved folder, the builder part, rendered prompts and one batch padded on the left.
 """
 
-import numpy
 import pytest
 import torch
 import transformers
@@ -15,9 +14,8 @@ from prompt_fn import auto, chat
 from stageline.data.batch import render_sample
 from stageline.data.processor import get_tokenizer, save_processor
 from stageline.inference.model_cutter import ModelCutter
-from stageline.testing.tiny_mllama import tiny_mllama_config, tiny_mllama_processor
-from stageline.testing.tiny_models import VISION_LANGUAGE, tiny_config
-from stageline.testing.tiny_processors import tiny_processor
+from stageline.testing.pictured_prompts import picture, tiny_parts
+from stageline.testing.tiny_models import VISION_LANGUAGE
 
 FAMILIES = (*VISION_LANGUAGE, "mllama")
 NEW_TOKENS = 10
@@ -31,16 +29,6 @@ QUESTIONS = (
     "true",
     "What digit do you see? Answer: 7 or not 7",
 )
-
-
-def tiny_parts(family):
-    """A processor and a configuration that fit each other."""
-    if family == "mllama":
-        processor, make = tiny_mllama_processor(), tiny_mllama_config
-    else:
-        processor, make = tiny_processor(family), lambda **fields: tiny_config(family, **fields)
-    size = len(get_tokenizer(processor))
-    return processor, make(vocab_size=size, max_position_embeddings=1024)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -61,11 +49,6 @@ def folder(request, tmp_path_factory):
     model.save_pretrained(path)
     save_processor(processor, path)
     return path
-
-
-def picture(size):
-    generator = numpy.random.default_rng(sum(size))
-    return Image.fromarray(generator.integers(0, 256, (size[1], size[0], 3), dtype=numpy.uint8))
 
 
 def samples():

@@ -1,36 +1,18 @@
 """Likelihoods of answers about pictures, against the library's processor and model, row by row."""
 
-import numpy
 import pytest
 import torch
 import transformers
-from PIL import Image
 
 from models.likelihood import loglikelihood
 from prompt_fn import auto, fill
 from stageline.data.batch import render_sample
 from stageline.data.processor import get_tokenizer
-from stageline.testing.tiny_mllama import tiny_mllama_config, tiny_mllama_processor
-from stageline.testing.tiny_models import tiny_config
-from stageline.testing.tiny_processors import tiny_processor
+from stageline.testing.pictured_prompts import picture, tiny_parts
 
 SIZES = (((20, 30),), ((64, 33), (16, 16)), ((40, 90),))
 QUESTIONS = ("Which digit?", "Is the cat left of the dog, yes or no?", "What is it?")
 CHOICES = ["yes", "not the cat, the dog"]
-
-
-def tiny_parts(family):
-    if family == "mllama":
-        processor, make = tiny_mllama_processor(), tiny_mllama_config
-    else:
-        processor, make = tiny_processor(family), lambda **fields: tiny_config(family, **fields)
-    size = len(get_tokenizer(processor))
-    return processor, make(vocab_size=size, max_position_embeddings=1024)
-
-
-def picture(size):
-    generator = numpy.random.default_rng(sum(size))
-    return Image.fromarray(generator.integers(0, 256, (size[1], size[0], 3), dtype=numpy.uint8))
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "gemma3_vl", "mllama"])
