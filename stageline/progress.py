@@ -42,6 +42,12 @@ def place() -> Place:
     return _place
 
 
+def begin() -> None:
+    """Forgets what was noted: for a process forked from one that has run something before."""
+    global _place
+    _place = Place(since=time.monotonic())
+
+
 def at_step(step: int) -> None:
     """Notes how many optimizer steps are done."""
     global _place

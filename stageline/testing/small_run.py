@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from stageline import progress
 from stageline.chaos import VARIABLE, arm
 from stageline.checkpoint.layout import verify
 from stageline.testing.tiny_models import tiny_config
@@ -274,6 +275,7 @@ def run_and_exit(words: list[str], files: Sequence[Path], prepare: Callable[[], 
         sys.stdout = open(1, "w", buffering=1, closefd=False)
         sys.stderr = open(2, "w", buffering=1, closefd=False)
         prepare()
+        progress.begin()  # a test may have trained in this process before
         sys.argv = words
         torch.set_num_threads(1)  # threads of before are not in the fork
         forget_the_house()

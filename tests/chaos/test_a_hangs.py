@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from stageline import progress
 from stageline.checkpoint.layout import verify
 from stageline.testing.small_run import Job, finish
 
@@ -87,6 +88,14 @@ def test_a10_a_lone_process_is_looked_after_too(job):
     assert done.code == 8 and done.seconds < SECONDS
     assert re.match(r"error\[hang\] step=3: no progress for \d s in forward of micro", done.err)
     assert_kept(job, "a10_1", 2)
+
+
+def test_a10_the_start_has_no_limit(job, monkeypatch):
+    # what this process has run before is not what its forks do
+    monkeypatch.setattr(progress, "_place", progress.Place(step=3, since=0.0))
+    chaos = "at=start,rank=1,do=sleep,value=4"
+    done = job.fork("a10_start", "--hang-timeout", 3, "--total-steps", 2, chaos=chaos)
+    assert (done.code, done.err) == (0, "")
 
 
 def test_a10_without_a_limit_nobody_is_blamed(job):
