@@ -41,17 +41,25 @@ class AnsweringModel:
 
     @functools.cached_property
     def base(self) -> Path:
-        """The folder with config.json; of an adapter that of its base."""
+        """The folder of the weights below all adapters."""
+        from stageline.checkpoint.adapter import find_base
+        from stageline.checkpoint.files import ADAPTER_CONFIG
+
+        return find_base(self.folder) if (self.folder / ADAPTER_CONFIG).exists() else self.folder
+
+    @functools.cached_property
+    def config_folder(self) -> Path:
+        """The folder with config.json: that of an adapter, if its run changed the base's."""
         from stageline.checkpoint.adapter_config import config_folder
 
-        return config_folder(self.folder)
+        return config_folder(self.folder, self.adapters)
 
     @functools.cached_property
     def config(self) -> "PretrainedConfig":
         """The configuration of the whole model."""
         from stageline.model_folder import load_config
 
-        return load_config(self.base, trust_remote_code=self.trust_remote_code)
+        return load_config(self.config_folder, trust_remote_code=self.trust_remote_code)
 
     def build(self, stage: int, device: "torch.device | str") -> Any:
         """One stage with its weights, as the part makes it."""
@@ -60,7 +68,7 @@ class AnsweringModel:
 
         build = functools.partial(
             train_model_register[self.part_key()],
-            config_path=str(self.base),
+            config_path=str(self.config_folder),
             processor_path=None,
             num_stages=self.num_stages,
             is_piece=True,  # its processor is loaded apart
@@ -116,13 +124,9 @@ class AnsweringModel:
 
     def processor_folder(self) -> Path:
         """Where the tokenizer or processor lies: with the last adapter, if it brought one."""
-        from stageline.checkpoint.adapter import find_base
         from stageline.checkpoint.adapter_config import processor_folder
-        from stageline.checkpoint.files import ADAPTER_CONFIG
 
-        is_adapter = (self.folder / ADAPTER_CONFIG).exists()
-        base = find_base(self.folder) if is_adapter else self.folder
-        return processor_folder(Path([self.folder, *self.adapters][-1]), base)
+        return processor_folder(Path([self.folder, *self.adapters][-1]), self.base)
 
 
 def stage_key(config: "PretrainedConfig") -> str | None:

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from models.devices import make_device_map, plan_text
 from register import builder_register
 from stageline.checkpoint.adapter import attach_adapter, find_base
-from stageline.checkpoint.adapter_config import processor_folder
+from stageline.checkpoint.adapter_config import config_folder, processor_folder, refuse_two_ways
 from stageline.checkpoint.adapter_start import Adapters
 from stageline.checkpoint.whole import check_weights, load_whole
 from stageline.data.processor import load_processor
@@ -117,15 +117,15 @@ class _Source:
 def _find(
     model_path: str, adapter_path: str | list[str] | None, *, trust_remote_code: bool
 ) -> _Source:
-    folder = model_folder = find_folder(model_path)
+    folder = find_folder(model_path)
     adapters = [adapter_path] if isinstance(adapter_path, str) else list(adapter_path or ())
     if (folder / "adapter_config.json").is_file():
-        adapters, folder = adapters or [str(folder)], find_base(folder)
-    own_processor = processor_folder(Path([model_folder, *adapters][-1]), folder)
-    # its run changed the base's
-    has_own = bool(adapters) and (Path(adapters[-1]) / "config.json").is_file()
-    config = load_config(adapters[-1] if has_own else folder, trust_remote_code=trust_remote_code)
-    return _Source(folder, own_processor, adapters, config, has_own)
+        refuse_two_ways(folder, adapters)
+        adapters, folder = [str(folder)], find_base(folder)
+    own_processor = processor_folder(Path([folder, *adapters][-1]), folder)
+    own_config = config_folder(folder, adapters)
+    config = load_config(own_config, trust_remote_code=trust_remote_code)
+    return _Source(folder, own_processor, adapters, config, has_own=own_config != folder)
 
 
 def _options(

@@ -22,6 +22,7 @@ from stageline.checkpoint.adapter import (
     read_stack,
     refuse_unknown,
 )
+from stageline.checkpoint.adapter_config import refuse_two_ways
 from stageline.checkpoint.adapter_rows import fit_vocabulary, put_rows
 from stageline.checkpoint.init import init_lora
 from stageline.errors import UserError
@@ -109,12 +110,8 @@ class AdapterStart:
         Raises:
             UserError: adapters came in both ways.
         """
-        if stacked is not None and self.paths:
-            raise UserError(
-                f"--model-path {stacked} is an adapter, and --adapter-path {','.join(self.paths)} "
-                "came too; the base of these was expected as --model-path: it is what they are "
-                "put on. Name all adapters in --adapter-path, in their order."
-            )
+        if stacked is not None:
+            refuse_two_ways(stacked, self.paths)
         self.merge_into(model)
         init_lora(model, seed=seed, only_outermost=stacked is None, taken=self.taken())
         if stacked is not None:

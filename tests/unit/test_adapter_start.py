@@ -191,6 +191,8 @@ def test_what_an_earlier_adapter_trained_whole_is_carried(folder, tmp_path):
 
 def test_adapters_in_two_ways_are_refused(folder):
     with pytest.raises(UserError, match=r"is an adapter, and --adapter-path .* came too"):
+        auto(str(folder / "a"), adapter_path=str(folder / "b"), device="cpu")
+    with pytest.raises(UserError, match=r"is an adapter, and --adapter-path .* came too"):
         model = CausalLMStage(
             AutoConfig.from_pretrained(folder / "base"),
             **{"stage": 0, "num_stages": 1, "adapter_path": [folder / "a"]},

@@ -5,6 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from answer_stages import AnsweringModel
 from models.builders import auto
 from pp_models import CausalLMStage, VisionLanguageStage
 from pp_models.filling import Source, fill_stage
@@ -183,29 +184,9 @@ def test_training_keeps_no_cache_and_a_saved_model_does(folder, tmp_path):
 
 def test_an_adapter_brings_its_scaled_configuration(folder, tmp_path):
     """Trained with LoRA, the base's folder knows nothing of the scaling: the adapter's does."""
-    made = [
-        CausalLMStage.build(
-            config_path=str(folder),
-            processor_path=None,
-            checkpoint_path=str(folder),
-            stage=stage,
-            num_stages=2,
-            dtype=torch.float32,
-            is_piece=True,
-            methods={"rope_scaling": {"kind": "yarn", "max_token_num": LENGTH}},
-            llm_lora_num=1,
-            frozen_lm_head=True,
-        )[0]
-        for stage in range(2)
-    ]
-    with torch.no_grad():
-        for stage in made:
-            for parameter in stage.parameters():
-                if parameter.requires_grad:
-                    parameter.add_(0.01)
+    made = make_adapter(folder, tmp_path / "adapter", kind="yarn")
     batch = batch_of(LENGTH)
     expected = logits_of([stage.eval() for stage in made], batch)
-    save_split_model(made, None, tmp_path / "adapter")
     for merge in (False, True):
         target = tmp_path / f"exported-{merge}"
         export_folder(tmp_path / "adapter", target, merge=merge)
@@ -214,6 +195,48 @@ def test_an_adapter_brings_its_scaled_configuration(folder, tmp_path):
         torch.testing.assert_close(found(**batch, use_cache=False).logits, expected)
     model, _, _ = build_for_inference(folder, tmp_path / "adapter", folder)
     torch.testing.assert_close(model(**batch, use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize("merges", [False, True])
+def test_stages_that_answer_take_the_adapters_configuration(folder, tmp_path, merges):
+    """Whether the adapter is the model or is put on its base by --adapter-path."""
+    adapter = tmp_path / "adapter"
+    make_adapter(folder, adapter, kind="yarn")
+    batch = batch_of(LENGTH)
+    model, _, _ = build_for_inference(folder, adapter, folder)
+    expected = model(**batch, use_cache=False).logits
+    for given in ({"folder": adapter}, {"folder": folder, "adapters": (str(adapter),)}):
+        answering = AnsweringModel(**given, num_stages=2, dtype=torch.float32, merges=merges)
+        assert answering.config.rope_parameters == by_hand("yarn")
+        assert answering.base == folder  # has generation_config.json
+        stages = [answering.build(stage, "cpu").eval() for stage in range(2)]
+        torch.testing.assert_close(logits_of(stages, batch), expected)
+
+
+def make_adapter(base, folder, *, kind):
+    """An adapter as a run with scaled positions leaves it."""
+    stages = [
+        CausalLMStage.build(
+            config_path=str(base),
+            processor_path=None,
+            checkpoint_path=str(base),
+            stage=stage,
+            num_stages=2,
+            dtype=torch.float32,
+            is_piece=True,
+            methods={"rope_scaling": {"kind": kind, "max_token_num": LENGTH}},
+            llm_lora_num=1,
+            frozen_lm_head=True,
+        )[0]
+        for stage in range(2)
+    ]
+    with torch.no_grad():
+        for stage in stages:
+            for parameter in stage.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.01)
+    save_split_model(stages, None, folder)
+    return stages
 
 
 def build_for_inference(model_path, adapter_path, folder):
