@@ -122,7 +122,10 @@ class MicroBatchLoader:
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         for made in self._steps:
             if isinstance(made, Exception):
-                raise made
+                try:
+                    raise made
+                finally:
+                    del made  # its traceback holds this frame, and so it would hold itself
             yield made
 
     @functools.cached_property
@@ -131,7 +134,7 @@ class MicroBatchLoader:
         return DataLoader(
             self.step_maker,
             batch_size=None,
-            sampler=_Shares(self),
+            sampler=_Shares(self.sampler, None if self.eval else self.start_step),
             collate_fn=_as_it_is,
             num_workers=self.num_workers,
             worker_init_fn=end_with_rank,
@@ -175,16 +178,23 @@ def _make_sampler(
 
 
 class _Shares:
-    """Number and rows of each step, of all replicas: the sampler of a DataLoader."""
+    """Number and rows of each step, of all replicas: the sampler of a DataLoader.
 
-    def __init__(self, loader: MicroBatchLoader) -> None:
-        self._loader = loader
+    It does not know the loader: in a cycle of references the queues of workers are finalised
+    before the DataLoader can tell the workers to end, and it waits five seconds for each.
+
+    Args:
+        start_step: None: of one evaluation.
+    """
+
+    def __init__(self, sampler: Any, start_step: int | None) -> None:
+        self._sampler = sampler
+        self._start_step = start_step
 
     def __iter__(self) -> Iterator[tuple[int, list[list[int | None]]]]:
-        sampler, start = self._loader.sampler, self._loader.start_step
-        if self._loader.eval:
-            return enumerate(sampler.epoch_shares())
-        return enumerate(sampler.shares(start), start)
+        if self._start_step is None:
+            return enumerate(self._sampler.epoch_shares())
+        return enumerate(self._sampler.shares(self._start_step), self._start_step)
 
 
 def _as_it_is(step: Any) -> Any:
