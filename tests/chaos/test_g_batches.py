@@ -67,6 +67,7 @@ def test_id_out_of_range(field, value, num_workers, tmp_path):
     assert caught.value.exit_code == 3
     for word in ("rows.jsonl:6", "sample rows-6", f"{kind} at place 2 is {value}", "300 rows"):
         assert word in str(caught.value)
+    del caught  # holds frames, and so the workers
 
 
 def test_g14_token_id_in_a_packed_row(tmp_path):
