@@ -51,7 +51,7 @@ class Simulated:
         scheduler = self.scheduler
         found = scheduler.next_prefill()
         if found is not None:
-            group, chosen = found
+            group, chosen = found.group, found.chosen
             assert not (len(chosen) > 1 and any(one.is_alone for one in chosen))
             width = max(one.length for one in chosen)
             assert len(chosen) == 1 or width * len(chosen) <= self.limits.prefill_tokens
