@@ -31,21 +31,20 @@ class RunningGroup:
 
     Attributes:
         coming: have their place, but no token yet: their prompts are read in pieces.
-        num_passes: on their way; pieces before the last one concern no other row and don't count.
+        on_way: of each pass on its way, oldest first: how many pieces had been handed out then.
+            Pieces before the last one of a prompt concern no other row and are none of these.
         since: the turn in which its last pass came back.
-        pieces_before: while a step of it is on its way: pieces that were handed out before.
     """
 
     number: int
     members: list[Sequence] = field(default_factory=list)
     coming: list[Sequence] = field(default_factory=list)
-    num_passes: int = 0
+    on_way: list[int] = field(default_factory=list)
     since: int = 0
-    pieces_before: int | None = None
 
     @property
     def is_home(self) -> bool:
-        return self.num_passes == 0
+        return not self.on_way
 
     @property
     def cells(self) -> int:

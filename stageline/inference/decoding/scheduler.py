@@ -98,7 +98,7 @@ class Scheduler:
         if self._was_piece and self._home():
             return None
         if self.reading is not None:
-            return None if self._awaits_step() else self._next_piece()
+            return None if self._awaits_pass() else self._next_piece()
         room = self.limits.max_rows - self.num_running
         if not self.waiting or room < 1:
             return None
@@ -124,7 +124,7 @@ class Scheduler:
             self.reading = Reading(chosen[0], -(-chosen[0].length // count))
             return self._next_piece()
         group.members += chosen
-        group.num_passes += 1
+        group.on_way.append(self._num_pieces)
         self._was_piece = False
         return Prefill(group, chosen)
 
@@ -143,20 +143,17 @@ class Scheduler:
             self.reading = None
             group.coming.remove(one)
             group.members.append(one)
-            group.num_passes += 1
+            group.on_way.append(self._num_pieces)
         return Prefill(group, [one], piece)
 
-    def _awaits_step(self) -> bool:
-        """Whether a step is about to come back, so that the next piece had better wait for it.
+    def _awaits_pass(self) -> bool:
+        """Whether a pass is about to come back, which the next piece had better wait for.
 
-        In a full pipeline a step is back when as many pieces as there are further stages have
-        followed it. Started sooner, pieces would queue up before every token of the others.
+        In a full pipeline it is back when as many pieces as there are further stages have followed
+        it. Started sooner, pieces would queue up before every token of those that run.
         """
         enough = self._num_pieces - (self.num_stages - 1)
-        return any(
-            group.pieces_before is not None and group.pieces_before <= enough
-            for group in self.groups.values()
-        )
+        return any(group.on_way and group.on_way[0] <= enough for group in self.groups.values())
 
     def _emptiest(self, num_new: int) -> RunningGroup:
         total = self.num_running + num_new
@@ -206,8 +203,7 @@ class Scheduler:
         if not ready or waits:
             return None
         group = min(ready, key=lambda one: one.since)
-        group.num_passes += 1
-        group.pieces_before = self._num_pieces
+        group.on_way.append(self._num_pieces)
         self._was_piece = False
         return group
 
@@ -250,8 +246,7 @@ class Scheduler:
     def came_home(self, number: int) -> None:
         """A pass of a group is back."""
         group = self.groups[number]
-        group.num_passes -= 1
-        group.pieces_before = None  # a step comes back before what was handed out behind it
+        group.on_way.pop(0)
         group.since = next(self._turn)
         self._forget_if_over(group)
 
