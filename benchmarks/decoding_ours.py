@@ -35,22 +35,33 @@ class OurStage:
         self.decoder = StageDecoder(stage)
         self.wire = make_wire(rank, num_stages=2, device=CPU)
 
-    def way(self, num_groups: int | None) -> "Ours":
-        """The engine with so many groups; None: with those that it chooses."""
-        return Ours(self, num_groups)
+    def way(self, num_groups: int | None, *, cuts: bool = True) -> "Ours":
+        """The engine with so many groups; None: with those that it chooses.
+
+        Args:
+            cuts: long prompts are read in pieces.
+        """
+        return Ours(self, num_groups, cuts=cuts)
 
 
 class Ours:
     """Pipelined decoding."""
 
-    def __init__(self, stage: OurStage, num_groups: int | None) -> None:
+    def __init__(self, stage: OurStage, num_groups: int | None, *, cuts: bool) -> None:
         self.stage = stage
         if stage.rank > 0:
             return
         limits = Limits(max_rows=64, num_groups=num_groups)
         chain = RankChain(stage.decoder, stage.wire, num_stages=2)
         tokenizer = AutoTokenizer.from_pretrained(stage.folder)
-        self.engine = DecodingEngine(chain, tokenizer=tokenizer, limits=limits)
+        self.engine = DecodingEngine(
+            chain, tokenizer=tokenizer, limits=limits, reads_in_pieces=cuts
+        )
+
+    def measured_as(self, other: "Ours") -> None:
+        """Takes the measured steps of another one."""
+        if self.stage.rank == 0:
+            self.engine.choice = other.engine.choice
 
     def prepare(self) -> None:
         """Measures steps, as an engine does when it starts."""
