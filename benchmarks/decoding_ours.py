@@ -15,6 +15,7 @@ from stageline.inference.decoding.scheduler import Limits
 from stageline.inference.decoding.stage_decoder import StageDecoder
 
 CPU = torch.device("cpu")
+PROMPTS = (256, 1500, 2048, 4096)  # tokens that wait
 
 
 class OurStage:
@@ -70,7 +71,9 @@ class Ours:
             if self.engine.choice is not None:
                 print(self.engine.choice, file=sys.stderr)
                 chosen = {rows: self.engine.choice.best(rows) for rows in (1, 2, 4, 8, 16, 32, 64)}
-                print(f"groups by number of rows: {chosen}", file=sys.stderr, flush=True)
+                print(f"groups by number of rows: {chosen}", file=sys.stderr)
+                passes = {count: self.engine.choice.pass_tokens(count) for count in PROMPTS}
+                print(f"tokens of a pass by those that wait: {passes}", file=sys.stderr, flush=True)
         self._end()
 
     def __call__(self, ids_BT: Tensor, num_tokens: int) -> dict[int, list[int]]:
