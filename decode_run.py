@@ -190,5 +190,6 @@ def make_engine(
         model_name=Path(model.folder).name,
         prompt_cells=decoder.stage.fixed_cells,
         has_cache=decoder.has_cache,
+        reads_in_pieces=decoder.reads_in_pieces,
     )
     return engine, processor

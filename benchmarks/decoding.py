@@ -39,7 +39,9 @@ ROOT = Path(__file__).resolve().parents[1]
 NAIVE, REPLICAS, LIBRARY = "naive", "two replicas", "transformers pp_size=2"
 CONTINUOUS, OURS = "transformers continuous batching", "ours"
 FIXED = {f"ours, {count} group{'s' * (count > 1)}": count for count in (1, 2, 4)}
-WAYS = (NAIVE, LIBRARY, CONTINUOUS, REPLICAS, OURS, *FIXED)
+WHOLE = "ours, prompts whole"  # the engine without pieces: what they gain
+WAYS = (NAIVE, LIBRARY, CONTINUOUS, REPLICAS, OURS, WHOLE, *FIXED)
+LONG = ((1, 1500), (4, 512), (4, 64))  # rows, tokens
 LEAST_MARGIN = 2e-3  # between the best two logits: rounding moves them by 1e-4
 
 
@@ -71,7 +73,8 @@ def cases(is_quick: bool) -> list[Case]:
         num_tokens = 8 if is_quick or rows > 16 else 12
         found.append(Case("decode", rows, 8, num_tokens, decode_rounds))
         found.append(Case("prefill", rows, 64, 1, 1 if is_quick or rows > 16 else 2))
-    return found
+    long = [Case("long", rows, length, 1, 1 if is_quick else 3) for rows, length in LONG]
+    return found + long
 
 
 # -- the processes ---------------------------------------------------------------------------
@@ -114,10 +117,12 @@ def make_ways(rank: int | None, arguments: argparse.Namespace) -> dict[str, ways
         }
         made = {name: make() for name, make in makers.items() if name in arguments.only}
         settings = {OURS: None, **FIXED}
-        if any(name in arguments.only for name in settings):
+        if any(name in arguments.only for name in (*settings, WHOLE)):
             stage = OurStage(model, dtype, rank=rank, cut=arguments.cut)
             ours = {name: stage.way(count) for name, count in settings.items()}
             ours[OURS].prepare()
+            ours[WHOLE] = stage.way(None, cuts=False)
+            ours[WHOLE].measured_as(ours[OURS])
             made.update(ours)
         return made
 
@@ -187,7 +192,8 @@ class Measurement:
         files = [ROOT / name for name in ("README.md", "CHANGELOG.md")]
         text = "".join(file.read_text(encoding="utf-8") for file in files)
         ids = tokenizer(text, return_tensors="pt")["input_ids"][0]
-        candidates = ids.unfold(0, case.length, case.length + 3)[: case.num_rows * 5 // 4 + 4]
+        spare = 1 if case.phase == "long" else case.num_rows // 4 + 4
+        candidates = ids.unfold(0, case.length, case.length + 3)[: case.num_rows + spare]
         (found,), _ = self.processes.ask("reference", candidates, 1 + case.num_tokens)
         answers, margins = found
         kept = [row for row, margin in enumerate(margins) if margin > LEAST_MARGIN]
@@ -221,16 +227,16 @@ class Measurement:
         for number in range(case.rounds):
             order = self.arguments.only if number % 2 == 0 else self.arguments.only[::-1]
             for name in order:
-                if case.phase == "prefill" and name in FIXED:
+                if case.phase != "decode" and name in FIXED:
                     continue  # how prompts are read does not depend on it
-                if number == 0 and case.num_rows <= 16:
+                if number == 0 and case.num_rows <= 16 and case.phase != "long":
                     self.call(name, ids_BT, 1, expected)
                 rounds[name].append(self._once(name, case, ids_BT, expected))
         return {name: _medians(found) for name, found in rounds.items() if found}
 
     def _once(self, name: str, case: Case, ids_BT: Tensor, expected: ways.Answers) -> dict:
         first = self.call(name, ids_BT, 1, expected)
-        if case.phase == "prefill":
+        if case.phase != "decode":
             return {"rate": ids_BT.numel() / first["seconds"], **first}
         whole = self.call(name, ids_BT, 1 + case.num_tokens, expected)
         seconds = whole["seconds"] - first["seconds"]

@@ -15,6 +15,7 @@ from stageline.inference.decoding.scheduler import Limits
 from stageline.inference.decoding.stage_decoder import StageDecoder
 
 CPU = torch.device("cpu")
+PROMPTS = (256, 1500, 2048, 4096)  # tokens that wait
 
 
 class OurStage:
@@ -35,22 +36,33 @@ class OurStage:
         self.decoder = StageDecoder(stage)
         self.wire = make_wire(rank, num_stages=2, device=CPU)
 
-    def way(self, num_groups: int | None) -> "Ours":
-        """The engine with so many groups; None: with those that it chooses."""
-        return Ours(self, num_groups)
+    def way(self, num_groups: int | None, *, cuts: bool = True) -> "Ours":
+        """The engine with so many groups; None: with those that it chooses.
+
+        Args:
+            cuts: long prompts are read in pieces.
+        """
+        return Ours(self, num_groups, cuts=cuts)
 
 
 class Ours:
     """Pipelined decoding."""
 
-    def __init__(self, stage: OurStage, num_groups: int | None) -> None:
+    def __init__(self, stage: OurStage, num_groups: int | None, *, cuts: bool) -> None:
         self.stage = stage
         if stage.rank > 0:
             return
         limits = Limits(max_rows=64, num_groups=num_groups)
         chain = RankChain(stage.decoder, stage.wire, num_stages=2)
         tokenizer = AutoTokenizer.from_pretrained(stage.folder)
-        self.engine = DecodingEngine(chain, tokenizer=tokenizer, limits=limits)
+        self.engine = DecodingEngine(
+            chain, tokenizer=tokenizer, limits=limits, reads_in_pieces=cuts
+        )
+
+    def measured_as(self, other: "Ours") -> None:
+        """Takes the measured steps of another one."""
+        if self.stage.rank == 0:
+            self.engine.choice = other.engine.choice
 
     def prepare(self) -> None:
         """Measures steps, as an engine does when it starts."""
@@ -59,7 +71,9 @@ class Ours:
             if self.engine.choice is not None:
                 print(self.engine.choice, file=sys.stderr)
                 chosen = {rows: self.engine.choice.best(rows) for rows in (1, 2, 4, 8, 16, 32, 64)}
-                print(f"groups by number of rows: {chosen}", file=sys.stderr, flush=True)
+                print(f"groups by number of rows: {chosen}", file=sys.stderr)
+                passes = {count: self.engine.choice.pass_tokens(count) for count in PROMPTS}
+                print(f"tokens of a pass by those that wait: {passes}", file=sys.stderr, flush=True)
         self._end()
 
     def __call__(self, ids_BT: Tensor, num_tokens: int) -> dict[int, list[int]]:

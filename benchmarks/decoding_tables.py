@@ -2,10 +2,16 @@
 
 from collections.abc import Sequence
 
-RATIOS = (("ours", "naive"), ("ours", "two replicas"), ("ours", "transformers pp_size=2"))
+RATIOS = (
+    ("ours", "naive"),
+    ("ours", "two replicas"),
+    ("ours", "transformers pp_size=2"),
+    ("ours", "ours, prompts whole"),
+)
 TITLES = {
     "decode": "Decoding, tokens a second",
     "prefill": "Reading prompts, tokens a second",
+    "long": "Reading long prompts, tokens a second",
 }
 
 
@@ -22,12 +28,12 @@ def tables(results: Sequence[dict], *, dtype: str) -> str:
 def line(result: dict) -> str:
     """One case in one line, to watch a run."""
     rates = ", ".join(f"{name} {found['rate']:.1f}" for name, found in result["ways"].items())
-    return f"{result['phase']} of {result['num_rows']}: {rates}"
+    return f"{result['phase']}, {_title(result)}: {rates}"
 
 
 def _phase(results: Sequence[dict], title: str) -> str:
     names = list(results[0]["ways"])
-    batches = [f"batch {one['num_rows']}" for one in results]
+    batches = [_title(one) for one in results]
     rates = [[name, *(f"{_of(one, name)['rate']:.1f}" for one in results)] for name in names]
     for top, bottom in RATIOS:
         if top in names and bottom in names:
@@ -43,6 +49,12 @@ def _phase(results: Sequence[dict], title: str) -> str:
         equal = [[name, *(f"{_of(one, name)['equal']:.3f}" for one in results)] for name in names]
         tables += ["Share of tokens equal to generate's:", _table(["way", *batches], equal)]
     return "\n\n".join(tables)
+
+
+def _title(result: dict) -> str:
+    if result["phase"] == "long":
+        return f"{result['num_rows']} of {result['length']} tokens"
+    return f"batch {result['num_rows']}"
 
 
 def _of(result: dict, name: str) -> dict:

@@ -30,7 +30,11 @@ class DecodeOptions:
         "measurements at the start advise",
         at_least=1,
     )
-    prefill_tokens: int = option(2048, "tokens of prompts that are read in one pass", at_least=1)
+    prefill_tokens: int = option(
+        2048,
+        "tokens of prompts that are read in one pass; longer ones are read in pieces",
+        at_least=1,
+    )
     max_length: int | None = option(
         None,
         "longest prompt with its answer, in tokens; default: the model's positions",

@@ -22,6 +22,15 @@ class AnsweringStage:
     can_decode = False
     only_answers = False
 
+    @property
+    def reads_in_pieces(self) -> bool:
+        """Whether a prompt of text can be read in several passes, each on the cache so far.
+
+        Only where that gives the same as one pass: masks and positions of a piece follow from how
+        many tokens came before it, and nothing but keys and values is kept.
+        """
+        return False
+
     def answer_only(self) -> None:
         """Leaves out what a forward does for training alone."""
         self.only_answers = True

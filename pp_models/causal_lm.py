@@ -13,6 +13,7 @@ from pp_models.attention import cache_off, refused_attention
 from pp_models.base import StageModel
 from pp_models.discover import EMBEDDING_DROPOUTS, POSITION_EMBEDDINGS, ModelPaths, find_paths
 from pp_models.packing import is_packed, without_masks
+from pp_models.prompt_pieces import can_be_cut
 from pp_models.router_loss import FLAG, RouterLoss, find_router_loss, has_routers
 from register import train_model_register
 from stageline.model_folder import has_trusted_code
@@ -132,6 +133,10 @@ class CausalLMStage(StageModel):
         super().answer_only()
         self.router_loss, self.logits_chunk = None, 0
         self.flags = dict.fromkeys(self.flags, False)
+
+    @property
+    def reads_in_pieces(self) -> bool:
+        return can_be_cut(self.config)
 
     @property
     def runs_head(self) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from stageline.data.processor import get_tokenizer
 from stageline.inference.decoding.chain import LocalChain, RankChain, follow, make_wire
 from stageline.inference.decoding.engine import DecodingEngine
+from stageline.inference.decoding.order import Order
 from stageline.inference.decoding.request import Failed, Request, Sampling
 from stageline.inference.decoding.scheduler import Limits
 from stageline.inference.decoding.stage_decoder import StageDecoder
@@ -21,8 +22,33 @@ def local_engine(stages: Sequence[nn.Module], processor: Any, **limits: Any) -> 
     """All stages in this process, one after the other."""
     chain = LocalChain([StageDecoder(stage) for stage in stages])
     return DecodingEngine(
-        chain, tokenizer=get_tokenizer(processor), processor=processor, limits=Limits(**limits)
+        chain,
+        tokenizer=get_tokenizer(processor),
+        processor=processor,
+        limits=Limits(**limits),
+        reads_in_pieces=chain.decoders[0].reads_in_pieces,
     )
+
+
+def noted_orders(engine: DecodingEngine) -> list[Order]:
+    """A list to which each order is added that the engine starts from now on."""
+    orders, start = [], engine.chain.start
+
+    def noted(order: Order, tensors: dict[str, Tensor]) -> None:
+        orders.append(order)
+        start(order, tensors)
+
+    engine.chain.start = noted
+    return orders
+
+
+def pieces_read(orders: Sequence[Order]) -> list[list[tuple[int, int]]]:
+    """Of each prompt in turn: (first, end) of its pieces; () where it was read in one pass."""
+    found: dict[int, list] = {}
+    for order in orders:
+        for row in order.rows if order.kind == "prefill" else ():
+            found.setdefault(row, []).append(tuple(order.piece))
+    return list(found.values())
 
 
 def on_ranks(
@@ -55,6 +81,7 @@ def on_ranks(
         processor=processor,
         limits=Limits(**limits),
         device=device,
+        reads_in_pieces=decoder.reads_in_pieces,
     )
     found = work(engine)
     engine.close()

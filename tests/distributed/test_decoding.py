@@ -1,7 +1,8 @@
 """Pipelined decoding against the library's generate, token by token, in float32.
 
 Answers of `decoded_models.py` vary and are far from ties, so that tokens must be equal. Prompts
-have 1 to 40 tokens; a window of 8 tokens (Mistral, Gemma) is left behind during the answer.
+have 1 to 40 tokens; a window of 8 tokens (Mistral, Gemma) is left behind during the answer. Pieces
+of prompts have at most 9, so that it ends within a piece and in the one before.
 """
 
 import functools
@@ -16,6 +17,7 @@ from register import train_model_register
 from stageline.checkpoint.quiet import quiet
 from stageline.errors import UserError
 from stageline.inference.decoding.group_choice import GroupChoice
+from stageline.inference.decoding.prompts import is_alone, length_of
 from stageline.inference.decoding.request import (
     Failed,
     Finished,
@@ -25,13 +27,20 @@ from stageline.inference.decoding.request import (
 )
 from stageline.modules.lora import merge_lora
 from stageline.testing import decoded_models
-from stageline.testing.decoding_engines import answers_of, local_engine, on_ranks
+from stageline.testing.decoding_engines import (
+    answers_of,
+    local_engine,
+    noted_orders,
+    on_ranks,
+    pieces_read,
+)
 from stageline.testing.pictured_prompts import pictured_prompts
 from stageline.testing.ranks import run_ranks
 from stageline.testing.tiny_models import DECODERS, VISION_LANGUAGE
 
-NUM_TOKENS = 30
+NUM_TOKENS, PIECE = 30, 9
 SEEING = (*VISION_LANGUAGE, "mllama")
+CUT = tuple(name for name in VISION_LANGUAGE if name != "gemma3_vl")  # where a prompt is text
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +85,13 @@ def engine_of(model, num_stages, *, max_rows, num_groups=1, **options):
     return local_engine(stages, model.processor, max_rows=max_rows, num_groups=num_groups)
 
 
+def in_pieces(engine):
+    """An engine with the same stages that reads at most so many tokens of prompts in a pass."""
+    stages = [decoder.stage for decoder in engine.chain.decoders]
+    limits = {"max_rows": engine.limits.max_rows, "num_groups": 1, "prefill_tokens": PIECE}
+    return local_engine(stages, engine.processor, **limits)
+
+
 def assert_same(found, expected):
     """Names the first token that differs."""
     for row, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
@@ -106,6 +122,18 @@ def test_decoders(family, model_of):
     model = model_of(family)
     engine = engine_of(model, 2, max_rows=3)
     assert_same(answers_of(engine, model.prompts, max_new_tokens=NUM_TOKENS), model.answers)
+    assert_same_in_pieces(engine, model, cuts=True)
+
+
+def assert_same_in_pieces(engine, model, *, cuts):
+    """Prompts of text are read in pieces, if the model is cut; those with images whole."""
+    engine = in_pieces(engine)
+    orders, num_tokens = noted_orders(engine), len(model.answers[0])
+    assert_same(answers_of(engine, model.prompts, max_new_tokens=num_tokens), model.answers)
+    for prompt, pieces in zip(model.prompts, pieces_read(orders), strict=True):
+        is_cut = cuts and not is_alone(prompt)
+        length = length_of(prompt)
+        assert len(pieces) == (-(-length // PIECE) if is_cut else 1)
 
 
 def test_tied_embeddings(model_of):
@@ -128,6 +156,7 @@ def test_models_that_see(family, model_of):
     changed = answers_of(engine, negatives, max_new_tokens=num_tokens)
     assert [a != b for a, b in zip(changed, model.answers, strict=True)].count(True) >= 2
     assert changed[1] == model.answers[1]
+    assert_same_in_pieces(engine, model, cuts=family in CUT)
 
 
 # -- sequences come and go -------------------------------------------------------------------

@@ -121,7 +121,7 @@ def test_a_pass_that_fails_ends_its_rows_alone(model, num_stages, error, capfd):
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_caches_that_cannot_be_joined_fail_their_rows(model, num_stages):
     for at in range(3):
-        engine = engine_of(model, num_stages, max_rows=4, prefill_tokens=1)
+        engine = engine_of(model, num_stages, max_rows=4, prefill_tokens=40)
         with failing(GroupCache, "join", torch.OutOfMemoryError("no room"), at=at):
             failed = answer_all(engine, model)
         assert 1 <= len(failed) <= 4

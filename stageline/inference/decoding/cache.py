@@ -150,11 +150,12 @@ class GroupCache(Cache):
         self.fixed_layers = [self.layers[index] for index in sorted(fixed_layers)]
         self.is_lost = False
 
-    def begin(self, num_new: int, *, lengths: Sequence[int] | None = None) -> None:
+    def begin(self, num_new: int, *, lengths: Sequence[int] | None = None, room: int = 0) -> None:
         """Makes room for a pass that appends `num_new` columns.
 
         Args:
             lengths: on the first pass: tokens of each row, the rest of the columns is padding.
+            room: columns of this pass and of those that are to follow soon.
 
         Raises:
             RuntimeError: an earlier move ran out of memory half way.
@@ -164,7 +165,7 @@ class GroupCache(Cache):
         if lengths is not None:
             window.first_columns = [num_new - length for length in lengths]
         if window.end + num_new > window.column_capacity:
-            self._relocate(window.num_rows, window.width, num_new)
+            self._relocate(window.num_rows, window.width, max(num_new, room))
 
     def advance(self, num_new: int) -> None:
         """Takes the columns that a pass has written as part of the group."""

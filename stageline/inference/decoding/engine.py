@@ -21,7 +21,8 @@ from stageline.inference.decoding.admission import checked
 from stageline.inference.decoding.chain import Chain, max_in_flight
 from stageline.inference.decoding.engine_stats import EngineStats
 from stageline.inference.decoding.group_choice import GroupChoice, measure_steps
-from stageline.inference.decoding.order import Order, settings_of
+from stageline.inference.decoding.order import Order
+from stageline.inference.decoding.passes import prefill_pass, step_pass
 from stageline.inference.decoding.request import (
     EngineError,
     Failed,
@@ -31,9 +32,10 @@ from stageline.inference.decoding.request import (
     Scored,
     ScoreRequest,
 )
+from stageline.inference.decoding.rows import Prefill
+from stageline.inference.decoding.rows import Sequence as Scheduled
 from stageline.inference.decoding.running import Running
-from stageline.inference.decoding.scheduler import Limits, RunningGroup, Scheduler
-from stageline.inference.decoding.scheduler import Sequence as Scheduled
+from stageline.inference.decoding.scheduler import Limits, Scheduler
 from stageline.inference.decoding.score_queue import ScoreQueue
 
 SECONDS_BETWEEN_SIGNS = 30.0  # an idle engine asks so often whether all stages are there
@@ -52,6 +54,7 @@ class DecodingEngine:
         device: where the first stage reads.
         prompt_cells: room in the cache that the images of a prompt take, in tokens.
         has_cache: the stages keep keys and values; else each token reads its whole row anew.
+        reads_in_pieces: the stages can read a prompt of text in several passes.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class DecodingEngine:
         model_name: str = "model",
         prompt_cells: Callable[[prompts.Prompt], int] = prompts.no_cells,
         has_cache: bool = True,
+        reads_in_pieces: bool = False,
     ) -> None:
         self.chain = chain
         self.tokenizer = tokenizer
@@ -75,7 +79,7 @@ class DecodingEngine:
         self.device = torch.device(device)
         self.model_name = model_name
         self.prompt_cells = prompt_cells
-        self.has_cache = has_cache
+        self.has_cache, self.reads_in_pieces = has_cache, reads_in_pieces and has_cache
         self.choice: GroupChoice | None = None
         self.is_healthy = True
         self._scheduler = Scheduler(
@@ -261,13 +265,13 @@ class DecodingEngine:
             return True
         found = self._scheduler.next_prefill()
         if found is not None:
-            self._start_prefill(*found)
+            self._start_prefill(found)
             return True
         joins = self._scheduler.next_joins()
         group = self._scheduler.next_step(may_wait=not joins)
         if group is None:
             return False
-        self._start_step(group, joins)
+        self._order(*step_pass(group, joins, has_cache=self.has_cache))
         return True
 
     def _order(self, order: Order, tensors: dict[str, torch.Tensor] | None = None) -> None:
@@ -276,32 +280,10 @@ class DecodingEngine:
         on_device = {name: value.to(self.device) for name, value in (tensors or {}).items()}
         self.chain.start(order, on_device)
 
-    def _start_prefill(self, group: RunningGroup, chosen: list[Scheduled]) -> None:
-        owners = [one.owner for one in chosen]
-        order = Order(
-            "prefill",
-            group=group.number,
-            rows=[one.row for one in chosen],
-            lengths=[one.length for one in chosen],
-            settings=[settings_of(owner.request.sampling) for owner in owners],
-        )
-        if not self.has_cache:
-            order.kind = "whole"
-            self._order(order, prompts.padded_right([owner.row_ids() for owner in owners]))
-        else:
-            self._order(order, prompts.together([owner.request.prompt for owner in owners]))
-        self._prompt_tokens += sum(order.lengths)
-
-    def _start_step(self, group: RunningGroup, joins: list[tuple[int, int]]) -> None:
-        rows, owners = zip(*((one.row, one.owner) for one in group.members), strict=True)
-        order = Order("decode", group=group.number, rows=list(rows), join=joins)
-        if not self.has_cache:
-            order.kind, order.join = "whole", []
-            order.lengths = [len(owner.row_ids()) for owner in owners]
-            self._order(order, prompts.padded_right([owner.row_ids() for owner in owners]))
-            return
-        last = [[owner.last_token] for owner in owners]
-        self._order(order, {"input_ids": torch.tensor(last)})
+    def _start_prefill(self, found: Prefill) -> None:
+        order, inputs = prefill_pass(found, has_cache=self.has_cache)
+        self._order(order, inputs)
+        self._prompt_tokens += sum(order.lengths) if found.piece is None else len(found.piece)
 
     def _take(self, order: Order) -> None:
         """Hands out what an order brought."""
@@ -312,13 +294,13 @@ class DecodingEngine:
             self._scores.take(order)
         if order.kind not in ("prefill", "decode", "whole"):
             return
-        by_row = {
-            one.row: one for group in self._scheduler.groups.values() for one in group.members
-        }
+        by_row = self._scheduler.running_by_row()
         for place, row in enumerate(order.rows):
-            if row in by_row:
+            # a piece brings nothing but its failure
+            if row in by_row and (order.error is not None or not order.is_part):
                 self._take_token(by_row[row], order, place)
-        self._scheduler.came_home(order.group)
+        if not order.is_part:
+            self._scheduler.came_home(order.group)
 
     def _take_token(self, one: Scheduled, order: Order, place: int) -> None:
         running: Running = one.owner
@@ -357,6 +339,7 @@ class DecodingEngine:
                 longest=longest + self.prompt_cells(prompt),
                 is_alone=prompts.is_alone(prompt),
                 owner=running,
+                may_be_cut=self.reads_in_pieces and not prompts.is_alone(prompt),
             )
         )
 
@@ -365,9 +348,7 @@ class DecodingEngine:
         if running is None:
             return
         running.is_cancelled = True  # if a pass has it, it ends when that is back
-        waiting = self._scheduler.waiting
-        for one in [one for one in waiting if one.owner is running]:
-            waiting.remove(one)
+        if self._scheduler.withdraw(running):
             running.finish("cancelled")
             del self._running[key]
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 LONG_STEP = 1.0  # seconds
-WORTH_IT = 0.97  # more groups must save this much: fewer are less work for the host
-LEAST_TOKENS = 256  # of a pass over prompts: fewer cost about as much on any device
+WORTH_IT = 0.97  # more groups or passes must save this much: fewer are less work for the host
+LEAST_TOKENS = 64  # of a pass over prompts: steps of so many rows are measured
 NUM_FULL = 3  # steps that each stage does while all have work, in a measurement
 Seconds = tuple[tuple[float, ...], ...]
 
@@ -64,8 +64,13 @@ class GroupChoice:
         A pass costs what a step of as many rows costs; the first one goes through all stages
         before the last stage has work, so that few passes leave stages waiting.
         """
-        sizes = [-(-num_tokens // count) for count in range(1, num_tokens // LEAST_TOKENS + 1)]
-        return min(sizes, key=lambda size: self._reading(num_tokens, size), default=num_tokens)
+        best, least = num_tokens, self._reading(num_tokens, num_tokens)
+        for count in range(2, num_tokens // LEAST_TOKENS + 1):
+            size = -(-num_tokens // count)
+            found = self._reading(num_tokens, size)
+            if found < least * WORTH_IT:
+                best, least = size, found
+        return best
 
     def _reading(self, num_tokens: int, size: int) -> float:
         if size == num_tokens:

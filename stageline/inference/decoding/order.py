@@ -24,6 +24,7 @@ class Order:
         group: whose cache it uses.
         rows: ids of the rows, in the order in which the group has them.
         lengths: tokens of each row; of a prefill, a score and a measurement.
+        piece: (first, end) of the tokens that are read of the only row; empty: all of each row.
         settings: of each new row: how its tokens are chosen.
         targets: of each row of a score: the tokens that are scored; the row ends before the last.
         leave: (group, row) that go before the pass.
@@ -40,6 +41,7 @@ class Order:
     group: int = 0
     rows: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
+    piece: list[int] = field(default_factory=list)
     settings: list[dict[str, Any]] = field(default_factory=list)
     targets: list[list[int]] = field(default_factory=list)
     leave: list[tuple[int, int]] = field(default_factory=list)
@@ -50,6 +52,16 @@ class Order:
     logprobs: list[Any] = field(default_factory=list)
     row_errors: dict[str, tuple[bool, str]] = field(default_factory=dict)
     scores: list[tuple[list[float], bool]] = field(default_factory=list)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """(first, end) of the columns of a pass over prompts, in the longest of them."""
+        return tuple(self.piece) if self.piece else (0, max(self.lengths))
+
+    @property
+    def is_part(self) -> bool:
+        """Whether more of its prompt follows."""
+        return bool(self.piece) and self.piece[1] < self.lengths[0]
 
     def as_json(self) -> str:
         """The fields that are not empty."""

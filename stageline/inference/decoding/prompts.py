@@ -34,8 +34,14 @@ def padded_right(rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
 
 def without_last(prompt: Prompt) -> Prompt:
     """The prompt without its last token, and what else has a value for each token."""
+    return part_of(prompt, range(length_of(prompt) - 1))
+
+
+def part_of(prompt: Prompt, piece: range) -> Prompt:
+    """Some tokens of the prompt that follow one another, and what else has a value for each."""
     shape = prompt["input_ids"].shape
-    return {name: v[:, :-1] if v.shape == shape else v for name, v in prompt.items()}
+    own = slice(piece.start, piece.stop)
+    return {name: v[:, own] if v.shape == shape else v for name, v in prompt.items()}
 
 
 def together(prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:

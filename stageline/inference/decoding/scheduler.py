@@ -1,16 +1,18 @@
 """Which sequence is answered when, and with which others: no model, no tensors.
 
 A sequence waits, is read (prefill) into a group, and gets a token each time its group takes a step.
-A finished one makes room at once for one that waits.
+A finished one makes room at once for one that waits. A long prompt is read in pieces, which follow
+one another through the stages; groups take steps in between.
 """
 
 import itertools
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from stageline.inference.decoding.cache import take_out
+from stageline.inference.decoding.rows import Prefill, Reading, RunningGroup, Sequence
 
 RULE_TOKENS = 128  # of a pass over prompts, at least, where no steps were measured
 ROOM_TO_WAIT_FOR = 8  # an eighth of all rows
@@ -23,7 +25,7 @@ class Limits:
     Attributes:
         max_rows: sequences that are answered at a time.
         prefill_tokens: tokens of prompts, with padding, that are read in one pass; a longer
-            prompt is read alone.
+            prompt is read alone, and in pieces if it may be cut.
         max_cells: rows times columns of all caches together; None: no limit.
         max_length: longest prompt with its answer, in tokens.
         num_groups: groups of sequences; None: what measured steps advise.
@@ -34,44 +36,6 @@ class Limits:
     max_cells: int | None = None
     max_length: int = 2**31
     num_groups: int | None = None
-
-
-@dataclass(eq=False)
-class Sequence:
-    """One request on its way, as the scheduler sees it.
-
-    Attributes:
-        length: tokens of its prompt.
-        longest: tokens that it may come to.
-        is_alone: its prompt can't be read together with others': it has images.
-        owner: what belongs to it; of no concern here.
-    """
-
-    row: int
-    length: int
-    longest: int
-    is_alone: bool
-    owner: Any
-    group: int | None = None
-
-
-@dataclass
-class RunningGroup:
-    """Sequences that step together, in the order in which every stage has them."""
-
-    number: int
-    members: list[Sequence] = field(default_factory=list)
-    num_passes: int = 0  # on their way
-    since: int = 0  # the turn in which its last pass came back
-
-    @property
-    def is_home(self) -> bool:
-        return self.num_passes == 0
-
-    @property
-    def cells(self) -> int:
-        """Upper limit of rows times columns."""
-        return len(self.members) * max((one.longest for one in self.members), default=0)
 
 
 class Scheduler:
@@ -99,18 +63,26 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.groups: dict[int, RunningGroup] = {}
         self.leaving: list[tuple[int, int]] = []  # (group, row), told with the next order
+        self.reading: Reading | None = None
         self._turn = itertools.count(1)
         self._most_tokens = limits.prefill_tokens  # of the pass that is put together
+        self._num_pieces = 0  # handed out so far
+        self._was_piece = False  # what was handed out last
 
     # both are asked by other threads too: a list is made of the groups at once, before they change
 
     @property
     def num_running(self) -> int:
-        return sum(len(group.members) for group in list(self.groups.values()))
+        return sum(group.num_rows for group in list(self.groups.values()))
 
     @property
     def num_cells(self) -> int:
         return sum(group.cells for group in list(self.groups.values()))
+
+    def running_by_row(self) -> dict[int, Sequence]:
+        """Sequences of which something may be on its way."""
+        groups = self.groups.values()
+        return {one.row: one for group in groups for one in [*group.members, *group.coming]}
 
     def fits(self, sequence: Sequence) -> bool:
         """Whether it can ever run."""
@@ -118,8 +90,15 @@ class Scheduler:
 
     # -- prompts --------------------------------------------------------------------------
 
-    def next_prefill(self) -> tuple[RunningGroup, list[Sequence]] | None:
-        """Takes sequences that wait, in their order, into a group."""
+    def next_prefill(self) -> Prefill | None:
+        """Takes sequences that wait, in their order, into a group, or the next piece of one.
+
+        None: there is nothing to read, or a step comes first.
+        """
+        if self._was_piece and self._home():
+            return None
+        if self.reading is not None:
+            return None if self._awaits_pass() else self._next_piece()
         room = self.limits.max_rows - self.num_running
         if not self.waiting or room < 1:
             return None
@@ -137,11 +116,44 @@ class Scheduler:
         if not chosen:
             return None
         self.groups[group.number] = group
-        group.members += chosen
         for one in chosen:
             one.group = group.number
-        group.num_passes += 1
-        return group, chosen
+        if self._is_cut(chosen[0]):
+            group.coming += chosen
+            count = -(-chosen[0].length // self._most_tokens)
+            self.reading = Reading(chosen[0], -(-chosen[0].length // count))
+            return self._next_piece()
+        group.members += chosen
+        group.on_way.append(self._num_pieces)
+        self._was_piece = False
+        return Prefill(group, chosen)
+
+    def _is_cut(self, first: Sequence) -> bool:
+        """Whether a pass is read in pieces: only a prompt alone in it can be too long for one."""
+        return first.may_be_cut and first.length > self._most_tokens
+
+    def _next_piece(self) -> Prefill:
+        reading = self.reading
+        one, piece = reading.sequence, reading.next_piece()
+        group = self.groups[one.group]
+        self._num_pieces += 1
+        self._was_piece = True
+        self.reading = replace(reading, end=piece.stop)
+        if piece.stop == one.length:
+            self.reading = None
+            group.coming.remove(one)
+            group.members.append(one)
+            group.on_way.append(self._num_pieces)
+        return Prefill(group, [one], piece)
+
+    def _awaits_pass(self) -> bool:
+        """Whether a pass is about to come back, which the next piece had better wait for.
+
+        In a full pipeline it is back when as many pieces as there are further stages have followed
+        it. Started sooner, pieces would queue up before every token of those that run.
+        """
+        enough = self._num_pieces - (self.num_stages - 1)
+        return any(group.on_way and group.on_way[0] <= enough for group in self.groups.values())
 
     def _emptiest(self, num_new: int) -> RunningGroup:
         total = self.num_running + num_new
@@ -160,12 +172,12 @@ class Scheduler:
             return False
         total = min(self.num_running + len(chosen) + len(self.waiting), self.limits.max_rows)
         fair = -(-total // (self.limits.num_groups or self.best_groups(total)))
-        if chosen and len(group.members) + len(chosen) >= fair:
+        if chosen and group.num_rows + len(chosen) >= fair:
             return False
         if self.limits.max_cells is None:
             return True
         longest = max(one.longest for one in [*group.members, *chosen, new])
-        cells = (len(group.members) + len(chosen) + 1) * longest
+        cells = (group.num_rows + len(chosen) + 1) * longest
         return self.num_cells - group.cells + cells <= self.limits.max_cells
 
     def _tokens_of_a_pass(self) -> int:
@@ -186,20 +198,21 @@ class Scheduler:
         Args:
             may_wait: False where groups were joined, which is told with the step.
         """
-        ready = [group for group in self.groups.values() if group.is_home and group.members]
+        ready = self._home()
         waits = may_wait and len(ready) == 1 and self._waits_for_another(ready[0])
         if not ready or waits:
             return None
         group = min(ready, key=lambda one: one.since)
-        group.num_passes += 1
+        group.on_way.append(self._num_pieces)
+        self._was_piece = False
         return group
+
+    def _home(self) -> list[RunningGroup]:
+        return [group for group in self.groups.values() if group.is_home and group.members]
 
     def next_joins(self) -> list[tuple[int, int]]:
         """(from, into) of groups at home that are better one, where there are too many."""
-        home = sorted(
-            (group for group in self.groups.values() if group.is_home and group.members),
-            key=lambda group: len(group.members),
-        )
+        home = sorted(self._home(), key=lambda group: len(group.members))
         if not self._are_too_many() or len(home) < 2:
             return []
         source, target = home[0], home[1]
@@ -212,7 +225,7 @@ class Scheduler:
         return [(source.number, target.number)]
 
     def _are_too_many(self) -> bool:
-        if self.waiting or len(self.groups) < 2:
+        if self.waiting or self.reading is not None or len(self.groups) < 2:
             return False
         wanted = self.limits.num_groups or self.best_groups(self.num_running)
         return len(self.groups) > wanted
@@ -233,7 +246,7 @@ class Scheduler:
     def came_home(self, number: int) -> None:
         """A pass of a group is back."""
         group = self.groups[number]
-        group.num_passes -= 1
+        group.on_way.pop(0)
         group.since = next(self._turn)
         self._forget_if_over(group)
 
@@ -243,12 +256,26 @@ class Scheduler:
         Orders on their way still have it, and the stages keep all orders in turn.
         """
         group = self.groups[sequence.group]
-        take_out(group.members, group.members.index(sequence))
+        if sequence in group.coming:
+            group.coming.remove(sequence)
+            self.reading = None
+        else:
+            take_out(group.members, group.members.index(sequence))
         self.leaving.append((group.number, sequence.row))
         self._forget_if_over(group)
 
+    def withdraw(self, owner: Any) -> bool:
+        """Takes out a sequence that waits or is read in pieces; False: it is neither."""
+        for one in [one for one in self.waiting if one.owner is owner]:
+            self.waiting.remove(one)
+            return True
+        if self.reading is None or self.reading.sequence.owner is not owner:
+            return False
+        self.leave(self.reading.sequence)
+        return True
+
     def _forget_if_over(self, group: RunningGroup) -> None:
-        if group.is_home and not group.members:
+        if group.is_home and not group.num_rows:
             del self.groups[group.number]
 
     def take_leaving(self) -> list[tuple[int, int]]:

@@ -29,12 +29,14 @@ class Group:
     Attributes:
         positions: of each row, the position of its next token.
         kept: of each row, what its steps read of its prompt.
+        read: ids [B, T] of the pieces of a prompt that is not read to its end.
     """
 
     cache: GroupCache
     rows: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     kept: list[Tensors] = field(default_factory=list)
+    read: list[torch.Tensor] = field(default_factory=list)
 
     def join(self, new: "Group") -> None:
         """Takes the rows of another group."""
@@ -77,6 +79,8 @@ class StageDecoder:
 
     Attributes:
         has_cache: the model keeps keys and values; else each token reads its whole row anew.
+        reads_in_pieces: a prompt of text may be read in several passes.
+        unfinished: row -> the group of its own in which it is read so.
     """
 
     def __init__(self, stage: torch.nn.Module, *, device: torch.device | str = "cpu") -> None:
@@ -84,8 +88,10 @@ class StageDecoder:
         stage.answer_only()
         self.stage = stage
         self.has_cache = bool(stage.can_decode)
+        self.reads_in_pieces = self.has_cache and bool(stage.reads_in_pieces)
         self.device = torch.device(device)
         self.groups: dict[int, Group] = {}
+        self.unfinished: dict[int, Group] = {}
         self.sampled: dict[int, SampledRow] = {}  # on the last stage
         self._passes = {
             "prefill": self._prefill,
@@ -156,6 +162,7 @@ class StageDecoder:
 
     def _remove(self, number: int, row: int) -> None:
         self.sampled.pop(row, None)
+        self.unfinished.pop(row, None)
         group = self.groups.get(number)
         if group is None or row not in group.rows:
             return  # its prefill failed before it came here
@@ -173,15 +180,24 @@ class StageDecoder:
     # -- passes ---------------------------------------------------------------------------
 
     def _prefill(self, order: Order, tensors: Tensors) -> Tensors:
-        """The prompts of new rows, which then are in the group."""
-        width = max(order.lengths)
-        new = Group(self._new_cache(len(order.rows)), list(order.rows))
-        new.cache.begin(width, lengths=order.lengths)
+        """The prompts of new rows, or a piece of one; at their ends they are in the group."""
+        new = self._begun(order)
+        if new is None:
+            order.error = f"stage {self.stage.stage}: an earlier piece of the prompt was not read"
+            return {}
+        width = order.span[1] - order.span[0]
         batch = {**_others(tensors), "attention_mask": new.cache.window.mask(width, self.device)}
-        positions = self.stage.decode_positions(batch)
+        positions = self.stage.decode_positions(batch)[..., -width:]
         batch["position_ids"] = positions
+        if order.is_part and self._keeps_logits:
+            batch["logits_to_keep"] = torch.empty(0, dtype=torch.long, device=self.device)
         output = self._forward(tensors, batch, new.cache)
         new.cache.advance(width)
+        if self.stage.is_last:
+            new.read.append(tensors["input_ids"])
+        if order.is_part:
+            self.unfinished[order.rows[0]] = new
+            return {} if self.stage.is_last else _onwards(output, _others(tensors))
         last = positions.amax(-1) + 1
         new.positions = (last if last.ndim == 1 else last.amax(0)).tolist()
         kept = self.stage.kept_inputs(batch)
@@ -189,10 +205,27 @@ class StageDecoder:
         new.kept = [{name: value[place] for name, value in kept.items()} for place in places]
         self._join(order.group, new)
         if self.stage.is_last:
+            ids_BT = torch.cat(new.read, dim=1)
             for place, length in enumerate(order.lengths):
-                self._welcome(order, place, tensors["input_ids"][place, width - length :])
+                self._welcome(order, place, ids_BT[place, ids_BT.shape[1] - length :])
             return self._choose(order, output[:, -1])
         return _onwards(output, _others(tensors))
+
+    def _begun(self, order: Order) -> Group | None:
+        """The group that a pass over prompts writes into, with room for it.
+
+        None: what comes before in the prompt is not there. A pass that fails leaves it out, too.
+        """
+        first, end = order.span
+        if first:
+            new = self.unfinished.pop(order.rows[0], None)
+            if new is not None:
+                new.cache.begin(end - first)
+            return new
+        new = Group(self._new_cache(len(order.rows)), list(order.rows))
+        lengths = [end] if order.piece else order.lengths
+        new.cache.begin(end, lengths=lengths, room=max(order.lengths))
+        return new
 
     def _welcome(self, order: Order, place: int, ids_T: torch.Tensor) -> None:
         """A new row on the last stage."""
@@ -249,7 +282,7 @@ class StageDecoder:
         if cache is not None:
             inputs["past_key_values"] = cache
             if self._keeps_logits:
-                inputs["logits_to_keep"] = 1
+                inputs.setdefault("logits_to_keep", 1)
         if self.stage.is_first:
             first, extras = tensors["input_ids"], ()
         else:

@@ -1,0 +1,259 @@
+"""Prompts that are read in pieces while others are answered, with faults, and the models that may.
+
+Expected are the library's answers. All families: tests/distributed/test_decoding.py.
+"""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+import transformers
+
+import pp_models  # noqa: F401 (puts the parts on the shelf)
+from pp_models.prompt_pieces import can_be_cut
+from register import train_model_register
+from stageline.checkpoint.quiet import quiet
+from stageline.inference.decoding.cache import GroupCache
+from stageline.inference.decoding.prompts import length_of
+from stageline.inference.decoding.request import EngineError, Failed, Finished, Request, Sampling
+from stageline.testing.decoded_models import decoded_text_model
+from stageline.testing.decoding_engines import local_engine, noted_orders, pieces_read
+from stageline.testing.tiny_models import tiny_config
+
+NUM_TOKENS, PIECE = 12, 7
+LONG = 1  # the prompt of 40 tokens: six pieces
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    with quiet():
+        return decoded_text_model(
+            "llama", tmp_path_factory.mktemp("llama"), num_prompts=6, num_tokens=NUM_TOKENS
+        )
+
+
+@functools.cache
+def stages_of(folder, num_stages):
+    with quiet():
+        return [
+            train_model_register["llama"](
+                config_path=None,
+                processor_path=None,
+                checkpoint_path=str(folder),
+                stage=stage,
+                num_stages=num_stages,
+            )[0]
+            for stage in range(num_stages)
+        ]
+
+
+def engine_of(model, num_stages, *, max_rows=3, num_groups=1, **limits):
+    stages = stages_of(model.folder, num_stages)
+    limits = {"max_rows": max_rows, "num_groups": num_groups, "prefill_tokens": PIECE, **limits}
+    return local_engine(stages, model.processor, **limits)
+
+
+def request_of(model, place, **sampling):
+    settings = Sampling(**{"max_new_tokens": NUM_TOKENS, "stop_token_ids": (), **sampling})
+    return Request(str(place), model.prompts[place], settings)
+
+
+def answer_all(engine, model):
+    """What each request failed with; all others must be right, and nothing be left over."""
+    found = {one.key: one for one in engine.answer(request_of(model, i) for i in range(6))}
+    assert sorted(found) == list("012345")
+    failed = {key: one.error for key, one in found.items() if isinstance(one, Failed)}
+    for key in found.keys() - failed.keys():
+        assert found[key].token_ids == model.answers[int(key)], key
+    check_nothing_is_left(engine)
+    return failed
+
+
+def check_nothing_is_left(engine):
+    for decoder in engine.chain.decoders:
+        assert not decoder.groups and not decoder.sampled and not decoder.unfinished
+    stats = engine.stats()
+    assert (stats.running, stats.queued, stats.cache_cells, stats.num_groups) == (0, 0, 0, 0)
+    assert stats.is_healthy
+
+
+# -- answers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_stages", "num_groups"), [(1, 1), (2, 1), (2, 2), (4, 2)])
+def test_answers_while_others_run(num_stages, num_groups, model):
+    engine = engine_of(model, num_stages, num_groups=num_groups)
+    orders = noted_orders(engine)
+    assert answer_all(engine, model) == {}
+    lengths = [length_of(prompt) for prompt in model.prompts]
+    read = pieces_read(orders)
+    assert [len(pieces) for pieces in read] == [-(-length // PIECE) for length in lengths]
+    for length, pieces in zip(lengths, read, strict=True):
+        if length > PIECE:
+            ends = [end for _, end in pieces]
+            assert [first for first, _ in pieces] == [0, *ends[:-1]] and ends[-1] == length
+            assert max(end - first for first, end in pieces) <= PIECE
+    assert engine.stats().prompt_tokens == sum(lengths)
+
+
+def test_answers_go_on_between_pieces(model):
+    """While a prompt is read in six pieces, those that run get a token after each."""
+    engine = engine_of(model, 2)
+    orders = noted_orders(engine)
+    requests = [request_of(model, place) for place in (0, LONG)]
+    found = {one.key: one.token_ids for one in engine.answer(requests)}
+    assert found == {"0": model.answers[0], "1": model.answers[LONG]}
+    kinds = [order.kind for order in orders if order.kind != "tidy"]
+    assert kinds[:12] == ["prefill", *["prefill", "decode"] * 5, "prefill"]
+    steps = [order for order in orders if order.kind == "decode"]
+    assert [len(order.rows) for order in steps] == [1] * 5 + [2] * 6 + [1] * 5
+
+
+def test_pieces_that_are_not_the_last_make_no_logits(model):
+    engine = engine_of(model, 2)
+    head, seen = stages_of(model.folder, 2)[-1].whole.lm_head, []
+    hook = head.register_forward_hook(lambda module, args, logits: seen.append(logits.shape[1]))
+    (answer,) = engine.answer([request_of(model, LONG, max_new_tokens=2)])
+    hook.remove()
+    assert answer.token_ids == model.answers[LONG][:2]
+    assert seen == [0] * 5 + [1, 1]
+
+
+def test_a_repetition_is_one_of_all_pieces(model):
+    """The penalty takes the tokens of the whole prompt, wherever it was cut."""
+    settings = {"repetition_penalty": 1.9}
+    (cut,) = engine_of(model, 2).answer([request_of(model, LONG, **settings)])
+    whole_engine = engine_of(model, 2, prefill_tokens=2048)
+    (whole,) = whole_engine.answer([request_of(model, LONG, **settings)])
+    assert cut.token_ids == whole.token_ids != model.answers[LONG]
+
+
+# -- faults ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def failing_piece(decoder, error, first):
+    """Has the model raise where a piece begins with that token of its prompt."""
+    read, forward, failed = decoder._passes["prefill"], decoder._forward, []
+
+    def reads(order, tensors):
+        def forwards(*args):
+            output = forward(*args)  # keys and values are written
+            if order.piece[:1] == [first]:
+                failed.append(order)
+                raise error
+            return output
+
+        decoder._forward = forwards
+        try:
+            return read(order, tensors)
+        finally:
+            decoder._forward = forward
+
+    decoder._passes["prefill"] = reads
+    yield
+    decoder._passes["prefill"] = read
+    assert len(failed) == 1
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), RuntimeError("boom")])
+def test_a_piece_that_fails_ends_its_prompt_alone(num_stages, error, model, capfd):
+    """On each stage: the first piece, one in the middle, the last one."""
+    for stage in range(num_stages):
+        for first in (0, 14, 35):
+            engine = engine_of(model, num_stages)
+            orders = noted_orders(engine)
+            decoder = engine.chain.decoders[stage]
+            with failing_piece(decoder, error, first):
+                answers = engine.answer(request_of(model, place) for place in (0, LONG, 2))
+                found = {one.key: one for one in answers}
+            assert str(found.pop("1").error) == f"stage {stage}: {type(error).__name__}: {error}"
+            for key, one in found.items():
+                assert one.token_ids == model.answers[int(key)]
+            check_nothing_is_left(engine)
+            assert orders[-1].error is None
+            assert answer_all(engine, model) == {}, "the engine is as before"
+    assert "no row" not in capfd.readouterr().err
+
+
+def test_a_prompt_that_is_cancelled_between_its_pieces_ends_at_once(model):
+    engine = engine_of(model, 2, max_rows=2)
+    events, orders, before = {}, noted_orders(engine), []
+
+    def listen(event):
+        events.setdefault(event.key, []).append(event)
+        if event.key == "0" and len(events["0"]) == 3:  # it got steps, each after a piece
+            before.extend(orders)
+            engine.cancel("1")
+        if all(isinstance(events.get(key, [None])[-1], Finished) for key in "012"):
+            engine.stop()
+
+    for place in (0, LONG, 2):
+        engine.submit(request_of(model, place), listen)
+    engine.run()
+    (end,) = events["1"]
+    assert (end.reason, end.token_ids) == ("cancelled", ())
+    for key in "02":
+        assert events[key][-1].token_ids == model.answers[int(key)]
+    assert 2 <= len(pieces_read(before)[1]) < 6
+    assert not any(order.piece for order in orders[len(before) :])
+    assert not any(decoder.unfinished for decoder in engine.chain.decoders)
+    assert engine.stats().running == engine.stats().cache_cells == 0
+
+
+def test_what_nobody_wants_any_more_leaves_no_piece(model):
+    engine = engine_of(model, 2)
+    answers = engine.answer([request_of(model, 0, max_new_tokens=3), request_of(model, LONG)])
+    assert next(answers).key == "0"
+    assert engine.chain.decoders[1].unfinished
+    answers.close()
+    check_nothing_is_left(engine)
+    assert answer_all(engine, model) == {}
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_finished_prompt_that_finds_no_room_in_its_group_fails_alone(at, model, monkeypatch):
+    """On the first stage, or on the second, where the first one has it."""
+    engine, join, calls = engine_of(model, 2, max_rows=2), GroupCache.join, iter(range(99))
+
+    def joined(self, other):
+        if next(calls) == at:
+            raise torch.OutOfMemoryError("no room")
+        join(self, other)
+
+    monkeypatch.setattr(GroupCache, "join", joined)
+    found = {one.key: one for one in engine.answer(request_of(model, i) for i in (0, LONG))}
+    assert isinstance(found["1"].error, EngineError) and "no room" in str(found["1"].error)
+    assert found["0"].token_ids == model.answers[0]
+    check_nothing_is_left(engine)
+
+
+# -- which models ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 4,
+                                      "long_factor": [2.0] * 4, "factor": 2.0}}),
+        ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0},
+                                        "sliding_attention": {"rope_type": "default"}}}),
+        ("gemma3", {"use_bidirectional_attention": True}),
+        ("qwen3", {"layer_types": ["linear_attention", "full_attention"] * 2}),
+    ],
+)  # fmt: skip
+def test_models_whose_pieces_are_not_parts_of_the_whole(family, fields):
+    """Frequencies that follow the longest row, states, and attention that looks ahead."""
+    config = tiny_config(family)
+    assert can_be_cut(config)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    assert not can_be_cut(config)
+
+
+def test_models_that_no_test_compares_are_read_whole():
+    assert not can_be_cut(transformers.OPTConfig())
+    assert not can_be_cut(tiny_config("gemma3_vl"))
