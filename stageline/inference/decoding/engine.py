@@ -17,10 +17,11 @@ import torch
 
 from stageline.errors import UserError
 from stageline.inference.decoding import prompts
-from stageline.inference.decoding.admission import checked
+from stageline.inference.decoding.admission import admitted
 from stageline.inference.decoding.chain import Chain, max_in_flight
 from stageline.inference.decoding.engine_stats import EngineStats
 from stageline.inference.decoding.group_choice import GroupChoice, measure_steps
+from stageline.inference.decoding.matchers import Matchers
 from stageline.inference.decoding.order import Order, settings_of
 from stageline.inference.decoding.request import (
     EngineError,
@@ -52,6 +53,7 @@ class DecodingEngine:
         device: where the first stage reads.
         prompt_cells: room in the cache that the images of a prompt take, in tokens.
         has_cache: the stages keep keys and values; else each token reads its whole row anew.
+        matchers: check grammars; None: made of the tokenizer.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class DecodingEngine:
         model_name: str = "model",
         prompt_cells: Callable[[prompts.Prompt], int] = prompts.no_cells,
         has_cache: bool = True,
+        matchers: Matchers | None = None,
     ) -> None:
         self.chain = chain
         self.tokenizer = tokenizer
@@ -76,6 +79,7 @@ class DecodingEngine:
         self.model_name = model_name
         self.prompt_cells = prompt_cells
         self.has_cache = has_cache
+        self.matchers = matchers or Matchers(lambda: tokenizer)
         self.choice: GroupChoice | None = None
         self.is_healthy = True
         self._scheduler = Scheduler(
@@ -300,8 +304,7 @@ class DecodingEngine:
             order.lengths = [len(owner.row_ids()) for owner in owners]
             self._order(order, prompts.padded_right([owner.row_ids() for owner in owners]))
             return
-        last = [[owner.last_token] for owner in owners]
-        self._order(order, {"input_ids": torch.tensor(last)})
+        self._order(order, {"input_ids": torch.tensor([[owner.last_token] for owner in owners])})
 
     def _take(self, order: Order) -> None:
         """Hands out what an order brought."""
@@ -332,9 +335,7 @@ class DecodingEngine:
     # -- requests -------------------------------------------------------------------------
 
     def _running_of(self, request: Request, listener: Listener) -> Running:
-        cells = self.prompt_cells(request.prompt)
-        request = checked(request, self.limits, has_cache=self.has_cache, cells=cells)
-        return Running.of(request, listener, engine=self)
+        return Running.of(admitted(request, self), listener, engine=self)
 
     def _submit_here(self, request: Request, listener: Listener) -> None:
         try:
