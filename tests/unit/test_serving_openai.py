@@ -244,8 +244,8 @@ REFUSED = {
     "max_tokens": {"max_tokens": 10**9},
     "logit_bias": {"logit_bias": {"999999": 1}},
     "stop.0": {"stop": [""]},
-    "response_format": {"response_format": {"type": "json_object"}},
-    "tool_choice": {"tools": [WEATHER], "tool_choice": "required"},
+    "response_format": {"response_format": {"type": "xml"}},
+    "tool_choice": {"tools": [], "tool_choice": "required"},
     "top_logprobs": {"top_logprobs": 2},
     "stream_options": {"stream_options": {"include_usage": True}},
     "reasoning_effort": {"reasoning_effort": "high"},
@@ -314,5 +314,5 @@ class TestLangChain:
         assert [call["args"] for call in whole.tool_calls] == [{"city": "Köln"}] * 2
 
     def test_errors(self, model):
-        with pytest.raises(openai.BadRequestError, match="text alone"):
-            model.bind(response_format={"type": "json_object"}).invoke("x")
+        with pytest.raises(openai.BadRequestError, match="response_format"):
+            model.bind(response_format={"type": "xml"}).invoke("x")
