@@ -99,8 +99,6 @@ def _is_changed(row: SampledRow) -> bool:
 def _find_error(row: SampledRow, top: float, size: int) -> Exception | None:
     if row.failure is not None:
         return row.failure
-    if row.matcher is not None and row.matcher.error is not None:
-        return row.matcher.error
     unknown = [token_id for token_id, _ in row.sampling.logit_bias if token_id >= size]
     if unknown:
         return UserError(f"logit_bias names token {unknown[0]}; the model has tokens 0..{size - 1}")
