@@ -26,6 +26,7 @@ from stageline.errors import UserError
 from stageline.inference.decoding.cache_budget import cache_budget, cells_within
 from stageline.inference.decoding.chain import LocalChain, RankChain, follow, make_wire
 from stageline.inference.decoding.engine import DecodingEngine
+from stageline.inference.decoding.matchers import Matchers
 from stageline.inference.decoding.scheduler import Limits
 from stageline.inference.decoding.stage_decoder import StageDecoder
 from stageline.inference.decoding.stop_ids import stop_ids_of
@@ -92,7 +93,10 @@ def open_decoding(run: Any, *, model_path: str | None = None) -> Iterator[Decodi
     model = answering_model(run, model_path or run.model_path)
     with distributed_context(num_ranks=run.num_stages, device=run.device) as context:
         name_stages([context.pp_rank])
-        decoder = StageDecoder(model.build(context.pp_rank, context.device), device=context.device)
+        stage = model.build(context.pp_rank, context.device)
+        decoder = StageDecoder(
+            stage, device=context.device, matchers=Matchers(lambda: load_tokenizer(run, model))
+        )
         limits = make_limits(run, model, decoder, context)
         wire = None
         if context.num_ranks > 1:
@@ -191,5 +195,12 @@ def make_engine(
         prompt_cells=decoder.stage.fixed_cells,
         has_cache=decoder.has_cache,
         reads_in_pieces=decoder.reads_in_pieces,
+        matchers=decoder.matchers,
     )
     return engine, processor
+
+
+def load_tokenizer(run: Any, model: AnsweringModel) -> Any:
+    """The tokenizer of the processor."""
+    folder = model.processor_folder()
+    return get_tokenizer(load_processor(folder, trust_remote_code=run.trust_remote_code))

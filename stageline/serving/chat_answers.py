@@ -1,8 +1,10 @@
 """The answers to a chat, whole or as a stream of chunks."""
 
+from dataclasses import replace
 from typing import Any
 
 from stageline.inference.decoding.request import Finished, Piece, TokenLogprob
+from stageline.serving.answer_forms import AnswerForm, form_of, shown_tools
 from stageline.serving.chat_models import ChatRequest
 from stageline.serving.live import Out
 from stageline.serving.sampling import chat_sampling
@@ -21,11 +23,15 @@ async def answer_chat(service: Service, asked: ChatRequest, out: Out) -> None:
     """
     sampling = chat_sampling(asked, service.settings, num_ids=service.prompts.num_ids)
     given = asked.model_dump(exclude_none=True)
-    tools = given.get("tools", []) if asked.tool_choice != "none" else []
+    tools = shown_tools(given) if asked.tool_choice != "none" else []
     with service.desk.place(asked.n or 1) as place:
         prompt = await service.in_thread(
             service.prompts.of_messages, given["messages"], tools=tools
         )
+        form = await service.in_thread(
+            form_of, asked, prompts=service.prompts, matchers=service.engine.matchers
+        )
+        sampling = replace(sampling, grammar=form.grammar)
         has_new_name = asked.max_completion_tokens is not None
         sampling = service.fitted(
             prompt,
@@ -35,7 +41,7 @@ async def answer_chat(service: Service, asked: ChatRequest, out: Out) -> None:
             field="max_completion_tokens" if has_new_name else "max_tokens",
         )
         requests = copies(prompt, sampling, asked.n or 1)
-        readers = [_reader(asked, tools) for _ in requests]
+        readers = [_reader(asked, tools, form) for _ in requests]
         del given, tools, prompt
         forget_large(asked, out)
         events = good_events(place, requests)
@@ -45,11 +51,12 @@ async def answer_chat(service: Service, asked: ChatRequest, out: Out) -> None:
             await _whole(service, events, readers, out)
 
 
-def _reader(asked: ChatRequest, tools: list[dict[str, Any]]) -> Reader:
+def _reader(asked: ChatRequest, tools: list[dict[str, Any]], form: AnswerForm) -> Reader:
     if not tools:
         return PlainReader()
     names = [tool["function"]["name"] for tool in tools]
-    return ToolReader(names, is_single=asked.parallel_tool_calls is False)
+    is_single = asked.parallel_tool_calls is False
+    return ToolReader(names, is_single=is_single, is_marked=form.is_marked)
 
 
 async def _whole(service: Service, events: Any, readers: list[Reader], out: Out) -> None:

@@ -2,18 +2,13 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from stageline.serving.fields import OnlyFalse, SamplingFields, Strict, integer, unsupported
+from stageline.serving.fields import SamplingFields, Strict, integer, unsupported
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 256
 MAX_TOOLS = 128
-_NO_FORCING = "nothing forces the model to call a tool or to keep to a schema; use auto or none"
-_TEXT_ONLY = (
-    "response_format can be text alone, as nothing forces the model to write JSON; ask for JSON "
-    "in the messages"
-)
 
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")]
 Text = str
@@ -105,12 +100,12 @@ Message = Annotated[
 
 
 class Function(Strict):
-    """What a tool is called with."""
+    """What a tool is called with; `strict`: arguments keep to the schema in every call."""
 
     name: Name
     description: Text | None = None
     parameters: dict[str, Any] | None = None
-    strict: OnlyFalse = None  # nothing forces arguments to keep to a schema
+    strict: bool | None = None
 
 
 class Tool(Strict):
@@ -120,22 +115,50 @@ class Tool(Strict):
     function: Function
 
 
-def _is_soft(value: Any) -> Any:
-    if isinstance(value, dict) or value in ("required",):
-        raise ValueError(f"this server does not support it: {_NO_FORCING}")
-    return value
+class NamedFunction(Strict):
+    """Which function is to be called."""
+
+    name: Name
 
 
-def _is_text(value: Any) -> Any:
-    if isinstance(value, dict) and value.get("type") in ("json_object", "json_schema"):
-        raise ValueError(_TEXT_ONLY)
-    return value
+class NamedTool(Strict):
+    """Which tool is to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
-class ResponseFormat(Strict):
-    """The form of the answer."""
+class TextFormat(Strict):
+    """The answer is any text."""
 
     type: Literal["text"]
+
+
+class JsonObjectFormat(Strict):
+    """The answer is a JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(Strict):
+    """What the JSON has to be; not strict: but for keywords that can't be kept to."""
+
+    name: Name
+    description: Text | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Strict):
+    """The answer is JSON of a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
+]
 
 
 class ChatRequest(SamplingFields):
@@ -147,9 +170,9 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: integer(0, 20) = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Annotated[Literal["none", "auto"] | None, BeforeValidator(_is_soft)] = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    response_format: Annotated[ResponseFormat | None, BeforeValidator(_is_text)] = None
+    response_format: ResponseFormat | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     # what is known of the answer before: it would change the time alone
     prediction: dict[str, Any] | None = None

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from stageline.inference.decoding.matchers import Matchers
 from stageline.inference.decoding.request import Failed, Finished, Listener, Piece, Request
 from stageline.serving.errors import bad_request, too_busy
 from stageline.serving.metrics import Metrics
@@ -23,6 +24,7 @@ class Engine(Protocol):
 
     processor: Any
     max_length: int | None
+    matchers: Matchers
 
     def submit(self, request: Request, listener: Listener) -> None:
         """Takes a request; any thread."""

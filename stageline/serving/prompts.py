@@ -4,6 +4,7 @@ What users write stays plain text: their special tokens become none. Roles are a
 the template is the model's.
 """
 
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from stageline.errors import DataError, UserError
 from stageline.inference.generation import encode_prompts
 from stageline.serving.errors import ApiError, bad_request
 from stageline.serving.pictures import read_pictures
+from stageline.serving.tool_formats import ToolFormat, find_format
 
 # a prompt_fn part takes a template as well; messages do without
 _TEMPLATE = "[QUESTION][ANSWER]"
@@ -63,6 +65,12 @@ class PromptMaker:
     def takes_images(self) -> bool:
         """Whether the model has a token for pictures."""
         return get_image_token(self.processor) is not None
+
+    @functools.cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes tool calls; None: in a way that no grammar is made for."""
+        with self._lock:
+            return find_format(self.processor)
 
     def warm_up(self) -> None:
         """Tries the chat template once: a wrong one shows here, and the first request is quick."""

@@ -49,14 +49,18 @@ class ToolReader:
     Args:
         names: of the tools that may be called; others' calls stay text.
         is_single: tell the first call only.
+        is_marked: calls stand in <tool_call> alone; an answer that is JSON is text.
 
     Attributes:
         num_calls: so many were told.
     """
 
-    def __init__(self, names: Iterable[str], *, is_single: bool = False) -> None:
+    def __init__(
+        self, names: Iterable[str], *, is_single: bool = False, is_marked: bool = False
+    ) -> None:
         self.names = frozenset(names)
         self.is_single = is_single
+        self.is_marked = is_marked
         self.num_calls = 0
         self._held = ""
         self._is_begun = False  # text was told, so the whole answer is no call
@@ -82,14 +86,15 @@ class ToolReader:
     def finish(self) -> list[str | FoundCall]:
         """What is left at the end."""
         held, self._held = self._held, ""
-        calls = self._calls_of(held.removeprefix(_OPEN)) if held.strip() else []
+        may_be = held.startswith(_OPEN) if self.is_marked else bool(held.strip())
+        calls = self._calls_of(held.removeprefix(_OPEN)) if may_be else []
         if calls:
             return self._kept(calls)
         return [held] if held and not (self.num_calls and not held.strip()) else []
 
     @property
     def _is_first(self) -> bool:
-        return not self._is_begun and not self.num_calls
+        return not self._is_begun and not self.num_calls and not self.is_marked
 
     def _waits_for_more(self) -> bool:
         """Whether the whole answer may be JSON of calls; notes it when it begins so."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from stageline.data.processor import get_tokenizer
 from stageline.inference.decoding.chain import LocalChain, RankChain, follow, make_wire
 from stageline.inference.decoding.engine import DecodingEngine
+from stageline.inference.decoding.matchers import Matchers
 from stageline.inference.decoding.order import Order
 from stageline.inference.decoding.request import Failed, Request, Sampling
 from stageline.inference.decoding.scheduler import Limits
@@ -20,7 +21,8 @@ CPU = torch.device("cpu")
 
 def local_engine(stages: Sequence[nn.Module], processor: Any, **limits: Any) -> DecodingEngine:
     """All stages in this process, one after the other."""
-    chain = LocalChain([StageDecoder(stage) for stage in stages])
+    matchers = Matchers(lambda: get_tokenizer(processor))
+    chain = LocalChain([StageDecoder(stage, matchers=matchers) for stage in stages])
     return DecodingEngine(
         chain,
         tokenizer=get_tokenizer(processor),
@@ -69,7 +71,8 @@ def on_ranks(
         What `work` returns; on other ranks None.
     """
     rank, num_stages = dist.get_rank(), dist.get_world_size()
-    decoder = decoder_class(stage, device=device)
+    matchers = Matchers(lambda: get_tokenizer(processor))
+    decoder = decoder_class(stage, device=device, matchers=matchers)
     wire = make_wire(rank, num_stages=num_stages, device=device)
     if rank > 0:
         follow(decoder, wire, num_stages=num_stages)

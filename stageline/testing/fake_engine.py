@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stageline.data.processor import get_tokenizer
+from stageline.inference.decoding.matchers import Matchers
 from stageline.inference.decoding.request import (
     Failed,
     Finished,
@@ -75,6 +76,7 @@ class FakeEngine:
         model_name: str = "fake",
     ) -> None:
         self.processor = processor
+        self.matchers = Matchers(lambda: get_tokenizer(processor))
         self.model_name = model_name
         self.max_length = max_length
         self.seconds = seconds

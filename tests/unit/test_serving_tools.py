@@ -68,3 +68,13 @@ def test_text_is_told_as_soon_as_it_is_sure():
 def test_only_the_first_call_where_that_was_asked():
     assert read([HERMES + HERMES], is_single=True) == ("", [ADD])
     assert read([f"[{HERMES[12:-13]}, {HERMES[12:-13]}]"], is_single=True) == ("", [ADD])
+
+
+def test_marked_calls_alone_where_json_may_be_the_answer():
+    bare = '{"name": "add", "arguments": {}}'
+    assert read([bare]) == ("", [("add", {})])
+    for text in (bare, f"[{bare}]", '{"a": 1}'):
+        assert read([text], is_marked=True) == (text, []) == read(list(text), is_marked=True)
+    for name in ("hermes", "text before", "two", "not closed", "bad call"):
+        answer, text, calls = ANSWERS[name]
+        assert read(list(answer), is_marked=True) == (text, calls)

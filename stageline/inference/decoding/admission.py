@@ -1,11 +1,33 @@
 """What a request must be to be taken."""
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from stageline.errors import UserError
 from stageline.inference.decoding import prompts
 from stageline.inference.decoding.request import Request
 from stageline.inference.decoding.scheduler import Limits
+
+if TYPE_CHECKING:
+    from stageline.inference.decoding.engine import DecodingEngine
+
+
+def admitted(request: Request, engine: "DecodingEngine") -> Request:
+    """The request as it runs.
+
+    Raises:
+        UserError: it can't be answered.
+    """
+    cells = engine.prompt_cells(request.prompt)
+    request = checked(request, engine.limits, has_cache=engine.has_cache, cells=cells)
+    sampling = request.sampling
+    if sampling.grammar is None:
+        return request
+    engine.matchers.check(sampling.grammar)
+    # the last stage has to know which tokens may come just where the grammar may end
+    own = sampling.stop_token_ids
+    ids = engine.stop_ids if own is None else own
+    return replace(request, sampling=replace(sampling, stop_token_ids=ids))
 
 
 def checked(request: Request, limits: Limits, *, has_cache: bool, cells: int = 0) -> Request:

@@ -17,10 +17,11 @@ import torch
 
 from stageline.errors import UserError
 from stageline.inference.decoding import prompts
-from stageline.inference.decoding.admission import checked
+from stageline.inference.decoding.admission import admitted
 from stageline.inference.decoding.chain import Chain, max_in_flight
 from stageline.inference.decoding.engine_stats import EngineStats
 from stageline.inference.decoding.group_choice import GroupChoice, measure_steps
+from stageline.inference.decoding.matchers import Matchers
 from stageline.inference.decoding.order import Order
 from stageline.inference.decoding.passes import prefill_pass, step_pass
 from stageline.inference.decoding.request import (
@@ -55,6 +56,7 @@ class DecodingEngine:
         prompt_cells: room in the cache that the images of a prompt take, in tokens.
         has_cache: the stages keep keys and values; else each token reads its whole row anew.
         reads_in_pieces: the stages can read a prompt of text in several passes.
+        matchers: check grammars; None: made of the tokenizer.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class DecodingEngine:
         prompt_cells: Callable[[prompts.Prompt], int] = prompts.no_cells,
         has_cache: bool = True,
         reads_in_pieces: bool = False,
+        matchers: Matchers | None = None,
     ) -> None:
         self.chain = chain
         self.tokenizer = tokenizer
@@ -80,6 +83,7 @@ class DecodingEngine:
         self.model_name = model_name
         self.prompt_cells = prompt_cells
         self.has_cache, self.reads_in_pieces = has_cache, reads_in_pieces and has_cache
+        self.matchers = matchers or Matchers(lambda: tokenizer)
         self.choice: GroupChoice | None = None
         self.is_healthy = True
         self._scheduler = Scheduler(
@@ -314,9 +318,7 @@ class DecodingEngine:
     # -- requests -------------------------------------------------------------------------
 
     def _running_of(self, request: Request, listener: Listener) -> Running:
-        cells = self.prompt_cells(request.prompt)
-        request = checked(request, self.limits, has_cache=self.has_cache, cells=cells)
-        return Running.of(request, listener, engine=self)
+        return Running.of(admitted(request, self), listener, engine=self)
 
     def _submit_here(self, request: Request, listener: Listener) -> None:
         try:

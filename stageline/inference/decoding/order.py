@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from stageline.errors import UserError
+from stageline.inference.decoding.grammar import Grammar
 from stageline.inference.decoding.request import EngineError, Sampling, TokenLogprob
 
 Kind = Literal["prefill", "decode", "whole", "score", "measure", "tidy", "stop"]
@@ -32,6 +33,7 @@ class Order:
         seconds: what each stage took.
         error: what a stage could not do; the later ones then do nothing.
         tokens, logprobs: what the last stage chose, by place in `rows`.
+        over: places of rows whose grammar nothing can follow.
         row_errors: place -> whether the request is to blame that it has no token, and why.
         scores: of each row, log-probabilities of its targets and whether all were likeliest.
     """
@@ -50,6 +52,7 @@ class Order:
     error: str | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
+    over: list[int] = field(default_factory=list)
     row_errors: dict[str, tuple[bool, str]] = field(default_factory=dict)
     scores: list[tuple[list[float], bool]] = field(default_factory=list)
 
@@ -77,7 +80,9 @@ class Order:
 def settings_of(sampling: Sampling) -> dict[str, Any]:
     """The fields that the last stage needs and that are not the usual ones."""
     usual = asdict(Sampling())
-    needless = ("max_new_tokens", "stop", "stop_token_ids")
+    needless = ["max_new_tokens", "stop"]
+    if sampling.grammar is None:  # only that one tells when a stop token may come
+        needless.append("stop_token_ids")
     return {
         name: value
         for name, value in asdict(sampling).items()
@@ -88,7 +93,11 @@ def settings_of(sampling: Sampling) -> dict[str, Any]:
 def sampling_of(settings: dict[str, Any]) -> Sampling:
     """What `settings_of` told."""
     bias = tuple((int(token), float(value)) for token, value in settings.get("logit_bias", ()))
-    return Sampling(**{**settings, "logit_bias": bias})
+    own: dict[str, Any] = {"logit_bias": bias}
+    if "grammar" in settings:
+        own["grammar"] = Grammar(**settings["grammar"])
+        own["stop_token_ids"] = tuple(settings.get("stop_token_ids") or ())
+    return Sampling(**{**settings, **own})
 
 
 def logprob_as_json(found: TokenLogprob | None) -> Any:

@@ -8,6 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from stageline.errors import UserError
+from stageline.inference.decoding.grammar import Grammar
 
 _SEED_BITS = 64
 _LARGEST = 2**31 - 1
@@ -29,6 +30,7 @@ class Sampling:
         stop: the text ends before the first of these that appears in it.
         stop_token_ids: end the answer; None: those of model and tokenizer, (): none.
         logprobs: None: none; n: that of each chosen token and of the n likeliest ones.
+        grammar: what the whole answer has to be; stop tokens then come only where it may end.
     """
 
     max_new_tokens: int = 256
@@ -44,6 +46,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] | None = None
     logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         for name, (low, high) in _WHOLE_RANGES.items():
@@ -59,6 +62,8 @@ class Sampling:
         self._check("stop", _are(self.stop, _is_text), "a tuple of texts, none of them empty")
         is_ids = self.stop_token_ids is None or _are(self.stop_token_ids, _is_token_id)
         self._check("stop_token_ids", is_ids, "None or a tuple of token ids")
+        is_grammar = self.grammar is None or isinstance(self.grammar, Grammar)
+        self._check("grammar", is_grammar, "None or a Grammar")
         wanted = "a tuple of (token id, number from -100 to 100) pairs"
         self._check("logit_bias", _are(self.logit_bias, _is_bias), wanted)
 
@@ -152,7 +157,8 @@ class Finished:
     Attributes:
         text: ends before the stop string.
         token_ids: without the stop token; the tokens that a stop string lies in are among them.
-        stopped_by: the stop string or the stop token's id, where one ended the answer.
+        stopped_by: the stop string or the stop token's id, where one ended the answer; a grammar
+            that nothing can follow needs none.
     """
 
     key: str

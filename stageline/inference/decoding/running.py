@@ -66,7 +66,7 @@ class Running:
         try:
             if not self.is_cancelled and error is None:
                 logprob = logprob_of_json(order.logprobs[place]) if order.logprobs else None
-                self.take(order.tokens[place], logprob)
+                self.take(order.tokens[place], logprob, is_last=place in order.over)
             if self.is_cancelled and not self.is_over:
                 self.finish("cancelled")
         except Exception as found:
@@ -75,14 +75,18 @@ class Running:
         if error is not None and not self.is_over:
             self.fail(error)
 
-    def take(self, token_id: int, logprob: TokenLogprob | None) -> None:
-        """One more token."""
+    def take(self, token_id: int, logprob: TokenLogprob | None, *, is_last: bool = False) -> None:
+        """One more token.
+
+        Args:
+            is_last: the answer's grammar lets nothing follow it.
+        """
         self.last_token = token_id
         self.num_tokens += 1
         text = self.text.add(token_id)
         if logprob is not None and len(self.text.token_ids) > len(self._logprobs):
             self._logprobs.append(logprob)
-        if self.text.is_stopped:
+        if self.text.is_stopped or is_last:
             self._tell(text)
             self.finish("stop")
         elif self.num_tokens >= self.request.sampling.max_new_tokens:

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from stageline.errors import UserError
 from stageline.inference.decoding.drawing import draw, uniform
+from stageline.inference.decoding.matchers import RowMatcher, allowed_tokens
 from stageline.inference.decoding.request import Sampling, TokenLogprob
 
 # below it the likeliest token is taken: float32 logits divided by less leave no other a chance
 _LEAST_TEMPERATURE = 1e-5
+_NONE = -1  # no token may come
 
 
 @dataclass
@@ -28,12 +30,16 @@ class SampledRow:
         prompt_ids: token ids of the prompt, for the repetition penalty; None: of the answer only.
         answer_ids: the tokens chosen so far.
         index: which token of the answer this is, from 0.
+        matcher: follows the grammar of the answer, if it has one.
+        failure: why the row gets no token at all.
     """
 
     sampling: Sampling
     prompt_ids: Tensor | None
     answer_ids: list[int]
     index: int
+    matcher: RowMatcher | None = None
+    failure: Exception | None = None
 
 
 @dataclass(frozen=True)
@@ -61,10 +67,12 @@ def choose(logits_BV: Tensor, rows: Sequence[SampledRow]) -> list[Chosen]:
     others = [
         place
         for place, row in enumerate(rows)
-        if place not in errors and (_is_sampled(row.sampling) or _is_changed(row.sampling))
+        if place not in errors and (_is_sampled(row.sampling) or _is_changed(row))
     ]
     for place, token in zip(others, _choose_others(logits_BV, rows, others), strict=True):
         tokens[place] = token
+        if token == _NONE:
+            errors[place] = _no_token(rows[place])
     return [
         Chosen(-1, error=errors[place])
         if place in errors
@@ -77,9 +85,11 @@ def _is_sampled(sampling: Sampling) -> bool:
     return sampling.temperature >= _LEAST_TEMPERATURE
 
 
-def _is_changed(sampling: Sampling) -> bool:
+def _is_changed(row: SampledRow) -> bool:
+    sampling = row.sampling
     return bool(
-        sampling.repetition_penalty != 1
+        row.matcher is not None
+        or sampling.repetition_penalty != 1
         or sampling.presence_penalty
         or sampling.frequency_penalty
         or sampling.logit_bias
@@ -87,6 +97,8 @@ def _is_changed(sampling: Sampling) -> bool:
 
 
 def _find_error(row: SampledRow, top: float, size: int) -> Exception | None:
+    if row.failure is not None:
+        return row.failure
     unknown = [token_id for token_id, _ in row.sampling.logit_bias if token_id >= size]
     if unknown:
         return UserError(f"logit_bias names token {unknown[0]}; the model has tokens 0..{size - 1}")
@@ -107,18 +119,52 @@ def _choose_others(
     if not places:
         return []
     scores_RV = logits_BV[list(places)].float()
-    for scores_V, place in zip(scores_RV, places, strict=True):
-        if _is_changed(rows[place].sampling):
-            _change(scores_V, rows[place])
+    chosen_from = [rows[place] for place in places]
+    without = _keep_to_grammars(scores_RV, chosen_from)
+    for scores_V, row in zip(scores_RV, chosen_from, strict=True):
+        if _is_changed(row):
+            _change(scores_V, row)
     tokens = scores_RV.argmax(-1).tolist()
-    drawn = [i for i, place in enumerate(places) if _is_sampled(rows[place].sampling)]
+    for i in without:
+        tokens[i] = _NONE
+    is_drawn = [_is_sampled(row.sampling) and i not in without for i, row in enumerate(chosen_from)]
+    drawn = [i for i, is_one in enumerate(is_drawn) if is_one]
     if drawn:
-        chosen = [rows[places[i]] for i in drawn]
+        chosen = [chosen_from[i] for i in drawn]
         numbers = [uniform(row.sampling.seed, row.index) for row in chosen]
         found = draw(scores_RV[drawn], [row.sampling for row in chosen], numbers)
         for i, token in zip(drawn, found, strict=True):
             tokens[i] = token
     return tokens
+
+
+def _keep_to_grammars(scores_RV: Tensor, rows: Sequence[SampledRow]) -> set[int]:
+    """Leaves rows with a grammar the tokens that may come, in place; those that have none then."""
+    matched = [i for i, row in enumerate(rows) if row.matcher is not None]
+    if not matched:
+        return set()
+    matchers = [row.matcher for row in rows if row.matcher is not None]
+    allowed_MV = torch.from_numpy(allowed_tokens(matchers, scores_RV.shape[-1]))
+    forbidden_MV = ~allowed_MV.to(scores_RV.device)
+    if len(matched) == len(rows):
+        left_MV = scores_RV.masked_fill_(forbidden_MV, -float("inf"))
+    else:
+        left_MV = scores_RV[matched].masked_fill_(forbidden_MV, -float("inf"))
+        scores_RV[matched] = left_MV
+    is_none = (left_MV.amax(-1) == -float("inf")).tolist()
+    return {
+        i
+        for i, matcher, is_without in zip(matched, matchers, is_none, strict=True)
+        if is_without or matcher.error is not None
+    }
+
+
+def _no_token(row: SampledRow) -> Exception:
+    assert row.matcher is not None
+    return row.matcher.error or UserError(
+        f"no token that the grammar allows can be token {row.index} of the answer: the model's "
+        "vocabulary has none, or the grammar has ended and the request names no stop token"
+    )
 
 
 def _change(scores_V: Tensor, row: SampledRow) -> None:

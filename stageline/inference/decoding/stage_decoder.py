@@ -14,7 +14,9 @@ import torch
 
 from stageline.errors import UserError
 from stageline.inference.decoding.cache import GroupCache, Window, take_out
+from stageline.inference.decoding.matchers import Matchers, RowMatcher
 from stageline.inference.decoding.order import Order, logprob_as_json, sampling_of
+from stageline.inference.decoding.request import Sampling
 from stageline.inference.decoding.sampler import SampledRow, choose
 
 Tensors = dict[str, torch.Tensor]
@@ -76,6 +78,7 @@ class StageDecoder:
     Args:
         stage: a stage model with its weights.
         device: where they lie.
+        matchers: on the last stage, for answers that keep to a grammar.
 
     Attributes:
         has_cache: the model keeps keys and values; else each token reads its whole row anew.
@@ -83,13 +86,20 @@ class StageDecoder:
         unfinished: row -> the group of its own in which it is read so.
     """
 
-    def __init__(self, stage: torch.nn.Module, *, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        stage: torch.nn.Module,
+        *,
+        device: torch.device | str = "cpu",
+        matchers: Matchers | None = None,
+    ) -> None:
         stage.eval().requires_grad_(False)
         stage.answer_only()
         self.stage = stage
         self.has_cache = bool(stage.can_decode)
         self.reads_in_pieces = self.has_cache and bool(stage.reads_in_pieces)
         self.device = torch.device(device)
+        self.matchers = matchers
         self.groups: dict[int, Group] = {}
         self.unfinished: dict[int, Group] = {}
         self.sampled: dict[int, SampledRow] = {}  # on the last stage
@@ -231,7 +241,17 @@ class StageDecoder:
         """A new row on the last stage."""
         sampling = sampling_of(order.settings[place])
         prompt = ids_T if sampling.repetition_penalty != 1 else None
-        self.sampled[order.rows[place]] = SampledRow(sampling, prompt, [], 0)
+        row = self.sampled[order.rows[place]] = SampledRow(sampling, prompt, [], 0)
+        if sampling.grammar is not None:
+            try:
+                row.matcher = self._matcher_of(sampling)
+            except Exception as error:  # its own request ends, and no other
+                row.failure = error
+
+    def _matcher_of(self, sampling: Sampling) -> RowMatcher:
+        assert self.matchers is not None, "this stage was built without matchers"
+        assert sampling.grammar is not None
+        return self.matchers.make(sampling.grammar, stop_ids=sampling.stop_token_ids or ())
 
     def _whole(self, order: Order, tensors: Tensors) -> Tensors:
         """One more token of rows that are read from their beginning, padded on the right.
@@ -300,11 +320,18 @@ class StageDecoder:
             if found.error is not None:
                 is_users = isinstance(found.error, UserError)
                 order.row_errors[str(place)] = (is_users, str(found.error))
-            rows[place].answer_ids.append(found.token_id)
-            rows[place].index += 1
+            self._note(order, place, found.token_id)
         if not any(order.logprobs):
             order.logprobs = []
         return {}
+
+    def _note(self, order: Order, place: int, token_id: int) -> None:
+        """A row has got a token."""
+        row = self.sampled[order.rows[place]]
+        row.answer_ids.append(token_id)
+        row.index += 1
+        if row.matcher is not None and row.matcher.take(token_id):
+            order.over.append(place)
 
     def _score(self, order: Order, tensors: Tensors) -> Tensors:
         """Log-probabilities of the last tokens of each row; keeps nothing."""
