@@ -11,6 +11,7 @@ from stageline.errors import UserError
 from stageline.inference.decoding.request import EngineError, Sampling, TokenLogprob
 
 Kind = Literal["prefill", "decode", "whole", "score", "measure", "tidy", "stop"]
+Score = tuple[list[float], bool, list[list[tuple[int, float]]]]
 
 
 @dataclass
@@ -32,7 +33,9 @@ class Order:
         error: what a stage could not do; the later ones then do nothing.
         tokens, logprobs: what the last stage chose, by place in `rows`.
         row_errors: place -> whether the request is to blame that it has no token, and why.
-        scores: of each row, log-probabilities of its targets and whether all were likeliest.
+        num_tops: of each row of a score: so many of the likeliest tokens are told in each place.
+        scores: of each row, log-probabilities of its targets, whether all were likeliest, and
+            the likeliest tokens.
     """
 
     kind: Kind
@@ -49,7 +52,8 @@ class Order:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
     row_errors: dict[str, tuple[bool, str]] = field(default_factory=dict)
-    scores: list[tuple[list[float], bool]] = field(default_factory=list)
+    num_tops: list[int] = field(default_factory=list)
+    scores: list[Score] = field(default_factory=list)
 
     def as_json(self) -> str:
         """The fields that are not empty."""
