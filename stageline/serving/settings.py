@@ -16,6 +16,8 @@ class ServerSettings:
         max_body_bytes: of one request; eight times as much of all that are read at one time.
         max_tokens_limit: longest answer that may be asked for.
         max_n: answers of one request.
+        max_echo_tokens: longest prompt whose log-probabilities may be asked for: its logits take
+            tokens times vocabulary at once.
         max_images: of one request; 0: none.
         request_seconds: from the first byte to the last one of the answer.
         read_seconds: for the body to arrive.
@@ -31,6 +33,7 @@ class ServerSettings:
     max_body_bytes: int = 20 * MIB
     max_tokens_limit: int = 8192
     max_n: int = 8
+    max_echo_tokens: int = 8192
     max_images: int = 8
     request_seconds: float = 600.0
     read_seconds: float = 60.0
