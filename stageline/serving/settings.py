@@ -6,6 +6,24 @@ MIB = 2**20
 
 
 @dataclass(frozen=True)
+class HttpSettings:
+    """Connections to a server.
+
+    Attributes:
+        certfile, keyfile: for https; the key may be in the certificate's file.
+        max_connections: open at a time.
+        header_seconds: for the head of a request to arrive.
+        keep_alive_seconds: between two requests of a connection.
+    """
+
+    certfile: str | None = None
+    keyfile: str | None = None
+    max_connections: int = 512
+    header_seconds: float = 10.0
+    keep_alive_seconds: float = 5.0
+
+
+@dataclass(frozen=True)
 class ServerSettings:
     """Names, limits and defaults of a server.
 
