@@ -1,5 +1,6 @@
 """Connections to the server: slow ones, too many, encrypted ones. Real sockets on this machine."""
 
+import asyncio
 import contextlib
 import json
 import shutil
@@ -11,6 +12,8 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from options.fields import OptionError
 from options.serve_args import parse_serve_args
@@ -20,6 +23,8 @@ from serve import SHELF, make_http_settings
 from stageline.errors import RemoteError
 from stageline.inference.remote import Endpoint
 from stageline.inference.remote_chat import RemoteChat, server_url
+from stageline.serving import run
+from stageline.serving.connections import Connection, Connections
 from stageline.serving.settings import HttpSettings
 from stageline.testing.chat_templates import format_tokenizer
 from stageline.testing.fake_engine import FakeEngine
@@ -137,6 +142,73 @@ def test_connections_between_two_requests_end():
         head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         slow = connect(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
         assert rest_of(slow).startswith(b"HTTP/1.1 200")
+
+
+def test_who_reads_nothing_loses_the_connection(monkeypatch):
+    made = []
+
+    def connections(settings):
+        made.append(Connections(settings))
+        return made[0]
+
+    monkeypatch.setattr(run, "Connections", connections)
+    prompts = [[9] * 1500] * 40
+    body = {"model": "tiny", "prompt": prompts, "max_tokens": 0, "echo": True, "logprobs": 5}
+    content = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    asked = f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+    limits = {"header_seconds": 0.2, "keep_alive_seconds": 0.2}
+    with serving(max_running=40, **limits) as (_, _url, connect):
+        silent = connect(asked)
+        assert silent.recv(12) == b"HTTP/1.1 200"
+        until = time.monotonic() + PATIENCE
+        while made[0]._open and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not made[0]._open and not made[0].idle
+        assert len(rest_of(silent)) < 40 * 1500 * 100, "most of it was not sent"
+
+
+class Buffer:
+    """A transport of which so much is not sent yet, from one look to the next."""
+
+    def __init__(self, *sizes):
+        self.sizes, self.ends = list(sizes), []
+
+    def get_write_buffer_size(self):
+        return self.sizes.pop(0)
+
+    def is_closing(self):
+        return False
+
+    def abort(self):
+        self.ends.append("abort")
+
+    def close(self):
+        self.ends.append("close")
+
+    def get_extra_info(self, _name):
+        return None
+
+
+def test_who_reads_slowly_gets_the_whole_answer():
+    async def app(_scope, _receive, _send):
+        raise AssertionError("nobody asks")
+
+    async def looks(*sizes):
+        config = uvicorn.Config(app, log_config=None)
+        everybody = Connections(HttpSettings(header_seconds=PATIENCE))
+        one = Connection(config, ServerState(), {}, connections=everybody)
+        one.connection_made(transport := Buffer(*sizes))
+        for _ in sizes:
+            assert not transport.ends and one in everybody.idle
+            one._time_is_over(PATIENCE)
+        found = list(transport.ends)
+        one.connection_lost(None)
+        assert not everybody.idle
+        return found
+
+    assert asyncio.run(looks(9, 8, 7, 0)) == ["close"]
+    assert asyncio.run(looks(9, 8, 8)) == ["abort"]
 
 
 def test_what_is_no_http_is_told_in_the_shape_of_all_errors():

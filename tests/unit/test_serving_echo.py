@@ -10,11 +10,22 @@ import torch
 from prompt_fn import auto, chat
 from register import import_shelf
 from stageline.data.processor import save_processor
+from stageline.inference.decoding import scores, stage_decoder
 from stageline.inference.decoding.chain import LocalChain
 from stageline.inference.decoding.engine import DecodingEngine
-from stageline.inference.decoding.request import Failed, Request, Sampling, Scored, ScoreRequest
+from stageline.inference.decoding.request import (
+    Cancelled,
+    Failed,
+    Request,
+    Sampling,
+    Scored,
+    ScoreRequest,
+    TokenLogprob,
+)
 from stageline.inference.decoding.scheduler import Limits
 from stageline.inference.decoding.stage_decoder import StageDecoder
+from stageline.serving.errors import of_engine
+from stageline.serving.token_texts import TokenTexts
 from stageline.testing.served import served
 from stageline.testing.tiny_checkpoints import tiny_whole
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
@@ -181,6 +192,43 @@ def test_what_cannot_be_echoed_is_refused(client):
     assert told(ask(client, long, max_tokens=0, logprobs=0)) == ("echo", too_long[1])
     assert told(ask(client, long, max_tokens=1, logprobs=0)) == ("max_tokens", too_long[1])
     assert client.service.desk.num_places == 0
+
+
+def test_a_model_that_gives_no_numbers_is_told(client, monkeypatch):
+    def no_numbers(logits_TV, targets, *, num_top):
+        return [float("nan")] * len(targets), False, [[(0, float("nan"))]] * len(targets)
+
+    monkeypatch.setattr(stage_decoder, "score_row", no_numbers)
+    answer = ask(client, "The cat", max_tokens=0, logprobs=1)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_error")
+
+
+def test_long_rows_are_judged_in_pieces(monkeypatch):
+    torch.manual_seed(0)
+    logits = torch.randn(7, 11).bfloat16()
+    best = logits.argmax(-1).tolist()
+    for targets in (best, [*best[:2], (best[2] + 1) % 11, *best[3:]]):
+        whole = scores.score_row(logits, targets, num_top=3)
+        expected = logits.float().log_softmax(-1)
+        assert whole[0] == expected[range(7), targets].tolist()
+        assert whole[1] == (targets == best)
+        assert [[token for token, _ in top] for top in whole[2]] == expected.topk(3)[1].tolist()
+        with monkeypatch.context() as patch:
+            patch.setattr(scores, "PIECE", 25)
+            assert scores.score_row(logits, targets, num_top=3) == whole
+    assert scores.score_row(logits, best, num_top=99)[2][0][0][0] == best[0]
+
+
+def test_of_two_tokens_with_one_text_the_likelier_is_told(model):
+    texts = TokenTexts(model[2])
+    texts.text = lambda token_id: "same" if token_id < 8 else "other"
+    one = TokenLogprob(7, -3.0, ((5, -0.5), (9, -1.0), (6, -2.0)))
+    found = texts.plain([one], offset=0, num_top=3)["top_logprobs"]
+    assert found == [{"same": -0.5, "other": -1.0}]
+
+
+def test_a_score_that_is_cancelled_is_no_fault_of_the_server():
+    assert of_engine(Cancelled("it ends")).status == 503
 
 
 def rows(count, length=5):
