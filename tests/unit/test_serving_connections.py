@@ -30,6 +30,7 @@ from stageline.testing.chat_templates import format_tokenizer
 from stageline.testing.fake_engine import FakeEngine
 from stageline.testing.served import served
 
+import_shelf(*SHELF)
 TOKENIZER = format_tokenizer("qwen")
 PATH = "/v1/chat/completions"
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 900}
@@ -271,7 +272,6 @@ def test_an_encrypted_server_is_asked_with_a_private_authority(files, monkeypatc
     ],
 )
 def test_a_wrong_certificate_is_told_before_anything_is_loaded(files, options, told):
-    import_shelf(*SHELF)
     words = ["--model-path", str(files)]
     for name, file in options.items():
         words += [f"--ssl-{name}", str(files / file)]
@@ -280,7 +280,6 @@ def test_a_wrong_certificate_is_told_before_anything_is_loaded(files, options, t
 
 
 def test_options_reach_the_server(files):
-    import_shelf(*SHELF)
     words = ["--model-path", str(files), "--ssl-certfile", str(files / "cert.pem")]
     words += ["--ssl-keyfile", str(files / "cert.key"), "--max-connections", "7"]
     words += ["--header-timeout", "2", "--keep-alive-timeout", "3"]

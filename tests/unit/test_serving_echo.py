@@ -33,6 +33,7 @@ from stageline.testing.tiny_tokenizers import tiny_tokenizer
 pytest.importorskip("fastapi")
 from answer_stages import AnsweringModel  # noqa: E402
 
+import_shelf("pp_models")
 POSITIONS = 128
 PATH = "/v1/completions"
 TEXTS = ["The cat sat on the mat. ", "ü😀 or not", "a"]
@@ -41,7 +42,6 @@ TEXTS = ["The cat sat on the mat. ", "ü😀 or not", "a"]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    import_shelf("pp_models")
     tokenizer = tiny_tokenizer(["The cat sat on the mat.", "Dogs do not sit, or do they?"])
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": POSITIONS}
     whole = tiny_whole("llama", folder, noise=0.3, **sizes)
