@@ -29,7 +29,7 @@ from stageline.errors import UserError
 
 if TYPE_CHECKING:
     from stageline.serving.service import Service
-    from stageline.serving.settings import ServerSettings
+    from stageline.serving.settings import HttpSettings, ServerSettings
 
 SHELF = ("pp_models", "prompt_fn")
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
@@ -83,6 +83,7 @@ def serve(arguments: ServeArguments, decoding: Any, api_keys: tuple[str, ...]) -
         should_stop=stop_requested,
         shutdown_seconds=run.shutdown_seconds,
         tell=functools.partial(print, flush=True),
+        http=make_http_settings(run),
     )
 
 
@@ -112,6 +113,19 @@ def make_service(arguments: ServeArguments, decoding: Any, settings: "ServerSett
     return Service(decoding.engine, prompts, settings)
 
 
+def make_http_settings(run: ServeConfig) -> "HttpSettings":
+    """How the server listens."""
+    from stageline.serving.settings import HttpSettings
+
+    return HttpSettings(
+        certfile=run.ssl_certfile,
+        keyfile=run.ssl_keyfile,
+        max_connections=run.max_connections,
+        header_seconds=run.header_timeout,
+        keep_alive_seconds=run.keep_alive_timeout,
+    )
+
+
 def make_settings(run: ServeConfig, api_keys: tuple[str, ...], *, name: str) -> "ServerSettings":
     """What the server is told.
 
@@ -128,6 +142,7 @@ def make_settings(run: ServeConfig, api_keys: tuple[str, ...], *, name: str) -> 
         max_tokens_limit=run.max_tokens_limit,
         max_n=run.max_n,
         max_images=run.max_images,
+        max_echo_tokens=run.max_echo_tokens,
         request_seconds=run.request_timeout,
         read_seconds=run.read_timeout,
         default_max_tokens=run.max_new_tokens,

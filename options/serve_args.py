@@ -7,6 +7,7 @@ from pathlib import Path
 
 from options.checks import check_precision
 from options.fields import OptionError, check_limits
+from options.http_options import check_certificate
 from options.image_options import check_images
 from options.model_options import check_has_model
 from options.serve_options import ServeConfig
@@ -31,6 +32,7 @@ def parse_serve_args(argv: Sequence[str] | None = None) -> ServeArguments:
     check_precision(run)
     check_images(run)
     check_has_model(run)
+    check_certificate(run)
     run.num_replicas = run.num_replicas or 1
     if run.num_replicas != 1:
         raise OptionError(

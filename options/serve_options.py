@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from options.decode_options import DecodeOptions
 from options.fields import option
+from options.http_options import HttpOptions
 from options.image_options import ImageOptions
 from options.model_options import ModelOptions
 
@@ -39,6 +40,9 @@ class RequestOptions:
     )
     max_tokens_limit: int = option(8192, "longest answer that may be asked for", at_least=1)
     max_n: int = option(8, "most answers of one request", at_least=1, at_most=128)
+    max_echo_tokens: int = option(
+        8192, "longest prompt whose log-probabilities may be asked for", at_least=1
+    )
     max_images: int = option(8, "most pictures of one request; 0: none", at_least=0)
     fetch_images: bool = option(
         False, "get pictures from http(s) addresses of the public internet that requests name"
@@ -56,5 +60,7 @@ class RequestOptions:
 
 
 @dataclass(kw_only=True)
-class ServeConfig(ListenOptions, RequestOptions, ImageOptions, DecodeOptions, ModelOptions):
+class ServeConfig(
+    ListenOptions, HttpOptions, RequestOptions, ImageOptions, DecodeOptions, ModelOptions
+):
     """Every option of serve.py."""

@@ -125,10 +125,15 @@ class RemoteChat(Dialogue):
         told = body.get("message") if isinstance(body, dict) else None
         status = getattr(error, "status_code", None)
         what = f"{status}: {told or error}" if status else f"{type(error).__name__}: {error}"
+        if not status and error.__cause__ is not None:  # such as a certificate's
+            what += f" {error.__cause__}"
         advice = (
             f"a key that it knows was expected in the environment variable "
             f"{self.endpoint.api_key_env}"
             if status in (401, 403)
+            else "its certificate was expected to be signed by an authority that is known here: "
+            "name the file of your own (PEM) in the environment variable SSL_CERT_FILE"
+            if "CERTIFICATE_VERIFY_FAILED" in what
             else "look at --server and --server-model, or at the server's log"
         )
         return RemoteError(

@@ -99,11 +99,11 @@ class ChatCompletion(_Exact):
 
 
 class TextLogprobs(_Exact):
-    """Of a text, token by token."""
+    """Of a text, token by token; nothing comes before the first token of a prompt."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 

@@ -1,9 +1,11 @@
 """The texts that prompts are gone on with, whole or as a stream of chunks."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from stageline.inference.decoding.request import Finished, Request, TokenLogprob
 from stageline.serving.completion_models import CompletionRequest
+from stageline.serving.echoes import Echo, check_echo, echoes_of, num_scores
 from stageline.serving.errors import bad_request
 from stageline.serving.live import Out
 from stageline.serving.prompts import Prompt, PromptMaker
@@ -19,27 +21,35 @@ async def answer_completion(service: Service, asked: CompletionRequest, out: Out
         ApiError: it can't be done.
     """
     sampling = text_sampling(asked, service.settings, num_ids=service.prompts.num_ids)
+    check_echo(asked)
     given = prompts_of(asked)
-    count = asked.n or 1
-    if len(given) * count > service.settings.max_n and len(given) > 1 and count > 1:
-        raise bad_request(
-            f"{len(given)} prompts with {count} answers each came; at most "
-            f"{service.settings.max_n} answers are given to more than one prompt.",
-            param="n",
-        )
-    with service.desk.place(len(given) * count) as place:
+    count, has_answers = asked.n or 1, asked.max_tokens != 0
+    _check_count(service, len(given), count)
+    num_answers = len(given) * count * has_answers
+    with service.desk.place(num_answers + num_scores(asked, len(given))) as place:
         prompts = await service.in_thread(_encoded, service.prompts, given)
         requests: list[Request] = []
-        for prompt in prompts:
+        for prompt in prompts if has_answers else []:
             fitted = service.fitted(
                 prompt, sampling, asked.max_tokens, default=TEXT_DEFAULT_TOKENS, field="max_tokens"
             )
             requests += copies(prompt, fitted, count)
+        echoes = await echoes_of(service, asked, given, prompts, place=place)
         del given, prompts
         forget_large(asked, out)
         events = good_events(place, requests)
         write = _stream if asked.stream else _whole
-        await write(service, asked, events, out)
+        await write(service, asked, echoes, events, out)
+
+
+def _check_count(service: Service, num_prompts: int, count: int) -> None:
+    most = service.settings.max_n
+    if num_prompts * count > most and num_prompts > 1 and count > 1:
+        raise bad_request(
+            f"{num_prompts} prompts with {count} answers each came; at most {most} answers are "
+            "given to more than one prompt.",
+            param="n",
+        )
 
 
 def prompts_of(asked: CompletionRequest) -> list[str | list[int]]:
@@ -57,14 +67,23 @@ def _encoded(maker: PromptMaker, given: list[str | list[int]]) -> list[Prompt]:
     ]
 
 
-async def _whole(service: Service, asked: CompletionRequest, events: Any, out: Out) -> None:
+async def _whole(
+    service: Service, asked: CompletionRequest, echoes: list[Echo], events: Any, out: Out
+) -> None:
     usage = UsageCount()
-    choices: dict[int, dict[str, Any]] = {}
+    # where no tokens were asked for, the prompts are all there is
+    choices = {
+        number: _chunk(number, echo.text, echo.logprobs, "length")
+        for number, echo in _by_choice(asked, echoes, usage)
+    }
     async for number, event in events:
         if isinstance(event, Finished):
             usage.add(number // (asked.n or 1), event)
-            logprobs = _logprobs(asked, event.logprobs, service.texts, offset=0)
-            choices[number] = _chunk(number, event.text, logprobs, event.reason)
+            echo = echoes[number // (asked.n or 1)]
+            found = (*event.logprobs, *_of_stop(event))
+            logprobs = _logprobs(asked, found, service.texts, offset=len(echo.text))
+            text = echo.text + event.text
+            choices[number] = _chunk(number, text, echo.before(logprobs), event.reason)
     await out.whole(
         {
             **service.head("text_completion", "cmpl"),
@@ -74,26 +93,52 @@ async def _whole(service: Service, asked: CompletionRequest, events: Any, out: O
     )
 
 
-async def _stream(service: Service, asked: CompletionRequest, events: Any, out: Out) -> None:
+async def _stream(
+    service: Service, asked: CompletionRequest, echoes: list[Echo], events: Any, out: Out
+) -> None:
     has_usage = bool(asked.stream_options and asked.stream_options.include_usage)
     head = service.head("text_completion", "cmpl")
     if has_usage:
         head["usage"] = None
-    usage, offsets = UsageCount(), dict[int, int]()
+    usage, offsets, ended = UsageCount(), dict[int, int](), set[int]()
+    for number, echo in _by_choice(asked, echoes, usage):
+        offsets[number] = len(echo.text)
+        if echo.text or echo.logprobs:
+            await out.event({**head, "choices": [_chunk(number, echo.text, echo.logprobs, None)]})
     async for number, event in events:
-        if isinstance(event, Finished):
+        is_end = isinstance(event, Finished)
+        if is_end:
             usage.add(number // (asked.n or 1), event)
-            await out.event({**head, "choices": [_chunk(number, "", None, event.reason)]})
-        elif event.text or event.logprobs:
-            offset = offsets.get(number, 0)
-            offsets[number] = offset + sum(
-                len(service.texts.text(one.token_id)) for one in event.logprobs
-            )
-            logprobs = _logprobs(asked, event.logprobs, service.texts, offset=offset)
-            await out.event({**head, "choices": [_chunk(number, event.text, logprobs, None)]})
+            ended.add(number)
+        found = _of_stop(event) if is_end else event.logprobs
+        text = "" if is_end else event.text
+        if is_end or text or found:
+            logprobs = _logprobs(asked, found, service.texts, offset=offsets[number])
+            offsets[number] += sum(len(service.texts.text(one.token_id)) for one in found)
+            reason = event.reason if is_end else None
+            chunk = _chunk(number, text, logprobs if found else None, reason)
+            await out.event({**head, "choices": [chunk]})
+    for number in sorted(offsets.keys() - ended):
+        await out.event({**head, "choices": [_chunk(number, "", None, "length")]})
     if has_usage:
         await out.event({**head, "choices": [], "usage": usage.as_object()})
     await out.end_stream()
+
+
+def _by_choice(
+    asked: CompletionRequest, echoes: list[Echo], usage: UsageCount
+) -> Iterator[tuple[int, Echo]]:
+    """(number of the answer, what comes before it); the prompts are counted."""
+    count = asked.n or 1
+    for number in range(len(echoes) * count):
+        echo = echoes[number // count]
+        usage.add_prompt(number // count, echo.num_tokens)
+        yield number, echo
+
+
+def _of_stop(event: Finished) -> tuple[TokenLogprob, ...]:
+    """OpenAI lists the token that ended a text, which is not in the text, with the others."""
+    return () if event.stop_logprob is None else (event.stop_logprob,)
 
 
 def _chunk(number: int, text: str, logprobs: Any, reason: str | None) -> dict[str, Any]:

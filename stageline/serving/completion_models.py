@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from stageline.serving.fields import OnlyFalse, SamplingFields, TokenId, integer, unsupported
+from stageline.serving.fields import SamplingFields, TokenId, integer, unsupported
 
 MAX_PROMPTS = 64
 Ids = Annotated[list[TokenId], Field(min_length=1, max_length=2**20)]
@@ -26,8 +26,8 @@ class CompletionRequest(SamplingFields):
     """A text that is to be gone on with."""
 
     prompt: Prompt
-    max_tokens: integer(1, 2**31 - 1) = None
+    max_tokens: integer(0, 2**31 - 1) = None
     logprobs: integer(0, 5) = None
-    echo: OnlyFalse = None
+    echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=1), BeforeValidator(_one_try)] | None = None
     suffix: unsupported("a text is gone on with at its end") = None

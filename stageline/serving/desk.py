@@ -12,11 +12,19 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from stageline.inference.decoding.matchers import Matchers
-from stageline.inference.decoding.request import Failed, Finished, Listener, Piece, Request
+from stageline.inference.decoding.request import (
+    Failed,
+    Finished,
+    Listener,
+    Piece,
+    Request,
+    Scored,
+    ScoreRequest,
+)
 from stageline.serving.errors import bad_request, too_busy
 from stageline.serving.metrics import Metrics
 
-Event = Piece | Finished | Failed
+Event = Piece | Finished | Scored | Failed
 
 
 class Engine(Protocol):
@@ -26,7 +34,7 @@ class Engine(Protocol):
     max_length: int | None
     matchers: Matchers
 
-    def submit(self, request: Request, listener: Listener) -> None:
+    def submit(self, request: Request | ScoreRequest, listener: Listener) -> None:
         """Takes a request; any thread."""
 
     def cancel(self, key: str) -> None:
@@ -121,7 +129,9 @@ class Place:
         self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._open: set[str] = set()
 
-    async def events(self, requests: Sequence[Request]) -> AsyncIterator[tuple[int, Event]]:
+    async def events(
+        self, requests: Sequence[Request | ScoreRequest]
+    ) -> AsyncIterator[tuple[int, Event]]:
         """Hands the requests in; (number of the request, event) as they come, until all ended."""
         self._start(requests)
         num_left = len(requests)
@@ -137,7 +147,7 @@ class Place:
         for key in list(self._open):
             self.desk.engine.cancel(key)
 
-    def _start(self, requests: Sequence[Request]) -> None:
+    def _start(self, requests: Sequence[Request | ScoreRequest]) -> None:
         asked_at = time.monotonic()
         for number, request in enumerate(requests):
             key = f"{request.key}-{secrets.token_hex(8)}"  # clients choose no keys

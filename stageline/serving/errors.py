@@ -8,6 +8,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from stageline.errors import MemoryFull, UserError
+from stageline.inference.decoding.request import Cancelled
 
 _TYPES = {
     401: "authentication_error",
@@ -78,6 +79,8 @@ def of_engine(error: Exception) -> ApiError:
     """What a client is told of an error of the engine; the log gets what it is not told."""
     if isinstance(error, UserError):
         return bad_request(str(error))
+    if isinstance(error, Cancelled):
+        return too_busy("The answer was cancelled.", code="cancelled")
     print(f"the engine failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     if isinstance(error, MemoryFull):
         return too_busy("The memory for answers is full. Ask again later, or for less.")

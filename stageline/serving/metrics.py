@@ -7,7 +7,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from stageline.inference.decoding.request import Failed, Finished
+from stageline.inference.decoding.request import Failed, Finished, Scored
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -62,14 +62,15 @@ class Metrics:
             self._begun.add(key)
             self.first.observe(time.monotonic() - asked_at)
 
-    def see_end(self, key: str, event: Finished | Failed, asked_at: float) -> None:
-        """An answer ended."""
+    def see_end(self, key: str, event: Finished | Scored | Failed, asked_at: float) -> None:
+        """An answer ended, or the score of a prompt."""
         self._begun.discard(key)
         self.answer.observe(time.monotonic() - asked_at)
         if isinstance(event, Finished):
             self.prompt_tokens.inc(event.prompt_tokens)
             self.tokens.inc(event.completion_tokens)
-        self.ends.labels(event.reason if isinstance(event, Finished) else "failed").inc()
+        word = "scored" if isinstance(event, Scored) else "failed"
+        self.ends.labels(event.reason if isinstance(event, Finished) else word).inc()
 
     def see_request(self, route: str, status: int, seconds: float) -> None:
         """A request was answered; status 499: nobody waited for that any more."""

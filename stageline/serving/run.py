@@ -4,28 +4,49 @@ A stop ends in order: nothing more is taken, what is under way may finish for a 
 cancelled, then the engine stops.
 """
 
+import asyncio
 import contextlib
+import functools
 import ipaddress
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
 from stageline.errors import UserError
+from stageline.serving.connections import Connection, Connections
 from stageline.serving.desk import Desk, Engine
 from stageline.serving.service import Service
+from stageline.serving.settings import HttpSettings
 
 SECONDS_TO_LOOK = 0.1
 SECONDS_TO_CANCEL = 5.0
 SECONDS_TO_CLOSE = 3.0
 _BACKLOG = 1024
+_PLAIN = HttpSettings()
+
+
+class _Server(uvicorn.Server):
+    """Gives a handshake no more time than the head of a request; asyncio's own limit is 60 s."""
+
+    async def startup(self, *args: Any, **kwargs: Any) -> None:
+        loop: Any = asyncio.get_running_loop()
+        if self.config.is_ssl:
+            seconds = self.config.http.keywords["connections"].settings.header_seconds
+            loop.create_server = functools.partial(
+                loop.create_server, ssl_handshake_timeout=seconds
+            )
+        await super().startup(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def http_server(app: FastAPI, host: str, port: int) -> Iterator[str]:
+def http_server(
+    app: FastAPI, host: str, port: int, *, http: HttpSettings = _PLAIN
+) -> Iterator[str]:
     """Serves an app in a thread; gives its address. Port 0 takes a free one.
 
     Raises:
@@ -40,8 +61,13 @@ def http_server(app: FastAPI, host: str, port: int) -> Iterator[str]:
         ws="none",
         server_header=False,
         timeout_graceful_shutdown=int(SECONDS_TO_CLOSE),
+        timeout_keep_alive=http.keep_alive_seconds,  # type: ignore[arg-type]
+        http=functools.partial(Connection, connections=Connections(http)),  # type: ignore[arg-type]
+        loop="asyncio",
+        ssl_certfile=http.certfile,
+        ssl_keyfile=http.keyfile,
     )
-    server = uvicorn.Server(config)
+    server = _Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http")
     thread.daemon = True  # a fault in this thread must not wait for it
     thread.start()
@@ -49,7 +75,7 @@ def http_server(app: FastAPI, host: str, port: int) -> Iterator[str]:
         while not server.started and thread.is_alive():
             time.sleep(0.01)
         where = f"[{host}]" if ":" in host else host
-        yield f"http://{where}:{listener.getsockname()[1]}"
+        yield f"http{'s' * config.is_ssl}://{where}:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(2 * SECONDS_TO_CLOSE)
@@ -95,6 +121,7 @@ def serve_until(
     should_stop: Callable[[], bool],
     shutdown_seconds: float,
     tell: Callable[[str], object] = print,
+    http: HttpSettings = _PLAIN,
 ) -> None:
     """Serves until a stop is asked for; the engine runs in this thread.
 
@@ -102,13 +129,14 @@ def serve_until(
         should_stop: asked several times a second, in another thread.
         shutdown_seconds: what is under way may take so long to finish.
         tell: gets the line that says where the server is.
+        http: how it listens.
 
     Raises:
         UserError: the port can't be had.
         Exception: what the engine raises.
     """
     engine, desk = service.engine, service.desk
-    with http_server(app, host, port) as url:
+    with http_server(app, host, port, http=http) as url:
         tell(f"serving {service.settings.model_name} at {url}/v1")
         is_over = threading.Event()
         watch = threading.Thread(

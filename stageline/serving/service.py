@@ -10,10 +10,19 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from stageline.inference.decoding.request import Failed, Finished, Piece, Request, Sampling
+from stageline.inference.decoding.request import (
+    Cancelled,
+    Failed,
+    Finished,
+    Piece,
+    Request,
+    Sampling,
+    Scored,
+    ScoreRequest,
+)
 from stageline.serving.bodies import SMALL_BODY, BodyReader, Model, check_content_type, drain, parse
 from stageline.serving.desk import Desk, Engine, Place
-from stageline.serving.errors import ApiError, of_engine, too_busy
+from stageline.serving.errors import ApiError, of_engine
 from stageline.serving.live import LiveResponse, Out
 from stageline.serving.metrics import Metrics
 from stageline.serving.prompts import Prompt, PromptMaker
@@ -139,8 +148,8 @@ def copies(prompt: Prompt, sampling: Sampling, count: int) -> list[Request]:
 
 
 async def good_events(
-    place: Place, requests: Sequence[Request]
-) -> AsyncIterator[tuple[int, Piece | Finished]]:
+    place: Place, requests: Sequence[Request | ScoreRequest]
+) -> AsyncIterator[tuple[int, Piece | Finished | Scored]]:
     """The events of a place, as long as all is well.
 
     Raises:
@@ -150,7 +159,7 @@ async def good_events(
         if isinstance(event, Failed):
             raise of_engine(event.error)
         if isinstance(event, Finished) and event.reason == "cancelled":
-            raise too_busy("The answer was cancelled.", code="cancelled")
+            raise of_engine(Cancelled())
         yield number, event
 
 
@@ -165,6 +174,10 @@ class UsageCount:
         """An answer to prompt number `prompt` is done."""
         self.prompts[prompt] = event.prompt_tokens
         self.completion += event.completion_tokens
+
+    def add_prompt(self, prompt: int, num_tokens: int) -> None:
+        """A prompt is all there is."""
+        self.prompts[prompt] = num_tokens
 
     def as_object(self) -> dict[str, int]:
         """As OpenAI has it."""

@@ -6,6 +6,24 @@ MIB = 2**20
 
 
 @dataclass(frozen=True)
+class HttpSettings:
+    """Connections to a server.
+
+    Attributes:
+        certfile, keyfile: for https; the key may be in the certificate's file.
+        max_connections: open at a time.
+        header_seconds: for the head of a request to arrive.
+        keep_alive_seconds: between two requests of a connection.
+    """
+
+    certfile: str | None = None
+    keyfile: str | None = None
+    max_connections: int = 512
+    header_seconds: float = 10.0
+    keep_alive_seconds: float = 5.0
+
+
+@dataclass(frozen=True)
 class ServerSettings:
     """Names, limits and defaults of a server.
 
@@ -16,6 +34,8 @@ class ServerSettings:
         max_body_bytes: of one request; eight times as much of all that are read at one time.
         max_tokens_limit: longest answer that may be asked for.
         max_n: answers of one request.
+        max_echo_tokens: longest prompt whose log-probabilities may be asked for: its logits take
+            tokens times vocabulary at once.
         max_images: of one request; 0: none.
         request_seconds: from the first byte to the last one of the answer.
         read_seconds: for the body to arrive.
@@ -31,6 +51,7 @@ class ServerSettings:
     max_body_bytes: int = 20 * MIB
     max_tokens_limit: int = 8192
     max_n: int = 8
+    max_echo_tokens: int = 8192
     max_images: int = 8
     request_seconds: float = 600.0
     read_seconds: float = 60.0

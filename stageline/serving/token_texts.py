@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from stageline.data.processor import get_tokenizer
-from stageline.inference.decoding.request import TokenLogprob
+from stageline.inference.decoding.growing_text import GrowingText
+from stageline.inference.decoding.request import Scored, TokenLogprob
 
 LEAST = -9999.0  # JSON has no infinity; OpenAI writes this
 _UNKNOWN = "\ufffd"
@@ -46,15 +47,44 @@ class TokenTexts:
         for text in texts:
             offsets.append(offset)
             offset += len(text)
-        tops = [
-            {self.text(token_id): _finite(value) for token_id, value in one.top} for one in logprobs
-        ]
         return {
             "tokens": texts,
             "token_logprobs": [_finite(one.logprob) for one in logprobs],
-            "top_logprobs": tops if num_top else None,
+            "top_logprobs": [self._tops(one) for one in logprobs] if num_top else None,
             "text_offset": offsets,
         }
+
+    def prompt(
+        self, ids: Sequence[int], scored: Scored | None, *, text: str, num_top: int
+    ) -> dict[str, Any]:
+        """As completions have those of a prompt, of whose first token nothing is known.
+
+        Args:
+            scored: of all tokens but the first; None: there is but one.
+            text: in which special tokens take no room.
+        """
+        growing, length, offsets = GrowingText(self.tokenizer), 0, []
+        for token_id in ids:
+            offsets.append(min(length, len(text)))
+            length += len(growing.add(token_id))
+        values = scored.logprobs if scored else ()
+        tops = scored.tops if scored and num_top else ((),) * len(values)
+        rest = [
+            TokenLogprob(*one, top=top) for *one, top in zip(ids[1:], values, tops, strict=True)
+        ]
+        return {
+            "tokens": [self.text(token_id) for token_id in ids],
+            "token_logprobs": [None, *(_finite(one.logprob) for one in rest)],
+            "top_logprobs": [None, *map(self._tops, rest)] if num_top else None,
+            "text_offset": offsets,
+        }
+
+    def _tops(self, one: TokenLogprob) -> dict[str, float]:
+        """The likeliest tokens and the one that is there; of equal texts the likelier counts."""
+        found: dict[str, float] = {}
+        for token_id, value in (*one.top, (one.token_id, one.logprob)):
+            found.setdefault(self.text(token_id), _finite(value))
+        return found
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         text, content = self._of(token_id)

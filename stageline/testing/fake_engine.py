@@ -17,6 +17,8 @@ from stageline.inference.decoding.request import (
     Listener,
     Piece,
     Request,
+    Scored,
+    ScoreRequest,
     TokenLogprob,
 )
 
@@ -103,8 +105,13 @@ class FakeEngine:
         if self._thread is not None:
             self._thread.join(10)
 
-    def submit(self, request: Request, listener: Listener) -> None:
-        """Takes a request."""
+    def submit(self, request: Request | ScoreRequest, listener: Listener) -> None:
+        """Takes a request; a score is told at once."""
+        if isinstance(request, ScoreRequest):
+            values = (-0.5,) * request.num_targets
+            tops = [tuple((n, -0.1 - n) for n in range(request.num_top))] * request.num_targets
+            listener(Scored(request.key, values, False, tuple(tops)))
+            return
         with self._change:
             self.asked.append(request)
             self._queue.append(_Task(request, listener))

@@ -10,7 +10,9 @@ from stageline.serving.desk import Engine
 from stageline.serving.prompts import PromptMaker
 from stageline.serving.run import http_server
 from stageline.serving.service import Service
-from stageline.serving.settings import ServerSettings
+from stageline.serving.settings import HttpSettings, ServerSettings
+
+PLAIN = HttpSettings()
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,14 @@ def served(
     render: Callable[..., Any],
     image_token: Callable[..., Any],
     max_pixels: int = 1_000_000,
+    http: HttpSettings = PLAIN,
     **settings: Any,
 ) -> Iterator[Served]:
     """Serves while the context lasts.
 
     Args:
         render, image_token: parts of prompt_fn and image_token.
+        http: how it listens.
         settings: of `ServerSettings`; the model is called tiny.
     """
     chosen = ServerSettings(**{"model_name": "tiny", **settings})
@@ -55,5 +59,5 @@ def served(
     prompts.warm_up()
     service = Service(engine, prompts, chosen)
     app = make_app(service)
-    with http_server(app, "127.0.0.1", 0) as url:
+    with http_server(app, "127.0.0.1", 0, http=http) as url:
         yield Served(url, service, app)

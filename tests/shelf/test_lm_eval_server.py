@@ -1,4 +1,4 @@
-"""lm_eval's own clients of OpenAI-style servers against our server, on tasks that generate."""
+"""lm_eval's own clients of OpenAI-style servers against our server, and its `hf` model."""
 
 import os
 import threading
@@ -32,6 +32,7 @@ from stageline.testing.served import served  # noqa: E402
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = ROOT / "tests" / "samples" / "lm_eval_tasks"
 TASK = "commands_name"
+SCORED = ["commands_choice", "descriptions"]  # of choices, and of whole texts
 POSITIONS = 512
 
 
@@ -69,11 +70,29 @@ def url(folder):
     assert not thread.is_alive()
 
 
+def evaluated(model, manager, monkeypatch, tasks, **options):
+    monkeypatch.chdir(ROOT)  # the data files of the tasks are relative to it
+    return lm_eval.simple_evaluate(
+        model, tasks=tasks, task_manager=manager, bootstrap_iters=0, **options
+    )
+
+
 def answers(model, manager, monkeypatch, **options):
     """Of each question, the prompt's hash and the answer."""
-    monkeypatch.chdir(ROOT)  # the data files of the tasks are relative to it
-    results = lm_eval.simple_evaluate(model, tasks=[TASK], task_manager=manager, **options)
+    results = evaluated(model, manager, monkeypatch, [TASK], **options)
     return {sample["doc_id"]: sample["resps"][0][0] for sample in results["samples"][TASK]}
+
+
+def completions(url, folder, **others):
+    return {
+        "base_url": f"{url}/v1/completions",
+        "model": "tiny",
+        "max_retries": 1,
+        "tokenizer": str(folder),
+        "tokenizer_backend": "huggingface",
+        "max_length": POSITIONS,
+        **others,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -84,19 +103,58 @@ def manager():
 @pytest.mark.parametrize("is_chat", [False, True], ids=["completions", "chat"])
 def test_the_answers_of_the_server_are_those_of_hf(url, folder, manager, monkeypatch, is_chat):
     model = "local-chat-completions" if is_chat else "local-completions"
-    where = "chat/completions" if is_chat else "completions"
-    arguments = {
-        "base_url": f"{url}/v1/{where}",
-        "model": "tiny",
-        "num_concurrent": 4,
-        "max_retries": 1,
-    }
-    if not is_chat:
-        arguments |= {"tokenizer": str(folder), "tokenizer_backend": "huggingface"}
-        arguments |= {"max_length": POSITIONS}
+    arguments = completions(url, folder, num_concurrent=4)
+    if is_chat:
+        arguments["base_url"] = f"{url}/v1/chat/completions"
+        for name in ("tokenizer", "tokenizer_backend", "max_length"):
+            del arguments[name]
     options = {"apply_chat_template": is_chat, "num_fewshot": 1}
     found = answers(model, manager, monkeypatch, model_args=arguments, **options)
     reference = HFLM(str(folder), device="cpu", dtype="float32")
     expected = answers(reference, manager, monkeypatch, **options)
     assert found == expected
     assert len(set(expected.values())) > 3  # else equal texts would show little
+
+
+def test_the_scores_of_the_server_are_those_of_hf(url, folder, manager, monkeypatch):
+    arguments = completions(url, folder, num_concurrent=4, batch_size=3)
+    found = evaluated(
+        "local-completions", manager, monkeypatch, SCORED, model_args=arguments, num_fewshot=1
+    )
+    reference = HFLM(str(folder), device="cpu", dtype="float32")
+    expected = evaluated(reference, manager, monkeypatch, SCORED, num_fewshot=1)
+    for task in SCORED:
+        ours, theirs = (
+            {sample["doc_id"]: sample["resps"] for sample in results["samples"][task]}
+            for results in (found, expected)
+        )
+        assert ours.keys() == theirs.keys()
+        for doc, resps in theirs.items():
+            for (mine,), (its,) in zip(ours[doc], resps, strict=True):
+                if task == "descriptions":
+                    mine, its = (mine, None), (its, None)
+                assert mine == (pytest.approx(its[0], abs=1e-3, rel=1e-6), its[1])
+        for name, value in expected["results"][task].items():
+            if isinstance(value, float):
+                assert found["results"][task][name] == pytest.approx(value, rel=1e-5), name
+
+
+def test_greedy_answers_are_seen_as_such(url, folder):
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    reference = HFLM(str(folder), device="cpu", dtype="float32")
+    context = [9, 10, 11]
+    made = reference.model.generate(
+        torch.tensor([context]), max_new_tokens=4, do_sample=False, eos_token_id=None
+    )
+    greedy = made[0, 3:].tolist()
+    rows = [
+        (("", ""), context, greedy),
+        (("", ""), context, [*greedy[:3], 12]),
+        (("", ""), [9], [3]),
+    ]
+    api = LocalCompletionsAPI(**completions(url, folder, batch_size=2))
+    expected = reference._loglikelihood_tokens(rows, disable_tqdm=True)
+    assert [is_greedy for _, is_greedy in expected[:2]] == [True, False]
+    for mine, its in zip(api._loglikelihood_tokens(rows), expected, strict=True):
+        assert mine == (pytest.approx(its[0], abs=1e-4), its[1])

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from stageline.errors import UserError
 from stageline.inference.decoding import prompts
-from stageline.inference.decoding.request import Request
+from stageline.inference.decoding.request import Request, ScoreRequest
 from stageline.inference.decoding.scheduler import Limits
 
 if TYPE_CHECKING:
@@ -56,3 +56,22 @@ def checked(request: Request, limits: Limits, *, has_cache: bool, cells: int = 0
         )
     most = min(request.sampling.max_new_tokens, longest - length)
     return replace(request, sampling=replace(request.sampling, max_new_tokens=most))
+
+
+def check_row(item: ScoreRequest, limits: Limits) -> None:
+    """Refuses a row that can't be scored.
+
+    Raises:
+        UserError: it has too many tokens, or no token before the first target.
+    """
+    length = prompts.length_of(item.prompt)
+    if length > limits.max_length + 1:
+        raise UserError(
+            f"the row has {length} tokens. At most {limits.max_length + 1} were expected, because "
+            "all but the last must fit the model's positions: shorten it."
+        )
+    if not 1 <= item.num_targets < length:
+        raise UserError(
+            f"{item.num_targets} of the row's {length} tokens are to be scored. From 1 to "
+            f"{length - 1} were expected, because a token is scored by those before it."
+        )

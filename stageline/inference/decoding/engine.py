@@ -17,11 +17,12 @@ import torch
 
 from stageline.errors import UserError
 from stageline.inference.decoding import prompts
-from stageline.inference.decoding.admission import admitted
+from stageline.inference.decoding.admission import admitted, check_row
 from stageline.inference.decoding.chain import Chain, max_in_flight
 from stageline.inference.decoding.engine_stats import EngineStats
 from stageline.inference.decoding.group_choice import GroupChoice, measure_steps
 from stageline.inference.decoding.matchers import Matchers
+from stageline.inference.decoding.measuring import timed_steps
 from stageline.inference.decoding.order import Order
 from stageline.inference.decoding.passes import prefill_pass, step_pass
 from stageline.inference.decoding.request import (
@@ -107,26 +108,33 @@ class DecodingEngine:
 
     # -- from any thread ------------------------------------------------------------------
 
-    def submit(self, request: Request, listener: Listener) -> None:
+    def submit(self, request: Request | ScoreRequest, listener: Listener) -> None:
         """Queues a request.
 
         Args:
             listener: is called in the engine's thread with each `Piece`, then once with
-                `Finished` or `Failed`; it must return at once. If it raises, it hears nothing
-                more, its request ends as if cancelled, and all others go on.
+                `Finished` (`Scored`) or `Failed`; it must return at once. If it raises, it hears
+                nothing more, its request ends as if cancelled, and all others go on.
 
         Raises:
             UserError: the request can't be answered: its prompt is empty or too long.
             EngineError: the engine was stopped, or broke down.
         """
-        running = self._running_of(request, listener)
+        if isinstance(request, ScoreRequest):
+            check_row(request, self.limits)
+            take = functools.partial(self._scores.add, request, listener)
+        else:
+            take = functools.partial(self._admit, self._running_of(request, listener))
         with self._door:
             if self._is_over:
                 raise EngineError("the engine was stopped")
-            self._inbox.put(lambda: self._admit(running))
+            self._inbox.put(take)
 
     def cancel(self, key: str) -> None:
-        """Ends a request, if it still runs; its listener gets `Finished` with "cancelled"."""
+        """Ends a request, if it still runs; its listener gets `Finished` with "cancelled".
+
+        A score that waits fails with `Cancelled`.
+        """
         self._inbox.put(lambda: self._cancel(key))
 
     def stop(self) -> None:
@@ -136,15 +144,10 @@ class DecodingEngine:
 
     def stats(self) -> EngineStats:
         """Where the engine stands; numbers of a moment ago."""
-        return EngineStats(
-            queued=len(self._scheduler.waiting) + self._inbox.qsize(),
-            running=self._scheduler.num_running,
-            max_running=self.limits.max_rows,
-            prompt_tokens=self._prompt_tokens,
-            completion_tokens=self._completion_tokens,
-            num_groups=len(self._scheduler.groups),
-            cache_cells=self._scheduler.num_cells,
-            max_cache_cells=self.limits.max_cells,
+        return EngineStats.of(
+            self._scheduler,
+            num_waiting=self._inbox.qsize() + len(self._scores.waiting),
+            tokens=(self._prompt_tokens, self._completion_tokens),
             is_healthy=self.is_healthy,
             stage_seconds=tuple(self._stage_seconds),
         )
@@ -220,9 +223,12 @@ class DecodingEngine:
         """Measures steps once, where the number of groups is to be chosen."""
         several = self.chain.num_stages > 1 and self.limits.max_rows > 1 and self.has_cache
         if several and self.limits.num_groups is None and self.choice is None:
+            columns = min(MEASURED_COLUMNS, self.limits.max_length // 2)
             with contextlib.suppress(EngineError):  # its requests will tell
                 self.choice = measure_steps(
-                    self._measure, max_rows=self.limits.max_rows, num_stages=self.chain.num_stages
+                    functools.partial(timed_steps, self._order, self.chain.result, columns),
+                    max_rows=self.limits.max_rows,
+                    num_stages=self.chain.num_stages,
                 )
             self._order(Order("tidy", leave=[(-1, row) for row in range(self.limits.max_rows)]))
             self.chain.result()
@@ -263,9 +269,9 @@ class DecodingEngine:
     def _start_next(self) -> bool:
         if self.chain.num_in_flight >= max_in_flight(self.chain.num_stages):
             return False
-        if self._scores.waiting:
-            order, prompts_read = self._scores.next_order()
-            self._order(order, prompts.together(prompts_read))
+        # one at a time where there are answers, which would wait for all of them
+        if self._scores.waiting and not (self._running and self._scores.is_on_its_way):
+            self._order(*self._scores.next_order())
             return True
         found = self._scheduler.next_prefill()
         if found is not None:
@@ -348,6 +354,7 @@ class DecodingEngine:
     def _cancel(self, key: str) -> None:
         running = self._running.get(key)
         if running is None:
+            self._scores.cancel(key)
             return
         running.is_cancelled = True  # if a pass has it, it ends when that is back
         if self._scheduler.withdraw(running):
@@ -362,6 +369,7 @@ class DecodingEngine:
         for running in self._running.values():
             running.fail(error)
         self._running.clear()
+        self._scores.fail_all(error)
 
     # -- the number of groups -------------------------------------------------------------
 
@@ -369,14 +377,3 @@ class DecodingEngine:
         if not self.has_cache:  # whole rows are read: bound by arithmetic
             return self.chain.num_stages
         return 1 if self.choice is None else self.choice.best(num_rows)
-
-    def _measure(self, num_rows: int, count: int) -> list[list[float]]:
-        columns = min(MEASURED_COLUMNS, self.limits.max_length // 2)
-        ids = torch.zeros(num_rows, 1, dtype=torch.long, device=self.device)
-        for _ in range(count):
-            order = Order("measure", rows=list(range(num_rows)), lengths=[columns] * num_rows)
-            self._order(order, {"input_ids": ids})
-        done = [self.chain.result() for _ in range(count)]
-        if errors := [order.error for order in done if order.error is not None]:
-            raise EngineError(f"a step of {num_rows} rows failed: {errors[0]}")
-        return [order.seconds for order in done]

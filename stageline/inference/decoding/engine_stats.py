@@ -1,6 +1,10 @@
 """What an engine tells about itself."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stageline.inference.decoding.scheduler import Scheduler
 
 
 @dataclass(frozen=True)
@@ -23,3 +27,32 @@ class EngineStats:
     max_cache_cells: int | None
     is_healthy: bool
     stage_seconds: tuple[float, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        scheduler: "Scheduler",
+        *,
+        num_waiting: int,
+        tokens: tuple[int, int],
+        is_healthy: bool,
+        stage_seconds: tuple[float, ...],
+    ) -> "EngineStats":
+        """What a scheduler knows, and the rest.
+
+        Args:
+            num_waiting: besides those that wait in the scheduler.
+            tokens: of prompts and of answers.
+        """
+        return cls(
+            queued=len(scheduler.waiting) + num_waiting,
+            running=scheduler.num_running,
+            max_running=scheduler.limits.max_rows,
+            prompt_tokens=tokens[0],
+            completion_tokens=tokens[1],
+            num_groups=len(scheduler.groups),
+            cache_cells=scheduler.num_cells,
+            max_cache_cells=scheduler.limits.max_cells,
+            is_healthy=is_healthy,
+            stage_seconds=stage_seconds,
+        )

@@ -12,6 +12,7 @@ from stageline.inference.decoding.grammar import Grammar
 from stageline.inference.decoding.request import EngineError, Sampling, TokenLogprob
 
 Kind = Literal["prefill", "decode", "whole", "score", "measure", "tidy", "stop"]
+Score = tuple[list[float], bool, list[list[tuple[int, float]]]]
 
 
 @dataclass
@@ -35,7 +36,9 @@ class Order:
         tokens, logprobs: what the last stage chose, by place in `rows`.
         over: places of rows whose grammar nothing can follow.
         row_errors: place -> whether the request is to blame that it has no token, and why.
-        scores: of each row, log-probabilities of its targets and whether all were likeliest.
+        num_tops: of each row of a score: so many of the likeliest tokens are told in each place.
+        scores: of each row, log-probabilities of its targets, whether all were likeliest, and
+            the likeliest tokens.
     """
 
     kind: Kind
@@ -54,7 +57,8 @@ class Order:
     logprobs: list[Any] = field(default_factory=list)
     over: list[int] = field(default_factory=list)
     row_errors: dict[str, tuple[bool, str]] = field(default_factory=dict)
-    scores: list[tuple[list[float], bool]] = field(default_factory=list)
+    num_tops: list[int] = field(default_factory=list)
+    scores: list[Score] = field(default_factory=list)
 
     @property
     def span(self) -> tuple[int, int]:

@@ -159,6 +159,7 @@ class Finished:
         token_ids: without the stop token; the tokens that a stop string lies in are among them.
         stopped_by: the stop string or the stop token's id, where one ended the answer; a grammar
             that nothing can follow needs none.
+        stop_logprob: of the stop token, where log-probabilities were asked for.
     """
 
     key: str
@@ -169,10 +170,15 @@ class Finished:
     token_ids: tuple[int, ...]
     stopped_by: str | int | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
+    stop_logprob: TokenLogprob | None = None
 
 
 class EngineError(RuntimeError):
     """A stage could not do its part; the requests concerned got no answer."""
+
+
+class Cancelled(EngineError):
+    """Nobody wants it any more."""
 
 
 @dataclass(frozen=True)
@@ -183,23 +189,34 @@ class Failed:
     error: Exception
 
 
-# called in the engine's thread: must return at once
-Listener = Callable[[Piece | Finished | Failed], None]
-
-
 @dataclass(frozen=True)
 class ScoreRequest:
-    """A row whose last `num_targets` tokens are to be scored."""
+    """A row whose last `num_targets` tokens are to be scored.
+
+    Attributes:
+        num_top: so many of the likeliest tokens are told in each place.
+    """
 
     key: str
     prompt: Mapping[str, Tensor]
     num_targets: int
+    num_top: int = 0
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Log-probability of each target; `is_greedy`: each was the likeliest token in its place."""
+    """Log-probability of each target; `is_greedy`: each was the likeliest token in its place.
+
+    Attributes:
+        tops: in the place of each target the likeliest tokens, likeliest first, if they were
+            asked for.
+    """
 
     key: str
     logprobs: tuple[float, ...]
     is_greedy: bool
+    tops: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+
+# called in the engine's thread: must return at once
+Listener = Callable[[Piece | Finished | Scored | Failed], None]

@@ -42,6 +42,7 @@ class Running:
         self.is_cancelled = self.is_over = False
         self.num_tokens = 0
         self._logprobs: list[TokenLogprob] = []
+        self._stop_logprob: TokenLogprob | None = None
         self._is_deaf = False  # the listener raised
         self._num_told = 0  # tokens that went out with a piece
 
@@ -86,6 +87,8 @@ class Running:
         text = self.text.add(token_id)
         if logprob is not None and len(self.text.token_ids) > len(self._logprobs):
             self._logprobs.append(logprob)
+        elif self.text.is_stopped:
+            self._stop_logprob = logprob
         if self.text.is_stopped or is_last:
             self._tell(text)
             self.finish("stop")
@@ -118,6 +121,7 @@ class Running:
                 token_ids=tuple(self.text.token_ids),
                 stopped_by=self.text.stopped_by,
                 logprobs=tuple(self._logprobs),
+                stop_logprob=self._stop_logprob,
             )
         )
 

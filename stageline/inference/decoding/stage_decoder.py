@@ -18,6 +18,7 @@ from stageline.inference.decoding.matchers import Matchers, RowMatcher
 from stageline.inference.decoding.order import Order, logprob_as_json, sampling_of
 from stageline.inference.decoding.request import Sampling
 from stageline.inference.decoding.sampler import SampledRow, choose
+from stageline.inference.decoding.scores import score_row
 
 Tensors = dict[str, torch.Tensor]
 HIDDEN, EXTRA = "hidden", "extra"
@@ -348,12 +349,8 @@ class StageDecoder:
         behind = width - output.shape[1]  # columns that logits were not kept of
         for place, targets in enumerate(order.targets):
             end = (width if self.has_cache else order.lengths[place]) - behind
-            ids_T = torch.tensor(targets, device=output.device)
-            logits_TV = output[place, end - len(targets) : end].float()
-            logprobs_TV = logits_TV.log_softmax(-1)
-            chosen_T = logprobs_TV.gather(-1, ids_T[:, None])[:, 0]
-            is_greedy = bool((logprobs_TV.argmax(-1) == ids_T).all())
-            order.scores.append((chosen_T.tolist(), is_greedy))
+            logits_TV = output[place, end - len(targets) : end]
+            order.scores.append(score_row(logits_TV, targets, num_top=order.num_tops[place]))
         return {}
 
     def _padded_left(self, order: Order, tensors: Tensors) -> dict[str, Any]:
