@@ -82,6 +82,8 @@ class RemoteEngine:
     def _read(self) -> None:
         for message, _ in self._link.messages():
             self._take(message)
+            if not self._stats.is_healthy:  # its process is about to end, and may take a while
+                break
         with self._door:
             self._is_over = True
             left, self._listeners = self._listeners, {}
