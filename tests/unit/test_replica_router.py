@@ -28,6 +28,8 @@ from stageline.inference.decoding.request import (
     Piece,
     Request,
     Sampling,
+    Scored,
+    ScoreRequest,
     TokenLogprob,
 )
 from stageline.inference.replicas import meeting
@@ -267,6 +269,13 @@ def test_values_come_back_as_they_were(value):
     assert of_plain(message["value"]) == value and not tensors
 
 
+def test_what_is_unknown_is_not_sent():
+    with pytest.raises(TypeError, match="EngineStats can't be sent"):
+        as_plain((ToldEngine().stats(),))
+    with pytest.raises(KeyError):
+        of_plain({"@": "EngineStats"})
+
+
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
@@ -353,6 +362,12 @@ def test_a_request_its_picture_and_its_events_pass():
         [failed] = heard["refused"]
         assert type(failed.error) is UserError and str(failed.error) == "too long, on purpose"
         far.refusal = None
+        router.submit(ScoreRequest("scored", prompt, 2), heard.listener("scored"))
+        wait_until(lambda: "scored" in far.requests)
+        assert far.requests["scored"].num_targets == 2
+        far.say(Scored("scored", (-0.5, -1 / 3), is_greedy=True))
+        wait_until(lambda: heard["scored"])
+        assert heard["scored"] == [Scored("scored", (-0.5, -1 / 3), is_greedy=True)]
         router.submit(ask("cancelled"), heard.listener("cancelled"))
         router.cancel("cancelled")
         wait_until(lambda: heard.has_ended("cancelled"))

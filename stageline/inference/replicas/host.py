@@ -9,7 +9,7 @@ from typing import Any
 from stageline.inference.decoding.engine_stats import EngineStats
 from stageline.inference.decoding.request import EngineError, Failed
 from stageline.inference.replicas.link import Link, Message, Tensors
-from stageline.inference.replicas.plain import as_plain, request_of
+from stageline.inference.replicas.plain import as_plain, of_plain
 
 SECONDS_BETWEEN_STATS = 0.25
 SECONDS_TO_TELL = 2.0
@@ -76,7 +76,7 @@ class _Host:
 
     def _submit(self, plain: dict[str, Any], prompt: Tensors) -> None:
         try:
-            self.engine.submit(request_of(plain, prompt), self._tell)
+            self.engine.submit(of_plain(plain, prompt=prompt), self._tell)
         except Exception as error:
             self._tell(Failed(plain["key"], error))
 

@@ -1,31 +1,30 @@
 """Requests and events as plain values for JSON, and back.
 
-A dataclass becomes its fields and its name, of a short table: what comes in can make nothing else,
-unlike a pickle. New fields travel as they are, if JSON can hold them.
+A dataclass becomes its fields and its name. What comes in can make nothing but the dataclasses of
+`decoding.request`, unlike a pickle; new fields and kinds there travel as the others do.
 """
 
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import stageline.inference.decoding.request as kinds
 from stageline.errors import DataError, MemoryFull, UserError
-from stageline.inference.decoding.request import (
-    EngineError,
-    Failed,
-    Finished,
-    Piece,
-    Request,
-    Sampling,
-    TokenLogprob,
-)
+from stageline.inference.decoding.request import EngineError, Failed
 
-_NAME = "@"
-_KINDS = {kind.__name__: kind for kind in (Sampling, TokenLogprob, Piece, Finished)}
+_NAME, _PROMPT = "@", "prompt"
+_classes = {name: value for name, value in vars(kinds).items() if isinstance(value, type)}
+_KINDS = {name: one for name, one in _classes.items() if is_dataclass(one)}
 # what a server tells apart; any other error is one of the engine
-_ERRORS = {kind.__name__: kind for kind in (UserError, DataError, MemoryFull, EngineError)}
+_ERRORS: dict[str, type[Exception]] = {
+    **{kind.__name__: kind for kind in (UserError, DataError, MemoryFull)},
+    **{name: one for name, one in _classes.items() if issubclass(one, EngineError)},
+}
 
 
 def as_plain(value: Any) -> Any:
     """Fields and names in place of dataclasses, lists in place of tuples.
+
+    A prompt is left out: it travels as tensors.
 
     Raises:
         TypeError: a dataclass of another kind.
@@ -36,14 +35,19 @@ def as_plain(value: Any) -> Any:
         name = type(value).__name__
         if _KINDS.get(name) is not type(value):
             raise TypeError(f"{name} can't be sent to another replica")
-        return {_NAME: name, **{f.name: as_plain(getattr(value, f.name)) for f in fields(value)}}
+        names = [field.name for field in fields(value) if field.name != _PROMPT]
+        return {_NAME: name, **{name: as_plain(getattr(value, name)) for name in names}}
     if isinstance(value, tuple | list):
         return [as_plain(one) for one in value]
     return value
 
 
-def of_plain(value: Any) -> Any:
-    """What `as_plain` was given; each list was a tuple, but for those inside of a dict."""
+def of_plain(value: Any, **more: Any) -> Any:
+    """What `as_plain` was given; each list was a tuple, but for those inside of a dict.
+
+    Args:
+        more: fields that were left out.
+    """
     if isinstance(value, list):
         return tuple(of_plain(one) for one in value)
     if not isinstance(value, dict) or _NAME not in value:
@@ -52,18 +56,7 @@ def of_plain(value: Any) -> Any:
     if value[_NAME] == "Failed":
         kind, text = given["error"]
         return Failed(given["key"], _ERRORS[kind](text))
-    return _KINDS[value[_NAME]](**given)
-
-
-def plain_request(request: Request) -> dict[str, Any]:
-    """A request without its prompt, which travels as tensors."""
-    names = [f.name for f in fields(request) if f.name != "prompt"]
-    return {name: as_plain(getattr(request, name)) for name in names}
-
-
-def request_of(plain: dict[str, Any], prompt: dict[str, Any]) -> Request:
-    """What `plain_request` was given."""
-    return Request(prompt=prompt, **{name: of_plain(one) for name, one in plain.items()})
+    return _KINDS[value[_NAME]](**given, **more)
 
 
 def _plain_error(error: Exception) -> list[str]:

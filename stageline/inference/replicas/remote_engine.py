@@ -10,7 +10,7 @@ from typing import Any
 from stageline.inference.decoding.engine_stats import EngineStats
 from stageline.inference.decoding.request import EngineError, Failed, Listener, Piece, Request
 from stageline.inference.replicas.link import Link, Message
-from stageline.inference.replicas.plain import of_plain, plain_request
+from stageline.inference.replicas.plain import as_plain, of_plain
 
 
 class RemoteEngine:
@@ -44,7 +44,7 @@ class RemoteEngine:
             EngineError: the other process is gone.
             TypeError: it holds what can't be sent.
         """
-        plain = plain_request(request)
+        plain = as_plain(request)
         with self._door:
             if self._is_over:
                 raise EngineError(f"{self.name} is gone")

@@ -75,7 +75,9 @@ class _Open:
     def __init__(self, router: "ReplicaRouter", request: Request, listener: Listener) -> None:
         self.router = router
         self.key = request.key
-        self.num_tokens = length_of(request.prompt) + request.sampling.max_new_tokens
+        self.num_tokens = length_of(request.prompt)
+        if (sampling := getattr(request, "sampling", None)) is not None:  # a score has none
+            self.num_tokens += sampling.max_new_tokens
         self.place = 0
         self._listener = listener
         self._is_over = self._is_deaf = False
@@ -112,6 +114,7 @@ class ReplicaRouter:
         first: Any = engines[0]
         self.processor = first.processor
         self.model_name = first.model_name
+        self.matchers = getattr(first, "matchers", None)  # check grammars, the same for all
         known = [engine.max_length for engine in engines if engine.max_length is not None]
         self.max_length = min(known, default=None)
         self._loads = [_Load() for _ in engines]
