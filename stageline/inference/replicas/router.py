@@ -1,7 +1,7 @@
 """One engine made of several: each request goes to the one that has least to do.
 
-It has the interface of a `DecodingEngine` that a server needs. When one engine ends unasked all are
-stopped, and every request gets an error: a server of half its replicas would look well.
+It has the interface of a `DecodingEngine` that a server needs. When one engine breaks down, every
+request gets an error and `run` raises: a server of half its replicas would look well.
 """
 
 import sys
@@ -122,7 +122,6 @@ class ReplicaRouter:
         self._lock = threading.RLock()
         self._is_stopping = False
         self._error: BaseException | None = None
-        self._has_failed = threading.Event()
 
     # -- from any thread ------------------------------------------------------------------
 
@@ -172,10 +171,13 @@ class ReplicaRouter:
         first.prepare()
 
     def run(self) -> None:
-        """Works until `stop`, or until a replica ends unasked.
+        """Works until `stop`, or until an engine breaks down.
+
+        The others then go on, until they miss this process: if they were stopped, their ranks would
+        meet the lost one at the end, and tell of that before this one tells who was lost.
 
         Raises:
-            Exception: what the first replica that ended unasked raised.
+            Exception: what that engine raised.
         """
         others = [
             threading.Thread(target=self._drive, args=(engine,), daemon=True)
@@ -204,7 +206,7 @@ class ReplicaRouter:
                 return
             self._error = error
         self._fail_all(EngineError(f"a replica broke down: {error}"))
-        self.stop()
+        self.engines[0].stop()
 
     def _fail_all(self, error: Exception) -> None:
         with self._lock:
