@@ -42,6 +42,7 @@ class Decoding:
     Attributes:
         replica, num_replicas: which copy of the pipeline this is.
         config: of the model.
+        first_ranks: group of the first ranks of all replicas, gloo; None where there is one.
     """
 
     engine: DecodingEngine
@@ -49,6 +50,7 @@ class Decoding:
     config: Any
     replica: int = 0
     num_replicas: int = 1
+    first_ranks: dist.ProcessGroup | None = None
 
 
 def num_processes(run: DecodeOptions, device: str) -> int:
@@ -106,6 +108,10 @@ def open_decoding(run: Any, *, model_path: str | None = None) -> Iterator[Decodi
                 num_replicas=context.num_replicas,
                 device=context.device,
             )
+        first_ranks = None
+        if context.num_replicas > 1:  # all ranks make it together
+            ranks = range(0, context.world_size, context.num_ranks)
+            first_ranks = dist.new_group(list(ranks), backend="gloo")
         if context.pp_rank > 0:
             follow(decoder, wire, num_stages=context.num_ranks)
             yield None
@@ -118,7 +124,9 @@ def open_decoding(run: Any, *, model_path: str | None = None) -> Iterator[Decodi
         engine, processor = make_engine(
             run, model, chain, limits, decoder=decoder, device=context.device
         )
-        yield Decoding(engine, processor, model.config, context.dp_rank, context.num_replicas)
+        yield Decoding(
+            engine, processor, model.config, context.dp_rank, context.num_replicas, first_ranks
+        )
         # not in a `finally`: after an exception the other ranks hear of it, and end
         engine.close()
 

@@ -1,9 +1,10 @@
 """Answers over HTTP as OpenAI's API does: chats, texts, tools, pictures, streams; with a web page.
 
-python serve.py --model-path my_model --num-stages 2
+python serve.py --model-path my_model --num-stages 2 --num-replicas 4
 
-The stages are processes of their own and decode together; the first one listens. SIGTERM and
-Ctrl-C let what is under way finish for --shutdown-seconds, a second signal ends at once.
+The stages are processes of their own and decode together; the first one listens, for all replicas
+of the pipeline (serve_replicas.py). SIGTERM and Ctrl-C let what is under way finish for
+--shutdown-seconds, a second signal ends at once.
 """
 
 import functools
@@ -18,6 +19,7 @@ from decode_run import num_processes, open_decoding
 from options.serve_args import ServeArguments, parse_serve_args, read_api_keys
 from options.serve_options import ServeConfig
 from register import freeze_registers, import_shelf
+from serve_replicas import check_one_machine, gathered, work_for_the_server
 from stageline.data.image_settings import make_image_settings
 from stageline.data.prepare_images import prepare_images
 from stageline.data.tiling import Tiling, match_config
@@ -47,12 +49,16 @@ def main() -> int:
     api_keys = read_api_keys(run)
     rules = GuardRules(stop_deadline=run.shutdown_seconds + SECONDS_TO_END)
     launch_if_needed(num_processes(run, run.device), rules=rules)
+    check_one_machine(run.num_replicas)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     stop_requested()  # on each rank: the first one sees to it that all end in order
     with open_decoding(run) as decoding:
-        if decoding is not None:
-            serve(arguments, decoding, api_keys)
+        if decoding is not None and decoding.replica > 0:
+            work_for_the_server(decoding)
+        elif decoding is not None:
+            with gathered(decoding) as of_all_replicas:
+                serve(arguments, of_all_replicas, api_keys)
     return 0
 
 

@@ -33,12 +33,6 @@ def parse_serve_args(argv: Sequence[str] | None = None) -> ServeArguments:
     check_images(run)
     check_has_model(run)
     check_certificate(run)
-    run.num_replicas = run.num_replicas or 1
-    if run.num_replicas != 1:
-        raise OptionError(
-            f"--num-replicas {run.num_replicas} came with a server. One was expected, because a "
-            "server has one engine: start a server for each copy, and share requests out in front."
-        )
     return ServeArguments(run=run, parts=parts, imports=imports)
 
 

@@ -29,6 +29,7 @@ ENTRY_HELPERS = {
     "corpus_trained",
     "decode_run",
     "placement_run",
+    "serve_replicas",
     "train_corpus",
     "train_data",
     "train_parts",

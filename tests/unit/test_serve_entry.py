@@ -123,7 +123,6 @@ def test_options_reach_the_server(tmp_path):
 
 WRONG = {
     "--model-path is missing": [],
-    "--num-replicas 2 came with a server": ["--num-replicas", "2"],
     "--port 70000 is out of range": ["--port", "70000"],
     "--max-body-mib 0 is out of range": ["--max-body-mib", "0"],
 }
