@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from stageline.testing.house import untouched_house
 from stageline.testing.small_run import run_and_exit
 
 HEAVY = (  # what entry files import; whatever else they need they import as always
@@ -49,6 +50,7 @@ def run_entry(
     """
     for name in HEAVY:
         importlib.import_module(name)
+    untouched_house()
     words = list(map(str, words))
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, kind) for kind in ("out", "err")]

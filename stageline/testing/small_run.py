@@ -26,10 +26,11 @@ from transformers import AutoModelForCausalLM
 from stageline import progress
 from stageline.chaos import VARIABLE, arm
 from stageline.checkpoint.layout import verify
+from stageline.testing.house import ROOT, enter_house, untouched_house
 from stageline.testing.tiny_models import tiny_config
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from stageline.training import run_log
 
-ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = (
     "--dataset jsonl --prompt question --prompt-fn fill --image-token none "
     "--collate-fn sft --batch-size 8 --micro-batch-size 2 --total-steps 12 --device cpu "
@@ -203,6 +204,7 @@ class ForkedRun:
         folder = Path(self._files.name)
         with socket.create_server(("", 0)) as server:
             port = server.getsockname()[1]
+        untouched_house()  # before the fork, so that ranks share it
         sys.stdout.flush()
         sys.stderr.flush()
         self.pids = {
@@ -255,6 +257,7 @@ def _fork_rank(words: list[str], rank: int, ranks: int, port: int, chaos: str, f
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
         os.environ[VARIABLE] = chaos
         tempfile.tempdir = str(folder)  # ranks of the next run must not read what these leave
+        run_log.plot_loss = lambda *_: None  # a third of a short run, and nobody looks at it
         arm()
 
     run_and_exit(words, [folder / f"{rank}.{kind}" for kind in ("out", "err")], prepare)
@@ -278,7 +281,7 @@ def run_and_exit(words: list[str], files: Sequence[Path], prepare: Callable[[], 
         progress.begin()  # a test may have trained in this process before
         sys.argv = words
         torch.set_num_threads(1)  # threads of before are not in the fork
-        forget_the_house()
+        enter_house()
         runpy.run_path(words[0], run_name="__main__")
         code = 0
     except SystemExit as error:
@@ -289,17 +292,6 @@ def run_and_exit(words: list[str], files: Sequence[Path], prepare: Callable[[], 
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def forget_the_house() -> None:
-    """Lets the entry file find empty registers: tests may have filled and restored them."""
-    for name, module in sys.modules.copy().items():  # at once: other threads import
-        file = Path(getattr(module, "__file__", None) or "/")
-        if file.is_relative_to(ROOT):
-            first = file.relative_to(ROOT).parts[0]
-            if first.endswith(".py") or first in ("models", "pp_models", "options"):
-                del sys.modules[name]
-    sys.path.insert(0, str(ROOT))
 
 
 def finish(process: subprocess.Popen, *, timeout: float = 120) -> Finished:
