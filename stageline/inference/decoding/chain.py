@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from stageline.inference.decoding.order import Order
-from stageline.inference.decoding.stage_decoder import StageDecoder, Tensors
+from stageline.inference.decoding.stage_decoder import StageDecoder
+from stageline.inference.decoding.stage_group import Tensors
 from stageline.inference.decoding.wire import IDLE, Wire
 
 
