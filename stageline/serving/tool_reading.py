@@ -86,8 +86,7 @@ class ToolReader:
     def finish(self) -> list[str | FoundCall]:
         """What is left at the end."""
         held, self._held = self._held, ""
-        may_be = held.startswith(_OPEN) if self.is_marked else bool(held.strip())
-        calls = self._calls_of(held.removeprefix(_OPEN)) if may_be else []
+        calls = self._calls_of(held.removeprefix(_OPEN)) if held.strip() else []
         if calls:
             return self._kept(calls)
         return [held] if held and not (self.num_calls and not held.strip()) else []

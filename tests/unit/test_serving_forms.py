@@ -157,19 +157,20 @@ def test_a_named_tool_is_called_once(client, name):
 
 def test_a_tool_without_parameters(client):
     bare = [{"type": "function", "function": {"name": "now"}}]
-    [call] = (
-        ask(client, tools=bare, tool_choice="required", parallel_tool_calls=False)
-        .choices[0]
-        .message.tool_calls
-    )
-    assert (call.function.name, json.loads(call.function.arguments)) == ("now", {})
+    options = {"tools": bare, "tool_choice": "required", "parallel_tool_calls": False}
+    for choice in ask(client, n=6, **options).choices:
+        [call] = choice.message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("now", {})
 
 
 def test_strict_tools_leave_text_free_and_bind_calls(client):
     strict = [tool("get_weather", strict=True)]
     [mark, end] = ids_of("<tool_call>", "</s>")
-    free = ask(client, tools=strict, n=3, max_tokens=12)
+    # what is no strict tool's is not looked at
+    loose = [*strict, tool("pair", parameters={"type": "array"})]
+    free = ask(client, tools=loose, n=3, logit_bias={str(mark): -100, str(end): 100})
     assert [c.message.tool_calls for c in free.choices] == [None] * 3
+    assert {c.finish_reason for c in free.choices} == {"stop"}
     # text, then a call: the mark is made likely among all tokens
     bias = {str(mark): 4, str(end): -100}
     found = ask(client, tools=strict, n=4, logit_bias=bias, parallel_tool_calls=False).choices
