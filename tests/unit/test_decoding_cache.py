@@ -246,3 +246,17 @@ def test_an_empty_group_becomes_the_other():
     machine.check()
     machine.step(0)
     machine.check()
+
+
+def test_room_for_passes_that_follow_is_made_once():
+    """A prompt that is read in pieces: nothing moves between them, and they end side by side."""
+    cache, tokens, moved = GroupCache(LAYERS, 1, fixed_layers=FIXED), list(range(250)), []
+    for first in range(0, 250, 50):
+        cache.begin(50, lengths=[50] if first == 0 else None, room=250)
+        write(cache, [tokens[first : first + 50]], None)
+        cache.advance(50)
+        moved.append(cache.layers[0].keys)
+    assert all(keys is moved[0] for keys in moved)
+    model = Rows()
+    model.rows = [(tokens, [])]
+    check_window(cache, model)

@@ -49,9 +49,8 @@ class RunningGroup:
     @property
     def cells(self) -> int:
         """Upper limit of rows times columns."""
-        return self.num_rows * max(
-            (one.longest for one in [*self.members, *self.coming]), default=0
-        )
+        rows = [*self.members, *self.coming]
+        return len(rows) * max((one.longest for one in rows), default=0)
 
     @property
     def num_rows(self) -> int:

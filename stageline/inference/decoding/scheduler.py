@@ -113,8 +113,9 @@ class Scheduler:
             chosen.append(self.waiting.popleft())
             if chosen[0].is_alone:
                 break
-        if not chosen:
-            return None
+        return self._begin(group, chosen) if chosen else None
+
+    def _begin(self, group: RunningGroup, chosen: list[Sequence]) -> Prefill:
         self.groups[group.number] = group
         for one in chosen:
             one.group = group.number
