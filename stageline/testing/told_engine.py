@@ -136,8 +136,7 @@ def remote(engine: Engine, errors: list[Exception], *, number: int = 1) -> Itera
         try:
             host_engine(engine, theirs)
         except Exception as error:
-            errors.append(error)
-            theirs.close()
+            errors.append(error)  # a process that ends may take a while
 
     with _in_thread(host):
         yield RemoteEngine(

@@ -259,6 +259,18 @@ def test_an_engine_that_breaks_down_far_away_is_known_before_its_process_ends():
         assert [str(error) for error in errors] == ["far away"], "its own rank tells the cause"
 
 
+def test_a_remote_engine_alone_tells_its_requests_that_it_is_gone():
+    heard, (ours, theirs) = Heard(), socket.socketpair()
+    lost = RemoteEngine(Link(ours), name="replica 1", max_length=9, stats=ToldEngine().stats())
+    lost.submit(ask("a"), heard.listener("a"))
+    theirs.close()
+    with pytest.raises(ConnectionError):
+        lost.run()
+    assert "replica 1 is gone" in str(heard["a"][0].error)
+    with pytest.raises(EngineError, match="replica 1 is gone"):
+        lost.submit(ask("b"), heard.listener("b"))
+
+
 def test_without_the_server_the_others_end():
     far, errors = ToldEngine(), []
     with remote(far, errors) as near:

@@ -38,7 +38,7 @@ class Link:
 
     def send(self, message: Message, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         """Hands a message to the writer; any thread. Where the other side is gone it is lost."""
-        flat = {name: one.detach().cpu().contiguous() for name, one in (tensors or {}).items()}
+        flat = {name: one.detach().cpu() for name, one in (tensors or {}).items()}
         kinds = [[name, str(one.dtype)[6:], list(one.shape)] for name, one in flat.items()]
         line = json.dumps({**message, _KINDS: kinds} if kinds else message) + "\n"
         self._out.put([line.encode(), *(_bytes_of(one) for one in flat.values())])
@@ -80,7 +80,7 @@ class Link:
 
 
 def _bytes_of(tensor: torch.Tensor) -> Part:
-    flat = tensor.reshape(-1)
+    flat = tensor.reshape(-1)  # a copy, where it does not lie in one piece
     return memoryview(flat.view(torch.uint8).numpy()) if len(flat) else b""
 
 
