@@ -70,7 +70,9 @@ def test_a22_a_restarted_run_ends_as_if_nothing_had_happened(job):
     assert alone.code == 0
     fault = "at=step,rank=1,step=5,restart=0,do=sigkill"
     torchrun = (2, "--max-restarts", 1)
-    done = job.run("again", *options, "--resume", "auto", chaos=fault, torchrun=torchrun)
+    # below a torchrun whose workers are new Pythons: tests/chaos/test_kill.py
+    run = launch(job, "again", *options, "--resume", "auto", chaos=fault, torchrun=torchrun)
+    done = run.finish()
     assert done.code == 0, done.err
     assert job.losses("again") == job.losses("alone")  # to the bit
     assert job.checkpoints("again") == job.checkpoints("alone")
