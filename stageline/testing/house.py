@@ -10,6 +10,7 @@ import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 # what train_pp.py is made of, without itself: it fills the register of engines
@@ -39,6 +40,15 @@ def enter_house() -> None:
     _take_out()
     sys.path.insert(0, str(ROOT))
     sys.modules.update(untouched_house())
+    for part_register, parts, homes in _contents():  # a launcher's worker comes here again
+        part_register.data, part_register._homes = dict(parts), dict(homes)
+        part_register.is_frozen = False
+
+
+@functools.cache
+def _contents() -> list[tuple[Any, dict[str, Any], dict[str, str]]]:
+    registers = untouched_house()["register"].ALL_REGISTERS.values()
+    return [(one, dict(one.data), dict(one._homes)) for one in registers]
 
 
 def _take_out() -> dict[str, ModuleType]:

@@ -267,7 +267,7 @@ def run_and_exit(words: list[str], files: Sequence[Path], prepare: Callable[[], 
     """Runs an entry file in a process that was just forked, and ends it.
 
     Args:
-        words: the file, its options.
+        words: the file, its options; or `-m`, a module, its options.
         files: take what it writes to stdout and stderr.
         prepare: called first, its output goes to them too.
     """
@@ -279,10 +279,13 @@ def run_and_exit(words: list[str], files: Sequence[Path], prepare: Callable[[], 
         sys.stderr = open(2, "w", buffering=1, closefd=False)
         prepare()
         progress.begin()  # a test may have trained in this process before
-        sys.argv = words
+        sys.argv = words[1:] if words[0] == "-m" else words
         torch.set_num_threads(1)  # threads of before are not in the fork
         enter_house()
-        runpy.run_path(words[0], run_name="__main__")
+        if words[0] == "-m":
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(words[0], run_name="__main__")
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1

@@ -14,7 +14,8 @@ import pytest
 
 from stageline import progress
 from stageline.checkpoint.layout import verify
-from stageline.testing.small_run import Job, finish
+from stageline.testing.small_run import Job
+from stageline.testing.warm_start import launch
 
 LIMIT = ("--hang-timeout", 3, "--sync-save")
 SECONDS = 30  # the contract is the limit and 10 s; a slow machine may take longer
@@ -40,15 +41,21 @@ def stacks(job, name):
     return {int(file.stem.removeprefix("rank-")): file.read_text() for file in files}
 
 
-def processes_of(folder):
-    """Live processes with this folder in their command line."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
+def workers_of(launcher):
+    """Live processes that this one has started."""
+    return {pid for pid, parent in live_processes().items() if parent == launcher}
+
+
+def live_processes():
+    """Process -> parent; one that has ended and waits to be fetched is not live."""
+    found = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
         try:
-            if str(folder) in file.read_text():
-                found.append(int(file.parent.name))
+            state, parent = file.read_text().rpartition(")")[2].split()[:2]
         except OSError:
             continue
+        if state not in "ZX":
+            found[int(file.parent.name)] = int(parent)
     return found
 
 
@@ -122,21 +129,23 @@ def test_a11_a12_a_rank_that_is_stopped_or_holds_the_lock_is_blamed_and_killed(j
 
 
 def test_a11_below_the_launcher_there_are_no_30_s_more(job):
-    process = job.start(
-        *("a11_launched", "--num-stages", 2, *LIMIT),
+    run = launch(
+        *(job, "a11_launched", "--num-stages", 2, *LIMIT),
         chaos=f"{BEATEN};at=forward,rank=1,step=3,do=sigstop",
     )
     log = job.folder / "a11_launched" / "log.jsonl"
     while not log.exists() or len(log.read_text().splitlines()) < 3:
-        assert process.poll() is None
+        assert run.poll() is None
         time.sleep(0.1)
+    workers = workers_of(run.pid)
+    assert len(workers) == 2
     began = time.monotonic()
-    done = finish(process)
+    done = run.finish()
     assert done.code == 8, done.err
     assert time.monotonic() - began < SECONDS
     assert done.err.strip().startswith("error[hang] rank=1 stage=1 step=3: no sign of life")
     assert_kept(job, "a11_launched", 2)
-    assert processes_of(job.folder / "a11_launched") == []
+    assert not workers & live_processes().keys()
 
 
 def test_a13_a_helper_that_hangs_is_named_as_data(job):
@@ -162,18 +171,19 @@ def test_g28_a_helper_that_is_killed_is_named(job):
 
 
 def test_a19_workers_end_with_a_launcher_that_was_killed(job):
-    process = job.start(
-        "a19", "--num-stages", 2, "--sync-save", chaos="at=forward,rank=1,step=3,do=sigstop"
+    run = launch(
+        *(job, "a19", "--num-stages", 2, "--sync-save"), chaos="at=forward,rank=1,step=3,do=sigstop"
     )
     log = job.folder / "a19" / "log.jsonl"
     while not log.exists() or len(log.read_text().splitlines()) < 3:
-        assert process.poll() is None
+        assert run.poll() is None
         time.sleep(0.1)
-    assert len(processes_of(job.folder / "a19")) == 3
-    os.kill(process.pid, signal.SIGKILL)
+    workers = workers_of(run.pid)
+    assert len(workers) == 2
+    os.kill(run.pid, signal.SIGKILL)
     killed = time.monotonic()
-    while processes_of(job.folder / "a19"):
+    while workers & live_processes().keys():
         assert time.monotonic() - killed < SECONDS
         time.sleep(0.1)
-    process.communicate()
+    assert run.finish().code == -signal.SIGKILL
     assert_kept(job, "a19", 2)

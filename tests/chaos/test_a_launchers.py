@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import train_pp  # noqa: F401 - its engines, before a fixture keeps registers as they are
-from stageline.testing.small_run import Job, finish
+from stageline.testing.small_run import Job
+from stageline.testing.warm_start import launch
 
 ENTRY = Path(__file__).resolve().parents[1] / "distributed" / "failing_entry.py"
 ROOT = ENTRY.parents[2]
@@ -34,7 +35,7 @@ def job(tmp_path_factory):
 def test_the_launcher_speaks_for_a_rank_that_said_nothing(job, do, words):
     name = do.replace(",value=", "_")
     fault = f"at=forward,rank=1,step=3,do={do}"
-    done = job.run(name, "--num-stages", 2, "--sync-save", chaos=fault)
+    done = launch(job, name, "--num-stages", 2, "--sync-save", chaos=fault).finish()
     assert done.code == 9, done.err
     lines = done.err.splitlines()
     assert lines == [lines[0]] and lines[0].startswith(f"error[crash] rank=1 stage=1: {words}")
@@ -69,7 +70,9 @@ def test_a22_a_restarted_run_ends_as_if_nothing_had_happened(job):
     assert alone.code == 0
     fault = "at=step,rank=1,step=5,restart=0,do=sigkill"
     torchrun = (2, "--max-restarts", 1)
-    done = job.run("again", *options, "--resume", "auto", chaos=fault, torchrun=torchrun)
+    # below a torchrun whose workers are new Pythons: tests/chaos/test_kill.py
+    run = launch(job, "again", *options, "--resume", "auto", chaos=fault, torchrun=torchrun)
+    done = run.finish()
     assert done.code == 0, done.err
     assert job.losses("again") == job.losses("alone")  # to the bit
     assert job.checkpoints("again") == job.checkpoints("alone")
@@ -79,7 +82,7 @@ def test_a22_a_restarted_run_ends_as_if_nothing_had_happened(job):
 def test_a23_a_run_that_fails_at_every_start_ends(job):
     fault = "at=step,rank=1,do=raise"
     torchrun = (2, "--max-restarts", 1)
-    done = finish(job.start("loop", "--resume", "auto", chaos=fault, torchrun=torchrun))
+    done = launch(job, "loop", "--resume", "auto", chaos=fault, torchrun=torchrun).finish()
     assert done.code != 0
     line = "error[crash] rank=1 stage=1 step=0: stageline.chaos.InjectedError"
     assert done.err.count(line) == 2  # once for each start

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from options.run_options import RunConfig
 from stageline.checkpoint.layout import verify
-from stageline.testing.small_run import Job, finish
+from stageline.testing.small_run import Job
+from stageline.testing.warm_start import launch
 
 SECONDS = 30  # the contract is 10 s; a slow machine may take longer
 CAN_RESUME = hasattr(RunConfig, "resume")
@@ -54,15 +55,15 @@ def assert_goes_on_bitwise(job, name):
     assert {step: losses[step] for step in job.losses(name)} == job.losses(name)
 
 
-def start_and_wait(job, name, *options, steps=3, **how):
+def start_and_wait(job, name, *options, steps=3):
     """A run below a launcher that has done some steps; then rank 0 sleeps in the next one."""
     chaos = f"at=forward,rank=0,step={steps},do=sleep,value=2"
-    process = job.start(name, *options, chaos=chaos, **how)
+    run = launch(job, name, *options, chaos=chaos)
     log = job.folder / name / "log.jsonl"
     while not log.exists() or len(_trained(log)) < steps:
-        assert process.poll() is None, process.communicate()
+        assert run.poll() is None, run.finish()
         time.sleep(0.05)
-    return process
+    return run
 
 
 def _trained(log):
@@ -70,9 +71,9 @@ def _trained(log):
 
 
 def test_b01_sigterm_to_the_launcher(job):
-    process = start_and_wait(job, "b01", "--num-stages", 2)
-    os.kill(process.pid, signal.SIGTERM)
-    done = finish(process)
+    run = start_and_wait(job, "b01", "--num-stages", 2)
+    os.kill(run.pid, signal.SIGTERM)
+    done = run.finish()
     assert done.code == 143, done.err
     assert done.err.strip() == (
         "Stopping after this step; a second SIGTERM ends at once without saving."

@@ -101,7 +101,7 @@ def test_c03_all_ranks_killed_at_any_moment(job):
     assert job.fork("undisturbed", *options).code == 0
     for _ in range(5):
         run = job.start_forked("killed", *options, *RESUME)
-        time.sleep(draw.uniform(1.0, 3.0))
+        time.sleep(draw.uniform(0.7, 1.7))
         for pid in run.pids.values():
             os.kill(pid, signal.SIGKILL)
         run.wait()

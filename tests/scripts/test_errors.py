@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from stageline.testing.forked_entry import run_entry
 from stageline.testing.tiny_models import tiny_config
 from stageline.testing.tiny_processors import tiny_processor
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from stageline.testing.warm_start import WarmLauncher
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,7 +36,7 @@ def rows(tmp_path):
 
 
 def train(model, rows, *options, key="llama", num_stages=1, image_token="none", launches=False):
-    """Runs the entry file; with `launches` in processes of its own, as a user starts it."""
+    """Runs the entry file; with `launches` below the real launcher."""
     command = [
         *(str(ROOT / "train_pp.py"), "--train-model", key, "--dataset", "jsonl"),
         *("--dataset-path", str(rows), "--prompt", "question", "--prompt-fn", "fill"),
@@ -47,7 +47,8 @@ def train(model, rows, *options, key="llama", num_stages=1, image_token="none", 
     ]
     if not launches:
         return run_entry(command)
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=200)
+    done = WarmLauncher(command).finish()
+    return subprocess.CompletedProcess(command, done.code, done.out, done.err)
 
 
 def assert_refused(done, code, *words):

@@ -34,6 +34,7 @@ def train(model, *options, source="--config-path"):
         *("--prompt", "question", "--prompt-fn", "fill", "--image-token", "none"),
         *("--collate-fn", "sft", source, str(model), "--num-stages", "2"),
         *("--batch-size", "8", "--micro-batch-size", "2", "--total-steps", "1"),
+        *("--eval-samples", "0", "--timeline-step", "0"),
         *("--device", "cpu", "--output-dir", str(model.parent / "run"), *options),
     ]
     return run_entry(command, timeout=200)

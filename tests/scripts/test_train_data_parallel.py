@@ -1,8 +1,6 @@
 """train_pp.py with replicas: the same run as one process with the same global batch."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +15,7 @@ from stageline.errors import UserError
 from stageline.testing.forked_entry import run_entry
 from stageline.testing.tiny_models import tiny_config
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from stageline.testing.warm_start import WarmLauncher
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -45,8 +44,8 @@ def train(job, name, *options, launcher=()):
     paths = ("--model-path", job / "model", "--dataset-path", job / "rows.jsonl")
     command = [ROOT / "train_pp.py", *OPTIONS.split(), *paths, "--output-dir", job / name, *options]
     if launcher:
-        command = list(map(str, [sys.executable, *launcher, *command]))
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        ended = WarmLauncher(list(map(str, [*launcher, *command]))).finish()
+        done = SimpleNamespace(returncode=ended.code, stdout=ended.out, stderr=ended.err)
     else:
         done = run_entry(command)
     assert done.returncode == 0, done.stdout + done.stderr
