@@ -4,6 +4,8 @@ The reference is one process that runs the same micro-batches through the librar
 and loss. Where a weight is tied across stages its gradient is a sum in another order: 1e-6.
 """
 
+from functools import cache
+
 import pytest
 import torch
 import transformers
@@ -14,6 +16,7 @@ from pp_models import CausalLMStage
 from pp_models.vision_language import VISION_LANGUAGE_MODELS
 from stageline.checkpoint.load import load_split_model
 from stageline.pipeline.runner import PipelineRunner
+from stageline.testing.chain import run_chain
 from stageline.testing.ranks import run_ranks
 from stageline.testing.tiny_batches import (
     count_targets,
@@ -108,8 +111,7 @@ def reference_run(family, whole):
     return {"steps": steps, "weights": weights}
 
 
-def split_run(rank, family, folder, num_stages, schedule):
-    model = build_stage(family, folder, stage=rank, num_stages=num_stages)
+def split_run(model, rank, family, schedule):
     runner = PipelineRunner(model, device=torch.device("cpu"), schedule=schedule)
     train_step = TrainStep(
         runner,
@@ -131,12 +133,23 @@ def split_run(rank, family, folder, num_stages, schedule):
 
 
 def split_runs(rank, family, folders, num_stages):
-    """All variants of one family and stage count on the same ranks."""
-    return {
-        f"{tied} {schedule}": split_run(rank, family, folder, num_stages, schedule)
-        for tied, folder in folders.items()
-        for schedule in ("gpipe", "1f1b")
-    }
+    """Both variants of one family and stage count, and both schedules, on the same ranks."""
+    results = {}
+    for tied, folder in folders.items():
+        model = build_stage(family, folder, stage=rank, num_stages=num_stages)
+        start = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for schedule in ("gpipe", "1f1b"):
+            begin_again(model, start)
+            results[f"{tied} {schedule}"] = split_run(model, rank, family, schedule)
+    return results
+
+
+@torch.no_grad()
+def begin_again(model, start):
+    """With the weights of `start` and no gradients."""
+    for name, parameter in model.named_parameters():
+        parameter.copy_(start[name])
+        parameter.grad = None
 
 
 def assert_close(ours, theirs, *, bitwise, what):
@@ -169,16 +182,28 @@ def compare(stages, reference, *, tied):
             assert_close(weight, reference["weights"][name], bitwise=bitwise, what=name)
 
 
+@pytest.fixture(scope="module")
+def whole_runs(tmp_path_factory):
+    """family -> {tied: folder}, {tied: reference}: the same for each number of stages."""
+
+    @cache
+    def run(family):
+        folders, references = {}, {}
+        for tied in (False, True):
+            folders[tied] = tmp_path_factory.mktemp(f"{family}-{tied}")
+            whole = build_whole(family, tied=tied, folder=folders[tied])
+            references[tied] = reference_run(family, whole)
+            norms = [step["norm"] for step in references[tied]["steps"]]
+            assert min(norms) > MAX_NORM, "clipping must act, or the test shows nothing"
+        return folders, references
+
+    return run
+
+
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_split_equals_whole(family, num_stages, tmp_path):
-    folders, references = {}, {}
-    for tied in (False, True):
-        folders[tied] = tmp_path / str(tied)
-        whole = build_whole(family, tied=tied, folder=folders[tied])
-        references[tied] = reference_run(family, whole)
-        norms = [step["norm"] for step in references[tied]["steps"]]
-        assert min(norms) > MAX_NORM, "clipping must act, or the test shows nothing"
+def test_split_equals_whole(family, num_stages, whole_runs):
+    folders, references = whole_runs(family)
     results = run_ranks(split_runs, num_stages, family, folders, num_stages)
     for tied in (False, True):
         for schedule in ("gpipe", "1f1b"):
@@ -201,25 +226,6 @@ def true_float64(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "softmax", softmax_as_input)
 
 
-def float64_run(rank, family, folder, num_stages):
-    model = build_stage(family, folder, stage=rank, num_stages=num_stages, dtype=torch.float64)
-    runner = PipelineRunner(model, device=torch.device("cpu"), schedule="1f1b")
-    micro_batches = tiny_micro_batches(family, lengths=SIMILAR_LENGTHS, dtype=torch.float64)
-    divisor = torch.tensor(float(count_targets(micro_batches)), dtype=torch.float64)
-    losses = []
-
-    def loss_fn(logits, batch):
-        loss = sft(logits, batch, num_targets=divisor)
-        losses.append(loss.item())
-        return loss
-
-    runner.step(
-        [batch if rank == 0 else drop_pixels(batch) for batch in micro_batches], loss_fn=loss_fn
-    )
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": sum(losses), "grads": grads}
-
-
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_split_equals_one_full_batch_in_float64(family, tied, tmp_path, true_float64):
@@ -232,12 +238,24 @@ def test_split_equals_one_full_batch_in_float64(family, tied, tmp_path, true_flo
     loss = torch.nn.functional.cross_entropy(logits[labels != -100], labels[labels != -100])
     loss.backward()
     expected = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
-    results = run_ranks(float64_run, 3, family, tmp_path, 3)
-    assert results[-1]["loss"] == pytest.approx(loss.item(), abs=1e-9)
+    stages = [
+        build_stage(family, tmp_path, stage=stage, num_stages=3, dtype=torch.float64)
+        for stage in range(3)
+    ]
+    micro_batches = tiny_micro_batches(family, lengths=SIMILAR_LENGTHS, dtype=torch.float64)
+    divisor = torch.tensor(float(count_targets(micro_batches)), dtype=torch.float64)
+    losses = run_chain(
+        stages,
+        micro_batches,
+        loss_fn=lambda logits, batch: sft(logits, batch, num_targets=divisor),
+    )
+    assert sum(losses).item() == pytest.approx(loss.item(), abs=1e-9)
     summed: dict[str, torch.Tensor] = {}
-    for result in results:
-        for name, grad in result["grads"].items():
-            summed[name] = summed[name] + grad if name in summed else grad
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            if parameter.grad is not None:
+                grad = parameter.grad
+                summed[name] = summed[name] + grad if name in summed else grad
     assert set(summed) == set(expected)
     for name, grad in expected.items():
         torch.testing.assert_close(summed[name], grad, rtol=0, atol=1e-9, msg=name)
