@@ -36,7 +36,7 @@ class ToldEngine:
         fault: what `run` raises when it is stopped.
     """
 
-    processor, model_name, max_length = None, "told", 100
+    processor, model_name, max_length, matchers = None, "told", 100, None
 
     def __init__(self) -> None:
         self.requests: dict[str, Any] = {}

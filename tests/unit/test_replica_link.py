@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from stageline.errors import MemoryFull, UserError
+from stageline.inference.decoding.grammar import Grammar
 from stageline.inference.decoding.request import (
     EngineError,
     Failed,
     Finished,
     Piece,
     Sampling,
+    Scored,
     TokenLogprob,
 )
 from stageline.inference.replicas import meeting
@@ -27,12 +29,13 @@ EVERYTHING = Sampling(
     max_new_tokens=5, temperature=0.1 + 0.2, top_k=3, top_p=1 / 3, min_p=0.01,
     repetition_penalty=1.1, presence_penalty=-0.5, frequency_penalty=2.0,
     logit_bias=((3, -100.0), (4, 1.5)), seed=2**64 - 1, stop=("\n", "é\ud800"),
-    stop_token_ids=(), logprobs=2,
+    stop_token_ids=(), logprobs=2, grammar=Grammar("regex", "a+"),
 )  # fmt: skip
 EVENTS = [
     Piece("k", "é\n", (1, 2), (TokenLogprob(1, -float("inf"), ((1, -1 / 3), (2, -2.5))),)),
     Finished("k", "stop", 3, 2, "text", (1, 2), stopped_by="é", logprobs=()),
     Finished("k", "length", 3, 2, "", (), stopped_by=None),
+    Scored("k", (-0.5, -1.0), True, (((1, -0.5),), ((2, -0.25), (3, -1.5)))),
 ]
 
 

@@ -114,7 +114,7 @@ class ReplicaRouter:
         first: Any = engines[0]
         self.processor = first.processor
         self.model_name = first.model_name
-        self.matchers = getattr(first, "matchers", None)  # check grammars, the same for all
+        self.matchers = first.matchers  # check grammars, the same for all
         known = [engine.max_length for engine in engines if engine.max_length is not None]
         self.max_length = min(known, default=None)
         self._loads = [_Load() for _ in engines]
