@@ -5,6 +5,7 @@ Only that a worker begins with what this process has imported is not as a user h
 takes three seconds of a core in place of fifteen. One real start of each kind is tested besides.
 """
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from stageline.chaos import VARIABLE
+from stageline.distributed.neighbours import PR_SET_PDEATHSIG
 from stageline.testing.house import untouched_house
 from stageline.testing.small_run import Finished, Job, run_and_exit
 
@@ -117,6 +119,8 @@ def _become_worker(words: list[str], environment: Mapping[str, str], imported: s
         from stageline import chaos
 
         os.setsid()
+        # a fork of a process that listens for signals has asked for this already; a new one has not
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
         os.environ.clear()
         os.environ.update(environment)
         signal.setitimer(signal.ITIMER_REAL, 0)
