@@ -364,3 +364,17 @@ def test_only_what_is_too_long_is_cut_and_into_even_pieces():
             while group.on_way:
                 run.scheduler.came_home(group.number)
     assert found == [([0], None), ([1], (0, 6)), ([1], (6, 11)), ([2], None), ([3], None)]
+
+
+def test_a_group_does_not_wait_for_one_whose_prompt_is_still_read():
+    """Fewer groups were better, but the other one comes home only after its last piece."""
+    run = Simulated(Limits(4, prefill_tokens=5), lambda rows: 2 if run.scheduler.waiting else 1, 2)
+    run.submit(0, 5, 20, False)
+    assert run.start()
+    run.land()
+    run.submit(1, 30, 4, False, may_be_cut=True)
+    run.told.clear()
+    for _ in range(30):
+        if not run.start() and run.flying:
+            run.land()
+    assert run.told[:11] == ["piece", "step"] * 5 + ["piece"]
