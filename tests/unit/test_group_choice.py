@@ -55,12 +55,18 @@ def test_between_the_two_the_number_of_rows_decides():
 
 def test_prompts_are_read_in_passes_that_keep_stages_busy():
     found = choice(both)
-    assert found.pass_tokens(127) == 127, "few tokens go in one pass"
-    # 3 passes: (20 + 86) x 4, against 2 x 276 for one pass, 3 x 148 for two, 5 x 84 for four
-    assert found.pass_tokens(256) == 86
+    assert found.pass_tokens(255) == 255, "few tokens go in one pass"
+    # 2 x 532 for one pass, 3 x 276 for two, 4 x 191 for three, 5 x 148 for four: too little less
+    assert found.pass_tokens(512) == 171
     sizes = [found.pass_tokens(tokens) for tokens in (256, 2048, 16384)]
     assert sizes == sorted(sizes) and 2048 / sizes[1] > 4
     assert all(size >= LEAST_TOKENS for size in sizes)
+
+
+def test_longer_passes_are_on_a_line_through_all_that_was_measured():
+    steps = ((20.0, 20.0), (84.0, 84.0), (84.0, 84.0))  # the one of 32 rows was disturbed
+    found = GroupChoice((1, 32, 64), steps, steps)
+    assert found.pass_tokens(1024) < 1024, "by the last two steps a pass would cost the same"
 
 
 def test_prompts_are_read_in_one_pass_where_two_cost_more():

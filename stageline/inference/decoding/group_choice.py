@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 LONG_STEP = 1.0  # seconds
-WORTH_IT = 0.97  # more groups or passes must save this much: fewer are less work for the host
-LEAST_TOKENS = 64  # of a pass over prompts: steps of so many rows are measured
+WORTH_IT = 0.97  # more groups must save this much: fewer are less work for the host
+# of passes over prompts, whose times are on a line with those of shorter steps: where it errs,
+# passes that are too small cost more than they would gain
+PASS_WORTH_IT, LEAST_TOKENS = 0.95, 128
 NUM_FULL = 3  # steps that each stage does while all have work, in a measurement
 Seconds = tuple[tuple[float, ...], ...]
 
@@ -68,7 +70,7 @@ class GroupChoice:
         for count in range(2, num_tokens // LEAST_TOKENS + 1):
             size = -(-num_tokens // count)
             found = self._reading(num_tokens, size)
-            if found < least * WORTH_IT:
+            if found < least * PASS_WORTH_IT:
                 best, least = size, found
         return best
 
@@ -79,13 +81,16 @@ class GroupChoice:
         return sum(steps) + (num_tokens / size - 1) * max(steps)
 
     def _steps(self, seconds: Seconds, num_rows: int) -> list[float]:
-        """Between measured numbers, and beyond them, on a line."""
+        """On a line between measured numbers; beyond them on that from the first to the last."""
         if len(self.rows) == 1:
             return [found * max(1.0, num_rows / self.rows[0]) for found in seconds[0]]
-        place = min(max(bisect.bisect_left(self.rows, num_rows), 1), len(self.rows) - 1)
-        low, high = self.rows[place - 1], self.rows[place]
-        share = (num_rows - low) / (high - low)
-        pairs = zip(seconds[place - 1], seconds[place], strict=True)
+        if num_rows > self.rows[-1]:  # the last two alone differ by noise as well
+            low, high = 0, len(self.rows) - 1
+        else:
+            high = max(bisect.bisect_left(self.rows, num_rows), 1)
+            low = high - 1
+        share = (num_rows - self.rows[low]) / (self.rows[high] - self.rows[low])
+        pairs = zip(seconds[low], seconds[high], strict=True)
         return [a + share * max(0.0, b - a) for a, b in pairs]
 
 
