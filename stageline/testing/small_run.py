@@ -235,14 +235,15 @@ class ForkedRun:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         seconds = time.monotonic() - self.started_at
-        out, err = (self._text(kind) for kind in ("out", "err"))
+        out, err = (self.text(kind) for kind in ("out", "err"))
         self._files.cleanup()
         assert not late, f"ranks {sorted(late)} still run after {timeout} s:\n{out}\n{err}"
         # one that was killed because it hung tells less than the others
         code = next((c for c in self.codes if c > 0), next(filter(None, self.codes), 0))
         return Finished(code, out, err, seconds)
 
-    def _text(self, kind: str) -> str:
+    def text(self, kind: str) -> str:
+        """What the ranks have written so far, in their order; of kind "out" or "err"."""
         files = [Path(self._files.name, f"{rank}.{kind}") for rank in range(self.num_ranks)]
         return "".join(file.read_text() for file in files if file.exists())
 

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import httpx
@@ -13,9 +12,8 @@ import serve
 from options.serve_args import parse_serve_args, read_api_keys
 from register import import_shelf
 from stageline.serving.settings import ServerSettings
+from stageline.testing.served_model import NUM_TOKENS, ServedModel, wait_for_url
 from stageline.testing.small_run import ForkedRun
-from stageline.testing.tiny_checkpoints import tiny_whole
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
 import_shelf("prompt_fn")
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,55 +23,26 @@ QUESTIONS = ("Which digit is this?", "true or false", "The cat is left of the do
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    tokenizer = tiny_tokenizer(eos_token="<|im_end|>")
-    config = {"vocab_size": len(tokenizer), "max_position_embeddings": 256}
-    whole = tiny_whole("llama", folder, noise=0.2, **config)
-    tokenizer.save_pretrained(folder)
-    return folder, whole, tokenizer
-
-
-def by_the_library(whole, tokenizer, question):
-    ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )["input_ids"]
-    made = whole.generate(
-        ids, max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=[2, 4]
-    )
-    return tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
-
-
-def wait_for_url(run: ForkedRun) -> str:
-    until = time.monotonic() + 100
-    while run.is_running() and time.monotonic() < until:
-        for line in run._text("out").splitlines():
-            if line.startswith("serving "):
-                return line.rpartition(" at ")[2]
-        time.sleep(0.05)
-    raise AssertionError(run.wait(1).err)
+    return ServedModel.save(tmp_path_factory.mktemp("model"), positions=256)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_server_answers_and_ends_in_order(model, tmp_path, ranks):
-    folder, whole, tokenizer = model
     keys = tmp_path / "keys.txt"
     keys.write_text(f"\n{KEY}\n")
     words = [
-        ROOT / "serve.py", "--model-path", folder, "--device", "cpu", "--port", 0,
-        "--num-stages", ranks, "--temperature", 0, "--max-new-tokens", 12, "--num-groups", 1,
-        "--api-key-file", keys, "--shutdown-seconds", 20,
+        ROOT / "serve.py", "--model-path", model.folder, "--device", "cpu", "--port", 0,
+        "--num-stages", ranks, "--temperature", 0, "--max-new-tokens", NUM_TOKENS,
+        "--num-groups", 1, "--api-key-file", keys, "--shutdown-seconds", 20,
     ]  # fmt: skip
     run = ForkedRun([str(word) for word in words], ranks=ranks)
-    url = wait_for_url(run)
+    url = f"{wait_for_url(run)}/v1"
     bodies = [
         {"model": "tiny", "messages": [{"role": "user", "content": text}]} for text in QUESTIONS
     ]
     with httpx.Client(headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as client:
         for question, body in zip(QUESTIONS, bodies, strict=True):
-            wanted = by_the_library(whole, tokenizer, question)
+            wanted = model.answer(question)
             answer = client.post(f"{url}/chat/completions", json=body).json()
             assert answer["choices"][0]["message"]["content"] == wanted != ""
             streamed = client.post(f"{url}/chat/completions", json={**body, "stream": True})

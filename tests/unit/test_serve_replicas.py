@@ -11,9 +11,8 @@ import httpx
 import pytest
 
 from register import import_shelf
+from stageline.testing.served_model import NUM_TOKENS, ServedModel, wait_for_url
 from stageline.testing.small_run import ForkedRun
-from stageline.testing.tiny_checkpoints import tiny_whole
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
 import_shelf("prompt_fn")
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,40 +22,17 @@ NEVER_ENDS = {"2": -100, "4": -100}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    tokenizer = tiny_tokenizer(eos_token="<|im_end|>")
-    config = {"vocab_size": len(tokenizer), "max_position_embeddings": 4096}
-    whole = tiny_whole("llama", folder, noise=0.2, **config)
-    tokenizer.save_pretrained(folder)
-    return folder, whole, tokenizer
-
-
-def by_the_library(whole, tokenizer, question):
-    ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )["input_ids"]
-    made = whole.generate(
-        ids, max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=[2, 4]
-    )
-    return tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+    return ServedModel.save(tmp_path_factory.mktemp("model"), positions=4096)
 
 
 def start(folder) -> tuple[ForkedRun, str]:
     words = [
         ROOT / "serve.py", "--model-path", folder, "--device", "cpu", "--port", 0,
-        "--num-stages", 1, "--num-replicas", 2, "--temperature", 0, "--max-new-tokens", 12,
+        "--num-stages", 1, "--num-replicas", 2, "--temperature", 0, "--max-new-tokens", NUM_TOKENS,
         "--shutdown-seconds", 20, "--max-tokens-limit", 4000,
     ]  # fmt: skip
     run = ForkedRun([str(word) for word in words], ranks=2)
-    until = time.monotonic() + 100
-    while run.is_running() and time.monotonic() < until:
-        if found := re.search(r"serving \S+ at (\S+)/v1", run._text("out")):
-            return run, found[1]
-        time.sleep(0.05)
-    raise AssertionError(run.wait(1).err)
+    return run, wait_for_url(run)
 
 
 def chat(question, **more):
@@ -71,10 +47,9 @@ def figure(client, name, replica):
 
 
 def test_two_replicas_answer_as_the_library_and_end_in_order(model):
-    folder, whole, tokenizer = model
-    run, url = start(folder)
+    run, url = start(model.folder)
     pids = list(run.pids.values())
-    wanted = [by_the_library(whole, tokenizer, question) for question in QUESTIONS]
+    wanted = [model.answer(question) for question in QUESTIONS]
     with httpx.Client(base_url=url, timeout=60) as client:
 
         def answer(question):
@@ -90,9 +65,8 @@ def test_two_replicas_answer_as_the_library_and_end_in_order(model):
         assert sum(given) == 16 and min(given) >= 4
         assert min(figure(client, "stageline_replica_healthy", i) for i in range(2)) == 1
         until = time.monotonic() + 20  # figures are those of a moment ago
-        while not all(
-            figure(client, "stageline_replica_completion_tokens_total", i) > 12 for i in range(2)
-        ):
+        name = "stageline_replica_completion_tokens_total"
+        while min(figure(client, name, i) for i in range(2)) <= NUM_TOKENS:
             assert time.monotonic() < until
         assert client.post("/v1/chat/completions", json=chat("x " * 5000)).status_code == 400
         long = chat("go on", max_tokens=150, logit_bias=NEVER_ENDS, stream=True)
@@ -114,7 +88,7 @@ def test_two_replicas_answer_as_the_library_and_end_in_order(model):
 
 def test_without_one_replica_all_end_and_the_report_names_it(model):
     """No launcher is there, which would name a killed rank itself."""
-    run, url = start(model[0])
+    run, url = start(model.folder)
     endless = chat("go on", max_tokens=3900, logit_bias=NEVER_ENDS, stream=True)
     with (
         httpx.Client(base_url=url, timeout=60) as client,
