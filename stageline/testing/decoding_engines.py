@@ -1,12 +1,14 @@
 """Decoding engines over stages in this process, or over one on each rank, for tests."""
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stageline.checkpoint.quiet import quiet
 from stageline.data.processor import get_tokenizer
 from stageline.inference.decoding.chain import LocalChain, RankChain, follow, make_wire
 from stageline.inference.decoding.engine import DecodingEngine
@@ -17,6 +19,24 @@ from stageline.inference.decoding.scheduler import Limits
 from stageline.inference.decoding.stage_decoder import StageDecoder
 
 CPU = torch.device("cpu")
+
+
+def built_stages(
+    build: Callable[..., Any], folder: Path, num_stages: int, **options: Any
+) -> list[nn.Module]:
+    """All stages of a model folder, by a train_model part."""
+    with quiet():
+        return [
+            build(
+                config_path=None,
+                processor_path=None,
+                checkpoint_path=str(folder),
+                stage=stage,
+                num_stages=num_stages,
+                **options,
+            )[0]
+            for stage in range(num_stages)
+        ]
 
 
 def local_engine(stages: Sequence[nn.Module], processor: Any, **limits: Any) -> DecodingEngine:

@@ -5,7 +5,6 @@ process cannot use what that process has imported. To import it all again took a
 """
 
 import functools
-import gc
 import importlib
 import sys
 from pathlib import Path
@@ -36,7 +35,6 @@ def untouched_house() -> dict[str, ModuleType]:
 
 def enter_house() -> None:
     """Lets an entry file, in a process that was just forked, find the untouched modules."""
-    gc.freeze()  # a collection would copy every page that holds an object of the parent
     _take_out()
     sys.path.insert(0, str(ROOT))
     sys.modules.update(untouched_house())

@@ -273,7 +273,8 @@ def run_and_exit(words: list[str], files: Sequence[Path], prepare: Callable[[], 
         files: take what it writes to stdout and stderr.
         prepare: called first, its output goes to them too.
     """
-    gc.freeze()  # looking through all of torch again costs a third of a second, several times
+    # looking through all of torch again costs a third of a second, and copies its pages
+    gc.freeze()
     code = 70
     try:
         for number, file in enumerate(files, start=1):

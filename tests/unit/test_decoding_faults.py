@@ -27,7 +27,7 @@ from stageline.inference.decoding.request import (
 )
 from stageline.inference.decoding.text import AnswerText
 from stageline.testing.decoded_models import decoded_text_model
-from stageline.testing.decoding_engines import local_engine
+from stageline.testing.decoding_engines import built_stages, local_engine
 
 NUM_TOKENS = 8
 SECONDS = 60
@@ -43,17 +43,7 @@ def model(tmp_path_factory):
 
 @functools.cache
 def stages_of(folder, num_stages):
-    with quiet():
-        return [
-            train_model_register["llama"](
-                config_path=None,
-                processor_path=None,
-                checkpoint_path=str(folder),
-                stage=stage,
-                num_stages=num_stages,
-            )[0]
-            for stage in range(num_stages)
-        ]
+    return built_stages(train_model_register["llama"], folder, num_stages)
 
 
 def engine_of(model, num_stages=1, *, max_rows=3, num_groups=1, **limits):

@@ -22,7 +22,7 @@ from stageline.inference.decoding.request import Request, Sampling, ScoreRequest
 from stageline.inference.decoding.scheduler import Limits
 from stageline.inference.decoding.stage_decoder import StageDecoder
 from stageline.testing.decoded_models import decoded_vision_model, load_whole, text_prompts
-from stageline.testing.decoding_engines import answers_of, local_engine
+from stageline.testing.decoding_engines import answers_of, built_stages, local_engine
 from stageline.testing.pictured_prompts import pictured_prompts
 
 NUM_TOKENS = 12
@@ -49,18 +49,8 @@ def model(tmp_path_factory):
 
 @functools.cache
 def stages_of(folder, partition):
-    with quiet():
-        return [
-            train_model_register["mllama"](
-                config_path=None,
-                processor_path=None,
-                checkpoint_path=str(folder),
-                stage=stage,
-                num_stages=len(partition),
-                partition=list(partition),
-            )[0]
-            for stage in range(len(partition))
-        ]
+    build = train_model_register["mllama"]
+    return built_stages(build, folder, len(partition), partition=list(partition))
 
 
 def engine_of(model, partition, **limits):

@@ -18,7 +18,7 @@ from stageline.inference.decoding.cache import GroupCache
 from stageline.inference.decoding.prompts import length_of
 from stageline.inference.decoding.request import EngineError, Failed, Finished, Request, Sampling
 from stageline.testing.decoded_models import decoded_text_model
-from stageline.testing.decoding_engines import local_engine, noted_orders, pieces_read
+from stageline.testing.decoding_engines import built_stages, local_engine, noted_orders, pieces_read
 from stageline.testing.tiny_models import tiny_config
 
 NUM_TOKENS, PIECE = 12, 7
@@ -35,17 +35,7 @@ def model(tmp_path_factory):
 
 @functools.cache
 def stages_of(folder, num_stages):
-    with quiet():
-        return [
-            train_model_register["llama"](
-                config_path=None,
-                processor_path=None,
-                checkpoint_path=str(folder),
-                stage=stage,
-                num_stages=num_stages,
-            )[0]
-            for stage in range(num_stages)
-        ]
+    return built_stages(train_model_register["llama"], folder, num_stages)
 
 
 def engine_of(model, num_stages, *, max_rows=3, num_groups=1, **limits):

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stageline.inference.decoding.cache import take_out
+from stageline.inference.decoding.group_choice import LEAST_TOKENS
 from stageline.inference.decoding.rows import Prefill, Reading, RunningGroup, Sequence
 
-RULE_TOKENS = 128  # of a pass over prompts, at least, where no steps were measured
 ROOM_TO_WAIT_FOR = 8  # an eighth of all rows
 
 
@@ -188,7 +188,7 @@ class Scheduler:
         total = sum(one.length for one in self.waiting)
         advised = self.pass_tokens(total)
         if advised is None:
-            advised = max(RULE_TOKENS, total // (2 * self.num_stages))
+            advised = max(LEAST_TOKENS, total // (2 * self.num_stages))
         return min(self.limits.prefill_tokens, advised)
 
     # -- steps ----------------------------------------------------------------------------
