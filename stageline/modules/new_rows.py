@@ -75,7 +75,7 @@ def vocabulary_modules(model: nn.Module, paths: Iterable[str]) -> dict[str, nn.M
             module = model.get_submodule(path)
         except AttributeError:
             continue
-        if getattr(module, "weight", None) is not None:
+        if module._parameters.get("weight") is not None:
             modules[path] = module
     return modules
 
