@@ -156,6 +156,13 @@ class CausalLMStage(Spliced, StageModel):
         """Whether there is a picture in the micro-batch; by the token ids, which all stages have."""
         return False
 
+    def _brings_pictures(self, came: Tensors, batch: Batch) -> bool:
+        """By what came, where that tells; by the micro-batch elsewhere."""
+        counts = [len(self.plan.slots(self.layers.start, has_pictures=has)) for has in (False, True)]
+        if came and counts[0] != counts[1]:
+            return len(came) == counts[1]
+        return self.has_pictures(batch)
+
     def answer_only(self) -> None:
         super().answer_only()
         self.router_loss, self.logits_chunk = None, 0
@@ -181,11 +188,13 @@ class CausalLMStage(Spliced, StageModel):
         if not self.is_first:
             came = (hidden_or_ids, *extras)
             ids = batch.get("input_ids")
+            if ids is None:  # a stage that is measured by itself
+                ids = hidden_or_ids.new_zeros(hidden_or_ids.shape[:2], dtype=torch.long)
             if self.router_loss is not None:
                 place = sum(tensor.is_floating_point() for tensor in came) - 1
                 statistics = came[place]
                 came = (*came[:place], *came[place + 1 :])
-        has_pictures = self.has_pictures({**batch, "input_ids": ids})
+        has_pictures = self._brings_pictures(came, {**batch, "input_ids": ids})
         inputs = self.model_inputs(batch)
         # keys and values are kept where someone brings a place for them, and made nowhere else
         inputs |= {**self.flags, "use_cache": inputs.get("past_key_values") is not None}
@@ -214,7 +223,8 @@ class CausalLMStage(Spliced, StageModel):
 
 def run_whole(whole: PreTrainedModel, batch: Batch) -> object:
     """A forward pass of a whole model, as a rehearsal runs it."""
-    return whole(**batch, use_cache=False)
+    asks = getattr(whole.config.get_text_config(decoder=True), FLAG, False)
+    return whole(**batch, use_cache=False, **({FLAG: False} if asks else {}))
 
 
 ROUTER_OPTIONS = """

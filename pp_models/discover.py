@@ -79,7 +79,7 @@ def _rehearsed(whole: PreTrainedModel, run: Run, sizes: Sizes, takes_pictures: b
                 whole,
                 functools.partial(run, whole),
                 text_batch(whole.config),
-                pictures=None,
+                pictures=picture_batch(whole) if takes_pictures else None,
                 is_pixel=is_pixel,
                 sizes=sizes,
                 depth=getattr(text, "num_hidden_layers", None),
@@ -135,6 +135,45 @@ def text_batch(config: PretrainedConfig) -> dict[str, torch.Tensor]:
     mask = torch.ones(rows, tokens, dtype=torch.long)
     mask[-1, -3:] = 0
     return {"input_ids": torch.tensor(ids)[places].view(rows, tokens), "attention_mask": mask}
+
+
+def picture_batch(whole):
+    from pp_models.placeholder_image import placeholder_inputs
+    import inspect
+    config = whole.config
+    inputs = placeholder_inputs(config, dtype=whole.dtype, device=torch.device("cpu"))
+    if "image_grid_thw" in inputs:
+        inputs = {
+            "pixel_values": torch.cat([inputs["pixel_values"]] * 7),
+            "image_grid_thw": inputs["image_grid_thw"] * torch.tensor([1, 1, 7]),
+        }
+    with torch.no_grad():
+        if config.model_type == "mllama":
+            count = 1
+        else:
+            found = whole.base_model.get_image_features(**inputs)
+            found = getattr(found, "pooler_output", found)
+            found = torch.cat(list(found)) if isinstance(found, (list, tuple)) else found
+            count = found.reshape(-1, found.shape[-1]).shape[0]
+    batch = text_batch(config)
+    ids = batch["input_ids"]
+    token = image_token_of(config)
+    images = torch.full((ids.shape[0], count), ids[0, 0])
+    images[0] = token
+    ids = torch.cat([ids[:, :2], images, ids[:, 2:]], 1)
+    numbers = set(_numbers(config.to_dict())) | {count}
+    while ids.shape[1] in numbers or ids.numel() in numbers:
+        ids = torch.cat([ids, ids[:, -1:]], 1)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **inputs}
+    names = inspect.signature(whole.forward).parameters
+    for name in ("token_type_ids", "mm_token_type_ids"):
+        if name in names:
+            batch[name] = (ids == token).long()
+    if config.model_type == "mllama":
+        for name in ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"):
+            batch[name] = batch[name].expand(ids.shape[0], *batch[name].shape[1:])
+        batch["cross_attention_mask"] = torch.ones(*ids.shape, 1, config.vision_config.max_num_tiles, dtype=torch.long)
+    return batch
 
 
 def _numbers(value: Any) -> Any:

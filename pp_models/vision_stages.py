@@ -124,14 +124,14 @@ class VisionStages:
             return super().get_example_input(micro_batch_size, max_token_num)
         if self.stage == 0:
             return (torch.empty(micro_batch_size, max_token_num, dtype=torch.long, device="meta"),)
-        return self._border(self.images.example_shape(micro_batch_size), micro_batch_size)
+        return self._tower_border(self.images.example_shape(micro_batch_size), micro_batch_size)
 
     def get_batch_input(self, batch: Batch) -> Tensors:
         if self.stage == 0 or not self.vision_stages or self.stage > self.vision_stages:
             return super().get_batch_input(batch)
-        return self._border(self.images.hidden_shape(batch), max(1, self.images.num_tokens(batch)))
+        return self._tower_border(self.images.hidden_shape(batch), max(1, self.images.num_tokens(batch)))
 
-    def _border(self, hidden_shape: tuple[int, ...], num_features: int) -> Tensors:
+    def _tower_border(self, hidden_shape: tuple[int, ...], num_features: int) -> Tensors:
         """Hidden states of the tower, or image features; and the features that branched off."""
         num_blocks = sum(self.tower_partition[: self.stage])
         features = (num_features, self.text_config.hidden_size)

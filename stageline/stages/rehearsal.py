@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 # they read the shape, dtype and device of a tensor argument, not its values
 _SHAPE_ONLY = ("_like", "aten::new_")
-_SMALL = 20_000_000  # numbers; a model with fewer is rehearsed for real
+_SMALL = 5_000_000  # numbers; a model with fewer is rehearsed for real
 Path = tuple[Any, ...]
 Identity = tuple[Any, ...]
 
@@ -206,8 +206,8 @@ def stand_ins(whole: nn.Module, *, is_fake: bool | None = None) -> Iterator[None
 
 def _make_real(meta: torch.Tensor) -> torch.Tensor:
     # not zero: a norm of zeros, divided by, is no number
-    value = torch.full((), 1e-2 if meta.is_floating_point() else 0, dtype=meta.dtype)
-    return value.expand(meta.shape)
+    value = 1e-2 if meta.is_floating_point() else 0
+    return torch.full(meta.shape, value, dtype=meta.dtype, device="cpu")
 
 
 def _fake_maker() -> Callable[[torch.Tensor], torch.Tensor]:

@@ -352,7 +352,8 @@ def put(value: Any, path: Path, tensor: torch.Tensor) -> Any:
         return value
     items = list(value) if value is not None else []
     if isinstance(step, int):
-        items += [None] * (step + 1 - len(items))
+        # entries that only earlier stages need are read here too, behind layers that give zeros
+        items += [None if rest else torch.zeros_like(tensor)] * (step + 1 - len(items))
         items[step] = put(items[step], rest, tensor)
         return tuple(items) if isinstance(value, tuple) else items
     return {step: put(None, rest, tensor)}

@@ -300,9 +300,13 @@ def _slots(
     if border == len(watched.layers):
         return _last_slots(whole, watched, sizes)
     start, found = watched.starts[border], dict[Any, list[tuple[Where, Leaf]]]()
+
+    def is_read(leaf: Leaf) -> bool:
+        return watched.log.last_read.get(leaf.identity[0], 0) > start
+
     for layer in range(border, len(watched.layers)):
         for leaf in _leaves(watched.layers[layer]):
-            if leaf.is_tainted and leaf.born < start:
+            if leaf.is_tainted and leaf.born < start and is_read(leaf):
                 found.setdefault(leaf.identity, []).append((layer, leaf))
     outside = _outside_reads(watched, border)
     only_here = {} if without is None else _only_with_pictures(watched, without, around)
@@ -310,7 +314,7 @@ def _slots(
         for leaf in watched.log.calls[name][0].leaves:
             storage = leaf.identity[0]
             is_open = storage in outside and leaf.identity not in found and leaf.is_tainted
-            is_new = (name, leaf.path) in only_here and watched.log.last_read.get(storage, 0) > start
+            is_new = (name, leaf.path) in only_here and is_read(leaf)
             if is_open or is_new:
                 found.setdefault(leaf.identity, []).append((name, leaf))
                 outside.pop(storage, None)
@@ -376,7 +380,7 @@ def _slot(
     places: Sequence[tuple[Where, Leaf]], sizes: Mapping[str, int], *, is_filled: bool = False
 ) -> Slot:
     value = places[0][1].value
-    letters = {number: letter for letter, number in sizes.items()}
+    letters = {number: letter for letter, number in sizes.items() if number > 1}
     return Slot(
         places=tuple((where, leaf.path) for where, leaf in places),
         dims=tuple(letters.get(size, size) for size in value.shape),
