@@ -197,11 +197,14 @@ def fill_stages(folder: Path, build: functools.partial) -> "list[nn.Module]":
     """Builds each stage with the weights of a checkpoint."""
     import torch
 
+    from stageline.modules.stage_names import check_names, names_of_stage
+
     num_stages = build.keywords["num_stages"]
     built = [
         build(checkpoint_path=str(folder), stage=stage, dtype=torch.float32, device="cpu")
         for stage in range(num_stages)
     ]
+    check_names([names_of_stage(model) for model, _, _ in built])
     return [model.eval() for model, _, _ in built]
 
 
