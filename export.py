@@ -169,6 +169,7 @@ def make_stages(folder: Path, *, trust_remote_code: bool = False) -> "list[nn.Mo
     from stageline.checkpoint.layout import MANIFEST
     from stageline.checkpoint.tasks import is_scored
     from stageline.model_folder import load_config
+    from stageline.modules.stage_names import check_names, names_of_stage
 
     is_adapter = (folder / ADAPTER_CONFIG).exists()
     base = config_folder(folder)
@@ -186,25 +187,24 @@ def make_stages(folder: Path, *, trust_remote_code: bool = False) -> "list[nn.Mo
     )
     try:
         options = lora_options(folder, build) if is_adapter else {}
-        return fill_stages(folder, functools.partial(build, **options))
+        stages = fill_stages(folder, functools.partial(build, **options))
     except (UserError, ValueError) as error:
         if (folder / MANIFEST).exists():
             raise
         return str(error)  # a folder from elsewhere may hold what no run would save
+    check_names([names_of_stage(stage) for stage in stages])
+    return stages
 
 
 def fill_stages(folder: Path, build: functools.partial) -> "list[nn.Module]":
     """Builds each stage with the weights of a checkpoint."""
     import torch
 
-    from stageline.modules.stage_names import check_names, names_of_stage
-
     num_stages = build.keywords["num_stages"]
     built = [
         build(checkpoint_path=str(folder), stage=stage, dtype=torch.float32, device="cpu")
         for stage in range(num_stages)
     ]
-    check_names([names_of_stage(model) for model, _, _ in built])
     return [model.eval() for model, _, _ in built]
 
 

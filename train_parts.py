@@ -93,7 +93,6 @@ def build_stages(
         if stage.stage == 0:
             for line in getattr(getattr(stage, "start", None), "notes", ()):
                 print(line, flush=True)
-    for stage in stages:
         note = getattr(stage, "cast_note", None)
         if note and stage.stage == 0:
             print(f"{run.model_path}: {note}", flush=True)

@@ -6,7 +6,7 @@ first checkpoint. Names and shapes only: knows neither values nor ranks.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -102,10 +102,22 @@ def names_of_stage(model: Any) -> StageNames:
         model=type(model).__name__,
         held=names_in(model),
         shared=frozenset(getattr(model, "shared_names", ())),
-        whole=getattr(model, "whole_names", None),
+        whole=_whole_names(model),
         on_disk=frozenset(key_map.values()),
         unread=tuple(getattr(model, "unused_names", ())),
     )
+
+
+def _whole_names(model: Any) -> Names | None:
+    whole: Names | None = getattr(model, "whole_names", None)
+    if whole is None:
+        return None
+    grows = model.vocabulary  # new tokens add rows to embedding and head
+    shapes = {
+        name: None if name.rpartition(".")[0] in grows else shape
+        for name, shape in whole.shapes.items()
+    }
+    return replace(whole, shapes=shapes)
 
 
 def check_names(stages: Sequence[StageNames], whole: Names | None = None) -> None:
@@ -128,7 +140,7 @@ def check_names(stages: Sequence[StageNames], whole: Names | None = None) -> Non
         return
     each = "every weight" if whole is None else f"each of the {len(whole.shapes)} of the whole one"
     raise UserError(
-        f"the weights of the {len(stages)} stages of {stages[0].model} do not add up to one model: "
+        f"the weights of {stages[0].model} on {len(stages)} stages do not add up to one model: "
         f"{'; '.join(faults)}. They were expected to hold {each} once, because weights are saved, "
         "resumed and exported by name: of two that share a name one would be lost. The usual "
         "cause: a ModuleList without the places of other stages' layers (layers.7 must be "
@@ -193,12 +205,13 @@ def _missing_and_unknown(stages: Sequence[StageNames], whole: Names) -> list[str
 
 
 def _other_shapes(stages: Sequence[StageNames], whole: Names | None) -> list[str]:
-    expected = {} if whole is None else dict(whole.shapes)
+    told = {} if whole is None else whole.shapes
+    expected = {name: shape for name, shape in told.items() if shape is not None}
     faults = []
     for one in stages:
         for name, shape in one.held.shapes.items():
-            other = expected.setdefault(name, shape)
-            if shape is not None and other is not None and shape != other:
+            other = shape if shape is None else expected.setdefault(name, shape)
+            if shape != other:
                 faults.append(f"{name} {list(shape)} on stage {one.stage}, else {list(other)}")
     return [f"{len(faults)} of another shape ({_examples(faults)})"] if faults else []
 

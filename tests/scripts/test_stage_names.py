@@ -1,5 +1,6 @@
 """Stages whose names do not add up to the whole model are refused before step 1, and on save."""
 
+import importlib.util
 import json
 import re
 import shutil
@@ -7,8 +8,16 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
+from torch import nn
 
+from export import make_stages
+from pp_models import StageModel
+from register import import_shelf, train_model_register
+from stageline.checkpoint.files import weight_files
+from stageline.checkpoint.save import save_split_model
+from stageline.errors import UserError
 from stageline.testing.forked_entry import run_entry
+from stageline.testing.small_run import ForkedRun, Job
 from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,25 +117,79 @@ def test_a_tie_has_to_be_declared(folder):
     assert len(saved) == 25 and "embed.weight" in saved
 
 
-def test_a_library_model_without_a_layer_is_refused(tmp_path):
-    from stageline.testing.small_run import Job
+FORGETS = """
+from pp_models import CausalLMStage
+from register import train_model_register
+from stageline.modules.pass_through import PassThrough
 
-    job = Job(tmp_path)
-    (tmp_path / "forgets.py").write_text(
-        "from pp_models import CausalLMStage\n"
-        "from register import train_model_register\n"
-        "from stageline.modules.pass_through import PassThrough\n\n\n"
-        "class Forgets(CausalLMStage):\n"
-        "    def prune(self, whole):\n"
-        "        super().prune(whole)\n"
-        "        whole.model.layers[2] = PassThrough()\n\n\n"
-        "train_model_register['forgets'] = Forgets.build\n"
-    )
-    words = ("--import", tmp_path / "forgets.py", "--train-model", "forgets")
-    done = job.fork("out", *words)
-    assert done.code == 2, done.err
+
+class Forgets(CausalLMStage):
+    def prune(self, whole):
+        super().prune(whole)
+        if self.num_stages > 1:
+            whole.model.layers[2] = PassThrough()
+
+
+train_model_register["forgets"] = Forgets.build
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    (tmp_path / "forgets.py").write_text(FORGETS)
+    return Job(tmp_path)
+
+
+def without_a_layer(words, job, *options):
+    more = ["--import", job.folder / "forgets.py", "--train-model", "forgets", *options]
+    done = ForkedRun([*map(str, [*words, *more])], ranks=2).wait()
+    assert done.code == 2 and "Traceback" not in done.err, done.err
     assert "9 on no stage (model.layers.2.self_attn.q_proj.weight, " in done.err
+
+
+def test_a_library_model_without_a_layer_is_not_trained(job):
+    without_a_layer(job.command("out", "--num-stages", 2)[1:], job)
     assert job.checkpoints("out") == []
+
+
+@pytest.mark.parametrize("entry", ["evaluate", "serve"])
+def test_a_library_model_without_a_layer_does_not_answer(entry, job):
+    words = [ROOT / f"{entry}.py", "--model-path", job.model, "--num-stages", 2, "--device", "cpu"]
+    asked = "--engine pipeline --model generate --metric exact_match --prompt question "
+    asked += f"--prompt-fn fill --dataset jsonl --image-token none --dataset-path {job.rows}"
+    folder = ("--output-dir", job.folder / "out")
+    without_a_layer(words, job, *([*asked.split(), *folder] if entry == "evaluate" else []))
+
+
+def test_a_library_model_without_a_layer_is_not_exported(job, monkeypatch):
+    import_shelf("pp_models")
+    spec = importlib.util.spec_from_file_location("forgets", job.folder / "forgets.py")
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))  # export.py has no --import
+    for key in ("llama", "causal_lm"):
+        monkeypatch.setitem(train_model_register.data, key, train_model_register["forgets"])
+    with pytest.raises(UserError, match="9 on no stage .model.layers.2"):
+        make_stages(job.model)
+
+
+def test_stages_that_do_not_add_up_are_not_saved(tmp_path):
+    """By whatever way they came here: of what two stages hold, a folder has room for one."""
+    stages = [Own(None, stage=stage, num_stages=2) for stage in range(2)]
+    for model in stages:
+        model.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    with pytest.raises(UserError, match="4 names on several stages .layers.0.weight on stages"):
+        save_split_model(stages, None, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    Own.shared_names = frozenset(stages[0].state_dict())
+    save_split_model(stages, None, tmp_path / "out")
+    assert set(weight_files(tmp_path / "out")) == Own.shared_names
+
+
+class Own(StageModel):
+    def num_layers(self):
+        return 4
+
+    def parts(self):
+        return {"llm": ["layers"]}
 
 
 def test_a_resumed_run_is_refused_before_it_loads(folder):
