@@ -5,6 +5,7 @@ trained, without an export.
 """
 
 import functools
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,6 +87,30 @@ class AnsweringModel:
             ranks=ranks,
             checkpoint=str(self.folder),
         )
+
+    def prove(self, mode: str, ranks: "Ranks") -> None:
+        """Compares a cut-down copy of the model, split and whole; all ranks call this.
+
+        Args:
+            mode: auto, always or never.
+            ranks: of the whole run.
+
+        Raises:
+            UserError: they differ; says where.
+        """
+        from stageline.checking.proof_record import SplitToProve, options_of_proof, prove_split
+
+        layers = self.layers() if self.num_stages > 1 else None
+        split = SplitToProve(
+            train_model_register[self.part_key()],
+            str(self.config_folder),
+            self.num_stages,
+            partition=layers,
+            trust_remote_code=self.trust_remote_code,
+            options=options_of_proof({}, self.attn_implementation),
+        )
+        say = functools.partial(print, file=sys.stderr, flush=True)  # stdout is for answers
+        prove_split(split, mode=mode, ranks=ranks, say=say)
 
     def _part(self, num_stages: int) -> functools.partial:
         return functools.partial(

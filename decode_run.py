@@ -96,6 +96,7 @@ def open_decoding(run: Any, *, model_path: str | None = None) -> Iterator[Decodi
     model = answering_model(run, model_path or run.model_path)
     with distributed_context(num_ranks=run.num_stages, device=run.device) as context:
         name_stages([context.pp_rank])
+        model.prove(run.prove_split, Ranks.of(None))
         model.check_names(context.pp_rank, Ranks.of(context.pp_group))
         stage = model.build(context.pp_rank, context.device)
         decoder = StageDecoder(

@@ -17,6 +17,7 @@ from options.part_training_options import learning_rate_scales, part_options
 from options.run_options import RunConfig
 from parse_args import TrainArguments
 from stageline.checking.outline import check_filled_stages, check_outlines
+from stageline.checking.proof_record import SplitToProve, options_of_proof, prove_split
 from stageline.checkpoint.together import Ranks
 from stageline.data.example import example_micro_batch
 from stageline.data.groups import (
@@ -40,6 +41,27 @@ from train_vocabulary import rows_option
 
 SHELF = ("pp_models", "prompt", "prompt_fn", "dataset", "loss_fn", "optimizer", "tracker")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def prove_stages(arguments: TrainArguments) -> None:
+    """Compares a cut-down copy of the model, split and whole, before the stages are built."""
+    run, part = arguments.run, arguments.parts["train_model"]
+    attention = attention_arguments(run).get("attn_implementation")
+    prove_split(
+        SplitToProve(
+            part.part,
+            run.config_path or run.model_path,
+            run.num_stages,
+            partition=run.partition if isinstance(run.partition, list) else None,
+            visual_gpu_ratio=run.visual_gpu_ratio,
+            vision_stages=run.vision_stages,
+            trust_remote_code=run.trust_remote_code,
+            options=options_of_proof(part.kwargs, attention),
+        ),
+        mode=run.prove_split,
+        ranks=Ranks.of(None),
+        say=functools.partial(print, flush=True),
+    )
 
 
 def build_stages(
