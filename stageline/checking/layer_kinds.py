@@ -11,8 +11,8 @@ from typing import Any
 
 Told = Mapping[str, Any]
 DEPTHS = (
-    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "layers"),
-    *("num_decoder_layers", "num_blocks", "depth", "encoder_layers", "num_encoder_layers"),
+    *("decoder_layers", "num_decoder_layers", "num_hidden_layers", "n_layer", "n_layers"),
+    *("num_layers", "layers", "num_blocks", "depth", "encoder_layers", "num_encoder_layers"),
 )
 # lists of the indices of some layers
 INDICES = (
@@ -25,6 +25,7 @@ INTERVALS = (
     *(("decoder_sparse_step", None), ("moe_layer_interval", None), ("layer_group_size", None)),
     ("n_layers_per_attn_res_block", None),
 )
+LISTED = ("attn_layer_period", "layer_group_size")  # said by the list of kinds, where there is one
 # entry of a layer: the layer whose keys and values it uses
 SOURCES = ("kv_source_layers",)
 # so many first layers are dense, in models without a list of kinds
@@ -67,7 +68,9 @@ class LayerKinds:
     def period(self) -> int:
         """So many layers of a copy have every kind."""
         patterns = [len(self.told.get("block_types") or [0])]
-        steps = [_interval(self.told.get(name)) for name, _ in INTERVALS]
+        listed = {"layers_block_type", "layer_types"} & set(self.lists)
+        names = [name for name, _ in INTERVALS if not (listed and name in LISTED)]
+        steps = [_interval(self.told.get(name)) for name in names]
         before = any(self.told.get(name) for name in PREFIXES) and len(self.firsts) == 1
         return math.lcm(max(len(self.firsts), 1 + before), *patterns, *steps)
 

@@ -7,37 +7,17 @@ rule can know stands in `shrink_exceptions.py`, with a reason each.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any
 
 from transformers import PretrainedConfig
 
-from stageline.checking.layer_kinds import DEPTHS, LayerKinds, depth_of
-from stageline.checking.shrink_exceptions import EXCEPTIONS
+from stageline.checking.layer_kinds import DEPTHS, LayerKinds
+from stageline.checking.shrink_exceptions import EXCEPTIONS, LEAST_HEAD_DIM, SECTIONS
+from stageline.checking.shrink_rules import HEAD_DIM, RULES, Sizes, Told
 from stageline.errors import UserError
 
-Told = dict[str, Any]
-NUM_HEADS = 4
-HEAD_DIM = 8  # more where rotary positions on a part of a head, or of three axes, ask for it
-VOCABULARY = 128
-MAX_POSITIONS = 128
 TOWER_DEPTH = 4
-PATCH, GRID = 4, 4  # pixels of a patch, patches of a row of a picture
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What all parts of a copy share: one width, so that any two of them fit together."""
-
-    num_layers: int
-    head_dim: int
-    ids: Mapping[int, int]  # special token -> its place in the small vocabulary
-
-    @property
-    def width(self) -> int:
-        return NUM_HEADS * self.head_dim
 
 
 def shrink_config(config: PretrainedConfig, *, num_layers: int) -> PretrainedConfig:
@@ -117,7 +97,7 @@ def _shrink_part(
         elif name in DEPTHS and isinstance(value, int):
             small[name] = _scaled_depth(value, kinds.depth, depth, is_text)
         elif name == "per_layer_config" and value:
-            small[name] = {at: _shrink_fields(own, told, sizes) for at, own in value.items()}
+            small[name] = {at: _shrink_fields(own, told | own, sizes) for at, own in value.items()}
         elif name in kinds.lists and not isinstance(value, str):
             small[name] = _shrink_list(name, value, told, sizes)
     done = {*parts, *kinds.lists, *kinds.indices, *kinds.sources, "per_layer_config", *DEPTHS}
@@ -144,7 +124,8 @@ def _shrink_list(name: str, values: list, told: Told, sizes: Sizes) -> list:
     """One entry a layer: different numbers stay different, and multiples of the smallest."""
     numbers = {one for one in values if isinstance(one, int) and not isinstance(one, bool)}
     small = {
-        one: _shrink(name, one, told, sizes) * (rank if _shrink(name, one, told, sizes) != one else 1)
+        one: _shrink(name, one, told, sizes)
+        * (rank if _shrink(name, one, told, sizes) != one else 1)
         for rank, one in enumerate(sorted(numbers), 1)
     }
     return [small.get(one, one) if type(one) is int else one for one in values]
@@ -175,7 +156,9 @@ def _is_token(name: str) -> bool:
     return bool(re.fullmatch(TOKEN, name)) and "layer" not in name
 
 
-TOKEN = r".*(token_ids?|token_index|_start_id|_end_id|newline_id|patch_id|(pad|eos|bos|unk|mask)_index)"
+TOKEN = (
+    r".*(token_ids?|token_index|_start_id|_end_id|newline_id|patch_id|(pad|eos|bos|unk|mask)_index)"
+)
 DROPOUT = r".*(dropout|drop|drop_?path|layerdrop|jitter|noise)(_prob|_rate|_p|_noise|_eps)?|.*pdrop"
 
 
@@ -190,11 +173,11 @@ def _token_places(config: PretrainedConfig) -> dict[int, int]:
 
 def _head_dim(config: PretrainedConfig) -> int:
     """The least size of a head in which all rotary positions find room."""
-    needed = HEAD_DIM
+    needed = LEAST_HEAD_DIM.get(config.model_type, HEAD_DIM)
     for told in _walk(config):
-        for rope in _ropes(told):
+        for rope in _ropes(told) if "kv_lora_rank" not in told else ():
             part = _rotary_part(rope, told)
-            axes = len(_sections(rope)) or 1
+            axes = len(_sections(rope, told)) or 1
             while round(needed * part) < 2 * axes or needed * part % 2:
                 needed *= 2
                 if needed > 256:
@@ -216,8 +199,9 @@ def _rotary_part(rope: Told, told: Told) -> float:
     return part or told.get("rotary_pct") or 1.0
 
 
-def _sections(rope: Told) -> list[int]:
-    return next((v for k, v in rope.items() if k.endswith("_section") and isinstance(v, list)), [])
+def _sections(rope: Told, told: Told) -> list[int]:
+    own = [value for name, value in rope.items() if name.endswith("_section") and value]
+    return own[0] if own else SECTIONS.get(told.get("model_type"), [])
 
 
 def _shrink_rope(rope: Told, told: Told, sizes: Sizes) -> Told:
@@ -226,16 +210,23 @@ def _shrink_rope(rope: Told, told: Told, sizes: Sizes) -> Told:
             name: _shrink_rope(one, told, sizes) if isinstance(one, dict) else one
             for name, one in rope.items()
         }
-    is_latent = bool(told.get("qk_rope_head_dim"))
-    size = round((HEAD_DIM if is_latent else sizes.head_dim) * _rotary_part(rope, told)) // 2
+    size = round(sizes.head_dim * _rotary_part(rope, told)) // 2
     small = dict(rope)
+    if told.get("model_type") in SECTIONS:
+        rope = {"mrope_section": SECTIONS[told["model_type"]]} | rope
     for name, value in rope.items():
         if name.endswith("_section") and isinstance(value, list):
-            least, rest = divmod(size, len(value))
-            small[name] = [least + (place < rest) for place in range(len(value))]
+            small[name] = _shares(value, size)
         elif name in ("long_factor", "short_factor"):
             small[name] = value[:size]
     return small
+
+
+def _shares(old: list[int], size: int) -> list[int]:
+    """`size` in as many shares; axes with equal shares keep equal ones."""
+    least, rest = divmod(size, len(old))
+    lone = next((place for place, one in enumerate(old) if old.count(one) == 1), 0)
+    return [least + rest * (place == lone) for place in range(len(old))]
 
 
 # -- towers -------------------------------------------------------------------------------------
@@ -263,168 +254,3 @@ def _few_indices(values: list[int], depth: int) -> list[int]:
         return [max(-depth, min(value, depth - 1)) for value in values]
     chosen = values[:: -(-len(values) // (depth - 1))][: depth - 1] if values else []
     return list(range(depth - len(chosen), depth))
-
-
-# -- the rules ----------------------------------------------------------------------------------
-
-Rule = Callable[[int, Told, Sizes], int]
-
-
-def _to(number: int) -> Rule:
-    return lambda value, told, sizes: number
-
-
-def _at_most(number: int) -> Rule:
-    return lambda value, told, sizes: min(value, number)
-
-
-def _widths(times: float) -> Rule:
-    return lambda value, told, sizes: round(sizes.width * times) if value > 0 else value
-
-
-def _head(value: int, told: Told, sizes: Sizes) -> int:
-    if "state_size" in told and "num_heads" in told:  # Mamba 2
-        return _mamba_head(value, told, sizes)
-    return HEAD_DIM if value == told.get("qk_rope_head_dim") else sizes.head_dim
-
-
-def _heads(value: int, told: Told, sizes: Sizes) -> int:
-    return 8 if "state_size" in told and "num_heads" in told else NUM_HEADS
-
-
-def _pairs_of_heads(value: int, told: Told, sizes: Sizes) -> int:
-    """Heads of keys and values: one, as many as there are queries, or between."""
-    queries = ("num_attention_heads", "n_heads", "n_head", "num_heads", "linear_num_value_heads")
-    named = [told[name] for name in queries if isinstance(told.get(name), int)]
-    if "linear_num_value_heads" in told and value != told.get("num_key_value_heads"):
-        named = [told["linear_num_value_heads"]]
-    return 1 if value == 1 else NUM_HEADS if value in named else 2
-
-
-def _mamba_head(value: int, told: Told, sizes: Sizes) -> int:
-    expand = told.get("mamba_expand") or told.get("expand") or 2
-    return round(expand * sizes.width) // 8
-
-
-def _of_width(value: int, told: Told, sizes: Sizes) -> int:
-    """A width that is a multiple of the model's own."""
-    own = told.get("hidden_size") or told.get("d_model") or value
-    return sizes.width * max(1, round(value / own))
-
-
-def _of_width_a_head(value: int, told: Told, sizes: Sizes) -> int:
-    heads = told.get("num_attention_heads") or NUM_HEADS
-    own = told.get("hidden_size") or value * heads
-    return sizes.width * max(1, round(value * heads / own)) // NUM_HEADS
-
-
-def _groups(value: int, told: Told, sizes: Sizes) -> int:
-    return min(value, 2)
-
-
-def _chosen_groups(value: int, told: Told, sizes: Sizes) -> int:
-    """Groups that are chosen from: fewer than there are, where the real model has it so."""
-    total = told.get("n_group") or told.get("num_expert_group") or value
-    return min(total, 2) if value >= total else 1
-
-
-def _projected(value: int, told: Told, sizes: Sizes) -> int:
-    """OPT's embeddings: as wide as the model, or narrower with a projection between."""
-    return sizes.width if value == told.get("hidden_size") else sizes.width // 2
-
-
-def _positions(value: int, told: Told, sizes: Sizes) -> int:
-    """Rotary positions cost nothing, and their scaling compares the number with another."""
-    is_rotary = told.get("rope_parameters") is not None or told.get("rope_scaling") is not None
-    return value if is_rotary else min(value, MAX_POSITIONS)
-
-
-def _real_vocabulary(value: int, told: Told, sizes: Sizes) -> int:
-    return VOCABULARY - 8 if value < (told.get("vocab_size") or value) else VOCABULARY
-
-
-def _window(value: int, told: Told, sizes: Sizes) -> int:
-    """Tokens of a window of text, pixels of one of a tower."""
-    if "patch_size" not in told:
-        return min(value, 6)
-    merge = told.get("spatial_merge_size")
-    return PATCH * merge * 2 if merge else 2
-
-
-def _picture(value: int, told: Told, sizes: Sizes) -> int:
-    return PATCH * GRID
-
-
-def _kv_shared(value: int, told: Told, sizes: Sizes) -> int:
-    """The last layers, of which one of every kind is to come first."""
-    if not value:
-        return 0
-    kinds = LayerKinds(told)
-    share = round(sizes.num_layers * value / max(kinds.depth, 1))
-    return max(1, min(share, sizes.num_layers - len(kinds.firsts)))
-
-
-def _last_layer(value: int, told: Told, sizes: Sizes) -> int:
-    return sizes.num_layers - 1
-
-
-def _layers_before(value: int, told: Told, sizes: Sizes) -> int:
-    return sizes.num_layers if value >= depth_of(told) else sizes.num_layers // 2
-
-
-RULES: tuple[tuple[str, Rule], ...] = (
-    # vocabulary and positions
-    (r"(decoder_)?vocab_size(_per_layer_input)?", _to(VOCABULARY)),
-    (r"unpadded_vocab_size", _real_vocabulary),
-    (r".*(vocab_size|codebook_size|num_embeddings|hash_byte_group_vocab)", _at_most(64)),
-    (r"(max_position_embeddings|n_positions|max_seq_len|context_length)", _positions),
-    (r"(n_ctx|max_(source|target)_positions|seq_len|max_2d_position_embeddings)", _at_most(128)),
-    # heads
-    (r"(mamba_n_heads|mamba_num_heads|n_mamba_heads)", _at_most(8)),
-    (r"(mamba_d_head|mamba_head_?dim)", _mamba_head),
-    (r".*(key_value_heads|kv_heads|kv_n_heads|num_key_heads|num_query_groups)", _pairs_of_heads),
-    (r"(.*_)?(attention_heads|num_heads|n_heads?|heads)", _heads),
-    (r".*attention_heads_per_layer|linear_num_value_heads", _to(NUM_HEADS)),
-    (r"attention_head_dim", _of_width_a_head),
-    (r"qk_head_dim", _to(2 * HEAD_DIM)),
-    (r"qk_(rope|nope)_head_dim", lambda value, told, sizes: HEAD_DIM if value else 0),
-    (r"v_head_dim", lambda v, told, s: HEAD_DIM if told.get("kv_lora_rank") else s.head_dim),
-    (r"index(er)?_head_dim", _to(2 * HEAD_DIM)),
-    (r"(.*_)?head_dim|kv_channels|attention_head_size|d_head|d_kv|dim_head", _head),
-    (r"(rotary_dim|d_rel)", _to(4)),
-    # widths
-    (r"hidden_size_per_layer_input", _widths(0.25)),
-    (r"word_embed_proj_dim", _projected),
-    (r"(attention_hidden_size|mamba_d_ssm)", _of_width),
-    (r"(.*_)?(hidden_size|hidden_dim|d_model|n_embd|dim_model|lru_width)", _widths(1)),
-    (r"(emb|embed|embedding|output|input|projection|adapter_in|adapter_out)_(dim|size)", _widths(1)),
-    (r"(.*_)?(output|input|projector_input|embedding|embed)_(dim|size)", _widths(1)),
-    (r"(shared_|moe_|expert_|share_).*(intermediate_size|ffn_hidden_size|expert_dim)", _widths(0.5)),
-    (r"alignment_intermediate_size|merged_hidden_size", _widths(2)),
-    (r"(.*_)?intermediate_size(_mlp)?|(.*_)?ffn_(dim|hidden_size)", _widths(2)),
-    (r"n_inner|d_ff|dff|dim_ff|d_inner|mlp_dim|block_ff_dim|feed_forward_size", _widths(2)),
-    (r"(q|kv|o)_lora_rank", _to(16)),
-    (r"(laurel_rank|time_step_rank|mamba_dt_rank|adapter_rank|gated_norm_rank|hc_lowrank)", _at_most(4)),
-    # experts
-    (r"(num_(local_)?|n_routed_|moe_num_)experts|zero_expert_num", _at_most(4)),
-    (r"num_experts_per_tok(en)?|moe_k|moe_topk|moe_top_k|top_k_experts|.*shared_experts", _at_most(2)),
-    (r"n_group|num_expert_group|n_groups|mamba_n_?groups|o_groups", _groups),
-    (r"topk_group", _chosen_groups),
-    (r"num_kv_shared_layers", _kv_shared),
-    (r"moe_layer_end_index", _last_layer),
-    (r"max_window_layers", _layers_before),
-    # states, windows
-    (r"(mamba_d_state|ssm_state_size|state_size|mamba_chunk_size|chunk_size)", _at_most(8)),
-    (r"(.*_)?(sliding_window|window_size|window_len|window_length)|local_attention", _window),
-    (r"attention_chunk_size|keep_window_size|block_size", _at_most(8)),
-    (r"index_(topk|block_size|kpool)", _at_most(4)),
-    (r"index_topk_blocks", _at_most(2)),
-    (r"block_multiple_of", _at_most(8)),
-    # towers
-    (r"(.*_)?image_size|crop_size|resolution", _picture),
-    (r"patch_size", _to(PATCH)),
-    (r"num_position_embeddings|num_patches|position_embedding_size", _to(GRID * GRID)),
-    (r"pos_emb_(height|width)|posemb_grid_size", _to(GRID)),
-    (r"mm_tokens_per_image|num_query_tokens|.*n(um)?_latents|latent_query_num", _at_most(4)),
-    (r"resampler_depth|num_global_layers", _at_most(2)),
-)
