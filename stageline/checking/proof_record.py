@@ -73,7 +73,8 @@ class SplitToProve:
 
     @property
     def name(self) -> str:
-        return getattr(self.part, "__qualname__", type(self.part).__name__)
+        owner = getattr(self.part, "__self__", self.part)
+        return getattr(owner, "__qualname__", type(owner).__name__)
 
 
 def options_of_proof(kwargs: Mapping[str, Any], attention: str | None) -> dict[str, Any]:
@@ -196,7 +197,7 @@ def _compare(
             options = dict(split.options)
             if vision_stages and not alone:
                 options["vision_stages"] = vision_stages
-            return split.part(**{
+            fixed = {
                 "config_path": name,
                 "processor_path": None,
                 "checkpoint_path": None,
@@ -207,9 +208,8 @@ def _compare(
                 "device": "cpu",
                 "is_piece": True,
                 "trust_remote_code": split.trust_remote_code,
-                **options,
-                **changes,
-            })[0]  # fmt: skip
+            }
+            return split.part(**{**options, **fixed, **changes})[0]
 
         compare = functools.partial(
             compare_with_whole,
@@ -301,7 +301,7 @@ def _facts(
         "config": json.loads(json.dumps(config, default=str)),
         "partition": list(partition),
         "vision_stages": split.vision_stages,
-        "part": f"{split.part.__module__}.{split.name}",
+        "part": split.name,
         "options": {name: str(value) for name, value in sorted(split.options.items())},
         "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
         "code": _code_of(split.part),
