@@ -7,7 +7,8 @@ whose layers are called in a row.
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,8 +65,8 @@ def plan_of(
         UserError: the model cannot be split, or not be rehearsed.
     """
     config = whole.config
-    facts = [kind, type(whole).__qualname__, str(whole.dtype), config._attn_implementation]
-    key = json.dumps([*facts, takes_pictures]) + config.to_json_string(use_diff=False)
+    facts = [kind, type(whole).__qualname__, str(whole.dtype), takes_pictures]
+    key = json.dumps(facts) + config.to_json_string(use_diff=False)
     if key not in _PLANS:
         _PLANS[key] = _rehearsed(whole, run, sizes, takes_pictures)
     return _PLANS[key]
@@ -73,7 +74,7 @@ def plan_of(
 
 def _rehearsed(whole: PreTrainedModel, run: Run, sizes: Sizes, takes_pictures: bool) -> SplitPlan:
     text = whole.config.get_text_config(decoder=True)
-    with stand_ins(whole):
+    with stand_ins(whole), _plain_attention(whole):
         try:
             return make_plan(
                 whole,
@@ -94,6 +95,20 @@ def _rehearsed(whole: PreTrainedModel, run: Run, sizes: Sizes, takes_pictures: b
                 "because by it layers and what crosses borders are found. Train it on one GPU, or "
                 "write a subclass of StageModel (docs/add_a_model.md)."
             ) from error
+
+
+@contextmanager
+def _plain_attention(whole: PreTrainedModel) -> Iterator[None]:
+    """While open, attention is the library's eager code: a kernel may need a GPU or a compiler."""
+    configs = {id(m.config): m.config for m in whole.modules() if isinstance(m, PreTrainedModel)}
+    before = [(config, config._attn_implementation_internal) for config in configs.values()]
+    for config, _ in before:
+        config._attn_implementation_internal = "eager"
+    try:
+        yield
+    finally:
+        for config, chosen in before:
+            config._attn_implementation_internal = chosen
 
 
 def is_pixel(name: str) -> bool:

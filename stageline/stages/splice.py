@@ -12,7 +12,7 @@ Names of modules and parameters stay those of the whole model.
 import functools
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -185,6 +185,15 @@ class Spliced:
         module.__dict__[name] = _empty()
         hollow = _Hollow(path, name, tuple(weight.shape), weight.dtype)
         self._hollow = (*self._hollow, hollow)
+
+    def enlarge_hollow(self, paths: Sequence[str], num_rows: int) -> None:
+        """Embedding and head of other stages have got rows too: token ids may name them."""
+        self._hollow = tuple(
+            replace(hollow, shape=(max(num_rows, hollow.shape[0]), *hollow.shape[1:]))
+            if hollow.path in paths
+            else hollow
+            for hollow in self._hollow
+        )
 
     def intercept(self) -> None:
         """Puts hooks where tensors of the borders are arguments; once, on the stage's modules."""
