@@ -14,10 +14,8 @@ from transformers import PretrainedConfig
 
 from stageline.checking.layer_kinds import DEPTHS, LayerKinds
 from stageline.checking.shrink_exceptions import EXCEPTIONS, LEAST_HEAD_DIM, SECTIONS
-from stageline.checking.shrink_rules import GRID, HEAD_DIM, PATCH, RULES, Sizes, Told
+from stageline.checking.shrink_rules import GRID, HEAD_DIM, PATCH, RULES, TOWER_DEPTH, Sizes, Told
 from stageline.errors import UserError
-
-TOWER_DEPTH = 4
 
 
 def shrink_config(config: PretrainedConfig, *, num_layers: int) -> PretrainedConfig:
@@ -258,5 +256,5 @@ def _shrink_pinpoints(sizes: list, told: Told) -> list:
 def _few_indices(values: list[int], depth: int) -> list[int]:
     if any(value < 0 for value in values):
         return [max(-depth, min(value, depth - 1)) for value in values]
-    chosen = values[:: -(-len(values) // (depth - 1))][: depth - 1] if values else []
-    return list(range(depth - len(chosen), depth))
+    count = min(len(values), depth - 1)
+    return list(range(depth - count, depth))
