@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PretrainedConfig
 
-from stageline.checking.shrink import special_tokens
 from stageline.errors import UserError
+from stageline.special_tokens import special_tokens
 from stageline.stages.picture_layouts import Batch, Order, picture_layouts
 
 TEXT_IDS = 1000  # text is written in the first tokens of a vocabulary
