@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from stageline.checking.layer_kinds import DEPTHS, LayerKinds
 from stageline.checking.shrink_exceptions import EXCEPTIONS, LEAST_HEAD_DIM, SECTIONS
-from stageline.checking.shrink_rules import HEAD_DIM, RULES, Sizes, Told
+from stageline.checking.shrink_rules import GRID, HEAD_DIM, PATCH, RULES, Sizes, Told
 from stageline.errors import UserError
 
 TOWER_DEPTH = 4
@@ -136,7 +136,9 @@ def _shrink(name: str, value: object, told: Told, sizes: Sizes) -> object:
         return value
     if name.startswith("rope_") and isinstance(value, dict):
         return _shrink_rope(value, told, sizes)
-    if isinstance(value, list | tuple) and value and not _is_rope_list(name):
+    if name == "image_grid_pinpoints":
+        return _shrink_pinpoints(value, told)
+    if isinstance(value, list | tuple):
         return [_shrink(name, one, told, sizes) for one in value]
     if isinstance(value, int) and _is_token(name):
         return sizes.ids.get(value, value)
@@ -146,10 +148,6 @@ def _shrink(name: str, value: object, told: Told, sizes: Sizes) -> object:
         rule = next((rule for pattern, rule in RULES if re.fullmatch(pattern, name)), None)
         return value if rule is None else rule(value, told, sizes)
     return value
-
-
-def _is_rope_list(name: str) -> bool:
-    return name in ("image_grid_pinpoints",)
 
 
 def _is_token(name: str) -> bool:
@@ -247,6 +245,14 @@ def _shrink_tower_indices(told: Told, depth: int) -> Told:
         elif isinstance(value, int) and not isinstance(value, bool):
             small[name] = max(-TOWER_DEPTH, min(value, TOWER_DEPTH - 1))
     return small
+
+
+def _shrink_pinpoints(sizes: list, told: Told) -> list:
+    """Sizes of pictures in whole tiles, of which a picture has two a side at most."""
+    tile = (told.get("vision_config") or {}).get("image_size") or min(map(min, sizes))
+    tile = tile if isinstance(tile, int) else tile[0]
+    tiles = {tuple(max(1, min(side // tile, 2)) for side in size) for size in sizes}
+    return [[side * PATCH * GRID for side in one] for one in sorted(tiles)]
 
 
 def _few_indices(values: list[int], depth: int) -> list[int]:

@@ -1,0 +1,445 @@
+"""A micro-batch with pictures for any vision-language model, without its processor.
+
+What a tower takes is told by the parameters of its `get_image_features`, and by the fields of its
+configuration; pictures are as small as they can be. Used where a model is tried before there is
+data: in the rehearsal of a split, in the sweep over all families, and where a replica without a
+picture does the work of one.
+
+Shapes: N pictures, R rows of a micro-batch, T tokens, P patches, C channels, H and W pixels.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PretrainedConfig
+
+from stageline.checking.shrink import special_tokens
+from stageline.errors import UserError
+
+Batch = dict[str, torch.Tensor]
+TEXT_IDS = 1000  # text is written in the first tokens of a vocabulary
+TOKENS_BETWEEN = 3  # of text, before and after each picture
+STARTS = ("vision_start_token_id", "image_start_token_id", "image_start_id", "boi_token_id")
+ENDS = ("vision_end_token_id", "image_end_token_id", "image_end_id", "eoi_token_id")
+
+
+@dataclass(frozen=True)
+class Order:
+    """What pictures are asked for.
+
+    Attributes:
+        config: of the whole model.
+        rows: pictures of each row.
+        fill: shape -> pixels.
+        like: says device of the integers.
+    """
+
+    config: PretrainedConfig
+    rows: Sequence[int]
+    fill: Callable[..., torch.Tensor]
+    device: torch.device
+
+    @property
+    def vision(self) -> PretrainedConfig:
+        return getattr(self.config, "vision_config", self.config)
+
+    @property
+    def num_images(self) -> int:
+        return sum(self.rows)
+
+    @property
+    def channels(self) -> int:
+        names = ("in_channels", "in_chans", "num_channels")
+        return next((getattr(self.vision, n) for n in names if hasattr(self.vision, n)), 3)
+
+    def integers(self, values: object, dtype: torch.dtype = torch.long) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def in_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """[N, ...] -> [R, most pictures of a row, ...]; zeros where a row has fewer."""
+        places = values.new_zeros((len(self.rows), max(self.rows), *values.shape[1:]))
+        taken = 0
+        for row, count in enumerate(self.rows):
+            places[row, :count] = values[taken : taken + count]
+            taken += count
+        return places
+
+
+def example_pictures(
+    config: PretrainedConfig,
+    whole: nn.Module | None = None,
+    *,
+    rows: Sequence[int] = (1,),
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    generator: torch.Generator | None = None,
+) -> Batch | None:
+    """What a tower takes for some small pictures; the second of two has another size if it may.
+
+    Args:
+        whole: the model; without it the likeliest layout is given, untried.
+        rows: pictures of each row; some families keep pictures by row.
+        generator: draws pixels; None: they are all ones, because zeros may stand for no picture.
+
+    Returns:
+        Pixels and what belongs to them; None: it is not known what this model takes.
+    """
+
+    def fill(*shape: int) -> torch.Tensor:
+        if generator is None:
+            return torch.ones(1, dtype=dtype, device=device).expand(shape)
+        return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
+
+    order = Order(config, rows, fill, torch.device(device))
+    for layout in _layouts(order, _parameters(config, whole)):
+        if whole is None or _features_reader(whole) is None:
+            return layout
+        try:
+            image_rows(whole, layout)
+        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):
+            continue  # it takes another layout
+        return layout
+    return None
+
+
+def picture_batch(
+    config: PretrainedConfig,
+    whole: nn.Module,
+    *,
+    rows: Sequence[int] = (2, 0, 1),
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    longer: int = 0,
+) -> Batch:
+    """One micro-batch: ids [R, T], mask, token types, and pixels where `rows` has pictures.
+
+    Args:
+        rows: pictures of each row; rows are padded on the right to the longest.
+        longer: tokens of text that are added to each row.
+
+    Raises:
+        UserError: it is not known what pictures this model takes.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    pictures, counts = {}, []
+    if any(rows):
+        found = example_pictures(
+            config, whole, rows=rows, dtype=dtype, device=device, generator=generator
+        )
+        if found is None:
+            raise UserError(
+                f"No pictures could be made for {config.model_type}: its tower takes "
+                f"{', '.join(sorted(_parameters(config, whole))) or 'nothing that has a name'}. "
+                "One of the layouts in stageline/stages/example_batch.py was expected: add it."
+            )
+        pictures, counts = found, image_tokens(config, whole, found, rows)
+    writer = _Writer(config, generator)
+    left = iter(counts)
+    lines = [writer.row([next(left) for _ in range(count)], longer) for count in rows]
+    pad = getattr(config.get_text_config(decoder=True), "pad_token_id", None) or 0
+    ids = pad_sequence(lines, batch_first=True, padding_value=pad)
+    mask = pad_sequence([torch.ones_like(line) for line in lines], batch_first=True)
+    batch = {"input_ids": ids, "attention_mask": mask, **_token_types(config, whole, ids, mask)}
+    batch = {name: value.to(device) for name, value in batch.items()}
+    return batch | pictures | _by_token(whole, pictures, batch, rows)
+
+
+# -- what a model takes -------------------------------------------------------------------------
+
+
+def _features_reader(whole: nn.Module) -> Callable[..., Any] | None:
+    base = getattr(whole, "base_model", whole)
+    return getattr(base, "get_image_features", None) or getattr(whole, "get_image_features", None)
+
+
+def _parameters(config: PretrainedConfig, whole: nn.Module | None) -> frozenset[str]:
+    """Names of what tower and projector take."""
+    reader = None if whole is None else _features_reader(whole)
+    if reader is None:
+        classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        model = type(whole) if whole is not None else classes.get(type(config), None)
+        reader = getattr(model, "get_image_features", None) or getattr(model, "forward", None)
+    return frozenset(inspect.signature(reader).parameters) if reader else frozenset()
+
+
+def image_rows(whole: nn.Module, pictures: Batch) -> list[int]:
+    """Rows of features of each picture, or of each tile, as `get_image_features` gives them."""
+    reader = _features_reader(whole)
+    taken = inspect.signature(reader).parameters
+    was_training = whole.training
+    try:
+        with torch.no_grad():
+            found = reader(**{k: v for k, v in pictures.items() if k in taken})
+    finally:
+        whole.train(was_training)
+    found = getattr(found, "pooler_output", found)
+    if isinstance(found, torch.Tensor):
+        return [found.shape[0]] if found.ndim == 2 else [found.shape[1]] * found.shape[0]
+    return [one.shape[0] if one.ndim == 2 else one.shape[0] * one.shape[1] for one in found]
+
+
+def image_tokens(
+    config: PretrainedConfig, whole: nn.Module, pictures: Batch, rows: Sequence[int]
+) -> list[int]:
+    """Tokens that each picture takes in the text."""
+    if _features_reader(whole) is None:
+        return [1] * sum(rows)  # layers attend to the pictures: one token stands for each
+    counts, num_images = image_rows(whole, pictures), sum(rows)
+    if len(counts) == num_images:
+        return counts
+    total = sum(counts)
+    if "image_grid_thw" in pictures:
+        sizes = pictures["image_grid_thw"].prod(-1).tolist()
+        return [total * size // sum(sizes) for size in sizes]
+    return [total // num_images] * num_images
+
+
+# -- layouts ------------------------------------------------------------------------------------
+
+
+def _layouts(order: Order, names: frozenset[str]) -> Iterator[Batch]:
+    """Layouts of pictures that fit the names of what a tower takes, the likeliest first."""
+    vision = order.vision
+    merge = _merge(vision)
+    if "image_grid_thw" in names or ("grid" not in names and _has_grid(vision) and not names):
+        yield from _patches_by_grid(order, merge, names)
+    elif "spatial_shapes" in names:
+        yield _patches_by_shape(order)
+    elif "image_position_ids" in names:
+        yield from _patches_by_position(order)
+    elif "target_sizes" in names:
+        yield from _strips(order)
+    elif "image_grid_hw" in names:
+        yield from _patches_by_sides(order)
+    elif "pixel_attention_mask" in names:
+        yield from _pictures_in_rows(order)
+    elif "aspect_ratio_ids" in names:
+        yield _tiles_in_rows(order)
+    elif getattr(order.config, "image_grid_pinpoints", None):
+        yield _tiles_by_size(order)
+    elif "image_sizes" in names and getattr(vision, "model_type", "") == "pixtral":
+        yield _pictures_of_sizes(order)
+    yield from _whole_pictures(order, names)
+
+
+def _has_grid(vision: PretrainedConfig) -> bool:
+    return hasattr(vision, "spatial_merge_size") and hasattr(vision, "temporal_patch_size")
+
+
+def _merge(vision: PretrainedConfig) -> int:
+    """Patches of a side that become one token."""
+    names = ("spatial_merge_size", "merge_size", "merge_kernel_size")
+    found = next((getattr(vision, name) for name in names if hasattr(vision, name)), 1)
+    return _one(found)
+
+
+def _patches_by_grid(order: Order, merge: int, names: frozenset[str]) -> Iterator[Batch]:
+    """All patches of all pictures in one row: [P, numbers of a patch]."""
+    vision = order.vision
+    side, frames = _one(vision.patch_size), getattr(vision, "temporal_patch_size", 1) or 1
+    frames = getattr(vision, "patch_temporal", frames) or 1
+    # 1 x 1 tokens, then 1 x 2, and so on
+    grid = [[1, merge, merge * (1 + index % 2)] for index in range(order.num_images)]
+    num_patches = sum(height * width for _, height, width in grid)
+    rest = {"image_grid_thw": order.integers(grid)}
+    if "image_merge_sizes" in names:
+        rest["image_merge_sizes"] = order.integers([merge] * order.num_images)
+    shapes = (
+        (order.channels * frames * side**2,),
+        (order.channels, side, side),
+        (order.channels, frames, side, side),
+        (order.channels * side**2,),
+        (frames, side, side, order.channels),
+    )
+    for shape in shapes:
+        yield {"pixel_values": order.fill(num_patches, *shape), **rest}
+
+
+def _patches_by_shape(order: Order) -> Batch:
+    """Patches of each picture in a row of their own, padded: [N, P, numbers of a patch]."""
+    side = _one(order.vision.patch_size)
+    factor = getattr(order.config, "downsample_factor", 2)
+    shapes = [[factor, factor * (1 + index % 2)] for index in range(order.num_images)]
+    longest = max(height * width for height, width in shapes)
+    pixels = order.fill(order.num_images, longest, order.channels * side**2)
+    mask = [[int(at < height * width) for at in range(longest)] for height, width in shapes]
+    return {
+        "pixel_values": pixels,
+        "spatial_shapes": order.integers(shapes),
+        "pixel_attention_mask": order.integers(mask),
+    }
+
+
+def _patches_by_position(order: Order) -> Iterator[Batch]:
+    """Patches with their places: [N, P, numbers of a patch] and [N, P, 2]."""
+    vision = order.vision
+    side, pool = _one(vision.patch_size), getattr(vision, "pooling_kernel_size", 1) or 1
+    places = [[column, row] for row in range(pool) for column in range(pool * 2)]
+    positions = order.integers([places] * order.num_images)
+    for numbers in (3 * side**2, 3 * (side * pool) ** 2):
+        pixels = order.fill(order.num_images, len(places), numbers)
+        yield {"pixel_values": pixels, "image_position_ids": positions}
+
+
+def _strips(order: Order) -> Iterator[Batch]:
+    """Patches of a picture side by side: [1, C, side of a patch, P times that]."""
+    side = _one(order.vision.patch_size)
+    for factor in (4, 8, 16):
+        sizes = [[factor, factor * (1 + index % 2)] for index in range(order.num_images)]
+        longest = sum(height * width for height, width in sizes)
+        pixels = order.fill(1, order.channels, side, longest * side)
+        yield {"pixel_values": pixels, "target_sizes": order.integers(sizes)}
+
+
+def _patches_by_sides(order: Order) -> Iterator[Batch]:
+    side = _one(order.vision.patch_size)
+    grid = [[2, 2 * (1 + index % 2)] for index in range(order.num_images)]
+    num_patches = sum(height * width for height, width in grid)
+    for shape in ((order.channels * side**2,), (order.channels, side, side)):
+        sizes = order.integers(grid)
+        yield {"pixel_values": order.fill(num_patches, *shape), "image_grid_hw": sizes}
+        yield {"pixel_values": order.fill(1, num_patches, *shape), "image_grid_hw": sizes}
+
+
+def _pictures_in_rows(order: Order) -> Iterator[Batch]:
+    """Pictures by row, padded with pictures of zeros: [R, pictures of a row, C, H, W]."""
+    vision = order.vision
+    factor = getattr(order.config, "scale_factor", None) or getattr(vision, "scale_factor", None)
+    sides = [_one(vision.patch_size) * factor] if isinstance(factor, int) else []
+    for side in (*sides, _one(vision.image_size)):
+        pixels = order.fill(order.num_images, order.channels, side, side)
+        mask = torch.ones(pixels.shape[0], side, side, dtype=torch.bool, device=order.device)
+        yield {
+            "pixel_values": order.in_rows(pixels),
+            "pixel_attention_mask": order.in_rows(mask),
+        }
+
+
+def _tiles_in_rows(order: Order) -> Batch:
+    """Mllama: pictures of one tile by row: [R, pictures of a row, tiles, C, H, W]."""
+    height, width = _size(order.vision.image_size)
+    num_tiles = order.vision.max_num_tiles
+    pixels = order.fill(order.num_images, num_tiles, order.channels, height, width)
+    ones = torch.ones(order.num_images, dtype=torch.long, device=order.device)
+    first = torch.eye(1, num_tiles, device=order.device).long().expand(order.num_images, -1)
+    return {
+        "pixel_values": order.in_rows(pixels),
+        "aspect_ratio_ids": order.in_rows(ones),
+        "aspect_ratio_mask": order.in_rows(first),
+    }
+
+
+def _tiles_by_size(order: Order) -> Batch:
+    """LLaVA-NeXT: tiles of each picture, as many as its size asks for: [N, tiles, C, H, W]."""
+    height, width = _size(order.vision.image_size)
+    tiles = [1 + (h // height) * (w // width) for h, w in order.config.image_grid_pinpoints]
+    sizes = [[height, width * (1 + index % 2)] for index in range(order.num_images)]
+    # more tiles than are taken do no harm
+    pixels = order.fill(order.num_images, max(tiles), order.channels, height, width)
+    return {"pixel_values": pixels, "image_sizes": order.integers(sizes)}
+
+
+def _pictures_of_sizes(order: Order) -> Batch:
+    """Pixtral: pictures padded to the largest, and their sizes: [N, C, H, W]."""
+    side = _one(order.vision.patch_size) * (getattr(order.config, "spatial_merge_size", 1) or 1)
+    sizes = [[side, side * (1 + index % 2)] for index in range(order.num_images)]
+    widest = max(width for _, width in sizes)
+    pixels = order.fill(order.num_images, order.channels, side, widest)
+    return {"pixel_values": pixels, "image_sizes": order.integers(sizes)}
+
+
+def _whole_pictures(order: Order, names: frozenset[str]) -> Iterator[Batch]:
+    """Pictures of the one size that the tower takes: [N, C, H, W]."""
+    vision = order.vision
+    size = getattr(vision, "image_size", None) or getattr(order.config, "image_size", None)
+    if size is None:
+        return
+    height, width = _size(size)
+    pictures = {"pixel_values": order.fill(order.num_images, order.channels, height, width)}
+    high = getattr(order.config, "high_res_vision_config", None)
+    if "high_res_pixel_values" in names and high is not None:
+        sides = _size(high.image_size)
+        pictures["high_res_pixel_values"] = order.fill(order.num_images, order.channels, *sides)
+    if "image_sizes" in names:
+        yield pictures | {"image_sizes": order.integers([[height, width]] * order.num_images)}
+    yield pictures
+
+
+# -- text around pictures -----------------------------------------------------------------------
+
+
+class _Writer:
+    """Writes rows of random text with places for pictures."""
+
+    def __init__(self, config: PretrainedConfig, generator: torch.Generator) -> None:
+        text = config.get_text_config(decoder=True)
+        special = special_tokens(config)
+        offset = getattr(getattr(config, "vision_config", None), "vocab_offset", None)
+        most = min(offset or text.vocab_size, text.vocab_size, TEXT_IDS)
+        self.letters = torch.tensor([one for one in range(3, most) if one not in special])
+        self.generator = generator
+        self.image = image_token(config)
+        self.start = next((o for n in STARTS if isinstance(o := getattr(config, n, None), int)), None)
+        self.end = next((o for n in ENDS if isinstance(o := getattr(config, n, None), int)), None)
+
+    def row(self, pictures: Sequence[int], longer: int) -> torch.Tensor:
+        """[T]: text, and after it each picture with text behind."""
+        pieces = [self.text(TOKENS_BETWEEN + longer)]
+        for count in pictures:
+            ids = [self.image] * count
+            ids = [one for one in (self.start, *ids, self.end) if one is not None]
+            pieces += [torch.tensor(ids), self.text(TOKENS_BETWEEN)]
+        return torch.cat(pieces)
+
+    def text(self, length: int) -> torch.Tensor:
+        places = torch.randint(len(self.letters), (length,), generator=self.generator)
+        return self.letters[places]
+
+
+def image_token(config: PretrainedConfig) -> int | None:
+    """The token that stands where features of a picture go; None: the model has none."""
+    names = ("image_token_id", "image_token_index", "image_patch_id", "im_patch_id")
+    return next((o for n in names if isinstance(o := getattr(config, n, None), int)), None)
+
+
+def _token_types(
+    config: PretrainedConfig, whole: nn.Module, ids: torch.Tensor, mask: torch.Tensor
+) -> Batch:
+    """Which tokens are pictures, under the names that the model's forward takes."""
+    names = inspect.signature(type(whole).forward).parameters
+    is_picture = (ids == image_token(config)).long()
+    types = {n: is_picture for n in ("mm_token_type_ids", "moe_mm_token_type_ids") if n in names}
+    if "token_type_ids" in names:
+        text = config.get_text_config(decoder=True)
+        # where a prefix is read in both directions, ones stand for the answer after it
+        reads_both_ways = getattr(text, "use_bidirectional_attention", None) is True
+        types["token_type_ids"] = (1 - is_picture) * mask if reads_both_ways else is_picture
+    return types
+
+
+def _by_token(whole: nn.Module, pictures: Batch, batch: Batch, rows: Sequence[int]) -> Batch:
+    """What says for each token which pictures it sees, in models whose layers attend to them."""
+    names = inspect.signature(type(whole).forward).parameters
+    if "cross_attention_mask" not in names or "aspect_ratio_mask" not in pictures:
+        return {}
+    ids, tiles = batch["input_ids"], pictures["aspect_ratio_mask"]
+    seen = torch.zeros(*ids.shape, *tiles.shape[1:], dtype=torch.long, device=ids.device)
+    for row, count in enumerate(rows):
+        places = (ids[row] == image_token(whole.config)).nonzero().flatten().tolist()
+        for picture, place in zip(range(count), places):
+            seen[row, place:, picture] = tiles[row, picture]
+    return {"cross_attention_mask": seen}
+
+
+def _one(size: int | Sequence[int]) -> int:
+    return size if isinstance(size, int) else size[0]
+
+
+def _size(size: int | Sequence[int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
