@@ -31,6 +31,16 @@ LACKING: dict[str, dict[str, Any]] = {
         "top_k_experts": 2,
         "moe_intermediate_size": 704,
     },
+    **dict.fromkeys(
+        (
+            *("minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni", "blip-2"),
+            *("instructblip", "chameleon", "emu3"),
+        ),
+        {"image_token_id": 1000},
+    ),
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense"] + ["sparse"] * 11},
+    "gemma4": {"vision_config": "gemma4_vision"},
+    "gemma4_unified": {"vision_config": "gemma4_unified_vision"},
     "granite4_vision": {"deepstack_layer_map": [[-6, 4], [-3, 8]], "downsample_rate": "1/2"},
     "hunyuan_vl_text": {
         "head_dim": 128,
@@ -83,6 +93,8 @@ def family_config(name: str) -> PretrainedConfig:
 def _complete(config: PretrainedConfig) -> None:
     for path, value in LACKING.get(config.model_type, {}).items():
         holder, _, name = path.rpartition(".")
+        if isinstance(value, str) and value in CONFIG_MAPPING:
+            value = CONFIG_MAPPING[value]()
         setattr(getattr(config, holder) if holder else config, name, value)
     for name, kinds in KINDS.get(config.model_type, {}).items():
         depth = config.num_hidden_layers
