@@ -4,7 +4,8 @@ A name is a model type of the library's causal-LM or image-text-to-text classes.
 is cut down, weights are random, multipliers off one; loss, logits and every gradient are compared
 on 2 and 3 stages, tied and untied, with padding and without, with several pictures in a row and
 with none. Each name runs in a process of its own, with a limit of time.
-Usage: families.py [NAME ...] [--all] [--kind text|vision] [--jobs N] [--json FILE] [--markdown FILE]
+Usage: families.py [NAME ...] [--all] [--kind text|vision] [--jobs N] [--json FILE]
+    [--markdown FILE]
 """
 
 import argparse
@@ -20,12 +21,11 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("STAGELINE_PROVE_SPLIT", "never")
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM  # noqa: F401, loads the library before the forks
 from transformers.utils import logging
 
 import pp_models  # noqa: F401, the shelf
@@ -85,7 +85,7 @@ def main() -> int:
     arguments = read_arguments()
     chosen = list(choose(arguments))
     started, verdicts = time.time(), []
-    for kind, name, rows in run_all(chosen, jobs=arguments.jobs):
+    for rows in run_all(chosen, jobs=arguments.jobs):
         verdicts += rows
         for row in rows:
             print(line(row), flush=True)
@@ -140,11 +140,8 @@ def count(verdicts: list[Verdict]) -> str:
 # -- a process a name ---------------------------------------------------------------------------
 
 
-def run_all(
-    chosen: list[tuple[str, str]], *, jobs: int
-) -> Iterator[tuple[str, str, list[Verdict]]]:
-    """(kind, name, verdicts) of each name as it ends."""
-    PreTrainedModel, transformers.LlamaForCausalLM  # loaded once, before the forks
+def run_all(chosen: list[tuple[str, str]], *, jobs: int) -> Iterator[list[Verdict]]:
+    """The verdicts on each name as it ends."""
     context = multiprocessing.get_context("fork")
     waiting, running = list(chosen), []
     with tempfile.TemporaryDirectory() as folder:
@@ -164,7 +161,7 @@ def run_all(
                     process.kill()
                     process.join()
                 running.remove(one)
-                yield kind, name, read_rows(kind, name, path, process.exitcode)
+                yield read_rows(kind, name, path, process.exitcode)
 
 
 def read_rows(kind: str, name: str, path: Path, code: int | None) -> list[Verdict]:

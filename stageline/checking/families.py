@@ -33,7 +33,7 @@ BuildStage = Callable[[Path, int, int, torch.dtype], Any]
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-5}  # a sum in another order
 SPREAD = 0.1  # of the noise on all weights: norms of ones and gates of zeros hide faults
-MOST_LAYERS = 8
+LEAST_LAYERS, MOST_LAYERS = 4, 8
 TEXT_LENGTHS = ((11, 4), (7, 0))  # tokens, padding of the last row
 PICTURES = ((2, 0, 1), (0, 0), (1, 1))  # of each row of each micro-batch
 

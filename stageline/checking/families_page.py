@@ -33,36 +33,42 @@ WORDS = {
 HEADS = {
     "en": """# Models: which families are split exactly
 
-Every name that transformers {transformers} lists for causal language models and for image-text-to-text models, tried on
-{date} with PyTorch {torch} on a CPU. Each configuration is cut down to 4 to 8 layers with every kind of layer in it, weights,
-norms and biases are random, multipliers are set off one. Stages are filled from a saved folder, by their own names, and run
-one after the other on 2 and 3 stages, tied and untied; only detached tensors cross a border. Losses, logits and **every
-gradient** are compared with those of the library's whole model, on a padded and a full micro-batch, and with pictures on rows
-of several, one and none. A family that is not in this table, or that a newer library changed, is tried at the start of a run
+Every name that transformers {transformers} lists for causal language models and for
+image-text-to-text models, tried on {date} with PyTorch {torch} on a CPU. Each configuration is cut
+down to 4 to 8 layers with every kind of layer among them; weights, norms and biases are random,
+multipliers are off one. Stages are filled from a saved folder, by their own names, and run one
+after the other, on 2 and 3 stages, tied and untied; only detached tensors cross a border. Losses,
+logits and **every gradient** are compared with those of the library's whole model, on a padded and
+a full micro-batch, and with pictures on rows of several, one and none. Families that are not in
+this table, or that another version of the library changed, are tried when a run begins
 (`--prove-split`).
 
 - **equal to the bit**: all bits of losses, logits and gradients are the same, on each split.
-- **equal, sums in another order**: at most 1e-13 of the largest number in float64 (1e-5 in float32): gradients of a weight
-  that two stages hold are added up in another order.
-- **close**: more than that, at most 1e-9 (1e-4 in float32).
+- **equal, sums in another order**: at most 1e-13 of the largest number in float64, 1e-5 in float32:
+  the gradients of a weight that two stages hold are added up in another order.
+- **close**: more than that, at most 1e-9, 1e-4 in float32.
 - **refused**: the run ends before it begins, in one sentence that names the family.
 - **not tried**: there is no cut-down model, for the reason given.
 
-float32 stands where the family has operators that know no float64. The table is made by
+float32 stands where a family has operators that know no float64. The table is made by
 `python benchmarks/families.py --all --markdown docs/models.md`.
 
 {counts}
 """,
     "zh": """# 模型：哪些模型家族可以精确切分
 
-transformers {transformers} 中因果语言模型与图文到文本模型的全部名称，于 {date} 在 CPU 上用 PyTorch {torch} 逐一测试。每个配置缩小到
-4 至 8 层，并包含每一种层；权重、归一化与偏置均为随机数，乘数不为一。各阶段从保存的文件夹按自己的参数名读取权重，分为 2 个和 3 个
-阶段依次运行，包括共享与不共享词嵌入；只有脱离计算图的张量穿过边界。在有填充与无填充的微批次上（视觉模型则有多图、单图与无图的行），
-将损失、logits 和**每一个梯度**与库中完整模型的结果比较。不在表中的家族，或库更新后有变化的家族，会在运行开始时检验（`--prove-split`）。
+transformers {transformers} 中因果语言模型与图文到文本模型的全部名称，
+于 {date} 在 CPU 上用 PyTorch {torch} 逐一测试。每个配置缩小到 4 至 8 层，并包含每一种层；
+权重、归一化与偏置均为随机数，乘数不为一。各阶段从保存的文件夹按自己的参数名读取权重，
+分为 2 个和 3 个阶段依次运行，包括共享与不共享词嵌入；只有脱离计算图的张量穿过边界。
+在有填充与无填充的微批次上（视觉模型则有多图、单图与无图的行），将损失、logits 和**每一个梯度**
+与库中完整模型的结果比较。不在表中的家族，或因库的版本不同而有变化的家族，
+会在运行开始时检验（`--prove-split`）。
 
 - **逐位相等**：每种切分下损失、logits 与梯度的所有比特都相同。
-- **相等，仅求和次序不同**：在 float64 下不超过最大数的 1e-13（float32 下 1e-5）：两个阶段共有的权重，其梯度按另一次序相加。
-- **接近**：超过上述范围，但不超过 1e-9（float32 下 1e-4）。
+- **相等，仅求和次序不同**：在 float64 下不超过最大数的 1e-13，float32 下不超过 1e-5：
+  两个阶段共有的权重，其梯度按另一次序相加。
+- **接近**：超过上述范围，但不超过 1e-9，float32 下不超过 1e-4。
 - **拒绝**：运行在开始之前结束，并用一句话说明是哪个家族。
 - **未测试**：没有缩小的模型，原因见表。
 
