@@ -75,14 +75,14 @@ def compare_with_whole(
     build_whole: BuildWhole,
     *,
     num_stages: int,
-    batches: Sequence[MicroBatch],
+    make_batches: Callable[[nn.Module, torch.dtype], Sequence[MicroBatch]],
     is_library: bool = True,
     seed: int = 0,
 ) -> Proof:
     """Runs stages and whole model on the same batches with the same weights.
 
     Args:
-        batches: with labels.
+        make_batches: (whole model, dtype of pictures) -> micro-batches with labels.
         is_library: the whole model is transformers' own; else the part on one stage.
 
     Raises:
@@ -92,6 +92,7 @@ def compare_with_whole(
         try:
             whole = build_whole(dtype).to(dtype).train()
             _randomise(whole, seed)
+            batches = make_batches(whole, dtype)
             expected = _run_whole(whole, batches, {}, is_library=is_library)
             if not all(map(math.isfinite, expected.losses)):
                 raise ArithmeticError("its loss is not a finite number")

@@ -33,12 +33,16 @@ from stageline.checking.proof import (
     shown,
     tiny_partition,
 )
-from stageline.checking.shrink import layer_period, shrink_config
-from stageline.checking.whole_model import library_class, save_config
+from stageline.checking.shrink import layer_period, shrink_config, special_tokens
+from stageline.checking.whole_model import has_images, library_class, save_config
+from stageline.checkpoint.quiet import quiet
 from stageline.checkpoint.together import Ranks
+from stageline.data.batch import IGNORE
 from stageline.errors import UserError
 from stageline.model_folder import load_config
 from stageline.pipeline.partition import stage_layers
+from stageline.pipeline.stage_passes import MicroBatch
+from stageline.stages.example_batch import picture_batch
 
 ProveMode = Literal["auto", "always", "never"]
 MODE = "STAGELINE_PROVE_SPLIT"  # stands for auto: never, where many short runs start
@@ -189,7 +193,7 @@ def _compare(
     """The proof, and what the stages were compared with."""
     vision_stages = min(split.vision_stages, 2)  # the tower has few blocks, too
     num_stages = vision_stages + len(partition)
-    with tempfile.TemporaryDirectory() as name, torch.random.fork_rng(devices=[]):
+    with quiet(), tempfile.TemporaryDirectory() as name, torch.random.fork_rng(devices=[]):
         save_config(small, str(split.config_path), Path(name))
 
         def build(stage: int, count: int, dtype: torch.dtype, **changes: Any) -> nn.Module:
@@ -215,7 +219,7 @@ def _compare(
             compare_with_whole,
             build,
             num_stages=num_stages,
-            batches=random_batches(small, num_micro_batches=2, seed=0),
+            make_batches=functools.partial(example_batches, small),
         )
         auto_class = library_class(small, trust_remote_code=split.trust_remote_code)
         reference = f"{type(small).__name__.removesuffix('Config')} of transformers"
@@ -229,6 +233,30 @@ def _compare(
             if with_itself.is_equal:
                 return with_itself, its_name
         return proof, reference
+
+
+def example_batches(
+    config: PretrainedConfig, whole: nn.Module, dtype: torch.dtype
+) -> list[MicroBatch]:
+    """Two micro-batches of text and, of a model with a tower, one with pictures."""
+    batches = random_batches(config, num_micro_batches=2, seed=0)
+    if has_images(config):
+        batches.append(with_labels(picture_batch(config, _library_of(whole), dtype=dtype), config))
+    return batches
+
+
+def with_labels(batch: MicroBatch, config: PretrainedConfig) -> MicroBatch:
+    """Every token is learnt that is neither special nor padding."""
+    ids = batch["input_ids"]
+    special = torch.tensor(sorted(special_tokens(config)), dtype=ids.dtype)
+    keep = ~torch.isin(ids, special)
+    if "attention_mask" in batch:
+        keep &= batch["attention_mask"].bool()
+    return {**batch, "labels": torch.where(keep, ids, IGNORE)}
+
+
+def _library_of(whole: nn.Module) -> nn.Module:
+    return getattr(whole, "whole", None) or whole
 
 
 def _with_itself(compare: Callable[..., Proof], build: Callable[..., Any]) -> tuple[Proof, str]:
