@@ -113,6 +113,7 @@ class CausalLMStage(Spliced, StageModel):
 
     def adopt(self, whole: PreTrainedModel) -> None:
         super().adopt(whole)
+        self.shared_names |= self.plan.shared_names
         self.intercept()
         if self.router_loss is not None:
             watch_routers(whole.base_model, self.modules_to_shard())

@@ -7,17 +7,15 @@ rule can know stands in `shrink_exceptions.py`, with a reason each.
 """
 
 import re
-from collections.abc import Iterator
 from copy import deepcopy
 
 from transformers import PretrainedConfig
 
 from stageline.checking.layer_kinds import DEPTHS, LayerKinds
 from stageline.checking.shrink_exceptions import EXCEPTIONS, LEAST_HEAD_DIM, SECTIONS
-from stageline.checking.shrink_rules import GRID, HEAD_DIM, PATCH, RULES, Sizes, Told
+from stageline.checking.shrink_rules import GRID, HEAD_DIM, PATCH, RULES, TOWER_DEPTH, Sizes, Told
 from stageline.errors import UserError
-
-TOWER_DEPTH = 4
+from stageline.special_tokens import is_token, parts_of, special_tokens, walk_config
 
 
 def shrink_config(config: PretrainedConfig, *, num_layers: int) -> PretrainedConfig:
@@ -51,42 +49,17 @@ def layer_period(config: PretrainedConfig) -> int:
     return LayerKinds(config.get_text_config(decoder=True).to_dict()).period
 
 
-def special_tokens(config: PretrainedConfig) -> frozenset[int]:
-    """The ids of all tokens that are not text: padding, ends, pictures, sounds."""
-    return frozenset(
-        one
-        for told in _walk(config)
-        for name, value in told.items()
-        if _is_token(name)
-        for one in (value if isinstance(value, list) else [value])
-        if isinstance(one, int)
-    )
-
-
 # -- the parts of a configuration ---------------------------------------------------------------
 
 
-def _parts(config: PretrainedConfig) -> dict[str, PretrainedConfig]:
-    found = {name: config.__dict__.get(name) for name in config.to_dict()}
-    return {name: part for name, part in found.items() if isinstance(part, PretrainedConfig)}
-
-
 def _holds(config: PretrainedConfig, part: PretrainedConfig) -> bool:
-    return config is part or any(_holds(one, part) for one in _parts(config).values())
-
-
-def _walk(config: PretrainedConfig) -> Iterator[Told]:
-    """The fields of a configuration, and of those inside it."""
-    parts = _parts(config)
-    yield {name: value for name, value in config.to_dict().items() if name not in parts}
-    for part in parts.values():
-        yield from _walk(part)
+    return config is part or any(_holds(one, part) for one in parts_of(config).values())
 
 
 def _shrink_part(
     config: PretrainedConfig, sizes: Sizes, text: PretrainedConfig, *, in_text: bool = False
 ) -> Told:
-    told, parts = deepcopy(config.to_dict()), _parts(config)
+    told, parts = deepcopy(config.to_dict()), parts_of(config)
     is_text = in_text or config is text
     kinds = LayerKinds(told)
     depth = sizes.num_layers if is_text else min(kinds.depth, TOWER_DEPTH)
@@ -140,7 +113,7 @@ def _shrink(name: str, value: object, told: Told, sizes: Sizes) -> object:
         return _shrink_pinpoints(value, told)
     if isinstance(value, list | tuple):
         return [_shrink(name, one, told, sizes) for one in value]
-    if isinstance(value, int) and _is_token(name):
+    if isinstance(value, int) and is_token(name):
         return sizes.ids.get(value, value)
     if isinstance(value, float):
         return 0.0 if re.fullmatch(DROPOUT, name) else value
@@ -150,13 +123,6 @@ def _shrink(name: str, value: object, told: Told, sizes: Sizes) -> object:
     return value
 
 
-def _is_token(name: str) -> bool:
-    return bool(re.fullmatch(TOKEN, name)) and "layer" not in name
-
-
-TOKEN = (
-    r".*(token_ids?|token_index|_start_id|_end_id|newline_id|patch_id|(pad|eos|bos|unk|mask)_index)"
-)
 DROPOUT = r".*(dropout|drop|drop_?path|layerdrop|jitter|noise)(_prob|_rate|_p|_noise|_eps)?|.*pdrop"
 
 
@@ -172,7 +138,7 @@ def _token_places(config: PretrainedConfig) -> dict[int, int]:
 def _head_dim(config: PretrainedConfig) -> int:
     """The least size of a head in which all rotary positions find room."""
     needed = LEAST_HEAD_DIM.get(config.model_type, HEAD_DIM)
-    for told in _walk(config):
+    for told in walk_config(config):
         for rope in _ropes(told) if "kv_lora_rank" not in told else ():
             part = _rotary_part(rope, told)
             axes = len(_sections(rope, told)) or 1
@@ -258,5 +224,5 @@ def _shrink_pinpoints(sizes: list, told: Told) -> list:
 def _few_indices(values: list[int], depth: int) -> list[int]:
     if any(value < 0 for value in values):
         return [max(-depth, min(value, depth - 1)) for value in values]
-    chosen = values[:: -(-len(values) // (depth - 1))][: depth - 1] if values else []
-    return list(range(depth - len(chosen), depth))
+    count = min(len(values), depth - 1)
+    return list(range(depth - count, depth))

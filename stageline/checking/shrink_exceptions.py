@@ -40,7 +40,37 @@ def _soft_tokens(small: dict[str, Any], sizes: Any) -> None:
     small["text_config"]["vocab_size_per_layer_input"] = 112
 
 
+def _merged_patches(small: dict[str, Any], sizes: Any) -> None:
+    """Muse hands out as many times the tower's width as patches become one token."""
+    small["out_hidden_size"] = sizes.width * small["vision_config"]["merge_size"] ** 2
+
+
+def _queries_of_patches(small: dict[str, Any], sizes: Any) -> None:
+    """Aria's projector has so many tokens for so many patches."""
+    small["projector_patch_to_query_dict"] = {16: 4}
+
+
+def _states_for_layers(small: dict[str, Any], sizes: Any) -> None:
+    """Granite 4 Vision adds states of the tower to the inputs of deeper layers."""
+    last = sizes.num_layers - 1
+    small["deepstack_layer_map"] = [(-3, min(1, last)), (-2, min(2, last))]
+    places = range(len(small["spatial_target_layers"]))
+    small["spatial_target_layers"] = [min(place + 1, last) for place in places]
+
+
+def _shuffled_patches(small: dict[str, Any], sizes: Any) -> None:
+    """Llama 4's projector takes what of the tower's width the shuffle of pixels makes."""
+    vision = small["vision_config"]
+    times = round(1 / vision["pixel_shuffle_ratio"]) ** 2
+    vision["intermediate_size"] = sizes.width * times
+
+
 EXCEPTIONS: dict[str, tuple[Change, ...]] = {
+    "aria": (_queries_of_patches,),
+    "granite4_vision": (_states_for_layers,),
+    "llama4": (_shuffled_patches,),
+    "muse_glimmer": (_merged_patches,),
+    "muse_spark": (_merged_patches,),
     "gemma3n": (_soft_tokens,),
     "reformer": (_absolute_positions,),
 }

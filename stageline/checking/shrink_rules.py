@@ -11,6 +11,7 @@ NUM_HEADS = 4
 HEAD_DIM = 8  # more where rotary positions on a part of a head, or of three axes, ask for it
 VOCABULARY = 128
 MAX_POSITIONS = 128
+TOWER_DEPTH = 4
 PATCH, GRID = 4, 4  # pixels of a patch, patches of a row of a picture
 
 
@@ -78,6 +79,17 @@ def _of_width(value: int, told: Told, sizes: Sizes) -> int:
     """A width that is a multiple of the model's own."""
     own = told.get("hidden_size") or told.get("d_model") or value
     return sizes.width * max(1, round(value / own))
+
+
+def _inner(value: int, told: Told, sizes: Sizes) -> int:
+    """Twice the width; four times where it is so: towers that merge four patches rely on it."""
+    return sizes.width * (4 if value == 4 * (told.get("hidden_size") or 0) else 2)
+
+
+def _with_earlier_states(value: int, told: Told, sizes: Sizes) -> int:
+    """Of a tower: its width, and once more for each block whose states are handed out."""
+    blocks = told.get("intermediate_layers_indices") or ()
+    return sizes.width * (1 + min(len(blocks), TOWER_DEPTH - 1))
 
 
 def _of_width_a_head(value: int, told: Told, sizes: Sizes) -> int:
@@ -164,19 +176,21 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"attention_hidden_size", _of_width),
     (r"mamba_d_ssm", lambda value, told, sizes: 8 * _mamba_head(value, told, sizes)),
     (r"base_channels", _at_most(32)),
+    (r"output_proj_dims", _widths(1)),
     (r"hidden_sizes|output_channels|downsample_channels", _widths(1)),
     (r"(.*_)?(hidden_size(_global)?|hidden_dim|d_model|n_embd|dim_model|lru_width)", _widths(1)),
     (
         r"(emb|embed|embedding|output|input|projection|adapter_in|adapter_out)_(dim|size)",
         _widths(1),
     ),
+    (r"vision_output_dim", _with_earlier_states),
     (r"(.*_)?(output|input|projector_input|embedding|embed)_(dim|size)", _widths(1)),
     (
         r"(shared_|moe_|expert_|share_).*(intermediate_size|ffn_hidden_size|expert_dim)",
         _widths(0.5),
     ),
     (r"alignment_intermediate_size|merged_hidden_size", _widths(2)),
-    (r"(.*_)?intermediate_size(_mlp)?|(.*_)?ffn_(dim|hidden_size)", _widths(2)),
+    (r"(.*_)?intermediate_size(_mlp)?|(.*_)?ffn_(dim|hidden_size)", _inner),
     (r"n_inner|d_ff|dff|dim_ff|d_inner|mlp_dim|block_ff_dim|feed_forward_size", _widths(2)),
     (r"(q|kv|o)_lora_rank", _to(16)),
     (

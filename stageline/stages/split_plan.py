@@ -84,6 +84,11 @@ class SplitPlan:
     called_before: frozenset[str]
     seen: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def shared_names(self) -> frozenset[str]:
+        """Parameters that are read in several places, and may lie on several stages."""
+        return frozenset(name for name, places in self.owners.items() if len(places) > 1)
+
     def slots(self, border: int, *, has_pictures: bool) -> tuple[Slot, ...]:
         """What crosses a border, hidden states first, integers last."""
         borders = self.picture_borders if has_pictures else None

@@ -31,6 +31,16 @@ LACKING: dict[str, dict[str, Any]] = {
         "top_k_experts": 2,
         "moe_intermediate_size": 704,
     },
+    **dict.fromkeys(
+        (
+            *("minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni", "blip-2"),
+            *("instructblip", "chameleon", "emu3"),
+        ),
+        {"image_token_id": 1000},
+    ),
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense"] + ["sparse"] * 11},
+    "gemma4": {"vision_config": "gemma4_vision"},
+    "gemma4_unified": {"vision_config": "gemma4_unified_vision"},
     "granite4_vision": {"deepstack_layer_map": [[-6, 4], [-3, 8]], "downsample_rate": "1/2"},
     "hunyuan_vl_text": {
         "head_dim": 128,
@@ -83,6 +93,8 @@ def family_config(name: str) -> PretrainedConfig:
 def _complete(config: PretrainedConfig) -> None:
     for path, value in LACKING.get(config.model_type, {}).items():
         holder, _, name = path.rpartition(".")
+        if isinstance(value, str) and value in CONFIG_MAPPING:
+            value = CONFIG_MAPPING[value]()
         setattr(getattr(config, holder) if holder else config, name, value)
     for name, kinds in KINDS.get(config.model_type, {}).items():
         depth = config.num_hidden_layers
@@ -105,3 +117,24 @@ def _multiplier(name: str, value: object) -> object:
     if isinstance(value, list) and value and all(one == 1.0 for one in value):
         return [round(number + place / 8, 3) for place in range(len(value))]
     return number if isinstance(value, float) and value == 1.0 else None
+
+
+# names of the two lists that are no decoder one could split, with the reason
+_ENCODER_DECODER = "an encoder and a decoder: it makes no text without what the encoder read"
+NO_DECODER: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            *("florence2", "pix2struct", "t5gemma2", "udop", "vision-encoder-decoder"),
+            *("pp_formulanet",),
+        ),
+        _ENCODER_DECODER,
+    ),
+    **dict.fromkeys(("musicgen", "musicgen_melody"), "makes sounds from a text encoder's states"),
+    **dict.fromkeys(
+        ("gemma4_assistant", "gemma4_unified_assistant"),
+        "drafts for another model, whose keys and values it reads",
+    ),
+    "diffusion_gemma": "fills in a canvas of tokens in many steps, no next token",
+    "evolla": "reads proteins, no pictures",
+    "pi0": "makes actions of a robot, no text",
+}

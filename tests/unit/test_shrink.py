@@ -5,8 +5,9 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
-from stageline.checking.shrink import layer_period, shrink_config, special_tokens
+from stageline.checking.shrink import layer_period, shrink_config
 from stageline.errors import UserError
+from stageline.special_tokens import special_tokens
 from stageline.testing.family_configs import family_config
 
 
