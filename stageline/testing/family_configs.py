@@ -117,3 +117,24 @@ def _multiplier(name: str, value: object) -> object:
     if isinstance(value, list) and value and all(one == 1.0 for one in value):
         return [round(number + place / 8, 3) for place in range(len(value))]
     return number if isinstance(value, float) and value == 1.0 else None
+
+
+# names of the two lists that are no decoder one could split, with the reason
+_ENCODER_DECODER = "an encoder and a decoder: it makes no text without what the encoder read"
+NO_DECODER: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            *("florence2", "pix2struct", "t5gemma2", "udop", "vision-encoder-decoder"),
+            *("pp_formulanet",),
+        ),
+        _ENCODER_DECODER,
+    ),
+    **dict.fromkeys(("musicgen", "musicgen_melody"), "makes sounds from a text encoder's states"),
+    **dict.fromkeys(
+        ("gemma4_assistant", "gemma4_unified_assistant"),
+        "drafts for another model, whose keys and values it reads",
+    ),
+    "diffusion_gemma": "fills in a canvas of tokens in many steps, no next token",
+    "evolla": "reads proteins, no pictures",
+    "pi0": "makes actions of a robot, no text",
+}
