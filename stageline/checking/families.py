@@ -192,6 +192,10 @@ def make_family(
                 one.tie_word_embeddings = is_tied
         _fill(family, small, auto_class)
         family.whole.save_pretrained(folder)
+        # as one gets it: read again, values of buffers may come out otherwise
+        read = auto_class.from_pretrained(folder, dtype=family.dtype).train()
+        family.problem = _lost(family.whole, read)
+        family.whole = read
     except Exception as error:  # of some hundred models
         family.problem = told(error)
     return family
@@ -306,6 +310,19 @@ def _fill(family: Family, config: PretrainedConfig, auto_class: Any) -> None:
         family.is_tied = _is_tied(whole)
         return
     raise problem
+
+
+def _lost(saved: nn.Module, read: nn.Module) -> str:
+    """Says which weights the library itself does not read as it saved them; "" for none."""
+    values = dict(saved.named_parameters())
+    lost = [
+        name
+        for name, value in read.named_parameters()
+        if name not in values or not torch.equal(values[name], value)
+    ]
+    if not lost:
+        return ""
+    return f"from_pretrained of the library gives other weights than were saved: {', '.join(lost)}"
 
 
 def _is_tied(whole: Any) -> bool:
