@@ -85,6 +85,7 @@ def _rehearsed(whole: PreTrainedModel, run: Run, sizes: Sizes, takes_pictures: b
                 is_pixel=is_pixel,
                 sizes=sizes,
                 depth=getattr(text, "num_hidden_layers", None),
+                numbers=frozenset(_numbers(whole.config.to_dict())),
             )
         except UserError:
             raise
