@@ -49,7 +49,9 @@ BAD = ("WRONG", "crash")
 
 def build_stage(folder: Path, stage: int, num_stages: int, dtype: torch.dtype) -> torch.nn.Module:
     """A stage by the part of its architecture, filled from the folder by its own names."""
-    key = stage_key(load_config(str(folder)))
+    config = load_config(str(folder))
+    # the text model of a model that the library lists as a whole alone
+    key = stage_key(config) or "causal_lm"
     part = train_model_register[key]
     model, _, _ = part(
         config_path=str(folder),
@@ -74,6 +76,8 @@ def try_name(kind: str, name: str) -> list[Verdict]:
     found: dict[tuple[bool, int], Verdict] = {}
     for is_tied in (False, True):
         for verdict in try_family(config, KINDS[kind][0], build_stage, name=name, is_tied=is_tied):
+            if is_tied and verdict.said == "no model" and found:
+                continue  # its class refuses a tied head
             found.setdefault((verdict.is_tied, verdict.num_stages), verdict)
         if len({key[0] for key in found}) == 1 and is_tied is False and next(iter(found))[0]:
             break  # tied whatever is asked

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from stageline.checkpoint.init import DONE
 from stageline.errors import UserError
-from stageline.modules.pass_through import PassThrough
+from stageline.modules.pass_through import DONE, PassThrough
 from stageline.stages.rehearsal import Path
 from stageline.stages.split_plan import Slot, SplitPlan, Where, rebuild
 
@@ -44,7 +43,7 @@ class Absent(PassThrough):
         super().__init__()
         self.__dict__["original"] = original  # not a child: its weights are not here
         for name, child in kept.items():
-            self.add_module(name, child)
+            self._modules[name] = child
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -140,9 +139,7 @@ class Spliced:
     def splice(self, whole: nn.Module) -> None:
         """Drops from a whole model, in place, what this stage never reads."""
         own = {
-            name
-            for name, _ in whole.named_parameters(remove_duplicate=False)
-            if self.owns(name)
+            name for name, _ in whole.named_parameters(remove_duplicate=False) if self.owns(name)
         }
         self._hollow = ()
         self._keep(whole, "", own)
@@ -164,7 +161,7 @@ class Spliced:
                 continue
             here = prefix + leaf
             is_around = self.plan.layers == here or self.plan.layers.startswith(here + ".")
-            is_run = not self.is_first and here in self.plan.called_before
+            is_run = not self.is_first and _is_called(self.plan.called_before, here)
             if is_around or is_run or _is_below(own, here):
                 self._keep(child, here, own)
             else:
@@ -291,7 +288,10 @@ class Spliced:
             raise Cut
         is_end = index == self.plan.size - 1 and self.layers.start == self.plan.size
         if is_end:  # a stage of the head alone begins behind the last layer
-            outputs = {path: t for (_, path), t in _pairs(current.incoming, current.came)}
+            outputs = {
+                slot.places[0][1]: tensor
+                for slot, tensor in zip(current.incoming, current.came, strict=True)
+            }
             return _rebuild_output(self.plan.outputs[index], outputs)
         return rebuild(self.plan.outputs[index], lambda path: _zeros(reach(arguments, path)))
 
@@ -311,11 +311,15 @@ class Spliced:
         return arguments
 
 
-def _pairs(slots: Sequence[Slot], tensors: Tensors) -> list[tuple[tuple[Where, Path], torch.Tensor]]:
+def _pairs(
+    slots: Sequence[Slot], tensors: Tensors
+) -> list[tuple[tuple[Where, Path], torch.Tensor]]:
     return [(slot.places[0], tensor) for slot, tensor in zip(slots, tensors, strict=True)]
 
 
-def _rebuild_output(structure: Any, outputs: Mapping[Path, torch.Tensor], path: Path = ("o",)) -> Any:
+def _rebuild_output(
+    structure: Any, outputs: Mapping[Path, torch.Tensor], path: Path = ("o",)
+) -> Any:
     if path in outputs:
         return outputs[path]
     if structure[0] != "items":
@@ -324,6 +328,11 @@ def _rebuild_output(structure: Any, outputs: Mapping[Path, torch.Tensor], path: 
         _rebuild_output(one, outputs, (*path, index)) for index, one in enumerate(structure[2])
     ]
     return structure[1](items)
+
+
+def _is_called(names: frozenset[str], path: str) -> bool:
+    """Whether a module or one below it is called."""
+    return any(name == path or name.startswith(path + ".") for name in names)
 
 
 def _is_below(own: set[str], path: str) -> bool:

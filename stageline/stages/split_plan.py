@@ -163,8 +163,7 @@ def make_plan(
         seen = _seen(full.log, log)
         owners |= _owners(whole, name, full, only_read=True)
         picture_borders = tuple(
-            _slots(whole, full, k, around, sizes(pictures), without=blind)
-            for k in range(size + 1)
+            _slots(whole, full, k, around, sizes(pictures), without=blind) for k in range(size + 1)
         )
         before |= _called_before(blind)
         outputs = [_structure_of(call) for call in full.layers]
@@ -368,9 +367,7 @@ def _only_with_pictures(
     return found
 
 
-def _last_slots(
-    whole: nn.Module, watched: _Watched, sizes: Mapping[str, int]
-) -> tuple[Slot, ...]:
+def _last_slots(whole: nn.Module, watched: _Watched, sizes: Mapping[str, int]) -> tuple[Slot, ...]:
     """Behind the last layer: what of its output is read; a head alone begins with it."""
     last = next(i for i in reversed(range(len(watched.layers))) if watched.layers[i])
     call, slots = watched.layers[last], []
@@ -485,5 +482,3 @@ def _refusal(whole: nn.Module, reason: str) -> UserError:
         "compute what the whole model does. Train it on one GPU or with --dp-shard, or write a "
         "subclass of StageModel (docs/add_a_model.md)."
     )
-
-
