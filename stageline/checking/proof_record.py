@@ -151,9 +151,13 @@ def _prove(split: SplitToProve, mode: ProveMode, say: Callable[[str], None]) -> 
     _write(record, {"model": what, "reference": reference, "loss": proof.loss, "facts": facts,
                     "gradient": proof.gradient, "dtype": proof.dtype})  # fmt: skip
     say(
-        f"the split of {what}, equals {reference} in loss (within {proof.loss:.0e}) and every "
-        f"gradient (within {proof.gradient:.0e} of the largest): {seconds:.1f} s, recorded"
+        f"the split of {what}, equals {reference} in loss ({_apart(proof.loss)}) and every "
+        f"gradient ({_apart(proof.gradient)}): {seconds:.1f} s, recorded"
     )
+
+
+def _apart(share: float) -> str:
+    return "to the bit" if share == 0 else f"within {share:.0e} of the largest"
 
 
 def _say_unproven(error: Exception, say: Callable[[str], None]) -> None:
