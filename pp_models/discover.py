@@ -6,6 +6,7 @@ whose layers are called in a row.
 """
 
 import functools
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from stageline.errors import UserError
+from stageline.stages.example_batch import image_token, picture_batch
 from stageline.stages.rehearsal import stand_ins
 from stageline.stages.split_plan import SplitPlan, make_plan
 
@@ -80,7 +82,7 @@ def _rehearsed(whole: PreTrainedModel, run: Run, sizes: Sizes, takes_pictures: b
                 whole,
                 functools.partial(run, whole),
                 text_batch(whole.config),
-                pictures=picture_batch(whole) if takes_pictures else None,
+                pictures=pictured_batch(whole, sizes) if takes_pictures else None,
                 is_pixel=is_pixel,
                 sizes=sizes,
                 depth=getattr(text, "num_hidden_layers", None),
@@ -116,21 +118,13 @@ def is_pixel(name: str) -> bool:
     return name.startswith("pixel_")
 
 
-def image_token_of(config: PretrainedConfig) -> int | None:
-    """The id of the token that stands for a picture's features; None: there is none."""
-    for name in ("image_token_id", "image_token_index"):
-        if isinstance(getattr(config, name, None), int):
-            return getattr(config, name)
-    return None
-
-
 def sizes_of(config: PretrainedConfig | None, batch: Batch) -> dict[str, int]:
     """Rows, tokens, their product and image tokens of a micro-batch."""
     rows, tokens = batch["input_ids"].shape
     sizes = {"B": rows, "T": tokens, "BT": rows * tokens}
-    image_token = None if config is None else image_token_of(config)
-    if image_token is not None:
-        sizes["N"] = int((batch["input_ids"] == image_token).sum())
+    token = None if config is None else image_token(config)
+    if token is not None:
+        sizes["N"] = int((batch["input_ids"] == token).sum())
     return sizes
 
 
@@ -152,43 +146,24 @@ def text_batch(config: PretrainedConfig) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.tensor(ids)[places].view(rows, tokens), "attention_mask": mask}
 
 
-def picture_batch(whole):
-    from pp_models.placeholder_image import placeholder_inputs
-    import inspect
-    config = whole.config
-    inputs = placeholder_inputs(config, dtype=whole.dtype, device=torch.device("cpu"))
-    if "image_grid_thw" in inputs:
-        inputs = {
-            "pixel_values": torch.cat([inputs["pixel_values"]] * 7),
-            "image_grid_thw": inputs["image_grid_thw"] * torch.tensor([1, 1, 7]),
-        }
-    with torch.no_grad():
-        if config.model_type == "mllama":
-            count = 1
-        else:
-            found = whole.base_model.get_image_features(**inputs)
-            found = getattr(found, "pooler_output", found)
-            found = torch.cat(list(found)) if isinstance(found, (list, tuple)) else found
-            count = found.reshape(-1, found.shape[-1]).shape[0]
-    batch = text_batch(config)
-    ids = batch["input_ids"]
-    token = image_token_of(config)
-    images = torch.full((ids.shape[0], count), ids[0, 0])
-    images[0] = token
-    ids = torch.cat([ids[:, :2], images, ids[:, 2:]], 1)
-    numbers = set(_numbers(config.to_dict())) | {count}
-    while ids.shape[1] in numbers or ids.numel() in numbers:
-        ids = torch.cat([ids, ids[:, -1:]], 1)
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **inputs}
-    names = inspect.signature(whole.forward).parameters
-    for name in ("token_type_ids", "mm_token_type_ids"):
-        if name in names:
-            batch[name] = (ids == token).long()
-    if config.model_type == "mllama":
-        for name in ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"):
-            batch[name] = batch[name].expand(ids.shape[0], *batch[name].shape[1:])
-        batch["cross_attention_mask"] = torch.ones(*ids.shape, 1, config.vision_config.max_num_tiles, dtype=torch.long)
-    return batch
+def pictured_batch(whole: PreTrainedModel, sizes: Sizes) -> Batch:
+    """A micro-batch with pictures in its first row; its sizes stand nowhere in the configuration.
+
+    Raises:
+        UserError: it is not known what pictures the model takes.
+    """
+    numbers = set(_numbers(whole.config.to_dict()))
+    rows = next(one for one in _ROWS if one not in numbers)
+    for count, longer in itertools.product(range(2, 8), (0, 1, 2, 3, 5, 8, 13, 21)):
+        pictures = (count, *[0] * (rows - 1))
+        with torch.no_grad():
+            batch = picture_batch(
+                whole.config, whole, rows=pictures, dtype=whole.dtype, longer=longer
+            )
+        found = list(sizes(batch).values())
+        if len(set(found)) == len(found) and numbers.isdisjoint(found):
+            return batch
+    raise AssertionError("no sizes are left that the configuration does not name")
 
 
 def _numbers(value: Any) -> Any:

@@ -10,12 +10,13 @@ from torch import nn
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from pp_models.causal_lm import CausalLMStage, add_family, run_whole
-from pp_models.discover import image_token_of, is_pixel, plan_of
+from pp_models.discover import is_pixel, plan_of
 from pp_models.packing import is_packed, multimodal_positions
 from pp_models.placeholder_image import run_placeholder
 from pp_models.vision_stages import VisionStages
 from register import train_model_register
 from stageline.model_folder import load_config
+from stageline.stages.example_batch import image_token
 from stageline.stages.split_plan import SplitPlan
 
 Batch = dict[str, torch.Tensor]
@@ -30,8 +31,8 @@ class VisionLanguageStage(VisionStages, CausalLMStage):
         return plan_of(whole, run_whole, kind="logits", sizes=self.sizes, takes_pictures=True)
 
     def has_pictures(self, batch: Batch) -> bool:
-        image_token = image_token_of(self.config)
-        return image_token is not None and bool((batch["input_ids"] == image_token).any())
+        token = image_token(self.config)
+        return token is not None and bool((batch["input_ids"] == token).any())
 
     def model_inputs(self, batch: Batch) -> Batch:
         inputs = super().model_inputs(batch)

@@ -25,7 +25,7 @@ from transformers import PretrainedConfig
 
 import stageline
 from stageline import progress
-from stageline.checking.batches import random_batches
+from stageline.checking.families import make_batches
 from stageline.checking.proof import (
     CannotRun,
     Proof,
@@ -33,23 +33,20 @@ from stageline.checking.proof import (
     shown,
     tiny_partition,
 )
-from stageline.checking.shrink import layer_period, shrink_config, special_tokens
+from stageline.checking.shrink import layer_period, shrink_config
 from stageline.checking.whole_model import has_images, library_class, save_config
 from stageline.checkpoint.quiet import quiet
 from stageline.checkpoint.together import Ranks
-from stageline.data.batch import IGNORE
 from stageline.errors import UserError
 from stageline.model_folder import load_config
 from stageline.pipeline.partition import stage_layers
 from stageline.pipeline.stage_passes import MicroBatch
-from stageline.stages.example_batch import picture_batch
 
 ProveMode = Literal["auto", "always", "never"]
 MODE = "STAGELINE_PROVE_SPLIT"  # stands for auto: never, where many short runs start
 CACHE = "STAGELINE_CACHE"  # the folder for what can be made again; default: ~/.cache/stageline
 # what a split is made of; below the folder of the package, or beside it
-CODE = ("stages/*.py", "modules/pass_through.py", "checking/proof*.py", "checking/shrink*.py",
-        "checking/layer_kinds.py")  # fmt: skip
+CODE = ("stages/*.py", "checking/*.py", "modules/pass_through.py")
 VERSIONS = ("torch", "transformers")
 MOST_WEIGHTS = 20_000_000  # of a copy; a user's own configuration may not have become small
 
@@ -238,21 +235,8 @@ def _compare(
 def example_batches(
     config: PretrainedConfig, whole: nn.Module, dtype: torch.dtype
 ) -> list[MicroBatch]:
-    """Two micro-batches of text and, of a model with a tower, one with pictures."""
-    batches = random_batches(config, num_micro_batches=2, seed=0)
-    if has_images(config):
-        batches.append(with_labels(picture_batch(config, _library_of(whole), dtype=dtype), config))
-    return batches
-
-
-def with_labels(batch: MicroBatch, config: PretrainedConfig) -> MicroBatch:
-    """Every token is learnt that is neither special nor padding."""
-    ids = batch["input_ids"]
-    special = torch.tensor(sorted(special_tokens(config)), dtype=ids.dtype)
-    keep = ~torch.isin(ids, special)
-    if "attention_mask" in batch:
-        keep &= batch["attention_mask"].bool()
-    return {**batch, "labels": torch.where(keep, ids, IGNORE)}
+    """Micro-batches of text, padded and full; with a tower also of many pictures, none and some."""
+    return make_batches(_library_of(whole), "vision" if has_images(config) else "text", dtype)
 
 
 def _library_of(whole: nn.Module) -> nn.Module:

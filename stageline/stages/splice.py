@@ -44,7 +44,7 @@ class Absent(PassThrough):
         super().__init__()
         self.__dict__["original"] = original  # not a child: its weights are not here
         for name, child in kept.items():
-            self.add_module(name, child)
+            self._modules[name] = child
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -164,7 +164,7 @@ class Spliced:
                 continue
             here = prefix + leaf
             is_around = self.plan.layers == here or self.plan.layers.startswith(here + ".")
-            is_run = not self.is_first and here in self.plan.called_before
+            is_run = not self.is_first and _is_called(self.plan.called_before, here)
             if is_around or is_run or _is_below(own, here):
                 self._keep(child, here, own)
             else:
@@ -324,6 +324,11 @@ def _rebuild_output(structure: Any, outputs: Mapping[Path, torch.Tensor], path: 
         _rebuild_output(one, outputs, (*path, index)) for index, one in enumerate(structure[2])
     ]
     return structure[1](items)
+
+
+def _is_called(names: frozenset[str], path: str) -> bool:
+    """Whether a module or one below it is called."""
+    return any(name == path or name.startswith(path + ".") for name in names)
 
 
 def _is_below(own: set[str], path: str) -> bool:
