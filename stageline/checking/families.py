@@ -277,7 +277,8 @@ def make_batches(whole: Any, kind: str, dtype: torch.dtype) -> list[MicroBatch]:
 
 def _text_batch(config: PretrainedConfig, length: int, padding: int, *, seed: int) -> MicroBatch:
     text, special = config.get_text_config(decoder=True), special_tokens(config)
-    letters = torch.tensor([one for one in range(3, text.vocab_size) if one not in special])
+    most = getattr(text, "unpadded_vocab_size", None) or text.vocab_size
+    letters = torch.tensor([one for one in range(3, most) if one not in special])
     generator = torch.Generator().manual_seed(seed)
     ids = letters[torch.randint(len(letters), (2, length), generator=generator)]
     mask = torch.ones_like(ids)

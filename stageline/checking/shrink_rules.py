@@ -221,5 +221,6 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"num_position_embeddings|num_patches|position_embedding_size", _to(GRID * GRID)),
     (r"pos_emb_(height|width)|posemb_grid_size", _to(GRID)),
     (r"mm_tokens_per_image|num_query_tokens|.*n(um)?_latents|latent_query_num", _at_most(4)),
+    (r"vision_soft_tokens_per_image", _to(GRID * GRID)),
     (r"resampler_depth|num_global_layers", _at_most(2)),
 )

@@ -180,7 +180,8 @@ class _Writer:
         text = config.get_text_config(decoder=True)
         special = special_tokens(config)
         offset = getattr(getattr(config, "vision_config", None), "vocab_offset", None)
-        most = min(offset or text.vocab_size, text.vocab_size, TEXT_IDS)
+        known = getattr(text, "unpadded_vocab_size", None) or text.vocab_size
+        most = min(offset or known, known, TEXT_IDS)
         self.letters = torch.tensor([one for one in range(3, most) if one not in special])
         self.generator = generator
         self.image = image_token(config)

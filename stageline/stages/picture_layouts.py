@@ -235,6 +235,10 @@ def _whole_pictures(order: Order, names: frozenset[str]) -> Iterator[Batch]:
 def _bare_patches(order: Order) -> Iterator[Batch]:
     """Patches for a tower that is one projection, or that folds each patch into one token."""
     vision = order.vision
+    tokens = getattr(order.config, "vision_soft_tokens_per_image", None)
+    if tokens is not None:  # the size is the other library's: 48 pixels a token in each direction
+        side = 48 * int(tokens**0.5)
+        yield {"pixel_values": order.fill(order.num_images, 3, side, side)}
     if not hasattr(vision, "patch_size"):
         return
     side, frames = _one(vision.patch_size), getattr(vision, "temporal_patch_size", 1)

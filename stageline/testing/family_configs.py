@@ -38,7 +38,10 @@ LACKING: dict[str, dict[str, Any]] = {
         ),
         {"image_token_id": 1000},
     ),
-    "deepseek_ocr2_text": {"mlp_layer_types": ["dense"] + ["sparse"] * 11},
+    "deepseek_ocr2_text": {
+        "mlp_layer_types": ["dense"] + ["sparse"] * 11,
+        "num_experts_per_tok": 6,
+    },
     "gemma4": {"vision_config": "gemma4_vision"},
     "gemma4_unified": {"vision_config": "gemma4_unified_vision"},
     "granite4_vision": {"deepstack_layer_map": [[-6, 4], [-3, 8]], "downsample_rate": "1/2"},
@@ -119,7 +122,7 @@ def _multiplier(name: str, value: object) -> object:
     return number if isinstance(value, float) and value == 1.0 else None
 
 
-# names of the two lists that are no decoder one could split, with the reason
+# names that are not tried, with the reason: most are no decoder that one could split
 _ENCODER_DECODER = "an encoder and a decoder: it makes no text without what the encoder read"
 NO_DECODER: dict[str, str] = {
     **dict.fromkeys(
@@ -136,5 +139,18 @@ NO_DECODER: dict[str, str] = {
     ),
     "diffusion_gemma": "fills in a canvas of tokens in many steps, no next token",
     "evolla": "reads proteins, no pictures",
+    **dict.fromkeys(
+        ("chameleon", "emu3"),
+        "its tokens of pictures are named by the map of a real vocabulary, which no "
+        "configuration has by default",
+    ),
+    **dict.fromkeys(("fast_vlm", "perception_lm"), "its tower is made by timm, not installed here"),
+    **dict.fromkeys(
+        ("blip", "git", "idefics", "kosmos-2", "kosmos-2.5"),
+        "pictures have no tokens in the text: each row has one, before it or beside it",
+    ),
+    **dict.fromkeys(
+        ("blip-2", "instructblip", "instructblipvideo"), "takes no row without a picture"
+    ),
     "pi0": "makes actions of a robot, no text",
 }
