@@ -15,7 +15,7 @@ from pp_models.attention import cache_off, refused_attention
 from pp_models.base import StageModel
 from pp_models.discover import ModelPaths, find_paths, plan_of, sizes_of
 from pp_models.packing import is_packed, without_masks
-from pp_models.prompt_pieces import can_be_cut
+from pp_models.prompt_pieces import can_be_cut, keeps_keys_and_values
 from pp_models.router_loss import FLAG, RouterLoss, find_router_loss
 from register import train_model_register
 from stageline.model_folder import has_trusted_code
@@ -58,6 +58,7 @@ class CausalLMStage(Spliced, StageModel):
         self.plan = self.find_plan(whole)
         super().__init__(config, dtype=dtype, **stage_kwargs)
         self.paths = self.find_paths(whole)
+        self.can_decode = self.can_decode and keeps_keys_and_values(whole, self.plan)
         config_asks = bool(getattr(self.text_config, FLAG, False))
         asks = config_asks if output_router_logits is None else output_router_logits
         self.router_loss: RouterLoss | None = None

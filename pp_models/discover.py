@@ -47,8 +47,8 @@ Batch = Mapping[str, torch.Tensor]
 Run = Callable[[PreTrainedModel, Batch], object]
 Sizes = Callable[[Batch], dict[str, int]]
 _PLANS: dict[str, SplitPlan] = {}
-_ROWS = (3, 5, 7, 11, 13)
-_TOKENS = (17, 19, 23, 29, 31, 37, 41, 43)
+_ROWS = range(3, 500)
+_TOKENS = range(17, 500)
 
 
 def plan_of(
@@ -74,29 +74,32 @@ def plan_of(
 
 
 def _rehearsed(whole: PreTrainedModel, run: Run, sizes: Sizes, takes_pictures: bool) -> SplitPlan:
-    text = whole.config.get_text_config(decoder=True)
-    with stand_ins(whole), _plain_attention(whole):
-        try:
-            return make_plan(
+    dtype = whole.dtype
+    try:
+        with stand_ins(whole, dtype=dtype) as used, _plain_attention(whole):
+            plan = make_plan(
                 whole,
                 functools.partial(run, whole),
                 text_batch(whole.config),
                 pictures=pictured_batch(whole, sizes) if takes_pictures else None,
                 is_pixel=is_pixel,
                 sizes=sizes,
-                depth=getattr(text, "num_hidden_layers", None),
+                depth=getattr(
+                    whole.config.get_text_config(decoder=True), "num_hidden_layers", None
+                ),
                 numbers=frozenset(_numbers(whole.config.to_dict())),
             )
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(
-                f"{type(whole).__name__} ({whole.config.model_type}) cannot be split over stages: "
-                f"a forward pass without weights ended in {type(error).__name__}: "
-                f"{str(error).splitlines()[0] if str(error) else ''}. One was expected to run, "
-                "because by it layers and what crosses borders are found. Train it on one GPU, or "
-                "write a subclass of StageModel (docs/add_a_model.md)."
-            ) from error
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{type(whole).__name__} ({whole.config.model_type}) cannot be split over stages: "
+            f"a forward pass without weights ended in {type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else ''}. One was expected to run, "
+            "because by it layers and what crosses borders are found. Train it on one GPU, or "
+            "write a subclass of StageModel (docs/add_a_model.md)."
+        ) from error
+    return plan.in_dtype(dtype, used)
 
 
 @contextmanager
@@ -132,7 +135,7 @@ def text_batch(config: PretrainedConfig) -> dict[str, torch.Tensor]:
     """A micro-batch of text whose numbers of rows and tokens stand nowhere in the configuration."""
     numbers = set(_numbers(config.to_dict()))
     rows = next(one for one in _ROWS if one not in numbers)
-    tokens = next(one for one in _TOKENS if not numbers & {one, rows * one})
+    tokens = next(one for one in _TOKENS if one != rows and not numbers & {one, rows * one})
     text = config.get_text_config(decoder=True)
     special = {
         value

@@ -1,11 +1,17 @@
-"""Which models may read a prompt of text in pieces, each on the keys and values of those before.
+"""Which models answer on a cache, and which may read a prompt of text in pieces.
+
+Pieces are each read on the keys and values of those before.
 
 The list names what the tests compare with the library, piece by piece. Any other decoder reads its
 prompts whole: a class may keep more than keys and values between passes, or look ahead, and nothing
 in its configuration need say so.
 """
 
-from transformers import PretrainedConfig
+import inspect
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+from stageline.stages.split_plan import SplitPlan
 
 READ_IN_PIECES = frozenset(
     {
@@ -17,6 +23,22 @@ READ_IN_PIECES = frozenset(
 )
 # what a token sees then depends on the tokens before it alone
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+def keeps_keys_and_values(whole: PreTrainedModel, plan: SplitPlan) -> bool:
+    """Whether keys and values are all that a stage has to remember of the tokens so far.
+
+    Not where layers keep a state (Mamba, convolutions), take no positions, or where stages need
+    more of each other than hidden states: a token of an answer then reads its whole row anew.
+    """
+    takes = inspect.signature(type(whole.base_model).forward).parameters
+    kinds = set(getattr(whole.config.get_text_config(decoder=True), "layer_types", None) or ())
+    return (
+        not getattr(whole, "_is_stateful", False)
+        and {"past_key_values", "position_ids"} <= set(takes)
+        and kinds <= LAYER_TYPES
+        and all(len(slots) == 1 for slots in plan.borders)
+    )
 
 
 def can_be_cut(config: PretrainedConfig) -> bool:

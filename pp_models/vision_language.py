@@ -127,6 +127,18 @@ add_vision_family("llava_next", VisionLanguageStage, ("llava_next",))
 add_vision_family("qwen2_vl", VisionLanguageStage, ("qwen2_vl",))
 add_vision_family("qwen2_5_vl", VisionLanguageStage, ("qwen2_5_vl",))
 add_vision_family("qwen3_vl", VisionLanguageStage, ("qwen3_vl",))
+for _key in (
+    "aya_vision",
+    "gemma4",
+    "glm4v",
+    "idefics2",
+    "llava_onevision",
+    "mistral3",
+    "paligemma",
+    "qwen3_5",
+    "qwen3_vl_moe",
+):
+    add_vision_family(_key, VisionLanguageStage, (_key,))
 # first: export.py takes the first key that serves a folder
 add_vision_family("smolvlm", VisionLanguageStage, ("smolvlm",))
 add_vision_family("idefics3", VisionLanguageStage, ("idefics3", "smolvlm"))

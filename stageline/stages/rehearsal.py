@@ -8,6 +8,7 @@ A tensor that depends on a weight is called tainted. What is not tainted follows
 alone, and every stage makes it itself.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 # they read the shape, dtype and device of a tensor argument, not its values
 _SHAPE_ONLY = ("_like", "aten::new_")
+FAKE_DTYPE = torch.bfloat16  # grouped products of experts know no other without values
 _SMALL = 5_000_000  # numbers; a model with fewer is rehearsed for real
 Path = tuple[Any, ...]
 Identity = tuple[Any, ...]
@@ -177,16 +179,21 @@ def _watch(module: nn.Module, name: str, watched: Rehearsal) -> tuple[Any, Any]:
 
 
 @contextmanager
-def stand_ins(whole: nn.Module, *, is_fake: bool | None = None) -> Iterator[None]:
+def stand_ins(
+    whole: nn.Module, *, dtype: torch.dtype, is_fake: bool | None = None
+) -> Iterator[torch.dtype]:
     """Gives a model on meta weights that it can run with, and takes them away again.
 
     What is tied stays tied. Numbers in the batch stay real, so code that asks for their values can.
+    Yields the dtype that the model runs in.
 
     Args:
+        dtype: of the model; fake weights have FAKE_DTYPE in its place, which all kernels know.
         is_fake: whether they have shapes only; None: those of a large model.
     """
     count = sum(weight.numel() for weight in whole.parameters())
-    make = _fake_maker() if (count > _SMALL if is_fake is None else is_fake) else _make_real
+    is_fake = count > _SMALL if is_fake is None else is_fake
+    make = _fake_maker(dtype) if is_fake else _make_real
     made: dict[int, torch.Tensor] = {}
     put: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     for module in whole.modules():
@@ -197,9 +204,13 @@ def stand_ins(whole: nn.Module, *, is_fake: bool | None = None) -> Iterator[None
                         made[id(value)] = make(value)
                     put.append((holder, name, value))
                     holder[name] = made[id(value)]
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # what fails is told by an exception
     try:
-        yield
+        yield FAKE_DTYPE if is_fake else dtype
     finally:
+        log.setLevel(level)
         for holder, name, value in put:
             holder[name] = value
 
@@ -210,14 +221,15 @@ def _make_real(meta: torch.Tensor) -> torch.Tensor:
     return torch.full(meta.shape, value, dtype=meta.dtype, device="cpu")
 
 
-def _fake_maker() -> Callable[[torch.Tensor], torch.Tensor]:
+def _fake_maker(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def make(meta: torch.Tensor) -> torch.Tensor:
         with mode:
-            return torch.empty(meta.shape, dtype=meta.dtype, device="cpu")
+            of = FAKE_DTYPE if meta.dtype == dtype else meta.dtype
+            return torch.empty(meta.shape, dtype=of, device="cpu")
 
     return make
 

@@ -105,6 +105,21 @@ class SplitPlan:
         borders = self.picture_borders if has_pictures else None
         return (borders or self.borders)[border]
 
+    def in_dtype(self, dtype: torch.dtype, rehearsed: torch.dtype) -> "SplitPlan":
+        """The same plan for a model of another dtype than that of its rehearsal."""
+
+        def changed(borders: tuple[tuple[Slot, ...], ...]) -> tuple[tuple[Slot, ...], ...]:
+            return tuple(
+                tuple(
+                    replace(slot, dtype=dtype) if slot.dtype == rehearsed else slot
+                    for slot in slots
+                )
+                for slots in borders
+            )
+
+        pictures = None if self.picture_borders is None else changed(self.picture_borders)
+        return replace(self, borders=changed(self.borders), picture_borders=pictures)
+
 
 @dataclass
 class _Watched:
