@@ -1,8 +1,8 @@
 """The train_model parts: stage models and the functions that build and fill one stage.
 
 `base.py` has the contract, `causal_lm.py` every decoder, `vision_language.py` every model with a
-vision tower, `gemma3_vision.py` Gemma3, `cross_attention.py` those whose layers attend to images (Mllama), `reward.py` reward
-models. A new architecture is a subclass: see docs/add_a_model.md.
+vision tower, `gemma3_vision.py` Gemma3, `cross_attention.py` those whose layers attend to images
+(Mllama), `reward.py` reward models. A new architecture is a subclass: see docs/add_a_model.md.
 """
 
 from pp_models.base import StageModel

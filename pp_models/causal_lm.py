@@ -154,12 +154,14 @@ class CausalLMStage(Spliced, StageModel):
         return (*floats, *routers, *others)
 
     def has_pictures(self, batch: Batch) -> bool:
-        """Whether there is a picture in the micro-batch; by the token ids, which all stages have."""
+        """Whether the micro-batch has a picture; by its token ids, which all stages have."""
         return False
 
     def _brings_pictures(self, came: Tensors, batch: Batch) -> bool:
         """By what came, where that tells; by the micro-batch elsewhere."""
-        counts = [len(self.plan.slots(self.layers.start, has_pictures=has)) for has in (False, True)]
+        counts = [
+            len(self.plan.slots(self.layers.start, has_pictures=has)) for has in (False, True)
+        ]
         if came and counts[0] != counts[1]:
             return len(came) == counts[1]
         return self.has_pictures(batch)

@@ -6,7 +6,6 @@ whose layers are called in a row.
 """
 
 import functools
-import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -86,6 +85,7 @@ def _rehearsed(whole: PreTrainedModel, run: Run, sizes: Sizes, takes_pictures: b
                 is_pixel=is_pixel,
                 sizes=sizes,
                 depth=getattr(text, "num_hidden_layers", None),
+                numbers=frozenset(_numbers(whole.config.to_dict())),
             )
         except UserError:
             raise
@@ -130,7 +130,7 @@ def sizes_of(config: PretrainedConfig | None, batch: Batch) -> dict[str, int]:
 
 def text_batch(config: PretrainedConfig) -> dict[str, torch.Tensor]:
     """A micro-batch of text whose numbers of rows and tokens stand nowhere in the configuration."""
-    numbers = {value for value in _numbers(config.to_dict())}
+    numbers = set(_numbers(config.to_dict()))
     rows = next(one for one in _ROWS if one not in numbers)
     tokens = next(one for one in _TOKENS if not numbers & {one, rows * one})
     text = config.get_text_config(decoder=True)
@@ -154,16 +154,25 @@ def pictured_batch(whole: PreTrainedModel, sizes: Sizes) -> Batch:
     """
     numbers = set(_numbers(whole.config.to_dict()))
     rows = next(one for one in _ROWS if one not in numbers)
-    for count, longer in itertools.product(range(2, 8), (0, 1, 2, 3, 5, 8, 13, 21)):
+    for count in range(2, 9):
         pictures = (count, *[0] * (rows - 1))
         with torch.no_grad():
-            batch = picture_batch(
-                whole.config, whole, rows=pictures, dtype=whole.dtype, longer=longer
-            )
-        found = list(sizes(batch).values())
-        if len(set(found)) == len(found) and numbers.isdisjoint(found):
-            return batch
+            batch = picture_batch(whole.config, whole, rows=pictures, dtype=whole.dtype)
+        for _ in range(32):
+            found = list(sizes(batch).values())
+            if len(set(found)) == len(found) and numbers.isdisjoint(found):
+                return batch
+            batch = _longer(batch)
     raise AssertionError("no sizes are left that the configuration does not name")
+
+
+def _longer(batch: Batch) -> Batch:
+    """With one more token of text in each row."""
+    shape = batch["input_ids"].shape
+    return {
+        name: torch.cat([value, value[:, -1:]], dim=1) if value.shape[:2] == shape else value
+        for name, value in batch.items()
+    }
 
 
 def _numbers(value: Any) -> Any:
@@ -236,7 +245,9 @@ def _outermost(whole: nn.Module, known: tuple[str, ...]) -> list[str]:
                 visit(child, here)
             elif not isinstance(child, PreTrainedModel):  # an audio tower, say
                 found.append(here)
-        found.extend(prefix + name for name in module._parameters if module._parameters[name] is not None)
+        found.extend(
+            prefix + name for name in module._parameters if module._parameters[name] is not None
+        )
 
     visit(whole, "")
     return found

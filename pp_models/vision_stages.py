@@ -129,7 +129,9 @@ class VisionStages:
     def get_batch_input(self, batch: Batch) -> Tensors:
         if self.stage == 0 or not self.vision_stages or self.stage > self.vision_stages:
             return super().get_batch_input(batch)
-        return self._tower_border(self.images.hidden_shape(batch), max(1, self.images.num_tokens(batch)))
+        return self._tower_border(
+            self.images.hidden_shape(batch), max(1, self.images.num_tokens(batch))
+        )
 
     def _tower_border(self, hidden_shape: tuple[int, ...], num_features: int) -> Tensors:
         """Hidden states of the tower, or image features; and the features that branched off."""

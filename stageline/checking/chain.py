@@ -81,7 +81,7 @@ def _forward(
     watch: Watch | None = None,
 ) -> torch.Tensor:
     tensors: Tensors = (batch["input_ids"],)
-    for passes in chain:
+    for number, passes in enumerate(chain):
         own = batch if passes.model.stage == 0 else drop_pixels(batch)
         is_last = passes.model.is_last
         loss_of = (lambda output, own=own: loss_fn(output, own)) if is_last else None
@@ -90,7 +90,7 @@ def _forward(
         if not is_last:
             _check(made, batch_output(passes.model, own))
             if watch is not None:
-                watch(passes.model.stage, made)
+                watch(number, made)
         # a network copies; here a view of one stage's output is not to be another's input
         tensors = tuple(value.detach().clone() for value in made)
     return tensors[0]

@@ -130,7 +130,7 @@ def _randomise(whole: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def _copy_weights(whole: nn.Module, stages: Sequence[Any]) -> None:
-    values = dict(whole.named_parameters(remove_duplicate=False))
+    values: dict[str, torch.Tensor] = dict(whole.named_parameters(remove_duplicate=False))
     values |= dict(whole.named_buffers(remove_duplicate=False))
     for stage in stages:
         for name, parameter in stage.named_parameters():
@@ -246,8 +246,8 @@ def _gradient_gaps(found: _Run, expected: _Run, scale: float) -> dict[str, float
     for name in dict.fromkeys((*expected.gradients, *found.gradients)):
         one, other = found.gradients.get(name), expected.gradients.get(name)
         if one is None or other is None:
-            there = other if one is None else one
-            gaps[name] = there.abs().max().item() / scale
+            there = [value for value in (one, other) if value is not None]
+            gaps[name] = there[0].abs().max().item() / scale
         else:
             gaps[name] = _apart(one, other, scale)
     return gaps

@@ -23,7 +23,6 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-import stageline
 from stageline import progress
 from stageline.checking.families import make_batches
 from stageline.checking.proof import (
@@ -104,8 +103,8 @@ def prove_split(
     """
     if split.num_stages == 1:
         return
-    if mode == "auto":
-        mode = os.environ.get(MODE, mode)
+    if mode == "auto" and os.environ.get(MODE) == "never":
+        mode = "never"
     if mode == "never":
         if ranks.rank == 0:
             say(
@@ -152,9 +151,13 @@ def _prove(split: SplitToProve, mode: ProveMode, say: Callable[[str], None]) -> 
     _write(record, {"model": what, "reference": reference, "loss": proof.loss, "facts": facts,
                     "gradient": proof.gradient, "dtype": proof.dtype})  # fmt: skip
     say(
-        f"the split of {what}, equals {reference} in loss (within {proof.loss:.0e}) and every "
-        f"gradient (within {proof.gradient:.0e} of the largest): {seconds:.1f} s, recorded"
+        f"the split of {what}, equals {reference} in loss ({_apart(proof.loss)}) and every "
+        f"gradient ({_apart(proof.gradient)}): {seconds:.1f} s, recorded"
     )
+
+
+def _apart(share: float) -> str:
+    return "to the bit" if share == 0 else f"within {share:.0e} of the largest"
 
 
 def _say_unproven(error: Exception, say: Callable[[str], None]) -> None:
@@ -326,7 +329,7 @@ def _name_of(facts: Mapping[str, Any]) -> str:
 
 def _code_of(part: Callable[..., Any]) -> str:
     """A sum of the code that splits: the engine's, the shelf's, and the part's own file."""
-    package = Path(stageline.__file__).parent
+    package = Path(__file__).resolve().parents[1]
     files = {file for pattern in CODE for file in package.glob(pattern)}
     owner = getattr(part, "__self__", None)
     for one in (part, *(owner.__mro__ if isinstance(owner, type) else ())):

@@ -96,7 +96,7 @@ def _is_quantised(model: nn.Module, name: str) -> bool:
 
 def names_of_stage(model: Any) -> StageNames:
     """What a stage model says."""
-    key_map = getattr(model, "get_key_map_without_last_lora", dict)()
+    key_map: dict[str, str] = getattr(model, "get_key_map_without_last_lora", dict)()
     return StageNames(
         stage=model.stage,
         model=type(model).__name__,
@@ -210,7 +210,9 @@ def _other_shapes(stages: Sequence[StageNames], whole: Names | None) -> list[str
     faults = []
     for one in stages:
         for name, shape in one.held.shapes.items():
-            other = shape if shape is None else expected.setdefault(name, shape)
+            if shape is None:
+                continue
+            other = expected.setdefault(name, shape)
             if shape != other:
                 faults.append(f"{name} {list(shape)} on stage {one.stage}, else {list(other)}")
     return [f"{len(faults)} of another shape ({_examples(faults)})"] if faults else []

@@ -222,8 +222,6 @@ def _fake_maker() -> Callable[[torch.Tensor], torch.Tensor]:
     return make
 
 
-
-
 # -- nested values -----------------------------------------------------------------------------
 
 

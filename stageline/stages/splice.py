@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from stageline.checkpoint.init import DONE
 from stageline.errors import UserError
-from stageline.modules.pass_through import PassThrough
+from stageline.modules.pass_through import DONE, PassThrough
 from stageline.stages.rehearsal import Path
 from stageline.stages.split_plan import Slot, SplitPlan, Where, rebuild
 
@@ -140,9 +139,7 @@ class Spliced:
     def splice(self, whole: nn.Module) -> None:
         """Drops from a whole model, in place, what this stage never reads."""
         own = {
-            name
-            for name, _ in whole.named_parameters(remove_duplicate=False)
-            if self.owns(name)
+            name for name, _ in whole.named_parameters(remove_duplicate=False) if self.owns(name)
         }
         self._hollow = ()
         self._keep(whole, "", own)
@@ -291,7 +288,10 @@ class Spliced:
             raise Cut
         is_end = index == self.plan.size - 1 and self.layers.start == self.plan.size
         if is_end:  # a stage of the head alone begins behind the last layer
-            outputs = {path: t for (_, path), t in _pairs(current.incoming, current.came)}
+            outputs = {
+                slot.places[0][1]: tensor
+                for slot, tensor in zip(current.incoming, current.came, strict=True)
+            }
             return _rebuild_output(self.plan.outputs[index], outputs)
         return rebuild(self.plan.outputs[index], lambda path: _zeros(reach(arguments, path)))
 
@@ -311,11 +311,15 @@ class Spliced:
         return arguments
 
 
-def _pairs(slots: Sequence[Slot], tensors: Tensors) -> list[tuple[tuple[Where, Path], torch.Tensor]]:
+def _pairs(
+    slots: Sequence[Slot], tensors: Tensors
+) -> list[tuple[tuple[Where, Path], torch.Tensor]]:
     return [(slot.places[0], tensor) for slot, tensor in zip(slots, tensors, strict=True)]
 
 
-def _rebuild_output(structure: Any, outputs: Mapping[Path, torch.Tensor], path: Path = ("o",)) -> Any:
+def _rebuild_output(
+    structure: Any, outputs: Mapping[Path, torch.Tensor], path: Path = ("o",)
+) -> Any:
     if path in outputs:
         return outputs[path]
     if structure[0] != "items":

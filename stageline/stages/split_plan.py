@@ -10,8 +10,9 @@ Border k lies before layer k; border n behind the last layer, before the head.
 Shapes: B rows, T tokens, N image tokens of the micro-batch.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from stageline.stages.rehearsal import (
 
 Batch = Mapping[str, torch.Tensor]
 Run = Callable[[Batch], object]
-Dim = int | str
+Dim = int | str | tuple[str, int]  # a number, a letter, or a letter and so many more
 Where = int | str  # a layer, or the name of a module around the layers
 
 
@@ -41,7 +42,8 @@ class Slot:
 
     Attributes:
         places: (layer or module around the layers, path in its arguments) where it is taken.
-        dims: of its shape: numbers, or "B", "T", "BT", "N" of the micro-batch.
+        dims: of its shape: numbers, or "B", "T", "BT", "N" of the micro-batch, or such a letter
+            and a number that comes on top.
         is_filled: the code between the layers reads it too, so the model's own tensor is filled.
     """
 
@@ -52,8 +54,14 @@ class Slot:
 
     def meta(self, sizes: Mapping[str, int]) -> torch.Tensor:
         """A tensor of its shape on the meta device."""
-        shape = [sizes[dim] if isinstance(dim, str) else dim for dim in self.dims]
+        shape = [_size_of(dim, sizes) for dim in self.dims]
         return torch.empty(shape, dtype=self.dtype, device="meta")
+
+
+def _size_of(dim: Dim, sizes: Mapping[str, int]) -> int:
+    if isinstance(dim, tuple):
+        return sizes[dim[0]] + dim[1]
+    return sizes[dim] if isinstance(dim, str) else dim
 
 
 @dataclass(frozen=True)
@@ -131,6 +139,7 @@ def make_plan(
     is_pixel: Callable[[str], bool] = lambda name: False,
     sizes: Callable[[Batch], Mapping[str, int]],
     depth: int | None = None,
+    numbers: Collection[int] = (),
 ) -> SplitPlan:
     """Rehearses a model that can run, on stand-ins for its weights, and plans its split.
 
@@ -141,16 +150,27 @@ def make_plan(
         is_pixel: whether an input goes to the first stage alone.
         sizes: what "B", "T", "BT" and "N" are in a batch; no other number may equal them.
         depth: how many layers the configuration speaks of.
+        numbers: that the configuration holds; any other in a shape may follow from the length.
 
     Raises:
         UserError: the model cannot be split exactly; says why.
     """
     text = _watch(whole, run, batch, depth)
     name, size = text[0], len(text[1].layers)
+    longer = functools.cache(lambda: _watch(whole, run, _longer(batch), depth, name=name)[1])
     log = text[1].log
     around = tuple(module for module in log.calls if name.startswith(module + "."))
     owners = _owners(whole, name, text[1])
-    borders = tuple(_slots(whole, text[1], k, around, sizes(batch)) for k in range(size + 1))
+    borders = tuple(
+        _with_known_dims(
+            whole,
+            _slots(whole, text[1], k, around, sizes(batch)),
+            lambda k=k: _slots(whole, longer(), k, around, sizes(_longer(batch))),
+            num_tokens=sizes(batch)["T"],
+            numbers=numbers,
+        )
+        for k in range(size + 1)
+    )
     picture_borders: tuple[tuple[Slot, ...], ...] | None = None
     seen: dict[str, int] = {}
     outputs = [_structure_of(call) for call in text[1].layers]
@@ -163,8 +183,7 @@ def make_plan(
         seen = _seen(full.log, log)
         owners |= _owners(whole, name, full, only_read=True)
         picture_borders = tuple(
-            _slots(whole, full, k, around, sizes(pictures), without=blind)
-            for k in range(size + 1)
+            _slots(whole, full, k, around, sizes(pictures), without=blind) for k in range(size + 1)
         )
         before |= _called_before(blind)
         outputs = [_structure_of(call) for call in full.layers]
@@ -368,9 +387,7 @@ def _only_with_pictures(
     return found
 
 
-def _last_slots(
-    whole: nn.Module, watched: _Watched, sizes: Mapping[str, int]
-) -> tuple[Slot, ...]:
+def _last_slots(whole: nn.Module, watched: _Watched, sizes: Mapping[str, int]) -> tuple[Slot, ...]:
     """Behind the last layer: what of its output is read; a head alone begins with it."""
     last = next(i for i in reversed(range(len(watched.layers))) if watched.layers[i])
     call, slots = watched.layers[last], []
@@ -391,6 +408,46 @@ def _slot(
         dims=tuple(letters.get(size, size) for size in value.shape),
         dtype=value.dtype,
         is_filled=is_filled,
+    )
+
+
+def _longer(batch: Batch) -> Batch:
+    """The same rows with one more token each."""
+    return {name: torch.cat([value, value[:, -1:]], dim=1) for name, value in batch.items()}
+
+
+def _with_known_dims(
+    whole: nn.Module,
+    slots: tuple[Slot, ...],
+    longer: Callable[[], tuple[Slot, ...]],
+    *,
+    num_tokens: int,
+    numbers: Collection[int],
+) -> tuple[Slot, ...]:
+    """Slots whose dimensions hold for any length.
+
+    A number that the configuration does not name may be the length and some more (prompts of the
+    model's own): one token more shows it.
+    """
+    odd = {dim for slot in slots for dim in slot.dims if isinstance(dim, int) and dim > 1}
+    if odd <= set(numbers):
+        return slots
+    found = []
+    for slot, other in zip(slots, longer(), strict=True):
+        dims = tuple(
+            _dim_of(whole, num_tokens, *pair) for pair in zip(slot.dims, other.dims, strict=True)
+        )
+        found.append(replace(slot, dims=dims))
+    return tuple(found)
+
+
+def _dim_of(whole: nn.Module, num_tokens: int, one: Dim, other: Dim) -> Dim:
+    if one == other:
+        return one
+    if isinstance(one, int) and isinstance(other, int) and other == one + 1:
+        return ("T", one - num_tokens)
+    raise _refusal(
+        whole, f"a tensor between its layers is {one} wide for one length and {other} for the next"
     )
 
 
@@ -485,5 +542,3 @@ def _refusal(whole: nn.Module, reason: str) -> UserError:
         "compute what the whole model does. Train it on one GPU or with --dp-shard, or write a "
         "subclass of StageModel (docs/add_a_model.md)."
     )
-
-

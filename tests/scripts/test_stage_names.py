@@ -118,8 +118,8 @@ def test_a_tie_has_to_be_declared(folder):
 
 
 def test_a_declared_tie_passes_a_check(folder):
-    change(folder, *TIE, ("    def parts(self)", '    shared_names = frozenset({"embed.weight"})\n\n'
-                          "    def parts(self)"))  # fmt: skip
+    declared = '    shared_names = frozenset({"embed.weight"})\n\n'
+    change(folder, *TIE, ("    def parts(self)", declared + "    def parts(self)"))
     words = "--import my_parts.py --train-model gru_lm --config-path my_model --check-steps 1"
     done = run_entry([ROOT / "check_model.py", *words.split()], cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -30,9 +30,7 @@ def make(kind: str, name: str, folder: Path) -> Family:
     ("kind", "name"),
     [*(("text", name) for name in TEXT), *(("vision", name) for name in VISION)],
 )
-def test_stages_compute_what_the_whole_model_computes(
-    kind: str, name: str, tmp_path: Path
-) -> None:
+def test_stages_compute_what_the_whole_model_computes(kind: str, name: str, tmp_path: Path) -> None:
     verdict = judge(make(kind, name, tmp_path), build_stage, num_stages=3)
     assert verdict.said == "equal", verdict
 
