@@ -83,12 +83,14 @@ class _Pass:
     Attributes:
         came, sent: slot -> its tensor.
         incoming, outgoing: the slots of both borders.
+        taken_instead: slots that a layer took in the place of the one that was meant.
     """
 
     came: Tensors
     incoming: tuple[Slot, ...]
     outgoing: tuple[Slot, ...]
     sent: dict[int, torch.Tensor] = field(default_factory=dict)
+    taken_instead: set[int] = field(default_factory=set)
 
     @functools.cached_property
     def inject(self) -> dict[Where, list[tuple[Path, int]]]:
@@ -102,7 +104,8 @@ class _Pass:
 def _by_place(slots: Sequence[Slot]) -> dict[Where, list[tuple[Path, int]]]:
     found: dict[Where, list[tuple[Path, int]]] = {}
     for number, slot in enumerate(slots):
-        for where, path in slot.places:
+        others = [(layer, slot.places[0][1]) for layer in slot.instead]
+        for where, path in (*slot.places, *others):
             found.setdefault(where, []).append((path, number))
     return found
 
@@ -300,6 +303,10 @@ class Spliced:
         begins = self.layers.start
         if isinstance(where, str) or begins <= where:
             for path, number in current.inject.get(where, ()):
+                if number in current.taken_instead:
+                    continue
+                if where in current.incoming[number].instead:
+                    current.taken_instead.add(number)
                 tensor = current.came[number]
                 if current.incoming[number].is_filled:
                     # the code around the layers holds the model's own tensor: that one is filled

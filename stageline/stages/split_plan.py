@@ -45,12 +45,15 @@ class Slot:
         dims: of its shape: numbers, or "B", "T", "BT", "N" of the micro-batch, or such a letter
             and a number that comes on top.
         is_filled: the code between the layers reads it too, so the model's own tensor is filled.
+        instead: layers before the first place that were passed over. One that is called after all
+            (it attends to pictures of earlier passes) takes the tensor, in the same place.
     """
 
     places: tuple[tuple[Where, Path], ...]
     dims: tuple[Dim, ...]
     dtype: torch.dtype
     is_filled: bool = False
+    instead: tuple[int, ...] = ()
 
     def meta(self, sizes: Mapping[str, int]) -> torch.Tensor:
         """A tensor of its shape on the meta device."""
@@ -354,11 +357,28 @@ def _slots(
     slots = [
         _slot(places, sizes, is_filled=identity[0] in outside) for identity, places in found.items()
     ]
+    passed_over = _passed_over(watched, border)
+    slots = [
+        replace(slot, instead=passed_over) if _is_first(slot, watched, border) else slot
+        for slot in slots
+    ]
     return tuple(sorted(slots, key=lambda slot: not slot.dtype.is_floating_point))
 
 
 def _leaves(call: Call | None) -> list[Leaf]:
     return call.leaves if call else []
+
+
+def _passed_over(watched: _Watched, border: int) -> tuple[int, ...]:
+    """Layers right behind the border that were not called."""
+    called = (i for i in range(border, len(watched.layers)) if watched.layers[i])
+    return tuple(range(border, next(called, border)))
+
+
+def _is_first(slot: Slot, watched: _Watched, border: int) -> bool:
+    """Whether the slot is what the first layer behind the border works on."""
+    where, path = slot.places[0]
+    return where == border + len(_passed_over(watched, border)) and path == ("a", 0)
 
 
 def _outside_reads(watched: _Watched, border: int) -> dict[int, tuple[int, str]]:
