@@ -95,7 +95,7 @@ def main() -> int:
     """Runs the names, prints a line each; exit code 1 where one is wrong or crashed."""
     arguments = read_arguments()
     chosen = list(choose(arguments))
-    started, verdicts = time.time(), []
+    started, verdicts = time.time(), read_earlier(arguments.json, chosen)
     for rows in run_all(chosen, jobs=arguments.jobs):
         verdicts += rows
         for row in rows:
@@ -116,9 +116,17 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--all", action="store_true", help="all names")
     parser.add_argument("--kind", choices=list(KINDS), help="one of the two lists")
     parser.add_argument("--jobs", type=int, default=1, help="names at a time")
-    parser.add_argument("--json", help="file for all verdicts")
+    parser.add_argument("--json", help="file for all verdicts; those of other names stay")
     parser.add_argument("--markdown", help="page with the table, beside it the Chinese one")
     return parser.parse_args()
+
+
+def read_earlier(path: str | None, chosen: list[tuple[str, str]]) -> list[Verdict]:
+    """Verdicts of an earlier call on other names, which go into the file and the page, too."""
+    if path is None or not Path(path).exists():
+        return []
+    rows = [Verdict(**row) for row in json.loads(Path(path).read_text(encoding="utf-8"))]
+    return [row for row in rows if (row.kind, row.name) not in chosen]
 
 
 def choose(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:

@@ -49,6 +49,7 @@ class LayerKinds:
     Attributes:
         depth: the number of layers.
         firsts: of each kind the first layer, in rising order.
+        last: of them, the one of the last layer's kind.
     """
 
     def __init__(self, told: Told) -> None:
@@ -63,6 +64,7 @@ class LayerKinds:
         for index in range(self.depth):
             kinds.setdefault(self._kind(index), index)
         self.firsts = list(kinds.values())
+        self.last = kinds[self._kind(self.depth - 1)] if self.depth else 0
 
     @property
     def period(self) -> int:
@@ -74,13 +76,16 @@ class LayerKinds:
         before = any(self.told.get(name) for name in PREFIXES) and len(self.firsts) == 1
         return math.lcm(max(len(self.firsts), 1 + before), *patterns, *steps)
 
-    def model(self, index: int) -> int:
-        """The layer that layer `index` of a copy is made after."""
-        return self.firsts[index % len(self.firsts)]
+    def models(self, num_layers: int) -> list[int]:
+        """For each layer of a copy the one that it is made after; the last one like the last."""
+        models = [self.firsts[index % len(self.firsts)] for index in range(num_layers)]
+        if num_layers > len(self.firsts):
+            models[-1] = self.last
+        return models
 
     def fewer(self, num_layers: int) -> dict[str, Any]:
         """The fields that tell the kinds, for a copy of so many layers."""
-        models = [self.model(index) for index in range(num_layers)]
+        models = self.models(num_layers)
         fields: dict[str, Any] = {}
         for name in self.lists:
             entries = [self.told[name][model] for model in models]

@@ -6,11 +6,19 @@ built, what this stage drops. Not here: adapters (`adapter.py`), random starts (
 """
 
 import copy
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    rename_source_key,
+)
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from stageline.checkpoint.adapter import adapter_files, find_base
@@ -148,9 +156,9 @@ def _read_by_library(
     dtype: torch.dtype,
     checkpoint: Path,
 ) -> None:
-    whole_names: set[str] = set()
+    whole = WholeNames()
     model.keys_read = set()
-    stage_class = _pruning_class(model, whole_names)
+    stage_class = _pruning_class(model, whole)
     kwargs = {"device_map": {"": device}} if device.type != "cpu" else {}
     try:
         with quiet(), returns_freed_memory():
@@ -171,7 +179,7 @@ def _read_by_library(
             f"{error}. A checkpoint of the same architecture and configuration was expected."
         ) from error
     model.keys_fresh = set(info["missing_keys"]) & getattr(model, "fresh_names", frozenset())
-    _check_info(model, checkpoint, info, whole_names)
+    _check_info(model, checkpoint, info, whole.unknown(files, loaded))
     _take(model, loaded, key_map, checkpoint=checkpoint)
     generation = checkpoint / GENERATION_CONFIG_NAME
     if generation.exists():
@@ -181,14 +189,56 @@ def _read_by_library(
         )
 
 
-def _pruning_class(model: nn.Module, whole_names: set[str]) -> type[PreTrainedModel]:
+class WholeNames:
+    """The names of the whole model, and how the library finds them from those on disk.
+
+    A stage without a tower lacks the tower's own renames: what it does not know may be known.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[str, torch.Tensor] = {}
+        self.transforms: list[WeightTransform] = []
+        self.base = ""
+
+    def take(self, whole: PreTrainedModel) -> None:
+        """Notes down what is known before the model is pruned."""
+        self.names = whole.state_dict()
+        self.transforms = get_model_conversion_mapping(whole)
+        self.base = whole.base_model_prefix
+
+    def unknown(self, files: Iterable[str], pruned: PreTrainedModel) -> Callable[[str], bool]:
+        """Says whether a name, as the pruned model has renamed it, is none of the whole model's."""
+        ours = get_model_conversion_mapping(pruned)
+        known = {
+            _renamed(name, ours, self.base, pruned.state_dict())
+            for name in files
+            if _renamed(name, self.transforms, self.base, self.names) in self.names
+        }
+        base = self.base + "."
+        # a checkpoint of the bare base model lacks the prefix
+        return lambda name: (
+            name not in known and not {name, base + name, name.removeprefix(base)} & set(self.names)
+        )
+
+
+def _renamed(
+    name: str, transforms: list[WeightTransform], base: str, names: dict[str, torch.Tensor]
+) -> str:
+    """A name on disk as the library finds it in a model of these names."""
+    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+    converters = [one for one in transforms if isinstance(one, WeightConverter)]
+    found, _ = rename_source_key(name, renamings, converters, base, names)
+    return name if found not in names and name in names else found
+
+
+def _pruning_class(model: nn.Module, whole: WholeNames) -> type[PreTrainedModel]:
     """A subclass of the model's class whose instances drop what this stage drops, when built."""
     base = type(model.whole)
 
     class Pruned(base):
         def __init__(self, config: object, *args: object, **kwargs: object) -> None:
             super().__init__(config, *args, **kwargs)
-            whole_names.update(self.state_dict())
+            whole.take(self)
             model.prune(self)
             kept = set(self.state_dict())
             # ties of weights that went with the pruning would be looked for, and not found
@@ -205,15 +255,12 @@ def _pruning_class(model: nn.Module, whole_names: set[str]) -> type[PreTrainedMo
 
 
 def _check_info(
-    model: nn.Module, checkpoint: Path, info: dict[str, object], whole_names: set[str]
+    model: nn.Module, checkpoint: Path, info: dict[str, object], is_unknown: Callable[[str], bool]
 ) -> None:
-    base = model.whole.base_model_prefix + "."
     unknown = {
         name
         for name in info["unexpected_keys"]
-        # a checkpoint of the bare base model lacks the prefix
-        if not {name, base + name, name.removeprefix(base)} & whole_names
-        and not name.startswith(getattr(model, "unused_names", ()))
+        if is_unknown(name) and not name.startswith(getattr(model, "unused_names", ()))
     }
     wrong = [
         f"{name} (file {list(found)}, model {list(expected)})"

@@ -22,6 +22,9 @@ from stageline.special_tokens import special_tokens
 from stageline.stages.picture_layouts import Batch, Order, picture_layouts
 
 TEXT_IDS = 1000  # text is written in the first tokens of a vocabulary
+# model type and tower -> what it takes, and which of the layouts it took: found by one that has the
+# model, used where there is none
+_KNOWN: dict[str, tuple[frozenset[str], int]] = {}
 TOKENS_BETWEEN = 3  # of text, before and after each picture
 STARTS = ("vision_start_token_id", "image_start_token_id", "image_start_id", "boi_token_id")
 ENDS = ("vision_end_token_id", "image_end_token_id", "image_end_id", "eoi_token_id")
@@ -53,13 +56,18 @@ def example_pictures(
         return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
 
     order = Order(config, rows, fill, torch.device(device))
-    for layout in picture_layouts(order, _parameters(config, whole)):
-        if whole is None or _features_reader(whole) is None:
+    key = f"{config.model_type} {order.vision.to_json_string(use_diff=False)}"
+    names, place = _KNOWN.get(key) or (_parameters(config, whole), None)
+    for index, layout in enumerate(picture_layouts(order, names)):
+        if place is not None and index != place:
+            continue
+        if place is not None or whole is None or _features_reader(whole) is None:
             return layout
         try:
             image_rows(whole, layout)
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):
             continue  # it takes another layout
+        _KNOWN[key] = names, index
         return layout
     return None
 

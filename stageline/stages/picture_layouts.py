@@ -207,7 +207,8 @@ def _tiles_by_size(order: Order) -> Batch:
 def _pictures_of_sizes(order: Order) -> Batch:
     """Pixtral: pictures padded to the largest, and their sizes: [N, C, H, W]."""
     side = _one(order.vision.patch_size) * (getattr(order.config, "spatial_merge_size", 1) or 1)
-    sizes = [[side, side * (1 + index % 2)] for index in range(order.num_images)]
+    # the first one has two tokens: one token alone the library squeezes away
+    sizes = [[side, side * (2 - index % 2)] for index in range(order.num_images)]
     widest = max(width for _, width in sizes)
     pixels = order.fill(order.num_images, order.channels, side, widest)
     return {"pixel_values": pixels, "image_sizes": order.integers(sizes)}

@@ -304,7 +304,12 @@ def _owners(
                 found |= dict.fromkeys(aliases, frozenset({place}))
             continue
         found[aliases[0]] = frozenset(map(watched.place, times))
+        # under the name that a tie gives, the library saves and reads it
+        given = set((getattr(whole, "all_tied_weights_keys", None) or {}).values())
         for alias in aliases[1:]:
+            if alias in given:
+                found[alias] = found[aliases[0]]
+                continue
             inside = [t for t in times if _is_inside(t, log.calls.get(alias.rpartition(".")[0]))]
             found[alias] = frozenset(map(watched.place, inside or times))
     return found

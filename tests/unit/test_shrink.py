@@ -92,3 +92,9 @@ def test_a_class_that_refuses_the_copy_is_named() -> None:
     config.layer_types = "nonsense"
     with pytest.raises(UserError, match=r"llama could not be cut down .*shrink_exceptions\.py"):
         shrink_config(config, num_layers=2)
+
+
+def test_the_last_layer_is_of_the_kind_of_the_last() -> None:
+    """Mllama ends in a layer that reads text: layers that read pictures are passed over."""
+    small = shrink_config(family_config("mllama"), num_layers=4).text_config
+    assert small.cross_attention_layers == [1]

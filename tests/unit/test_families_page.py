@@ -1,0 +1,28 @@
+"""The page of models says the worst that was found about each name, in both languages."""
+
+from pathlib import Path
+
+from stageline.checking.families import Verdict
+from stageline.checking.families_page import write_pages
+
+
+def test_the_worst_verdict_is_shown(tmp_path: Path) -> None:
+    verdicts = [
+        Verdict("llama", "text", 2, False, "equal"),
+        Verdict("llama", "text", 3, True, "equal", largest=2e-16),
+        Verdict("granite", "text", 2, False, "equal"),
+        Verdict("granite", "text", 3, False, "WRONG", "loss 1e-02", 1e-2),
+        Verdict("mamba", "text", 2, False, "equal"),
+        Verdict("blt", "text", 2, False, "refused", "blt | no"),
+        Verdict("pi0", "vision", 2, False, "no model", "no text"),
+    ]
+    write_pages(verdicts, tmp_path / "models.md")
+    text = (tmp_path / "models.md").read_text(encoding="utf-8")
+    assert "| `llama` | 2, 3 | equal, sums in another order (2e-16) | float64 |  |" in text
+    assert "| `granite` | 2, 3 | **wrong** | float64 | loss 1e-02 |" in text
+    assert "| `mamba` | 2 | equal to the bit | float64 |  |" in text
+    assert "| `blt` | 2 | refused | float64 | blt \\| no |" in text
+    assert "| `pi0` | - | not tried | - | no text |" in text
+    assert "Causal language models: 4; 1 equal to the bit, 1 equal, sums in another order" in text
+    chinese = (tmp_path / "models.zh.md").read_text(encoding="utf-8")
+    assert text.count("\n## ") == chinese.count("\n## ") and "**错误**" in chinese
