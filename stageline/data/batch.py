@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from stageline.contracts import broken, call, shown
 from stageline.data.encode import Encoded, encode_rendered
 from stageline.data.image_rows import by_rows
 from stageline.data.images import (
@@ -45,9 +46,25 @@ def render_sample(
     The prompt_fn finds the number of images in `sample["num_images"]`.
     """
     counted = {**sample, "num_images": len(images or ())}
-    rendered = prompt_fn(counted, prompt, processor=processor, for_generation=for_generation)
-    placed = image_token(rendered, images, processor=processor)
+    given = {"processor": processor, "for_generation": for_generation}
+    rendered = call("prompt_fn", prompt_fn, counted, prompt, **given)
+    _check_rendered("prompt_fn", prompt_fn, rendered)
+    placed = call("image_token", image_token, rendered, images, processor=processor)
+    _check_rendered("image_token", image_token, placed)
     return replace(placed, name=sample_name(sample))
+
+
+def _check_rendered(register: str, part: Callable[..., Any], found: object) -> None:
+    if not isinstance(found, Rendered):
+        raise broken(
+            register,
+            part,
+            f"returned {shown(found)}",
+            why="A Rendered was expected, because it knows which text is learnt, which came from "
+            "the data and where images go",
+            cure="return Rendered((Piece(question, is_user=True), Piece(answer, is_target=True))) "
+            "of stageline.data.rendered, or what --prompt-fn fill makes",
+        )
 
 
 def encode_sample(rendered: Rendered, images: Images, *, processor: Any, name: str) -> Encoded:
