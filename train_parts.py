@@ -18,6 +18,7 @@ from options.part_training_options import learning_rate_scales, part_options
 from options.run_options import RunConfig
 from parse_args import TrainArguments
 from stageline.contracts import call, check_call
+from stageline.data.check_batch import check_length
 from stageline.data.example import example_micro_batch
 from stageline.data.groups import (
     group_size_of,
@@ -134,6 +135,7 @@ def check_parts(arguments: TrainArguments, data: Data) -> None:
     with host_state_kept():
         samples = [read_row(data.train, row) for row in range(min(2 * size, len(data.train)))]
         collate = functools.partial(data.collate, stage=min(1, arguments.run.num_stages - 1))
+        check_length(collate, samples[0])
         batch = collate(samples)
         halves = [collate(samples[:size]), collate(samples[size:])] if samples[size:] else []
     problem = check_loss(

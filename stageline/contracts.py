@@ -22,8 +22,12 @@ CONTRACTS = {
     "collate_fn": "part(samples, *, prompt, prompt_fn, image_token, processor, pad_token_id, "
     "max_token_num, stage, num_stages, **own) -> a dict of tensors: input_ids, attention_mask and "
     "labels, each [B, T], and what else stages and loss need",
+    "length_of": "part.length_of(images, sample, **common) -> the number of tokens of a row, with "
+    "the arguments of the collate_fn part",
     "loss_fn": "part(logits_BTV, micro_batch, *, num_targets, **own) -> a scalar, or (scalar, "
     "figures): sums over the micro-batch, divided by num_targets or another count of the batch",
+    "counts": "part.counts = {name: f}, f(micro_batch) -> a whole number, which adds up over "
+    "micro-batches; the part takes their sum by this name",
     "sim_fn": "part(a_NV, b_NV, **own) -> similarities [N]",
     "optimizer": "part(param_groups, *, learning_rate, weight_decay, **own) -> a torch optimizer "
     "over all of these parameters",
@@ -90,6 +94,9 @@ def check_call(register: str, part: Callable[..., Any], *args: Any, **kwargs: An
 
 def mismatch(part: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
     """Why a part does not take these arguments; None: it does, or nobody can tell."""
+    while isinstance(part, functools.partial):  # whose own signature hides what does not fit
+        args, kwargs = (*part.args, *args), {**part.keywords, **kwargs}
+        part = part.func
     try:
         inspect.signature(part).bind(*args, **kwargs)
     except TypeError as error:

@@ -18,6 +18,7 @@ from stageline.modules.pass_through import PassThrough
 
 # the library's own mark: its init functions leave such a tensor alone
 DONE = "_is_hf_initialized"
+UNSET = -(2**31)  # for whole numbers what NaN is for others
 HALF_AND_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -81,7 +82,9 @@ def _filled(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> t
         return tensor.detach().to(device=device, dtype=dtype)
     value = torch.empty(tensor.shape, device=device, dtype=dtype)
     # a value that is never set is found by this
-    return value.fill_(torch.nan) if value.is_floating_point() else value.zero_()
+    if value.is_floating_point():
+        return value.fill_(torch.nan)
+    return value.fill_(UNSET) if dtype in (torch.int64, torch.int32) else value.zero_()
 
 
 @torch.no_grad()
@@ -179,6 +182,12 @@ def init_lora(
             )
 
 
+def _has_unset(tensor: torch.Tensor) -> bool:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return not is_finite(tensor) and bool(torch.isnan(tensor).any())
+    return tensor.dtype in (torch.int64, torch.int32) and bool((tensor == UNSET).any())
+
+
 def check_filled(model: nn.Module, source: str) -> None:
     """Refuses a model with a tensor that is on meta or was never given a value.
 
@@ -195,11 +204,12 @@ def check_filled(model: nn.Module, source: str) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if id(tensor) in adapters:
             continue
-        if tensor.is_meta or (not is_finite(tensor) and bool(torch.isnan(tensor).any())):
+        if tensor.is_meta or _has_unset(tensor):
             empty.append(name)
     if empty:
         raise UserError(
             f"{len(empty)} tensors have no value, or NaN, after {source}: {', '.join(empty[:10])}. "
-            "Every parameter and buffer needs one: give the module a reset_parameters(), or start "
-            "from a checkpoint that is whole (--model-path)."
+            "Every parameter and buffer needs one: give the module a reset_parameters() that sets "
+            "it (what is made inside torch.device('meta') has a shape alone), or start from a "
+            "checkpoint that is whole (--model-path)."
         )

@@ -18,7 +18,7 @@ from stageline.data.images import (
     expand_images,
     image_size,
 )
-from stageline.data.rendered import Rendered
+from stageline.data.rendered import Piece, Rendered
 
 IGNORE = -100
 Sample = dict[str, Any]
@@ -55,11 +55,13 @@ def render_sample(
 
 
 def _check_rendered(register: str, part: Callable[..., Any], found: object) -> None:
-    if not isinstance(found, Rendered):
+    is_rendered = isinstance(found, Rendered)
+    wrong = [piece for piece in found if not isinstance(piece, Piece)] if is_rendered else []
+    if not is_rendered or wrong:
         raise broken(
             register,
             part,
-            f"returned {shown(found)}",
+            f"returned {'a Rendered that holds ' if wrong else ''}{shown((wrong or [found])[0])}",
             why="A Rendered was expected, because it knows which text is learnt, which came from "
             "the data and where images go",
             cure="return Rendered((Piece(question, is_user=True), Piece(answer, is_target=True))) "

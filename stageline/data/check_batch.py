@@ -78,6 +78,26 @@ def check_micro_batch(batch: object, *, num_samples: int, part: object) -> None:
         )
 
 
+def check_length(collate: Callable[..., Any], sample: tuple[Any, Any]) -> None:
+    """Tries the `length_of` of a collate part, if it has one, on a sample.
+
+    Raises:
+        ContractError: it takes other arguments, or gives no number.
+    """
+    length_of = companion(collate, "length_of")
+    if length_of is None:
+        return
+    length = call("length_of", length_of, *sample)
+    if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+        raise broken(
+            "length_of",
+            length_of,
+            f"returned {shown(length)}",
+            why="A number of tokens was expected, because rows of near-equal length go together",
+            cure="return len(...) of the token ids, or leave the function out",
+        )
+
+
 def _problem_of(batch: object, num_samples: int) -> tuple[str, str] | None:
     """What is wrong with a micro-batch, and the cure."""
     if not isinstance(batch, dict):
@@ -99,7 +119,7 @@ def _problem_of(batch: object, num_samples: int) -> tuple[str, str] | None:
                 cure = "give it two dimensions, a row for each sample, and torch.long"
             return f"returned {name!r} as {shown(value)}", cure
     if len(ids) == 0 or ids.shape[1] == 0 or len(ids) % num_samples:
-        came = f"made {len(ids)} rows of {ids.shape[1]} tokens of {num_samples} samples"
+        came = f"made {len(ids)} rows of {ids.shape[1]} tokens out of {num_samples} samples"
         return came, "make one row of each sample, or the same number of each, in their order"
     return None
 

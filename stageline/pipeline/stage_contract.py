@@ -4,13 +4,13 @@ Looked at when a stage is built, and in each forward pass, whose output the next
 Knows no rank.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from stageline.contracts import broken, shown
+from stageline.contracts import broken, mismatch, shown
 from stageline.errors import UserError
 
 PROBE = (2, 8)  # rows and tokens of the example
@@ -129,24 +129,57 @@ def _is_lost(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
 
 
-def check_output(model: nn.Module, output: object, *, is_last: bool) -> None:
-    """Refuses what a forward pass returned, if it is no tensor and no tuple of them.
+def run_stage(
+    model: nn.Module, inputs: Sequence[torch.Tensor], batch: Mapping[str, torch.Tensor]
+) -> Any:
+    """The output of a forward pass.
+
+    Args:
+        inputs: token ids on the first stage, else what the stage before returned.
+        batch: what the model's forward takes besides.
 
     Raises:
-        ContractError: as above.
+        ContractError: the stage takes other arguments, or returns something else than tensors.
     """
+    try:
+        output = model(*inputs, **batch)
+    except TypeError as error:
+        problem = mismatch(model.forward, *inputs, **batch)
+        if problem is None:
+            raise  # a mistake inside, which its traceback tells
+        raise _of_stage(
+            model,
+            f"cannot be called with {len(inputs)} tensors and {', '.join(batch)} ({problem})",
+            why="It was expected to take what the stage before sends, and the whole micro-batch",
+            cure="define forward(self, hidden_or_ids, *extras, **batch)",
+        ) from error
+    _check_output(model, output, batch)
+    return output
+
+
+def _check_output(model: Any, output: object, batch: Mapping[str, torch.Tensor]) -> None:
+    """Refuses what is no tensor and no tuple of them, and logits of other rows or tokens."""
     values = output if isinstance(output, tuple) else (output,)
+    is_last = getattr(model, "is_last", False)
     most = 2 if is_last else len(values)
-    if 0 < len(values) <= most and all(isinstance(value, torch.Tensor) for value in values):
-        return
-    raise _of_stage(
-        model,
-        f"returned {shown(output)} from forward",
-        why="Logits, or (logits, extra loss), were expected, because the loss takes them"
-        if is_last
-        else "Hidden states, or a tuple with them, were expected, because tensors travel on",
-        cure="take them out of the library's output: output.logits, output.last_hidden_state",
-    )
+    if not (0 < len(values) <= most and all(isinstance(value, torch.Tensor) for value in values)):
+        raise _of_stage(
+            model,
+            f"returned {shown(output)} from forward",
+            why="Logits, or (logits, extra loss), were expected, because the loss takes them"
+            if is_last
+            else "Hidden states, or a tuple with them, were expected, because tensors travel on",
+            cure="take them out of the library's output: output.logits, output.last_hidden_state",
+        )
+    ids = batch.get("input_ids")
+    if is_last and ids is not None and values[0].shape[:2] != ids.shape:
+        raise _of_stage(
+            model,
+            f"returned {shown(values[0])} as logits of {ids.shape[0]} rows of {ids.shape[1]} tokens",
+            why="Numbers for each token of each row were expected, because the logits of token t "
+            "predict label t + 1",
+            cure="return [rows, tokens, vocabulary]",
+        )
 
 
 def check_border(

@@ -7,12 +7,13 @@ trains another loss: it neither halves where the counts double, nor adds up over
 Shapes: B rows, T tokens, V vocabulary.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from stageline.contracts import broken, part_name
+from stageline.contracts import broken, part_name, shown
 from stageline.data.batch import IGNORE
 from stageline.errors import UserError
 from stageline.modules.chunked_loss import slices
@@ -49,7 +50,7 @@ def check_loss(
             ignores a count, or it is no sum over samples; part, file and line are named.
     """
     part = LossPart(loss_fn)
-    part.count([batch])
+    _check_counts(part, batch)
     example = _Example(part, batch, vocab_size if part.predicts_tokens else 1, seed=seed)
     try:
         _check_values(loss_fn, example, batch, halves)
@@ -59,6 +60,26 @@ def check_loss(
         name = part_name(innermost(loss_fn))
         return f"the loss_fn {name} could not be tried before the run: {_told(error)}"
     return None
+
+
+def _check_counts(part: LossPart, batch: MicroBatch) -> None:
+    for name, count in part.counts.items():
+        try:
+            found = count(batch)
+            is_whole = int(found) == found and found >= 0
+        except UserError:
+            raise
+        except Exception as error:
+            found, is_whole = _told(error), False
+        if not is_whole:
+            raise broken(
+                "loss_fn",
+                innermost(part.loss_fn),
+                f"counted {name!r}, and {count!r} gave {shown(found)}",
+                why="A number of 0 or more was expected, because it is added up over the step",
+                cure="correct the function in its counts",
+                contract="counts",
+            )
 
 
 def _check_values(
@@ -92,9 +113,10 @@ def _check_values(
             )
     if not halves:
         return
-    ways = [example.added(halves), example.added(example.halves_of(batch, len(halves[0])))]
+    middle = len(halves[0]["input_ids"])
+    ways = [example.added(halves), example.added(example.halves_of(batch, middle))]
     for name, value in found.items():
-        sums = [way[name] for way in ways if way is not None]
+        sums = [way[name] for way in ways if way is not None and math.isfinite(way[name])]
         if sums and not any(_close(added, value, value) for added in sums):
             added = sums[0]
             raise _refused(
@@ -155,7 +177,8 @@ class _Example:
         """Loss and figures of a micro-batch as numbers, by name; `has graph` says of the loss."""
         batch = self.cut(batch)
         num_rows, num_tokens = batch["input_ids"].shape
-        logits = self.logits_BTV[first_row : first_row + num_rows, :num_tokens]
+        # as a model gives them: no leaf, so that the part may write into them
+        logits = self.logits_BTV[first_row : first_row + num_rows, :num_tokens].clone()
         loss, figures = self.loss(logits, batch, count)
         numbers = {name: float(value) for name, value in figures.items()}
         return {"has graph": loss.requires_grad, "loss": float(loss.detach()), **numbers}

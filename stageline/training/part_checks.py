@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from stageline.contracts import broken, call, shown
+from stageline.contracts import broken, call, mismatch, shown
 
 
 def check_optimizer(
@@ -29,6 +29,16 @@ def check_optimizer(
             why="An optimizer object was expected, because it updates the weights and is saved",
             cure="return torch.optim.AdamW(param_groups, ...), or another one with param_groups "
             "and step()",
+        )
+    problem = mismatch(optimizer.step)
+    if problem is not None:
+        raise broken(
+            "optimizer",
+            part,
+            f"returned {shown(optimizer)}, whose step() wants more ({problem})",
+            why="One that steps by gradients alone was expected, because the passes of a step run "
+            "over several ranks, once",
+            cure="choose an optimizer without a closure",
         )
     taken = {id(parameter) for group in groups for parameter in group["params"]}
     missing = [name for name, parameter in parameters.items() if id(parameter) not in taken]
