@@ -162,5 +162,6 @@ def shown(value: object) -> str:
         more = ", ..." if len(value) > 4 else ""
         return f"{article} {name} of {len(value)} ({inside}{more})"
     text = repr(value[: 2 * MOST_CHARACTERS] if isinstance(value, str | bytes) else value)
+    text = " ".join(text.split())
     more = " ..." if len(text) > MOST_CHARACTERS else ""
     return f"{article} {name}: {text[:MOST_CHARACTERS]}{more}"

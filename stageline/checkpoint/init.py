@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stageline.checkpoint.finite import is_finite
+from stageline.contracts import part_name
 from stageline.errors import UserError
 from stageline.modules.lora import LoRAWrapper, innermost, strip_lora, unwrapped
 from stageline.modules.lora_start import Pair, init_lora_layer, name_seed
@@ -208,7 +209,8 @@ def check_filled(model: nn.Module, source: str) -> None:
             empty.append(name)
     if empty:
         raise UserError(
-            f"{len(empty)} tensors have no value, or NaN, after {source}: {', '.join(empty[:10])}. "
+            f"{len(empty)} tensors have no value, or NaN, after {source}: {', '.join(empty[:10])} "
+            f"of the stage model {part_name(type(model))}. "
             "Every parameter and buffer needs one: give the module a reset_parameters() that sets "
             "it (what is made inside torch.device('meta') has a shape alone), or start from a "
             "checkpoint that is whole (--model-path)."

@@ -175,7 +175,7 @@ def _check_output(model: Any, output: object, batch: Mapping[str, torch.Tensor])
     if is_last and ids is not None and values[0].shape[:2] != ids.shape:
         raise _of_stage(
             model,
-            f"returned {shown(values[0])} as logits of {ids.shape[0]} rows of {ids.shape[1]} tokens",
+            f"returned {shown(values[0])} as logits of {len(ids)} rows of {ids.shape[1]} tokens",
             why="Numbers for each token of each row were expected, because the logits of token t "
             "predict label t + 1",
             cure="return [rows, tokens, vocabulary]",

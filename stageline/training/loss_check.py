@@ -75,7 +75,7 @@ def _check_counts(part: LossPart, batch: MicroBatch) -> None:
             raise broken(
                 "loss_fn",
                 innermost(part.loss_fn),
-                f"counted {name!r}, and {count!r} gave {shown(found)}",
+                f"has the count {name!r} = {part_name(count)}, which gave {shown(found)}",
                 why="A number of 0 or more was expected, because it is added up over the step",
                 cure="correct the function in its counts",
                 contract="counts",
