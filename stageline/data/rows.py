@@ -126,10 +126,10 @@ class Rows:
             place: in the step, over all replicas.
         """
         if self._is_fixed:
-            return read_row(self._dataset, row)
+            return self._dataset[row]
         seed_host(derive_seed(self._seed, "row", step, place))
         before = HostState()
-        item = read_row(self._dataset, row)
+        item = self._dataset[row]
         if not before.is_current():
             self._drawing.add(row)
         return item

@@ -124,9 +124,9 @@ def check_values_kept(model: nn.Module) -> None:
 def _is_lost(value: object) -> bool:
     if isinstance(value, list | tuple):
         return any(_is_lost(item) for item in value[:100])
-    if isinstance(value, dict):
-        return False  # of parameters and buffers, which are looked at where they are filled
-    return isinstance(value, torch.Tensor) and value.is_meta
+    # parameters and buffers, which lie in dicts, are looked at where they are filled
+    is_plain = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+    return is_plain and value.is_meta
 
 
 def run_stage(
