@@ -29,6 +29,8 @@ CONTRACTS = {
     "counts": "part.counts = {name: f}, f(micro_batch) -> a whole number, which adds up over "
     "micro-batches; the part takes their sum by this name",
     "sim_fn": "part(a_NV, b_NV, **own) -> similarities [N]",
+    "metric": "part(predictions, samples, **own) -> a dict: score, per_sample (0 or 1 for each "
+    "sample), groups ({name: indices})",
     "optimizer": "part(param_groups, *, learning_rate, weight_decay, **own) -> a torch optimizer "
     "over all of these parameters",
     "lr_scheduler": "part(*, learning_rate, min_lr, warmup_steps, warmup_start_lr, total_steps, "

@@ -17,14 +17,17 @@ from stageline.seeds import HostState, derive_seed, seed_host
 Item = tuple[Any, Any]  # images, sample
 
 
-def make_dataset(part: Callable[..., Any], *, split: str, dataset_path: str | None) -> Any:
-    """Calls a dataset part for one split.
+def make_dataset(part: Callable[..., Any], *, dataset_path: str | None, **given: Any) -> Any:
+    """Calls a dataset part.
+
+    Args:
+        given: what else it gets, such as the split.
 
     Raises:
         ContractError: it takes other arguments, fails where no path came, or is no dataset.
     """
     try:
-        dataset = call("dataset", part, dataset_path=dataset_path, split=split)
+        dataset = call("dataset", part, dataset_path=dataset_path, **given)
     except (TypeError, AttributeError, OSError) as error:
         if dataset_path is not None or isinstance(error, UserError):
             raise

@@ -18,7 +18,8 @@ from stageline.data.batch import IGNORE
 from stageline.errors import UserError
 from stageline.modules.chunked_loss import slices
 from stageline.modules.preference_loss import without_reference
-from stageline.training.loss_part import LossPart, MicroBatch, innermost
+from stageline.seeds import host_state_kept, seed_host
+from stageline.training.loss_part import LossPart, MicroBatch, count_targets, innermost
 
 FACT = "weighs_by_itself"  # a part that says so may divide by what it likes
 MOST_LOGITS = 2**23  # numbers of the example: 32 MiB
@@ -90,7 +91,8 @@ def _check_values(
 ) -> None:
     part = example.part
     found = example.values(batch, FIRST)
-    if not found.pop("has graph"):
+    has_graph = found.pop("has graph") or count_targets(batch) == 0
+    if not has_graph:
         raise _refused(
             loss_fn,
             "returned a loss without a graph: it does not depend on the logits",
@@ -163,6 +165,7 @@ class _Example:
 
     def __init__(self, part: LossPart, batch: MicroBatch, width: int, *, seed: int) -> None:
         self.part = part
+        self.seed = seed
         self.num_rows, num_tokens = batch["input_ids"].shape
         most = max(2, MOST_LOGITS // (width * self.num_rows))
         columns = (batch["labels"] != IGNORE).any(dim=0).nonzero()
@@ -189,7 +192,9 @@ class _Example:
         """What the part gives, each count being `count`."""
         totals = {name: torch.tensor(count) for name in self.part.counts}
         rows = {"loss_rows": torch.arange(len(batch["input_ids"]))}
-        return self.part(logits, without_reference({**batch, **rows}), totals=totals, step=0)
+        with host_state_kept():
+            seed_host(self.seed)  # a part that draws draws the same each time
+            return self.part(logits, without_reference({**batch, **rows}), totals=totals, step=0)
 
     def added(self, halves: Sequence[MicroBatch]) -> dict[str, float] | None:
         """The sums over halves, by name; None where they do not compare."""

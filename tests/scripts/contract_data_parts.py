@@ -8,6 +8,7 @@ from register import (
     collate_fn_register,
     dataset_register,
     image_token_register,
+    metric_register,
     prompt_fn_register,
 )
 
@@ -357,3 +358,32 @@ def collate_other_ids(samples, *, num_stages, stage, **common):
     """Other ids on each stage."""
     batch = collate_sft(samples, num_stages=num_stages, stage=stage, **common)
     return {**batch, "input_ids": batch["input_ids"].roll(stage)}
+
+
+# -- metrics -------------------------------------------------------------------------------------
+
+
+@metric_register("metric_number")
+def metric_number(predictions, samples):
+    """The score alone."""
+    return 0.5
+
+
+@metric_register("metric_of_one")
+def metric_of_one(predictions, samples):
+    """A list that is too short."""
+    return {"score": 1.0, "per_sample": [1], "groups": {}}
+
+
+@metric_register("metric_signature")
+def metric_signature(prediction):
+    """Another signature."""
+    return {"per_sample": [1]}
+
+
+@dataset_register("has_no_id")
+class HasNoId(Rows):
+    """Samples that nothing tells apart."""
+
+    def sample(self, row):
+        return {"question": "0?", "answer": "!"}

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import train_pp  # noqa: F401, forked runs start from what it has imported
-from stageline.testing.small_run import ForkedRun, Job
+from stageline.testing.forked_entry import run_entry
+from stageline.testing.small_run import ROOT, ForkedRun, Job
 from stageline.testing.small_vision_run import VisionJob
 
 DATA = Path(__file__).with_name("contract_data_parts.py")
@@ -195,3 +196,27 @@ def test_two_ranks_name_the_one_that_failed(job):
 def test_a_mistake_inside_a_part_stays_a_crash_with_its_traceback(job):
     done = run(job, "--prompt-fn raises_key_error")
     assert done.code == 9 and "KeyError: 'title' at contract_data_parts.py:" in done.err
+
+
+EVALUATIONS = [  # options, code, words
+    ("--metric metric_number", 2, "the metric metric_number (tests/scripts/contract_data_parts"),
+    ("--metric metric_of_one", 2, "per_sample: a list of 1 (int), for 2 samples"),
+    ("--metric metric_signature", 2, "the signature (prediction)"),
+    ("--dataset row_is_a_dict", 3, "gave for row 0 a dict with 'id', 'question', 'answer'"),
+    ("--dataset has_no_id", 3, "gave for row 0 a sample without 'id'"),
+    ("--dataset makes_none", 2, "the dataset makes_none (tests/scripts/contract_data_parts"),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "came"), EVALUATIONS, ids=[one[0].split()[1] for one in EVALUATIONS]
+)
+def test_an_evaluation_refuses_before_it_answers(job, words, code, came):
+    options = "--builder auto --model generate --dataset rows --prompt question --prompt-fn fill "
+    options += "--image-token none --metric exact_match --check-only --device cpu"
+    paths = ("--model-path", job.model, "--output-dir", job.folder / "evaluation")
+    done = run_entry(
+        [ROOT / "evaluate.py", "--import", DATA, *options.split(), *paths, *words.split()]
+    )
+    told = [line for line in done.stderr.splitlines() if line.startswith("error[")]
+    assert done.returncode == code and came in told[0] and "Contract: " in told[0], done.stderr
