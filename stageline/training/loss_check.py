@@ -111,7 +111,7 @@ def _check_values(
                 why="Half of it was expected, because micro-batches of a step are added up and the "
                 "counts are those of the whole step: a mean over the micro-batch, or a term that "
                 "is divided by nothing, grows with their number",
-                cure=f"sum, and divide by {' or '.join(part.counts)}; {_DECLARED}",
+                cure=f"sum, and divide by {' or '.join(part.counts)}; {_unless_meant(loss_fn)}",
             )
     if not halves:
         return
@@ -128,16 +128,18 @@ def _check_values(
                 why="The same was expected, because it must not matter how rows fall into "
                 "micro-batches: a mean that is divided again gives each of them the same weight",
                 cure=f"sum over rows and tokens, and divide once, by {' or '.join(part.counts)}; "
-                f"{_DECLARED}",
+                f"{_unless_meant(loss_fn)}",
             )
     if part.is_token_sum:
         _check_chunks(loss_fn, example, batch, found["loss"])
 
 
-_DECLARED = (
-    f"or write my_loss.{FACT} = True below it, if it is meant to depend on how rows fall into "
-    "micro-batches"
-)
+def _unless_meant(loss_fn: Callable[..., Any]) -> str:
+    name = part_name(innermost(loss_fn)).partition(" ")[0]
+    return (
+        f"or write {name}.{FACT} = True below it, if it is meant to depend on how rows fall into "
+        "micro-batches"
+    )
 
 
 def _check_chunks(
