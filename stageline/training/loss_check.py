@@ -22,7 +22,7 @@ from stageline.seeds import host_state_kept, seed_host
 from stageline.training.loss_part import LossPart, MicroBatch, count_targets, innermost
 
 FACT = "weighs_by_itself"  # a part that says so may divide by what it likes
-MOST_LOGITS = 2**23  # numbers of the example: 32 MiB
+MOST_LOGITS = 2**22  # numbers of the example: 16 MiB
 FIRST = 1000.0  # what counts are taken to be: above all that a loss may clamp them to
 TOLERANCE = 1e-3  # of rounding in float32, relative
 
@@ -99,39 +99,54 @@ def _check_values(
             why="A loss that autograd can follow was expected, because training is its gradient",
             cure="leave out detach(), item(), no_grad() and casts to integers",
         )
-    if getattr(innermost(loss_fn), FACT, False):
-        return
-    doubled = example.values(batch, 2 * FIRST)
+    if not getattr(innermost(loss_fn), FACT, False):
+        _check_scale(loss_fn, example, batch, found)
+        if halves:
+            _check_sum(loss_fn, example, batch, halves, found)
+        if part.is_token_sum:
+            _check_chunks(loss_fn, example, batch, found["loss"])
+
+
+def _check_scale(
+    loss_fn: Callable[..., Any], example: "_Example", batch: MicroBatch, found: dict[str, float]
+) -> None:
+    """Half of each figure where all counts are doubled."""
+    doubled, counts = example.values(batch, 2 * FIRST), example.part.counts
     for name, value in found.items():
-        if not _close(doubled[name], value / 2, found[name]):
+        if not _close(doubled[name], value / 2, value):
             raise _refused(
                 loss_fn,
-                f"gave {_named(name)} {value:.6g} with {_counts(part)} {FIRST:.0f}, and "
+                f"gave {_named(name)} {value:.6g} with {', '.join(counts)} {FIRST:.0f}, and "
                 f"{doubled[name]:.6g} with {2 * FIRST:.0f}",
                 why="Half of it was expected, because micro-batches of a step are added up and the "
                 "counts are those of the whole step: a mean over the micro-batch, or a term that "
                 "is divided by nothing, grows with their number",
-                cure=f"sum, and divide by {' or '.join(part.counts)}; {_unless_meant(loss_fn)}",
+                cure=f"sum, and divide by {' or '.join(counts)}; {_unless_meant(loss_fn)}",
             )
-    if not halves:
-        return
+
+
+def _check_sum(
+    loss_fn: Callable[..., Any],
+    example: "_Example",
+    batch: MicroBatch,
+    halves: Sequence[MicroBatch],
+    found: dict[str, float],
+) -> None:
+    """The same for two halves of the rows, added up: collated anew, or cut out of the batch."""
     middle = len(halves[0]["input_ids"])
     ways = [example.added(halves), example.added(example.halves_of(batch, middle))]
     for name, value in found.items():
         sums = [way[name] for way in ways if way is not None and math.isfinite(way[name])]
         if sums and not any(_close(added, value, value) for added in sums):
-            added = sums[0]
             raise _refused(
                 loss_fn,
-                f"gave {_named(name)} {value:.6g} for {example.num_rows} rows, and {added:.6g} for "
-                "two halves of them added up",
+                f"gave {_named(name)} {value:.6g} for {example.num_rows} rows, and {sums[0]:.6g} "
+                "for two halves of them added up",
                 why="The same was expected, because it must not matter how rows fall into "
                 "micro-batches: a mean that is divided again gives each of them the same weight",
-                cure=f"sum over rows and tokens, and divide once, by {' or '.join(part.counts)}; "
-                f"{_unless_meant(loss_fn)}",
+                cure="sum over rows and tokens, and divide once, by "
+                f"{' or '.join(example.part.counts)}; {_unless_meant(loss_fn)}",
             )
-    if part.is_token_sum:
-        _check_chunks(loss_fn, example, batch, found["loss"])
 
 
 def _unless_meant(loss_fn: Callable[..., Any]) -> str:
@@ -246,10 +261,6 @@ def _told(error: Exception) -> str:
 
 def _named(name: str) -> str:
     return "the loss" if name == "loss" else f"the figure {name!r}"
-
-
-def _counts(part: LossPart) -> str:
-    return ", ".join(part.counts)
 
 
 def _refused(loss_fn: Callable[..., Any], came: str, *, why: str, cure: str) -> UserError:
