@@ -45,6 +45,7 @@ CONTRACTS = {
     "get_example_input": "get_example_input(micro_batch_size, max_token_num) -> a tuple of tensors "
     "on the meta device: token ids [B, T] on stage 0, else what the stage before returns",
 }
+OF_MODELS = ("train_model", "stage model", "get_example_input")
 _ROOT = Path(__file__).resolve().parents[1]
 MOST_CHARACTERS = 60  # of a value that is shown
 
@@ -68,7 +69,9 @@ def broken(
         kind: of error; DataError where a row is wrong.
         contract: which one it is, where it is not that of the register.
     """
-    kept = f"Contract: {CONTRACTS[contract or register]} (docs/add_a_part.md)."
+    contract = contract or register
+    guide = "add_a_model.md" if contract in OF_MODELS else "add_a_part.md"
+    kept = f"Contract: {CONTRACTS[contract]} (docs/{guide})."
     return kind(f"the {register} {part_name(part)} {came}. {why}: {cure}. {kept}")
 
 
