@@ -65,6 +65,7 @@ def check_loss(
 
 def _check_counts(part: LossPart, batch: MicroBatch) -> None:
     for name, count in part.counts.items():
+        found: Any = None
         try:
             found = count(batch)
             is_whole = int(found) == found and found >= 0
@@ -219,7 +220,8 @@ class _Example:
             return None
         if any(half["input_ids"].shape[1] < self.first + 2 for half in halves):
             return None  # of which no column is looked at
-        first, totals = 0, {}
+        first = 0
+        totals: dict[str, float] = {}
         for half in halves:
             for name, value in self.values(half, FIRST, first_row=first).items():
                 totals[name] = totals.get(name, 0.0) + value

@@ -93,8 +93,9 @@ class LossPart:
             )
         return loss, {name: value.detach() for name, value in figures.items()}
 
-    def _check(self, found: object) -> None:
+    def _check(self, found: Any) -> None:
         """Refuses what is no scalar, or (scalar, figures) with scalars of their own."""
+        figures: Mapping[str, object]
         loss, figures = found if _is_pair(found) else (found, {})
         wrong = [value for value in (loss, *figures.values()) if not _is_scalar(value)]
         if wrong:

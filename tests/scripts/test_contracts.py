@@ -125,6 +125,13 @@ def test_held_out_rows_that_are_all_too_long(job, overlong):
     assert_refused(run(job, words), 3, "held-out rows", "tokens", "--max-token-num")
 
 
+def test_held_out_rows_of_which_nothing_is_learnt(job):
+    """A loss over nothing would be 0, and so the best."""
+    words = "--dataset long_test_rows --eval-samples 8 --collate-fn collate_no_test_targets"
+    done = run(job, words + " --max-token-num 128", ranks=2)
+    assert_refused(done, 3, "none of the 8 held-out rows has a supervised token")
+
+
 def test_too_long_rows_are_dropped_before_steps_are_made(job):
     """Four of five rows are too long: steps of 8 would hold too few, or none, to learn from."""
     words = "--dataset some_long_rows --dataset.number 40 --collate-fn.overlong drop"
