@@ -38,14 +38,12 @@ def make_dataset(part: Callable[..., Any], *, dataset_path: str | None, **given:
             why="A path was expected, because dataset_path is None without the option",
             cure="give --dataset-path, or let the part do without: dataset_path=None",
         ) from error
-    is_sized = isinstance(dataset, Sized)
-    if not (is_sized and hasattr(dataset, "__getitem__")):
-        lacks = "returned " + shown(dataset) if dataset is None else "has no "
-        lacks += "" if dataset is None else "__getitem__" if is_sized else "__len__"
+    lacks = "__len__" if not isinstance(dataset, Sized) else "__getitem__"
+    if lacks == "__len__" or not hasattr(dataset, lacks):
         raise broken(
             "dataset",
             part if dataset is None else dataset,
-            lacks,
+            f"returned {shown(None)}" if dataset is None else f"has no {lacks}",
             why="Rows with numbers were expected, because each rank takes its rows by number",
             cure="give it __len__(self) and __getitem__(self, index)",
         )
