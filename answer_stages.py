@@ -5,6 +5,7 @@ trained, without an export.
 """
 
 import functools
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ from stageline.errors import UserError
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
+
+    from stageline.checkpoint.together import Ranks
 
 
 @dataclass(frozen=True)
@@ -61,19 +64,70 @@ class AnsweringModel:
 
         return load_config(self.config_folder, trust_remote_code=self.trust_remote_code)
 
+    def check_names(self, stage: int, ranks: "Ranks") -> None:
+        """Refuses stages that do not add up to the whole model, before weights are read.
+
+        Args:
+            ranks: of the pipeline, which call this together.
+
+        Raises:
+            UserError: says which names, and why.
+        """
+        from stageline.checking.outline import check_outlines
+
+        def outline(stage: int, num_stages: int) -> Any:
+            layers = self.layers() if num_stages == self.num_stages else None
+            build = self._part(num_stages)
+            return build(checkpoint_path=None, stage=stage, device="meta", partition=layers)[0]
+
+        check_outlines(
+            outline,
+            stages=[stage],
+            num_stages=self.num_stages,
+            ranks=ranks,
+            checkpoint=str(self.folder),
+        )
+
+    def prove(self, mode: str, ranks: "Ranks") -> None:
+        """Compares a cut-down copy of the model, split and whole; all ranks call this.
+
+        Args:
+            mode: auto, always or never.
+            ranks: of the whole run.
+
+        Raises:
+            UserError: they differ; says where.
+        """
+        from stageline.checking.proof_record import SplitToProve, options_of_proof, prove_split
+
+        layers = self.layers() if self.num_stages > 1 else None
+        split = SplitToProve(
+            train_model_register[self.part_key()],
+            str(self.config_folder),
+            self.num_stages,
+            partition=layers,
+            trust_remote_code=self.trust_remote_code,
+            options=options_of_proof({}, self.attn_implementation),
+        )
+        say = functools.partial(print, file=sys.stderr, flush=True)  # stdout is for answers
+        prove_split(split, mode=mode, ranks=ranks, say=say)
+
+    def _part(self, num_stages: int) -> functools.partial:
+        return functools.partial(
+            train_model_register[self.part_key()],
+            config_path=str(self.config_folder),
+            processor_path=None,
+            num_stages=num_stages,
+            is_piece=True,  # its processor is loaded apart
+            trust_remote_code=self.trust_remote_code,
+        )
+
     def build(self, stage: int, device: "torch.device | str") -> Any:
         """One stage with its weights, as the part makes it."""
         from stageline.checkpoint.files import ADAPTER_CONFIG
         from stageline.modules.lora import merge_lora
 
-        build = functools.partial(
-            train_model_register[self.part_key()],
-            config_path=str(self.config_folder),
-            processor_path=None,
-            num_stages=self.num_stages,
-            is_piece=True,  # its processor is loaded apart
-            trust_remote_code=self.trust_remote_code,
-        )
+        build = self._part(self.num_stages)
         options: dict[str, object] = {}
         if (self.folder / ADAPTER_CONFIG).exists():
             options = lora_options(self.folder, build)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from answer_stages import AnsweringModel
 from options.decode_options import DecodeOptions
 from stageline.checkpoint.host_memory import available_memory
+from stageline.checkpoint.together import Ranks
 from stageline.data.processor import get_tokenizer, load_processor
 from stageline.distributed.failure import name_stages
 from stageline.distributed.launch import launch_if_needed
@@ -95,6 +96,8 @@ def open_decoding(run: Any, *, model_path: str | None = None) -> Iterator[Decodi
     model = answering_model(run, model_path or run.model_path)
     with distributed_context(num_ranks=run.num_stages, device=run.device) as context:
         name_stages([context.pp_rank])
+        model.prove(run.prove_split, Ranks.of(None))
+        model.check_names(context.pp_rank, Ranks.of(context.pp_group))
         stage = model.build(context.pp_rank, context.device)
         decoder = StageDecoder(
             stage, device=context.device, matchers=Matchers(lambda: load_tokenizer(run, model))

@@ -100,6 +100,13 @@ def make_parser() -> argparse.ArgumentParser:
         "the stages' (default: on, where the host's memory is enough)",
     )
     add(
+        "--prove-split",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="compare the stages with the whole model first, on a cut-down copy (default: auto: "
+        "unless that is recorded of this model)",
+    )
+    add(
         "--overwrite",
         action="store_true",
         help="replace the model folder at --output-path, once the new one is complete",
@@ -141,7 +148,11 @@ def main() -> None:
         max_shard_bytes=options.max_shard_size,
         verifies=options.verify,
         overwrites=options.overwrite,
-        make_stages=functools.partial(make_stages, trust_remote_code=options.trust_remote_code),
+        make_stages=functools.partial(
+            make_stages,
+            trust_remote_code=options.trust_remote_code,
+            prove_split=options.prove_split,
+        ),
         trust_remote_code=options.trust_remote_code,
     )
     print(f"exported the {'adapter' if report.is_adapter else 'model'} to {report.folder}")
@@ -156,19 +167,26 @@ def main() -> None:
         print(f"note: {note}")
 
 
-def make_stages(folder: Path, *, trust_remote_code: bool = False) -> "list[nn.Module] | str":
+def make_stages(
+    folder: Path, *, trust_remote_code: bool = False, prove_split: str = "auto"
+) -> "list[nn.Module] | str":
     """The stages of a checkpoint as training builds them, or why there are none.
 
     In float32 on the CPU, in evaluation mode.
 
+    Args:
+        prove_split: auto, always or never.
+
     Raises:
-        UserError: a checkpoint that a run saved does not fit its stages.
+        UserError: a checkpoint that a run saved does not fit its stages, or these compute
+            something else than the whole model.
     """
     from stageline.checkpoint.adapter_config import config_folder
     from stageline.checkpoint.files import ADAPTER_CONFIG
     from stageline.checkpoint.layout import MANIFEST
     from stageline.checkpoint.tasks import is_scored
     from stageline.model_folder import load_config
+    from stageline.modules.stage_names import check_names, names_of_stage
 
     is_adapter = (folder / ADAPTER_CONFIG).exists()
     base = config_folder(folder)
@@ -184,13 +202,30 @@ def make_stages(folder: Path, *, trust_remote_code: bool = False) -> "list[nn.Mo
         is_piece=True,  # needs no processor
         trust_remote_code=trust_remote_code,
     )
+    prove(build, str(base), mode=prove_split)
     try:
         options = lora_options(folder, build) if is_adapter else {}
-        return fill_stages(folder, functools.partial(build, **options))
+        stages = fill_stages(folder, functools.partial(build, **options))
     except (UserError, ValueError) as error:
         if (folder / MANIFEST).exists():
             raise
         return str(error)  # a folder from elsewhere may hold what no run would save
+    check_names([names_of_stage(stage) for stage in stages])
+    return stages
+
+
+def prove(build: functools.partial, config_path: str, *, mode: str) -> None:
+    """Compares a cut-down copy of the model, split and whole."""
+    from stageline.checking.proof_record import SplitToProve, prove_split
+    from stageline.checkpoint.together import Ranks
+
+    split = SplitToProve(
+        build.func,
+        config_path,
+        build.keywords["num_stages"],
+        trust_remote_code=build.keywords["trust_remote_code"],
+    )
+    prove_split(split, mode=mode, ranks=Ranks.of(None), say=print)
 
 
 def fill_stages(folder: Path, build: functools.partial) -> "list[nn.Module]":

@@ -17,6 +17,9 @@ from options.part_options import ChosenPart
 from options.part_training_options import learning_rate_scales, part_options
 from options.run_options import RunConfig
 from parse_args import TrainArguments
+from stageline.checking.outline import check_filled_stages, check_outlines
+from stageline.checking.proof_record import SplitToProve, options_of_proof, prove_split
+from stageline.checkpoint.together import Ranks
 from stageline.contracts import call, check_call
 from stageline.data.check_batch import check_length
 from stageline.data.example import example_micro_batch
@@ -54,6 +57,27 @@ SHELF = ("pp_models", "prompt", "prompt_fn", "dataset", "loss_fn", "optimizer", 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def prove_stages(arguments: TrainArguments) -> None:
+    """Compares a cut-down copy of the model, split and whole, before the stages are built."""
+    run, part = arguments.run, arguments.parts["train_model"]
+    attention = attention_arguments(run).get("attn_implementation")
+    prove_split(
+        SplitToProve(
+            part.part,
+            run.config_path or run.model_path,
+            run.num_stages,
+            partition=run.partition if isinstance(run.partition, list) else None,
+            visual_gpu_ratio=run.visual_gpu_ratio,
+            vision_stages=run.vision_stages,
+            trust_remote_code=run.trust_remote_code,
+            options=options_of_proof(part.kwargs, attention),
+        ),
+        mode=run.prove_split,
+        ranks=Ranks.of(None),
+        say=functools.partial(print, flush=True),
+    )
+
+
 def build_stages(
     arguments: TrainArguments,
     context: DistributedContext,
@@ -79,6 +103,7 @@ def build_stages(
     if point is not None:
         weights = str(point.folder) if point.base is None else run.model_path or point.base
         processor = processor or run.model_path or run.config_path
+    is_known = check_names_of_stages(arguments, context, schedule, weights, images=images)
     stages = [
         build_part(
             arguments,
@@ -94,8 +119,10 @@ def build_stages(
         )
         for stage in schedule.stages_of(context.pp_rank)
     ]
+    if not is_known:
+        check_filled_stages(stages, ranks=Ranks.of(context.pp_group), checkpoint=weights)
+    check_values_kept(stages)
     for stage in stages:
-        check_values_kept(stage)
         for note in getattr(stage, "notes", ()):
             print(note, flush=True)
         if point is not None and point.base is not None:
@@ -103,15 +130,13 @@ def build_stages(
         if stage.stage == 0:
             for line in getattr(getattr(stage, "start", None), "notes", ()):
                 print(line, flush=True)
-    for stage in stages:
         note = getattr(stage, "cast_note", None)
         if note and stage.stage == 0:
             print(f"{run.model_path}: {note}", flush=True)
     if run.packing or is_packed:
         for stage in stages:
-            if getattr(stage, "is_tower", False):
-                continue  # no row crosses it
-            check_packing(stage, rows=run.micro_batch_size, device=context.device)
+            if not getattr(stage, "is_tower", False):  # no row crosses a tower
+                check_packing(stage, rows=run.micro_batch_size, device=context.device)
     return stages
 
 
@@ -146,6 +171,49 @@ def check_parts(arguments: TrainArguments, data: Data) -> None:
     )
     if problem is not None and os.environ.get("RANK", "0") == "0":
         print(problem, flush=True)
+
+
+def check_names_of_stages(
+    arguments: TrainArguments,
+    context: DistributedContext,
+    schedule: Schedule,
+    weights: str | None,
+    *,
+    images: object,
+) -> bool:
+    """Compares what all stages will hold with the whole model, before anything is read.
+
+    Args:
+        weights: the checkpoint that fills the stages.
+
+    Returns:
+        Whether that was possible without weights.
+    """
+    run = arguments.run
+
+    def outline(stage: int, num_stages: int) -> torch.nn.Module:
+        is_given = num_stages == run.num_stages and isinstance(run.partition, list)
+        alone = {"vision_stages": 0} if run.vision_stages and num_stages == 1 else {}
+        return build_part(
+            arguments,
+            images=images,
+            stage=stage,
+            num_stages=num_stages,
+            partition=run.partition if is_given else None,
+            checkpoint_path=None,
+            device="meta",
+            is_piece=True,
+            **({"methods": None} if method_arguments(run) else {}),  # they change no name
+            **alone,
+        )
+
+    return check_outlines(
+        outline,
+        stages=list(schedule.stages_of(context.pp_rank)),
+        num_stages=run.num_stages,
+        ranks=Ranks.of(context.pp_group),
+        checkpoint=weights,
+    )
 
 
 def taken_option(run: RunConfig, point: ResumePoint | None) -> dict[str, str]:

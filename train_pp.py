@@ -42,7 +42,14 @@ from stageline.training.report import RunReport, summarize_stage
 from stageline.training.resume import ResumePoint
 from stageline.training.sharding import ShardedReplicas
 from train_data import Data, check_data, show_samples
-from train_parts import SHELF, build_stages, check_parts, make_planner, make_tracker
+from train_parts import (
+    SHELF,
+    build_stages,
+    check_parts,
+    make_planner,
+    make_tracker,
+    prove_stages,
+)
 from train_run import TrainingRun, open_run_folder
 from train_streaming import make_streaming_runner, streaming_topology
 
@@ -207,6 +214,7 @@ def train(
     remedies = memory_remedies(run, has_gpu=context.device.type == "cuda")
     account = MemoryAccount(context.device, remedies)
     on_full_memory(account.describe)
+    prove_stages(arguments)
     seed_everything(run.seed)
     models = build_stages(
         arguments,

@@ -33,7 +33,7 @@ FREE_ON_RESUME = frozenset(
     "import model_path config_path processor_path dataset_path output_dir trust_remote_code "
     # machine and pipeline
     "device num_workers num_stages stages_per_rank schedule dp_degree dp_shard partition "
-    "visual_gpu_ratio vision_stages vision_partition "
+    "visual_gpu_ratio vision_stages vision_partition prove_split "
     "device_memory lost_after hang_timeout stop_deadline "
     # the product of these is compared
     "batch_size accumulate_steps "

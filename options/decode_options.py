@@ -1,6 +1,7 @@
 """The options of pipelined decoding: how a model is spread over processes that answer together."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from options.fields import option
 
@@ -19,6 +20,11 @@ class DecodeOptions:
     )
     partition: list[int] | None = option(
         None, "layers of each stage, 12,10; default: what evens out a decoding step"
+    )
+    prove_split: Literal["auto", "always", "never"] = option(
+        "auto",
+        "compare the stages with the whole model first, on a cut-down copy; auto: unless that is "
+        "recorded of this model, these versions and options",
     )
     train_model: str | None = option(
         None, "key of the stages' train_model part; default: that of the model's architecture"

@@ -141,6 +141,11 @@ class PipelineOptions:
         "layers of each stage behind --vision-stages, 8,8,7,9; uniform: equal numbers; "
         "parameters: equal bytes; measured: equal times on this device, within its memory",
     )
+    prove_split: Literal["auto", "always", "never"] = option(
+        "auto",
+        "compare the stages with the whole model first, on a cut-down copy; auto: unless that is "
+        "recorded of this model, these versions and options",
+    )
 
 
 @dataclass(kw_only=True)

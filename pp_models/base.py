@@ -22,6 +22,7 @@ from stageline.modules.lora import key_map_without_last_lora
 from stageline.modules.methods import LANGUAGE, Methods
 from stageline.modules.new_rows import NewRows, vocabulary_paths
 from stageline.modules.part_lora import find_targets, lora_of_parts, wrap_parts
+from stageline.modules.stage_names import Names, names_in
 from stageline.modules.whole_modules import find_whole_modules, is_inside
 from stageline.pipeline.partition import layer_range, stage_layers
 
@@ -48,6 +49,9 @@ class StageModel(AnsweringStage, nn.Module):
             and on in what is saved.
         fresh_names: weights that a checkpoint may lack: they start by the seed, as without one.
         unused_names: beginnings of names in a checkpoint that the model has no use for.
+        shared_names: weights that several stages hold on purpose, under one name: their gradients
+            are summed, one of them is saved. Those that `adopt` finds tied are added.
+        whole_names: the weights of the whole model; None: a subclass builds its own modules.
         methods: what is done in another way than training the whole model.
         notes: lines about it to print.
         changes_config: the configuration is not that of the weights' folder.
@@ -56,6 +60,8 @@ class StageModel(AnsweringStage, nn.Module):
     cached_configs: tuple[str, ...] = ()
     fresh_names: frozenset[str] = frozenset()
     unused_names: tuple[str, ...] = ()
+    shared_names: frozenset[str] = frozenset()
+    whole_names: Names | None = None
     logits_chunk = 0
     checkpoint_every = 1
     changes_config = False
@@ -274,6 +280,9 @@ class StageModel(AnsweringStage, nn.Module):
     def adopt(self, whole: PreTrainedModel) -> None:
         """Prunes `whole` to this stage and shares its modules; then puts LoRA on."""
         self.parameter_order = [name for name, _ in whole.named_parameters()]
+        self.whole_names = names_in(whole)
+        # a buffer outside of the layers lies on every stage
+        self.shared_names |= self.whole_names.tied | self.whole_names.buffers
         self.vocabulary = vocabulary_paths(whole)
         lora = self.start.lora_of(self.lora, self.part_of)
         self.whole_modules = find_whole_modules(whole, self.start.modules_to_save)

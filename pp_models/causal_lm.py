@@ -1,7 +1,9 @@
 """Stages of decoder-only language models: one class for every decoder of transformers.
 
-The model's own forward runs with `inputs_embeds`: masks, rotary embeddings and the loop over
-layers stay the library's, and no model code is copied.
+The model's own forward runs on every stage, on the token ids: masks, rotary embeddings and the loop
+over layers stay the library's, and no model code is copied (stageline/stages/splice.py).
+
+Shapes: B rows, T tokens, H hidden size, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -11,24 +13,32 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from pp_models.attention import cache_off, refused_attention
 from pp_models.base import StageModel
-from pp_models.discover import EMBEDDING_DROPOUTS, POSITION_EMBEDDINGS, ModelPaths, find_paths
+from pp_models.discover import ModelPaths, find_paths, plan_of, sizes_of
 from pp_models.packing import is_packed, without_masks
 from pp_models.prompt_pieces import can_be_cut
-from pp_models.router_loss import FLAG, RouterLoss, find_router_loss, has_routers
+from pp_models.router_loss import FLAG, RouterLoss, find_router_loss
 from register import train_model_register
 from stageline.model_folder import has_trusted_code
-from stageline.modules.pass_through import PassThrough, ZeroEmbedding
+from stageline.modules.router_records import recording_routers, watch_routers
+from stageline.pipeline.partition import layer_range
+from stageline.stages.splice import Spliced
+from stageline.stages.split_plan import SplitPlan
+
+Batch = dict[str, torch.Tensor]
+Tensors = tuple[torch.Tensor, ...]
 
 
-class CausalLMStage(StageModel):
+class CausalLMStage(Spliced, StageModel):
     """A stage of a decoder. What differs for an architecture is overridden in a subclass.
 
     Attributes:
+        plan: how the whole model is split.
         router_loss: the load-balancing loss of a mixture of experts; None: there is none, or it
             was not asked for.
     """
 
     auto_class: type = AutoModelForCausalLM
+    plan: SplitPlan
     paths: ModelPaths
     can_decode = True
 
@@ -39,44 +49,59 @@ class CausalLMStage(StageModel):
         attn_implementation: str | None = None,
         output_router_logits: bool | None = None,
         router_aux_loss_coef: float | None = None,
+        dtype: torch.dtype = torch.float32,
         **stage_kwargs: object,
     ) -> None:
-        super().__init__(config, **stage_kwargs)
-        with torch.device("meta"):
-            kwargs: dict[str, object] = {"trust_remote_code": has_trusted_code(config)}
-            if attn_implementation:
-                kwargs["attn_implementation"] = attn_implementation
-            try:
-                whole = self.auto_class.from_config(config, dtype=self.dtype, **kwargs)
-            except (ValueError, ImportError) as error:
-                raise refused_attention(config, attn_implementation, error) from error
+        self.__dict__["config"] = config  # asked before the base class sets it
+        whole = self.build_whole(config, dtype=dtype, attn_implementation=attn_implementation)
         self.cached_configs = cache_off(whole.config)
+        self.plan = self.find_plan(whole)
+        super().__init__(config, dtype=dtype, **stage_kwargs)
         self.paths = self.find_paths(whole)
         config_asks = bool(getattr(self.text_config, FLAG, False))
         asks = config_asks if output_router_logits is None else output_router_logits
         self.router_loss: RouterLoss | None = None
         if asks:
             self.router_loss = find_router_loss(whole, coefficient=router_aux_loss_coef)
+        # the library would compute a loss of its own, and of all layers
+        self.flags: dict[str, bool] = {FLAG: False} if asks or config_asks else {}
         self.adopt(whole)
-        # the library computes a loss of its own from what it records, and fails on no layers
-        records = asks and has_routers(whole)
-        self.flags: dict[str, bool] = {FLAG: records} if asks or config_asks else {}
+
+    def build_whole(
+        self, config: PretrainedConfig, *, dtype: torch.dtype, attn_implementation: str | None
+    ) -> PreTrainedModel:
+        """The whole model on the meta device."""
+        kwargs: dict[str, object] = {"trust_remote_code": has_trusted_code(config)}
+        if attn_implementation:
+            kwargs["attn_implementation"] = attn_implementation
+        with torch.device("meta"):
+            try:
+                return self.auto_class.from_config(config, dtype=dtype, **kwargs)
+            except (ValueError, ImportError) as error:
+                raise refused_attention(config, attn_implementation, error) from error
+
+    def find_plan(self, whole: PreTrainedModel) -> SplitPlan:
+        """How the whole model is split, by a rehearsal."""
+        return plan_of(whole, run_whole, kind="logits", sizes=self.sizes)
 
     def find_paths(self, whole: PreTrainedModel) -> ModelPaths:
         """Where the parts of the whole model lie."""
-        return find_paths(whole)
+        return find_paths(whole, self.plan)
+
+    def num_layers(self) -> int:
+        return self.plan.size
 
     def parts(self) -> dict[str, list[str]]:
+        paths = self.paths
         return {
-            "vit": [self.paths.vision_tower] if self.paths.vision_tower else [],
-            "mlp": [path for path in (self.paths.projector, *self.paths.beside_projector) if path],
-            "llm": [self.paths.text_model],
-            "lm_head": [self.paths.head] if self.paths.head else [],
+            "vit": [paths.vision_tower] if paths.vision_tower else [],
+            "mlp": [path for path in (paths.projector, *paths.beside_projector) if path],
+            "llm": [paths.text_model],
+            "lm_head": [path for path in (paths.head, *paths.behind) if path],
         }
 
     def modules_to_shard(self) -> list[torch.nn.Module]:
-        layers = self.get_submodule(self.paths.layers)
-        return [layers[index] for index in self.layers]
+        return [layer for index, layer in self.layer_list() if index in self.layers]
 
     @property
     def is_tied(self) -> bool:
@@ -86,53 +111,64 @@ class CausalLMStage(StageModel):
     def layer_name(self, index: int) -> str:
         return f"{self.paths.layers}.{index}"
 
-    def prune(self, whole: PreTrainedModel) -> None:
-        text_model = whole.get_submodule(self.paths.text_model)
-        layers = whole.get_submodule(self.paths.layers)
-        for index in range(len(layers)):
-            if index not in self.layers:
-                layers[index] = PassThrough()
-        if not self.is_first:
-            self._prune_front(whole, text_model)
-        if not self.is_last:
-            _replace(whole, self.paths.final_norm)
-            _replace(whole, self.paths.head)
+    def adopt(self, whole: PreTrainedModel) -> None:
+        super().adopt(whole)
+        self.shared_names |= self.plan.shared_names
+        self.intercept()
+        if self.router_loss is not None:
+            watch_routers(whole.base_model, self.modules_to_shard())
 
-    def _prune_front(self, whole: PreTrainedModel, text_model: torch.nn.Module) -> None:
-        paths = self.paths
-        for path in (*paths.beside_projector, paths.projector, paths.vision_tower):
-            if path:
-                _replace(whole, path)
-        # a tied head needs its weight, which has the embedding's name
-        if not (self.is_tied and self.is_last):
-            _replace(whole, self.paths.embedding)
-        for name in POSITION_EMBEDDINGS:
-            if hasattr(text_model, name):
-                setattr(text_model, name, ZeroEmbedding())
-        for name in EMBEDDING_DROPOUTS:
-            if hasattr(text_model, name):
-                setattr(text_model, name, PassThrough())
+    def prune(self, whole: PreTrainedModel) -> None:
+        self.splice(whole)
 
     def layer_list(self) -> list[tuple[int, torch.nn.Module]]:
-        return list(enumerate(self.whole.get_submodule(self.paths.layers)))
+        return list(enumerate(self.get_submodule(self.plan.layers)))
 
-    def model_inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What of the micro-batch the model's forward takes, besides its first input."""
+    def model_inputs(self, batch: Batch) -> Batch:
+        """What of the micro-batch the model's forward takes, besides its token ids."""
         inputs = {name: value for name, value in batch.items() if name != "input_ids"}
         return without_masks(inputs) if is_packed(batch) else inputs
 
-    def get_example_input(
-        self, micro_batch_size: int, max_token_num: int
-    ) -> tuple[torch.Tensor, ...]:
-        tensors = super().get_example_input(micro_batch_size, max_token_num)
-        if self.router_loss is None or self.is_first:
-            return tensors
-        return (*tensors, self.router_loss.example())
+    def get_example_input(self, micro_batch_size: int, max_token_num: int) -> Tensors:
+        if self.is_first:
+            return super().get_example_input(micro_batch_size, max_token_num)
+        ids_BT = torch.empty(micro_batch_size, max_token_num, dtype=torch.long, device="meta")
+        return self._border(sizes_of(None, {"input_ids": ids_BT}), has_pictures=False)
+
+    def get_batch_input(self, batch: Batch) -> Tensors:
+        if self.is_first:
+            return super().get_batch_input(batch)
+        return self._border(self.sizes(batch), has_pictures=self.has_pictures(batch))
+
+    def sizes(self, batch: Batch) -> dict[str, int]:
+        """What the letters in the shapes of borders stand for in a micro-batch."""
+        return sizes_of(self.config, batch)
+
+    def _border(self, sizes: dict[str, int], *, has_pictures: bool) -> Tensors:
+        # a stage is asked about the one behind it by its number alone
+        border = layer_range(self.partition, self.stage).start
+        slots = self.plan.slots(border, has_pictures=has_pictures)
+        floats = [slot.meta(sizes) for slot in slots if slot.dtype.is_floating_point]
+        others = [slot.meta(sizes) for slot in slots if not slot.dtype.is_floating_point]
+        routers = [] if self.router_loss is None else [self.router_loss.example()]
+        return (*floats, *routers, *others)
+
+    def has_pictures(self, batch: Batch) -> bool:
+        """Whether the micro-batch has a picture; by its token ids, which all stages have."""
+        return False
+
+    def _brings_pictures(self, came: Tensors, batch: Batch) -> bool:
+        """By what came, where that tells; by the micro-batch elsewhere."""
+        counts = [
+            len(self.plan.slots(self.layers.start, has_pictures=has)) for has in (False, True)
+        ]
+        if came and counts[0] != counts[1]:
+            return len(came) == counts[1]
+        return self.has_pictures(batch)
 
     def answer_only(self) -> None:
         super().answer_only()
         self.router_loss, self.logits_chunk = None, 0
-        self.flags = dict.fromkeys(self.flags, False)
 
     @property
     def reads_in_pieces(self) -> bool:
@@ -141,49 +177,57 @@ class CausalLMStage(StageModel):
     @property
     def runs_head(self) -> bool:
         """On the last stage the class's own forward runs: it may scale or cap the logits."""
-        return self.is_last and not self.logits_chunk
+        return not (self.is_last and self.logits_chunk)
 
     def finish(self, hidden_BTH: torch.Tensor) -> torch.Tensor:
-        """What goes on of a stage that does not run the model's own head."""
+        """What the last stage gives where it does not run the model's own head."""
         return hidden_BTH
 
     def forward(
-        self,
-        hidden_or_ids: torch.Tensor,
-        *extras: torch.Tensor,
-        **batch: torch.Tensor,
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        self, hidden_or_ids: torch.Tensor, *extras: torch.Tensor, **batch: torch.Tensor
+    ) -> torch.Tensor | Tensors:
+        ids, came = hidden_or_ids, ()
+        statistics = None
+        if not self.is_first:
+            came = (hidden_or_ids, *extras)
+            ids = batch.get("input_ids")
+            if ids is None:  # a stage that is measured by itself
+                ids = hidden_or_ids.new_zeros(hidden_or_ids.shape[:2], dtype=torch.long)
+            if self.router_loss is not None:
+                place = sum(tensor.is_floating_point() for tensor in came) - 1
+                statistics = came[place]
+                came = (*came[:place], *came[place + 1 :])
+        has_pictures = self._brings_pictures(came, {**batch, "input_ids": ids})
         inputs = self.model_inputs(batch)
-        inputs["input_ids" if self.is_first else "inputs_embeds"] = hidden_or_ids
-        has_head = self.runs_head
-        model = self.whole if has_head else self.whole.base_model
         # keys and values are kept where someone brings a place for them, and made nowhere else
-        has_cache = inputs.get("past_key_values") is not None
-        outputs = model(**inputs, **self.flags, use_cache=has_cache)
-        tensor = outputs.logits if has_head else self.finish(outputs.last_hidden_state)
+        inputs |= {**self.flags, "use_cache": inputs.get("past_key_values") is not None}
+
+        def run() -> torch.Tensor:
+            return self.run(ids, inputs)
+
+        with recording_routers(self.router_loss is not None) as router_logits:
+            made = self.run_spliced(run, came, has_pictures=has_pictures, ids=ids)
         if self.router_loss is None:
-            return tensor
-        statistics = self.router_loss.add(
-            extras[0] if extras else None,
-            getattr(outputs, "router_logits", None) or (),
-            batch.get("attention_mask"),
-            device=tensor.device,
-        )
-        return tensor, self.router_loss.loss(statistics) if self.is_last else statistics
+            return made if self.is_last or len(made) > 1 else made[0]
+        first = made if self.is_last else made[0]
+        mask = batch.get("attention_mask")
+        statistics = self.router_loss.add(statistics, router_logits, mask, device=first.device)
+        if self.is_last:
+            return made, self.router_loss.loss(statistics)
+        count = sum(tensor.is_floating_point() for tensor in made)
+        return (*made[:count], statistics, *made[count:])
+
+    def run(self, ids_BT: torch.Tensor, inputs: Batch) -> torch.Tensor:
+        """The model's own forward, up to logits [B, T, V] or what `finish` makes."""
+        if self.runs_head:
+            return self.whole(input_ids=ids_BT, **inputs).logits
+        return self.finish(self.whole.base_model(input_ids=ids_BT, **inputs).last_hidden_state)
 
 
-def _replace(whole: PreTrainedModel, path: str) -> None:
-    parent, _, name = path.rpartition(".")
-    try:
-        module = whole.get_submodule(parent)
-    except AttributeError:
-        return  # its parent went before it: a projector inside a vision tower
-    if name in module._parameters:
-        delattr(module, name)
-        # no longer a weight, but the library's own initialisation writes into it
-        setattr(module, name, torch.empty(0, device="cpu"))
-    else:
-        setattr(module, name, PassThrough())
+def run_whole(whole: PreTrainedModel, batch: Batch) -> object:
+    """A forward pass of a whole model, as a rehearsal runs it."""
+    asks = getattr(whole.config.get_text_config(decoder=True), FLAG, False)
+    return whole(**batch, use_cache=False, **({FLAG: False} if asks else {}))
 
 
 ROUTER_OPTIONS = """

@@ -7,8 +7,8 @@ are rebuilt on every stage from the integers of the micro-batch.
 A micro-batch without images has no states: the library then passes by the layers that would look
 at them, and nothing but hidden states crosses a border.
 
-Shapes: B rows, T tokens, M images of the fullest row, S tiles an image, P patches a tile (and one),
-H hidden size.
+Shapes: B rows, T tokens, M images of the fullest row, P patches a tile (and one), H hidden size; S
+tiles an image, in shapes of borders of all images.
 """
 
 import math
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
+from pp_models.discover import sizes_of
 from pp_models.packing import is_packed
 from pp_models.vision_language import VisionLanguageStage, add_vision_family
 from stageline.errors import UserError
@@ -33,11 +34,6 @@ class CrossAttentionStage(VisionLanguageStage):
     # its class ties nothing, whatever the config says
     is_tied = False
 
-    def prune(self, whole: torch.nn.Module) -> None:
-        super().prune(whole)
-        # the library asks its tower for this where it makes the mask
-        whole.base_model.vision_model.num_patches = self.num_patches
-
     @property
     def num_patches(self) -> int:
         """States of one tile: its patches and one for the whole."""
@@ -47,17 +43,6 @@ class CrossAttentionStage(VisionLanguageStage):
     def looks_at_images(self, layers: range) -> bool:
         """Whether one of these layers attends to images."""
         return any(index in layers for index in self.text_config.cross_attention_layers)
-
-    @property
-    def takes_states(self) -> bool:
-        """Whether states come from the stage before: some layer here or behind attends to them."""
-        from_here = range(sum(self.partition[: self.stage]), self.num_layers())
-        return not self.is_first and self.looks_at_images(from_here)
-
-    @property
-    def sends_states(self) -> bool:
-        """Whether the next stage takes states."""
-        return not self.is_last and self._successor().takes_states
 
     def modules_to_shard(self) -> list[torch.nn.Module]:
         """Not those that attend to images: a replica without images passes them by.
@@ -71,28 +56,28 @@ class CrossAttentionStage(VisionLanguageStage):
         """(index in the whole model, layer) of this stage's layers."""
         return [(index, layer) for index, layer in self.layer_list() if index in self.layers]
 
+    def sizes(self, batch: Batch) -> dict[str, int]:
+        sizes = sizes_of(None, batch)
+        if IMAGE_IDS in batch:
+            sizes["S"] = batch[IMAGE_IDS].numel() * self.config.vision_config.max_num_tiles
+        return sizes
+
     def get_example_input(
         self, micro_batch_size: int, max_token_num: int
     ) -> tuple[torch.Tensor, ...]:
         """As for one image in each row."""
-        tensors = super().get_example_input(micro_batch_size, max_token_num)
-        return (*tensors, *self._states_meta(micro_batch_size, 1))
+        if self.is_first:
+            return super().get_example_input(micro_batch_size, max_token_num)
+        shapes = {"input_ids": (micro_batch_size, max_token_num), IMAGE_IDS: (micro_batch_size, 1)}
+        return self.get_batch_input(
+            {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        )
 
-    def get_batch_input(self, batch: Batch) -> tuple[torch.Tensor, ...]:
-        tensors = super().get_example_input(*batch["input_ids"].shape)
-        if IMAGE_IDS not in batch:
-            return tensors
-        return (*tensors, *self._states_meta(*batch[IMAGE_IDS].shape))
-
-    def _states_meta(self, rows: int, num_images: int) -> tuple[torch.Tensor, ...]:
-        if not self.takes_states:
-            return ()
-        num_tiles = rows * num_images * self.config.vision_config.max_num_tiles
-        shape = (num_tiles, self.num_patches, self.text_config.hidden_size)
-        return (torch.empty(shape, dtype=self.dtype, device="meta"),)
+    def has_pictures(self, batch: Batch) -> bool:
+        return IMAGE_IDS in batch
 
     def see_images(self, **inputs: torch.Tensor) -> torch.Tensor:
-        """The states [B * M * S, P, H] of all images; on stage 0."""
+        """The states [S, P, H] of all images; on stage 0."""
         model = self.whole.base_model
         features = model.vision_model(**inputs).last_hidden_state
         states = model.multi_modal_projector(features)
@@ -106,11 +91,7 @@ class CrossAttentionStage(VisionLanguageStage):
                 "token before the first image of its sample attends to all images of its row: "
                 "leave --packing out (samples of similar length travel together anyway)."
             )
-        left_out = IMAGE_INPUTS
-        if not self.looks_at_images(self.layers):
-            left_out += (CROSS_MASK, STATES)  # a large mask for nothing
-        inputs = super().model_inputs(batch)
-        return {name: value for name, value in inputs.items() if name not in left_out}
+        return super().model_inputs(batch)
 
     def fixed_layers(self) -> frozenset[int]:
         return frozenset(self.text_config.cross_attention_layers)
@@ -150,19 +131,6 @@ class CrossAttentionStage(VisionLanguageStage):
             start += count
         num_tiles = batch[IMAGE_IDS].numel() * self.config.vision_config.max_num_tiles
         return math.ceil(num_tiles * self.num_patches * max(shares))
-
-    def forward(
-        self, hidden_or_ids: torch.Tensor, *extras: torch.Tensor, **batch: torch.Tensor
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        states = next(iter(extras), None)
-        if self.is_first and IMAGE_INPUTS[0] in batch:
-            states = self.see_images(**{name: batch[name] for name in IMAGE_INPUTS})
-        seen = {} if states is None else {STATES: states}
-        output = super().forward(hidden_or_ids, **batch, **seen)
-        if states is None or not self.sends_states:
-            return output
-        # a split backward pass cuts its outputs off, which must not be its inputs
-        return output, states.clone()
 
 
 add_vision_family("mllama", CrossAttentionStage, ("mllama",))

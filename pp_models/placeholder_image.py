@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig, PreTrainedModel
 
 from stageline.modules.random_state import RandomState
+from stageline.stages.example_batch import example_pictures
 
 
 def run_placeholder(
@@ -56,48 +57,8 @@ def placeholder_inputs(
     config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device
 ) -> dict[str, torch.Tensor] | None:
     """The inputs of tower and projector for one small picture; None: not known for this model."""
-    vision = config.vision_config
-    merge = getattr(vision, "spatial_merge_size", None)
-    if merge is not None and hasattr(vision, "temporal_patch_size"):
-        channels = getattr(vision, "in_channels", None) or vision.in_chans
-        numbers = channels * vision.temporal_patch_size * vision.patch_size**2
-        return {
-            "pixel_values": torch.zeros(merge**2, numbers, dtype=dtype, device=device),
-            "image_grid_thw": torch.tensor([[1, merge, merge]], device=device),
-        }
-    if hasattr(config, "scale_factor"):
-        side = vision.patch_size * config.scale_factor
-        # ones: Idefics3 takes pictures of zeros for padding, and drops them
-        pixels = torch.ones(1, 1, _channels(vision), side, side, dtype=dtype, device=device)
-        mask = torch.ones(1, 1, side, side, dtype=torch.bool, device=device)
-        return {"pixel_values": pixels, "pixel_attention_mask": mask}
-    if getattr(vision, "image_size", None) is None:
-        return None
-    height, width = _size(vision.image_size)
-    pixels = torch.zeros(1, _channels(vision), height, width, dtype=dtype, device=device)
-    if hasattr(config, "image_grid_pinpoints"):
-        tiles = [1 + (h // height) * (w // width) for h, w in config.image_grid_pinpoints]
-        return {
-            # more tiles than are taken do no harm
-            "pixel_values": pixels.expand(max(tiles), -1, -1, -1)[None],
-            "image_sizes": torch.tensor([[height, width]], device=device),
-        }
-    if hasattr(vision, "max_num_tiles"):  # Mllama: one image of one tile in one row
-        return {
-            "pixel_values": pixels.expand(vision.max_num_tiles, -1, -1, -1)[None, None],
-            "aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long, device=device),
-            "aspect_ratio_mask": torch.eye(1, vision.max_num_tiles, device=device).long()[None],
-        }
-    return {"pixel_values": pixels}
+    return example_pictures(config, dtype=dtype, device=device)
 
 
 def _is_sent_on_its_own(tower: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in tower.modules())
-
-
-def _channels(vision: PretrainedConfig) -> int:
-    return getattr(vision, "num_channels", 3)
-
-
-def _size(size: int | Sequence[int]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else (size[0], size[1])

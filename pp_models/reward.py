@@ -14,10 +14,11 @@ import torch
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from pp_models.base import StageModel
-from pp_models.causal_lm import CausalLMStage
-from pp_models.discover import ModelPaths, find_paths
+from pp_models.causal_lm import Batch, CausalLMStage
+from pp_models.discover import ModelPaths, plan_of
 from register import train_model_register
 from stageline.errors import UserError
+from stageline.stages.split_plan import SplitPlan
 
 SCORE = "score"
 CLASSIFIER = "ForSequenceClassification"
@@ -49,10 +50,13 @@ class RewardStage(CausalLMStage):
                 "the decoder, as the library's classifiers of decoders have it: choose a decoder "
                 "of which it has one."
             )
-        return replace(find_paths(whole), head=SCORE)
+        return replace(super().find_paths(whole), head=SCORE, behind=())
+
+    def find_plan(self, whole: PreTrainedModel) -> SplitPlan:
+        return plan_of(whole, _run_scores, kind="scores", sizes=self.sizes)
 
     def finish(self, hidden_BTH: torch.Tensor) -> torch.Tensor:
-        return self.whole.score(hidden_BTH) if self.is_last else hidden_BTH
+        return self.whole.score(hidden_BTH)
 
     @classmethod
     def build(cls, **options: Any) -> tuple[StageModel, object, int]:
@@ -61,6 +65,10 @@ class RewardStage(CausalLMStage):
             # by it the library finds the end of a row when the saved folder is used
             model.config.pad_token_id = model.whole.config.pad_token_id = pad_token_id
         return model, processor, pad_token_id
+
+
+def _run_scores(whole: PreTrainedModel, batch: Batch) -> object:
+    return whole.score(whole.base_model(**batch, use_cache=False).last_hidden_state)
 
 
 def has_scores(config: PretrainedConfig) -> bool:

@@ -7,37 +7,64 @@ sees by `token_type_ids`, which every stage has, where a picture's tokens see ea
 
 import torch
 from torch import nn
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from pp_models.causal_lm import CausalLMStage, add_family
+from pp_models.causal_lm import CausalLMStage, add_family, run_whole
+from pp_models.discover import is_pixel, plan_of
 from pp_models.packing import is_packed, multimodal_positions
 from pp_models.placeholder_image import run_placeholder
 from pp_models.vision_stages import VisionStages
 from register import train_model_register
 from stageline.model_folder import load_config
+from stageline.stages.example_batch import image_token
+from stageline.stages.split_plan import SplitPlan
 
-PIXEL_INPUTS = ("pixel_values", "pixel_attention_mask")
+Batch = dict[str, torch.Tensor]
 
 
 class VisionLanguageStage(VisionStages, CausalLMStage):
     """A stage of a model with a vision tower; the generic one serves most architectures."""
 
     auto_class = AutoModelForImageTextToText
-    # small integers that belong to the images, needed where the images are
-    image_inputs: tuple[str, ...] = ("image_sizes", "image_grid_thw", "num_patches")
 
-    def model_inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def find_plan(self, whole: PreTrainedModel) -> SplitPlan:
+        return plan_of(whole, run_whole, kind="logits", sizes=self.sizes, takes_pictures=True)
+
+    def has_pictures(self, batch: Batch) -> bool:
+        token = image_token(self.config)
+        return token is not None and bool((batch["input_ids"] == token).any())
+
+    def model_inputs(self, batch: Batch) -> Batch:
         inputs = super().model_inputs(batch)
+        if is_packed(batch) and self.has_axes:
+            inputs["position_ids"] = multimodal_positions(
+                batch, self.whole.base_model.get_rope_index
+            )
         if self.is_first:
             return inputs
-        images = (*PIXEL_INPUTS, *self.image_inputs)
-        return {name: value for name, value in inputs.items() if name not in images}
+        return {name: value for name, value in inputs.items() if not is_pixel(name)}
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether positions have axes (time, height, width) that follow from the images' grids."""
+        return hasattr(self.whole.base_model, "get_rope_index")
+
+    def decode_positions(self, batch: Batch) -> torch.Tensor:
+        if not self.has_axes or batch.get("image_grid_thw") is None:
+            return super().decode_positions(batch)  # the same on all axes
+        positions_3BT, _ = self.whole.base_model.get_rope_index(
+            batch["input_ids"],
+            mm_token_type_ids=batch["mm_token_type_ids"],
+            image_grid_thw=batch["image_grid_thw"],
+            attention_mask=batch["attention_mask"],
+        )
+        return positions_3BT
 
     def forward(
         self, hidden_or_ids: torch.Tensor, *extras: torch.Tensor, **batch: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         has_tower = self.is_first and self.paths.vision_tower and not self.vision_stages
-        if has_tower and PIXEL_INPUTS[0] not in batch and not self.only_answers:
+        if has_tower and "pixel_values" not in batch and not self.only_answers:
             tower = self.get_submodule(self.paths.vision_tower)
             run_placeholder(self.whole, tower, self.front_weights(), see=self.see_images)
         return super().forward(hidden_or_ids, *extras, **batch)
@@ -55,35 +82,6 @@ class VisionLanguageStage(VisionStages, CausalLMStage):
             found = [found] if isinstance(found, torch.Tensor) else found.parameters()
             weights.update(dict.fromkeys(found))
         return list(weights)
-
-
-class MultimodalRotaryStage(VisionLanguageStage):
-    """A stage whose rotary positions have three axes (time, height, width): the Qwen-VL models.
-
-    Positions depend on the token ids, which later stages do not embed: every stage computes them
-    from the micro-batch with the model's own function.
-    """
-
-    def decode_positions(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        if batch.get("image_grid_thw") is None:
-            return super().decode_positions(batch)  # the same on all axes
-        positions_3BT, _ = self.whole.base_model.get_rope_index(
-            batch["input_ids"],
-            mm_token_type_ids=batch["mm_token_type_ids"],
-            image_grid_thw=batch["image_grid_thw"],
-            attention_mask=batch["attention_mask"],
-        )
-        return positions_3BT
-
-    def model_inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        inputs = super().model_inputs(batch)
-        if is_packed(batch):
-            inputs["position_ids"] = multimodal_positions(
-                batch, self.whole.base_model.get_rope_index
-            )
-        elif batch.get("image_grid_thw") is not None and "position_ids" not in batch:
-            inputs["position_ids"] = self.decode_positions(batch)
-        return inputs
 
 
 @train_model_register("vision_language")
@@ -126,8 +124,9 @@ def add_vision_family(
 add_vision_family("internvl", VisionLanguageStage, ("internvl",))
 add_vision_family("llava", VisionLanguageStage, ("llava",))
 add_vision_family("llava_next", VisionLanguageStage, ("llava_next",))
-add_vision_family("qwen2_vl", MultimodalRotaryStage, ("qwen2_vl",))
-add_vision_family("qwen2_5_vl", MultimodalRotaryStage, ("qwen2_5_vl",))
+add_vision_family("qwen2_vl", VisionLanguageStage, ("qwen2_vl",))
+add_vision_family("qwen2_5_vl", VisionLanguageStage, ("qwen2_5_vl",))
+add_vision_family("qwen3_vl", VisionLanguageStage, ("qwen3_vl",))
 # first: export.py takes the first key that serves a folder
 add_vision_family("smolvlm", VisionLanguageStage, ("smolvlm",))
 add_vision_family("idefics3", VisionLanguageStage, ("idefics3", "smolvlm"))

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from pp_models.causal_lm import _replace
+from pp_models.discover import tower_blocks
 from pp_models.tower_images import Batch, TowerImages, tower_images
 from stageline.errors import UserError
 from stageline.modules.pass_through import PassThrough, ZeroEmbedding
@@ -109,7 +109,7 @@ class VisionStages:
     def tower_list(self) -> list[tuple[int, nn.Module]]:
         """(index, block) of the tower's blocks that are here."""
         tower = self.get_submodule(self.paths.vision_tower) if self.paths.vision_tower else None
-        path = _find_blocks(tower, self.config) if tower is not None else ""
+        path = tower_blocks(tower, self.config) if tower is not None else ""
         blocks = enumerate(tower.get_submodule(path)) if path else ()
         return [(index, block) for index, block in blocks if not isinstance(block, PassThrough)]
 
@@ -124,14 +124,16 @@ class VisionStages:
             return super().get_example_input(micro_batch_size, max_token_num)
         if self.stage == 0:
             return (torch.empty(micro_batch_size, max_token_num, dtype=torch.long, device="meta"),)
-        return self._border(self.images.example_shape(micro_batch_size), micro_batch_size)
+        return self._tower_border(self.images.example_shape(micro_batch_size), micro_batch_size)
 
     def get_batch_input(self, batch: Batch) -> Tensors:
         if self.stage == 0 or not self.vision_stages or self.stage > self.vision_stages:
             return super().get_batch_input(batch)
-        return self._border(self.images.hidden_shape(batch), max(1, self.images.num_tokens(batch)))
+        return self._tower_border(
+            self.images.hidden_shape(batch), max(1, self.images.num_tokens(batch))
+        )
 
-    def _border(self, hidden_shape: tuple[int, ...], num_features: int) -> Tensors:
+    def _tower_border(self, hidden_shape: tuple[int, ...], num_features: int) -> Tensors:
         """Hidden states of the tower, or image features; and the features that branched off."""
         num_blocks = sum(self.tower_partition[: self.stage])
         features = (num_features, self.text_config.hidden_size)
@@ -149,18 +151,23 @@ class VisionStages:
         front = (paths.vision_tower, paths.projector, *paths.beside_projector)
         kept = {path: _get(whole, path) for path in front}
         super().prune(whole)
-        if not self.is_tower:
+        if self.is_first:
             for path in reversed(front):
                 _replace(whole, path)
-            return
-        tower = kept[paths.vision_tower]
-        for path, found in kept.items():
-            if self.is_last_of_tower or found is tower or path.endswith(DEEPSTACK):
-                _put(whole, path, found)
-        self._prune_tower(tower)
+        elif self.is_tower:
+            tower = kept[paths.vision_tower]
+            _put(whole, paths.vision_tower, tower)
+            for path in front[1:]:
+                stays = self.is_last_of_tower or path.endswith(DEEPSTACK)
+                is_inside = path.startswith(paths.vision_tower + ".")
+                if is_inside and not stays:
+                    _replace(whole, path)
+                elif stays and not is_inside:
+                    _put(whole, path, kept[path])
+            self._prune_tower(tower)
 
     def _prune_tower(self, tower: nn.Module) -> None:
-        path, own = _find_blocks(tower, self.config), self.tower_layers
+        path, own = tower_blocks(tower, self.config), self.tower_layers
         blocks = tower.get_submodule(path)
         for index, block in enumerate(blocks):
             if index < own.start:
@@ -296,18 +303,6 @@ def split_tower(images: TowerImages, num_stages: int, counts: list[int] | None) 
     return counts
 
 
-def _find_blocks(tower: nn.Module, config: PretrainedConfig) -> str:
-    """Path of the list of a tower's blocks; empty where there is none."""
-    vision = getattr(config, "vision_config", None)
-    count = getattr(vision, "num_hidden_layers", None) or getattr(vision, "depth", None)
-    lists = (
-        path
-        for path, module in tower.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count
-    )
-    return next(lists, "")
-
-
 def _arrival(block: nn.Module) -> Arrival:
     """An `Arrival` that the library counts as a block, where it records what blocks give."""
     return type(type(block).__name__, (Arrival, type(block)), {})()
@@ -320,6 +315,20 @@ def _with_nothing_of(inputs: Tensors, output: torch.Tensor | Tensors) -> torch.T
         if tensor.requires_grad:
             first = first + tensor[:0].sum().to(first.dtype)
     return (first, *others) if others else first
+
+
+def _replace(whole: PreTrainedModel, path: str) -> None:
+    parent, _, name = path.rpartition(".")
+    try:
+        module = whole.get_submodule(parent)
+    except AttributeError:
+        return  # its parent went before it: a projector inside a vision tower
+    if name in module._parameters:
+        delattr(module, name)
+        # no longer a weight, but the library's own initialisation writes into it
+        setattr(module, name, torch.empty(0, device="cpu"))
+    else:
+        setattr(module, name, PassThrough())
 
 
 def _get(whole: PreTrainedModel, path: str) -> nn.Module | nn.Parameter:

@@ -168,10 +168,11 @@ def load_whole(
     single = build(stage=0, num_stages=1, source=preparation.source)
     start_lora(single, seed=seed)
     trains = {name: parameter.requires_grad for name, parameter in single.named_parameters()}
+    shared = set(getattr(single, "shared_names", ()))
     if not preparation.is_library:
         unused = getattr(single, "unused_names", ())
         passed_over = tuple("^" + re.escape(beginning) for beginning in unused)
-        return WholeModel(single, run_stage_model, trains, tied_names(single), passed_over)
+        return WholeModel(single, run_stage_model, trains, tied_names(single) | shared, passed_over)
     inner = getattr(single, "whole", None)
     whole = load_library_model(
         library_class(preparation.config, trust_remote_code=trust_remote_code),
@@ -184,7 +185,8 @@ def load_whole(
     add_plain_lora(whole, single)
     train_same_parameters(whole, single)
     whole.train()
-    return WholeModel(whole, run_library_model, trains, tied_names(whole), tuple(passed_over))
+    tied = tied_names(whole) | shared
+    return WholeModel(whole, run_library_model, trains, tied, tuple(passed_over))
 
 
 @torch.no_grad()

@@ -15,10 +15,8 @@ from stageline.contracts import part_name
 from stageline.errors import UserError
 from stageline.modules.lora import LoRAWrapper, innermost, strip_lora, unwrapped
 from stageline.modules.lora_start import Pair, init_lora_layer, name_seed
-from stageline.modules.pass_through import PassThrough
+from stageline.modules.pass_through import DONE, PassThrough
 
-# the library's own mark: its init functions leave such a tensor alone
-DONE = "_is_hf_initialized"
 UNSET = -(2**31)  # for whole numbers what NaN is for others
 HALF_AND_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
 

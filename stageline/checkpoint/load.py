@@ -27,12 +27,13 @@ from stageline.checkpoint.files import (
 )
 from stageline.checkpoint.finite import check_finite
 from stageline.checkpoint.host_memory import returns_freed_memory
-from stageline.checkpoint.init import DONE, check_filled, init_fresh, materialise, run_init
+from stageline.checkpoint.init import check_filled, init_fresh, materialise, run_init
 from stageline.checkpoint.layout import check_read
 from stageline.checkpoint.quiet import quiet
 from stageline.errors import CheckpointError, UserError
 from stageline.model_folder import read_json
 from stageline.modules.lora import WRAPPED, is_lora_name, strip_lora, unwrapped
+from stageline.modules.pass_through import DONE
 
 
 class CheckpointMismatch(CheckpointError):

@@ -39,6 +39,7 @@ from stageline.checkpoint.shards import (
 )
 from stageline.checkpoint.together import Ranks
 from stageline.modules.lora import lora_stacks, unwrapped
+from stageline.modules.stage_names import StageNames, check_names, names_of_stage
 
 MAX_SHARD_BYTES = 5_000_000_000
 BASE_FOLDER = "base"
@@ -191,6 +192,7 @@ class WeightSaver:
         self.is_adapter = any(ranks.gather(any(lora_stacks(stage) for stage in self.stages)))
         found = [path for path in ranks.gather(_base_of(self.stages)) if path]
         self.base = base_path or next(iter(found), None)
+        self._check_names(draft)
         self._claimed_names = self._claimed(_all_names, draft)
         self._claimed_trained = self._claimed(trained_names, draft) if self.is_adapter else []
 
@@ -231,6 +233,15 @@ class WeightSaver:
 
     def _num_stages(self) -> int | None:
         return self.stages[0].num_stages if self.stages else None
+
+    def _check_names(self, draft: Path | None) -> None:
+        """Refuses to save stages of which a folder could hold one copy of two weights only."""
+
+        def tell() -> list[StageNames]:
+            return [names_of_stage(stage) for stage in self.stages]
+
+        told = [one for some in self.ranks.together(tell, draft) for one in some]
+        self.ranks.together(lambda: check_names(told) if told else None, draft)
 
     def _claimed(
         self, names_of: Callable[[nn.Module], list[str]], draft: Path | None

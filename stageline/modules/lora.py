@@ -170,6 +170,8 @@ def _candidates(
     if name and name in skip:
         return
     if is_linear(module):
+        if "weight" in vars(module):
+            return  # another stage has the weight, zeros stand for it here
         yield parent, name.rpartition(".")[2], name
         return
     if isinstance(module, nn.MultiheadAttention):

@@ -75,7 +75,7 @@ def vocabulary_modules(model: nn.Module, paths: Iterable[str]) -> dict[str, nn.M
             module = model.get_submodule(path)
         except AttributeError:
             continue
-        if getattr(module, "weight", None) is not None:
+        if module._parameters.get("weight") is not None:
             modules[path] = module
     return modules
 
@@ -114,6 +114,8 @@ def enlarge(model: nn.Module, paths: Iterable[str], num_rows: int) -> None:
             module._parameters[leaf] = made[id(old)]
         size = "num_embeddings" if hasattr(module, "num_embeddings") else "out_features"
         setattr(module, size, module.weight.shape[0])
+    if hasattr(model, "enlarge_hollow"):
+        model.enlarge_hollow(tuple(paths), num_rows)
     whole = getattr(model, "whole", None)
     for one in (model, whole, *(() if whole is None else whole.modules())):
         config = getattr(one, "config", None)

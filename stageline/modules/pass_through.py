@@ -7,6 +7,9 @@ every stage and per-layer settings (`config.layer_types[i]`) stay true.
 import torch
 from torch import nn
 
+# the library's own mark: its init functions leave such a tensor or module alone
+DONE = "_is_hf_initialized"
+
 
 class PassThrough(nn.Module):
     """Returns its first argument: stands for a layer, a norm, a head or a dropout."""

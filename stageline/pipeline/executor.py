@@ -173,7 +173,10 @@ class Executor:
     def _receive(self, transfer: Transfer, inputs: StepInputs) -> None:
         # a gradient has the shape of what the stage behind received
         owner = transfer.stage + 1 if transfer.is_grad else transfer.stage
-        buffers = copy_metas(inputs.metas[owner][transfer.micro_batch], self.device)
+        metas = inputs.metas[owner][transfer.micro_batch]
+        if transfer.is_grad:  # integers have none; they come behind all else
+            metas = tuple(meta for meta in metas if meta.is_floating_point())
+        buffers = copy_metas(metas, self.device)
         works = [dist.irecv(b, group=self.group, group_src=transfer.peer) for b in buffers]
         key = (transfer.is_grad, transfer.stage, transfer.micro_batch)
         self._coming[key] = (works, buffers)

@@ -96,23 +96,25 @@ def _problem_of(tensors: object, *, is_first: bool) -> str | None:
     return None
 
 
-def check_values_kept(model: nn.Module) -> None:
-    """Refuses a stage with tensors that were made under meta and have no values.
+def check_values_kept(stages: Sequence[nn.Module]) -> None:
+    """Refuses stages with tensors that were made under meta and have no values.
 
     Parameters and buffers get theirs when the stage is filled; what is a plain attribute does not.
 
     Raises:
         ContractError: names the tensors.
     """
-    lost = [
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if _is_lost(value)
-    ]
-    if lost:
+    for stage in stages:
+        lost = [
+            f"{path}.{name}" if path else name
+            for path, module in stage.named_modules()
+            for name, value in vars(module).items()
+            if _is_lost(value)
+        ]
+        if not lost:
+            continue
         raise _of_stage(
-            model,
+            stage,
             f"has {len(lost)} tensors without values: {', '.join(lost[:6])}",
             why="Values were expected: what is made inside `with torch.device('meta')` has a shape "
             "alone, and only parameters and buffers are filled afterwards",

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stageline.modules.router_records import ROUTER_LOGITS, recording_routers, watch_routers
 from stageline.streaming.flow import Fixed
 from stageline.streaming.recording import (
     Call,
@@ -24,7 +25,6 @@ from stageline.streaming.recording import (
     twin_with,
 )
 from stageline.streaming.rehearsal import Layout, rehearse, two_tokens
-from stageline.streaming.router_records import ROUTER_LOGITS, recording_routers, watch_routers
 
 # flag of a call -> why it is refused
 _REFUSED = {

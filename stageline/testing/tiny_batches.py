@@ -2,6 +2,7 @@
 
 import torch
 
+from stageline.checking.chain import drop_pixels as drop_pixels
 from stageline.testing.tiny_models import IMAGE_TOKEN_ID, VISION_LANGUAGE, VOCAB_SIZE
 
 MicroBatch = dict[str, torch.Tensor]
@@ -25,11 +26,6 @@ def tiny_micro_batches(
         _micro_batch(family, length, rows, index, generator, dtype)
         for index, length in enumerate(lengths)
     ]
-
-
-def drop_pixels(micro_batch: MicroBatch) -> MicroBatch:
-    """The micro-batch as a later stage gets it."""
-    return {name: value for name, value in micro_batch.items() if not name.startswith("pixel")}
 
 
 def count_targets(micro_batches: list[MicroBatch]) -> int:

@@ -92,12 +92,7 @@ def evaluate(
     told = replicas.gather(shared)
     totals = _added(totals for _, totals, _, _ in told)
     num_targets = totals.get("num_targets", 0)
-    if num_targets == 0:
-        raise DataError(
-            f"none of the {num_rows} held-out rows has a supervised token. One at least was "
-            "expected, because a loss over nothing would be 0, and the best: look at --prompt and "
-            "--max-token-num, or leave evaluations out (--eval-samples 0)."
-        )
+    _check_some_count(num_targets, num_rows)
     means = _means(told, totals)
     by_row = {row: ids for *_, rows in told for row, ids in rows.items()}
     loss = means.pop("loss", 0.0)
@@ -113,6 +108,15 @@ def evaluate(
         figures=means,
         perplexity=_perplexity(loss) if figures.part.is_token_sum else None,
     )
+
+
+def _check_some_count(num_targets: int, num_rows: int) -> None:
+    if num_targets == 0:
+        raise DataError(
+            f"none of the {num_rows} held-out rows has a supervised token. One at least was "
+            "expected, because a loss over nothing would be 0, and the best: look at --prompt and "
+            "--max-token-num, or leave evaluations out (--eval-samples 0)."
+        )
 
 
 def _perplexity(loss: float) -> float:

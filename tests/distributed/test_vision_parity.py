@@ -15,8 +15,7 @@ import torch
 import transformers
 
 from loss_fn import sft
-from pp_models.deepstack import DeepstackStage
-from pp_models.vision_language import VISION_LANGUAGE_MODELS
+from pp_models.vision_language import VISION_LANGUAGE_MODELS, VisionLanguageStage
 from prompt_fn import auto, fill
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
@@ -319,16 +318,17 @@ def test_another_weight_of_the_tower_is_noticed(family):
             weight.view(-1)[0] -= 1e-3
 
 
-def test_features_added_on_each_stage_are_noticed(monkeypatch):
-    """The trap: the text model adds features behind placeholders, too."""
+def test_features_of_deeper_layers_that_get_lost_are_noticed(monkeypatch):
+    run_spliced = VisionLanguageStage.run_spliced
 
-    def all_features(self):
-        if not self._features:
-            return None
-        any_one = next(iter(self._features.values()))
-        return [self._features.get(i, any_one * 0) for i in range(self.num_features)]
+    def without_features(self, run, came, **kwargs):
+        kept = [
+            tensor * 0 if place and tensor.is_floating_point() else tensor
+            for place, tensor in enumerate(came)
+        ]
+        return run_spliced(self, run, tuple(kept), **kwargs)
 
-    monkeypatch.setattr(DeepstackStage, "_own_features", all_features)
+    monkeypatch.setattr(VisionLanguageStage, "run_spliced", without_features)
     with pytest.raises(AssertionError, match="losses"):
         compare(run_split("qwen3_vl", "full", 3), reference_of("qwen3_vl", "full"))
 

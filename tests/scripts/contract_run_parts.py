@@ -256,7 +256,14 @@ class NoneStage(CausalLMStage):
         super().forward(hidden_or_ids, *extras, **batch)
 
 
-class WrongShape(CausalLMStage):
+class SaysItself(CausalLMStage):
+    """One that says by get_example_input alone what travels."""
+
+    def get_batch_input(self, batch):
+        return self.get_example_input(*batch["input_ids"].shape)
+
+
+class WrongShape(SaysItself):
     """Says half of the width."""
 
     def get_example_input(self, micro_batch_size, max_token_num):
@@ -264,7 +271,7 @@ class WrongShape(CausalLMStage):
         return (one if self.is_first else one[..., : one.shape[-1] // 2],)
 
 
-class WrongDtype(CausalLMStage):
+class WrongDtype(SaysItself):
     """Says float64."""
 
     def get_example_input(self, micro_batch_size, max_token_num):
@@ -272,7 +279,7 @@ class WrongDtype(CausalLMStage):
         return (one if self.is_first else one.double(),)
 
 
-class WrongCount(CausalLMStage):
+class WrongCount(SaysItself):
     """Says two."""
 
     def get_example_input(self, micro_batch_size, max_token_num):

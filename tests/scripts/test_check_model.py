@@ -129,7 +129,8 @@ class ForgetsALayer(CausalLMStage):
     def prune(self, whole):
         super().prune(whole)
         if self.num_stages > 1:
-            whole.model.layers[2] = PassThrough()
+            if 2 in self.layers:
+                whole.model.layers[2] = PassThrough()
 
 
 class ScalesAtTheBorder(CausalLMStage):

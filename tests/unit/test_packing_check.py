@@ -58,7 +58,8 @@ def test_models_that_mix_samples_are_refused(config, number):
     assert model.training
 
 
-def test_the_generic_class_does_not_know_three_axes():
+def test_positions_of_three_axes_that_know_no_samples_are_noticed(monkeypatch):
+    monkeypatch.setattr(VisionLanguageStage, "has_axes", False)
     model = stage(tiny_config("qwen2_5_vl"), stage_class=VisionLanguageStage)
     with pytest.raises(UserError, match="Qwen2_5_VL.*a token sees"):
         check_packing(model, rows=1)

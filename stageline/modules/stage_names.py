@@ -1,0 +1,224 @@
+"""Which stage holds which weight of the whole model: no name twice, none missing, none unknown.
+
+By its name a weight's gradients are summed over the stages that share it, and it is saved and
+resumed. Two stages that call different weights by one name train, and one of them is lost in the
+first checkpoint. Names and shapes only: knows neither values nor ranks.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from stageline.errors import UserError
+from stageline.modules.lora import unwrapped
+from stageline.modules.new_rows import is_row_name
+
+Shape = tuple[int, ...] | None  # None: kept in another form here, so it says nothing
+NUM_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Names:
+    """Weights of a model: parameters and persistent buffers, without adapters.
+
+    Attributes:
+        shapes: of each weight, under the first name that the model has for it.
+        aliases: any further name of a weight -> its first one.
+        buffers: those names that are buffers.
+    """
+
+    shapes: dict[str, Shape]
+    aliases: dict[str, str]
+    buffers: frozenset[str]
+
+    @property
+    def tied(self) -> frozenset[str]:
+        """First names of weights that the model has under several."""
+        return frozenset(self.aliases.values())
+
+
+@dataclass(frozen=True)
+class StageNames:
+    """What one stage says about its weights.
+
+    Attributes:
+        model: name of its class.
+        shared: names that it may hold together with other stages.
+        whole: those of the unsplit model that it was cut from; None: it builds its own modules.
+        on_disk: names that it reads of a checkpoint.
+        unread: beginnings of names in a checkpoint that the model has no use for.
+    """
+
+    stage: int
+    model: str
+    held: Names
+    shared: frozenset[str]
+    whole: Names | None
+    on_disk: frozenset[str] = frozenset()
+    unread: tuple[str, ...] = ()
+
+
+def names_in(model: nn.Module) -> Names:
+    """The weights that lie in a model."""
+    shapes: dict[str, Shape] = {}
+    aliases: dict[str, str] = {}
+    buffers: set[str] = set()
+    first: dict[int, str] = {}
+    with unwrapped(model):
+        for name, tensor, is_buffer in _weights(model):
+            known = first.setdefault(id(tensor), name)
+            if known != name:
+                aliases[name] = known
+                continue
+            shapes[name] = None if _is_quantised(model, name) else tuple(tensor.shape)
+            if is_buffer:
+                buffers.add(name)
+    return Names(shapes, aliases, frozenset(buffers))
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, Any, bool]]:
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not is_row_name(name):
+            yield name, parameter, False
+    for path, module in model.named_modules(remove_duplicate=False):
+        if getattr(module, "is_quantised", False):
+            continue  # its numbers in few bits, which no whole model has
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and leaf not in module._non_persistent_buffers_set:
+                yield f"{path}.{leaf}" if path else leaf, buffer, True
+
+
+def _is_quantised(model: nn.Module, name: str) -> bool:
+    return getattr(model.get_submodule(name.rpartition(".")[0]), "is_quantised", False)
+
+
+def names_of_stage(model: Any) -> StageNames:
+    """What a stage model says."""
+    key_map: dict[str, str] = getattr(model, "get_key_map_without_last_lora", dict)()
+    return StageNames(
+        stage=model.stage,
+        model=type(model).__name__,
+        held=names_in(model),
+        shared=frozenset(getattr(model, "shared_names", ())),
+        whole=_whole_names(model),
+        on_disk=frozenset(key_map.values()),
+        unread=tuple(getattr(model, "unused_names", ())),
+    )
+
+
+def _whole_names(model: Any) -> Names | None:
+    whole: Names | None = getattr(model, "whole_names", None)
+    if whole is None:
+        return None
+    grows = model.vocabulary  # new tokens add rows to embedding and head
+    shapes = {
+        name: None if name.rpartition(".")[0] in grows else shape
+        for name, shape in whole.shapes.items()
+    }
+    return replace(whole, shapes=shapes)
+
+
+def check_names(stages: Sequence[StageNames], whole: Names | None = None) -> None:
+    """Compares all stages of a model with each other and with the whole model.
+
+    Args:
+        whole: the unsplit model's; None: what the stages themselves say, if they do.
+
+    Raises:
+        UserError: a name is on several stages and not shared, on none, in no whole model, or has
+            another shape; all kinds of it are told, with examples.
+    """
+    whole = whole or next((one.whole for one in stages if one.whole is not None), None)
+    faults = [
+        *_twice(stages, whole),
+        *([] if whole is None else _missing_and_unknown(stages, whole)),
+        *_other_shapes(stages, whole),
+    ]
+    if not faults:
+        return
+    each = "every weight" if whole is None else f"each of the {len(whole.shapes)} of the whole one"
+    raise UserError(
+        f"the weights of {stages[0].model} on {len(stages)} stages do not add up to one model: "
+        f"{'; '.join(faults)}. They were expected to hold {each} once, because weights are saved, "
+        "resumed and exported by name: of two that share a name one would be lost. The usual "
+        "cause: a ModuleList without the places of other stages' layers (layers.7 must be "
+        "layers.7 on every stage: put a PassThrough where a layer of another stage was), or stages "
+        "that build the same layers. Name a weight that several stages share on purpose in "
+        "shared_names of the stage model; see docs/add_a_model.md."
+    )
+
+
+def _holders(stages: Sequence[StageNames], whole: Names | None) -> dict[str, list[int]]:
+    """Name -> the stages that hold it; the name is that which the whole model has first."""
+    aliases = {} if whole is None else whole.aliases
+    found: dict[str, list[int]] = {}
+    for one in stages:
+        for name in dict.fromkeys(aliases.get(name, name) for name in one.held.shapes):
+            found.setdefault(name, []).append(one.stage)
+    return found
+
+
+def shared_names(stages: Sequence[StageNames], whole: Names | None = None) -> frozenset[str]:
+    """Names that several stages may hold: declared, or tied in the whole model."""
+    tied = frozenset() if whole is None else whole.tied
+    return tied.union(*(one.shared for one in stages))
+
+
+def _twice(stages: Sequence[StageNames], whole: Names | None) -> list[str]:
+    may = shared_names(stages, whole)
+    twice = {
+        name: held
+        for name, held in _holders(stages, whole).items()
+        if len(held) > 1 and name not in may
+    }
+    faults = []
+    if twice:
+        where = [f"{name} on stages {', '.join(map(str, held))}" for name, held in twice.items()]
+        faults.append(f"{len(twice)} names on several stages ({_examples(where)})")
+    if whole is None:
+        return faults
+    renamed = [
+        f"{name} on stage {one.stage} is {whole.aliases[name]}"
+        for one in stages
+        for name in one.held.shapes
+        if name in whole.aliases
+    ]
+    if renamed:  # gradients are summed by name
+        faults.append(f"{len(renamed)} tied under another name ({_examples(renamed)})")
+    return faults
+
+
+def _missing_and_unknown(stages: Sequence[StageNames], whole: Names) -> list[str]:
+    holders = _holders(stages, whole)
+    faults = []
+    missing = [name for name in whole.shapes if name not in holders]
+    if missing:
+        faults.append(f"{len(missing)} on no stage ({_examples(missing)})")
+    unknown = [
+        f"{name} on stage {held[0]}" for name, held in holders.items() if name not in whole.shapes
+    ]
+    if unknown:
+        faults.append(f"{len(unknown)} in no whole model ({_examples(unknown)})")
+    return faults
+
+
+def _other_shapes(stages: Sequence[StageNames], whole: Names | None) -> list[str]:
+    told = {} if whole is None else whole.shapes
+    expected = {name: shape for name, shape in told.items() if shape is not None}
+    faults = []
+    for one in stages:
+        for name, shape in one.held.shapes.items():
+            if shape is None:
+                continue
+            other = expected.setdefault(name, shape)
+            if shape != other:
+                faults.append(f"{name} {list(shape)} on stage {one.stage}, else {list(other)}")
+    return [f"{len(faults)} of another shape ({_examples(faults)})"] if faults else []
+
+
+def _examples(items: Iterable[str]) -> str:
+    shown = list(items)
+    more = len(shown) - NUM_SHOWN
+    return ", ".join(shown[:NUM_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,1 @@
+"""How a transformers model is split at the borders of its layers, by what is called when."""

@@ -1,0 +1,251 @@
+"""One forward pass of a whole model that is watched: who reads which weight, and when.
+
+The model has stand-ins for its weights, which take no memory: at its own size it runs on fake
+tensors, which have shapes and no values; a small one runs for real, which more code can take. Not
+here: what follows from it for a split (split_plan.py).
+
+A tensor that depends on a weight is called tainted. What is not tainted follows from the batch
+alone, and every stage makes it itself.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# they read the shape, dtype and device of a tensor argument, not its values
+_SHAPE_ONLY = ("_like", "aten::new_")
+_SMALL = 5_000_000  # numbers; a model with fewer is rehearsed for real
+Path = tuple[Any, ...]
+Identity = tuple[Any, ...]
+
+
+@dataclass
+class Leaf:
+    """A tensor among the arguments of a call.
+
+    Attributes:
+        path: ("a" or "k", then keys and indices) from the arguments of the call.
+        identity: equal for the same view of the same storage.
+        born: when its storage was written last, at the time of the call.
+        value: the tensor itself.
+    """
+
+    path: Path
+    identity: Identity
+    born: int
+    is_tainted: bool
+    value: torch.Tensor
+
+
+@dataclass
+class Call:
+    """One call of a module; times are counted in operators."""
+
+    start: int
+    end: int = -1
+    leaves: list[Leaf] = field(default_factory=list)
+    output: Any = None
+
+
+class Rehearsal(TorchDispatchMode):
+    """Watches all operators and modules of one forward pass.
+
+    Attributes:
+        calls: of every module by its name, in their order.
+        weight_reads: id of a weight's storage -> times at which its values were read.
+        reads: (time, storage, operator) of each read of a tainted tensor that is no weight.
+        last_read: storage -> when its values were read last, tainted or not.
+        born: storage -> when it was written last.
+    """
+
+    def __init__(self, whole: nn.Module) -> None:
+        super().__init__()
+        self.now = 0
+        self.calls: dict[str, list[Call]] = {}
+        self.weight_reads: dict[int, list[int]] = {}
+        self.reads: list[tuple[int, int, str]] = []
+        self.last_read: dict[int, int] = {}
+        self.born: dict[int, int] = {}
+        self._weights = {storage_of(weight) for weight in whole.parameters()}
+        self._tainted = set(self._weights)
+        self._kept: list[Any] = []  # a storage that is freed would give its address to another
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        self.now += 1
+        inputs = {storage_of(value) for value in _tensors((args, kwargs))}
+        outputs = _tensors(output)
+        is_mutable = func._schema.is_mutable
+        is_view = not is_mutable and bool(outputs) and {*map(storage_of, outputs)} <= inputs
+        if not is_view and not any(part in func.name() for part in _SHAPE_ONLY):
+            self._note_reads(inputs, func.name())
+            is_tainted = not inputs.isdisjoint(self._tainted)
+        else:
+            is_tainted = is_view and not inputs.isdisjoint(self._tainted)
+        self._note_writes(inputs, outputs, is_tainted=is_tainted, is_mutable=is_mutable)
+        return output
+
+    def _note_reads(self, inputs: set[int], name: str) -> None:
+        for storage in inputs:
+            self.last_read[storage] = self.now
+            if storage in self._weights:
+                self.weight_reads.setdefault(storage, []).append(self.now)
+            elif storage in self._tainted:
+                self.reads.append((self.now, storage, name))
+
+    def _note_writes(
+        self,
+        inputs: set[int],
+        outputs: list[torch.Tensor],
+        *,
+        is_tainted: bool,
+        is_mutable: bool,
+    ) -> None:
+        for value in outputs:
+            storage = storage_of(value)
+            if storage not in inputs:
+                self._kept.append(value)
+                self.born[storage] = self.now
+                self._tainted.discard(storage)
+            elif is_mutable and storage not in self._weights:
+                self.born[storage] = self.now
+            if is_tainted:
+                self._tainted.add(storage)
+
+    def enter(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        """A module is called."""
+        self.now += 1
+        leaves = []
+        for path, value in walk({"a": args, "k": kwargs}):
+            storage = storage_of(value)
+            is_tainted = storage in self._tainted and storage not in self._weights
+            born = self.born.get(storage, 0)
+            self._kept.append(value)
+            leaves.append(Leaf(path, identity_of(value), born, is_tainted, value))
+        self.calls.setdefault(name, []).append(Call(self.now, leaves=leaves))
+
+    def leave(self, name: str, output: Any) -> None:
+        """The last call of a module returns."""
+        self.now += 1
+        call = next(call for call in reversed(self.calls[name]) if call.end < 0)
+        call.end, call.output = self.now, output
+        self._kept += _tensors(output)
+
+    def is_tainted(self, value: torch.Tensor) -> bool:
+        """Whether it depends on a weight, as things stand at the end."""
+        return storage_of(value) in self._tainted
+
+
+def rehearse(whole: nn.Module, run: Callable[[], object], batch: Mapping[str, Any]) -> Rehearsal:
+    """Watches `run`, a forward pass of `whole` on `batch`; nothing stays on the model."""
+    watched = Rehearsal(whole)
+    watched._kept += _tensors(dict(batch))
+    handles = []
+    for name, module in whole.named_modules():
+        if name:
+            handles += _watch(module, name, watched)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), watched:
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return watched
+
+
+def _watch(module: nn.Module, name: str, watched: Rehearsal) -> tuple[Any, Any]:
+    def enter(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        watched.enter(name, args, kwargs)
+
+    def leave(_: nn.Module, args: tuple, output: Any) -> None:
+        watched.leave(name, output)
+
+    before = module.register_forward_pre_hook(enter, with_kwargs=True)
+    return before, module.register_forward_hook(leave)
+
+
+# -- stand-ins for weights ---------------------------------------------------------------------
+
+
+@contextmanager
+def stand_ins(whole: nn.Module, *, is_fake: bool | None = None) -> Iterator[None]:
+    """Gives a model on meta weights that it can run with, and takes them away again.
+
+    What is tied stays tied. Numbers in the batch stay real, so code that asks for their values can.
+
+    Args:
+        is_fake: whether they have shapes only; None: those of a large model.
+    """
+    count = sum(weight.numel() for weight in whole.parameters())
+    make = _fake_maker() if (count > _SMALL if is_fake is None else is_fake) else _make_real
+    made: dict[int, torch.Tensor] = {}
+    put: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    for module in whole.modules():
+        for holder in (module._parameters, module._buffers, module.__dict__):
+            for name, value in list(holder.items()):
+                if isinstance(value, torch.Tensor) and value.is_meta:
+                    if id(value) not in made:
+                        made[id(value)] = make(value)
+                    put.append((holder, name, value))
+                    holder[name] = made[id(value)]
+    try:
+        yield
+    finally:
+        for holder, name, value in put:
+            holder[name] = value
+
+
+def _make_real(meta: torch.Tensor) -> torch.Tensor:
+    # not zero: a norm of zeros, divided by, is no number
+    value = 1e-2 if meta.is_floating_point() else 0
+    return torch.full(meta.shape, value, dtype=meta.dtype, device="cpu")
+
+
+def _fake_maker() -> Callable[[torch.Tensor], torch.Tensor]:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def make(meta: torch.Tensor) -> torch.Tensor:
+        with mode:
+            return torch.empty(meta.shape, dtype=meta.dtype, device="cpu")
+
+    return make
+
+
+# -- nested values -----------------------------------------------------------------------------
+
+
+def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
+    """(path, tensor) of all tensors in nested mappings, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key in value:
+            yield from walk(value[key], (*path, key))
+    elif isinstance(value, list | tuple):
+        for index, one in enumerate(value):
+            yield from walk(one, (*path, index))
+
+
+def storage_of(value: torch.Tensor) -> int:
+    """Equal for views of each other."""
+    return value.untyped_storage()._cdata
+
+
+def identity_of(value: torch.Tensor) -> Identity:
+    """Equal for the same view of the same storage."""
+    return storage_of(value), value.storage_offset(), tuple(value.shape), value.stride()
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,384 @@
+"""Makes a whole transformers model one stage of itself, as a split plan says.
+
+Every stage runs the model's own forward on the micro-batch's own token ids. Layers of other stages
+are stand-ins: those before the own ones give zeros of the right shape; at the first own layer what
+came over the border takes the places of its arguments; at the first layer behind the own ones what
+goes on is picked up, and the forward ends there. Modules that run before the layers on every stage
+(embeddings) compute with zeros in the place of weights that only the first stage has.
+
+Names of modules and parameters stay those of the whole model.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from stageline.errors import UserError
+from stageline.modules.pass_through import DONE, PassThrough
+from stageline.stages.rehearsal import Path
+from stageline.stages.split_plan import Slot, SplitPlan, Where, rebuild
+
+Tensors = tuple[torch.Tensor, ...]
+Arguments = dict[str, Any]  # "a": positional ones, "k": by name
+
+
+class Cut(BaseException):
+    """Ends the forward of a stage that has all it sends; no error, so nothing is to catch it."""
+
+
+class Absent(PassThrough):
+    """Stands for a module of other stages, which is not called here; its attributes can be read.
+
+    What lies below it and is shared with a module of this stage stays, under its own name.
+    """
+
+    _is_hf_initialized = True  # it may look like a module of the library, and has nothing to fill
+
+    def __init__(self, original: nn.Module, *, kept: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.__dict__["original"] = original  # not a child: its weights are not here
+        for name, child in kept.items():
+            self._modules[name] = child
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "original" not in self.__dict__:
+                raise  # while it is copied
+            return getattr(self.__dict__["original"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError(f"{type(self.original).__name__} lies on another stage")
+
+
+class ForeignLayer(Absent):
+    """Stands for a layer of another stage: `meet` gives what it returns, or ends the forward."""
+
+    meet: Callable[..., Any]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.meet(args, kwargs)
+
+
+@dataclass(frozen=True)
+class _Hollow:
+    """A weight of another stage, in a module that is called on this one too."""
+
+    path: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class _Pass:
+    """One forward pass of a stage.
+
+    Attributes:
+        came, sent: slot -> its tensor.
+        incoming, outgoing: the slots of both borders.
+        taken_instead: slots that a layer took in the place of the one that was meant.
+    """
+
+    came: Tensors
+    incoming: tuple[Slot, ...]
+    outgoing: tuple[Slot, ...]
+    sent: dict[int, torch.Tensor] = field(default_factory=dict)
+    taken_instead: set[int] = field(default_factory=set)
+
+    @functools.cached_property
+    def inject(self) -> dict[Where, list[tuple[Path, int]]]:
+        return _by_place(self.incoming)
+
+    @functools.cached_property
+    def capture(self) -> dict[Where, list[tuple[Path, int]]]:
+        return _by_place(self.outgoing)
+
+
+def _by_place(slots: Sequence[Slot]) -> dict[Where, list[tuple[Path, int]]]:
+    found: dict[Where, list[tuple[Path, int]]] = {}
+    for number, slot in enumerate(slots):
+        others = [(layer, slot.places[0][1]) for layer in slot.instead]
+        for where, path in (*slot.places, *others):
+            found.setdefault(where, []).append((path, number))
+    return found
+
+
+class Spliced:
+    """Mixed into a stage model of a transformers model.
+
+    Attributes:
+        plan: of the whole model.
+        whole, layers: of the stage model.
+    """
+
+    plan: SplitPlan
+    whole: Any
+    layers: range
+    _pass: _Pass | None = None
+    _hollow: tuple[_Hollow, ...] = ()
+
+    # -- what is here ----------------------------------------------------------------------
+
+    def own_places(self) -> frozenset[int]:
+        """Places of the plan on this stage."""
+        places = {*self.layers}
+        if self.is_first:
+            places.add(-1)
+        if self.is_last:
+            places.add(self.plan.size)
+        return frozenset(places)
+
+    def owns(self, name: str) -> bool:
+        """Whether a parameter of the whole model is read on this stage."""
+        return not self.plan.owners[name].isdisjoint(self.own_places())
+
+    def splice(self, whole: nn.Module) -> None:
+        """Drops from a whole model, in place, what this stage never reads."""
+        own = {
+            name for name, _ in whole.named_parameters(remove_duplicate=False) if self.owns(name)
+        }
+        self._hollow = ()
+        self._keep(whole, "", own)
+
+    def _keep(self, module: nn.Module, path: str, own: set[str]) -> None:
+        """Goes down to the outermost modules without a weight of this stage."""
+        prefix = f"{path}." if path else ""
+        if path == self.plan.layers:
+            for index, leaf in enumerate(module._modules):
+                layer = module._modules[leaf]
+                if index not in self.layers:
+                    module._modules[leaf] = self._foreign(layer, prefix + leaf, own, index)
+            return
+        for name, weight in list(module._parameters.items()):
+            if weight is not None and prefix + name not in own:
+                self._hollow_out(module, path, name)
+        for leaf, child in list(module._modules.items()):
+            if child is None or next(child.parameters(), None) is None:
+                continue
+            here = prefix + leaf
+            is_around = self.plan.layers == here or self.plan.layers.startswith(here + ".")
+            is_run = not self.is_first and _is_called(self.plan.called_before, here)
+            if is_around or is_run or _is_below(own, here):
+                self._keep(child, here, own)
+            else:
+                module._modules[leaf] = Absent(child, kept={})
+
+    def _foreign(self, layer: nn.Module, path: str, own: set[str], index: int) -> nn.Module:
+        kept = {}
+        for leaf, child in layer.named_children():
+            if _is_below(own, f"{path}.{leaf}"):
+                self._keep(child, f"{path}.{leaf}", own)
+                kept[leaf] = child
+        stand_in = ForeignLayer(layer, kept=kept)
+        stand_in.__dict__["meet"] = functools.partial(self._meet, index)
+        return stand_in
+
+    def _hollow_out(self, module: nn.Module, path: str, name: str) -> None:
+        weight = module._parameters.pop(name)
+        module.__dict__[name] = _empty()
+        hollow = _Hollow(path, name, tuple(weight.shape), weight.dtype)
+        self._hollow = (*self._hollow, hollow)
+
+    def enlarge_hollow(self, paths: Sequence[str], num_rows: int) -> None:
+        """Embedding and head of other stages have got rows too: token ids may name them."""
+        self._hollow = tuple(
+            replace(hollow, shape=(max(num_rows, hollow.shape[0]), *hollow.shape[1:]))
+            if hollow.path in paths
+            else hollow
+            for hollow in self._hollow
+        )
+
+    def intercept(self) -> None:
+        """Puts hooks where tensors of the borders are arguments; once, on the stage's modules."""
+        for index, leaf in enumerate(self.get_submodule(self.plan.layers)._modules):
+            if index in self.layers:
+                layer = self.get_submodule(f"{self.plan.layers}.{leaf}")
+                hook = functools.partial(self._exchange, index)
+                layer.register_forward_pre_hook(hook, with_kwargs=True)
+        for name in self.plan.around:
+            hook = functools.partial(self._exchange, name)
+            self.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+
+    # -- a pass ----------------------------------------------------------------------------
+
+    def run_spliced(
+        self, run: Callable[[], Any], came: Tensors, *, has_pictures: bool, ids: torch.Tensor
+    ) -> Any:
+        """Runs the model's forward as this stage.
+
+        Args:
+            run: the whole model's forward.
+            came: what the stage before sent; nothing on the first one.
+            ids: token ids.
+
+        Returns:
+            On the last stage what `run` returns, else the tensors that go on.
+        """
+        plan = self.plan
+        incoming = () if self.is_first else plan.slots(self.layers.start, has_pictures=has_pictures)
+        outgoing = () if self.is_last else plan.slots(self.layers.stop, has_pictures=has_pictures)
+        if len(came) != len(incoming):
+            raise AssertionError(f"{len(came)} tensors came, {len(incoming)} were expected")
+        self._pass = _Pass(came, incoming, outgoing)
+        try:
+            with self._filled(ids.device):
+                output = run()
+        except Cut:
+            return self._sent()
+        finally:
+            self._pass = None
+        if self.is_last:
+            return output
+        raise UserError(
+            f"stage {self.stage} of {type(self.whole).__name__} came to the end of the model's "
+            "forward pass before all was there that the next stage needs. The layers of the next "
+            "stage were expected to be called: this micro-batch runs the model in another way than "
+            "it was rehearsed in. Train it on one GPU, or write a subclass of StageModel."
+        )
+
+    def _sent(self) -> Tensors:
+        current, made = self._current(), []
+        for number in range(len(current.outgoing)):
+            tensor = current.sent[number]
+            # an input that is handed on as it came would have no pass of its own
+            is_input = any(tensor is one for one in current.came)
+            made.append(tensor.clone() if is_input else tensor)
+        return tuple(made)
+
+    def _current(self) -> _Pass:
+        assert self._pass is not None, "outside of a pass"
+        return self._pass
+
+    @contextmanager
+    def _filled(self, device: torch.device) -> Any:
+        """Zeros of the right shape, which take no memory, in the place of others' weights."""
+        holders = [self.whole.get_submodule(hollow.path).__dict__ for hollow in self._hollow]
+        for values, hollow in zip(holders, self._hollow, strict=True):
+            zero = torch.zeros((), dtype=hollow.dtype, device=device)
+            values[hollow.name] = zero.expand(hollow.shape)
+        try:
+            yield
+        finally:
+            for values, hollow in zip(holders, self._hollow, strict=True):
+                values[hollow.name] = _empty()
+
+    # -- at a layer, or at a module around the layers ----------------------------------------
+
+    def _exchange(
+        self, where: Where, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]] | None:
+        """A pre-hook: takes in what came, picks up what goes on."""
+        current = self._pass
+        if current is None:
+            return None  # a module that is called by itself
+        if where not in current.inject and where not in current.capture:
+            return None
+        arguments = self._take_in(where, {"a": args, "k": kwargs})
+        return arguments["a"], arguments["k"]
+
+    def _meet(self, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A layer of another stage is called."""
+        current = self._current()
+        arguments = self._take_in(index, {"a": args, "k": kwargs})
+        if not self.is_last and len(current.sent) == len(current.outgoing):
+            raise Cut
+        is_end = index == self.plan.size - 1 and self.layers.start == self.plan.size
+        if is_end:  # a stage of the head alone begins behind the last layer
+            outputs = {
+                slot.places[0][1]: tensor
+                for slot, tensor in zip(current.incoming, current.came, strict=True)
+            }
+            return _rebuild_output(self.plan.outputs[index], outputs)
+        return rebuild(self.plan.outputs[index], lambda path: _zeros(reach(arguments, path)))
+
+    def _take_in(self, where: Where, arguments: Arguments) -> Arguments:
+        current = self._current()
+        begins = self.layers.start
+        if isinstance(where, str) or begins <= where:
+            for path, number in current.inject.get(where, ()):
+                if number in current.taken_instead:
+                    continue
+                if where in current.incoming[number].instead:
+                    current.taken_instead.add(number)
+                tensor = current.came[number]
+                if current.incoming[number].is_filled:
+                    # the code around the layers holds the model's own tensor: that one is filled
+                    tensor = reach(arguments, path).copy_(tensor)
+                arguments = put(arguments, path, tensor)
+        for path, number in current.capture.get(where, ()):
+            if number not in current.sent:
+                current.sent[number] = reach(arguments, path)
+        return arguments
+
+
+def _pairs(
+    slots: Sequence[Slot], tensors: Tensors
+) -> list[tuple[tuple[Where, Path], torch.Tensor]]:
+    return [(slot.places[0], tensor) for slot, tensor in zip(slots, tensors, strict=True)]
+
+
+def _rebuild_output(
+    structure: Any, outputs: Mapping[Path, torch.Tensor], path: Path = ("o",)
+) -> Any:
+    if path in outputs:
+        return outputs[path]
+    if structure[0] != "items":
+        return structure[1] if structure[0] == "const" else None
+    items = [
+        _rebuild_output(one, outputs, (*path, index)) for index, one in enumerate(structure[2])
+    ]
+    return structure[1](items)
+
+
+def _is_called(names: frozenset[str], path: str) -> bool:
+    """Whether a module or one below it is called."""
+    return any(name == path or name.startswith(path + ".") for name in names)
+
+
+def _is_below(own: set[str], path: str) -> bool:
+    return any(name.startswith(path + ".") for name in own)
+
+
+def _empty() -> torch.Tensor:
+    value = torch.empty(0, device="cpu")
+    # the library's initialisation writes into what has the name of a weight
+    setattr(value, DONE, True)
+    return value
+
+
+def _zeros(value: Any) -> Any:
+    # fresh ones: the model may hold the argument under another name, and fill it
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
+
+
+def reach(value: Any, path: Path) -> Any:
+    """What lies at a path in nested mappings, lists and tuples; None: nothing."""
+    for step in path:
+        if value is None or (isinstance(value, Mapping) and step not in value):
+            return None
+        value = value[step]
+    return value
+
+
+def put(value: Any, path: Path, tensor: torch.Tensor) -> Any:
+    """`value` with a tensor at a path; mappings that layers share are written in place."""
+    if not path:
+        return tensor
+    step, rest = path[0], path[1:]
+    if isinstance(value, MutableMapping):
+        value[step] = put(value.get(step), rest, tensor)
+        return value
+    items = list(value) if value is not None else []
+    if isinstance(step, int):
+        # entries that only earlier stages need are read here too, behind layers that give zeros
+        items += [None if rest else torch.zeros_like(tensor)] * (step + 1 - len(items))
+        items[step] = put(items[step], rest, tensor)
+        return tuple(items) if isinstance(value, tuple) else items
+    return {step: put(None, rest, tensor)}

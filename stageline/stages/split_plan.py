@@ -1,0 +1,564 @@
+"""Where a model can be split and what crosses each border: plain data, found by a rehearsal.
+
+A stage begins at its first own layer and ends behind its last one, whatever the code around the
+layers does. What lies before, in and behind the layers is told by when it is called, not by its
+name. What cannot be split exactly is refused.
+
+Places: -1 before the first layer, i in layer i or between it and the next, n behind the last.
+Border k lies before layer k; border n behind the last layer, before the head.
+
+Shapes: B rows, T tokens, N image tokens of the micro-batch.
+"""
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from stageline.errors import UserError
+from stageline.stages.rehearsal import (
+    Call,
+    Leaf,
+    Path,
+    Rehearsal,
+    identity_of,
+    rehearse,
+    storage_of,
+    walk,
+)
+
+Batch = Mapping[str, torch.Tensor]
+Run = Callable[[Batch], object]
+Dim = int | str | tuple[str, int]  # a number, a letter, or a letter and so many more
+Where = int | str  # a layer, or the name of a module around the layers
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor that crosses a border.
+
+    Attributes:
+        places: (layer or module around the layers, path in its arguments) where it is taken.
+        dims: of its shape: numbers, or "B", "T", "BT", "N" of the micro-batch, or such a letter
+            and a number that comes on top.
+        is_filled: the code between the layers reads it too, so the model's own tensor is filled.
+        instead: layers before the first place that were passed over. One that is called after all
+            (it attends to pictures of earlier passes) takes the tensor, in the same place.
+    """
+
+    places: tuple[tuple[Where, Path], ...]
+    dims: tuple[Dim, ...]
+    dtype: torch.dtype
+    is_filled: bool = False
+    instead: tuple[int, ...] = ()
+
+    def meta(self, sizes: Mapping[str, int]) -> torch.Tensor:
+        """A tensor of its shape on the meta device."""
+        shape = [_size_of(dim, sizes) for dim in self.dims]
+        return torch.empty(shape, dtype=self.dtype, device="meta")
+
+
+def _size_of(dim: Dim, sizes: Mapping[str, int]) -> int:
+    if isinstance(dim, tuple):
+        return sizes[dim[0]] + dim[1]
+    return sizes[dim] if isinstance(dim, str) else dim
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """How one model is split.
+
+    Attributes:
+        layers: module path of the list of layers.
+        size: number of layers.
+        owners: parameter name, aliases of tied weights included -> places where it is read.
+        borders: slots of border 0 to n of a micro-batch without pictures.
+        picture_borders: the same of one with pictures; None: the model takes none, or they could
+            not be rehearsed.
+        outputs: of each layer: its output, as `structure` writes it.
+        around: names of the modules around the layers.
+        called_before: names of modules that are called before the first layer without pixels.
+        seen: modules that are called for pictures alone, in that order -> last dimension of their
+            output, 0 where it is no tensor.
+    """
+
+    layers: str
+    size: int
+    owners: dict[str, frozenset[int]]
+    borders: tuple[tuple[Slot, ...], ...]
+    picture_borders: tuple[tuple[Slot, ...], ...] | None
+    outputs: tuple[Any, ...]
+    around: tuple[str, ...]
+    called_before: frozenset[str]
+    seen: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def shared_names(self) -> frozenset[str]:
+        """Parameters that are read in several places, and may lie on several stages."""
+        return frozenset(name for name, places in self.owners.items() if len(places) > 1)
+
+    def slots(self, border: int, *, has_pictures: bool) -> tuple[Slot, ...]:
+        """What crosses a border, hidden states first, integers last."""
+        borders = self.picture_borders if has_pictures else None
+        return (borders or self.borders)[border]
+
+
+@dataclass
+class _Watched:
+    """One rehearsal with its layers found."""
+
+    log: Rehearsal
+    layers: list[Call | None]  # None: passed over, as layers that look at absent pictures
+    given: frozenset[int] = field(default_factory=frozenset)
+
+    @property
+    def starts(self) -> list[int]:
+        """When each layer begins; one that is passed over begins with the next."""
+        found: list[int] = []
+        for call in reversed(self.layers):
+            found.append(call.start if call else (found[-1] if found else self.end))
+        return found[::-1]
+
+    @property
+    def end(self) -> int:
+        return max(call.end for call in self.layers if call)
+
+    def place(self, time: int) -> int:
+        """-1, a layer or n."""
+        if time > self.end:
+            return len(self.layers)
+        return max((i for i, start in enumerate(self.starts) if start <= time), default=-1)
+
+
+def make_plan(
+    whole: nn.Module,
+    run: Run,
+    batch: Batch,
+    *,
+    pictures: Batch | None = None,
+    is_pixel: Callable[[str], bool] = lambda name: False,
+    sizes: Callable[[Batch], Mapping[str, int]],
+    depth: int | None = None,
+    numbers: Collection[int] = (),
+) -> SplitPlan:
+    """Rehearses a model that can run, on stand-ins for its weights, and plans its split.
+
+    Args:
+        run: the forward pass of the model on a batch.
+        batch: a micro-batch of text.
+        pictures: one with pictures, if the model takes any.
+        is_pixel: whether an input goes to the first stage alone.
+        sizes: what "B", "T", "BT" and "N" are in a batch; no other number may equal them.
+        depth: how many layers the configuration speaks of.
+        numbers: that the configuration holds; any other in a shape may follow from the length.
+
+    Raises:
+        UserError: the model cannot be split exactly; says why.
+    """
+    text = _watch(whole, run, batch, depth)
+    name, size = text[0], len(text[1].layers)
+    longer = functools.cache(lambda: _watch(whole, run, _longer(batch), depth, name=name)[1])
+    log = text[1].log
+    around = tuple(module for module in log.calls if name.startswith(module + "."))
+    owners = _owners(whole, name, text[1])
+    borders = tuple(
+        _with_known_dims(
+            whole,
+            _slots(whole, text[1], k, around, sizes(batch)),
+            lambda k=k: _slots(whole, longer(), k, around, sizes(_longer(batch))),
+            num_tokens=sizes(batch)["T"],
+            numbers=numbers,
+        )
+        for k in range(size + 1)
+    )
+    picture_borders: tuple[tuple[Slot, ...], ...] | None = None
+    seen: dict[str, int] = {}
+    outputs = [_structure_of(call) for call in text[1].layers]
+    before = _called_before(text[1])
+    if pictures is not None:
+        full = _watch(whole, run, pictures, depth, name=name)[1]
+        later = {key: value for key, value in pictures.items() if not is_pixel(key)}
+        blind = _watch(whole, run, later, depth, name=name, may_skip=True)[1]
+        _check_same_positions(whole, full, blind)
+        seen = _seen(full.log, log)
+        owners |= _owners(whole, name, full, only_read=True)
+        picture_borders = tuple(
+            _slots(whole, full, k, around, sizes(pictures), without=blind) for k in range(size + 1)
+        )
+        before |= _called_before(blind)
+        outputs = [_structure_of(call) for call in full.layers]
+    return SplitPlan(
+        name, size, owners, borders, picture_borders, tuple(outputs), around, before, seen
+    )
+
+
+# -- layers ------------------------------------------------------------------------------------
+
+
+def _watch(
+    whole: nn.Module,
+    run: Run,
+    batch: Batch,
+    depth: int | None,
+    *,
+    name: str | None = None,
+    may_skip: bool = False,
+) -> tuple[str, _Watched]:
+    log = rehearse(whole, lambda: run(batch), batch)
+    name = name or _find_layers(whole, log, depth)
+    layers = _layer_calls(whole, log, name)
+    if None in layers and not may_skip and name is None:
+        raise _refusal(whole, "some layers are passed over")
+    return name, _Watched(log, layers, frozenset(map(storage_of, batch.values())))
+
+
+def _find_layers(whole: nn.Module, log: Rehearsal, depth: int | None) -> str:
+    """The list of modules that are called in a row, of as many as the configuration has layers.
+
+    Of several the one that is called last; of lists in each other the outer one.
+    """
+    found = []
+    for name, module in whole.named_modules():
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and len(module) > 0:
+            calls = [log.calls.get(f"{name}.{leaf}") for leaf in module._modules]
+            if any(calls):
+                end = max(call.end for one in calls for call in one or ())
+                found.append((len(module) == depth, end, -len(name), name))
+    if not found:
+        raise _refusal(whole, "none of its lists of modules is called")
+    return max(found)[-1]
+
+
+def _layer_calls(whole: nn.Module, log: Rehearsal, name: str) -> list[Call | None]:
+    layers: list[Call | None] = []
+    end = 0
+    for leaf in whole.get_submodule(name)._modules:
+        calls = log.calls.get(f"{name}.{leaf}", [])
+        if len(calls) > 1:
+            raise _refusal(whole, f"{name}.{leaf} is called {len(calls)} times in one forward pass")
+        if calls and calls[0].start < end:
+            raise _refusal(whole, f"{name}.{leaf} is called out of its turn")
+        end = calls[0].end if calls else end
+        layers.append(calls[0] if calls else None)
+    return layers
+
+
+def _seen(full: Rehearsal, text: Rehearsal) -> dict[str, int]:
+    found = {}
+    for name, calls in full.calls.items():
+        if name not in text.calls:
+            output = calls[-1].output
+            found[name] = output.shape[-1] if isinstance(output, torch.Tensor) else 0
+    return found
+
+
+def _called_before(watched: _Watched) -> frozenset[str]:
+    first = watched.starts[0]
+    return frozenset(
+        name
+        for name, calls in watched.log.calls.items()
+        if any(call.start < first for call in calls)
+    )
+
+
+# -- owners ------------------------------------------------------------------------------------
+
+
+def _owners(
+    whole: nn.Module, layers: str, watched: _Watched, *, only_read: bool = False
+) -> dict[str, frozenset[int]]:
+    """Parameter name -> the places where it is read.
+
+    Of a tied weight the first name has all places, each other name those where its own module
+    reads it. A weight that nobody reads (an expert without a token) belongs to its layer, or to
+    the side of the layers on which its module is called; else to the front.
+    """
+    log = watched.log
+    names: dict[int, list[str]] = {}
+    for name, weight in whole.named_parameters(remove_duplicate=False):
+        names.setdefault(storage_of(weight), []).append(name)
+    found = {}
+    for storage, aliases in names.items():
+        times = log.weight_reads.get(storage, [])
+        if not times:
+            if not only_read:
+                place = _unread_place(whole, layers, watched, aliases[0])
+                found |= dict.fromkeys(aliases, frozenset({place}))
+            continue
+        found[aliases[0]] = frozenset(map(watched.place, times))
+        for alias in aliases[1:]:
+            inside = [t for t in times if _is_inside(t, log.calls.get(alias.rpartition(".")[0]))]
+            found[alias] = frozenset(map(watched.place, inside or times))
+    return found
+
+
+def _is_inside(time: int, calls: Sequence[Call] | None) -> bool:
+    return any(call.start <= time <= call.end for call in calls or ())
+
+
+def _unread_place(whole: nn.Module, layers: str, watched: _Watched, name: str) -> int:
+    leaf = name.removeprefix(layers + ".").partition(".")[0]
+    if name.startswith(layers + "."):
+        return list(whole.get_submodule(layers)._modules).index(leaf)
+    path = name
+    while path := path.rpartition(".")[0]:
+        calls = watched.log.calls.get(path)
+        if calls and not layers.startswith(path + "."):
+            return watched.place(calls[0].start)
+    return -1
+
+
+# -- what crosses ------------------------------------------------------------------------------
+
+
+def _slots(
+    whole: nn.Module,
+    watched: _Watched,
+    border: int,
+    around: Sequence[str],
+    sizes: Mapping[str, int],
+    *,
+    without: _Watched | None = None,
+) -> tuple[Slot, ...]:
+    """The tensors that cross a border, and where the stages behind it take them."""
+    if border == len(watched.layers):
+        return _last_slots(whole, watched, sizes)
+    start, found = watched.starts[border], dict[Any, list[tuple[Where, Leaf]]]()
+
+    def is_read(leaf: Leaf) -> bool:
+        return watched.log.last_read.get(leaf.identity[0], 0) > start
+
+    for layer in range(border, len(watched.layers)):
+        for leaf in _leaves(watched.layers[layer]):
+            if leaf.is_tainted and leaf.born < start and is_read(leaf):
+                found.setdefault(leaf.identity, []).append((layer, leaf))
+    outside = _outside_reads(watched, border)
+    only_here = {} if without is None else _only_with_pictures(watched, without, around)
+    for name in around:
+        for leaf in watched.log.calls[name][0].leaves:
+            storage = leaf.identity[0]
+            is_open = storage in outside and leaf.identity not in found and leaf.is_tainted
+            is_new = (name, leaf.path) in only_here and is_read(leaf)
+            if is_open or is_new:
+                found.setdefault(leaf.identity, []).append((name, leaf))
+                outside.pop(storage, None)
+    carried = {identity[0] for identity in found}
+    for storage, (time, operator) in outside.items():
+        if storage not in carried:
+            raise _closure(whole, watched, border, time, operator)
+    slots = [
+        _slot(places, sizes, is_filled=identity[0] in outside) for identity, places in found.items()
+    ]
+    passed_over = _passed_over(watched, border)
+    slots = [
+        replace(slot, instead=passed_over) if _is_first(slot, watched, border) else slot
+        for slot in slots
+    ]
+    return tuple(sorted(slots, key=lambda slot: not slot.dtype.is_floating_point))
+
+
+def _leaves(call: Call | None) -> list[Leaf]:
+    return call.leaves if call else []
+
+
+def _passed_over(watched: _Watched, border: int) -> tuple[int, ...]:
+    """Layers right behind the border that were not called."""
+    called = (i for i in range(border, len(watched.layers)) if watched.layers[i])
+    return tuple(range(border, next(called, border)))
+
+
+def _is_first(slot: Slot, watched: _Watched, border: int) -> bool:
+    """Whether the slot is what the first layer behind the border works on."""
+    where, path = slot.places[0]
+    return where == border + len(_passed_over(watched, border)) and path == ("a", 0)
+
+
+def _outside_reads(watched: _Watched, border: int) -> dict[int, tuple[int, str]]:
+    """Tainted tensors made before the border that are read behind it outside of their layers.
+
+    Outside of a layer that has them as an argument, that is: the code around the layers holds them.
+    """
+    log, start = watched.log, watched.starts[border]
+    given = [{leaf.identity[0] for leaf in _leaves(call)} for call in watched.layers]
+    found: dict[int, tuple[int, str]] = {}
+    for time, storage, operator in log.reads:
+        if time < start or log.born.get(storage, 0) >= start:
+            continue
+        layer = watched.place(time)
+        call = watched.layers[layer] if 0 <= layer < len(watched.layers) else None
+        if not (call and time < call.end and storage in given[layer]):
+            found.setdefault(storage, (time, operator))
+    return found
+
+
+def _only_with_pictures(
+    full: _Watched, blind: _Watched, around: Sequence[str]
+) -> dict[tuple[str, Path], Leaf]:
+    """What modules around the layers are given with pictures, and a later stage cannot make."""
+    found = {}
+    for name in around:
+        had = {leaf.path for leaf in blind.log.calls[name][0].leaves}
+        for leaf in full.log.calls[name][0].leaves:
+            if leaf.path not in had and leaf.identity[0] not in full.given:
+                found[name, leaf.path] = leaf
+    return found
+
+
+def _last_slots(whole: nn.Module, watched: _Watched, sizes: Mapping[str, int]) -> tuple[Slot, ...]:
+    """Behind the last layer: what of its output is read; a head alone begins with it."""
+    last = next(i for i in reversed(range(len(watched.layers))) if watched.layers[i])
+    call, slots = watched.layers[last], []
+    for path, value in walk({"o": call.output}):
+        if watched.log.is_tainted(value) and watched.log.last_read.get(storage_of(value), 0):
+            leaf = Leaf(path, identity_of(value), call.end, True, value)
+            slots.append(_slot([(last, leaf)], sizes))
+    return tuple(slots)
+
+
+def _slot(
+    places: Sequence[tuple[Where, Leaf]], sizes: Mapping[str, int], *, is_filled: bool = False
+) -> Slot:
+    value = places[0][1].value
+    letters = {number: letter for letter, number in sizes.items() if number > 1}
+    return Slot(
+        places=tuple((where, leaf.path) for where, leaf in places),
+        dims=tuple(letters.get(size, size) for size in value.shape),
+        dtype=value.dtype,
+        is_filled=is_filled,
+    )
+
+
+def _longer(batch: Batch) -> Batch:
+    """The same rows with one more token each."""
+    return {name: torch.cat([value, value[:, -1:]], dim=1) for name, value in batch.items()}
+
+
+def _with_known_dims(
+    whole: nn.Module,
+    slots: tuple[Slot, ...],
+    longer: Callable[[], tuple[Slot, ...]],
+    *,
+    num_tokens: int,
+    numbers: Collection[int],
+) -> tuple[Slot, ...]:
+    """Slots whose dimensions hold for any length.
+
+    A number that the configuration does not name may be the length and some more (prompts of the
+    model's own): one token more shows it.
+    """
+    odd = {dim for slot in slots for dim in slot.dims if isinstance(dim, int) and dim > 1}
+    if odd <= set(numbers):
+        return slots
+    found = []
+    for slot, other in zip(slots, longer(), strict=True):
+        dims = tuple(
+            _dim_of(whole, num_tokens, *pair) for pair in zip(slot.dims, other.dims, strict=True)
+        )
+        found.append(replace(slot, dims=dims))
+    return tuple(found)
+
+
+def _dim_of(whole: nn.Module, num_tokens: int, one: Dim, other: Dim) -> Dim:
+    if one == other:
+        return one
+    if isinstance(one, int) and isinstance(other, int) and other == one + 1:
+        return ("T", one - num_tokens)
+    raise _refusal(
+        whole, f"a tensor between its layers is {one} wide for one length and {other} for the next"
+    )
+
+
+def _check_same_positions(whole: nn.Module, full: _Watched, blind: _Watched) -> None:
+    """Refuses masks or positions that come out otherwise where the pixels are not."""
+    for index, (one, other) in enumerate(zip(full.layers, blind.layers, strict=True)):
+        others = {leaf.path: leaf for leaf in _leaves(other)}
+        for leaf in _leaves(one):
+            twin = others.get(leaf.path)
+            if leaf.is_tainted or twin is None or twin.is_tainted or other is None:
+                continue
+            if not _has_equal_value(leaf.value, twin.value):
+                path = ".".join(map(str, leaf.path[1:]))
+                raise _refusal(
+                    whole,
+                    f"layer {index} is given {path}, which follows from pixels that only the first "
+                    "stage has",
+                )
+
+
+def _has_equal_value(one: torch.Tensor, other: torch.Tensor) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if one.shape != other.shape:
+        return False
+    is_fake = isinstance(one, FakeTensor) or isinstance(other, FakeTensor)
+    return is_fake or torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+# -- outputs -----------------------------------------------------------------------------------
+
+
+def _structure_of(call: Call | None) -> Any:
+    """The output of a layer as nested tuples: what stands in its place where it does not run."""
+    if call is None:
+        return ("const", None)
+    paths: dict[tuple[int, ...], list[tuple[bool, Path]]] = {}
+    for leaf in call.leaves:
+        paths.setdefault(tuple(leaf.value.shape), []).append((not leaf.is_tainted, leaf.path))
+
+    def like(value: torch.Tensor) -> Path | None:
+        found = paths.get(tuple(value.shape))
+        return min(found, key=lambda one: one[0])[1] if found else None
+
+    return _structure(call.output, like)
+
+
+def _structure(value: Any, like: Callable[[torch.Tensor], Path | None]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return ("like", like(value))
+    if isinstance(value, list | tuple):
+        return ("items", type(value), tuple(_structure(one, like) for one in value))
+    is_plain = isinstance(value, int | float | str | bool | None)
+    return ("const", value if is_plain else None)
+
+
+def rebuild(structure: Any, get: Callable[[Path], Any]) -> Any:
+    """An output of a recorded structure; `get` gives what stands for the argument at a path."""
+    kind = structure[0]
+    if kind == "like":
+        return None if structure[1] is None else get(structure[1])
+    if kind == "const":
+        return structure[1]
+    items = [rebuild(one, get) for one in structure[2]]
+    return structure[1](*items) if hasattr(structure[1], "_fields") else structure[1](items)
+
+
+# -- refusals ----------------------------------------------------------------------------------
+
+
+def _closure(
+    whole: nn.Module, watched: _Watched, border: int, time: int, operator: str
+) -> UserError:
+    inside = [
+        name
+        for name, calls in watched.log.calls.items()
+        if any(call.start < time < call.end for call in calls)
+    ]
+    return _refusal(
+        whole,
+        f"behind layer {border - 1}, {operator} in {max(inside, key=len, default='the model')} "
+        "reads a tensor from before it that no layer is given",
+    )
+
+
+def _refusal(whole: nn.Module, reason: str) -> UserError:
+    config = getattr(whole, "config", None)
+    return UserError(
+        f"{type(whole).__name__} ({getattr(config, 'model_type', 'no model type')}) cannot be "
+        f"split over stages: {reason}. Layers that are called one after the other, each once, were "
+        "expected, and nothing beside their arguments that crosses a border, because a split must "
+        "compute what the whole model does. Train it on one GPU or with --dp-shard, or write a "
+        "subclass of StageModel (docs/add_a_model.md)."
+    )

@@ -1,0 +1,138 @@
+"""The proof at the start: a split that computes something else is refused by every entry file."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from export import make_stages
+from register import import_shelf, train_model_register
+from stageline.checking.proof import tiny_partition
+from stageline.errors import UserError
+from stageline.testing.small_run import ForkedRun, Job
+
+ROOT = Path(__file__).resolve().parents[2]
+TWICE = """
+from pp_models import CausalLMStage
+from register import train_model_register
+
+
+class Twice(CausalLMStage):
+    def forward(self, hidden_or_ids, *extras, **batch):
+        if self.stage > 0:  # as if its model multiplied what it takes for embeddings
+            hidden_or_ids = hidden_or_ids * 3.0
+        return super().forward(hidden_or_ids, *extras, **batch)
+
+
+class Other(CausalLMStage):
+    def forward(self, hidden_or_ids, *extras, **batch):
+        output = super().forward(hidden_or_ids, *extras, **batch)
+        return output * 3.0 if self.is_last else output
+
+
+train_model_register["twice"] = Twice.build
+train_model_register["other"] = Other.build
+"""
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    monkeypatch.setenv("STAGELINE_PROVE_SPLIT", "auto")
+    monkeypatch.setenv("STAGELINE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "twice.py").write_text(TWICE)
+    return Job(tmp_path)
+
+
+def records(job):
+    return list((job.folder / "cache").rglob("*.json"))
+
+
+def fork(words, job, key, *options):
+    more = ["--import", job.folder / "twice.py", "--train-model", key, *options]
+    return ForkedRun([*map(str, [*words, *more])], ranks=2).wait()
+
+
+def refused(done):
+    assert done.code == 2 and "Traceback" not in done.err, done.out + done.err
+    for word in (
+        "the split of llama by Twice does not compute what Llama of transformers computes",
+        "stage 1 gives another loss",
+        "first gradient that differs is that of model.embed_tokens.weight",
+        "on stage 1 too",
+    ):
+        assert word in done.err, done.err
+
+
+def entry(name, job):
+    words = [ROOT / f"{name}.py", "--model-path", job.model, "--num-stages", 2, "--device", "cpu"]
+    if name == "evaluate":
+        words += "--engine pipeline --model generate --metric exact_match --prompt-fn fill".split()
+        words += ["--prompt", "question", "--dataset", "jsonl", "--dataset-path", job.rows]
+        words += ["--image-token", "none", "--output-dir", job.folder / "out"]
+    return words
+
+
+def test_a_wrong_split_is_not_trained(job):
+    done = fork(job.command("out", "--num-stages", 2)[1:], job, "twice")
+    refused(done)
+    assert job.checkpoints("out") == [] and records(job) == []
+    again = fork(job.command("out", "--num-stages", 2)[1:], job, "twice", "--resume", "auto")
+    refused(again)
+
+
+@pytest.mark.parametrize("name", ["evaluate", "serve"])
+def test_a_wrong_split_does_not_answer(name, job):
+    refused(fork(entry(name, job), job, "twice"))
+
+
+def test_a_wrong_split_is_not_exported(job, monkeypatch):
+    import_shelf("pp_models")
+    spec = importlib.util.spec_from_file_location("twice", job.folder / "twice.py")
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))  # export.py has no --import
+    for key in ("llama", "causal_lm"):
+        monkeypatch.setitem(train_model_register.data, key, train_model_register["twice"])
+    with pytest.raises(UserError, match="does not compute what Llama of transformers computes"):
+        make_stages(job.model)
+
+
+def test_never_says_so_loudly_and_runs(job):
+    done = fork(job.command("out", "--num-stages", 2)[1:], job, "twice", "--prove-split", "never")
+    assert done.code == 0, done.err
+    assert done.out.count("WARNING: --prove-split never") == 1
+    assert records(job) == []
+
+
+def test_a_proof_is_recorded_and_not_made_again(job):
+    steps = ("--total-steps", 1)
+    first = job.fork("one", *steps)
+    assert first.code == 0 and "the split of llama" in first.out, first.out + first.err
+    assert "equals Llama of transformers in loss" in first.out
+    (record,) = records(job)
+    told = json.loads(record.read_text())
+    assert told["gradient"] <= 1e-9 and told["facts"]["partition"] == [1, 1]
+    again = job.fork("two", *steps)
+    assert again.code == 0 and "the split of llama" not in again.out
+    for more in (("--attention", "eager"), ("--num-stages", 3)):  # another split
+        num_ranks = 3 if more[1] == 3 else 2
+        other = job.fork(f"with {more[0]}", *steps, *more, ranks=num_ranks)
+        assert "the split of llama" in other.out, other.out + other.err
+    assert len(records(job)) == 3
+    assert "the split of llama" in job.fork("four", *steps, "--prove-split", "always").out
+    record.write_text(record.read_text()[:20])  # torn
+    assert "the split of llama" in job.fork("five", *steps).out
+    assert len(records(job)) == 3
+
+
+def test_a_part_that_differs_from_the_library_on_one_stage_too_is_compared_with_itself(job):
+    done = fork(job.command("out", "--num-stages", 2, "--total-steps", 1)[1:], job, "other")
+    assert done.code == 0, done.err
+    assert "equals the part on one stage" in done.out
+
+
+def test_borders_keep_their_places_in_the_pattern_of_layers():
+    assert tiny_partition([4, 4], 1) == [1, 1]
+    assert tiny_partition([9, 9, 8], 6) == [3, 9, 6]
+    assert tiny_partition([6, 6], 6) == [6, 6]
+    assert tiny_partition([2] * 16, 1) == [1, 1, 1, 1]
+    assert tiny_partition([5, 1], 2) == [1, 3]

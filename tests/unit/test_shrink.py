@@ -1,0 +1,94 @@
+"""A cut-down copy of a configuration: what stays, what goes, and that its model runs."""
+
+import pytest
+import torch
+import transformers
+from transformers import PretrainedConfig
+
+from stageline.checking.shrink import layer_period, shrink_config
+from stageline.errors import UserError
+from stageline.special_tokens import special_tokens
+from stageline.testing.family_configs import family_config
+
+
+def test_multipliers_and_caps_stay() -> None:
+    config = transformers.GraniteConfig(
+        embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=8.0
+    )
+    small = shrink_config(config, num_layers=2)
+    assert (small.embedding_multiplier, small.residual_multiplier) == (12.0, 0.22)
+    assert (small.logits_scaling, small.num_hidden_layers) == (8.0, 2)
+    assert small.hidden_size < 100 < config.hidden_size
+    gemma = shrink_config(transformers.Gemma2Config(), num_layers=2)
+    assert (gemma.final_logit_softcapping, gemma.tie_word_embeddings) == (30.0, True)
+
+
+def test_kinds_of_layers_take_turns_and_fit_each_other() -> None:
+    kinds = ["conv", "conv", "full_attention"] * 4
+    config = transformers.Lfm2Config(num_hidden_layers=12, layer_types=kinds)
+    assert layer_period(config) == 2
+    assert shrink_config(config, num_layers=4).layer_types == ["conv", "full_attention"] * 2
+    llama4 = family_config("llama4_text")
+    small = shrink_config(llama4, num_layers=4)
+    for old, new in zip((0, 3, 0, 3), range(4)):  # each copied layer is one of the real ones
+        assert small.layer_types[new] == llama4.layer_types[old]
+        assert small.no_rope_layers[new] == llama4.no_rope_layers[old]
+    assert small.moe_layers == [0, 1, 2, 3]
+
+
+def test_a_list_of_indices_names_layers_of_the_same_kind() -> None:
+    config = transformers.BambaConfig(num_hidden_layers=12, attn_layer_indices=[5, 11])
+    small = shrink_config(config, num_layers=4)
+    assert (layer_period(config), small.attn_layer_indices) == (2, [1, 3])
+
+
+def test_intervals_shrink_together() -> None:
+    config = transformers.JambaConfig()
+    small = shrink_config(config, num_layers=layer_period(config))
+    assert len(set(small.layers_block_type)) == 2
+    assert small.expert_layer_period == 2
+
+
+def test_layers_that_are_alike_have_a_period_of_one() -> None:
+    assert layer_period(transformers.LlamaConfig()) == 1
+    assert layer_period(transformers.DeepseekV3Config()) == 2  # dense first, experts after
+
+
+def test_special_tokens_stay_different_and_inside() -> None:
+    small = shrink_config(family_config("qwen2_5_vl"), num_layers=2)
+    ids = [small.image_token_id, small.video_token_id, small.vision_start_token_id]
+    assert len(set(ids)) == 3
+    assert max(special_tokens(small)) < small.text_config.vocab_size
+
+
+def test_rotary_axes_fill_the_part_of_the_head_that_is_rotated() -> None:
+    small = shrink_config(family_config("qwen3_5"), num_layers=2).text_config
+    rope = small.rope_parameters
+    assert sum(rope["mrope_section"]) * 2 == small.head_dim * rope["partial_rotary_factor"]
+
+
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3", "gemma3n_text", "nemotron_h", "falcon_h1", "glm4v", "qwen3_5"]
+)
+def test_the_copy_learns(name: str) -> None:
+    config = shrink_config(family_config(name), num_layers=4)
+    assert runs(config)
+
+
+def runs(config: PretrainedConfig) -> bool:
+    """Whether every layer gets a gradient."""
+    classes = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in classes or "text_config" in config.sub_configs:
+        classes = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    model = classes[type(config)](config)
+    ids = torch.arange(40, 56).view(2, 8)
+    model(input_ids=ids, use_cache=False).logits.sum().backward()
+    reached = {name for name, weight in model.named_parameters() if weight.grad is not None}
+    return all(any(f".{index}." in name for name in reached) for index in range(4))
+
+
+def test_a_class_that_refuses_the_copy_is_named() -> None:
+    config = transformers.LlamaConfig()
+    config.layer_types = "nonsense"
+    with pytest.raises(UserError, match=r"llama could not be cut down .*shrink_exceptions\.py"):
+        shrink_config(config, num_layers=2)
