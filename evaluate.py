@@ -3,6 +3,7 @@
 Stop it at any time: started again with the same options it goes on where it was.
 """
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from parse_args import EvaluateArguments, parse_evaluate_args, save_config
 from register import freeze_registers, import_shelf
 from stageline.data.bad_rows import BadRows, leaving_out
 from stageline.data.image_settings import make_image_settings, using_images
+from stageline.data.rows import make_dataset, read_row
 from stageline.distributed.failure import run_entry
 from stageline.evaluation.bootstrap import Bootstrap
 from stageline.evaluation.compare import (
@@ -25,6 +27,7 @@ from stageline.evaluation.compare import (
 from stageline.evaluation.predictions import PredictionFile, fingerprint
 from stageline.evaluation.replicas import Replicas
 from stageline.evaluation.report import (
+    check_metric,
     format_figures,
     format_report,
     make_report,
@@ -51,9 +54,14 @@ def main() -> int:
     replicas = Replicas() if run.check_only else find_place(arguments)
     images = make_image_settings(**run.image_limits())
     with using_images(images), leaving_out(BadRows(run.skip_bad_rows)) as bad_rows:
-        dataset = parts["dataset"].part(dataset_path=run.dataset_path, **parts["dataset"].kwargs)
+        part = functools.partial(parts["dataset"].part, **parts["dataset"].kwargs)
+        dataset = make_dataset(part, dataset_path=run.dataset_path)
     rows = range(min(len(dataset), run.limit or len(dataset)))
     check_ids(dataset, rows)
+    check_metric(
+        functools.partial(parts["metric"].part, **parts["metric"].kwargs),
+        [read_row(dataset, row)[1] for row in rows[:2]],
+    )
     if run.compare_with:  # what can't be compared is told before hours of generation
         read_other(run.compare_with, [dataset[row][1] for row in rows])
     if run.check_only:

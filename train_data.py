@@ -3,9 +3,10 @@
 Knows the options and the contract of each register; train_pp.py puts the objects together.
 """
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.utils.data import Dataset, Subset
@@ -18,6 +19,7 @@ from stageline.data.collate import encode_for_training
 from stageline.data.fingerprint import data_fingerprint
 from stageline.data.groups import (
     check_batch_sizes,
+    full_groups,
     group_size_of,
     some_rows,
     whole_groups,
@@ -30,12 +32,13 @@ from stageline.data.preflight import check_vocabulary, preflight
 from stageline.data.prepare_images import prepare_images
 from stageline.data.preview import preview
 from stageline.data.processor import get_pad_token_id, load_processor
+from stageline.data.rows import make_dataset
 from stageline.data.sampler import StepSampler, has_sampler, is_stream
 from stageline.data.tiling import Tiling
 from stageline.data.token_cache import TokenCache, fill_token_cache, use_token_cache
 from stageline.data.token_key import token_key
 from stageline.distributed.process_group import DistributedContext
-from stageline.errors import UserError
+from stageline.errors import DataError, UserError
 from stageline.model_folder import load_config
 from stageline.modules.chunked_loss import check_token_sum
 from stageline.pipeline.schedules import Schedule
@@ -68,8 +71,10 @@ class Data:
         prepare_images(self.processor, images, Tiling(**run.tiling()))
         self.pad_token_id = get_pad_token_id(self.processor)
         dataset = parts["dataset"]
-        make = functools.partial(dataset.part, dataset_path=run.dataset_path, **dataset.kwargs)
+        part = functools.partial(dataset.part, **dataset.kwargs)
+        make = functools.partial(make_dataset, part, dataset_path=run.dataset_path)
         self.bad_rows = BadRows(run.skip_bad_rows)
+        self.vocab_size: int | None = None
         with leaving_out(self.bad_rows), using_images(images):
             self.train = make(split="train")
             self.test = make(split="test") if run.eval_samples else None
@@ -131,12 +136,14 @@ def check_data(arguments: TrainArguments) -> Data:
     vocab_size = num_rows_of(run, config, new_tokens=data.new_tokens)
     if vocab_size is not None:
         check_vocabulary(data.processor, vocab_size)
-        data.collate = CheckedCollate(data.collate, vocab_size)
+    data.vocab_size = vocab_size
+    data.collate = CheckedCollate(data.collate, vocab_size)
     # a collate part of another kind than sft judges its rows by itself
     if "overlong" in arguments.parts["collate_fn"].kwargs:
         data.train = check_rows(arguments, data, data.train, vocab_size)
         if data.test is not None:
-            data.test = check_rows(arguments, data, data.test, vocab_size)
+            with telling_of("held-out rows"):
+                data.test = check_rows(arguments, data, data.test, vocab_size)
     loss_fn = arguments.parts["loss_fn"]
     if declares(functools.partial(loss_fn.part, **loss_fn.kwargs), "needs_kl"):
         data.train = WithOthers(data.train)
@@ -203,7 +210,7 @@ def check_scores(arguments: TrainArguments) -> None:
 def check_rows(
     arguments: TrainArguments, data: Data, dataset: Dataset, vocab_size: int | None
 ) -> Dataset:
-    """The dataset without rows that are bad and may be left out."""
+    """The dataset without rows that are bad or too long and may be left out."""
     run = arguments.run
     if has_tokens(dataset):  # too many to walk; each micro-batch is looked at when it is made
         check_tokens(arguments, data.processor, dataset, vocab_size)
@@ -219,13 +226,29 @@ def check_rows(
         seed=run.seed,
         encode=getattr(arguments.parts["collate_fn"].part, "encode", None),
     )
-    bad = set(whole_groups(report.bad, group_size_of(dataset)))
+    size = group_size_of(dataset)
+    bad = set(whole_groups(report.bad, size))
     with_them = len(bad) - len(report.bad)
+    # a group that is dropped in part stays: its other rows are learnt
+    dropped = [] if is_stream(dataset) else full_groups(report.dropped, size)
+    left_out = bad | set(dropped)
+    text = f"{report}, {with_them} more of their groups" if with_them else str(report)
+    if dropped:
+        text += f"\n{len(dropped)} rows are dropped, {len(dataset) - len(left_out)} are left"
     if os.environ.get("RANK", "0") == "0":
-        print(f"{report}, {with_them} more of their groups" if with_them else report, flush=True)
-    if not bad:
+        print(text, flush=True)
+    if not left_out:
         return dataset
-    return Subset(dataset, [row for row in range(len(dataset)) if row not in bad])
+    return Subset(dataset, [row for row in range(len(dataset)) if row not in left_out])
+
+
+@contextlib.contextmanager
+def telling_of(rows: str) -> Iterator[None]:
+    """Says in the error of a row to which rows it belongs."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{rows}: {error}") from error
 
 
 def left_over_rows(run: RunConfig, dataset: Dataset) -> str:

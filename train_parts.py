@@ -4,6 +4,7 @@ Knows the options and the contract of each register; train_pp.py puts the object
 """
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,11 +20,15 @@ from parse_args import TrainArguments
 from stageline.checking.outline import check_filled_stages, check_outlines
 from stageline.checking.proof_record import SplitToProve, options_of_proof, prove_split
 from stageline.checkpoint.together import Ranks
+from stageline.contracts import call, check_call
+from stageline.data.check_batch import check_length
 from stageline.data.example import example_micro_batch
 from stageline.data.groups import (
     group_size_of,
 )
 from stageline.data.new_tokens import NewTokens
+from stageline.data.processor import get_tokenizer
+from stageline.data.rows import read_row
 from stageline.data.tiling import Tiling, match_config
 from stageline.distributed.process_group import DistributedContext
 from stageline.modules.chunked_loss import ChunkedLoss
@@ -31,8 +36,17 @@ from stageline.modules.lora_start import PISSA
 from stageline.modules.preference_loss import without_reference
 from stageline.pipeline.packing_check import check_packing
 from stageline.pipeline.schedules import Schedule
+from stageline.pipeline.stage_contract import check_stage, check_values_kept
 from stageline.pipeline.topology import Topology
+from stageline.seeds import host_state_kept
+from stageline.training.loss_check import check_loss
 from stageline.training.optimizer_groups import optimizer_groups
+from stageline.training.part_checks import (
+    check_learning_rate,
+    check_optimizer,
+    check_sim_fn,
+    check_tracker,
+)
 from stageline.training.planner import PlannedRun, Planner
 from stageline.training.resume import ResumePoint
 from stageline.training.step_loss import StepLoss
@@ -107,6 +121,7 @@ def build_stages(
     ]
     if not is_known:
         check_filled_stages(stages, ranks=Ranks.of(context.pp_group), checkpoint=weights)
+    check_values_kept(stages)
     for stage in stages:
         for note in getattr(stage, "notes", ()):
             print(note, flush=True)
@@ -120,10 +135,42 @@ def build_stages(
             print(f"{run.model_path}: {note}", flush=True)
     if run.packing or is_packed:
         for stage in stages:
-            if getattr(stage, "is_tower", False):
-                continue  # no row crosses it
-            check_packing(stage, rows=run.micro_batch_size, device=context.device)
+            if not getattr(stage, "is_tower", False):  # no row crosses a tower
+                check_packing(stage, rows=run.micro_batch_size, device=context.device)
     return stages
+
+
+def check_parts(arguments: TrainArguments, data: Data) -> None:
+    """Refuses parts that do not keep what their registers ask, on the first rows; loads no model.
+
+    Raises:
+        ContractError: part, file and line, and what came are named.
+    """
+    parts = arguments.parts
+    given = {"learning_rate": 0.0, "weight_decay": 0.0}
+    check_call("optimizer", _bound(parts["optimizer"]), [], **given)
+    check_call("tracker", _bound(parts["tracker"]), folder=Path(), config={}, start_step=0)
+    stage = {"config_path": None, "processor_path": None, "checkpoint_path": None}
+    stage |= {"dtype": None, "device": None, "stage": 0, "num_stages": 1, "seed": 0}
+    check_call("train_model", parts["train_model"].part, **stage)
+    make_learning_rate(arguments)
+    if "sim_fn" in parts:
+        check_sim_fn(_bound(parts["sim_fn"]))
+    size = group_size_of(data.train)
+    with host_state_kept():
+        samples = [read_row(data.train, row) for row in range(min(2 * size, len(data.train)))]
+        collate = functools.partial(data.collate, stage=min(1, arguments.run.num_stages - 1))
+        check_length(collate, samples[0])
+        batch = collate(samples)
+        halves = [collate(samples[:size]), collate(samples[size:])] if samples[size:] else []
+    problem = check_loss(
+        bind_loss(arguments),
+        batch,
+        halves,
+        vocab_size=data.vocab_size or len(get_tokenizer(data.processor)),
+    )
+    if problem is not None and os.environ.get("RANK", "0") == "0":
+        print(problem, flush=True)
 
 
 def check_names_of_stages(
@@ -204,7 +251,8 @@ def build_part(
         **part.kwargs,
         **attention_arguments(run),
     }
-    model, _, _ = part.part(**{**options, **changes})
+    made = call("train_model", part.part, **{**options, **changes})
+    model = check_stage(made, part=part.part)
     if Tiling(**run.tiling()).is_given:
         match_config(model.config, images)
     return model
@@ -250,23 +298,30 @@ def make_optimizer(
         weight_decay=run.weight_decay,
         lr_scale_of=lambda name: scales.get(part_of(name), 1.0) if scales else 1.0,
     )
-    return part.part(
-        groups, learning_rate=run.learning_rate, weight_decay=run.weight_decay, **part.kwargs
-    )
+    given = {"learning_rate": run.learning_rate, "weight_decay": run.weight_decay}
+    optimizer = call("optimizer", _bound(part), groups, **given)
+    check_optimizer(optimizer, parameters, part=part.part)
+    return optimizer
 
 
 def make_tracker(arguments: TrainArguments, folder: Path, *, start_step: int) -> object | None:
     """The tracker part, which starts to follow the run."""
     part = arguments.parts["tracker"]
     config = arguments.as_config()
-    return part.part(folder=folder, config=config, start_step=start_step, **part.kwargs)
+    given = {"folder": folder, "config": config, "start_step": start_step}
+    tracker = call("tracker", _bound(part), **given)
+    check_tracker(tracker, part=part.part)
+    return tracker
 
 
 def make_learning_rate(arguments: TrainArguments) -> Callable[[int], float]:
     """The lr_scheduler part: step -> learning rate."""
     run, part = arguments.run, arguments.parts["lr_scheduler"]
     names = "learning_rate min_lr warmup_steps warmup_start_lr total_steps"
-    return part.part(**{name: getattr(run, name) for name in names.split()}, **part.kwargs)
+    given = {name: getattr(run, name) for name in names.split()}
+    rate_of = call("lr_scheduler", _bound(part), **given)
+    check_learning_rate(rate_of, total_steps=run.total_steps, part=part.part)
+    return rate_of
 
 
 def make_planner(

@@ -42,7 +42,14 @@ from stageline.training.report import RunReport, summarize_stage
 from stageline.training.resume import ResumePoint
 from stageline.training.sharding import ShardedReplicas
 from train_data import Data, check_data, show_samples
-from train_parts import SHELF, build_stages, make_planner, make_tracker, prove_stages
+from train_parts import (
+    SHELF,
+    build_stages,
+    check_parts,
+    make_planner,
+    make_tracker,
+    prove_stages,
+)
 from train_run import TrainingRun, open_run_folder
 from train_streaming import make_streaming_runner, streaming_topology
 
@@ -57,6 +64,7 @@ def main() -> int:
     if not arguments.run.plan:
         launch_if_needed(topology.num_processes, rules=guard_rules(arguments.run))
     data = check_data(arguments)
+    check_parts(arguments, data)
     show_samples(arguments, data, topology.schedule)
     if arguments.run.check_only:
         return 0

@@ -20,6 +20,12 @@ class UserError(ValueError):
     kind = "usage"
 
 
+class ContractError(UserError):
+    """A part that does not keep what its register asks; the message names part, file and line."""
+
+    kind = "contract"
+
+
 class PlanError(UserError):
     """A model that the planner cannot take to pieces; it may train all the same."""
 

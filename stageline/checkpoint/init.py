@@ -11,11 +11,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stageline.checkpoint.finite import is_finite
+from stageline.contracts import part_name
 from stageline.errors import UserError
 from stageline.modules.lora import LoRAWrapper, innermost, strip_lora, unwrapped
 from stageline.modules.lora_start import Pair, init_lora_layer, name_seed
 from stageline.modules.pass_through import DONE, PassThrough
 
+UNSET = -(2**31)  # for whole numbers what NaN is for others
 HALF_AND_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -79,7 +81,9 @@ def _filled(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> t
         return tensor.detach().to(device=device, dtype=dtype)
     value = torch.empty(tensor.shape, device=device, dtype=dtype)
     # a value that is never set is found by this
-    return value.fill_(torch.nan) if value.is_floating_point() else value.zero_()
+    if value.is_floating_point():
+        return value.fill_(torch.nan)
+    return value.fill_(UNSET) if dtype in (torch.int64, torch.int32) else value.zero_()
 
 
 @torch.no_grad()
@@ -177,6 +181,12 @@ def init_lora(
             )
 
 
+def _has_unset(tensor: torch.Tensor) -> bool:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return not is_finite(tensor) and bool(torch.isnan(tensor).any())
+    return tensor.dtype in (torch.int64, torch.int32) and bool((tensor == UNSET).any())
+
+
 def check_filled(model: nn.Module, source: str) -> None:
     """Refuses a model with a tensor that is on meta or was never given a value.
 
@@ -193,11 +203,13 @@ def check_filled(model: nn.Module, source: str) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if id(tensor) in adapters:
             continue
-        if tensor.is_meta or (not is_finite(tensor) and bool(torch.isnan(tensor).any())):
+        if tensor.is_meta or _has_unset(tensor):
             empty.append(name)
     if empty:
         raise UserError(
-            f"{len(empty)} tensors have no value, or NaN, after {source}: {', '.join(empty[:10])}. "
-            "Every parameter and buffer needs one: give the module a reset_parameters(), or start "
-            "from a checkpoint that is whole (--model-path)."
+            f"{len(empty)} tensors have no value, or NaN, after {source}: {', '.join(empty[:10])} "
+            f"of the stage model {part_name(type(model))}. "
+            "Every parameter and buffer needs one: give the module a reset_parameters() that sets "
+            "it (what is made inside torch.device('meta') has a shape alone), or start from a "
+            "checkpoint that is whole (--model-path)."
         )

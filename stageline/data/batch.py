@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from stageline.contracts import broken, call, shown
 from stageline.data.encode import Encoded, encode_rendered
 from stageline.data.image_rows import by_rows
 from stageline.data.images import (
@@ -17,7 +18,7 @@ from stageline.data.images import (
     expand_images,
     image_size,
 )
-from stageline.data.rendered import Rendered
+from stageline.data.rendered import Piece, Rendered
 
 IGNORE = -100
 Sample = dict[str, Any]
@@ -45,9 +46,27 @@ def render_sample(
     The prompt_fn finds the number of images in `sample["num_images"]`.
     """
     counted = {**sample, "num_images": len(images or ())}
-    rendered = prompt_fn(counted, prompt, processor=processor, for_generation=for_generation)
-    placed = image_token(rendered, images, processor=processor)
+    given = {"processor": processor, "for_generation": for_generation}
+    rendered = call("prompt_fn", prompt_fn, counted, prompt, **given)
+    _check_rendered("prompt_fn", prompt_fn, rendered)
+    placed = call("image_token", image_token, rendered, images, processor=processor)
+    _check_rendered("image_token", image_token, placed)
     return replace(placed, name=sample_name(sample))
+
+
+def _check_rendered(register: str, part: Callable[..., Any], found: object) -> None:
+    is_rendered = isinstance(found, Rendered)
+    wrong = [piece for piece in found if not isinstance(piece, Piece)] if is_rendered else []
+    if not is_rendered or wrong:
+        raise broken(
+            register,
+            part,
+            f"returned {'a Rendered that holds ' if wrong else ''}{shown((wrong or [found])[0])}",
+            why="A Rendered was expected, because it knows which text is learnt, which came from "
+            "the data and where images go",
+            cure="return Rendered((Piece(question, is_user=True), Piece(answer, is_target=True))) "
+            "of stageline.data.rendered, or what --prompt-fn fill makes",
+        )
 
 
 def encode_sample(rendered: Rendered, images: Images, *, processor: Any, name: str) -> Encoded:

@@ -1,4 +1,4 @@
-"""Looks at the ids of each micro-batch on the host, before the model does.
+"""Looks at each micro-batch on the host, before the model does: what a collate part gave, and ids.
 
 On a GPU an id without a row in the embedding kills the process with a message that names nothing.
 """
@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 
+from stageline.contracts import broken, call, shown
 from stageline.data.batch import IGNORE, sample_name
 from stageline.data.lengths import companion
 from stageline.errors import DataError
+
+_NAMES = ("input_ids", "attention_mask", "labels")
 
 
 class CheckedCollate:
@@ -19,10 +22,12 @@ class CheckedCollate:
 
     Args:
         collate: samples -> micro-batch.
-        vocab_size: rows of the model's embedding.
+        vocab_size: rows of the model's embedding; None: nobody knows.
     """
 
-    def __init__(self, collate: Callable[..., dict[str, torch.Tensor]], vocab_size: int) -> None:
+    def __init__(
+        self, collate: Callable[..., dict[str, torch.Tensor]], vocab_size: int | None
+    ) -> None:
         self._collate = collate
         self._vocab_size = vocab_size
         self.length_of = companion(collate, "length_of")
@@ -33,22 +38,94 @@ class CheckedCollate:
         """The micro-batch of the samples.
 
         Raises:
+            ContractError: the part takes other arguments, or gave something else.
             DataError: names the sample, place and id of the first id out of range.
         """
-        batch = self._collate(samples, **options)
+        batch = call("collate_fn", self._collate, samples, **options)
+        check_micro_batch(batch, num_samples=len(samples), part=self._collate)
         check_ids(batch, self._vocab_size, samples=[[sample] for sample in samples])
         return batch
 
     def _packed(
         self, packed: Callable[..., dict[str, torch.Tensor]], rows: Sequence[Any], **options: Any
     ) -> dict[str, torch.Tensor]:
-        batch = packed(rows, **options)
+        batch = call("collate_fn", packed, rows, **options)
+        check_micro_batch(batch, num_samples=len(rows), part=packed)
         check_ids(batch, self._vocab_size, samples=rows)
         return batch
 
 
+def check_micro_batch(batch: object, *, num_samples: int, part: object) -> None:
+    """Refuses what is no micro-batch; looks at types and shapes alone.
+
+    Args:
+        num_samples: that it was made of.
+        part: the collate part.
+
+    Raises:
+        ContractError: part, file and line, and what came are named.
+    """
+    problem = _problem_of(batch, num_samples)
+    if problem is not None:
+        came, cure = problem
+        raise broken(
+            "collate_fn",
+            part,
+            came,
+            why="A dict of tensors was expected, with input_ids, attention_mask and labels of one "
+            "shape, rows x tokens, in integers, because stages and loss take them by name",
+            cure=cure,
+        )
+
+
+def check_length(collate: Callable[..., Any], sample: tuple[Any, Any]) -> None:
+    """Tries the `length_of` of a collate part, if it has one, on a sample.
+
+    Raises:
+        ContractError: it takes other arguments, or gives no number.
+    """
+    length_of = companion(collate, "length_of")
+    if length_of is None:
+        return
+    length = call("length_of", length_of, *sample)
+    if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+        raise broken(
+            "length_of",
+            length_of,
+            f"returned {shown(length)}",
+            why="A number of tokens was expected, because rows of near-equal length go together",
+            cure="return len(...) of the token ids, or leave the function out",
+        )
+
+
+def _problem_of(batch: object, num_samples: int) -> tuple[str, str] | None:
+    """What is wrong with a micro-batch, and the cure."""
+    if not isinstance(batch, dict):
+        return f"returned {shown(batch)}", "return a dict, as collate_sft of stageline.data does"
+    missing = [name for name in _NAMES if name not in batch]
+    if missing:
+        came = f"returned {shown(batch)}, without {' and '.join(missing)}"
+        return came, "add them; labels are the token ids, -100 where nothing is learnt"
+    for name, value in batch.items():
+        if not isinstance(value, torch.Tensor):
+            return f"returned {name!r} as {shown(value)}", "make a tensor of it, torch.tensor(...)"
+    ids = batch["input_ids"]
+    for name in _NAMES:
+        value = batch[name]
+        is_whole = not value.is_floating_point() and not value.is_complex()
+        if value.ndim != 2 or not is_whole or value.shape != ids.shape:
+            cure = f"give it the shape of input_ids ({shown(ids)}), and torch.long"
+            if name == "input_ids":
+                cure = "give it two dimensions, a row for each sample, and torch.long"
+            return f"returned {name!r} as {shown(value)}", cure
+    if len(ids) == 0 or ids.shape[1] == 0 or len(ids) % num_samples:
+        came = f"made {len(ids)} rows of {ids.shape[1]} tokens out of {num_samples} samples"
+        return came, "make one row of each sample, or the same number of each, in their order"
+    return None
+
+
 def check_ids(
-    batch: dict[str, torch.Tensor], vocab_size: int, *, samples: Sequence[Sequence[Any]]
+    batch: dict[str, torch.Tensor], vocab_size: int | None, *, samples: Sequence[Sequence[Any]]
 ) -> None:
     """Refuses token ids and labels for which the model has no row.
 
@@ -60,7 +137,7 @@ def check_ids(
     """
     ids_BT = batch.get("input_ids")
     labels_BT = batch.get("labels")
-    if ids_BT is None:
+    if ids_BT is None or vocab_size is None:
         return
     is_bad_BT = _out_of_range(ids_BT, vocab_size)
     if is_bad_BT is not None:

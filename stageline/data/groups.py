@@ -4,6 +4,7 @@ A dataset part with groups has `group_size`: so many consecutive rows belong tog
 of what is in a row. Others have groups of one.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -70,6 +71,12 @@ def whole_groups(rows: Iterable[int], group_size: int) -> list[int]:
     """All rows of the groups that the given rows are in, in order."""
     groups = sorted({row // group_size for row in rows})
     return expand(groups, group_size)
+
+
+def full_groups(rows: Iterable[int], group_size: int) -> list[int]:
+    """The rows of those groups that all rows of are given, in order."""
+    counts = Counter(row // group_size for row in rows)
+    return expand(sorted(group for group in counts if counts[group] == group_size), group_size)
 
 
 def expand(groups: Sequence[int], group_size: int) -> list[int]:

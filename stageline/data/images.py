@@ -21,7 +21,7 @@ from stageline.data.kept_pixels import KeptPixels, processor_settings
 from stageline.data.picture_file import PictureFile, has_orientation, is_turned
 from stageline.data.processor import get_image_processor, get_image_token
 from stageline.data.rendered import Rendered
-from stageline.errors import DataError
+from stageline.errors import DataError, UserError
 
 Size = tuple[int, int]  # width, height
 MAX_ASPECT = 200  # of the longer side to the shorter; what Qwen's processors take
@@ -309,6 +309,19 @@ def bad_image(file: object, error: Exception, *, name: str) -> DataError:
     )
 
 
+def _check_token(rendered: Rendered, expander: ImageExpander, name: str) -> None:
+    """Refuses image text that the model would not find."""
+    token = expander.image_token
+    for piece in rendered:
+        if piece.is_image and token is not None and token not in piece.text:
+            raise UserError(
+                f"{name}: the text for its image is {piece.text!r}. {token!r} was expected in it, "
+                f"because {type(expander.processor).__name__} writes that out and the model puts "
+                "the image's features there: use --image-token auto, which takes what the "
+                "processor has, or the key that belongs to the model."
+            )
+
+
 def expand_images(
     rendered: Rendered, images: Sequence[Image.Image] | None, processor: Any, *, name: str
 ) -> Rendered:
@@ -317,6 +330,7 @@ def expand_images(
     Raises:
         DataError: the number of image places differs from the number of images, or the processor
             does not take an image of that size.
+        UserError: the text for an image is not that of the processor.
     """
     sizes = [image_size(image) for image in images or ()]
     expander = ImageExpander.of(processor)
@@ -336,6 +350,7 @@ def expand_images(
         )
     if expander is None:
         return rendered
+    _check_token(rendered, expander, name)
     try:
         return expander.expand(rendered, sizes)
     except ValueError as error:  # processors have limits of their own

@@ -15,6 +15,7 @@ ChatOverlong = Literal["error", "cut_prompt", "share", "drop"]
 PairOverlong = Literal["error", "cut_prompt", "drop"]  # both rows of a pair keep the same prompt
 TextOverlong = Literal["error", "cut", "drop"]
 Overlong = ChatOverlong | TextOverlong
+DROPPING = ("drop", "share")  # what may leave nothing of a sample
 _has_warned: set[str] = set()
 
 
@@ -50,7 +51,7 @@ def limit_length(
         if warn:
             _warn_once("share", _shared(encoded, kept, max_token_num, name))
         return encoded.keep(kept)
-    if overlong in ("drop", "share"):
+    if overlong in DROPPING:
         if warn:
             why = ", and with a share for each nothing to learn would be left"
             _warn_once(

@@ -1,8 +1,8 @@
 """Looks through the data before any model is loaded: the first bad row ends the run at once.
 
 Renders and tokenizes rows and decodes their images, on the CPU and without a process group. Where
-bad rows may be left out, it looks at all of them, however long it takes: what is left has to be the
-same on every rank.
+rows may be left out (bad ones, or too long ones that are dropped), it looks at all of them, however
+long it takes: what is left has to be the same on every rank.
 """
 
 import random
@@ -20,9 +20,10 @@ from stageline.data.collate import encode_for_training
 from stageline.data.encode import Encoded
 from stageline.data.image_settings import ImageSettings
 from stageline.data.images import ImageExpander, check_image
-from stageline.data.limit import Overlong, limit_length
+from stageline.data.limit import DROPPING, Overlong, limit_length
 from stageline.data.processor import get_tokenizer
 from stageline.data.rendered import Rendered
+from stageline.data.rows import read_row
 from stageline.data.sampler import is_stream
 from stageline.errors import DataError, UserError
 
@@ -40,8 +41,8 @@ class PreflightReport:
         longest: tokens of the longest one, before it is cut.
         num_tokens, num_targets: sums over the rows looked at.
         what_if_overlong: what happens to those that are longer.
-        num_dropped: of them dropped, by what would be left to learn.
-        bad: numbers of the rows to leave out.
+        dropped: numbers of those too long ones of which nothing would be left to learn.
+        bad: numbers of the rows to leave out because they are bad.
     """
 
     num_rows: int | None
@@ -52,7 +53,12 @@ class PreflightReport:
     num_targets: int
     what_if_overlong: str = "refused"
     bad: list[int] = field(default_factory=list)
-    num_dropped: int = 0
+    dropped: list[int] = field(default_factory=list)
+
+    @property
+    def num_dropped(self) -> int:
+        """How many rows are dropped."""
+        return len(self.dropped)
 
     def __str__(self) -> str:
         mean = self.num_tokens / max(self.num_checked, 1)
@@ -109,7 +115,8 @@ def preflight(
     """Checks all rows of a dataset, or a seeded choice of `limit`, for at most `seconds`.
 
     Of a stream it checks the first `limit` rows, and the first bad one ends the run: the stream
-    itself leaves out what cannot be read.
+    itself leaves out what cannot be read. Where too long rows are dropped, it takes the lengths of
+    all others, too; their images are not looked at.
 
     Args:
         vocab_size: rows of the model's embedding; None skips that check.
@@ -130,16 +137,22 @@ def preflight(
     deadline = time.monotonic() + (seconds if not bad_rows.limit else float("inf"))
     check = _RowCheck(max_token_num, overlong, vocab_size, encode or encode_one)
     texts = {"prompt": prompt, "prompt_fn": prompt_fn, "image_token": image_token}
+    takes_all = overlong in DROPPING and not is_stream(dataset)
+    with_images = set(rows)
     bad: list[int] = []
-    for row in rows:
+    for row in range(len(dataset)) if takes_all else rows:
         try:
-            images, sample = dataset[row]
-            check(images, sample, processor=processor, **texts)
+            images, sample = read_row(dataset, row)
+            check(row, images, sample, processor=processor, **texts)
+            if row in with_images:
+                _check_images(images, sample_name(sample), processor)
         except DataError as error:
             bad_rows.take(_source(dataset, row), error)
             bad.append(row)
         if time.monotonic() > deadline:
-            break
+            with_images = set()
+            if not takes_all:
+                break
     return check.report(None if is_stream(dataset) else len(dataset), bad)
 
 
@@ -169,9 +182,9 @@ class _RowCheck:
         self.lengths: list[int] = []
         self.num_tokens = 0
         self.num_targets = 0
-        self.num_dropped = 0
+        self.dropped: list[int] = []
 
-    def __call__(self, images: Images, sample: Sample, **texts: Any) -> None:
+    def __call__(self, row: int, images: Images, sample: Sample, **texts: Any) -> None:
         name = sample_name(sample)
         rows = self.encode(images, sample, **texts)
         limit = {"max_token_num": self.max_token_num, "overlong": self.overlong}
@@ -181,8 +194,8 @@ class _RowCheck:
                 check_encoded(encoded.input_ids, self.vocab_size, name=name)
             limited = limit_length(encoded, **limit, name=name, warn=False)
             is_dropped |= not any(limited.is_target)
-        self.num_dropped += is_dropped
-        _check_images(images, name, texts["processor"])
+        if is_dropped:
+            self.dropped.append(row)
         self.lengths.append(max(map(len, rows)))
         self.num_tokens += sum(map(len, rows))
         self.num_targets += sum(encoded.num_targets for encoded in rows)
@@ -205,13 +218,13 @@ class _RowCheck:
             num_targets=self.num_targets,
             what_if_overlong=cures[self.overlong],
             bad=bad,
-            num_dropped=self.num_dropped,
+            dropped=self.dropped,
         )
 
     def _check_some_left(self) -> None:
-        if self.num_dropped and self.num_dropped == len(self.lengths):
+        if self.dropped and len(self.dropped) == len(self.lengths):
             raise DataError(
-                f"all {self.num_dropped} rows that were looked at are too long and would be "
+                f"all {len(self.dropped)} rows that were looked at are too long and would be "
                 f"dropped: they have {min(self.lengths)} tokens and more, and --max-token-num is "
                 f"{self.max_token_num}. Some that fit were expected, because nothing would be "
                 "learnt: raise --max-token-num, or shorten the rows."
@@ -233,10 +246,5 @@ def _source(dataset: Any, row: int) -> str:
 def _check_images(images: Images, name: str, processor: Any) -> None:
     expander = ImageExpander.of(processor)
     settings = ImageSettings() if expander is None else expander.settings
-    for number, image in enumerate(images or ()):
-        if not hasattr(image, "convert"):
-            raise DataError(
-                f"{name}: image {number} is a {type(image).__name__}. A PIL image was expected, "
-                "because image processors take those: let the dataset return Image.open(path)."
-            )
+    for image in images or ():
         check_image(image, name=name, max_pixels=settings.max_pixels)

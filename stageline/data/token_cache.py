@@ -24,6 +24,7 @@ from filelock import FileLock
 
 from stageline.data.encode import Encoded
 from stageline.data.images import image_size
+from stageline.data.rows import read_row
 from stageline.data.sampler import is_stream
 from stageline.data.token_file import DamagedTokens, Entry, TokenFile, to_entry, write_tokens
 from stageline.data.workers import end_with_rank
@@ -98,7 +99,7 @@ class TokenCache:
         for row in rows:
             self._notes = {}
             try:
-                encode(*dataset[row])
+                encode(*read_row(dataset, row))
             except DataError:
                 pass
             made += [to_entry(name, encoded) for name, encoded in self._notes.items()]
@@ -178,7 +179,7 @@ def _first_name(cache: TokenCache, dataset: Any) -> str | None:
     with host_state_kept():  # a dataset may draw
         seed_host(0)
         try:
-            images, sample = dataset[0]
+            images, sample = read_row(dataset, 0)
         except DataError:
             return None
         texts = {"prompt": cache.prompt, "prompt_fn": cache.prompt_fn}

@@ -3,10 +3,11 @@
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from stageline.contracts import broken, check_call, shown
 from stageline.evaluation.bootstrap import LEVEL, Bootstrap
 from stageline.evaluation.groupings import collect_clusters, collect_groupings
 
@@ -22,6 +23,33 @@ def wilson_interval(num_hits: float, count: int, *, z: float = Z_95) -> tuple[fl
     center = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
     return (max(0.0, center - half), min(1.0, center + half))
+
+
+def check_metric(metric: Callable[..., Any], samples: Sequence[dict[str, Any]]) -> None:
+    """Tries a metric part on empty answers, before hours of answering.
+
+    What fails for another reason than its signature may need what true answers have.
+
+    Raises:
+        ContractError: it takes other arguments, or gives something else than figures.
+    """
+    predictions = [{"id": str(sample["id"]), "prediction": "", "prompt": ""} for sample in samples]
+    check_call("metric", metric, predictions, samples)
+    try:
+        figures = metric(predictions, samples)
+    except Exception:  # told with its traceback, should it come again
+        return
+    per_sample = figures.get("per_sample") if isinstance(figures, dict) else None
+    if not hasattr(per_sample, "__len__") or len(per_sample) != len(samples):
+        what = "" if per_sample is None else f", per_sample: {shown(per_sample)},"
+        raise broken(
+            "metric",
+            metric,
+            f"returned {shown(figures)}{what} for {len(samples)} samples",
+            why="A dict with per_sample, a number from 0 to 1 for each sample, was expected, "
+            "because the score, its intervals and all groups are computed from these",
+            cure="return {'score': ..., 'per_sample': [...], 'groups': {name: indices}}",
+        )
 
 
 def make_report(

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from stageline.contracts import broken, shown
 from stageline.data.batch import Images, render_sample
 from stageline.data.rendered import Rendered
+from stageline.data.rows import read_row
 from stageline.errors import DataError
 from stageline.evaluation.predictions import PredictionFile
 
@@ -208,11 +210,21 @@ def check_ids(dataset: Any, rows: Sequence[int]) -> None:
     """Refuses samples that share an id: the file could not tell their lines apart.
 
     Raises:
-        DataError: names both rows.
+        DataError: names both rows, or the dataset part where a row has no id, or is none.
     """
     seen: dict[str, int] = {}
     for row in rows:
-        sample_id = str(dataset[row][1]["id"])
+        _, sample = read_row(dataset, row)
+        if "id" not in sample:
+            raise broken(
+                "dataset",
+                dataset,
+                f"gave for row {row} a sample without 'id' ({shown(sample)})",
+                why="One that no other row has was expected, because predictions are kept by it",
+                cure="add {'id': str(index)}",
+                kind=DataError,
+            )
+        sample_id = str(sample["id"])
         if sample_id in seen:
             raise DataError(
                 f"rows {seen[sample_id]} and {row} have the same id {sample_id!r}. Each sample "

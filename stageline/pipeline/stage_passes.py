@@ -9,6 +9,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from stageline.modules.layer_seeds import NO_SEEDS, LayerSeeds
 from stageline.pipeline.actions import Kind
+from stageline.pipeline.stage_contract import run_stage
 
 Tensors = tuple[torch.Tensor, ...]
 MicroBatch = dict[str, torch.Tensor]
@@ -81,7 +82,7 @@ class StagePasses:
         batch: MicroBatch,
         loss_of: Callable[[torch.Tensor | Tensors], torch.Tensor] | None,
     ) -> Tensors:
-        output = self.model(*inputs, **batch)
+        output = run_stage(self.model, inputs, batch)
         if loss_of is not None:
             self.seeds.start_loss()
             output = loss_of(output)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from stageline.data.batch import IGNORE
+from stageline.errors import DataError
 from stageline.modules.chunked_loss import ChunkedLoss
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
 from stageline.training.agreement import check_agreement
@@ -71,6 +72,9 @@ def evaluate(
         keep: how many rows' predicted tokens to return; of a row that comes twice, the first.
         prepare: adds to the micro-batches what the loss needs besides, on all ranks.
         replicas: they share the rows out; figures are those of all.
+
+    Raises:
+        DataError: no row has a supervised token.
     """
     replicas = replicas or Replicas()
     figures = _Figures(loss_fn, step=step, keep=keep)
@@ -88,6 +92,7 @@ def evaluate(
     told = replicas.gather(shared)
     totals = _added(totals for _, totals, _, _ in told)
     num_targets = totals.get("num_targets", 0)
+    _check_some_count(num_targets, num_rows)
     means = _means(told, totals)
     by_row = {row: ids for *_, rows in told for row, ids in rows.items()}
     loss = means.pop("loss", 0.0)
@@ -103,6 +108,15 @@ def evaluate(
         figures=means,
         perplexity=_perplexity(loss) if figures.part.is_token_sum else None,
     )
+
+
+def _check_some_count(num_targets: int, num_rows: int) -> None:
+    if num_targets == 0:
+        raise DataError(
+            f"none of the {num_rows} held-out rows has a supervised token. One at least was "
+            "expected, because a loss over nothing would be 0, and the best: look at --prompt and "
+            "--max-token-num, or leave evaluations out (--eval-samples 0)."
+        )
 
 
 def _perplexity(loss: float) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from stageline.contracts import broken, call, shown
 from stageline.data.batch import IGNORE
 from stageline.errors import UserError
 
@@ -79,7 +80,8 @@ class LossPart:
             step: optimizer step, from 0.
         """
         given: dict[str, Any] = {"step": step} if self._takes_step else {}
-        found = self.loss_fn(logits, micro_batch, **totals, **given)
+        found = call("loss_fn", self.loss_fn, logits, micro_batch, **totals, **given)
+        self._check(found)
         if not isinstance(found, tuple):
             return found, {}
         loss, figures = found
@@ -90,6 +92,26 @@ class LossPart:
                 "expected, because the log has these already: rename them."
             )
         return loss, {name: value.detach() for name, value in figures.items()}
+
+    def _check(self, found: Any) -> None:
+        """Refuses what is no scalar, or (scalar, figures) with scalars of their own."""
+        figures: Mapping[str, object]
+        loss, figures = found if _is_pair(found) else (found, {})
+        wrong = [value for value in (loss, *figures.values()) if not _is_scalar(value)]
+        if wrong:
+            what = shown(found)
+            if found is not loss and _is_scalar(loss):
+                name = next(name for name, value in figures.items() if not _is_scalar(value))
+                what = f"the figure {name!r}: {shown(figures[name])}"
+            raise broken(
+                "loss_fn",
+                innermost(self.loss_fn),
+                f"returned {what}",
+                why="A tensor of one number without dimensions, in floats, was expected, because "
+                "its gradient is taken and it is added up over micro-batches",
+                cure="sum over rows and tokens, divide by num_targets, and return that; figures "
+                "are a dict of such tensors beside it",
+            )
 
     def sums(
         self, logits: torch.Tensor, micro_batch: MicroBatch, *, step: int
@@ -109,6 +131,14 @@ class LossPart:
             for name, value in {"loss": loss, **figures}.items():
                 found.setdefault(name, {})[chosen] = value.detach().double().cpu()
         return found
+
+
+def _is_pair(found: object) -> bool:
+    return isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
+
+
+def _is_scalar(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point()
 
 
 def innermost(loss_fn: Callable[..., Any]) -> Any:

@@ -44,6 +44,14 @@ def faulty(samples, **kwargs):
     return ACTIONS[fault["do"]](batch) if fault and fault["step"] == step else batch
 
 
+@collate_fn_register("silent")
+def silent(samples, **kwargs):
+    """As sft, and nothing is learnt of rows with an answer of more than 20 characters."""
+    batch = sft(samples, **kwargs)
+    is_long = torch.tensor([len(sample["answer"]) > 20 for _, sample in samples])
+    return {**batch, "labels": batch["labels"].masked_fill(is_long[:, None], -100)}
+
+
 def _widths(batch, change):
     return {name: change(value) if name in WORDS else value for name, value in batch.items()}
 

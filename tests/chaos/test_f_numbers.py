@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from stageline.testing.tiny_batches import tiny_micro_batches
 from stageline.testing.tiny_models import tiny_config
 from stageline.training.skips import Skips
 from stageline.training.step import TrainStep
+
+PARTS = Path(__file__).with_name("faulty_parts.py")
 
 
 @pytest.fixture(scope="module")
@@ -122,11 +125,11 @@ def test_f03_too_many_in_a_row(job):
 
 def test_f04_a_micro_batch_without_targets_weighs_nothing(job, tmp_path):
     rows = job.rows.read_text().splitlines()[:7]
-    silent = json.dumps({"id": "7", "question": "?" * 100, "answer": "!"})  # too long, so dropped
+    silent = json.dumps({"id": "7", "question": "?", "answer": "!" * 30})  # of which none is learnt
     for name, lines in (("with", [*rows, silent]), ("without", rows)):
         (tmp_path / name).write_text("\n".join(lines) + "\n")
         size = ("--batch-size", len(lines), "--micro-batch-size", 1, "--total-steps", 3)
-        data = ("--dataset-path", tmp_path / name, "--collate-fn.overlong", "drop")
+        data = ("--dataset-path", tmp_path / name, "--import", PARTS, "--collate-fn", "silent")
         ended = job.fork(name, *size, *data, "--dataset.test_size", 0)
         assert ended.code == 0, ended.err
     ours, theirs = job.losses("with"), job.losses("without")

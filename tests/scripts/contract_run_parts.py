@@ -1,0 +1,405 @@
+"""Losses, optimizers, schedules and stage models that break their contract, one way each."""
+
+import os
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from pp_models import CausalLMStage, StageModel
+from register import (
+    loss_fn_register,
+    lr_scheduler_register,
+    optimizer_register,
+    sim_fn_register,
+    tracker_register,
+    train_model_register,
+)
+from stageline.modules.pass_through import PassThrough
+
+# -- losses --------------------------------------------------------------------------------------
+
+
+def cross_entropy(logits, batch, reduction="sum"):
+    return functional.cross_entropy(
+        logits[:, :-1].float().flatten(0, 1),
+        batch["labels"][:, 1:].flatten(),
+        ignore_index=-100,
+        reduction=reduction,
+    )
+
+
+@loss_fn_register("loss_of_two")
+def loss_of_two(logits, labels):
+    """The signature of torch's losses."""
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@loss_fn_register("loss_of_outputs")
+def loss_of_outputs(outputs, labels, num_items_in_batch=None):
+    """The signature of the library's Trainer."""
+    return functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+
+
+@loss_fn_register("loss_vector")
+def loss_vector(logits_BTV, micro_batch, *, num_targets):
+    """A loss for each token."""
+    return cross_entropy(logits_BTV, micro_batch, "none") / num_targets
+
+
+@loss_fn_register("loss_none")
+def loss_none(logits_BTV, micro_batch, *, num_targets):
+    """A forgotten return."""
+    cross_entropy(logits_BTV, micro_batch)
+
+
+@loss_fn_register("loss_mean")
+def loss_mean(logits_BTV, micro_batch, *, num_targets):
+    """A mean over the micro-batch."""
+    return cross_entropy(logits_BTV, micro_batch, "mean")
+
+
+@loss_fn_register("loss_half_mean")
+def loss_half_mean(logits_BTV, micro_batch, *, num_targets):
+    """A sum, and a regulariser that is a mean."""
+    z = logits_BTV.float().logsumexp(-1).square().mean()
+    return cross_entropy(logits_BTV, micro_batch) / num_targets + 0.01 * z
+
+
+@loss_fn_register("loss_mean_over_count")
+def loss_mean_over_count(logits_BTV, micro_batch, *, num_targets):
+    """A mean that is divided again."""
+    return cross_entropy(logits_BTV, micro_batch, "mean") / num_targets
+
+
+@loss_fn_register("loss_float")
+def loss_float(logits_BTV, micro_batch, *, num_targets):
+    """A number of Python."""
+    return float(cross_entropy(logits_BTV, micro_batch) / num_targets)
+
+
+@loss_fn_register("loss_detached")
+def loss_detached(logits_BTV, micro_batch, *, num_targets):
+    """No gradient."""
+    return (cross_entropy(logits_BTV, micro_batch) / num_targets).detach()
+
+
+@loss_fn_register("loss_one_element")
+def loss_one_element(logits_BTV, micro_batch, *, num_targets):
+    """A tensor of one element."""
+    return (cross_entropy(logits_BTV, micro_batch) / num_targets)[None]
+
+
+@loss_fn_register("loss_integer")
+def loss_integer(logits_BTV, micro_batch, *, num_targets):
+    """Whole numbers."""
+    return (cross_entropy(logits_BTV, micro_batch) / num_targets).long()
+
+
+@loss_fn_register("loss_dict")
+def loss_dict(logits_BTV, micro_batch, *, num_targets):
+    """A dict."""
+    return {"loss": cross_entropy(logits_BTV, micro_batch) / num_targets}
+
+
+@loss_fn_register("loss_three")
+def loss_three(logits_BTV, micro_batch, *, num_targets):
+    """Three values."""
+    return cross_entropy(logits_BTV, micro_batch) / num_targets, {}, logits_BTV
+
+
+@loss_fn_register("loss_figure_float")
+def loss_figure_float(logits_BTV, micro_batch, *, num_targets):
+    """A figure that is a Python number."""
+    return cross_entropy(logits_BTV, micro_batch) / num_targets, {"mine": 1.0}
+
+
+@loss_fn_register("loss_figure_mean")
+def loss_figure_mean(logits_BTV, micro_batch, *, num_targets):
+    """A figure that is a mean."""
+    figures = {"entropy": cross_entropy(logits_BTV, micro_batch, "mean")}
+    return cross_entropy(logits_BTV, micro_batch) / num_targets, figures
+
+
+@loss_fn_register("loss_declared")
+def loss_declared(logits_BTV, micro_batch, *, num_targets):
+    """A mean that is meant so."""
+    return cross_entropy(logits_BTV, micro_batch, "mean")
+
+
+loss_declared.weighs_by_itself = True
+
+
+@loss_fn_register("loss_false_sum")
+def loss_false_sum(logits_BTV, micro_batch, *, num_targets):
+    """A sum over rows that says it is one over tokens."""
+    rows_B = logits_BTV.float().sum(dim=(1, 2)).tanh()
+    return rows_B.sum() / num_targets
+
+
+loss_false_sum.is_token_sum = True
+
+
+@loss_fn_register("loss_bad_count")
+def loss_bad_count(logits_BTV, micro_batch, *, num_targets, num_mine):
+    """Counts what no micro-batch has."""
+    return cross_entropy(logits_BTV, micro_batch) / num_mine
+
+
+loss_bad_count.counts = {"num_mine": lambda batch: batch["mine"].sum()}
+
+
+@loss_fn_register("loss_raises")
+def loss_raises(logits_BTV, micro_batch, *, num_targets):
+    """A key that no micro-batch has."""
+    return micro_batch["weights"].sum() / num_targets
+
+
+@loss_fn_register("loss_nan")
+def loss_nan(logits_BTV, micro_batch, *, num_targets):
+    """Not a number."""
+    return cross_entropy(logits_BTV, micro_batch) / num_targets * float("nan")
+
+
+@sim_fn_register("sim_scalar")
+def sim_scalar(a_NV, b_NV):
+    """One number."""
+    return (a_NV * b_NV).sum()
+
+
+# -- optimizers ----------------------------------------------------------------------------------
+
+
+@optimizer_register("optimizer_none")
+def optimizer_none(param_groups, *, learning_rate, weight_decay):
+    """A forgotten return."""
+
+
+@optimizer_register("optimizer_class")
+def optimizer_class(param_groups, *, learning_rate, weight_decay):
+    """The class, not an object."""
+    return torch.optim.AdamW
+
+
+@optimizer_register("optimizer_lr")
+def optimizer_lr(params, lr):
+    """Another signature."""
+    return torch.optim.AdamW(params, lr=lr)
+
+
+@optimizer_register("optimizer_of_one")
+def optimizer_of_one(param_groups, *, learning_rate, weight_decay):
+    """Updates the first group alone."""
+    return torch.optim.AdamW(param_groups[:1], lr=learning_rate)
+
+
+@optimizer_register("optimizer_closure")
+def optimizer_closure(param_groups, *, learning_rate, weight_decay):
+    """One that calls the model by itself."""
+    return torch.optim.LBFGS([one for group in param_groups for one in group["params"]])
+
+
+@lr_scheduler_register("rate_is_a_number")
+def rate_is_a_number(*, learning_rate, **others):
+    """A number."""
+    return learning_rate
+
+
+@lr_scheduler_register("rate_is_an_object")
+def rate_is_an_object(*, learning_rate, min_lr, warmup_steps, warmup_start_lr, total_steps):
+    """torch's own scheduler."""
+    weight = nn.Parameter(torch.zeros(1))
+    return torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([weight], lr=1.0), lambda step: 1.0)
+
+
+@lr_scheduler_register("rate_none")
+def rate_none(*, learning_rate, **others):
+    """A function that forgot its return."""
+    return lambda step: None
+
+
+@tracker_register("tracker_str")
+def tracker_str(*, folder, config, start_step):
+    """A text."""
+    return str(folder)
+
+
+# -- stage models --------------------------------------------------------------------------------
+
+
+@train_model_register("stage_dict")
+def stage_dict(**kwargs):
+    """A stage that returns a dict."""
+    return DictStage.build(**kwargs)
+
+
+class DictStage(CausalLMStage):
+    """Every stage but the last."""
+
+    def forward(self, hidden_or_ids, *extras, **batch):
+        hidden = super().forward(hidden_or_ids, *extras, **batch)
+        return hidden if self.is_last else {"hidden_states": hidden}
+
+
+class LastDictStage(CausalLMStage):
+    """The last stage returns the library's output."""
+
+    def forward(self, hidden_or_ids, *extras, **batch):
+        hidden = super().forward(hidden_or_ids, *extras, **batch)
+        return {"logits": hidden} if self.is_last else hidden
+
+
+class NoneStage(CausalLMStage):
+    """A forgotten return."""
+
+    def forward(self, hidden_or_ids, *extras, **batch):
+        super().forward(hidden_or_ids, *extras, **batch)
+
+
+class SaysItself(CausalLMStage):
+    """One that says by get_example_input alone what travels."""
+
+    def get_batch_input(self, batch):
+        return self.get_example_input(*batch["input_ids"].shape)
+
+
+class WrongShape(SaysItself):
+    """Says half of the width."""
+
+    def get_example_input(self, micro_batch_size, max_token_num):
+        (one,) = super().get_example_input(micro_batch_size, max_token_num)
+        return (one if self.is_first else one[..., : one.shape[-1] // 2],)
+
+
+class WrongDtype(SaysItself):
+    """Says float64."""
+
+    def get_example_input(self, micro_batch_size, max_token_num):
+        (one,) = super().get_example_input(micro_batch_size, max_token_num)
+        return (one if self.is_first else one.double(),)
+
+
+class WrongCount(SaysItself):
+    """Says two."""
+
+    def get_example_input(self, micro_batch_size, max_token_num):
+        (one,) = super().get_example_input(micro_batch_size, max_token_num)
+        return (one,) if self.is_first else (one, one)
+
+
+class ExampleIsATensor(CausalLMStage):
+    """A tensor, no tuple."""
+
+    def get_example_input(self, micro_batch_size, max_token_num):
+        (one,) = super().get_example_input(micro_batch_size, max_token_num)
+        return one
+
+
+class ExampleIsNone(CausalLMStage):
+    """A forgotten return."""
+
+    def get_example_input(self, micro_batch_size, max_token_num):
+        super().get_example_input(micro_batch_size, max_token_num)
+
+
+class LostTensor(CausalLMStage):
+    """A table made under meta, a plain attribute."""
+
+    def __init__(self, config, **kwargs):
+        super().__init__(config, **kwargs)
+        with torch.device("meta"):
+            self.bias_table = torch.zeros(4)
+
+
+class LostBuffer(CausalLMStage):
+    """A buffer made under meta; FLOATS says of which kind."""
+
+    def __init__(self, config, **kwargs):
+        super().__init__(config, **kwargs)
+        with torch.device("meta"):
+            table = torch.arange(4)
+            table = table.float() if os.environ.get("FLOATS") else table
+            self.register_buffer("table", table, persistent=False)
+
+
+class LastToken(CausalLMStage):
+    """Logits of the last token alone."""
+
+    def forward(self, hidden_or_ids, *extras, **batch):
+        output = super().forward(hidden_or_ids, *extras, **batch)
+        return output[:, -1:] if self.is_last else output
+
+
+class TakesOne(CausalLMStage):
+    """Takes the hidden states alone."""
+
+    def forward(self, hidden_or_ids):
+        return super().forward(hidden_or_ids)
+
+
+for _name, _class in {
+    "stage_last_dict": LastDictStage,
+    "stage_none": NoneStage,
+    "stage_wrong_shape": WrongShape,
+    "stage_wrong_dtype": WrongDtype,
+    "stage_wrong_count": WrongCount,
+    "stage_example_tensor": ExampleIsATensor,
+    "stage_example_none": ExampleIsNone,
+    "stage_lost_tensor": LostTensor,
+    "stage_lost_buffer": LostBuffer,
+    "stage_last_token": LastToken,
+    "stage_takes_one": TakesOne,
+}.items():
+    train_model_register[_name] = _class.build
+
+
+class Plain(nn.Module):
+    """A module that is no StageModel, and has no get_example_input."""
+
+    def __init__(self, stage, num_stages):
+        super().__init__()
+        self.stage, self.num_stages = stage, num_stages
+        self.is_first, self.is_last = stage == 0, stage == num_stages - 1
+        self.embed = nn.Embedding(300, 16)
+        self.head = nn.Linear(16, 300)
+
+    def forward(self, hidden, **batch):
+        return self.embed(hidden) if self.is_first else self.head(hidden)
+
+
+@train_model_register("stage_plain")
+def stage_plain(*, stage, num_stages, **kwargs):
+    """No StageModel."""
+    return Plain(stage, num_stages), None, 0
+
+
+@train_model_register("stage_alone")
+def stage_alone(*, stage, num_stages, **kwargs):
+    """The model alone, without processor and padding id."""
+    return CausalLMStage.build(stage=stage, num_stages=num_stages, **kwargs)[0]
+
+
+class OwnStage(StageModel):
+    """Of its own, without get_example_input: its hidden states are not as wide as the config's."""
+
+    def __init__(self, config, **kwargs):
+        super().__init__(config, **kwargs)
+        with torch.device("meta"):
+            self.embed = nn.Embedding(config.vocab_size, 8) if self.is_first else PassThrough()
+            self.blocks = nn.ModuleList(
+                nn.Linear(8, 8) if index in self.layers else PassThrough()
+                for index in range(config.num_hidden_layers)
+            )
+            self.head = nn.Linear(8, config.vocab_size) if self.is_last else PassThrough()
+
+    def parts(self):
+        return {"vit": [], "mlp": [], "llm": ["embed", "blocks"], "lm_head": ["head"]}
+
+    def forward(self, hidden, **batch):
+        hidden = self.embed(hidden) if self.is_first else hidden
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden) if self.is_last else hidden
+
+
+train_model_register["stage_no_example"] = OwnStage.build

@@ -1,0 +1,229 @@
+"""Parts that break their contract, through the entry file: named with file and line, before step 1.
+
+What is found without a model runs with --check-only in one process; the rest on two ranks.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import train_pp  # noqa: F401, forked runs start from what it has imported
+from stageline.testing.forked_entry import run_entry
+from stageline.testing.small_run import ROOT, ForkedRun, Job
+from stageline.testing.small_vision_run import VisionJob
+
+DATA = Path(__file__).with_name("contract_data_parts.py")
+RUN = Path(__file__).with_name("contract_run_parts.py")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    return Job(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def vision_job(tmp_path_factory):
+    return VisionJob(tmp_path_factory.mktemp("vision"))
+
+
+def run(job, words, *, ranks=1, name="run"):
+    """Runs the entry file; in one process with --check-only."""
+    options = [*words.split(), "--total-steps", 2, "--save-steps", 0]
+    options += ["--import", DATA, "--import", RUN, *(["--check-only"] if ranks == 1 else [])]
+    return job.fork(name, *options, ranks=ranks)
+
+
+def assert_refused(done, code, *words):
+    """One error whose first line names a place and all words; nothing was trained."""
+    assert done.code == code, done.out + done.err
+    lines = [line for line in done.err.splitlines() if line.startswith("error[")]
+    assert len(set(lines)) == 1, done.err
+    assert "Traceback" not in done.err and "step 1/" not in done.out
+    for word in words:
+        assert word in lines[0], lines[0]
+    return lines[0]
+
+
+def line_of(name, file):
+    """The line on which a part is written: what its name stands behind, or its decorator."""
+    lines = file.read_text().splitlines()
+    (index,) = (i for i, line in enumerate(lines) if re.match(rf"(def|class) {name}\b", line))
+    return index if lines[index - 1].startswith("@") else index + 1
+
+
+# -- found without a model -------------------------------------------------------------------
+
+ROWS = [  # key, class, what came
+    ("row_is_a_dict", "RowIsADict", "gave for row 0 a dict with 'id', 'question', 'answer'"),
+    ("row_is_swapped", "RowIsSwapped", "the sample before the images"),
+    ("row_has_text_for_images", "RowHasTextForImages", "a str: '0.png' as its images"),
+    ("row_has_one_image", "RowHasOneImage", "one image (Image) in the place of a list"),
+    ("row_has_tensor_images", "RowHasTensorImages", "a tensor of shape [3, 24, 24]"),
+]
+
+
+@pytest.mark.parametrize(("key", "name", "came"), ROWS, ids=[row[0] for row in ROWS])
+def test_a_row_that_is_no_pair(job, key, name, came):
+    place = f"the dataset {name} (tests/scripts/{DATA.name}:"
+    told = assert_refused(run(job, f"--dataset {key}"), 3, "error[data]", place, came)
+    assert "it[i] -> (images or None, sample)" in told
+
+
+PARTS = [  # options, kind of part, its name, file, what came
+    ("--dataset takes_no_split", "dataset", "TakesNoSplit", DATA, "argument 'split'"),
+    ("--dataset makes_none", "dataset", "makes_none", DATA, "returned None"),
+    ("--dataset has_no_len", "dataset", "HasNoLen", DATA, "has no __len__"),
+    ("--prompt-fn gives_a_str", "prompt_fn", "gives_a_str", DATA, "returned a str: '0? !'"),
+    ("--prompt-fn takes_one", "prompt_fn", "takes_one", DATA, "signature (sample)"),
+    ("--image-token image_token_str", "image_token", "image_token_str", DATA, "a str"),
+    ("--collate-fn collate_list", "collate_fn", "collate_list", DATA, "a list of 3 (Tensor, "),
+    ("--collate-fn collate_no_labels", "collate_fn", "collate_no_labels", DATA, "without labels"),
+    ("--collate-fn collate_flat", "collate_fn", "collate_flat", DATA, "'input_ids' as a tensor"),
+    ("--collate-fn collate_one", "collate_fn", "collate_one", DATA, "signature (samples)"),
+    ("--loss-fn loss_of_outputs", "loss_fn", "loss_of_outputs", RUN, "num_items_in_batch"),
+    ("--loss-fn loss_vector", "loss_fn", "loss_vector", RUN, "a tensor of shape ["),
+    ("--loss-fn loss_none", "loss_fn", "loss_none", RUN, "returned None"),
+    ("--loss-fn loss_mean", "loss_fn", "loss_mean", RUN, "Half of it was expected"),
+    ("--loss-fn loss_detached", "loss_fn", "loss_detached", RUN, "without a graph"),
+    ("--optimizer optimizer_lr", "optimizer", "optimizer_lr", RUN, "signature (params, lr)"),
+    ("--lr-scheduler rate_none", "lr_scheduler", "<lambda>", RUN, "the rate of step 0"),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "register", "name", "file", "came"), PARTS, ids=[one[0].split()[1] for one in PARTS]
+)
+def test_a_part_that_breaks_its_contract(job, words, register, name, file, came):
+    told = assert_refused(run(job, words), 2, f"error[contract]: the {register} ", came)
+    assert f"(tests/scripts/{file.name}:" in told and "Contract: " in told
+    if name != "<lambda>":
+        assert f"{name} (tests/scripts/{file.name}:{line_of(name, file)})" in told
+
+
+def test_a_dataset_that_fails_without_a_path(job):
+    words = job.command("run", "--num-stages", 1, "--import", DATA, "--dataset", "needs_a_path")[1:]
+    place = words.index("--dataset-path")
+    done = ForkedRun([*words[:place], *words[place + 2 :], "--check-only"], ranks=1).wait()
+    place = f"NeedsAPath (tests/scripts/{DATA.name}:"
+    assert_refused(done, 2, "error[contract]", place, "failed without --dataset-path")
+
+
+@pytest.mark.parametrize("key", ["none", "qwen_vl"])
+def test_an_image_token_of_another_model(vision_job, key):
+    done = run(vision_job, f"--image-token {key}")
+    assert_refused(done, 2, "rows.jsonl:1", "'<IMG_CONTEXT>' was expected", "InternVLProcessor")
+
+
+# -- rows that are too long ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlong", ["error", "drop"])
+def test_held_out_rows_that_are_all_too_long(job, overlong):
+    words = f"--dataset long_test_rows --eval-samples 8 --collate-fn.overlong {overlong}"
+    assert_refused(run(job, words), 3, "held-out rows", "tokens", "--max-token-num")
+
+
+def test_held_out_rows_of_which_nothing_is_learnt(job):
+    """A loss over nothing would be 0, and so the best."""
+    words = "--dataset long_test_rows --eval-samples 8 --collate-fn collate_no_test_targets"
+    done = run(job, words + " --max-token-num 128", ranks=2)
+    assert_refused(done, 3, "none of the 8 held-out rows has a supervised token")
+
+
+def test_too_long_rows_are_dropped_before_steps_are_made(job):
+    """Four of five rows are too long: steps of 8 would hold too few, or none, to learn from."""
+    words = "--dataset some_long_rows --dataset.number 40 --collate-fn.overlong drop"
+    done = job.fork("dropped", *words.split(), "--import", DATA, "--total-steps", 6, ranks=1)
+    assert done.code == 0, done.err
+    assert "32 rows are dropped, 8 are left" in done.out
+    lines = (job.folder / "dropped" / "log.jsonl").read_text().splitlines()
+    records = [record for record in map(json.loads, lines) if record["kind"] == "train"]
+    assert [record["num_samples"] for record in records] == [8] * 6
+    few = words.replace("40", "35")
+    assert_refused(run(job, few), 2, "the dataset has 7 rows")
+
+
+# -- found when stages are there -------------------------------------------------------------
+
+STAGES = [  # key, stage model, rank, words
+    ("stage_dict", "DictStage", 0, "of stage 0 returned a dict with 'hidden_states'"),
+    ("stage_last_dict", "LastDictStage", 1, "of stage 1 returned a dict with 'logits'"),
+    ("stage_wrong_shape", "WrongShape", 0, "stage 1 expects [((2, 15, 8), torch.float32)]"),
+    ("stage_wrong_dtype", "WrongDtype", 0, "stage 1 expects [((2, 15, 16), torch.float64)]"),
+    ("stage_wrong_count", "WrongCount", 0, "The same number was expected"),
+    ("stage_lost_tensor", "LostTensor", None, "has 1 tensors without values: bias_table"),
+    ("stage_last_token", "LastToken", 1, "a tensor of shape [2, 1, "),
+]
+
+
+@pytest.mark.parametrize(("key", "name", "rank", "came"), STAGES, ids=[one[0] for one in STAGES])
+def test_a_stage_that_breaks_its_contract(job, key, name, rank, came):
+    done = run(job, f"--train-model {key}", ranks=2)
+    place = f"the stage model {name} (tests/scripts/{RUN.name}:{line_of(name, RUN)})"
+    told = assert_refused(done, 2, "error[contract] rank=", place, came, "Contract: ")
+    if rank is not None:  # else each of them has it
+        assert f"rank={rank} stage={rank}" in told
+
+
+@pytest.mark.parametrize("kind", ["", "1"], ids=["integers", "floats"])
+def test_a_buffer_that_was_made_under_meta(job, monkeypatch, kind):
+    monkeypatch.setenv("FLOATS", kind)
+    done = run(job, "--train-model stage_lost_buffer", ranks=2)
+    place = f"LostBuffer (tests/scripts/{RUN.name}:{line_of('LostBuffer', RUN)})"
+    assert_refused(done, 2, place, "no value", "table", "torch.device('meta')")
+
+
+def test_a_stage_without_get_example_input(job):
+    """That of the base class says another width."""
+    words = job.command("run", "--num-stages", 2, "--import", RUN, "--train-model")[1:]
+    words[words.index("--model-path")] = "--config-path"
+    done = ForkedRun([*words, "stage_no_example"], ranks=2).wait()
+    wanted = ("OwnStage (", "made [((2, ", "8), torch.float32)]", "get_example_input")
+    assert_refused(done, 2, "error[contract] rank=0 stage=0", *wanted)
+
+
+@pytest.mark.parametrize(
+    ("words", "came"),
+    [
+        ("--optimizer optimizer_none", "optimizer_none (tests/scripts/contract_run_parts.py:"),
+        ("--optimizer optimizer_of_one", "leaves out "),
+    ],
+)
+def test_an_optimizer_that_would_train_less(job, words, came):
+    assert_refused(run(job, words, ranks=2), 2, "error[contract] rank=", "the optimizer ", came)
+
+
+def test_two_ranks_name_the_one_that_failed(job):
+    told = assert_refused(run(job, "--loss-fn loss_mean", ranks=2), 2, "error[contract] rank=")
+    assert re.match(r"error\[contract\] rank=[01]: the loss_fn loss_mean \(", told)
+
+
+def test_a_mistake_inside_a_part_stays_a_crash_with_its_traceback(job):
+    done = run(job, "--prompt-fn raises_key_error")
+    assert done.code == 9 and "KeyError: 'title' at contract_data_parts.py:" in done.err
+
+
+EVALUATIONS = [  # options, code, words
+    ("--metric metric_number", 2, "the metric metric_number (tests/scripts/contract_data_parts"),
+    ("--metric metric_of_one", 2, "per_sample: a list of 1 (int), for 2 samples"),
+    ("--metric metric_signature", 2, "the signature (prediction)"),
+    ("--dataset row_is_a_dict", 3, "gave for row 0 a dict with 'id', 'question', 'answer'"),
+    ("--dataset has_no_id", 3, "gave for row 0 a sample without 'id'"),
+    ("--dataset makes_none", 2, "the dataset makes_none (tests/scripts/contract_data_parts"),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "came"), EVALUATIONS, ids=[one[0].split()[1] for one in EVALUATIONS]
+)
+def test_an_evaluation_refuses_before_it_answers(job, words, code, came):
+    options = "--builder auto --model generate --dataset rows --prompt question --prompt-fn fill "
+    options += "--image-token none --metric exact_match --check-only --device cpu"
+    paths = ("--model-path", job.model, "--output-dir", job.folder / "evaluation")
+    done = run_entry(
+        [ROOT / "evaluate.py", "--import", DATA, *options.split(), *paths, *words.split()]
+    )
+    told = [line for line in done.stderr.splitlines() if line.startswith("error[")]
+    assert done.returncode == code and came in told[0] and "Contract: " in told[0], done.stderr

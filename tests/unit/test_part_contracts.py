@@ -1,0 +1,238 @@
+"""What parts give, looked at in this process: what ships passes, other breaches are named.
+
+The breaches that users make most go through the entry file, in tests/scripts/test_contracts.py.
+"""
+
+import re
+import sys
+
+import pytest
+import torch
+
+import train_pp  # noqa: F401, registers the engines
+from options.part_options import ChosenPart
+from parse_args import parse_train_args
+from register import (
+    collate_fn_register,
+    import_shelf,
+    loss_fn_register,
+    lr_scheduler_register,
+    optimizer_register,
+    sim_fn_register,
+)
+from stageline.contracts import CONTRACTS
+from stageline.errors import ContractError, UserError
+from stageline.pipeline.stage_contract import run_stage
+from stageline.testing.small_run import ROOT, Job
+from stageline.testing.tiny_datasets import group_row, write_lines
+from stageline.training.part_checks import check_sim_fn
+from train_data import check_data
+from train_parts import (
+    SHELF,
+    build_part,
+    check_parts,
+    make_learning_rate,
+    make_optimizer,
+    make_tracker,
+)
+
+import_shelf(*SHELF)
+DATA, RUN = (ROOT / "tests/scripts" / f"contract_{kind}_parts.py" for kind in ("data", "run"))
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    return Job(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(autouse=True)
+def _parts_are_imported_anew():
+    """Registers are put back after each test, so the parts have to register again."""
+    yield
+    for file in (DATA, RUN):
+        sys.modules.pop(file.stem, None)
+
+
+# -- what ships ------------------------------------------------------------------------------
+
+LOSSES = {  # key -> the collate part that it goes with
+    "sft": "sft",
+    "pt": "pt",
+    "contrastive": "contrastive",
+    "dpo": "dpo",
+    "kto": "kto",
+    "rm": "rm",
+}
+PAIR_KINDS = "sigmoid robust hinge ipo apo_zero apo_down sppo_hard nca_pair simpo orpo".split()
+OPTIONS = {
+    "dpo": [f"--loss-fn.loss_type {kind} --loss-fn.sft_weight 0.5" for kind in PAIR_KINDS],
+    "kto": ["", "--loss-fn.use_kl false"],
+    "rm": ["", "--loss-fn.center_coefficient 0.1"],
+    "contrastive": ["--sim-fn js", "--sim-fn cos --loss-fn.temperature 0.5"],
+    "sft": ["", "--logits-chunk 4"],
+}
+
+
+def write_rows(job):
+    """A file of rows for each collate part."""
+    pairs = [
+        {"question": f"{i}?", "chosen": "!" * (1 + i % 5), "rejected": "no " * (1 + i % 3)}
+        for i in range(24)
+    ]
+    write_lines(job.folder / "dpo.jsonl", pairs)
+    write_lines(job.folder / "rm.jsonl", [row | {"margin": 0.5} for row in pairs])
+    kto = [
+        {"question": f"{i}?", "answer": "!" * (1 + i % 5), "label": i % 3 > 0} for i in range(24)
+    ]
+    write_lines(job.folder / "kto.jsonl", kto)
+    write_lines(job.folder / "pt.jsonl", [{"text": f"{i} is a number"} for i in range(24)])
+    write_lines(job.folder / "contrastive.jsonl", [group_row(i) for i in range(12)])
+
+
+def shipped(job, *words):
+    """The arguments of a training run, and its data, in this process."""
+    command = job.command("run", "--num-stages", 2, *words)
+    arguments = parse_train_args(command[command.index("--train-model") :])
+    return arguments, check_data(arguments)
+
+
+@pytest.mark.parametrize("key", LOSSES)
+def test_shipped_losses_and_collate_parts_pass(job, key):
+    assert set(LOSSES) == set(loss_fn_register), "a loss without a test"
+    assert set(LOSSES.values()) == set(collate_fn_register), "a collate part without a test"
+    write_rows(job)
+    collate = LOSSES[key]
+    file = job.folder / f"{collate}.jsonl"
+    words = ["--loss-fn", key, "--collate-fn", collate]
+    if file.exists():
+        words += ["--dataset-path", file]
+    if key == "contrastive":
+        words += ["--dataset", "groups", "--batch-size", 8, "--micro-batch-size", 4]
+    if key == "pt":
+        words += ["--prompt", "text"]
+    if key == "rm":
+        words += ["--train-model", "reward"]
+    for options in OPTIONS.get(key, [""]):
+        check_parts(*shipped(job, *words, *options.split()))
+
+
+def test_shipped_optimizers_schedules_and_similarities_pass(job):
+    arguments, data = shipped(job, "--total-steps", 5)
+    parameters = {
+        "layers.0.weight": torch.nn.Parameter(torch.randn(4, 4)),
+        "norm.weight": torch.nn.Parameter(torch.ones(4)),
+    }
+    for key, part in optimizer_register.items():
+        if key != "adamw_8bit":  # of a package that not everybody has
+            arguments.parts["optimizer"] = ChosenPart("optimizer", key, part)
+            make_optimizer(arguments, parameters)
+    for key, part in lr_scheduler_register.items():
+        arguments.parts["lr_scheduler"] = ChosenPart("lr_scheduler", key, part)
+        make_learning_rate(arguments)
+    for part in sim_fn_register.values():
+        check_sim_fn(part)
+
+
+# -- other ways, in this process -------------------------------------------------------------
+
+OTHERS = [  # options, words of the error
+    ("--dataset row_is_none", "gave for row 0 None"),
+    ("--dataset row_is_three", "a tuple of 3 (NoneType, dict, int)"),
+    ("--dataset row_is_a_dict_of_two", "a dict with 'question', 'answer'"),
+    ("--dataset sample_is_a_text", "a str: '0? !' as its sample"),
+    ("--dataset row_has_paths_for_images", "a str: '0.png' as image 0"),
+    ("--dataset row_has_a_tensor", "a tensor of shape [3, 24, 24] in float32 as its images"),
+    ("--dataset takes_no_path", "argument 'dataset_path'"),
+    ("--dataset has_no_getitem", "has no __getitem__"),
+    ("--prompt-fn gives_none", "returned None"),
+    ("--prompt-fn gives_pieces", "a list of 5 (Piece, "),
+    ("--image-token image_token_one", "signature (rendered)"),
+    ("--collate-fn collate_none", "returned None"),
+    ("--collate-fn collate_lists", "'input_ids' as a list of 2"),
+    ("--collate-fn collate_no_mask", "without attention_mask"),
+    ("--collate-fn collate_float_ids", "in float32"),
+    ("--collate-fn collate_short_labels", "'labels' as a tensor of shape [2, 14]"),
+    ("--collate-fn collate_fewer_rows", "made 1 rows of 15 tokens out of 2 samples"),
+    ("--loss-fn loss_of_two", "signature (logits, labels)"),
+    ("--loss-fn loss_half_mean", "Half of it was expected"),
+    ("--loss-fn loss_mean_over_count", "two halves of them added up"),
+    ("--loss-fn loss_float", "returned a float"),
+    ("--loss-fn loss_one_element", "a tensor of shape [1]"),
+    ("--loss-fn loss_integer", "in int64"),
+    ("--loss-fn loss_dict", "a dict with 'loss'"),
+    ("--loss-fn loss_three", "a tuple of 3"),
+    ("--loss-fn loss_figure_float", "the figure 'mine': a float: 1.0"),
+    ("--loss-fn loss_figure_mean", "the figure 'entropy'"),
+    ("--loss-fn loss_false_sum", "says is_token_sum"),
+    ("--loss-fn loss_bad_count", "the count 'num_mine'"),
+    ("--lr-scheduler rate_is_a_number", "returned a float"),
+    ("--lr-scheduler rate_is_an_object", "returned a LambdaLR"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor")  # what loss_float does
+@pytest.mark.parametrize(("words", "came"), OTHERS, ids=[one[0].split()[1] for one in OTHERS])
+def test_other_ways_to_break_a_contract(job, words, came):
+    with pytest.raises(UserError) as caught:
+        check_parts(*shipped(job, "--import", DATA, "--import", RUN, *words.split()))
+    message = str(caught.value)
+    assert came in message and "Contract: " in message
+    assert re.search(r" \(tests/scripts/contract_\w+_parts\.py:\d+\)", message), message
+
+
+@pytest.mark.parametrize(
+    ("words", "came"),
+    [
+        ("stage_plain", "has no get_example_input"),
+        ("stage_alone", "returned a model alone"),
+        ("stage_example_tensor", "said of the input of stage 0: a tensor"),
+        ("stage_example_none", "said of the input of stage 0: None"),
+    ],
+)
+def test_what_a_train_model_part_returned(job, words, came):
+    arguments, _ = shipped(job, "--import", RUN, "--train-model", words)
+    with pytest.raises(ContractError, match=came):
+        build_part(arguments, stage=0, num_stages=2, device="cpu", partition=None)
+
+
+def test_a_stage_that_takes_the_hidden_states_alone(job):
+    arguments, _ = shipped(job, "--import", RUN, "--train-model", "stage_takes_one")
+    model = build_part(arguments, stage=0, num_stages=2, device="cpu", partition=None)
+    ids = torch.zeros(1, 3, dtype=torch.long)
+    with pytest.raises(ContractError, match=r"forward\(self, hidden_or_ids, \*extras, \*\*batch"):
+        run_stage(model, (ids,), {"input_ids": ids})
+
+
+@pytest.mark.parametrize(
+    ("key", "came"),
+    [
+        ("optimizer_class", "returned a type: <class 'torch.optim.adamw.AdamW'>"),
+        ("optimizer_closure", r"step\(\) wants more"),
+    ],
+)
+def test_what_an_optimizer_part_returned(job, key, came):
+    arguments, _ = shipped(job, "--import", RUN, "--optimizer", key)
+    with pytest.raises(ContractError, match=came):
+        make_optimizer(arguments, {"weight": torch.nn.Parameter(torch.ones(2, 2))})
+
+
+def test_a_tracker_and_a_similarity(job):
+    arguments, _ = shipped(job, "--import", RUN, "--tracker", "tracker_str")
+    with pytest.raises(ContractError, match="without log and close"):
+        make_tracker(arguments, job.folder, start_step=0)
+    with pytest.raises(ContractError, match="3 similarities were expected"):
+        check_sim_fn(sim_fn_register["sim_scalar"])
+
+
+def test_a_loss_that_says_it_weighs_by_itself_passes(job):
+    check_parts(*shipped(job, "--import", RUN, "--loss-fn", "loss_declared"))
+
+
+@pytest.mark.parametrize("file", ["add_a_part.md", "add_a_part.zh.md"])
+def test_the_contracts_are_those_of_the_guide(file):
+    """Each register's arguments in an error stand in the guide's table, too."""
+    text = (ROOT / "docs" / file).read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", text, re.MULTILINE))
+    for register in CONTRACTS.keys() & rows.keys() - {"train_model"}:
+        arguments = re.match(r"part\((.*?)\)", CONTRACTS[register])[1]
+        assert set(re.findall(r"\w+", arguments)) <= set(re.findall(r"\w+", rows[register]))
