@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from pp_models.attention import cache_off, refused_attention
 from pp_models.base import StageModel
-from pp_models.discover import ModelPaths, find_paths, plan_of, sizes_of
+from pp_models.discover import ModelPaths, find_paths, is_pixel, plan_of, sizes_of
 from pp_models.packing import is_packed, without_masks
 from pp_models.prompt_pieces import can_be_cut, keeps_keys_and_values
 from pp_models.router_loss import FLAG, RouterLoss, find_router_loss
@@ -137,9 +137,9 @@ class CausalLMStage(Spliced, StageModel):
         return self._border(sizes_of(None, {"input_ids": ids_BT}), has_pictures=False)
 
     def get_batch_input(self, batch: Batch) -> Tensors:
-        if self.is_first:
+        if self.is_first or not self.has_pictures(batch):
             return super().get_batch_input(batch)
-        return self._border(self.sizes(batch), has_pictures=self.has_pictures(batch))
+        return self._border(self.sizes(batch), has_pictures=True)
 
     def sizes(self, batch: Batch) -> dict[str, int]:
         """What the letters in the shapes of borders stand for in a micro-batch."""
@@ -159,7 +159,9 @@ class CausalLMStage(Spliced, StageModel):
         return False
 
     def _brings_pictures(self, came: Tensors, batch: Batch) -> bool:
-        """By what came, where that tells; by the micro-batch elsewhere."""
+        """By what is there, where that tells: an answer may hold the token of a picture."""
+        if self.is_first:
+            return any(is_pixel(name) for name in batch)
         counts = [
             len(self.plan.slots(self.layers.start, has_pictures=has)) for has in (False, True)
         ]

@@ -73,6 +73,11 @@ class CrossAttentionStage(VisionLanguageStage):
             {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         )
 
+    def get_batch_input(self, batch: Batch) -> tuple[torch.Tensor, ...]:
+        if self.is_first:
+            return super().get_batch_input(batch)
+        return self._border(self.sizes(batch), has_pictures=self.has_pictures(batch))
+
     def has_pictures(self, batch: Batch) -> bool:
         return IMAGE_IDS in batch
 

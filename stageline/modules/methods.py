@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from stageline.errors import UserError
 from stageline.modules.freeze import FreezeRule
 from stageline.modules.part_precision import norms_to_float32, upcast_output
-from stageline.modules.pass_through import PassThrough
+from stageline.modules.pass_through import DONE, PassThrough
 from stageline.modules.quantised import Quantization, base_bytes, quantise_layers
 from stageline.modules.rope_scaling import RopeScaling, scale_rope
 
@@ -123,5 +123,6 @@ def move_others(model: nn.Module, device: torch.device) -> None:
         if not getattr(module, "is_quantised", False):
             module._apply(lambda tensor: tensor.to(device), recurse=False)
             for name, value in vars(module).items():
-                if isinstance(value, torch.Tensor):
+                # zeros in the place of others' weights take no memory where they are
+                if isinstance(value, torch.Tensor) and not hasattr(value, DONE):
                     module.__dict__[name] = value.to(device)

@@ -193,10 +193,12 @@ class _Writer:
         self.letters = torch.tensor([one for one in range(3, most) if one not in special])
         self.generator = generator
         self.image = image_token(config)
-        self.start = next(
-            (o for n in STARTS if isinstance(o := getattr(config, n, None), int)), None
+        self.start, self.end = (
+            next((o for n in names if isinstance(o := getattr(config, n, None), int)), None)
+            for names in (STARTS, ENDS)
         )
-        self.end = next((o for n in ENDS if isinstance(o := getattr(config, n, None), int)), None)
+        if max(self.start or 0, self.end or 0) >= text.vocab_size:
+            self.start = self.end = None  # left over from a larger vocabulary
 
     def row(self, pictures: Sequence[int], longer: int) -> torch.Tensor:
         """[T]: text, and after it each picture with text behind."""

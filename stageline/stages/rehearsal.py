@@ -47,12 +47,17 @@ class Leaf:
 
 @dataclass
 class Call:
-    """One call of a module; times are counted in operators."""
+    """One call of a module; times are counted in operators.
+
+    Attributes:
+        has_graph: autograd would follow what happens inside.
+    """
 
     start: int
     end: int = -1
     leaves: list[Leaf] = field(default_factory=list)
     output: Any = None
+    has_graph: bool = True
 
 
 class Rehearsal(TorchDispatchMode):
@@ -133,7 +138,9 @@ class Rehearsal(TorchDispatchMode):
             born = self.born.get(storage, 0)
             self._kept.append(value)
             leaves.append(Leaf(path, identity_of(value), born, is_tainted, value))
-        self.calls.setdefault(name, []).append(Call(self.now, leaves=leaves))
+        self.calls.setdefault(name, []).append(
+            Call(self.now, leaves=leaves, has_graph=torch.is_grad_enabled())
+        )
 
     def leave(self, name: str, output: Any) -> None:
         """The last call of a module returns."""
@@ -156,7 +163,8 @@ def rehearse(whole: nn.Module, run: Callable[[], object], batch: Mapping[str, An
         if name:
             handles += _watch(module, name, watched)
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), watched:
+        # no stand-in asks for a gradient; where the mode is off, the model has turned it off
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]), watched:
             run()
     finally:
         for handle in handles:

@@ -75,6 +75,12 @@ class _Hollow:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    def zeros(self, device: torch.device | str) -> torch.Tensor:
+        """A stand-in that takes no memory; the library's initialisation leaves it alone."""
+        value = torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)
+        setattr(value, DONE, True)
+        return value
+
 
 @dataclass
 class _Pass:
@@ -164,11 +170,18 @@ class Spliced:
                 continue
             here = prefix + leaf
             is_around = self.plan.layers == here or self.plan.layers.startswith(here + ".")
-            is_run = not self.is_first and _is_called(self.plan.called_before, here)
+            is_run = not self.is_first and self._is_called(here)
             if is_around or is_run or _is_below(own, here):
                 self._keep(child, here, own)
             else:
                 module._modules[leaf] = Absent(child, kept={})
+
+    def _is_called(self, path: str) -> bool:
+        """Whether a module or one below it is called before the own layers, outside of layers."""
+        return any(
+            place < self.layers.start and (name == path or name.startswith(path + "."))
+            for name, place in self.plan.called.items()
+        )
 
     def _foreign(self, layer: nn.Module, path: str, own: set[str], index: int) -> nn.Module:
         kept = {}
@@ -182,8 +195,8 @@ class Spliced:
 
     def _hollow_out(self, module: nn.Module, path: str, name: str) -> None:
         weight = module._parameters.pop(name)
-        module.__dict__[name] = _empty()
         hollow = _Hollow(path, name, tuple(weight.shape), weight.dtype)
+        module.__dict__[name] = hollow.zeros("cpu")
         self._hollow = (*self._hollow, hollow)
 
     def enlarge_hollow(self, paths: Sequence[str], num_rows: int) -> None:
@@ -261,13 +274,12 @@ class Spliced:
         """Zeros of the right shape, which take no memory, in the place of others' weights."""
         holders = [self.whole.get_submodule(hollow.path).__dict__ for hollow in self._hollow]
         for values, hollow in zip(holders, self._hollow, strict=True):
-            zero = torch.zeros((), dtype=hollow.dtype, device=device)
-            values[hollow.name] = zero.expand(hollow.shape)
+            values[hollow.name] = hollow.zeros(device)
         try:
             yield
         finally:
             for values, hollow in zip(holders, self._hollow, strict=True):
-                values[hollow.name] = _empty()
+                values[hollow.name] = hollow.zeros("cpu")
 
     # -- at a layer, or at a module around the layers ----------------------------------------
 
@@ -337,20 +349,8 @@ def _rebuild_output(
     return structure[1](items)
 
 
-def _is_called(names: frozenset[str], path: str) -> bool:
-    """Whether a module or one below it is called."""
-    return any(name == path or name.startswith(path + ".") for name in names)
-
-
 def _is_below(own: set[str], path: str) -> bool:
     return any(name.startswith(path + ".") for name in own)
-
-
-def _empty() -> torch.Tensor:
-    value = torch.empty(0, device="cpu")
-    # the library's initialisation writes into what has the name of a weight
-    setattr(value, DONE, True)
-    return value
 
 
 def _zeros(value: Any) -> Any:
@@ -378,7 +378,8 @@ def put(value: Any, path: Path, tensor: torch.Tensor) -> Any:
     items = list(value) if value is not None else []
     if isinstance(step, int):
         # entries that only earlier stages need are read here too, behind layers that give zeros
-        items += [None if rest else torch.zeros_like(tensor)] * (step + 1 - len(items))
+        missing = step + 1 - len(items)
+        items += [None if rest else torch.zeros_like(tensor) for _ in range(missing)]
         items[step] = put(items[step], rest, tensor)
         return tuple(items) if isinstance(value, tuple) else items
     return {step: put(None, rest, tensor)}

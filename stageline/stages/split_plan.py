@@ -80,7 +80,7 @@ class SplitPlan:
             not be rehearsed.
         outputs: of each layer: its output, as `structure` writes it.
         around: names of the modules around the layers.
-        called_before: names of modules that are called before the first layer without pixels.
+        called: modules that are called outside of layers, without pixels -> the first place.
         seen: modules that are called for pictures alone, in that order -> last dimension of their
             output, 0 where it is no tensor.
     """
@@ -92,7 +92,7 @@ class SplitPlan:
     picture_borders: tuple[tuple[Slot, ...], ...] | None
     outputs: tuple[Any, ...]
     around: tuple[str, ...]
-    called_before: frozenset[str]
+    called: Mapping[str, int]
     seen: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -192,7 +192,7 @@ def make_plan(
     picture_borders: tuple[tuple[Slot, ...], ...] | None = None
     seen: dict[str, int] = {}
     outputs = [_structure_of(call) for call in text[1].layers]
-    before = _called_before(text[1])
+    called = _called(text[1])
     if pictures is not None:
         full = _watch(whole, run, pictures, depth, name=name)[1]
         later = {key: value for key, value in pictures.items() if not is_pixel(key)}
@@ -203,10 +203,10 @@ def make_plan(
         picture_borders = tuple(
             _slots(whole, full, k, around, sizes(pictures), without=blind) for k in range(size + 1)
         )
-        before |= _called_before(blind)
+        called = {**_called(blind), **called}
         outputs = [_structure_of(call) for call in full.layers]
     return SplitPlan(
-        name, size, owners, borders, picture_borders, tuple(outputs), around, before, seen
+        name, size, owners, borders, picture_borders, tuple(outputs), around, called, seen
     )
 
 
@@ -256,6 +256,8 @@ def _layer_calls(whole: nn.Module, log: Rehearsal, name: str) -> list[Call | Non
             raise _refusal(whole, f"{name}.{leaf} is called {len(calls)} times in one forward pass")
         if calls and calls[0].start < end:
             raise _refusal(whole, f"{name}.{leaf} is called out of its turn")
+        if calls and not calls[0].has_graph:
+            raise _refusal(whole, f"{name}.{leaf} runs inside of an autograd function of its own")
         end = calls[0].end if calls else end
         layers.append(calls[0] if calls else None)
     return layers
@@ -270,13 +272,14 @@ def _seen(full: Rehearsal, text: Rehearsal) -> dict[str, int]:
     return found
 
 
-def _called_before(watched: _Watched) -> frozenset[str]:
-    first = watched.starts[0]
-    return frozenset(
-        name
-        for name, calls in watched.log.calls.items()
-        if any(call.start < first for call in calls)
-    )
+def _called(watched: _Watched) -> dict[str, int]:
+    layers = [call for call in watched.layers if call]
+    found: dict[str, int] = {}
+    for name, calls in watched.log.calls.items():
+        for call in calls:
+            if not any(layer.start <= call.start < layer.end for layer in layers):
+                found.setdefault(name, watched.place(call.start))
+    return found
 
 
 # -- owners ------------------------------------------------------------------------------------
