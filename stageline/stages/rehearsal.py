@@ -245,13 +245,20 @@ def _fake_maker(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
 # -- nested values -----------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Key:
+    """A key of a mapping in a path, where it could be taken for an index."""
+
+    value: Any
+
+
 def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
     """(path, tensor) of all tensors in nested mappings, lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, Mapping):
         for key in value:
-            yield from walk(value[key], (*path, key))
+            yield from walk(value[key], (*path, key if isinstance(key, str) else Key(key)))
     elif isinstance(value, list | tuple):
         for index, one in enumerate(value):
             yield from walk(one, (*path, index))

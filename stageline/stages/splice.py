@@ -20,7 +20,7 @@ from torch import nn
 
 from stageline.errors import UserError
 from stageline.modules.pass_through import DONE, PassThrough
-from stageline.stages.rehearsal import Path
+from stageline.stages.rehearsal import Key, Path
 from stageline.stages.split_plan import Slot, SplitPlan, Where, rebuild
 
 Tensors = tuple[torch.Tensor, ...]
@@ -361,9 +361,10 @@ def _zeros(value: Any) -> Any:
 def reach(value: Any, path: Path) -> Any:
     """What lies at a path in nested mappings, lists and tuples; None: nothing."""
     for step in path:
-        if value is None or (isinstance(value, Mapping) and step not in value):
+        key = step.value if isinstance(step, Key) else step
+        if value is None or (isinstance(value, Mapping) and key not in value):
             return None
-        value = value[step]
+        value = value[key]
     return value
 
 
@@ -373,7 +374,8 @@ def put(value: Any, path: Path, tensor: torch.Tensor) -> Any:
         return tensor
     step, rest = path[0], path[1:]
     if isinstance(value, MutableMapping):
-        value[step] = put(value.get(step), rest, tensor)
+        key = step.value if isinstance(step, Key) else step
+        value[key] = put(value.get(key), rest, tensor)
         return value
     items = list(value) if value is not None else []
     if isinstance(step, int):
@@ -382,4 +384,4 @@ def put(value: Any, path: Path, tensor: torch.Tensor) -> Any:
         items += [None if rest else torch.zeros_like(tensor) for _ in range(missing)]
         items[step] = put(items[step], rest, tensor)
         return tuple(items) if isinstance(value, tuple) else items
-    return {step: put(None, rest, tensor)}
+    return {step.value if isinstance(step, Key) else step: put(None, rest, tensor)}

@@ -132,7 +132,7 @@ def test_every_family_has_its_key():
     for family in DECODERS + VISION_LANGUAGE:
         assert stage_key(tiny_config(family)) == family
     assert stage_key(transformers.OlmoConfig()) == "causal_lm"
-    assert stage_key(transformers.LlavaOnevisionConfig()) == "vision_language"
+    assert stage_key(transformers.Cohere2VisionConfig()) == "vision_language"
     assert stage_key(transformers.BertConfig(architectures=["BertForMaskedLM"])) is None
 
 
