@@ -105,6 +105,15 @@ class CausalLMStage(Spliced, StageModel):
         return [layer for index, layer in self.layer_list() if index in self.layers]
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of inputs come apart from those of weights in zero-bubble schedules.
+
+        Where several tensors cross a border, paths to them share nodes, which torch's split backward
+        pass frees too early: such a stage does all of its backward pass at once.
+        """
+        return all(len(slots) == 1 for slots in self.plan.borders)
+
+    @property
     def is_tied(self) -> bool:
         """Whether embedding and head share their weight."""
         return bool(getattr(self.config, "tie_word_embeddings", False))

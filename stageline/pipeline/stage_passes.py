@@ -98,6 +98,12 @@ class StagePasses:
         Returns:
             Gradients of the inputs, where they are sent on and now complete; else nothing.
         """
+        if kind == Kind.INPUT_GRAD and not getattr(self.model, "splits_backward", True):
+            self._weight_work[index] = []
+            kind = Kind.BACKWARD  # with the gradients of the weights
+        if kind == Kind.WEIGHT_GRAD and not getattr(self.model, "splits_backward", True):
+            self._weight_work.pop(index)
+            return ()
         if kind == Kind.WEIGHT_GRAD:
             weights = list(self._weights())
             stage_backward_weight(iter(weights), self._weight_work.pop(index))
