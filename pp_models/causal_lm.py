@@ -108,8 +108,8 @@ class CausalLMStage(Spliced, StageModel):
     def splits_backward(self) -> bool:
         """Whether gradients of inputs come apart from those of weights in zero-bubble schedules.
 
-        Where several tensors cross a border, paths to them share nodes, which torch's split backward
-        pass frees too early: such a stage does all of its backward pass at once.
+        Where several tensors cross a border, paths to them share nodes, which torch's split
+        backward pass frees too early: such a stage does all of its backward pass at once.
         """
         return all(len(slots) == 1 for slots in self.plan.borders)
 

@@ -196,7 +196,7 @@ def make_plan(
     if pictures is not None:
         full = _watch(whole, run, pictures, depth, name=name)[1]
         later = {key: value for key, value in pictures.items() if not is_pixel(key)}
-        blind = _watch(whole, run, later, depth, name=name, may_skip=True)[1]
+        blind = _watch(whole, run, later, depth, name=name)[1]
         _check_same_positions(whole, full, blind)
         seen = _seen(full.log, log)
         owners |= _owners(whole, name, full, only_read=True)
@@ -220,13 +220,10 @@ def _watch(
     depth: int | None,
     *,
     name: str | None = None,
-    may_skip: bool = False,
 ) -> tuple[str, _Watched]:
     log = rehearse(whole, lambda: run(batch), batch)
     name = name or _find_layers(whole, log, depth)
     layers = _layer_calls(whole, log, name)
-    if None in layers and not may_skip and name is None:
-        raise _refusal(whole, "some layers are passed over")
     return name, _Watched(log, layers, frozenset(map(storage_of, batch.values())))
 
 
