@@ -127,8 +127,10 @@ class VisionStages:
         return self._tower_border(self.images.example_shape(micro_batch_size), micro_batch_size)
 
     def get_batch_input(self, batch: Batch) -> Tensors:
-        if self.stage == 0 or not self.vision_stages or self.stage > self.vision_stages:
+        if not self.vision_stages or self.stage > self.vision_stages:
             return super().get_batch_input(batch)
+        if self.stage == 0:
+            return self.get_example_input(*batch["input_ids"].shape)
         return self._tower_border(
             self.images.hidden_shape(batch), max(1, self.images.num_tokens(batch))
         )
