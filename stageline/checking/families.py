@@ -193,7 +193,8 @@ def make_family(
         _fill(family, small, auto_class)
         family.whole.save_pretrained(folder)
         # as one gets it: read again, values of buffers may come out otherwise
-        read = auto_class.from_pretrained(folder, dtype=family.dtype).train()
+        read = auto_class.from_pretrained(folder, dtype=family.dtype, local_files_only=True)
+        read.train()
         family.problem = _lost(family.whole, read)
         family.whole = read
     except Exception as error:  # of some hundred models

@@ -215,6 +215,8 @@ class Spliced:
                 layer = self.get_submodule(f"{self.plan.layers}.{leaf}")
                 hook = functools.partial(self._exchange, index)
                 layer.register_forward_pre_hook(hook, with_kwargs=True)
+                if index == self.plan.size - 1 and not self.is_last:
+                    layer.register_forward_hook(self._leave)  # the head lies alone behind it
         for name in self.plan.around:
             hook = functools.partial(self._exchange, name)
             self.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
@@ -294,6 +296,14 @@ class Spliced:
             return None
         arguments = self._take_in(where, {"a": args, "k": kwargs})
         return arguments["a"], arguments["k"]
+
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """A hook: behind the last layer of all, what a stage of the head alone begins with."""
+        if self._pass is None:
+            return
+        for number, slot in enumerate(self._pass.outgoing):
+            self._pass.sent[number] = reach({"o": output}, slot.places[0][1])
+        raise Cut
 
     def _meet(self, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A layer of another stage is called."""
