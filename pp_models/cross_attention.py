@@ -23,9 +23,7 @@ from stageline.errors import UserError
 
 Batch = dict[str, torch.Tensor]
 CROSS_MASK = "cross_attention_mask"
-STATES = "cross_attention_states"
 IMAGE_IDS = "aspect_ratio_ids"
-IMAGE_INPUTS = ("pixel_values", IMAGE_IDS, "aspect_ratio_mask")
 
 
 class CrossAttentionStage(VisionLanguageStage):
@@ -50,11 +48,8 @@ class CrossAttentionStage(VisionLanguageStage):
         Weights of its own are gathered when a module is called, and all replicas must call it.
         """
         attending = self.text_config.cross_attention_layers
-        return [layer for index, layer in self.own_layers() if index not in attending]
-
-    def own_layers(self) -> list[tuple[int, torch.nn.Module]]:
-        """(index in the whole model, layer) of this stage's layers."""
-        return [(index, layer) for index, layer in self.layer_list() if index in self.layers]
+        own = set(self.layers).difference(attending)
+        return [layer for index, layer in self.layer_list() if index in own]
 
     def sizes(self, batch: Batch) -> dict[str, int]:
         sizes = sizes_of(None, batch)

@@ -340,12 +340,6 @@ class Spliced:
         return arguments
 
 
-def _pairs(
-    slots: Sequence[Slot], tensors: Tensors
-) -> list[tuple[tuple[Where, Path], torch.Tensor]]:
-    return [(slot.places[0], tensor) for slot, tensor in zip(slots, tensors, strict=True)]
-
-
 def _rebuild_output(
     structure: Any, outputs: Mapping[Path, torch.Tensor], path: Path = ("o",)
 ) -> Any:
