@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from stageline.errors import UserError
 from stageline.stages.example_batch import image_token, picture_batch
 from stageline.stages.rehearsal import stand_ins
-from stageline.stages.split_plan import SplitPlan, make_plan
+from stageline.stages.split_plan import SplitPlan, longer, make_plan
 
 
 @dataclass(frozen=True)
@@ -165,17 +165,8 @@ def pictured_batch(whole: PreTrainedModel, sizes: Sizes) -> Batch:
             found = list(sizes(batch).values())
             if len(set(found)) == len(found) and numbers.isdisjoint(found):
                 return batch
-            batch = _longer(batch)
+            batch = longer(batch)
     raise AssertionError("no sizes are left that the configuration does not name")
-
-
-def _longer(batch: Batch) -> Batch:
-    """With one more token of text in each row."""
-    shape = batch["input_ids"].shape
-    return {
-        name: torch.cat([value, value[:, -1:]], dim=1) if value.shape[:2] == shape else value
-        for name, value in batch.items()
-    }
 
 
 def _numbers(value: Any) -> Any:

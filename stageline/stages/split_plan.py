@@ -175,7 +175,7 @@ def make_plan(
     """
     text = _watch(whole, run, batch, depth)
     name, size = text[0], len(text[1].layers)
-    longer = functools.cache(lambda: _watch(whole, run, _longer(batch), depth, name=name)[1])
+    again = functools.cache(lambda: _watch(whole, run, longer(batch), depth, name=name)[1])
     log = text[1].log
     around = tuple(module for module in log.calls if name.startswith(module + "."))
     owners = _owners(whole, name, text[1])
@@ -183,7 +183,7 @@ def make_plan(
         _with_known_dims(
             whole,
             _slots(whole, text[1], k, around, sizes(batch)),
-            lambda k=k: _slots(whole, longer(), k, around, sizes(_longer(batch))),
+            lambda k=k: _slots(whole, again(), k, around, sizes(longer(batch))),
             num_tokens=sizes(batch)["T"],
             numbers=numbers,
         )
@@ -451,15 +451,19 @@ def _slot(
     )
 
 
-def _longer(batch: Batch) -> Batch:
-    """The same rows with one more token each."""
-    return {name: torch.cat([value, value[:, -1:]], dim=1) for name, value in batch.items()}
+def longer(batch: Batch) -> Batch:
+    """The same rows with one more token of text each."""
+    shape = batch["input_ids"].shape
+    return {
+        name: torch.cat([value, value[:, -1:]], dim=1) if value.shape[:2] == shape else value
+        for name, value in batch.items()
+    }
 
 
 def _with_known_dims(
     whole: nn.Module,
     slots: tuple[Slot, ...],
-    longer: Callable[[], tuple[Slot, ...]],
+    again: Callable[[], tuple[Slot, ...]],
     *,
     num_tokens: int,
     numbers: Collection[int],
@@ -473,7 +477,7 @@ def _with_known_dims(
     if odd <= set(numbers):
         return slots
     found = []
-    for slot, other in zip(slots, longer(), strict=True):
+    for slot, other in zip(slots, again(), strict=True):
         dims = tuple(
             _dim_of(whole, num_tokens, *pair) for pair in zip(slot.dims, other.dims, strict=True)
         )
