@@ -24,16 +24,31 @@ splitter_register["auto"] = sentences.auto
 splitter_register["icu"] = sentences.icu
 
 
-@splitter_register("none")
+@splitter_register("none", splits_sentences=False)
 def none(text: str) -> numpy.ndarray:
     """No sentences: a long document is cut between any two tokens."""
     return numpy.array([len(text)] if text else [], dtype=numpy.int64)
 
 
-none.splits_sentences = False  # so that nobody calls it, and pieces can be near-equal
+def _columns_of(
+    *, fields: list[str] | None = None, template: str | None = None, **own: Any
+) -> list[str]:
+    """The fields that are needed of a row; refuses options that go wrong in every row.
+
+    Raises:
+        UserError: both came, or a template without a field.
+    """
+    if template is None:
+        return sorted({name.partition(".")[0] for name in fields or ["text"]})
+    if fields is not None:
+        raise UserError(
+            "--document.fields and --document.template came together. One of them was expected, "
+            "because each says what a document is made of: leave one out."
+        )
+    return sorted({name for name, is_slot in _parse(template) if is_slot})
 
 
-@document_register("text")
+@document_register("text", columns_of=_columns_of)
 def text(
     row: str | Mapping[str, Any],
     *,
@@ -61,27 +76,6 @@ def text(
 def _unescaped(text: str) -> str:
     """Line breaks and tabs as they are typed on a command line."""
     return text.replace("\\n", "\n").replace("\\t", "\t")
-
-
-def _columns_of(
-    *, fields: list[str] | None = None, template: str | None = None, **own: Any
-) -> list[str]:
-    """The fields that are needed of a row; refuses options that go wrong in every row.
-
-    Raises:
-        UserError: both came, or a template without a field.
-    """
-    if template is None:
-        return sorted({name.partition(".")[0] for name in fields or ["text"]})
-    if fields is not None:
-        raise UserError(
-            "--document.fields and --document.template came together. One of them was expected, "
-            "because each says what a document is made of: leave one out."
-        )
-    return sorted({name for name, is_slot in _parse(template) if is_slot})
-
-
-text.columns_of = _columns_of
 
 
 def _filled(template: str, row: Mapping[str, Any]) -> str:

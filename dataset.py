@@ -3,51 +3,45 @@
 A dataset opens images lazily: pixels are decoded later, and on the first stage only.
 """
 
+from __future__ import annotations
+
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from filelock import FileLock
-
-from register import collate_fn_register, dataset_register
-from stageline.corpus.corpus_files import open_corpus
-from stageline.corpus.run_sampler import run_sampler
-from stageline.data.collate import collate_packed_sft, collate_sft, length_sft
-from stageline.data.contrastive import collate_contrastive
-from stageline.data.corpus_rows import CorpusRows, held_out_starts, type_ranges
-from stageline.data.digits import Digits
-from stageline.data.group_lines import Groups
-from stageline.data.json_lines import JsonLines
-from stageline.data.limit import ChatOverlong, PairOverlong, TextOverlong
-from stageline.data.marked_words import MarkedWords
-from stageline.data.plain_text import collate_packed_text, collate_text, length_text
-from stageline.data.preference import (
-    collate_answers,
-    collate_pairs,
-    encode_answer,
-    encode_pair,
-    length_answer,
-    length_pair,
-)
-from stageline.data.readers import check_split
-from stageline.data.rewards import collate_rewards, length_rewards
-from stageline.data.scenes import Scenes
-from stageline.data.sets.part import Sets
-from stageline.data.spatial import VSR, RotateCaption, RotateQA, SpatialMM, WhatsUp
+from register import collate_fn_register, dataset_register, load_target
+from stageline.data.batches.collate_part import collate_part
 from stageline.errors import UserError
 
-dataset_register["digits"] = Digits
-dataset_register["jsonl"] = JsonLines
-dataset_register["groups"] = Groups
-dataset_register["sets"] = Sets
-dataset_register["scenes"] = Scenes
-dataset_register["vsr"] = VSR
-dataset_register["spatial_mm"] = SpatialMM
-dataset_register["whats_up"] = WhatsUp
-dataset_register["rotate_qa"] = RotateQA
-dataset_register["rotate_caption"] = RotateCaption
+if TYPE_CHECKING:
+    import torch
+
+    from stageline.data.batches.collate import Item
+    from stageline.data.batches.collate_part import EncodedSample
+    from stageline.data.batches.corpus_rows import CorpusRows
+    from stageline.data.text.template import MarkedWords
+
+# imported when a part is called; by name, since jsonargparse follows an import to find options
+COLLATE, PREFERENCE = "stageline.data.batches.collate", "stageline.data.batches.preference"
+PLAIN_TEXT = "stageline.data.batches.plain_text"
+ChatOverlong = Literal["error", "cut_prompt", "share", "drop"]
+PairOverlong = Literal["error", "cut_prompt", "drop"]  # both rows of a pair keep the same prompt
+TextOverlong = Literal["error", "cut", "drop"]
+# keys of other registers that suit a part: of text there is no template to choose
+TEXT_KEYS = {"prompt": "text", "prompt_fn": "fill", "image_token": "none", "loss_fn": "sft"}
+PAIR_KEYS = {"prompt": "chat", "prompt_fn": "chat", "image_token": "auto", "loss_fn": "rm"}
+
+dataset_register["digits"] = "stageline.tasks.digits:Digits"
+dataset_register["jsonl"] = "stageline.data.rows.json_lines:JsonLines"
+dataset_register["groups"] = "stageline.data.rows.json_lines:Groups"
+dataset_register["sets"] = "stageline.data.rows.sets:Sets"
+dataset_register["scenes"] = "stageline.tasks.scenes:Scenes"
+dataset_register["vsr"] = "stageline.tasks.spatial_sets:VSR"
+dataset_register["spatial_mm"] = "stageline.tasks.spatial_sets:SpatialMM"
+dataset_register["whats_up"] = "stageline.tasks.spatial_sets:WhatsUp"
+dataset_register["rotate_qa"] = "stageline.tasks.spatial_sets:RotateQA"
+dataset_register["rotate_caption"] = "stageline.tasks.spatial_sets:RotateCaption"
 
 
 @dataset_register("corpus")
@@ -74,6 +68,11 @@ def corpus(
         test_path: prefix of a corpus to evaluate on.
         any_tokenizer: take a corpus of another tokenizer than the run's.
     """
+    from stageline.corpus.corpus_files import open_corpus
+    from stageline.corpus.run_sampler import run_sampler
+    from stageline.data.batches.corpus_rows import CorpusRows, held_out_starts, type_ranges
+    from stageline.data.rows.readers import check_split
+
     check_split(split)
     _check_corpus_options(dataset_path, split, rows, test_size, test_path)
     is_test = split == "test"
@@ -106,8 +105,9 @@ def _fingerprint(tokenizer: Any) -> str:
 
 def _packed(prefix: str, row_length: int | None) -> Any:
     """The packed rows of a corpus; one process of a machine makes them where they are missing."""
-    from stageline.corpus.pack import pack_corpus
-    from stageline.corpus.packed_rows import PackedRows
+    from filelock import FileLock
+
+    from stageline.corpus.pack import PackedRows, pack_corpus
 
     if Path(f"{prefix}.pack").exists():  # perhaps where nobody may write a lock
         rows = PackedRows(prefix)
@@ -153,18 +153,10 @@ def _check_corpus_options(
         )
 
 
-def _as_part(body: Callable[..., Any]) -> Callable[..., Any]:
-    """A companion of a part: called as the part is, with `num_stages`, which no body looks at."""
-
-    def companion(*samples: Any, num_stages: int, **common: Any) -> Any:
-        return body(*samples, **common)
-
-    return companion
-
-
 @collate_fn_register("sft")
+@collate_part(encode=f"{COLLATE}:encode_sft", pack=f"{COLLATE}:collate_packed_sft")
 def sft(
-    samples: Sequence[tuple[Sequence[Any] | None, dict[str, Any]]],
+    samples: Sequence[Item],
     *,
     num_stages: int,
     pad_to_multiple_of: int = 1,
@@ -178,17 +170,26 @@ def sft(
             the beginning of its prompt's text, let prompt and answer share the room, where both
             lose their ends (docs/data_formats.md), or drop it.
     """
-    return collate_sft(samples, pad_to_multiple_of=pad_to_multiple_of, overlong=overlong, **common)
+    return load_target(f"{COLLATE}:collate_sft")(
+        samples, pad_to_multiple_of=pad_to_multiple_of, overlong=overlong, **common
+    )
 
 
-# what sorting and packing ask of a collate part; see stageline/data/lengths.py
-sft.length_of = _as_part(length_sft)
-sft.packed = _as_part(collate_packed_sft)
+def _encode_contrastive(
+    images: Any,
+    sample: dict[str, Any],
+    *,
+    marked: str | list[str] = "directions",
+    **common: Any,
+) -> EncodedSample:
+    encode = load_target(f"{COLLATE}:encode_marked")
+    return encode(images, sample, words=_words(marked), **common)
 
 
-@collate_fn_register("contrastive")
+@collate_fn_register("contrastive", needs_groups=True)
+@collate_part(encode=_encode_contrastive)
 def contrastive(
-    samples: Sequence[tuple[Sequence[Any] | None, dict[str, Any]]],
+    samples: Sequence[Item],
     *,
     num_stages: int,
     pad_to_multiple_of: int = 1,
@@ -203,7 +204,7 @@ def contrastive(
         marked: words of interest in the answers: left,right,"upper left", 左 or the name of a list,
             directions, clock or none; names may stand among words.
     """
-    return collate_contrastive(
+    return load_target(f"{COLLATE}:collate_contrastive")(
         samples,
         words=_words(marked),
         pad_to_multiple_of=pad_to_multiple_of,
@@ -216,22 +217,17 @@ def _words(marked: str | list[str]) -> MarkedWords:
     return _compiled(marked if isinstance(marked, str) else tuple(marked))
 
 
-_compiled = functools.cache(MarkedWords)
+@functools.cache
+def _compiled(marked: str | tuple[str, ...]) -> MarkedWords:
+    from stageline.data.text.template import MarkedWords
 
-
-def _contrastive_length(
-    images: Any, sample: dict[str, Any], *, num_stages: int, marked: Any = None, **common: Any
-) -> int:
-    return length_sft(images, sample, **common)
-
-
-contrastive.length_of = _contrastive_length
-contrastive.needs_groups = True  # refused early where the dataset has none
+    return MarkedWords(marked)
 
 
 @collate_fn_register("dpo")
+@collate_part(encode=f"{PREFERENCE}:encode_pair")
 def dpo(
-    samples: Sequence[tuple[Sequence[Any] | None, dict[str, Any]]],
+    samples: Sequence[Item],
     *,
     num_stages: int,
     pad_to_multiple_of: int = 1,
@@ -243,18 +239,15 @@ def dpo(
     Args:
         overlong: as in sft; both rows are cut or dropped alike.
     """
-    return collate_pairs(
+    return load_target(f"{PREFERENCE}:collate_pairs")(
         samples, pad_to_multiple_of=pad_to_multiple_of, overlong=overlong, **common
     )
 
 
-dpo.length_of = _as_part(length_pair)
-dpo.encode = encode_pair  # the rows of a sample, for a look at the data before a run
-
-
 @collate_fn_register("kto")
+@collate_part(encode=f"{PREFERENCE}:encode_answer")
 def kto(
-    samples: Sequence[tuple[Sequence[Any] | None, dict[str, Any]]],
+    samples: Sequence[Item],
     *,
     num_stages: int,
     pad_to_multiple_of: int = 1,
@@ -266,22 +259,15 @@ def kto(
     Args:
         overlong: as in sft.
     """
-    return collate_answers(
+    return load_target(f"{PREFERENCE}:collate_answers")(
         samples, pad_to_multiple_of=pad_to_multiple_of, overlong=overlong, **common
     )
 
 
-def _encode_answer(images: Any, sample: dict[str, Any], **texts: Any) -> list[Any]:
-    return [encode_answer(images, sample, **texts)]
-
-
-kto.length_of = _as_part(length_answer)
-kto.encode = _encode_answer
-
-
-@collate_fn_register("pt")
+@collate_fn_register("pt", takes_tokens=True, default_keys=TEXT_KEYS)
+@collate_part(encode=f"{PLAIN_TEXT}:encode_text", pack=f"{PLAIN_TEXT}:collate_packed_text")
 def pt(
-    samples: Sequence[tuple[None, dict[str, Any]]],
+    samples: Sequence[Item],
     *,
     num_stages: int,
     pad_to_multiple_of: int = 1,
@@ -296,19 +282,15 @@ def pt(
         overlong: what to do with a text of more than --max-token-num tokens: refuse it, keep its
             beginning (without EOS), or drop it.
     """
-    return collate_text(samples, pad_to_multiple_of=pad_to_multiple_of, overlong=overlong, **common)
+    return load_target(f"{PLAIN_TEXT}:collate_text")(
+        samples, pad_to_multiple_of=pad_to_multiple_of, overlong=overlong, **common
+    )
 
 
-pt.length_of = _as_part(length_text)
-pt.packed = _as_part(collate_packed_text)
-pt.takes_tokens = True  # as a corpus has them, in place of text
-# text is all there is: no template to choose
-pt.default_keys = {"prompt": "text", "prompt_fn": "fill", "image_token": "none", "loss_fn": "sft"}
-
-
-@collate_fn_register("rm")
+@collate_fn_register("rm", default_keys=PAIR_KEYS)
+@collate_part(encode=f"{PREFERENCE}:encode_scored_pair")
 def rm(
-    samples: Sequence[tuple[Sequence[Any] | None, dict[str, Any]]],
+    samples: Sequence[Item],
     *,
     num_stages: int,
     pad_to_multiple_of: int = 1,
@@ -322,11 +304,6 @@ def rm(
     Args:
         overlong: as in sft, for each of the two; a pair with a dropped row counts for nothing.
     """
-    return collate_rewards(
+    return load_target(f"{PREFERENCE}:collate_rewards")(
         samples, pad_to_multiple_of=pad_to_multiple_of, overlong=overlong, **common
     )
-
-
-rm.length_of = _as_part(length_rewards)
-rm.encode = encode_pair
-rm.default_keys = {"prompt": "chat", "prompt_fn": "chat", "image_token": "auto", "loss_fn": "rm"}

@@ -6,44 +6,49 @@ batches of vectors are, for a loss that asks for one.
 Shapes: logits [B, T, V], labels [B, T] aligned with the token ids, -100 where unsupervised.
 """
 
-from collections.abc import Callable
-from typing import Literal
+from __future__ import annotations
 
-import torch
-from torch.nn import functional
+from typing import TYPE_CHECKING, Literal
 
 from register import loss_fn_register, sim_fn_register
 from stageline.errors import UserError
-from stageline.modules.contrastive_loss import (
-    count_groups,
-    count_marked,
-    group_losses,
-    next_marks,
-    token_losses,
-    warm_up,
-)
-from stageline.modules.preference_loss import (
-    KL,
-    WITHOUT_REFERENCE,
-    PairOptions,
-    answer_losses,
-    count_answers,
-    count_chosen,
-    count_pairs,
-    count_unwanted,
-    count_wanted,
-    given,
-    pair_losses,
-    row_lengths,
-    row_log_probs,
-)
-from stageline.modules.reward_loss import count_reward_pairs, pair_rewards
-from stageline.modules.similarity import cos_similarity, js_similarity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
 
 IGNORE = -100
+LossType = Literal[
+    "sigmoid",
+    "robust",
+    "hinge",
+    "ipo",
+    "apo_zero",
+    "apo_down",
+    "sppo_hard",
+    "nca_pair",
+    "simpo",
+    "orpo",
+]
+_LOSSES, _PREFERENCES = "stageline.modules.losses", "stageline.modules.losses"
+GROUP_COUNTS = {
+    "num_marked": f"{_LOSSES}:count_marked",
+    "num_groups": f"{_LOSSES}:count_groups",
+}
+PAIR_COUNTS = {
+    "num_pairs": f"{_PREFERENCES}:count_pairs",
+    "num_chosen": f"{_PREFERENCES}:count_chosen",
+}
+ANSWER_COUNTS = {
+    "num_answers": f"{_PREFERENCES}:count_answers",
+    "num_wanted": f"{_PREFERENCES}:count_wanted",
+    "num_unwanted": f"{_PREFERENCES}:count_unwanted",
+}
+REWARD_COUNTS = {"num_pairs": f"{_LOSSES}:count_reward_pairs"}
 
 
-@loss_fn_register("sft", "pt")
+@loss_fn_register("sft", "pt", is_token_sum=True)
 def sft(
     logits_BTV: torch.Tensor, micro_batch: dict[str, torch.Tensor], *, num_targets: torch.Tensor
 ) -> torch.Tensor:
@@ -55,6 +60,9 @@ def sft(
     Args:
         num_targets: supervised tokens of all micro-batches of the optimizer step together.
     """
+    import torch
+    from torch.nn import functional
+
     labels = functional.pad(micro_batch["labels"], (0, 1), value=IGNORE)[:, 1:]
     if logits_BTV.dtype in (torch.bfloat16, torch.float16):
         logits_BTV = logits_BTV.float()
@@ -64,22 +72,23 @@ def sft(
     return total / num_targets
 
 
-sft.is_token_sum = True  # --logits-chunk may add it up from chunks of tokens
-
-
 @sim_fn_register("js")
 def js(a_NV: torch.Tensor, b_NV: torch.Tensor) -> torch.Tensor:
     """1 - Jensen-Shannon divergence / ln 2 of two batches of distributions, in [0, 1]."""
+    from stageline.modules.losses import js_similarity
+
     return js_similarity(a_NV, b_NV)
 
 
 @sim_fn_register("cos")
 def cos(a_NV: torch.Tensor, b_NV: torch.Tensor) -> torch.Tensor:
     """Cosine of the angle between two batches of vectors."""
+    from stageline.modules.losses import cos_similarity
+
     return cos_similarity(a_NV, b_NV)
 
 
-@loss_fn_register("contrastive")
+@loss_fn_register("contrastive", counts=GROUP_COUNTS)
 def contrastive(
     logits_BTV: torch.Tensor,
     micro_batch: dict[str, torch.Tensor],
@@ -109,6 +118,10 @@ def contrastive(
         warmup_steps: optimizer steps in which contrastive_weight rises from 0, in a straight line.
         start_step: optimizer step from which it rises; nothing is compared before.
     """
+    import torch
+
+    from stageline.modules.losses import group_losses, next_marks, token_losses, warm_up
+
     if temperature <= 0 or min(marked_weight, contrastive_weight, warmup_steps, start_step) < 0:
         raise UserError(
             f"the contrastive loss has temperature {temperature:g}, marked_weight "
@@ -135,10 +148,15 @@ def contrastive(
     return (loss + weight * compared if weight > 0 else loss), figures
 
 
-contrastive.counts = {"num_marked": count_marked, "num_groups": count_groups}
+def _compares(
+    *, loss_type: str = "sigmoid", reference_free: bool = False, **others: object
+) -> bool:
+    from stageline.modules.losses import WITHOUT_REFERENCE
+
+    return not reference_free and loss_type not in WITHOUT_REFERENCE
 
 
-@loss_fn_register("dpo")
+@loss_fn_register("dpo", counts=PAIR_COUNTS, needs_reference=_compares)
 def dpo(
     logits_BTV: torch.Tensor,
     micro_batch: dict[str, torch.Tensor],
@@ -147,18 +165,7 @@ def dpo(
     num_pairs: torch.Tensor,
     num_chosen: torch.Tensor,
     beta: float = 0.1,
-    loss_type: Literal[
-        "sigmoid",
-        "robust",
-        "hinge",
-        "ipo",
-        "apo_zero",
-        "apo_down",
-        "sppo_hard",
-        "nca_pair",
-        "simpo",
-        "orpo",
-    ] = "sigmoid",
+    loss_type: LossType = "sigmoid",
     label_smoothing: float = 0.0,
     margin: float = 0.0,
     sft_weight: float = 0.0,
@@ -184,6 +191,8 @@ def dpo(
             f"{sft_weight:g}, margin {margin:g}. A beta above 0, a smoothing from 0 to below 0.5 "
             "and nothing below 0 were expected: correct the options of --loss-fn."
         )
+    from stageline.modules.losses import PairOptions, pair_losses, row_log_probs
+
     log_probs_B = row_log_probs(logits_BTV, micro_batch["labels"])
     losses_P, rewards = pair_losses(
         log_probs_B,
@@ -201,17 +210,11 @@ def dpo(
     return loss, figures
 
 
-def _compares(
-    *, loss_type: str = "sigmoid", reference_free: bool = False, **others: object
-) -> bool:
-    return not reference_free and loss_type not in WITHOUT_REFERENCE
+def _estimates(*, use_kl: bool = True, **others: object) -> bool:
+    return use_kl
 
 
-dpo.counts = {"num_pairs": count_pairs, "num_chosen": count_chosen}
-dpo.needs_reference = _compares  # so the run adds loss_reference to each micro-batch
-
-
-@loss_fn_register("kto")
+@loss_fn_register("kto", counts=ANSWER_COUNTS, needs_reference=True, needs_kl=_estimates)
 def kto(
     logits_BTV: torch.Tensor,
     micro_batch: dict[str, torch.Tensor],
@@ -242,6 +245,8 @@ def kto(
             f"undesirable_weight {undesirable_weight:g}. A beta above 0 and weights of 0 or more "
             "were expected: correct the options of --loss-fn."
         )
+    from stageline.modules.losses import KL, answer_losses, given, row_lengths, row_log_probs
+
     log_probs_B = row_log_probs(logits_BTV, micro_batch["labels"])
     kl = given(micro_batch, KL) if use_kl else None
     losses_B, rewards_B = answer_losses(
@@ -266,20 +271,7 @@ def kto(
     return losses_B.sum() / answers, figures
 
 
-def _estimates(*, use_kl: bool = True, **others: object) -> bool:
-    return use_kl
-
-
-kto.counts = {
-    "num_answers": count_answers,
-    "num_wanted": count_wanted,
-    "num_unwanted": count_unwanted,
-}
-kto.needs_reference = True
-kto.needs_kl = _estimates  # so the run adds loss_kl, too
-
-
-@loss_fn_register("rm")
+@loss_fn_register("rm", counts=REWARD_COUNTS, predicts_tokens=False)
 def rm(
     scores_BT1: torch.Tensor,
     micro_batch: dict[str, torch.Tensor],
@@ -307,6 +299,11 @@ def rm(
             f"--loss-fn.center_coefficient is {center_coefficient:g}. 0 or more was expected, "
             "because rewards are to be drawn to 0, not pushed from it: correct it."
         )
+    import torch
+    from torch.nn import functional
+
+    from stageline.modules.losses import pair_rewards
+
     chosen_P, rejected_P, counts_P = pair_rewards(scores_BT1, micro_batch)
     margins_P = micro_batch.get("loss_margins", torch.zeros(())).to(chosen_P)
     apart_P = chosen_P - rejected_P
@@ -320,7 +317,3 @@ def rm(
         "reward_margin": apart_P.sum() / num_pairs,
     }
     return loss, figures
-
-
-rm.counts = {"num_pairs": count_reward_pairs}
-rm.predicts_tokens = False  # an evaluation has no token accuracy, nor answers to show

@@ -9,7 +9,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from register import metric_register
-from stageline.data.answers import (
+from stageline.errors import DataError, UserError
+from stageline.evaluation.figures import (
+    ROUGE_TYPES,
+    bits_per_byte,
+    bleu,
+    choice_figures,
+    rouge,
+    sentence_bleu,
+    text_figures,
+)
+from stageline.tasks.answers import (
     contains_words,
     is_clock,
     normalize,
@@ -21,9 +31,6 @@ from stageline.data.answers import (
     says_nothing,
     without_negated,
 )
-from stageline.errors import DataError, UserError
-from stageline.evaluation.likelihood_figures import bits_per_byte, choice_figures, text_figures
-from stageline.evaluation.overlap import ROUGE_TYPES, bleu, rouge, sentence_bleu
 
 Predictions = Sequence[dict[str, Any]]
 Samples = Sequence[dict[str, Any]]

@@ -1,14 +1,17 @@
 """The optimizer and lr_scheduler parts."""
 
-import math
-from collections.abc import Callable
-from typing import Literal
+from __future__ import annotations
 
-import torch
+import math
+from typing import TYPE_CHECKING, Literal
 
 from register import lr_scheduler_register, optimizer_register
 from stageline.errors import UserError
-from stageline.training.muon import MuonWithAdamW
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
 
 
 @optimizer_register("adamw")
@@ -30,6 +33,8 @@ def adamw(
         eps: added to the root of the second moment.
         fused: one kernel for the whole step; by default where all parameters are on a GPU.
     """
+    import torch
+
     if fused is None:  # on a CPU it rounds differently
         fused = all(weight.is_cuda for group in param_groups for weight in group["params"])
     return torch.optim.AdamW(
@@ -51,12 +56,14 @@ def sgd(
     Args:
         momentum: decay of the velocity.
     """
+    import torch
+
     return torch.optim.SGD(
         param_groups, lr=learning_rate, momentum=momentum, weight_decay=weight_decay
     )
 
 
-@optimizer_register("adamw_8bit")
+@optimizer_register("adamw_8bit", needs_whole=True)
 def adamw_8bit(
     param_groups: list[dict],
     *,
@@ -95,7 +102,7 @@ def adamw_8bit(
     )
 
 
-@optimizer_register("adafactor")
+@optimizer_register("adafactor", needs_whole=True)
 def adafactor(
     param_groups: list[dict],
     *,
@@ -115,6 +122,8 @@ def adafactor(
         eps: the least root mean square of a parameter.
         clip: an update's root mean square is brought down to this.
     """
+    import torch
+
     return torch.optim.Adafactor(
         param_groups,
         lr=learning_rate,
@@ -125,7 +134,7 @@ def adafactor(
     )
 
 
-@optimizer_register("muon")
+@optimizer_register("muon", needs_whole=True)
 def muon(
     param_groups: list[dict],
     *,
@@ -151,6 +160,8 @@ def muon(
             wte, wpe, head, score.
         beta1, beta2, eps: of AdamW.
     """
+    from stageline.training.optimizers import MuonWithAdamW
+
     default = ["embed", "wte", "wpe", "head", "score"]
     return MuonWithAdamW(
         param_groups,
@@ -170,11 +181,6 @@ def muon(
             "eps": eps,
         },
     )
-
-
-# what they keep or do belongs to a whole matrix: --dp-shard, which cuts matrices, is refused
-for _part in (adamw_8bit, adafactor, muon):
-    _part.needs_whole = True
 
 
 @lr_scheduler_register("cosine")

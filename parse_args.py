@@ -6,43 +6,59 @@ Registers are filled by the entry file before; no model, data or device is touch
 """
 
 import os
-import sys
 from argparse import SUPPRESS
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 from jsonargparse import ArgumentParser
 
-from options.attention_options import check_attention
-from options.check_options import CheckConfig
-from options.checks import (
+from options.command_line import (
+    Given,
+    by_name,
+    command_words,
+    convert,
+    gathered,
+    needs_value,
+    option_types,
+    read_config,
+    read_words,
+    typed,
+)
+from options.data import check_images, check_token_cache
+from options.engine import check_engine, check_placement, with_engine_keys
+from options.fields import (
+    OptionError,
+    absolute,
+    check_limits,
+    check_words,
+    common_options,
+    expand_paths,
+    option_groups,
+)
+from options.memory import check_attention, check_memory
+from options.model import (
+    adapter_arguments,
+    check_lora,
+    check_methods,
+    check_part_training,
+    check_vision,
+)
+from options.parts import ChosenPart, add_part_options, chosen_part, help_text, list_parts, takes
+from options.train import (
+    CheckConfig,
+    EvaluateConfig,
+    RunConfig,
     check_batches,
     check_best,
     check_learning_rate,
+    check_numbers,
     check_partition,
     check_precision,
+    check_stop,
 )
-from options.command_line import Given, by_name, gathered, read_config, read_words, typed
-from options.engine_options import check_engine, with_engine_keys
-from options.fields import OptionError, absolute, check_limits, expand_paths, option_groups
-from options.help_text import help_text, list_parts
-from options.image_options import check_images
-from options.limits import check_words
-from options.lora_options import adapter_arguments, check_lora
-from options.memory_options import check_memory
-from options.method_options import check_methods
-from options.number_options import check_numbers
-from options.part_options import ChosenPart, add_part_options, takes
-from options.part_training_options import check_part_training
-from options.placement_options import check_placement
-from options.run_options import EvaluateConfig, RunConfig
-from options.stop_options import check_stop
-from options.token_cache_options import check_token_cache
-from options.values import convert, needs_value, option_types
-from options.vision_options import check_vision
 from register import ALL_REGISTERS, import_parts
 
 # register -> key that is taken when none is given; None: the user has to choose
@@ -72,7 +88,6 @@ EVALUATE_KEYS: dict[str, str | None] = {
 }
 # parts of these registers may name keys that suit them, {"loss_fn": "rm"}, where none are given
 SUGGESTING = ("collate_fn", "model")
-SUGGESTED = "default_keys"
 # of a training run's keys, those that a check does without unless it gets a dataset
 DATA_KEYS = ("dataset", "prompt", "prompt_fn", "image_token", "collate_fn")
 SPECIAL = ("import", "config", "list", "help")  # answered before the options are known
@@ -151,7 +166,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
     check_stop(run)
     check_learning_rate(run)
     check_memory(run)
-    check_numbers(run, shards=run.dp_shard)
+    check_numbers(run)
     check_part_training(run)
     check_lora(run)
     check_methods(run)
@@ -163,7 +178,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
 
 def parse_evaluate_args(argv: Sequence[str] | None = None) -> EvaluateArguments:
     """Reads the options of an evaluation; raises as `parse_train_args` does."""
-    words = sys.argv[1:] if argv is None else argv
+    words = command_words(argv)
     keys = with_engine_keys(EVALUATE_KEYS, by_name(with_configs(read_words(words))))
     run, parts, imports = read_arguments(
         words, EvaluateConfig, keys=keys, listed={"dataset": {"split": "test"}}
@@ -182,7 +197,7 @@ def parse_check_args(argv: Sequence[str] | None = None) -> CheckArguments:
 
     The keys that have to do with data may be left out; with --dataset they belong together.
     """
-    words = sys.argv[1:] if argv is None else argv
+    words = command_words(argv)
     given = by_name(with_configs(read_words(words)))
     keys = {
         name: key
@@ -229,7 +244,7 @@ def read_arguments(
         repeated: options that may be given several times, a text each time.
         action: the word behind the program's name, for its help.
     """
-    given = with_configs(read_words(sys.argv[1:] if argv is None else argv))
+    given = with_configs(read_words(command_words(argv)))
     for item in given:
         check_words(typed(item.name), item.values)
     imports = [spec for item in given if item.name == "import" for spec in item.values]
@@ -237,25 +252,27 @@ def read_arguments(
     options = _by_register(by_name(given), keys) | gathered(given, repeated)
     if "list" in options:
         _print_and_stop(list_parts())
-    is_help = options.pop("help", None) is not None
+    help_words = options.pop("help", None)
+    is_help = help_words is not None
     keys = _with_suggested(options, keys)
     chosen = _choose(options, keys, may_miss=is_help)
     owned = _owned_keys(options, chosen)
     keys = {**keys, **owned}
     chosen |= _choose(options, owned, may_miss=is_help)
-    parser = _build_parser(config_class, chosen, listed=listed)
-    if is_help:
-        _print_and_stop(help_text(parser, keys, chosen, action=action))
+    if help_words is not None:
+        shows_all = "all" in help_words.values
+        groups = (option_groups if shows_all else common_options)(config_class)
+        parser = _build_parser(groups, chosen, listed=listed)
+        num_left = len(fields(config_class)) - sum(len(items) for _, items in groups)
+        _print_and_stop(help_text(parser, keys, chosen, action=action, num_left=num_left))
+    parser = _build_parser(option_groups(config_class), chosen, listed=listed)
     settings = {
         name: item for name, item in options.items() if name not in keys and name not in SPECIAL
     }
     values = convert(parser, settings, also_known=[*map(_spelled, keys), *SPECIAL])
     run = config_class(**{item.name: values[item.name] for item in fields(config_class)})
     expand_paths(run)
-    parts = {
-        name: ChosenPart(name, key, ALL_REGISTERS[name][key], dict(values.get(name) or {}))
-        for name, key in chosen.items()
-    }
+    parts = {name: chosen_part(name, key, values.get(name) or {}) for name, key in chosen.items()}
     return run, parts, list(dict.fromkeys(imports))
 
 
@@ -309,7 +326,7 @@ def _choose(
             continue
         place = item.origin if item is not None else "the default"
         suffix = "" if place == "command line" else f" ({place})"
-        register.pick(key, option=register.option + suffix)
+        register.entry(key, option=register.option + suffix)
         chosen[name] = key
     return chosen
 
@@ -320,9 +337,11 @@ def _with_suggested(
     """The keys with the defaults that the chosen parts suggest."""
     suggested: dict[str, str] = {}
     for name in SUGGESTING:
-        item = options.get(name)
-        if name in keys and item is not None and len(item.values) == 1:
-            suggested |= getattr(ALL_REGISTERS[name].get(item.values[0]), SUGGESTED, {})
+        item, register = options.get(name), ALL_REGISTERS[name]
+        if item is None or len(item.values) != 1:
+            continue
+        if name in keys and item.values[0] in register:
+            suggested |= register.entry(item.values[0]).facts["default_keys"]
     return {one: suggested.get(one, default) for one, default in keys.items()}
 
 
@@ -350,13 +369,13 @@ def _owned_keys(options: dict[str, Given], chosen: Mapping[str, str]) -> dict[st
 
 
 def _build_parser(
-    config_class: type,
+    groups: Sequence[tuple[str, Sequence[Field]]],
     chosen: Mapping[str, str],
     *,
     listed: Mapping[str, Mapping[str, Any]],
 ) -> ArgumentParser:
     parser = ArgumentParser(exit_on_error=False, add_help=False, usage=SUPPRESS)
-    for title, items in option_groups(config_class):
+    for title, items in groups:
         group = parser.add_argument_group(title)
         for item in items:
             group.add_argument(

@@ -3,23 +3,17 @@
 Both return a `Rendered`: text that knows what came from the data and what is learnt.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from register import image_token_register, prompt_fn_register
-from stageline.data.chat import render_chat
-from stageline.data.image_text import place_image_text, plain_image_text
-from stageline.data.messages import (
-    Conversation,
-    not_learnt,
-    only_last_answer,
-    turns_of,
-    with_examples,
-)
-from stageline.data.rendered import Piece, Rendered
-from stageline.data.template import fill_parts, parse_template
-from stageline.data.tool_calls import tools_of
 from stageline.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from stageline.data.text.rendered import Rendered
 
 
 @prompt_fn_register("fill")
@@ -35,6 +29,10 @@ def fill(
 
     Examples are filled in before it, with an empty line after each.
     """
+    from stageline.data.text.messages import not_learnt
+    from stageline.data.text.rendered import Piece, Rendered
+    from stageline.data.text.template import fill_parts, parse_template
+
     parts = parse_template(prompt)
     pieces = []
     for example in examples:
@@ -71,6 +69,15 @@ def chat(
         train_on_prompt: all text is learnt: system, user and markup too; not images.
         mask_system: with train_on_prompt: from the first message after the system's on.
     """
+    from stageline.data.text.chat import render_chat
+    from stageline.data.text.messages import (
+        Conversation,
+        only_last_answer,
+        tools_of,
+        turns_of,
+        with_examples,
+    )
+
     _check_masks(mask_history, train_on_prompt, mask_system)
     turns = turns_of(sample, prompt, system=system, for_generation=for_generation)
     turns = with_examples(turns, examples, prompt)
@@ -109,35 +116,43 @@ def auto(rendered: Rendered, images: Sequence[Any] | None, *, processor: Any) ->
 
     Nothing for a remote model: it gets images beside the text.
     """
+    from stageline.data.text.rendered import plain_image_text
+
     has_text = bool(images) and processor is not None
-    return place_image_text(rendered, plain_image_text(processor) if has_text else "")
+    return _placed(rendered, plain_image_text(processor) if has_text else "")
 
 
 @image_token_register("none")
 def none(rendered: Rendered, images: Sequence[Any] | None, *, processor: Any) -> Rendered:
     """Nothing: the model takes images beside the text."""
-    return place_image_text(rendered, "")
+    return _placed(rendered, "")
 
 
 @image_token_register("image")
 def image(rendered: Rendered, images: Sequence[Any] | None, *, processor: Any) -> Rendered:
     """<image>, as LLaVA, Idefics3 and SmolVLM write it."""
-    return place_image_text(rendered, "<image>")
+    return _placed(rendered, "<image>")
 
 
 @image_token_register("internvl")
 def internvl(rendered: Rendered, images: Sequence[Any] | None, *, processor: Any) -> Rendered:
     """<IMG_CONTEXT>, as InternVL writes it."""
-    return place_image_text(rendered, "<IMG_CONTEXT>")
+    return _placed(rendered, "<IMG_CONTEXT>")
 
 
 @image_token_register("qwen_vl")
 def qwen_vl(rendered: Rendered, images: Sequence[Any] | None, *, processor: Any) -> Rendered:
     """<|vision_start|><|image_pad|><|vision_end|>, as Qwen2-VL and later write it."""
-    return place_image_text(rendered, "<|vision_start|><|image_pad|><|vision_end|>")
+    return _placed(rendered, "<|vision_start|><|image_pad|><|vision_end|>")
 
 
 @image_token_register("gemma3")
 def gemma3(rendered: Rendered, images: Sequence[Any] | None, *, processor: Any) -> Rendered:
     """<start_of_image>, as Gemma 3 writes it."""
-    return place_image_text(rendered, "<start_of_image>")
+    return _placed(rendered, "<start_of_image>")
+
+
+def _placed(rendered: Rendered, text: str) -> Rendered:
+    from stageline.data.text.rendered import place_image_text
+
+    return place_image_text(rendered, text)

@@ -7,10 +7,17 @@ A part is put on the shelf with a decorator or by item assignment, and chosen by
 
     prompt_register["vqa"] = "[IMAGE]\\n[QUESTION]\\n[ANSWER]"
 
+    dataset_register["digits"] = "stageline.tasks.digits:Digits"   # imported when it is chosen
+
+What a run has to know of a part beside its signature are its facts, and stand beside its key:
+
+    @loss_fn_register("rm", predicts_tokens=False)
+
 This file does not know any key. Options are parsed in parse_args.py; entry files load the shelf
 with `import_shelf()` and the parts of a user with `import_parts()`.
 """
 
+import ast
 import contextlib
 import difflib
 import functools
@@ -18,10 +25,12 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,6 +49,7 @@ SHELF = (
     "corpus_parts",
 )
 ENTRY_POINT_GROUP = "stageline.parts"
+TARGET = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")  # module:name
 
 
 class RegisterError(ValueError):
@@ -55,28 +65,53 @@ class UnknownKeyError(RegisterError, KeyError):
     """A key that a register does not hold. A `KeyError` too, so that `get()` and `pop()` work."""
 
 
+@dataclass(frozen=True)
+class Entry:
+    """A key of a register, and what stands behind it.
+
+    Attributes:
+        target: the part, or "module:name", which is imported when the part is chosen.
+        home: `file:line` where it was registered.
+        facts: what a run has to know of the part; every fact of its register has a value.
+    """
+
+    key: str
+    target: Any
+    home: str
+    facts: Mapping[str, Any]
+
+
 class Register(UserDict):
     """Maps keys to parts. Refuses a key that is taken, and knows where each part was registered.
+
+    `data` holds an `Entry` for each key; `register[key]` is the part itself.
 
     Args:
         name: what the parts are called, `loss_fn`; also names the option, `--loss-fn`.
         holds: one line saying what a part does; shown by `--list`.
         part_type: `callable`, or the type that each part has.
         option: what a key is given with, where it is not the name.
+        facts: the facts that a part may have, with their values where it says nothing.
     """
 
     def __init__(
-        self, name: str, holds: str = "", *, part_type: Any = callable, option: str | None = None
+        self,
+        name: str,
+        holds: str = "",
+        *,
+        part_type: Any = callable,
+        option: str | None = None,
+        facts: Mapping[str, Any] = {},
     ) -> None:
         super().__init__()
         self.name = name
         self.holds = holds
         self.option = option or "--" + name.replace("_", "-")
         self.part_type = part_type
+        self.facts = dict(facts)
         self.is_frozen = False
-        self._homes: dict[str, str] = {}
 
-    def __call__(self, *keys: str, replace: bool = False) -> Callable:
+    def __call__(self, *keys: str, replace: bool = False, **facts: Any) -> Callable:
         """Decorator: registers a function or class under one or more keys and returns it as is."""
         if not keys or not all(isinstance(key, str) for key in keys):
             raise RegisterError(
@@ -87,44 +122,45 @@ class Register(UserDict):
 
         def decorate(part: Any) -> Any:
             for key in keys:
-                self._add(key, part, home=home, replace=replace)
+                self._add(key, part, home=home, replace=replace, facts=facts)
             return part
 
         return decorate
 
-    def register(self, key: str, part: Any, *, replace: bool = False) -> None:
-        """Registers `part` under `key`; with `replace=True` also when the key is taken."""
-        self._add(key, part, home=_caller_home(), replace=replace)
+    def register(self, key: str, target: Any, *, replace: bool = False, **facts: Any) -> None:
+        """Registers a part, or "module:name"; with `replace=True` also when the key is taken."""
+        self._add(key, target, home=_caller_home(), replace=replace, facts=facts)
 
-    def __setitem__(self, key: str, part: Any) -> None:
-        self._add(key, part, home=_caller_home(), replace=False)
+    def __setitem__(self, key: str, target: Any) -> None:
+        self._add(key, target, home=_caller_home())
 
     def update(self, other: Any = (), /, *, replace: bool = False, **parts: Any) -> None:
         """Registers all of `other` and `parts`; a taken key is an error as in item assignment."""
         home = _caller_home()
-        for key, part in {**dict(other), **parts}.items():
-            self._add(key, part, home=home, replace=replace)
+        for key, target in {**dict(other), **parts}.items():
+            self._add(key, target, home=home, replace=replace)
 
     def __ior__(self, other: Any) -> "Register":
         self.update(other)
         return self
 
     def __or__(self, other: Any) -> Any:  # a register has a name; the union of two is a dict
-        return {**self.data, **other}
+        return {**self, **other}
 
     def __ror__(self, other: Any) -> Any:
-        return {**other, **self.data}
+        return {**other, **self}
+
+    def __getitem__(self, key: str) -> Any:
+        entry = self.entry(key)
+        return entry.target if self.part_type is str else load_target(entry.target, entry.home)
 
     def __delitem__(self, key: str) -> None:
         self._refuse_if_frozen(key)
-        self[key]  # an unknown key gets the long answer
-        del self.data[key], self._homes[key]
+        self.entry(key)  # an unknown key gets the long answer
+        del self.data[key]
 
-    def __missing__(self, key: str) -> Any:
-        return self.pick(key)
-
-    def pick(self, key: str, *, option: str | None = None) -> Any:
-        """The part of `key`.
+    def entry(self, key: str, *, option: str | None = None) -> Entry:
+        """What is known of `key`; imports nothing.
 
         Args:
             key: the key that was asked for.
@@ -149,24 +185,32 @@ class Register(UserDict):
 
     def home(self, key: str) -> str:
         """Where the part was registered, as `file:line`."""
-        self[key]  # an unknown key gets the long answer
-        return self._homes[key]
+        return self.entry(key).home
 
     def summary(self, key: str) -> str:
         """First line of the part's docstring; of a string, the string on one line."""
-        part = self[key]
-        if isinstance(part, str):
-            return part.replace("\n", "\\n")
-        while isinstance(part, functools.partial):
-            part = part.func
-        lines = (inspect.getdoc(part) or "").strip().splitlines()
+        target = self.entry(key).target
+        if self.part_type is str:
+            return target.replace("\n", "\\n")
+        while isinstance(target, functools.partial):
+            target = target.func
+        text = _docstring_at(target) if isinstance(target, str) else inspect.getdoc(target)
+        lines = (text or "").strip().splitlines()
         return lines[0] if lines else "(no docstring)"
 
     def freeze(self) -> None:
         """From now on nothing can be added, replaced or removed."""
         self.is_frozen = True
 
-    def _add(self, key: str, part: Any, *, home: str, replace: bool) -> None:
+    def _add(
+        self,
+        key: str,
+        target: Any,
+        *,
+        home: str,
+        replace: bool = False,
+        facts: Mapping[str, Any] = {},
+    ) -> None:
         self._refuse_if_frozen(key)
         if not isinstance(key, str) or not key or key != key.strip() or key.startswith("-"):
             raise RegisterError(
@@ -174,22 +218,37 @@ class Register(UserDict):
                 f"without outer spaces or a leading '-', because it is typed after {self.option}: "
                 f"choose such a name."
             )
-        fits = callable(part) if self.part_type is callable else isinstance(part, self.part_type)
-        if not fits:
+        if not self._is_right_kind(target):
             wanted = getattr(self.part_type, "__name__", self.part_type)
             raise RegisterError(
-                f"{self.name}_register[{key!r}] got a {type(part).__name__} at {home}. "
+                f"{self.name}_register[{key!r}] got a {type(target).__name__} at {home}. "
                 f"Its parts are of the kind {wanted!r}: {self.holds or 'see register.py'}. "
                 f"Register the part itself, not what it returns."
             )
+        self._check_facts(key, facts, home=home)
         if key in self.data and not replace:
             raise RegisterError(
-                f"{self.name}_register[{key!r}] is registered twice: first at {self._homes[key]}, "
+                f"{self.name}_register[{key!r}] is registered twice: first at {self.home(key)}, "
                 f"again at {home}. A key means one part, or a run could not be repeated. Choose "
                 f"another key, or say replace=True where the second one is registered."
             )
-        self.data[key] = part
-        self._homes[key] = home
+        self.data[key] = Entry(key, target, home, {**self.facts, **facts})
+
+    def _is_right_kind(self, target: Any) -> bool:
+        if self.part_type is not callable:
+            return isinstance(target, self.part_type)
+        return callable(target) or (isinstance(target, str) and bool(TARGET.fullmatch(target)))
+
+    def _check_facts(self, key: str, facts: Mapping[str, Any], *, home: str) -> None:
+        for fact in facts.keys() - self.facts.keys():
+            near = difflib.get_close_matches(fact, self.facts, n=2, cutoff=0.6)
+            hint = f" Did you mean {' or '.join(near)}?" if near else ""
+            raise RegisterError(
+                f"{self.name}_register[{key!r}] came with {fact}={facts[fact]!r} at {home}, and "
+                f"a {self.name} part has no fact {fact!r}.{hint} Known are: "
+                f"{', '.join(self.facts) or 'none'}. Only those are taken, because nothing would "
+                f"read another one: correct its name, or leave it out (docs/add_a_part.md)."
+            )
 
     def _refuse_if_frozen(self, key: object) -> None:
         if self.is_frozen:
@@ -206,33 +265,130 @@ class Register(UserDict):
 
 
 def _caller_home() -> str:
-    """`file:line` of the nearest frame outside this file and the collections modules."""
+    """`file:line` that registers a part: the line that asks for it, if functions there help."""
     frame = sys._getframe(1)
     ours = {__name__, "collections", "_collections_abc", "collections.abc"}
     while frame.f_back is not None and frame.f_globals.get("__name__") in ours:
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    file = frame.f_code.co_filename
+    while frame.f_back is not None and frame.f_back.f_code.co_filename == file:
+        frame = frame.f_back
+    return f"{file}:{frame.f_lineno}"
+
+
+def load_target(target: Any, home: str = "") -> Any:
+    """What "module:name" stands for; anything else is itself.
+
+    Args:
+        home: where it is written, for the error message.
+
+    Raises:
+        RegisterError: the module does not import, or has no such name.
+    """
+    if not isinstance(target, str):
+        return target
+    module, _, name = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise RegisterError(
+            f"{target!r}{home and f', registered at {home},'} can't be imported: {error}. "
+            f"module:name was expected, such as my_package.losses:my_loss, because the part is "
+            f"imported when it is chosen: correct the text, or install what the module needs."
+        ) from error
+
+
+def _docstring_at(target: str) -> str | None:
+    """The docstring of what "module:name" stands for, read from the file: nothing runs."""
+    module, _, name = target.partition(":")
+    if module in sys.modules:
+        return inspect.getdoc(getattr(sys.modules[module], name, None))
+    spec = importlib.util.find_spec(module)
+    if spec is None or not spec.origin:
+        return None
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    kinds = (ast.ClassDef, ast.FunctionDef)
+    found = (node for node in tree.body if isinstance(node, kinds) and node.name == name)
+    return next(map(ast.get_docstring, found), None)
 
 
 # What each part does; the exact signatures are in docs/add_a_part.md.
-model_register = Register("model", "generates: (model, processor, images, prompts) -> texts")
-train_model_register = Register("train_model", "builds one stage -> (StageModel, processor, pad)")
-builder_register = Register("builder", "loads: path -> (model, processor, device_map)")
+# A fact stands here with its value for parts that say nothing of it. A function among them may be
+# given as "module:name"; needs_reference and needs_kl may be functions of the part's own options.
+model_register = Register(
+    "model",
+    "generates: (model, processor, images, prompts) -> texts",
+    facts={
+        "for_generation": True,  # False: the whole text is rendered, its end too
+        "default_keys": {},  # {"metric": "perplexity"}: keys that suit it, where none are given
+        "without_effect": (),  # options that change no answer: predictions are kept
+    },
+)
+train_model_register = Register(
+    "train_model",
+    "builds one stage -> (StageModel, processor, pad)",
+    facts={
+        "gives_scores": False,  # True: a score for each token in the place of logits
+        "model_types": (),  # of config.json, that it alone is made for
+    },
+)
+builder_register = Register(
+    "builder",
+    "loads: path -> (model, processor, device_map)",
+    facts={
+        "plan": None,  # function: what --plan shows, of the part's arguments
+        "without_effect": (),
+    },
+)
 prompt_register = Register("prompt", "template text with [PLACEHOLDERS]", part_type=str)
 prompt_fn_register = Register("prompt_fn", "fills a template: (sample, prompt) -> Rendered")
 image_token_register = Register("image_token", "puts the model's own image text into a Rendered")
 dataset_register = Register("dataset", "map-style dataset of (images | None, sample dict)")
-collate_fn_register = Register("collate_fn", "samples -> tensors of one micro-batch")
-loss_fn_register = Register("loss_fn", "(logits, micro_batch, num_targets) -> scalar, figures")
+collate_fn_register = Register(
+    "collate_fn",
+    "samples -> tensors of one micro-batch",
+    facts={
+        "needs_groups": False,  # True: the samples of a group are compared
+        "takes_tokens": False,  # True: samples may be token ids in the place of text
+        "default_keys": {},
+    },
+)
+loss_fn_register = Register(
+    "loss_fn",
+    "(logits, micro_batch, num_targets) -> scalar, figures",
+    facts={
+        "counts": {},  # argument -> function of a micro-batch, summed over the whole batch
+        "is_token_sum": False,  # True: --logits-chunk may call it with a few tokens at a time
+        "predicts_tokens": True,  # False: it takes scores, and there is no token accuracy
+        "needs_reference": False,  # True: micro_batch["loss_reference"] of the start model
+        "needs_kl": False,  # True: micro_batch["loss_kl"], too
+        "weighs_by_itself": False,  # True: it need not add up over micro-batches
+    },
+)
 sim_fn_register = Register("sim_fn", "similarity of two batches of vectors")
 metric_register = Register("metric", "(predictions, samples) -> figures")
-optimizer_register = Register("optimizer", "parameter groups -> torch optimizer")
+optimizer_register = Register(
+    "optimizer",
+    "parameter groups -> torch optimizer",
+    facts={"needs_whole": False},  # True: whole matrices, so --dp-shard is refused
+)
 lr_scheduler_register = Register("lr_scheduler", "options -> function from step to learning rate")
 tracker_register = Register("tracker", "shows a run elsewhere: log(kind, step, figures), close()")
-engine_register = Register("engine", "runs the training: pipeline, streaming")
-document_register = Register("document", "a row of a text file -> the text of one document")
+engine_register = Register(
+    "engine",
+    "runs the training: pipeline, streaming",
+    facts={"topology": None},  # function: the options -> its stages and ranks
+)
+document_register = Register(
+    "document",
+    "a row of a text file -> the text of one document",
+    facts={"columns_of": None},  # function: its options -> the fields that it needs of a row
+)
 splitter_register = Register(
-    "splitter", "text -> where its sentences end, in characters", option="--language"
+    "splitter",
+    "text -> where its sentences end, in characters",
+    option="--language",
+    facts={"splits_sentences": True},  # False: it is not called, pieces can be near-equal
 )
 
 ALL_REGISTERS: dict[str, Register] = {
@@ -267,17 +423,17 @@ def freeze_registers() -> None:
 
 @contextlib.contextmanager
 def restored_registers() -> Iterator[None]:
-    """Puts every register back as it was when the block ends. For tests."""
+    """Puts every register and the import path back as they were when the block ends. For tests."""
+    path = list(sys.path)
     before = {
-        name: (dict(register.data), dict(register._homes), register.is_frozen)
-        for name, register in ALL_REGISTERS.items()
+        name: (dict(register.data), register.is_frozen) for name, register in ALL_REGISTERS.items()
     }
     try:
         yield
     finally:
-        for name, (data, homes, is_frozen) in before.items():
-            register = ALL_REGISTERS[name]
-            register.data, register._homes, register.is_frozen = data, homes, is_frozen
+        sys.path[:] = path
+        for name, (data, is_frozen) in before.items():
+            ALL_REGISTERS[name].data, ALL_REGISTERS[name].is_frozen = data, is_frozen
 
 
 def import_shelf(*names: str) -> None:

@@ -32,9 +32,9 @@ from pp_models import CausalLMStage
 from stageline.checkpoint.init import init_split_model
 from stageline.checkpoint.writer import CheckpointWriter
 from stageline.pipeline.runner import PipelineRunner
-from stageline.testing.ranks import run_ranks
-from stageline.training.optimizer_groups import optimizer_groups
+from stageline.training.optimizers import optimizer_groups
 from stageline.training.step import TrainStep
+from tests.helpers.ranks import run_ranks
 
 # hidden size, inner size, layers, heads, heads of keys, vocabulary; the second is SmolLM2-135M
 SIZES = {"20M": (384, 1024, 10, 6, 2, 4096), "135M": (576, 1536, 30, 9, 3, 49152)}

@@ -26,7 +26,7 @@ def make(settings: dict[str, Any]) -> None:
     import pyarrow
 
     from stageline.corpus.corpus_files import Corpus
-    from stageline.corpus.segments import Segments
+    from stageline.corpus.header import Segments
     from stageline.corpus.writer import CorpusWriter
 
     source, folder = Corpus(settings["source"]), Path(settings["folder"])

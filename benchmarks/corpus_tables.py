@@ -49,7 +49,7 @@ def add_padding(name: str, pieces: str, prefix: Path) -> None:
     """Keeps the figures of a corpus for the table."""
     sys.path.insert(0, str(ROOT))
     from stageline.corpus.pack import pack_corpus
-    from stageline.corpus.stats import stats
+    from stageline.corpus.verify import stats
 
     _padding.setdefault(name, {})[pieces] = stats(prefix).whole
     _packed[name, pieces] = pack_corpus(prefix).padding

@@ -27,7 +27,7 @@ def make_cutter(settings: Settings) -> Any:
     from stageline.corpus import sentences
     from stageline.corpus.cutter import DocumentCutter
     from stageline.corpus.encoder import load_encoder
-    from stageline.corpus.segments import CutRules
+    from stageline.corpus.header import CutRules
 
     rules = CutRules(settings.get("seq_length", 1024), pieces=settings.get("pieces", "even"))
     splitter = getattr(sentences, settings.get("language", "english"))

@@ -33,7 +33,7 @@ from decoding_ours import OurStage
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from stageline.checkpoint.quiet import quiet
+from stageline.checkpoint.load import quiet
 
 ROOT = Path(__file__).resolve().parents[1]
 NAIVE, REPLICAS, LIBRARY = "naive", "two replicas", "transformers pp_size=2"

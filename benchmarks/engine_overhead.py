@@ -24,9 +24,9 @@ from loss_fn import sft
 from pp_models import CausalLMStage
 from stageline.checkpoint.init import init_split_model
 from stageline.pipeline.runner import PipelineRunner
-from stageline.testing.ranks import run_ranks
-from stageline.training.optimizer_groups import optimizer_groups
+from stageline.training.optimizers import optimizer_groups
 from stageline.training.step import TrainStep, count_targets
+from tests.helpers.ranks import run_ranks
 
 SEQUENCE = 128
 NUM_MICRO_BATCHES = 8

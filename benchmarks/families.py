@@ -29,14 +29,13 @@ from transformers import LlamaForCausalLM  # noqa: F401, loads the library befor
 from transformers.utils import logging
 
 import pp_models  # noqa: F401, the shelf
-from answer_stages import stage_key
+from commands.stages import stage_key
 from register import train_model_register
-from stageline.checking.families import Verdict, told, try_family
-from stageline.checking.families_page import write_pages
+from stageline.checking.families import FamilyResult, told, try_family, write_page
+from stageline.checking.family_configs import NO_DECODER, family_config
 from stageline.errors import UserError
 from stageline.model_folder import load_config
-from stageline.testing.family_configs import NO_DECODER, family_config
-from stageline.testing.stand_in_tower import stand_in_for_timm
+from tests.helpers.stand_in_tower import stand_in_for_timm
 
 stand_in_for_timm()
 LIMIT = 240  # seconds a name
@@ -72,15 +71,15 @@ def build_stage(folder: Path, stage: int, num_stages: int, dtype: torch.dtype) -
     return model
 
 
-def try_name(kind: str, name: str) -> list[Verdict]:
+def try_name(kind: str, name: str) -> list[FamilyResult]:
     """Verdicts on one name: untied, and tied where the model can be both."""
     if name in NO_DECODER and (kind, name) != ("text", "emu3"):
-        return [Verdict(name, kind, 2, False, "no model", NO_DECODER[name])]
+        return [FamilyResult(name, kind, 2, False, "no model", NO_DECODER[name])]
     try:
         config = family_config(name)
     except Exception as error:  # the checks of a class refuse its own defaults
-        return [Verdict(name, kind, 2, False, "no model", told(error))]
-    found: dict[tuple[bool, int], Verdict] = {}
+        return [FamilyResult(name, kind, 2, False, "no model", told(error))]
+    found: dict[tuple[bool, int], FamilyResult] = {}
     for is_tied in (False, True):
         for verdict in try_family(config, KINDS[kind][0], build_stage, name=name, is_tied=is_tied):
             if is_tied and verdict.said == "no model" and found:
@@ -105,7 +104,7 @@ def main() -> int:
             Path(arguments.json).write_text(json.dumps(text, indent=1), encoding="utf-8")
     print(f"{len(chosen)} names in {time.time() - started:.0f} s: {count(verdicts)}")
     if arguments.markdown:
-        write_pages(verdicts, Path(arguments.markdown))
+        write_page(verdicts, Path(arguments.markdown))
     return int(any(verdict.said in BAD for verdict in verdicts))
 
 
@@ -117,15 +116,15 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--kind", choices=list(KINDS), help="one of the two lists")
     parser.add_argument("--jobs", type=int, default=1, help="names at a time")
     parser.add_argument("--json", help="file for all verdicts; those of other names stay")
-    parser.add_argument("--markdown", help="page with the table, beside it the Chinese one")
+    parser.add_argument("--markdown", help="page with the table")
     return parser.parse_args()
 
 
-def read_earlier(path: str | None, chosen: list[tuple[str, str]]) -> list[Verdict]:
+def read_earlier(path: str | None, chosen: list[tuple[str, str]]) -> list[FamilyResult]:
     """Verdicts of an earlier call on other names, which go into the file and the page, too."""
     if path is None or not Path(path).exists():
         return []
-    rows = [Verdict(**row) for row in json.loads(Path(path).read_text(encoding="utf-8"))]
+    rows = [FamilyResult(**row) for row in json.loads(Path(path).read_text(encoding="utf-8"))]
     return [row for row in rows if (row.kind, row.name) not in chosen]
 
 
@@ -138,14 +137,14 @@ def choose(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
                 yield kind, name
 
 
-def line(row: Verdict) -> str:
+def line(row: FamilyResult) -> str:
     """A verdict as it is printed."""
     way = f"{row.num_stages} stages {'tied' if row.is_tied else 'untied'} {row.dtype}"
     gap = f" {row.largest:.0e}" if row.largest else ""
     return f"{row.kind} {row.name}: {row.said}{gap} ({way}) {row.detail}".rstrip()
 
 
-def count(verdicts: list[Verdict]) -> str:
+def count(verdicts: list[FamilyResult]) -> str:
     """How many names have which verdict, the worst of each."""
     order = ("WRONG", "crash", "refused", "no model", "close", "equal")
     worst: dict[tuple[str, str], str] = {}
@@ -159,7 +158,7 @@ def count(verdicts: list[Verdict]) -> str:
 # -- a process a name ---------------------------------------------------------------------------
 
 
-def run_all(chosen: list[tuple[str, str]], *, jobs: int) -> Iterator[list[Verdict]]:
+def run_all(chosen: list[tuple[str, str]], *, jobs: int) -> Iterator[list[FamilyResult]]:
     """The verdicts on each name as it ends."""
     context = multiprocessing.get_context("fork")
     waiting, running = list(chosen), []
@@ -183,12 +182,12 @@ def run_all(chosen: list[tuple[str, str]], *, jobs: int) -> Iterator[list[Verdic
                 yield read_rows(kind, name, path, process.exitcode)
 
 
-def read_rows(kind: str, name: str, path: Path, code: int | None) -> list[Verdict]:
+def read_rows(kind: str, name: str, path: Path, code: int | None) -> list[FamilyResult]:
     """What the process of a name wrote; a crash where it wrote nothing."""
     if path.exists():
-        return [Verdict(**row) for row in json.loads(path.read_text(encoding="utf-8"))]
+        return [FamilyResult(**row) for row in json.loads(path.read_text(encoding="utf-8"))]
     said = f"more than {LIMIT} s" if code == -9 else f"its process ended with {code}"
-    return [Verdict(name, kind, 2, False, "crash", said)]
+    return [FamilyResult(name, kind, 2, False, "crash", said)]
 
 
 def work(kind: str, name: str, path: Path) -> None:

@@ -29,7 +29,7 @@ from stageline.checkpoint.init import init_split_model
 from stageline.distributed.process_group import distributed_context
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
-from stageline.training.optimizer_groups import optimizer_groups
+from stageline.training.optimizers import optimizer_groups
 from stageline.training.step import TrainStep
 
 SHAPES = {  # hidden, intermediate, layers, heads, key-value heads

@@ -28,14 +28,13 @@ from PIL import Image
 
 from dataset import sft
 from prompt_fn import auto, fill
-from stageline.data.image_settings import make_image_settings, using_images
-from stageline.data.json_lines import JsonLines
-from stageline.data.loader import MicroBatchLoader
-from stageline.data.prepare_images import prepare_images
-from stageline.data.processor import compose_processor
-from stageline.data.tiling import Tiling
-from stageline.testing.tiny_datasets import write_lines
-from stageline.testing.tiny_processors import tiny_processor
+from stageline.checking.tiny_processors import tiny_processor
+from stageline.data.batches.loader import MicroBatchLoader
+from stageline.data.images.image_settings import make_image_settings, using_images
+from stageline.data.images.tiling import Tiling, prepare_images
+from stageline.data.rows.json_lines import JsonLines
+from stageline.data.text.processor import compose_processor
+from tests.helpers.tiny_datasets import write_lines
 
 NUM_STAGES = 2
 IMAGES_PER_SAMPLE = 3

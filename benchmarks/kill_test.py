@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import transformers
 
-import train_pp  # noqa: F401  forked ranks run it
-from stageline.testing.killing import (
+from commands import train as train_pp  # noqa: F401  forked ranks run it
+from tests.helpers.killing import (
     Killer,
     LaunchedRun,
     RunFolder,
@@ -33,7 +33,7 @@ from stageline.testing.killing import (
     kill_by_hand,
     last_tensors,
 )
-from stageline.testing.small_run import Job
+from tests.helpers.small_run import Job
 
 SECONDS_TO_START = {"torchrun": 6.0, "forked": 1.0}
 

@@ -23,10 +23,14 @@ from accelerate import infer_auto_device_map
 from accelerate.utils import compute_module_sizes, get_balanced_memory
 
 from stageline.inference.meta_model import model_on_meta
-from stageline.inference.model_bytes import measure_model
-from stageline.inference.model_cutter import ModelCutter
-from stageline.inference.pass_bytes import Load, layer_tensors
-from stageline.inference.placement import HEADROOM, Homes, device_bytes, format_table
+from stageline.inference.model_bytes import Load, layer_tensors, measure_model
+from stageline.inference.model_cutter import (
+    HEADROOM,
+    Homes,
+    ModelCutter,
+    device_bytes,
+    format_table,
+)
 from stageline.pipeline.live_bytes import PeakBytes
 
 GIB = 1024**3

@@ -21,13 +21,12 @@ from transformers import AutoConfig
 
 from loss_fn import sft
 from pp_models import CausalLMStage
-from stageline.pipeline.actions import Kind
 from stageline.pipeline.live_bytes import PeakBytes
-from stageline.pipeline.local_stages import LocalStages
-from stageline.pipeline.plan import drop_dead_backward, grad_flow
+from stageline.pipeline.plan import Kind, drop_dead_backward, grad_flow
+from stageline.pipeline.runner import LocalStages
 from stageline.pipeline.schedules import make_schedule
 from stageline.pipeline.stage_passes import StagePasses
-from stageline.training.planner import PlannedRun, Planner
+from stageline.planner.planner import PlannedRun, Planner
 from stageline.training.precision import MasterWeights
 
 NUM_MICRO_BATCHES = 8

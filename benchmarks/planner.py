@@ -27,19 +27,17 @@ from transformers import CONFIG_MAPPING, AutoConfig
 
 from loss_fn import sft
 from pp_models import CausalLMStage
-from pp_models.vision_language import VisionLanguageStage
-from stageline.pipeline.advice import legal_schedules
-from stageline.pipeline.cost import durations_of, flow_of
-from stageline.pipeline.measure import Workload, measure, measure_stage
-from stageline.pipeline.memory_plan import MemoryRules
-from stageline.pipeline.outline import outline_of
-from stageline.pipeline.partition import uniform_partition
-from stageline.pipeline.placement import Placement
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
-from stageline.pipeline.simulate import simulate
-from stageline.testing.ranks import run_ranks
-from stageline.training.planner import PlannedRun, Planner
+from stageline.pipeline.topology import uniform_partition
+from stageline.planner.cost import durations_of, flow_of
+from stageline.planner.measure import Workload, measure, measure_stage, outline_of
+from stageline.planner.memory_plan import MemoryRules
+from stageline.planner.placement import Placement, legal_schedules
+from stageline.planner.planner import PlannedRun, Planner
+from stageline.planner.simulate import simulate
+from stageline.stages.vision_language import VisionLanguageStage
+from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")
 TOKENS, NUM_SAMPLES = 96, 8

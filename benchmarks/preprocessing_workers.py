@@ -35,9 +35,9 @@ def ours(settings: dict[str, Any]) -> Callable[[], Any]:
     from torch.utils.data import DataLoader
 
     from prompt_fn import auto, chat
-    from stageline.data.collate import encode_for_training
-    from stageline.data.json_lines import JsonLines
-    from stageline.data.processor import load_processor
+    from stageline.data.batches.collate import encode_for_training
+    from stageline.data.rows.json_lines import JsonLines
+    from stageline.data.text.processor import load_processor
 
     texts = {"prompt": "", "prompt_fn": chat, "image_token": auto}
     encode = functools.partial(

@@ -144,7 +144,7 @@ def measure(name: str) -> dict[str, float]:
 
     from register import import_shelf, train_model_register
     from stageline.checking.proof_record import SplitToProve, prove_split
-    from stageline.checkpoint.together import Ranks
+    from stageline.checkpoint.layout import Ranks
 
     transformers.logging.set_verbosity_error()
     import_shelf("pp_models")

@@ -31,14 +31,12 @@ import torch.distributed as dist
 from torch import nn
 
 from stageline.distributed.process_group import distributed_context
-from stageline.pipeline.actions import Action, Kind
-from stageline.pipeline.plan import drop_dead_backward, grad_flow, needs
-from stageline.pipeline.recorder import Recorder
+from stageline.pipeline.plan import Action, Kind, drop_dead_backward, grad_flow, needs
+from stageline.pipeline.recorder import Recorder, TimelineEvent, bubble
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import SCHEDULES, make_schedule
-from stageline.pipeline.simulate import simulate
-from stageline.pipeline.timeline import TimelineEvent, bubble
-from stageline.testing.ranks import run_ranks
+from stageline.planner.simulate import simulate
+from tests.helpers.ranks import run_ranks
 
 NUM_MICRO_BATCHES = {2: (4, 8), 4: (8, 16)}  # ranks -> the columns of tests/unit/test_schedules.py
 SIMULATED = {  # (ranks, micro-batches) -> % idle at F = I = W, as that test has it

@@ -219,7 +219,7 @@ def server(args: argparse.Namespace):
         *(sys.executable, ROOT / "serve.py", "--model-path", args.model_path, "--port", 0),
         *("--device", "cpu", "--num-stages", args.num_stages, "--max-running", args.max_running),
         *("--max-queue", args.clients, "--max-body-mib", BODY_MIB, "--max-length", 2048),
-        *("--served-model-name", "loaded", "--num-replicas", args.num_replicas),
+        *("--served-model-name", "loaded"),
     ]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
@@ -315,8 +315,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--num-stages", type=int, default=1)
-    parser.add_argument("--num-replicas", type=int, default=1)
-    parser.add_argument("--max-running", type=int, default=32, help="of each replica")
+    parser.add_argument("--max-running", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")

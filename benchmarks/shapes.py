@@ -27,13 +27,13 @@ from loss_fn import sft
 from pp_models import CausalLMStage
 from prompt_fn import chat, none
 from register import import_shelf, prompt_register
-from stageline.data.json_lines import JsonLines
-from stageline.data.loader import MicroBatchLoader
-from stageline.data.processor import load_processor
-from stageline.pipeline.border_bytes import border_bytes
+from stageline.data.batches.loader import MicroBatchLoader
+from stageline.data.rows.json_lines import JsonLines
+from stageline.data.text.processor import load_processor
 from stageline.pipeline.runner import PipelineRunner
-from stageline.testing.ranks import run_ranks
+from stageline.planner.cost import border_bytes
 from stageline.training.step import count_targets
+from tests.helpers.ranks import run_ranks
 
 DATA = Path(__file__).resolve().parents[1] / "data/manpages_instruct.jsonl"
 BATCH = 16

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from stageline.streaming.host_memory import host_bytes
-from stageline.streaming.shelf import make_shelves
+from stageline.streaming.host_weights import make_shelves
 
 VOCABULARY = 32000
 SHAPES = {  # hidden, intermediate, layers, heads, key-value heads

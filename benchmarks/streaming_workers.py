@@ -21,12 +21,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from stageline.streaming.engine import RoundPipe
+from stageline.streaming.host_weights import make_shelves
 from stageline.streaming.lanes import Lane
-from stageline.streaming.plan import Plan
-from stageline.streaming.plan_choice import choose
+from stageline.streaming.plan import Plan, choose, costs_of
 from stageline.streaming.run_config import RoundPipeRunConfig
-from stageline.streaming.shelf import make_shelves
-from stageline.streaming.shelf_costs import costs_of
 
 
 def adamw(parameters, device: str):

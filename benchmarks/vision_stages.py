@@ -21,10 +21,9 @@ import transformers
 
 from loss_fn import sft
 from pp_models import VisionLanguageStage
-from stageline.pipeline.actions import Kind
 from stageline.pipeline.borders import batch_input, batch_output
 from stageline.pipeline.live_bytes import PeakBytes
-from stageline.pipeline.plan import drop_dead_backward, grad_flow
+from stageline.pipeline.plan import Kind, drop_dead_backward, grad_flow
 from stageline.pipeline.schedules import make_schedule
 from stageline.pipeline.stage_passes import StagePasses, model_inputs
 

@@ -1,15 +1,15 @@
 """The inference model parts: (images, prompts) -> answers."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING, Any
 
 from register import model_register
-from stageline.data.rendered import Rendered
-from stageline.inference import generation
-from stageline.inference.decoding.request import Sampling
-from stageline.inference.engine_answers import engine_answers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from stageline.data.text.rendered import Rendered
 
 
 @model_register("generate")
@@ -35,6 +35,11 @@ def generate(
         top_k: with a temperature: so many of the likeliest tokens.
         repetition_penalty: above 1 makes tokens that were there before less likely.
     """
+    import torch
+
+    from stageline.inference import generation
+    from stageline.inference.decoding.request import Sampling
+
     options = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
@@ -44,7 +49,7 @@ def generate(
         "repetition_penalty": repetition_penalty,
     }
     if not isinstance(model, torch.nn.Module):
-        return engine_answers(
+        return generation.engine_answers(
             model, processor, prompts=prompts, images=images, sampling=Sampling(**options)
         )
     return generation.generate(model, processor, prompts=prompts, images=images, **options)

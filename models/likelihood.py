@@ -1,29 +1,22 @@
 """The model parts that generate nothing: likelihoods of given answers, and of whole texts."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from register import model_register
-from stageline.data.rendered import Rendered
 from stageline.errors import DataError, UserError
-from stageline.inference.likelihood import (
-    ScoredRow,
-    continuation_row,
-    shortened,
-    text_rows,
-    text_tokens,
-)
-from stageline.inference.scoring import longest_row, score_rows
-from stageline.inference.task_results import (
-    as_they_are_whole,
-    choice_result,
-    text_result,
-)
 
+if TYPE_CHECKING:
+    from stageline.data.text.rendered import Rendered
+    from stageline.inference.scoring import ScoredRow
+
+TEXT_KEYS = {"prompt": "text", "prompt_fn": "fill", "image_token": "none", "metric": "perplexity"}
 Continuations = Literal["choices", "letters", "answer"]
 
 
-@model_register("loglikelihood")
+@model_register("loglikelihood", default_keys={"metric": "choice_accuracy"})
 def loglikelihood(
     model: Any,
     processor: Any,
@@ -44,6 +37,8 @@ def loglikelihood(
         delimiter: stands between prompt and continuation; default: a space, in a chat nothing.
         overlong: a prompt with more tokens than the model reads is refused, or loses its beginning.
     """
+    from stageline.inference.scoring import choice_result, continuation_row, longest_row, shortened
+
     _needs_tokens(processor, "loglikelihood")
     texts = [_continuations(sample, continuations) for sample in samples]
     rows_of: list[list[ScoredRow]] = []
@@ -59,7 +54,7 @@ def loglikelihood(
         yield place, choice_result(found, rows_of[place], texts[place])
 
 
-@model_register("perplexity")
+@model_register("perplexity", for_generation=False, default_keys=TEXT_KEYS)
 def perplexity(
     model: Any,
     processor: Any,
@@ -78,6 +73,8 @@ def perplexity(
         stride: new tokens of each window but the first; fewer give each more context.
             Default: max_length.
     """
+    from stageline.inference.scoring import longest_row, text_result, text_rows, text_tokens
+
     _needs_tokens(processor, "perplexity")
     if any(images):
         raise UserError(
@@ -98,18 +95,12 @@ def perplexity(
         yield place, text_result(found, prompts[place].text)
 
 
-perplexity.for_generation = False  # the whole text is rendered, its end too
-perplexity.default_keys = {
-    **{"prompt": "text", "prompt_fn": "fill", "image_token": "none"},
-    "metric": "perplexity",
-}
-loglikelihood.default_keys = {"metric": "choice_accuracy"}
-
-
 def _scored(
     model: Any, processor: Any, rows_of: Sequence[Sequence[ScoredRow]], batch_size: int
 ) -> Iterator[tuple[int, Any]]:
     """(sample, scores of its rows), as they come."""
+    from stageline.inference.scoring import as_they_are_whole, score_rows
+
     rows = [row for own in rows_of for row in own]
     owners = [place for place, own in enumerate(rows_of) for _ in own]
     scores = score_rows(model, processor, rows, num_together=batch_size)

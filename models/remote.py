@@ -1,20 +1,26 @@
 """Models behind an OpenAI-style endpoint: a builder part, and two model parts that ask it."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from register import builder_register, model_register
-from stageline.data.rendered import Rendered
 from stageline.errors import UserError
-from stageline.inference.batch_requests import RequestFiles, read_answers
-from stageline.inference.remote import Endpoint, ask_all
-from stageline.inference.remote_messages import body_key, messages_of, request_body, tools_of
 
+if TYPE_CHECKING:
+    from stageline.data.text.rendered import Rendered
+    from stageline.inference.remote import Endpoint, RequestFiles
+
+# options that change no answer: with other values predictions are gone on with
+OF_THE_WAY = ("api_key_env", "timeout", "max_retries", "requests_per_minute")
+PRICES = ("input_price", "output_price")
+FILES = ("requests_path", "answers_path")
 MaxTokensField = Literal["max_tokens", "max_completion_tokens"]
 
 
-@builder_register("remote")
+@builder_register("remote", without_effect=(*OF_THE_WAY, *PRICES))
 def remote_endpoint(
     model_path: str | None = None,
     *,
@@ -45,6 +51,8 @@ def remote_endpoint(
             f"--model-path {model_path} came with --builder remote. --builder.name alone was "
             "expected, because nothing is loaded here: leave --model-path out."
         )
+    from stageline.inference.remote import Endpoint
+
     endpoint = Endpoint(
         name,
         base_url=base_url,
@@ -58,13 +66,7 @@ def remote_endpoint(
     return endpoint, None, {"": base_url or "openai"}
 
 
-# options that change no answer: with other values predictions are gone on with
-remote_endpoint.without_effect = (
-    "api_key_env", "timeout", "max_retries", "requests_per_minute", "input_price", "output_price",
-)  # fmt: skip
-
-
-@model_register("remote")
+@model_register("remote", without_effect=("concurrency",))
 def remote(
     endpoint: Endpoint,
     processor: None,
@@ -89,6 +91,8 @@ def remote(
         send_temperature: some reasoning models refuse temperature and seed.
         extra: further fields of the request, such as {"top_p": 0.9}.
     """
+    from stageline.inference.remote import ask_all
+
     bodies = _bodies(
         endpoint,
         images,
@@ -103,10 +107,7 @@ def remote(
     return ask_all(endpoint, bodies, concurrency=concurrency)
 
 
-remote.without_effect = ("concurrency",)
-
-
-@model_register("batch_file")
+@model_register("batch_file", without_effect=FILES)
 def batch_file(
     endpoint: Endpoint,
     processor: None,
@@ -133,6 +134,8 @@ def batch_file(
         send_temperature: some reasoning models refuse temperature and seed.
         extra: further fields of the request, such as {"top_p": 0.9}.
     """
+    from stageline.inference.remote import body_key
+
     bodies = _bodies(
         endpoint,
         images,
@@ -150,12 +153,18 @@ def batch_file(
     return [_with_cost(answer, endpoint) for answer in found]
 
 
-batch_file.without_effect = ("requests_path", "answers_path")
+@functools.cache  # the part is called for each batch of an evaluation
+def _answers_at(path: str) -> dict[str, dict[str, Any]]:
+    from stageline.inference.remote import read_answers
+
+    return read_answers(path)
 
 
-# read once: the part is called for each batch of an evaluation
-_answers_at = functools.cache(read_answers)
-_requests_in = functools.cache(RequestFiles)
+@functools.cache
+def _requests_in(folder: str) -> RequestFiles:
+    from stageline.inference.remote import RequestFiles
+
+    return RequestFiles(folder)
 
 
 def _with_cost(answer: dict[str, Any] | None, endpoint: Endpoint) -> dict[str, Any] | None:
@@ -171,6 +180,8 @@ def _bodies(
     max_image_side: int | None,
     **options: Any,
 ) -> list[dict[str, Any]]:
+    from stageline.inference.remote import messages_of, request_body, tools_of
+
     return [
         request_body(
             endpoint.name,

@@ -3,18 +3,154 @@
 Knows how options are spelled, not which options there are: that is parse_args.py.
 """
 
+import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from argparse import ArgumentError
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import yaml
+from jsonargparse import ArgumentParser, Namespace
 
-from options.config_file import Entry, NoMapping, read_json_options, read_options
-from options.fields import OptionError
-from options.limits import MAX_FILE_BYTES, check_value
+from options.fields import (
+    MAX_DEPTH,
+    MAX_FILE_BYTES,
+    OptionError,
+    StrictLoader,
+    check_entries,
+    check_value,
+    read_yaml,
+)
+
+
+def command_words(argv: Sequence[str] | None = None) -> list[str]:
+    """The words behind the command: `argv`, or those that this process was started with.
+
+    A command without a file of its own at the root is the first word of `stageline`.
+    """
+    if argv is not None:
+        return list(argv)
+    return sys.argv[2:] if _is_behind_stageline() else sys.argv[1:]
+
+
+def program_name() -> str:
+    """What was started: `train_pp.py`, or `stageline infer`."""
+    if _is_behind_stageline():
+        return " ".join(["stageline", *sys.argv[1:2]])
+    return Path(sys.argv[0]).name
+
+
+def _is_behind_stageline() -> bool:
+    return Path(sys.argv[0]).parts[-2:] == ("stageline", "__main__.py")
+
+
+# -- the entries of a config file with their lines; numbers are read as in YAML 1.2 ---------------
+# Knows no option: command_line.py turns entries into what would have been typed.
+
+_STR, _FLOAT = "tag:yaml.org,2002:str", "tag:yaml.org,2002:float"
+_MERGE = "tag:yaml.org,2002:merge"
+# YAML 1.1 takes a number without a dot, 1e-4, for text
+_NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One option of a file.
+
+    Attributes:
+        line: where it stands; None where the format does not tell.
+    """
+
+    name: str
+    value: Any
+    line: int | None = None
+
+
+@dataclass(frozen=True)
+class NoMapping:
+    """What a file holds in place of options."""
+
+    kind: str
+
+
+def read_options(text: str) -> list[Entry] | NoMapping:
+    """The entries of a YAML text.
+
+    Raises:
+        yaml.YAMLError: it is no plain YAML, nested too deep, or has a key twice.
+    """
+    loader = StrictLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return []
+        if not isinstance(node, yaml.MappingNode):
+            value = loader.construct_document(node)
+            return [] if value is None else NoMapping(type(value).__name__)
+        for _, value in node.value:
+            if isinstance(value, yaml.CollectionNode):
+                _read_numbers(value)  # a value alone is text until its option's type is known
+        lines = [key.start_mark.line + 1 for key, _ in node.value]
+        merges = any(key.tag == _MERGE for key, _ in node.value)
+        content = loader.construct_document(node)
+        if merges:  # what `<<` brings along has no line of its own
+            return [Entry(str(name), value) for name, value in content.items()]
+        return [
+            Entry(str(name), value, line)
+            for (name, value), line in zip(content.items(), lines, strict=True)
+        ]
+    except RecursionError:
+        raise yaml.YAMLError(f"it is nested more than {MAX_DEPTH} deep") from None
+    finally:
+        loader.dispose()
+
+
+def read_json_options(text: str) -> list[Entry] | NoMapping:
+    """The entries of a JSON text; YAML would refuse its tabs.
+
+    Raises:
+        ValueError: it is no JSON, nested too deep, or has a key twice.
+    """
+    try:
+        content = json.loads(text, object_pairs_hook=_without_twins)
+    except RecursionError:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep") from None
+    if not isinstance(content, dict):
+        return NoMapping(type(content).__name__)
+    return [Entry(name, value) for name, value in content.items()]
+
+
+def _read_numbers(node: yaml.Node, seen: set[int] | None = None) -> None:
+    seen = set() if seen is None else seen
+    if id(node) in seen:  # an alias
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.ScalarNode):
+        is_plain = node.style is None and node.tag == _STR
+        if is_plain and _NUMBER.fullmatch(node.value):
+            node.tag = _FLOAT
+    elif isinstance(node, yaml.MappingNode):
+        for _, value in node.value:
+            _read_numbers(value, seen)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            _read_numbers(value, seen)
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        names = [name for name, _ in pairs]
+        twin = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twin!r} comes twice")
+    return content
+
+
+# -------------------------------------------------------------------------------------------------
 
 HOW = "Write one option a line, as on the command line without the dashes: 'batch-size: 8'."
 COMMAND_LINE = "command line"  # an origin
@@ -180,3 +316,117 @@ def _texts(item: Given) -> list[str]:
             f"{typed(item.name)} is one: put it in quotes, and repeat {typed(item.name)} for more."
         )
     return item.values
+
+
+# -- text -> typed values with jsonargparse, and errors that name the option, its value and its type
+# Does not know which options there are; the parser that is passed in does.
+
+
+def option_types(parser: ArgumentParser) -> dict[str, Any]:
+    """Option name -> type hint."""
+    return {
+        action.dest: getattr(action, "_typehint", None) or action.type
+        for action in parser._actions
+        if action.option_strings
+    }
+
+
+def convert(
+    parser: ArgumentParser, settings: Mapping[str, Given], *, also_known: Iterable[str]
+) -> Namespace:
+    """Text -> typed values; every error names the option, its value and the type."""
+    hints = option_types(parser)
+    words = []
+    for name, item in settings.items():
+        if name not in hints:
+            raise OptionError(_unknown_option(item, [*hints, *also_known]))
+        words.append(f"--{_dashed(name)}={_one_word(item, hints[name])}")
+    try:
+        return parser.parse_args(words)
+    except ArgumentError as error:
+        raise OptionError(_explain(str(error), settings, hints)) from error
+
+
+def _dashed(name: str) -> str:
+    # part options keep the underscores of the signature; see add_part_options
+    return name if "." in name else name.replace("_", "-")
+
+
+def _one_word(item: Given, hint: Any) -> str:
+    """The values of an option as one word that jsonargparse converts."""
+    options = (hint, *get_args(hint))
+    lists = [kind for kind in options if {kind, get_origin(kind)} & {list, tuple, set}]
+    if not item.values and bool in options:
+        return "true"
+    if not item.values:
+        raise OptionError(needs_value(item, f"a value of type {_type_name(hint)}"))
+    if not lists:
+        if len(item.values) > 1:
+            raise OptionError(needs_value(item, f"one value of type {_type_name(hint)}"))
+        return item.values[0]
+    first = item.values[0]
+    choices = {choice for kind in options for choice in get_args(kind) if isinstance(choice, str)}
+    if len(item.values) == 1 and (first.startswith("[") or first in {*choices, "null"}):
+        return first
+    entries = [entry for value in item.values if value for entry in value.split(",")]
+    check_entries(typed(item.name), entries)
+    if any(str in get_args(kind) for kind in lists):
+        return json.dumps(entries)
+    return f"[{','.join(entries)}]"
+
+
+def _type_name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+
+
+def needs_value(item: Given, wanted: str) -> str:
+    count = len(item.values)
+    return (
+        f"{item} has {count or 'no'} value{'s' if count > 1 else ''}. Expected: {wanted}, because "
+        f"an option without it says nothing. Give it after {typed(item.name)}, quoted if it holds "
+        f"spaces."
+    )
+
+
+def _unknown_option(item: Given, known: Sequence[str]) -> str:
+    head, dot, _ = item.name.partition(".")
+    siblings = [typed(name) for name in known if dot and name.startswith(head + ".")]
+    near = difflib.get_close_matches(item.name, known, n=3, cutoff=0.6)
+    hint = f" Did you mean {' or '.join(map(typed, near))}?" if near else ""
+    if dot:
+        hint += f" The chosen part takes: {', '.join(siblings) or 'no options of its own'}."
+    return (
+        f"{item} is an unknown option.{hint} Only known options are taken, because a mistyped one "
+        f"would be left out silently. --help all with the keys of this run lists them."
+    )
+
+
+def _explain(message: str, settings: Mapping[str, Given], hints: Mapping[str, Any]) -> str:
+    """Turns jsonargparse's message into ours."""
+    if match := re.search(r"arguments are required: (.*)", message):
+        missing = ", ".join(typed(name.strip()) for name in match[1].split(","))
+        return (
+            f"{missing} is missing. A value was expected, because the chosen part has no default "
+            f"for it. Give it on the command line or in --config; --help says what it means."
+        )
+    match = re.match(r'Parser key "([^"]+)"', message)
+    item = settings.get(match[1]) if match else None
+    if match is None or item is None:
+        return f"The options can't be read: {message}. See --help for their types and correct it."
+    return (
+        f"{item} has a wrong value{_where(item.values)}. Expected: "
+        f"{_type_name(hints[item.name])}, the type of this option, so that a slip is noticed "
+        f"before anything is loaded. Correct the value; --help all lists all types."
+    )
+
+
+def _where(values: Sequence[str]) -> str:
+    """Which place of a list can't be read; empty for other values."""
+    text = values[0] if len(values) == 1 else ""
+    if text.startswith(("[", "{")):
+        try:
+            read_yaml(text)
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            return f" at character {mark.column + 1}" if mark else ""
+    return ""

@@ -9,7 +9,7 @@ BUILDER=auto
 PROMPT_FN=chat
 IMAGE_TOKEN=auto
 
-exec "$PYTHON" "$ROOT/chat.py" \
+exec "$PYTHON" -m stageline chat \
     --builder "$BUILDER" \
     --prompt-fn "$PROMPT_FN" \
     --image-token "$IMAGE_TOKEN" \

@@ -19,7 +19,7 @@ if [[ " $* " != *" --config-path"* && " $* " != *" --model-path"* && " $* " != *
     MODEL=(--config-path "$CONFIG_PATH")
 fi
 
-exec "$PYTHON" "$ROOT/check_model.py" \
+exec "$PYTHON" -m stageline check \
     --num-stages "$NUM_STAGES" \
     --schedule "$SCHEDULE" \
     --train-model "$TRAIN_MODEL" \

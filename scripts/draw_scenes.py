@@ -11,7 +11,7 @@ from jsonargparse import ArgumentParser
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from stageline.data.scenes import Scenes, export_scenes
+from stageline.tasks.scenes import Scenes, export_scenes
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ IMAGE_TOKEN=auto
 
 OUTPUT_DIR="$ROOT/runs/infer"
 
-exec "$PYTHON" "$ROOT/infer.py" \
+exec "$PYTHON" -m stageline infer \
     --builder "$BUILDER" \
     --model "$MODEL" \
     --prompt "$PROMPT" \

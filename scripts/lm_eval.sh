@@ -4,4 +4,4 @@
 #   bash scripts/lm_eval.sh --model-path my_model --tasks my_task --include-path my_tasks --limit 20
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
-exec "$PYTHON" "$ROOT/lm_eval_run.py" "$@"
+exec "$PYTHON" -m stageline lm-eval "$@"

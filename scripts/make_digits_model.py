@@ -12,9 +12,8 @@ from tokenizers import pre_tokenizers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from stageline.data.digits import QUESTIONS
-from stageline.data.internvl_tokenizer import train_internvl_tokenizer
-from stageline.data.processor import compose_processor, save_processor
+from stageline.data.text.processor import compose_processor, save_processor
+from stageline.tasks.digits import QUESTIONS, train_internvl_tokenizer
 
 IMAGE_SIZE = 16
 PATCH_SIZE = 4

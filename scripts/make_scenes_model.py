@@ -15,11 +15,10 @@ from tokenizers import Regex, pre_tokenizers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from stageline.data.internvl_tokenizer import train_internvl_tokenizer
-from stageline.data.processor import compose_processor, save_processor
-from stageline.data.scene_drawing import GROUND
-from stageline.data.scene_questions import ANSWERS
-from stageline.data.scenes import Scenes
+from stageline.data.text.processor import compose_processor, save_processor
+from stageline.tasks.digits import train_internvl_tokenizer
+from stageline.tasks.scene_questions import ANSWERS
+from stageline.tasks.scenes import GROUND, Scenes
 
 # a word with the space before it, a mark, or a line break
 WORD = r" ?[\w']+|[^\w\s]|\s"

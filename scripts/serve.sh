@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Answers over HTTP as OpenAI's API does, with a web page at /; Ctrl-C ends.
 #   bash scripts/serve.sh --model-path runs/x/checkpoints/best --num-stages 2
-#   bash scripts/serve.sh --model-path my_model --num-stages 2 --num-replicas 4
 #   bash scripts/serve.sh --model-path my_model --host 0.0.0.0 --api-key-file keys.txt
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 

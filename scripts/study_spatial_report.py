@@ -19,10 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from register import import_shelf, metric_register
 from stageline.evaluation.report import write_report
-from stageline.evaluation.study import Run, Study, study_figures
-from stageline.evaluation.study_text import study_markdown
-from stageline.plotting.curves import read_log
-from stageline.plotting.study import plot_accuracy, plot_losses
+from stageline.evaluation.study import Run, Study, study_figures, study_markdown
+from stageline.plotting.curves import plot_accuracy, plot_losses
+from stageline.run_records import read_log
 
 METRIC = "rotate_qa"
 

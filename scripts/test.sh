@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up and runs all checks: style, types of words, tests. Arguments go to pytest.
+# Sets up and runs all checks: style, types, tests. Arguments go to pytest; types are left out then.
 #
 # STAGELINE_TEST_WORKERS   processes that run tests, a file at a time (default: 2)
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
@@ -14,6 +14,7 @@ if [ $# -gt 0 ]; then
     run_tests "$@"
     exit
 fi
+(cd "$ROOT" && "$PYTHON" -m mypy)
 run_tests "$ROOT/tests"
 # torch takes the kernels for the best instructions of the CPU. Others add up in another order, and
 # show what is close by luck. So the comparisons that are not to the bit, of shares, experts

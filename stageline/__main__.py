@@ -1,8 +1,32 @@
-"""`python -m stageline` is the command `stageline`."""
+"""The door of the command `stageline`: finds commands/ beside this package, and hands over to them.
+
+Only the package is installed. The repository is cloned and edited, so its commands have no other
+place, and this file alone of the package knows of them.
+"""
 
 import sys
+from pathlib import Path
 
-from stageline.command_line import main
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main() -> int:
+    """Runs the command of the command line; returns its exit code."""
+    if not (ROOT / "commands").is_dir():
+        print(
+            f"error[usage]: stageline lies in {ROOT}, and the folder commands is not beside it. "
+            "The whole repository was expected there, because its commands and parts are not "
+            "installed: run `pip install --editable .` in the repository.",
+            file=sys.stderr,
+        )
+        return 2
+    if not sys.flags.safe_path:  # the folder of this file, of the command, or the current one
+        del sys.path[0]
+    sys.path.insert(0, str(ROOT))
+    from commands.command_line import main as run_command
+
+    return run_command()
+
 
 if __name__ == "__main__":
     sys.exit(main())

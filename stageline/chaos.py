@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from stageline.progress import place
 
@@ -95,7 +96,7 @@ def _read(text: str) -> list[_Fault]:
     faults = []
     for part in filter(None, text.split(";")):
         given = dict(item.split("=", 1) for item in part.split(","))
-        names = {k: v if k in ("at", "do") else int(v) for k, v in given.items()}
+        names: dict[str, Any] = {k: v if k in ("at", "do") else int(v) for k, v in given.items()}
         faults.append(_Fault(**names))
     return faults
 

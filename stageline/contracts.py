@@ -22,12 +22,12 @@ CONTRACTS = {
     "collate_fn": "part(samples, *, prompt, prompt_fn, image_token, processor, pad_token_id, "
     "max_token_num, stage, num_stages, **own) -> a dict of tensors: input_ids, attention_mask and "
     "labels, each [B, T], and what else stages and loss need",
-    "length_of": "part.length_of(images, sample, **common) -> the number of tokens of a row, with "
-    "the arguments of the collate_fn part",
+    "encode": "part.encode(images, sample, **common) -> EncodedSample, with the arguments of the "
+    "collate_fn part",
     "loss_fn": "part(logits_BTV, micro_batch, *, num_targets, **own) -> a scalar, or (scalar, "
     "figures): sums over the micro-batch, divided by num_targets or another count of the batch",
-    "counts": "part.counts = {name: f}, f(micro_batch) -> a whole number, which adds up over "
-    "micro-batches; the part takes their sum by this name",
+    "counts": "counts={name: f} where it is registered, f(micro_batch) -> a whole number, which "
+    "adds up over micro-batches; the part takes their sum by this name",
     "sim_fn": "part(a_NV, b_NV, **own) -> similarities [N]",
     "metric": "part(predictions, samples, **own) -> a dict: score, per_sample (0 or 1 for each "
     "sample), groups ({name: indices})",
@@ -128,17 +128,21 @@ def _signature(part: Callable[..., Any]) -> str:
 
 
 def unwrapped(part: Any) -> Any:
-    """The part itself, without partials around it."""
-    while isinstance(part, functools.partial):
-        part = part.func
-    return part
+    """The part itself, without partials around it, and without the object made of it."""
+    while True:
+        if isinstance(part, functools.partial):
+            part = part.func
+        elif hasattr(part, "__wrapped__") and not inspect.isroutine(part):
+            part = part.__wrapped__
+        else:
+            return part
 
 
 def part_name(part: object) -> str:
     """What a part is called, and its file and line: `my_loss (my_parts.py:12)`."""
-    part = unwrapped(part)
-    is_named = inspect.isroutine(part) or inspect.isclass(part)
-    target: Any = inspect.unwrap(part) if is_named else type(part)
+    inner = unwrapped(part)
+    is_named = inspect.isroutine(inner) or inspect.isclass(inner)
+    target: Any = inspect.unwrap(inner) if is_named else type(inner)
     name = target.__qualname__
     try:
         file = Path(inspect.getsourcefile(target) or "")

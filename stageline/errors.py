@@ -4,16 +4,53 @@ A message has four parts: what came, what was expected, why, what to do. An entr
 without a traceback and ends with `exit_code`; `kind` is the word in brackets of its first line.
 
 Codes: 0 done, 2 usage, 3 data, 4 checkpoint, 5 storage, 6 non-finite, 7 memory, 8 hang, 9 crash,
-10 remote, 16 and 17 a step that cannot be reproduced (transient, or other bits each time), 130
-interrupted (Ctrl-C), 143 preempted and saved.
+10 remote, 130 interrupted (Ctrl-C), 143 preempted and saved.
 """
+
+import re
+from collections.abc import Callable, Iterable
 
 CRASH = 9
 INTERRUPTED = 130
 PREEMPTED = 143
 
 
-class UserError(ValueError):
+_FIELD = re.compile(r"`([a-z][a-z0-9_]*)((?:\.[a-z0-9_]+)?)`")
+_option_names: Callable[[], Iterable[str]] = tuple
+
+
+def name_options(names: Callable[[], Iterable[str]]) -> None:
+    """Tells which words are options of the command that runs.
+
+    The engine knows no option: its messages write `num_stages`, as its arguments are called, and
+    `dataset.val_size` for an option of a part. Somebody at a command line reads `num_stages`.
+
+    Args:
+        names: gives the names; called when a message is written.
+    """
+    global _option_names
+    _option_names = names
+
+
+def spelled(text: str) -> str:
+    """A message with the options of the command as one types them."""
+    names = frozenset(_option_names()) if "`" in text else frozenset()
+
+    def spell(match: re.Match) -> str:
+        name, rest = match.groups()
+        return f"--{name.replace('_', '-')}{rest}" if name in names else match.group()
+
+    return _FIELD.sub(spell, text)
+
+
+class _Spelled:
+    """An error whose text names options as the command line does."""
+
+    def __str__(self) -> str:
+        return spelled(super().__str__())
+
+
+class UserError(_Spelled, ValueError):
     """A wrong option, key, path or combination of them."""
 
     exit_code = 2
@@ -44,50 +81,36 @@ class CheckpointError(UserError):
     kind = "checkpoint"
 
 
-class StorageError(OSError):
+class StorageError(_Spelled, OSError):
     """Something could not be written; what was saved before is as it was."""
 
     exit_code = 5
     kind = "storage"
 
 
-class NonFiniteError(ArithmeticError):
+class NonFiniteError(_Spelled, ArithmeticError):
     """Losses, gradients or weights that are inf or nan."""
 
     exit_code = 6
     kind = "non-finite"
 
 
-class RemoteError(RuntimeError):
+class RemoteError(_Spelled, RuntimeError):
     """A model elsewhere does not answer, or refuses; answers that came are kept."""
 
     exit_code = 10
     kind = "remote"
 
 
-class MemoryFull(RuntimeError):
+class MemoryFull(_Spelled, RuntimeError):
     """A device or the host has no memory left."""
 
     exit_code = 7
     kind = "memory"
 
 
-class HangError(RuntimeError):
+class HangError(_Spelled, RuntimeError):
     """A rank made no progress for longer than allowed."""
 
     exit_code = 8
     kind = "hang"
-
-
-class NotReproducible(ArithmeticError):
-    """A step gave other bits when it was run again, and the old or the new ones a third time."""
-
-    exit_code = 16
-    kind = "not-reproducible"
-
-
-class ResultRejected(NotReproducible):
-    """A step gave other bits each time it was run."""
-
-    exit_code = 17
-    kind = "rejected"

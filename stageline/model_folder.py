@@ -5,6 +5,7 @@ leave on the terminal, and look up on the network what is no folder.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ _BULKY = ("tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_m
 _KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation")
 
 
-def find_folder(path: str | Path, *, option: str = "--model-path") -> Path:
+def find_folder(path: str | Path, *, option: str = "`model_path`") -> Path:
     """The folder of a model on this machine; of a file, the folder it lies in.
 
     Raises:
@@ -46,7 +47,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
-        raise _broken(path, error.strerror) from error
+        raise _broken(path, error.strerror or str(error)) from error
     except (ValueError, RecursionError) as error:
         raise _broken(path, str(error)[:100]) from error
     if not isinstance(content, dict):
@@ -120,7 +121,7 @@ def _has_code(file: Path, code: list[str]) -> UserError:
     return UserError(
         f"{file} names code of its own in auto_map ({', '.join(code)[:200]}), a model, tokenizer "
         "and processor of the library were expected: code from elsewhere can do anything, so it "
-        "is not run unasked. If you have read it and trust it, give --trust-remote-code; if the "
+        "is not run unasked. If you have read it and trust it, give `trust_remote_code`; if the "
         "library has this architecture too, take auto_map out of the file, and its own is used."
     )
 
@@ -150,7 +151,7 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Pretrai
         raise (UserError if is_unknown else CheckpointError)(
             f"{file} holds no config that can be read ({_first_line(error)}). A folder with "
             "config.json of a known model_type was expected: a type of your own is made known by "
-            "AutoConfig.register() in the file that you --import."
+            "AutoConfig.register() in the file that you `import`."
         ) from error
 
 
@@ -162,3 +163,42 @@ def has_trusted_code(config: object) -> bool:
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+# -- which token ids are no text, by what a configuration and those inside it name ----------------
+# Known without a tokenizer: padding, begin and end, the places of pictures and sounds.
+
+NAMES = re.compile(
+    r".*(token_ids?|token_index|_start_id|_end_id|newline_id|patch_id|(pad|eos|bos|unk|mask)_index)"
+)
+
+
+def is_token(name: str) -> bool:
+    """Whether a field of this name tells the id of a token, or several."""
+    return bool(NAMES.fullmatch(name)) and "layer" not in name
+
+
+def parts_of(config: PretrainedConfig) -> dict[str, PretrainedConfig]:
+    """The configurations inside this one, by the names of their fields."""
+    found = {name: config.__dict__.get(name) for name in config.to_dict()}
+    return {name: part for name, part in found.items() if isinstance(part, PretrainedConfig)}
+
+
+def walk_config(config: PretrainedConfig) -> Iterator[dict[str, Any]]:
+    """The fields of a configuration, and of those inside it."""
+    parts = parts_of(config)
+    yield {name: value for name, value in config.to_dict().items() if name not in parts}
+    for part in parts.values():
+        yield from walk_config(part)
+
+
+def special_tokens(config: PretrainedConfig) -> frozenset[int]:
+    """The ids of all tokens that are not text."""
+    return frozenset(
+        one
+        for told in walk_config(config)
+        for name, value in told.items()
+        if is_token(name)
+        for one in (value if isinstance(value, list) else [value])
+        if isinstance(one, int)
+    )

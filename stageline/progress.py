@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
-class Place:
+class Progress:
     """What a process does at a moment.
 
     Attributes:
@@ -34,10 +34,10 @@ class Place:
         return f"{'waiting for ' if self.is_waiting else ''}{self.operation}{of}{where}"
 
 
-_place = Place(since=time.monotonic())
+_place = Progress(since=time.monotonic())
 
 
-def place() -> Place:
+def place() -> Progress:
     """What this process does now."""
     return _place
 
@@ -45,7 +45,7 @@ def place() -> Place:
 def begin() -> None:
     """Forgets what was noted: for a process forked from one that has run something before."""
     global _place
-    _place = Place(since=time.monotonic())
+    _place = Progress(since=time.monotonic())
 
 
 def at_step(step: int) -> None:
@@ -72,6 +72,6 @@ def doing(
         yield
         return
     before = _place
-    _place = Place(operation, before.step, stage, micro_batch, is_waiting, time.monotonic())
+    _place = Progress(operation, before.step, stage, micro_batch, is_waiting, time.monotonic())
     yield
     _place = replace(before, step=_place.step, since=time.monotonic())

@@ -8,9 +8,9 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 import numpy
-import torch
 
 _MASK = 2**64 - 1
 
@@ -39,12 +39,16 @@ def mix_seed(base: int, index: int) -> int:
 
 def seed_everything(seed: int) -> None:
     """Seeds the global generators of Python, NumPy and torch, on every device."""
+    import torch  # late, here and below: seeds of datasets need no torch
+
     seed_host(seed)
     torch.manual_seed(seed)
 
 
 def seed_host(seed: int) -> None:
     """Seeds the global generators of Python, NumPy and torch that draw on the host."""
+    import torch
+
     random.seed(seed)
     numpy.random.seed(seed % 2**32)  # NumPy's global generator takes 32 bits
     # not torch.manual_seed: it goes through all backends, which takes 80 times as long
@@ -55,18 +59,25 @@ class HostState:
     """The generators that `seed_host` seeds, as they are now."""
 
     def __init__(self) -> None:
+        import torch
+
         self._python = random.getstate()
-        self._numpy = numpy.random.get_state()
+        # a dict only where it is asked for
+        self._numpy = cast(tuple[Any, ...], numpy.random.get_state())
         self._torch = torch.get_rng_state()
 
     def put_back(self) -> None:
         """Makes them draw what they would have drawn."""
+        import torch
+
         random.setstate(self._python)
         numpy.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)
 
     def is_current(self) -> bool:
         """Whether nothing was drawn since."""
+        import torch
+
         now = HostState()
         return (
             now._python == self._python

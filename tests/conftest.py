@@ -15,6 +15,7 @@ os.environ["STAGELINE_PROVE_SPLIT"] = "never"
 import pytest
 import torch
 
+import commands  # noqa: F401 - which tells errors how options are spelled
 from register import restored_registers
 
 torch.set_num_threads(1)

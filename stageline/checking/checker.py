@@ -5,9 +5,12 @@ Every rank runs the same methods in the same order; rank 0 alone judges and repo
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,14 +23,38 @@ from stageline.checking.batches import (
     change_images,
     has_pixels,
 )
-from stageline.checking.compare import Comparison, Difference, compare_named, numbers_agree
-from stageline.checking.coverage import StageFacts, check_keys, check_names, check_trained
-from stageline.checking.reference import Reference
-from stageline.checking.report import Report
-from stageline.checking.setup import Preparation, WholeModel
-from stageline.checking.split import Split, border_name
-from stageline.errors import PlanError
+from stageline.checking.compare import (
+    Comparison,
+    Difference,
+    Report,
+    StageFacts,
+    check_keys,
+    check_names,
+    check_trained,
+    compare_named,
+    numbers_agree,
+    stage_facts,
+)
+from stageline.checking.reference import Split, WholeModelRun, border_name
+from stageline.checking.setup import (
+    Build,
+    ModelSource,
+    Preparation,
+    ReferenceKind,
+    WholeModel,
+    load_whole,
+    prepare,
+    start_lora,
+)
+from stageline.checkpoint.load import CheckpointMismatch
+from stageline.distributed.process_group import DistributedContext
+from stageline.errors import PlanError, spelled
+from stageline.pipeline.runner import PipelineRunner
+from stageline.pipeline.schedules import Schedule
 from stageline.pipeline.stage_passes import model_inputs
+
+if TYPE_CHECKING:
+    from stageline.stages.base import StageModel
 
 TIED_TOLERANCE = 1e-6
 PADDING_TOLERANCE = 1e-5  # other shapes, so sums in another order
@@ -77,9 +104,9 @@ class SplitCheck:
         if tolerance is None:
             tolerance = TIED_TOLERANCE if len(held) > len(set(held)) else 0.0
         self.tolerance = tolerance
-        self.reference: Reference | None = None
+        self.reference: WholeModelRun | None = None
         if whole is not None:
-            self.reference = Reference(
+            self.reference = WholeModelRun(
                 whole.model,
                 forward=whole.forward,
                 loss_fn=split.loss_fn,
@@ -100,7 +127,7 @@ class SplitCheck:
     # -- before the first step -------------------------------------------------------------
 
     def _check_coverage(self) -> None:
-        if self.whole is None:
+        if self.whole is None or self.reference is None:  # both are on rank 0 alone
             return
         report, facts, tied = self.report, self.facts, self.whole.tied
         files, passed_over = self.preparation.files, self.whole.passed_over
@@ -125,6 +152,7 @@ class SplitCheck:
 
     @torch.no_grad()
     def _hidden_states(self, batch: MicroBatch) -> dict[str, torch.Tensor] | None:
+        assert self.reference is not None  # the caller looked
         model = self.reference.model
         was_training = model.training
         states: dict[str, torch.Tensor] = {}
@@ -157,8 +185,8 @@ class SplitCheck:
             other = self.split.loss(change_images(batches))
             self._add_change("image changes the loss", loss, other)
         elif getattr(config, "vision_config", None) is not None:
-            missing = "there is no image: it takes a --dataset or a processor"
-            self._row("image changes the loss", None, missing)
+            missing = "there is no image: it takes a `dataset` or a processor"
+            self._row("image changes the loss", None, spelled(missing))
         if all("attention_mask" in batch for batch in batches):
             apart = abs(loss - self.split.loss(add_padding(batches)))
             fits = apart <= PADDING_TOLERANCE * (1 + abs(loss))
@@ -200,7 +228,8 @@ class SplitCheck:
         steps = Steps()
         for number in numbers:
             batches = self.batches(number)
-            loss = norm = limit = 0.0
+            loss = norm = 0.0
+            limit: float | None = 0.0
             if self.reference is not None:
                 # to half of the norm of the first step: clipping must act
                 limit = None if number == 0 else self.split.train_step.max_grad_norm
@@ -228,6 +257,7 @@ class SplitCheck:
         missing = [pair for pair in trained if pair not in steps.seen]
         num_seen = len(trained) - len(missing)
         if self.preparation.is_library:
+            assert self.reference is not None  # the caller looked
             had = {name for name, grad in self.reference.gradients().items() if grad is not None}
             unused = [name for _, name in missing if name not in had]
             missing = [(stage, name) for stage, name in missing if name in had]
@@ -313,3 +343,172 @@ def _at_step(found: Comparison, step: int) -> Comparison:
         Difference(item.stage, item.name, f"step {step}: {item.what}") for item in found.differences
     ]
     return found
+
+
+# -- runs a check on all ranks: prepares, builds, compares, and tells every rank the verdict ------
+
+
+@dataclass(frozen=True)
+class CheckSettings:
+    """What is compared, and how strictly.
+
+    Attributes:
+        layers: cut to so many; None: the whole model.
+        tolerance: None: 0, or 1e-6 where stages share a weight.
+    """
+
+    steps: int = 3
+    tolerance: float | None = None
+    layers: int | None = None
+    reference: ReferenceKind = "auto"
+    seed: int = 0
+    trust_remote_code: bool = False
+
+
+def check_split(
+    context: DistributedContext,
+    *,
+    schedule: Schedule,
+    source: ModelSource,
+    build: Build,
+    make_batches: Callable[[Preparation], Callable[[int], list[MicroBatch]]],
+    loss_fn: Callable[..., torch.Tensor],
+    settings: CheckSettings,
+    report: Report,
+) -> bool:
+    """Checks a split; all ranks call this, rank 0 fills the report.
+
+    Args:
+        source: paths of config, weights and processor.
+        build: (stage=, num_stages=, source=) -> a stage model, as training builds it.
+        make_batches: what was prepared -> (number of a step -> its micro-batches).
+
+    Returns:
+        Whether it passed, the same on all ranks.
+
+    Raises:
+        UserError: there is nothing to check: wrong paths, keys or numbers of stages.
+    """
+    options: dict[str, Any] = {
+        "seed": settings.seed,
+        "trust_remote_code": settings.trust_remote_code,
+    }
+    with _shared_folder(context) as folder:
+        preparation: Preparation | None = None
+        if context.pp_rank == 0:
+            preparation = prepare(
+                source,
+                folder,
+                layers=settings.layers,
+                reference=settings.reference,
+                build=build,
+                **options,
+            )
+        preparation = _first(preparation, context)
+        report.notes += preparation.notes
+        whole, problem = _try(
+            lambda: load_whole(preparation, build=build, **options), context.pp_rank == 0
+        )
+        problem = _first(problem, context)
+        models: list[StageModel] = []
+        problems = [problem]
+        if problem is None:
+            models, problem = _try(lambda: _build_stages(context, schedule, build, preparation))
+            problems = _all(problem, context)
+        found = [text for text in problems if text is not None]
+        if found:
+            report.add("checkpoint fits the model", False, "it does not load", found)
+        else:
+            check = _make_check(
+                context, models, whole, preparation, schedule, loss_fn, settings, report,
+                batches=make_batches(preparation),
+            )  # fmt: skip
+            check.run(steps=settings.steps)
+        return _first(report.passed, context)
+
+
+def _build_stages(
+    context: DistributedContext, schedule: Schedule, build: Build, preparation: Preparation
+) -> list["StageModel"]:
+    return [
+        build(stage=stage, num_stages=schedule.num_stages, source=preparation.source)
+        for stage in schedule.stages_of(context.pp_rank)
+    ]
+
+
+def _make_check(
+    context: DistributedContext,
+    models: Sequence["StageModel"],
+    whole: WholeModel | None,
+    preparation: Preparation,
+    schedule: Schedule,
+    loss_fn: Callable[..., torch.Tensor],
+    settings: CheckSettings,
+    report: Report,
+    *,
+    batches: Callable[[int], list[MicroBatch]],
+) -> SplitCheck:
+    for model in models:
+        start_lora(model, seed=settings.seed)
+    own = [stage_facts(model, preparation.files) for model in models]
+    gathered = _all(own, context)
+    facts = sorted((fact for facts in gathered for fact in facts), key=lambda fact: fact.stage)
+    runner = PipelineRunner(
+        list(models), device=context.device, group=context.pp_group, schedule=schedule
+    )
+    made = batches(0)
+    lengths = ", ".join("x".join(map(str, batch["input_ids"].shape)) for batch in made)
+    compared = type(whole.model).__name__ if whole is not None else ""
+    origin = "of transformers, in plain PyTorch" if preparation.is_library else "on one stage"
+    report.facts |= {
+        "model": f"{preparation.config.model_type}, {sum(fact.layers for fact in facts)} layers",
+        "split": f"{schedule.num_stages} stages of {', '.join(str(f.layers) for f in facts)} "
+        f"layers on {schedule.num_ranks} processes, {schedule.name}",
+        "compared with": f"{compared} {origin}",
+        "micro-batches": f"{len(made)} of {lengths} tokens",
+    }
+    return SplitCheck(
+        Split(runner, loss_fn=loss_fn),
+        whole=whole,
+        preparation=preparation,
+        facts=facts,
+        batches=batches,
+        tolerance=settings.tolerance,
+        report=report,
+    )
+
+
+def _try(make: Callable[[], Any], wanted: bool = True) -> tuple[Any, str | None]:
+    """(what was made, None), or (None, why the checkpoint does not fit)."""
+    if not wanted:
+        return None, None
+    try:
+        return make(), None
+    except CheckpointMismatch as error:
+        return None, str(error)
+
+
+@contextmanager
+def _shared_folder(context: DistributedContext) -> Iterator[Path]:
+    """A folder of rank 0 that all ranks of this machine see, while the block lasts."""
+    if context.pp_rank > 0:
+        yield Path(_first(None, context))
+        dist.barrier(group=context.pp_group)
+        return
+    with tempfile.TemporaryDirectory(prefix="stageline_check_") as name:
+        _first(name, context)
+        yield Path(name)
+        # before it is removed
+        dist.barrier(group=context.pp_group)
+
+
+def _first(value: Any, context: DistributedContext) -> Any:
+    box = [value]
+    dist.broadcast_object_list(box, group=context.pp_group, group_src=0)
+    return box[0]
+
+
+def _all(value: Any, context: DistributedContext) -> list[Any]:
+    values: list[Any] = [None] * context.num_ranks
+    dist.all_gather_object(values, value, group=context.pp_group)
+    return values

@@ -3,13 +3,18 @@
 Tensors travel one at a time, so that rank 0 never holds more than one of another stage.
 """
 
+import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 StageTensors = Sequence[tuple[int, str, torch.Tensor | None]]  # (stage, name, value)
 Expected = Mapping[str, torch.Tensor | None]
@@ -130,9 +135,11 @@ def compare_named(
             if kind is not None and holder > 0:
                 value = _to_first(value, kind, holder=holder, rank=rank, group=group)
             if rank == 0:
+                assert expected is not None  # it is there on rank 0
                 _judge(found, stage, name, value, expected, tolerance)
     if rank != 0:
         return None
+    assert expected is not None
     held = {name for entries in facts for _, name, kind in entries if kind is not None}
     listed = {name for entries in facts for _, name, _ in entries}
     for name, value in expected.items():
@@ -151,6 +158,7 @@ def _to_first(
 ) -> torch.Tensor | None:
     """Sends a tensor from its holder to rank 0; the tensor on rank 0."""
     if rank == holder:
+        assert value is not None  # `kind` says so
         dist.send(value.detach().contiguous(), group=group, group_dst=0)
     elif rank == 0:
         buffer = torch.empty(kind[0], dtype=kind[1])
@@ -187,3 +195,221 @@ def _judge(
                 "in the whole model"
             )
         found.differences.append(Difference(stage, name, what))
+
+
+# -- what a check found: a table for the screen and a JSON file. Compares nothing itself ----------
+
+MAX_DETAILS = 8  # names under one row of the table; the file has all of them
+FILE = "check.json"
+
+
+@dataclass(frozen=True)
+class ComparedRow:
+    """One thing that was checked.
+
+    Attributes:
+        passed: None where it could not be checked.
+        figure: what was counted or measured.
+        details: of a failure, what exactly is wrong, one line each.
+    """
+
+    name: str
+    passed: bool | None
+    figure: str
+    details: Sequence[str] = ()
+
+    @property
+    def result(self) -> str:
+        return {True: "ok", False: "FAILED", None: "not checked"}[self.passed]
+
+
+@dataclass
+class Report:
+    """The rows of a check, in the order they came.
+
+    Attributes:
+        facts: what was compared with what.
+        notes: what was cut, replaced or left out.
+    """
+
+    facts: dict[str, str] = field(default_factory=dict)
+    rows: list[ComparedRow] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, name: str, passed: bool | None, figure: str, details: Sequence[str] = ()) -> None:
+        """Adds a row."""
+        self.rows.append(ComparedRow(name, passed, figure, tuple(details)))
+
+    @property
+    def passed(self) -> bool:
+        """Whether something was checked and nothing failed."""
+        return bool(self.rows) and all(row.passed is not False for row in self.rows)
+
+    @property
+    def verdict(self) -> str:
+        failed = [row.name for row in self.rows if row.passed is False]
+        if failed:
+            return f"FAILED: {', '.join(failed)}"
+        return "passed: the split computes what the whole model computes"
+
+    def __str__(self) -> str:
+        width = max((len(key) for key in self.facts), default=0)
+        lines = [f"{key:<{width}}  {value}" for key, value in self.facts.items()]
+        lines += _wrapped(f"note: {note}" for note in self.notes)
+        return "\n".join([*lines, "", *self._table(), "", self.verdict])
+
+    def _table(self) -> list[str]:
+        cells = [("check", "result", "figure")]
+        cells += [(row.name, row.result, row.figure) for row in self.rows]
+        first, second = (max(len(row[column]) for row in cells) for column in (0, 1))
+        lines = [f"{a:<{first}}  {b:<{second}}  {c}".rstrip() for a, b, c in cells]
+        table = [lines[0], "-" * max(map(len, lines))]
+        for line, row in zip(lines[1:], self.rows):
+            table.append(line)
+            table += [f"    {detail}" for detail in row.details[:MAX_DETAILS]]
+            if len(row.details) > MAX_DETAILS:
+                table.append(f"    and {len(row.details) - MAX_DETAILS} more")
+        return table
+
+    def save(self, folder: str | Path) -> Path:
+        """Writes check.json; returns its path."""
+        path = Path(folder) / FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {
+            "passed": self.passed,
+            "facts": self.facts,
+            "notes": self.notes,
+            "checks": [{**asdict(row), "result": row.result} for row in self.rows],
+        }
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        return path
+
+
+def _wrapped(notes: Iterable[str]) -> list[str]:
+    return [line for note in notes for line in textwrap.wrap(note, 96, subsequent_indent="      ")]
+
+
+# -- who owns what: keys of the checkpoint, parameters, and what is trained. Names only, no values
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """What a stage says about itself.
+
+    Attributes:
+        names: of its parameters.
+        trained: of them, those that are trained.
+        keys: names on disk that were read for it.
+        layers: how many layers of the partition it has.
+    """
+
+    stage: int
+    names: tuple[str, ...]
+    trained: tuple[str, ...]
+    keys: frozenset[str]
+    layers: int
+
+
+def stage_facts(model: Any, files: Iterable[str]) -> StageFacts:
+    """The facts of a stage model.
+
+    Args:
+        files: all names on disk, for a part that loads its weights by itself.
+    """
+    named = dict(model.named_parameters())
+    keys = getattr(model, "keys_read", None)
+    if keys is None:
+        keys = set(model.get_key_map_without_last_lora().values()) & set(files)
+    return StageFacts(
+        stage=model.stage,
+        names=tuple(named),
+        trained=tuple(name for name, parameter in named.items() if parameter.requires_grad),
+        keys=frozenset(keys),
+        layers=model.partition[model.stage],
+    )
+
+
+def holders(facts: Sequence[StageFacts], names_of: str) -> dict[str, list[int]]:
+    """Name -> the stages that have it, of `names`, `trained` or `keys`."""
+    found: dict[str, list[int]] = {}
+    for fact in facts:
+        for name in getattr(fact, names_of):
+            found.setdefault(name, []).append(fact.stage)
+    return found
+
+
+def tied_names(model: nn.Module) -> set[str]:
+    """Names of weights that the whole model uses under several names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name for several in names.values() if len(several) > 1 for name in several}
+
+
+def check_keys(
+    report: Report,
+    facts: Sequence[StageFacts],
+    *,
+    files: Iterable[str],
+    tied: set[str],
+    passed_over: Iterable[str] = (),
+) -> None:
+    """Every key of the checkpoint is read by one stage; a tied one may be by two.
+
+    Args:
+        passed_over: patterns of keys that the library leaves out as well.
+    """
+    owners = holders(facts, "keys")
+    files = set(files)
+    patterns = [re.compile(pattern) for pattern in passed_over]
+    unread = {
+        key for key in files - set(owners) if not any(found.search(key) for found in patterns)
+    }
+    twice = {key: stages for key, stages in owners.items() if len(stages) > 1}
+    # a key may have another name than the parameter: the tied ones are counted
+    num_tied = sum(len(stages) > 1 for name, stages in holders(facts, "names").items()
+                   if name in tied)  # fmt: skip
+    details = [f"{key} belongs to no stage" for key in sorted(unread)]
+    if len(twice) > num_tied:
+        details += [
+            f"{key} belongs to stages {', '.join(map(str, stages))}"
+            for key, stages in sorted(twice.items())
+        ]
+    figure = f"{len(files)} keys, {len(unread)} on no stage, {len(twice)} on several"
+    if not details:
+        figure = f"{len(files)} keys, each on one stage"
+        figure += f"; {len(twice)} tied" if twice else ""
+    report.add("keys of the checkpoint", not details, figure, details)
+
+
+def check_names(
+    report: Report, facts: Sequence[StageFacts], *, whole: Iterable[str], tied: set[str]
+) -> None:
+    """The stages together have the parameters of the whole model, each once."""
+    owners, whole = holders(facts, "names"), list(whole)
+    details = [f"{name} is on no stage" for name in whole if name not in owners]
+    for name, stages in owners.items():
+        where = ", ".join(map(str, stages))
+        if name not in whole:
+            details.append(f"{name} (stage {where}) is in no whole model")
+        elif len(stages) > 1 and name not in tied:
+            details.append(f"{name} is on stages {where}, and not tied")
+    num_tied = sum(len(stages) > 1 for stages in owners.values())
+    figure = f"{len(owners)} on the stages, {len(whole)} in the whole model"
+    figure += f", {num_tied} on several stages" if num_tied else ""
+    report.add("parameter names", not details, figure, details)
+
+
+def check_trained(
+    report: Report, facts: Sequence[StageFacts], *, trains: Mapping[str, bool]
+) -> None:
+    """A stage trains what the part trains on one stage."""
+    details = []
+    for fact in facts:
+        for name in fact.names:
+            if trains.get(name) not in (None, name in fact.trained):
+                here, there = ("trained", "frozen")[:: 1 if name in fact.trained else -1]
+                details.append(f"{name} (stage {fact.stage}): {here} here, {there} on one stage")
+    num_trained = len(holders(facts, "trained"))
+    figure = f"{num_trained} of {len(holders(facts, 'names'))} parameters are trained"
+    report.add("same parameters trained", not details, figure, details)

@@ -6,26 +6,32 @@ them. Weights travel as in life: the whole model is saved, each stage reads its 
 Shapes: B rows, T tokens, V vocabulary.
 """
 
+import datetime
+import functools
 import math
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import transformers
 from torch import nn
 from transformers import PretrainedConfig
 
-from stageline.checking.chain import run_chain
+from stageline.checking.batches import run_chain
 from stageline.checking.proof import loss_of
 from stageline.checking.shrink import layer_period, shrink_config
-from stageline.data.batch import IGNORE
+from stageline.data.batches.batch import IGNORE
 from stageline.errors import UserError
+from stageline.model_folder import special_tokens
 from stageline.pipeline.stage_passes import MicroBatch, model_inputs
-from stageline.special_tokens import special_tokens
 from stageline.stages.example_batch import picture_batch
+
+if TYPE_CHECKING:
+    from stageline.stages.base import StageModel
 
 Said = Literal["equal", "close", "WRONG", "crash", "refused", "no model"]
 # (folder with config and weights, stage, number of stages, dtype) -> the stage, filled
@@ -39,7 +45,7 @@ PICTURES = ((2, 0, 1), (0, 0), (1, 1))  # of each row of each micro-batch
 
 
 @dataclass(frozen=True)
-class Gaps:
+class LargestGaps:
     """How far stages and whole model are apart, as shares of the largest number there is.
 
     Attributes:
@@ -60,7 +66,7 @@ class Gaps:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FamilyResult:
     """What was found about one family, split one way.
 
     Attributes:
@@ -83,7 +89,7 @@ class Verdict:
 
 def compare_split(
     whole: nn.Module, stages: Sequence[Any], batches: Sequence[MicroBatch], *, tolerance: float
-) -> Gaps:
+) -> LargestGaps:
     """Runs both on all batches, forward and backward; only detached tensors cross borders.
 
     Args:
@@ -112,7 +118,7 @@ def compare_split(
         name: _apart(have.get(name), want.get(name), scale)
         for name in dict.fromkeys([*want, *have])
     }
-    return Gaps(
+    return LargestGaps(
         loss=max(_apart(a.detach(), b, float(b.abs()) or 1.0) for a, b in zip(got, losses)),
         logits=max(_apart(a, b, float(b.abs().max())) for a, b in zip(got_logits, logits)),
         gradient=max(gradients.values(), default=0.0),
@@ -121,7 +127,7 @@ def compare_split(
     )
 
 
-def _gradients(stages: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+def _gradients(stages: Sequence["StageModel"]) -> dict[str, torch.Tensor]:
     """By name; a weight on several stages: the step sums its gradients."""
     found: dict[str, torch.Tensor] = {}
     for stage in stages:
@@ -202,17 +208,18 @@ def make_family(
     return family
 
 
-def judge(family: Family, build: BuildStage, *, num_stages: int) -> Verdict:
+def judge(family: Family, build: BuildStage, *, num_stages: int) -> FamilyResult:
     """Splits a family, and compares."""
-    facts = {
-        "name": family.name,
-        "kind": family.kind,
-        "num_stages": num_stages,
-        "is_tied": family.is_tied,
-        "dtype": str(family.dtype).removeprefix("torch."),
-    }
+    result = functools.partial(
+        FamilyResult,
+        name=family.name,
+        kind=family.kind,
+        num_stages=num_stages,
+        is_tied=family.is_tied,
+        dtype=str(family.dtype).removeprefix("torch."),
+    )
     if family.problem:
-        return Verdict(**facts, said="no model", detail=family.problem)
+        return result(said="no model", detail=family.problem)
     tolerance = TOLERANCES[family.dtype]
     try:
         stages = [
@@ -221,17 +228,17 @@ def judge(family: Family, build: BuildStage, *, num_stages: int) -> Verdict:
         ]
         gaps = compare_split(family.whole, stages, family.batches, tolerance=tolerance)
     except UserError as error:
-        return Verdict(**facts, said="refused", detail=" ".join(str(error).split()))
+        return result(said="refused", detail=" ".join(str(error).split()))
     except Exception as error:
-        return Verdict(**facts, said="crash", detail=told(error))
+        return result(said="crash", detail=told(error))
     if gaps.is_same:
-        return Verdict(**facts, said="equal")
+        return result(said="equal")
     if gaps.largest <= ROUNDING[family.dtype]:
-        return Verdict(**facts, said="equal", largest=gaps.largest)
+        return result(said="equal", largest=gaps.largest)
     said: Said = "close" if gaps.largest <= tolerance else "WRONG"
     detail = f"loss {gaps.loss:.0e}, logits {gaps.logits:.0e}, gradients {gaps.gradient:.0e}"
     detail += f", first {gaps.first}" if gaps.first else ""
-    return Verdict(**facts, said=said, detail=detail, largest=gaps.largest)
+    return result(said=said, detail=detail, largest=gaps.largest)
 
 
 def try_family(
@@ -242,7 +249,7 @@ def try_family(
     name: str,
     num_stages: Sequence[int] = (2, 3),
     is_tied: bool | None = None,
-) -> list[Verdict]:
+) -> list[FamilyResult]:
     """One verdict for each number of stages."""
     with tempfile.TemporaryDirectory() as folder:
         family = make_family(config, auto_class, Path(folder), name=name, is_tied=is_tied)
@@ -311,6 +318,7 @@ def _fill(family: Family, config: PretrainedConfig, auto_class: Any) -> None:
         family.whole, family.batches, family.dtype = whole, batches, dtype
         family.is_tied = _is_tied(whole)
         return
+    assert problem is not None  # there are dtypes to try
     raise problem
 
 
@@ -338,3 +346,102 @@ def told(error: BaseException) -> str:
     place = f" ({Path(at[-1].filename).name}:{at[-1].lineno})" if at else ""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}{place}"
+
+
+# -- writes docs/models.md: one row a name, from verdicts -----------------------------------------
+
+ORDER = ("WRONG", "crash", "refused", "no model", "close", "equal")
+WORDS = {
+    "equal to the bit": "equal to the bit",
+    "equal": "equal, sums in another order",
+    "close": "close",
+    "WRONG": "**wrong**",
+    "crash": "**crash**",
+    "refused": "refused",
+    "no model": "not tried",
+}
+HEAD = """# Models: which families are split exactly
+
+Every name that transformers {transformers} lists for causal language models and for
+image-text-to-text models, tried on {date} with PyTorch {torch} on a CPU.
+
+How a name is tried: its configuration is cut down to 4 to 8 layers, with every kind of layer
+among them. Weights, norms and biases are random; multipliers are set to something other than 1.
+The stages are filled from a saved folder, each with the parameters of its own, and run one after
+the other in one process, on 2 and on 3 stages, with and without a tied head. Only detached
+tensors cross a border, as between processes. Losses, logits and **every gradient** are compared
+with those of the library's whole model, on a padded and on a full micro-batch; for
+vision-language models on rows with several images, one image and none. A family that is not in
+this table, or that another version of the library changed, is compared in the same way when a run
+begins (`prove_split`).
+
+- **equal to the bit**: all bits of losses, logits and gradients are the same, on each split.
+- **equal, sums in another order**: the difference is at most 1e-13 of the largest number in float64
+  (1e-5 in float32). The gradients of a weight that two stages hold are added up in another order.
+- **close**: the difference is larger than that, and at most 1e-9 (1e-4 in float32).
+- **refused**: the run ends before it begins, with one sentence that names the family.
+- **not tried**: there is no cut-down model, for the reason given.
+
+`float32` stands where a family has operators that do not support float64. The table is made by
+`python benchmarks/families.py --all --markdown docs/models.md`.
+
+{counts}
+"""
+TITLES = {"text": "Causal language models", "vision": "Vision-language models"}
+COLUMNS = "| name | stages | result | computed in | remark |"
+
+
+def write_page(verdicts: Sequence[FamilyResult], path: Path) -> None:
+    """Writes the page."""
+    text = HEAD.format(
+        transformers=transformers.__version__,
+        torch=torch.__version__,
+        date=datetime.date.today().isoformat(),
+        counts=_counts(verdicts),
+    )
+    for kind, title in TITLES.items():
+        rows = _by_name([one for one in verdicts if one.kind == kind])
+        text += f"\n## {title}\n\n{COLUMNS}\n|---|---|---|---|---|\n"
+        text += "".join(_row(name, found) for name, found in sorted(rows.items()))
+    path.write_text(text, encoding="utf-8")
+
+
+def _by_name(verdicts: Sequence[FamilyResult]) -> dict[str, list[FamilyResult]]:
+    found: dict[str, list[FamilyResult]] = {}
+    for one in verdicts:
+        found.setdefault(one.name, []).append(one)
+    return found
+
+
+def _worst(found: Sequence[FamilyResult]) -> FamilyResult:
+    return min(found, key=lambda one: (ORDER.index(one.said), -one.largest))
+
+
+def _result(found: Sequence[FamilyResult]) -> str:
+    worst = _worst(found)
+    if worst.said == "equal" and not worst.largest:
+        return WORDS["equal to the bit"]
+    figure = f" ({worst.largest:.0e})" if worst.said in ("equal", "close") else ""
+    return WORDS[worst.said] + figure
+
+
+def _row(name: str, found: Sequence[FamilyResult]) -> str:
+    worst = _worst(found)
+    stages = ", ".join(str(one) for one in sorted({one.num_stages for one in found}))
+    if worst.said == "no model":
+        stages = "-"
+    detail = worst.detail.replace("|", "\\|") if worst.said != "equal" else ""
+    dtype = worst.dtype if stages != "-" else "-"
+    return f"| `{name}` | {stages} | {_result(found)} | {dtype} | {detail} |\n"
+
+
+def _counts(verdicts: Sequence[FamilyResult]) -> str:
+    lines = []
+    for kind, title in TITLES.items():
+        rows = _by_name([one for one in verdicts if one.kind == kind])
+        results = [_result(found).split(" (")[0] for found in rows.values()]
+        counted = ", ".join(
+            f"{results.count(word)} {word}" for word in WORDS.values() if word in results
+        )
+        lines.append(f"- {title}: {len(rows)}; {counted}")
+    return "\n".join(lines)

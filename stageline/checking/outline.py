@@ -11,7 +11,7 @@ import torch
 
 from stageline.checkpoint.adapter import find_base
 from stageline.checkpoint.files import ADAPTER_CONFIG, find_checkpoint, list_names, weight_files
-from stageline.checkpoint.together import Ranks
+from stageline.checkpoint.layout import Ranks
 from stageline.errors import CheckpointError
 from stageline.modules.lora import WRAPPED, is_lora_name
 from stageline.modules.stage_names import StageNames, check_names, names_of_stage
@@ -109,6 +109,6 @@ def _check_files(found: Sequence[StageNames], checkpoint: str) -> None:
             f"{folder} does not fit the {len(found)} stages of {found[0].model}: {len(unknown)} "
             f"names belong to no stage: {list_names(unknown)}. Every weight was expected to be "
             "read by a stage, because what none reads would be left out of training and of the "
-            "next checkpoint. Check that --model-path belongs to this model, and that each layer "
+            "next checkpoint. Check that `model_path` belongs to this model, and that each layer "
             "is on a stage under its own number."
         )

@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from stageline.checking.chain import Tensors, run_chain
+from stageline.checking.batches import Tensors, run_chain
 from stageline.checking.reference import run_library_model, run_stage_model
-from stageline.data.batch import IGNORE
+from stageline.data.batches.batch import IGNORE
 from stageline.errors import PlanError
 from stageline.pipeline.stage_passes import MicroBatch, model_inputs
 

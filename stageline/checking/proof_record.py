@@ -32,14 +32,14 @@ from stageline.checking.proof import (
     shown,
     tiny_partition,
 )
+from stageline.checking.setup import has_images, library_class, save_config
 from stageline.checking.shrink import layer_period, shrink_config
-from stageline.checking.whole_model import has_images, library_class, save_config
-from stageline.checkpoint.quiet import quiet
-from stageline.checkpoint.together import Ranks
-from stageline.errors import UserError
+from stageline.checkpoint.layout import Ranks
+from stageline.checkpoint.load import quiet
+from stageline.errors import UserError, spelled
 from stageline.model_folder import load_config
-from stageline.pipeline.partition import stage_layers
 from stageline.pipeline.stage_passes import MicroBatch
+from stageline.pipeline.topology import stage_layers
 
 ProveMode = Literal["auto", "always", "never"]
 MODE = "STAGELINE_PROVE_SPLIT"  # stands for auto: never, where many short runs start
@@ -60,6 +60,7 @@ class SplitToProve:
         config_path: None: the part will say what is missing.
         partition: layers of each stage behind those of a tower; None: as even as can be.
         vision_stages: stages of a tower.
+        gives_scores: scores in the place of logits, which no class of the library gives.
     """
 
     part: Callable[..., tuple[Any, Any, int]]
@@ -69,6 +70,7 @@ class SplitToProve:
     visual_gpu_ratio: float = 0.0
     vision_stages: int = 0
     trust_remote_code: bool = False
+    gives_scores: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -108,8 +110,10 @@ def prove_split(
     if mode == "never":
         if ranks.rank == 0:
             say(
-                "WARNING: --prove-split never: nobody has compared this split with the whole model "
-                "on this machine; if it computes something else, nothing will say so"
+                spelled(
+                    "WARNING: `prove_split` never: nobody has compared this split with the whole "
+                    "model on this machine; if it computes something else, nothing will say so"
+                )
             )
         return
 
@@ -223,7 +227,7 @@ def _compare(
         )
         auto_class = library_class(small, trust_remote_code=split.trust_remote_code)
         reference = f"{type(small).__name__.removesuffix('Config')} of transformers"
-        if auto_class is None or getattr(split.part, "gives_scores", False):
+        if auto_class is None or split.gives_scores:
             _refuse_large(build)
             return _with_itself(compare, build)
         proof = compare(functools.partial(_library, split, auto_class, small))
@@ -289,9 +293,9 @@ def _refusal(
         f"computes: on a copy cut down to {shown(small, partition)} the loss is {proof.loss:.1e} "
         f"off and a gradient {proof.gradient:.1e} of the largest; {proof.place}. Equal numbers "
         f"were expected ({proof.dtype}), because such a run would train or answer with another "
-        f"model without a word. The usual cause: {proof.cause}. Take another --train-model, mend "
+        f"model without a word. The usual cause: {proof.cause}. Take another `train_model`, mend "
         "the stage model (docs/add_a_model.md; check_model.py compares in detail), or run on one "
-        "stage; --prove-split never runs it as it is."
+        "stage; `prove_split` never runs it as it is."
     )
 
 

@@ -8,16 +8,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from stageline.data.batch import IGNORE
+from stageline.checking.compare import StageTensors
+from stageline.data.batches.batch import IGNORE
 from stageline.modules.lora import lora_stacks
-from stageline.pipeline.stage_passes import model_inputs
-from stageline.training.loss_part import LossPart
-from stageline.training.step_loss import Output, logits_of
+from stageline.pipeline.runner import PipelineRunner
+from stageline.pipeline.stage_passes import MicroBatch, model_inputs
+from stageline.training.loss_part import LossPart, Output, logits_of
+from stageline.training.optimizers import optimizer_groups
+from stageline.training.step import StepResult, TrainStep
 
-MicroBatch = dict[str, torch.Tensor]
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = 0.1
 # large: Adam divides by the gradient, so that of one near zero a rounding would become a step;
@@ -75,7 +78,7 @@ def train_same_parameters(whole: nn.Module, like: nn.Module) -> None:
         parameter.requires_grad_(trains.get(name, True))
 
 
-class Reference:
+class WholeModelRun:
     """A whole model and its optimizer.
 
     Args:
@@ -94,7 +97,7 @@ class Reference:
     ) -> None:
         self.model = model
         self.forward = forward
-        self.part = LossPart(loss_fn)
+        self.part = LossPart.of(loss_fn)
         place = {name: index for index, name in enumerate(order or ())}
         trained = [item for item in model.named_parameters() if item[1].requires_grad]
         self.trained = dict(sorted(trained, key=lambda item: place.get(item[0], len(place))))
@@ -189,3 +192,123 @@ def _count(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
     """Supervised tokens; the first one of a row has none before it that could predict it."""
     count = sum(int((batch["labels"][:, 1:] != IGNORE).sum()) for batch in micro_batches)
     return torch.tensor(float(count))
+
+
+# -- the stages of this rank as a check drives them: losses, steps, gradients, what crosses a border
+# Every method is called on all ranks at once.
+
+
+class Split:
+    """This rank's stages, trained as `train_pp.py` trains them.
+
+    Args:
+        runner: holds the stages.
+        loss_fn: a loss_fn part.
+    """
+
+    def __init__(self, runner: PipelineRunner, *, loss_fn: Callable[..., torch.Tensor]) -> None:
+        self.runner = runner
+        self.group = runner.group
+        self.models: list[Any] = list(runner.local)
+        self.loss_fn = loss_fn
+        self.train_step = TrainStep(
+            runner,
+            make_optimizer=_make_optimizer,
+            loss_fn=loss_fn,
+            learning_rate=lambda step: LEARNING_RATE,
+        )
+
+    def step(self, micro_batches: Sequence[MicroBatch], *, max_norm: float) -> StepResult:
+        """One optimizer step; the clipped gradients stay."""
+        self.train_step.max_grad_norm = max_norm
+        return self.train_step(micro_batches, step=0)
+
+    def loss(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """The loss of a batch, forward only; the same on all ranks."""
+        part = self.train_step.part
+        totals = {
+            name: torch.tensor(float(count)) for name, count in part.count(micro_batches).items()
+        }
+        total = torch.zeros(())
+
+        def add(output: Any, batch: MicroBatch) -> None:
+            loss, _ = part(logits_of(output), batch, totals=totals, step=0)
+            total.add_(loss.float())
+
+        self.runner.evaluate(micro_batches, on_output=add)
+        dist.all_reduce(total, group=self.group)
+        return total.item()
+
+    def borders(self, batch: MicroBatch) -> StageTensors:
+        """The hidden states that each stage sends on, as (stage, name, value)."""
+        sent: list[tuple[int, str, torch.Tensor]] = []
+
+        def keep(model: Any, _: Any, output: Any) -> None:
+            value = output[0] if isinstance(output, tuple) else output
+            sent.append((model.stage, border_name(model.stage), value))
+
+        hooks = [model.register_forward_hook(keep) for model in self._senders()]
+        self.loss([batch])
+        for hook in hooks:
+            hook.remove()
+        return sent
+
+    def _senders(self) -> list[Any]:
+        """Stages that send on the hidden states of layers; those of a tower have none."""
+        return [model for model in self.models if model.layers and not model.is_last]
+
+    def gradients(self) -> StageTensors:
+        """Of every trained parameter."""
+        updated = self.train_step.weights.parameters
+        return [
+            (model.stage, name, updated[name].grad)
+            for model in self.models
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        ]
+
+    def weights(self) -> StageTensors:
+        """Every parameter."""
+        return [
+            (model.stage, name, parameter)
+            for model in self.models
+            for name, parameter in model.named_parameters()
+        ]
+
+    @torch.no_grad()
+    def break_one_number(self, stage: int) -> str | None:
+        """Changes one number of one matrix of a stage; says which, where that stage lies.
+
+        It moves by as much as the largest number of its matrix, and is the one whose move should
+        change the loss of the last step's batch most.
+        """
+        model = next((model for model in self.models if model.stage == stage), None)
+        if model is None:
+            return None
+        matrices = {name: p for name, p in model.named_parameters() if p.ndim == 2}
+        matrices = matrices or dict(model.named_parameters())
+        updated = self.train_step.weights.parameters
+
+        def pull(name: str) -> float:
+            grad = updated[name].grad if name in updated else None
+            return 0.0 if grad is None else (grad.abs().max() * matrices[name].abs().max()).item()
+
+        name = max(matrices, key=lambda name: (pull(name), matrices[name].numel()))
+        parameter = matrices[name]
+        grad = updated[name].grad if name in updated else None
+        place = 0 if grad is None else int(grad.abs().argmax())
+        index = torch.unravel_index(torch.tensor(place), parameter.shape)
+        parameter[index] += parameter.abs().max().clamp(min=1e-2)
+        return name
+
+
+def border_name(stage: int) -> str:
+    """What the hidden states between a stage and the next one are called."""
+    return f"stage {stage} -> {stage + 1}"
+
+
+def _make_optimizer(parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer | None:
+    if not parameters:
+        return None
+    groups = optimizer_groups(parameters, weight_decay=WEIGHT_DECAY)
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, eps=EPS)

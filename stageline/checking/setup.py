@@ -1,42 +1,212 @@
 """Prepares a check on rank 0: the weights that all stages load, and the whole model."""
 
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import transformers
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from stageline.checking.batches import MicroBatch
-from stageline.checking.coverage import tied_names
+from stageline.checking.compare import tied_names
 from stageline.checking.reference import (
+    Output,
     add_plain_lora,
     run_library_model,
     run_stage_model,
     train_same_parameters,
 )
-from stageline.checking.whole_model import (
-    Build,
-    Source,
-    cut_layers,
-    has_processor,
-    is_plain,
-    library_class,
-    load_library_model,
-    read_config,
-    save_config,
-    save_random_library_model,
-    save_random_part,
-    save_stand_in_tokenizer,
-    weights_folder,
-)
-from stageline.checkpoint.files import weight_files
-from stageline.errors import UserError
-from stageline.modules.lora_layer import LoRALayer
-from stageline.modules.lora_start import name_seed
+from stageline.checkpoint.adapter import find_base
+from stageline.checkpoint.files import ADAPTER_CONFIG, SINGLE_FILE, find_checkpoint, weight_files
+from stageline.data.text.processor import load_processor
+from stageline.errors import CheckpointError, UserError, spelled
+from stageline.model_folder import load_config
+from stageline.modules.lora import WRAPPED
+from stageline.modules.lora_layer import LoRALayer, name_seed
+
+if TYPE_CHECKING:
+    from stageline.stages.base import StageModel
+
+# -- where a check takes config, weights and the whole model from; runs on rank 0 alone -----------
+# The whole model is the library's own class where it has one. A model that is cut or has no
+# checkpoint gets random weights, which are written to a folder, so that stages load them as they
+# load any checkpoint.
+
+Build = Callable[..., "StageModel"]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Paths that every stage is built from.
+
+    Attributes:
+        has_processor: the last one holds the model's own, not a stand-in.
+    """
+
+    config_path: str | None
+    model_path: str | None
+    processor_path: str | None
+    has_processor: bool = True
+
+
+def read_config(path: str | None, *, trust_remote_code: bool) -> PretrainedConfig:
+    """The config of the model that is checked.
+
+    Raises:
+        UserError: no path, or no config that the library or a part of the user knows.
+    """
+    if path is None:
+        raise UserError(
+            "neither `model_path` nor `config_path` came: the model's config.json must lie in one "
+            "of them, because its split is what is checked. Give the same as for training."
+        )
+    return load_config(path, trust_remote_code=trust_remote_code)
+
+
+def cut_layers(config: PretrainedConfig, layers: int) -> int:
+    """Shortens the language model to its first layers, in place; returns how many there were.
+
+    Lists with an entry a layer (`layer_types`) are cut too. A vision tower stays.
+    """
+    text = config.get_text_config(decoder=True)
+    before = text.num_hidden_layers
+    if layers > before:
+        raise UserError(
+            f"`check_layers` {layers} is more than the {before} layers of the model: it cuts a "
+            f"model, it can't lengthen one. Give {before} or less."
+        )
+    per_layer = {
+        name: value[:layers]
+        for name, value in vars(text).items()
+        if isinstance(value, list | tuple) and len(value) == before
+    }
+    for name, value in per_layer.items():
+        setattr(text, name, value)
+    text.num_hidden_layers = layers
+    return before
+
+
+def library_class(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:
+    """The library's Auto class that builds this model, or None where it knows none."""
+    choices = {
+        "AutoModelForCausalLM": transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+        "AutoModelForImageTextToText": transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    }
+    names = sorted(choices, reverse=has_images(config))
+    remote = getattr(config, "auto_map", None) or {}
+    for name in names:
+        if type(config) in choices[name] or (trust_remote_code and name in remote):
+            return getattr(transformers, name)
+    return None
+
+
+def has_images(config: PretrainedConfig) -> bool:
+    """Whether the model has a vision tower."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def has_processor(path: str | None, *, trust_remote_code: bool = False) -> bool:
+    """Whether a folder holds a tokenizer or a processor."""
+    if path is None:
+        return False
+    try:
+        load_processor(path, trust_remote_code=trust_remote_code)
+    except CheckpointError:
+        raise  # there is one, and it is broken
+    except (UserError, OSError, ValueError):
+        return False
+    return True
+
+
+def save_stand_in_tokenizer(folder: Path) -> None:
+    """A tokenizer of one token: parts load one, a check on random ids needs none."""
+    backend = Tokenizer(models.WordLevel({"<pad>": 0}, unk_token="<pad>"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>").save_pretrained(folder)
+
+
+def save_config(config: PretrainedConfig, origin: str, folder: Path) -> None:
+    """Writes config.json, with the Python files that lie beside the original."""
+    config.save_pretrained(folder)
+    path = Path(origin)
+    for file in (path if path.is_dir() else path.parent).glob("*.py"):
+        shutil.copy(file, folder)
+
+
+def save_random_library_model(
+    auto_class: Any, config: PretrainedConfig, folder: Path, *, seed: int, trust_remote_code: bool
+) -> None:
+    """A whole model of the library with random weights, saved by the library."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        whole = auto_class.from_config(
+            config, dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
+        move_constants(whole)
+    whole.save_pretrained(folder)
+
+
+def save_random_part(part: "StageModel", folder: Path, *, seed: int) -> None:
+    """The weights of a part on one stage, under the names that it reads them by."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        move_constants(part)
+    key_map = part.get_key_map_without_last_lora()
+    state = {
+        key_map[name]: value.detach().clone().contiguous()
+        for name, value in part.state_dict().items()
+        if name in key_map
+    }
+    save_file(state, folder / SINGLE_FILE, metadata={"format": "pt"})
+
+
+@torch.no_grad()
+def move_constants(model: nn.Module) -> None:
+    """Moves norms and biases from the 0 and 1 they start at, which hide a swap or a loss."""
+    for parameter in model.parameters():
+        if parameter.ndim < 2 or bool((parameter == parameter.flatten()[0]).all()):
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+
+
+def weights_folder(model_path: str | None) -> Path:
+    """The checkpoint that holds the model's weights; of an adapter, its base."""
+    assert model_path is not None  # a model without one has been given a folder
+    checkpoint = find_checkpoint(model_path)
+    return find_base(checkpoint) if (checkpoint / ADAPTER_CONFIG).exists() else checkpoint
+
+
+def is_plain(checkpoint: Path) -> bool:
+    """Whether the library can read it: no LoRA names are in it."""
+    return not any(WRAPPED in name.split(".") for name in weight_files(checkpoint))
+
+
+def load_library_model(
+    auto_class: Any,
+    config: PretrainedConfig,
+    checkpoint: Path,
+    *,
+    attn_implementation: str | None,
+    trust_remote_code: bool,
+) -> PreTrainedModel:
+    """The library's whole model with the weights of a checkpoint, in float32."""
+    folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
+    options: dict[str, Any] = {
+        "trust_remote_code": trust_remote_code,
+        "local_files_only": True,
+        "use_safetensors": True,
+    }
+    if attn_implementation:
+        options["attn_implementation"] = attn_implementation
+    return auto_class.from_pretrained(folder, config=config, dtype=torch.float32, **options)
+
+
+# -------------------------------------------------------------------------------------------------
 
 ReferenceKind = Literal["auto", "transformers", "part"]
 
@@ -50,7 +220,7 @@ class Preparation:
         is_library: the whole model is the library's class, not the part on one stage.
     """
 
-    source: Source
+    source: ModelSource
     config: PretrainedConfig
     files: tuple[str, ...]
     is_library: bool
@@ -68,14 +238,14 @@ class WholeModel:
     """
 
     model: nn.Module
-    forward: Callable[[nn.Module, MicroBatch], torch.Tensor]
+    forward: Callable[[nn.Module, MicroBatch], Output]
     trains: dict[str, bool]
     tied: set[str]
     passed_over: Sequence[str]
 
 
 def prepare(
-    source: Source,
+    source: ModelSource,
     folder: Path,
     *,
     layers: int | None,
@@ -102,25 +272,23 @@ def prepare(
     assert origin is not None  # read_config has refused that
     if layers is not None:
         before = cut_layers(config, layers)
-        notes.append(
-            f"the model was cut from {before} to {layers} layers (--check-layers); its weights are "
-            "random, a checkpoint was not read"
-        )
+        cut = f"the model was cut from {before} to {layers} layers (`check_layers`)"
+        notes.append(spelled(f"{cut}; its weights are random, a checkpoint was not read"))
     is_random = layers is not None or source.model_path is None
     if is_random:
         save_config(config, origin, folder)
-        source = Source(str(folder), str(folder), processor, is_own)
+        source = ModelSource(str(folder), str(folder), processor, is_own)
         if auto_class is not None:
             save_random_library_model(
                 auto_class, config, folder, seed=seed, trust_remote_code=trust_remote_code
             )
         else:
-            without = Source(str(folder), None, processor)
+            without = ModelSource(str(folder), None, processor)
             save_random_part(build(stage=0, num_stages=1, source=without), folder, seed=seed)
         if layers is None:
-            notes.append("no --model-path: the weights are random")
+            notes.append(spelled("no `model_path`: the weights are random"))
     else:
-        source = Source(source.config_path, source.model_path, processor, is_own)
+        source = ModelSource(source.config_path, source.model_path, processor, is_own)
     checkpoint = weights_folder(source.model_path)
     if auto_class is not None and not is_plain(checkpoint):
         auto_class = None
@@ -130,7 +298,7 @@ def prepare(
 
 
 def _find_processor(
-    source: Source, folder: Path, *, trust_remote_code: bool
+    source: ModelSource, folder: Path, *, trust_remote_code: bool
 ) -> tuple[str, list[str]]:
     """The user's tokenizer or processor, or a stand-in and a note that says so."""
     path = source.processor_path or source.model_path or source.config_path or ""
@@ -150,7 +318,7 @@ def _choose_class(
     auto_class = library_class(config, trust_remote_code=trust_remote_code)
     if auto_class is None and reference == "transformers":
         raise UserError(
-            f"--check-reference transformers: the library has no model for "
+            f"`check_reference` transformers: the library has no model for "
             f"{config.model_type!r}. One was expected, to compare the split with: leave the option "
             "out, and the part on one stage is taken."
         )
@@ -181,12 +349,12 @@ def load_whole(
         attn_implementation=None if inner is None else inner.config._attn_implementation,
         trust_remote_code=trust_remote_code,
     )
-    passed_over = whole._keys_to_ignore_on_load_unexpected or ()
+    not_read = whole._keys_to_ignore_on_load_unexpected or ()
     add_plain_lora(whole, single)
     train_same_parameters(whole, single)
     whole.train()
     tied = tied_names(whole) | shared
-    return WholeModel(whole, run_library_model, trains, tied, tuple(passed_over))
+    return WholeModel(whole, run_library_model, trains, tied, tuple(not_read))
 
 
 @torch.no_grad()

@@ -3,19 +3,31 @@
 What makes a family special stays: multipliers, caps, flags, the kinds of layers and what they have
 to do with each other. What makes it large goes, by the name of the field: depth, width, heads,
 experts, vocabulary, towers. Rules by name serve families that nobody has seen yet; what no such
-rule can know stands in `shrink_exceptions.py`, with a reason each.
+rule can know stands in `shrink_rules.py`, with a reason each.
 """
 
 import re
 from copy import deepcopy
+from typing import Any
 
 from transformers import PretrainedConfig
 
-from stageline.checking.layer_kinds import DEPTHS, LayerKinds
-from stageline.checking.shrink_exceptions import EXCEPTIONS, LEAST_HEAD_DIM, SECTIONS
-from stageline.checking.shrink_rules import GRID, HEAD_DIM, PATCH, RULES, TOWER_DEPTH, Sizes, Told
+from stageline.checking.shrink_rules import (
+    DEPTHS,
+    EXCEPTIONS,
+    GRID,
+    HEAD_DIM,
+    LEAST_HEAD_DIM,
+    PATCH,
+    RULES,
+    SECTIONS,
+    TOWER_DEPTH,
+    FieldValues,
+    LayerKinds,
+    Sizes,
+)
 from stageline.errors import UserError
-from stageline.special_tokens import is_token, parts_of, special_tokens, walk_config
+from stageline.model_folder import is_token, parts_of, special_tokens, walk_config
 
 
 def shrink_config(config: PretrainedConfig, *, num_layers: int) -> PretrainedConfig:
@@ -40,7 +52,7 @@ def shrink_config(config: PretrainedConfig, *, num_layers: int) -> PretrainedCon
             f"{config.model_type} could not be cut down to {num_layers} layers: "
             f"{type(error).__name__}: {' '.join(str(error).split())}. Fields of its configuration "
             "belong together in a way that no rule by name knows: add the family to "
-            "stageline/checking/shrink_exceptions.py."
+            "stageline/checking/shrink_rules.py."
         ) from error
 
 
@@ -58,7 +70,7 @@ def _holds(config: PretrainedConfig, part: PretrainedConfig) -> bool:
 
 def _shrink_part(
     config: PretrainedConfig, sizes: Sizes, text: PretrainedConfig, *, in_text: bool = False
-) -> Told:
+) -> FieldValues:
     told, parts = deepcopy(config.to_dict()), parts_of(config)
     is_text = in_text or config is text
     kinds = LayerKinds(told)
@@ -89,11 +101,11 @@ def _scaled_depth(value: int, old: int, new: int, is_text: bool) -> int:
 # -- one field ----------------------------------------------------------------------------------
 
 
-def _shrink_fields(fields: Told, told: Told, sizes: Sizes) -> Told:
+def _shrink_fields(fields: FieldValues, told: FieldValues, sizes: Sizes) -> FieldValues:
     return {name: _shrink(name, value, told, sizes) for name, value in fields.items()}
 
 
-def _shrink_list(name: str, values: list, told: Told, sizes: Sizes) -> list:
+def _shrink_list(name: str, values: list, told: FieldValues, sizes: Sizes) -> list:
     """One entry a layer: different numbers stay different, and multiples of the smallest."""
     numbers = {one for one in values if isinstance(one, int) and not isinstance(one, bool)}
     small = {
@@ -104,7 +116,7 @@ def _shrink_list(name: str, values: list, told: Told, sizes: Sizes) -> list:
     return [small.get(one, one) if type(one) is int else one for one in values]
 
 
-def _shrink(name: str, value: object, told: Told, sizes: Sizes) -> object:
+def _shrink(name: str, value: Any, told: FieldValues, sizes: Sizes) -> Any:
     if isinstance(value, bool) or value is None:
         return value
     if name.startswith("rope_") and isinstance(value, dict):
@@ -149,7 +161,7 @@ def _head_dim(config: PretrainedConfig) -> int:
     return needed
 
 
-def _ropes(told: Told) -> list[Told]:
+def _ropes(told: FieldValues) -> list[FieldValues]:
     """The rotary parameters of a configuration: one set, or one for each kind of layer."""
     rope = told.get("rope_parameters") or told.get("rope_scaling")
     if not isinstance(rope, dict):
@@ -158,17 +170,17 @@ def _ropes(told: Told) -> list[Told]:
     return inner or [rope]
 
 
-def _rotary_part(rope: Told, told: Told) -> float:
+def _rotary_part(rope: FieldValues, told: FieldValues) -> float:
     part = rope.get("partial_rotary_factor") or told.get("partial_rotary_factor")
     return part or told.get("rotary_pct") or 1.0
 
 
-def _sections(rope: Told, told: Told) -> list[int]:
+def _sections(rope: FieldValues, told: FieldValues) -> list[int]:
     own = [value for name, value in rope.items() if name.endswith("_section") and value]
-    return own[0] if own else SECTIONS.get(told.get("model_type"), [])
+    return own[0] if own else SECTIONS.get(told.get("model_type", ""), [])
 
 
-def _shrink_rope(rope: Told, told: Told, sizes: Sizes) -> Told:
+def _shrink_rope(rope: FieldValues, told: FieldValues, sizes: Sizes) -> FieldValues:
     if any(isinstance(one, dict) for one in rope.values()):
         return {
             name: _shrink_rope(one, told, sizes) if isinstance(one, dict) else one
@@ -201,9 +213,9 @@ TOWER_INDICES = (
 )
 
 
-def _shrink_tower_indices(told: Told, depth: int) -> Told:
+def _shrink_tower_indices(told: FieldValues, depth: int) -> FieldValues:
     """Indices of blocks of a tower: as many as fit, from the front or from the back."""
-    small: Told = {}
+    small: FieldValues = {}
     for name in TOWER_INDICES:
         value = told.get(name)
         if isinstance(value, list):
@@ -213,7 +225,7 @@ def _shrink_tower_indices(told: Told, depth: int) -> Told:
     return small
 
 
-def _shrink_pinpoints(sizes: list, told: Told) -> list:
+def _shrink_pinpoints(sizes: list, told: FieldValues) -> list:
     """Sizes of pictures in whole tiles, of which a picture has two a side at most."""
     tile = (told.get("vision_config") or {}).get("image_size") or min(map(min, sizes))
     tile = tile if isinstance(tile, int) else tile[0]

@@ -6,23 +6,152 @@ An adapter folder holds adapter_config.json and adapter_model.safetensors with n
 """
 
 import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from stageline.checkpoint.adapter_rows import (
-    Rows,
-    fit_vocabulary,
-    put_rows,
-    split_rows,
+from stageline.checkpoint.files import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    list_names,
+    open_tensors,
+    read_tensors,
 )
-from stageline.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FILE, list_names, read_tensors
 from stageline.errors import CheckpointError, UserError
-from stageline.model_folder import read_json
+from stageline.model_folder import load_config, read_json
 from stageline.modules.lora import LoRAWrapper, innermost, is_linear, lora_stacks
 from stageline.modules.lora_layer import MAGNITUDE, LoRALayer
+from stageline.modules.new_rows import (
+    enlarge,
+    fold_rows,
+    vocab_size_of,
+    vocabulary_modules,
+    vocabulary_paths,
+)
+from stageline.stage import Stage
+
+# -- rows of new tokens in an adapter folder, as `peft` writes them: `trainable_token_indices` ----
+# The folder holds the rows themselves, not what was added to them. Its base need not have them: it
+# is enlarged before they are put in. A model must be that too before `peft` loads the folder:
+# `model.resize_token_embeddings(len(tokenizer))`.
+
+INDICES = "trainable_token_indices"
+ROWS_OF_PEFT = ".token_adapter.trainable_tokens_delta"
+# what peft keeps of a whole matrix whose rows it trains
+WHOLE_OF_PEFT = ".token_adapter.base_layer"
+Model = TypeVar("Model", bound=nn.Module)
+Rows = dict[str, tuple[list[int], torch.Tensor]]
+
+
+def split_rows(
+    extras: Mapping[str, torch.Tensor], config: Mapping[str, Any], file: Path
+) -> tuple[Rows, dict[str, torch.Tensor]]:
+    """What is beside LoRA in an adapter: module -> (ids, rows), and whole parameters by name.
+
+    Raises:
+        CheckpointError: rows without their ids, or another number of them.
+    """
+    told = config.get(INDICES) or {}
+    rows: Rows = {}
+    whole = {}
+    for name, tensor in extras.items():
+        module, is_rows, _ = name.partition(ROWS_OF_PEFT)
+        if not is_rows:
+            whole[name.replace(WHOLE_OF_PEFT, "")] = tensor
+            continue
+        ids = told if isinstance(told, list) else _of_module(told, module)
+        if ids is None or tensor.ndim != 2 or len(ids) != len(tensor):
+            raise CheckpointError(
+                f"{file} holds {list(tensor.shape)} rows of new tokens for {module}, and "
+                f"{ADAPTER_CONFIG} names {0 if ids is None else len(ids)} of them in {INDICES}: "
+                "one id a row was expected. Copy the adapter again."
+            )
+        rows[module] = (list(ids), tensor)
+    return rows, whole
+
+
+def _of_module(told: Mapping[str, list[int]], module: str) -> list[int] | None:
+    if len(told) == 1:  # of a tied head, too, which peft does not name
+        return next(iter(told.values()))
+    return next(
+        (ids for name, ids in told.items() if module == name or module.endswith("." + name)), None
+    )
+
+
+# -- into a model --------------------------------------------------------------------------------
+
+
+def fit_vocabulary(model: nn.Module, adapters: "Iterable[Adapter]") -> None:
+    """Enlarges embedding and head of a filled model to what adapters hold for them."""
+    paths = _paths(model)
+    needed = [0]
+    for adapter in adapters:
+        needed += [max(ids) + 1 for ids, _ in adapter.rows.values()]
+        whole = [adapter.extras.get(f"{path}.weight") for path in paths]
+        needed += [weight.shape[0] for weight in whole if weight is not None]
+    enlarge(model, paths, max(needed))
+
+
+@torch.no_grad()
+def put_rows(model: nn.Module, adapter: "Adapter") -> None:
+    """Writes the rows of an adapter into those matrices of a model that are here."""
+    paths = _paths(model)
+    unknown = set(adapter.rows) - set(paths)
+    if unknown:
+        raise CheckpointError(
+            f"the adapter {adapter.folder} has rows of new tokens for {', '.join(sorted(unknown))},"
+            f" embedding or head were expected, which are {', '.join(paths)} here: use it with the "
+            "model it was trained on."
+        )
+    here = vocabulary_modules(model, paths)
+    for path, (ids, values) in adapter.rows.items():
+        if path in here:
+            weight = here[path].weight
+            weight[torch.tensor(ids, device=weight.device)] = values.to(weight)
+    known = {token for ids, _ in adapter.rows.values() for token in ids}
+    model.__dict__["token_ids"] = tuple(sorted({*getattr(model, "token_ids", ()), *known}))
+
+
+def _paths(model: nn.Module) -> tuple[str, ...]:
+    found = getattr(model, "vocabulary", None)
+    if found is not None:
+        return found
+    if not hasattr(model, "get_input_embeddings"):
+        return ()
+    return vocabulary_paths(cast(PreTrainedModel, model))
+
+
+# -- out of a model ------------------------------------------------------------------------------
+
+
+def rows_share(stage: Stage, *, trained: Sequence[str]) -> Rows:
+    """Module -> (ids, rows) of new tokens that an adapter has to hold: a copy on the host.
+
+    Args:
+        trained: names of parameters that the adapter holds whole.
+    """
+    ids = getattr(stage, "token_ids", ())
+    if not ids:
+        return {}
+    fold_rows(stage)
+    rows: Rows = {}
+    done: set[int] = set()
+    for path, module in vocabulary_modules(stage, stage.vocabulary).items():
+        weight = module.weight
+        if f"{path}.weight" in trained or id(weight) in done:
+            continue
+        done.add(id(weight))
+        index = torch.tensor(ids, device=weight.device)
+        rows[path] = (list(ids), weight.detach()[index].to("cpu", copy=True))
+    return rows
+
+
+# -------------------------------------------------------------------------------------------------
 
 PEFT_PREFIX = "base_model.model."
 STACK_FOLDER = "stack"
@@ -46,7 +175,7 @@ class Adapter:
     """
 
     folder: Path
-    config: dict[str, object]
+    config: dict[str, Any]
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]
     extras: dict[str, torch.Tensor]
     rows: Rows = field(default_factory=dict)
@@ -80,7 +209,7 @@ def find_base(folder: Path) -> Path:
     )
 
 
-def read_adapter_config(folder: Path) -> dict[str, object]:
+def read_adapter_config(folder: Path) -> dict[str, Any]:
     """adapter_config.json, refused where we would compute something else than `peft` does."""
     path = folder / ADAPTER_CONFIG
     config = read_json(path)
@@ -149,7 +278,7 @@ def read_adapter(folder: str | Path) -> Adapter:
 
 
 def _check_magnitudes(
-    config: dict[str, object],
+    config: dict[str, Any],
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]],
     magnitudes: dict[str, torch.Tensor],
     file: Path,
@@ -164,7 +293,7 @@ def _check_magnitudes(
         )
 
 
-def _check_numbers(config: dict[str, object], path: Path) -> None:
+def _check_numbers(config: dict[str, Any], path: Path) -> None:
     """Refuses settings that `Adapter.scale` could not compute with."""
     patterns = config.get("alpha_pattern") or {}
     alphas = [config.get("lora_alpha")]
@@ -202,7 +331,7 @@ def adapter_files(folder: Path) -> list[Path]:
 # -- into a model ------------------------------------------------------------------------------
 
 
-def attach_adapter(hf_model: nn.Module, adapter_path: str | Path) -> nn.Module:
+def attach_adapter(hf_model: Model, adapter_path: str | Path) -> Model:
     """Puts an adapter on a plain transformers model, in place: same outputs as with `peft`.
 
     Args:
@@ -245,7 +374,7 @@ def refuse_unknown(adapter: Adapter, unknown: set[str], model_name: str) -> None
             f"the adapter {adapter.folder} has weights for {list_names(unknown)}, linear layers of "
             f"{model_name} were expected: left out, the model would answer differently. Use the "
             "adapter with the model it was trained on, with the same --*-lora-num and "
-            "--lora-target."
+            "`lora_target`."
         )
 
 
@@ -271,7 +400,7 @@ def put_extras(model: nn.Module, extras: dict[str, torch.Tensor]) -> None:
         setattr(module, leaf, nn.Parameter(value, requires_grad=old.requires_grad))
 
 
-def fill_earlier_lora(model: nn.Module, folder: Path, adapters: list[Adapter]) -> None:
+def fill_earlier_lora(model: Stage, folder: Path, adapters: list[Adapter]) -> None:
     """Fills a stage's LoRAs from an adapter folder: all but the last, or as many as it holds.
 
     With as many adapters as LoRAs the last one is filled too: that run goes on. What was trained
@@ -298,8 +427,8 @@ def fill_earlier_lora(model: nn.Module, folder: Path, adapters: list[Adapter]) -
                 raise UserError(
                     f"{folder} holds {count} adapters for {name}, which has {len(wrappers)} LoRAs "
                     f"here; as many or one more were expected: each adapter fills one LoRA and the "
-                    f"last may be new. Set --llm-lora-num (or --vit-lora-num, --mlp-lora-num) to "
-                    f"{count + 1}, or merge them with export.py --merge."
+                    f"last may be new. Set `llm_lora_num` (or `vit_lora_num`, `mlp_lora_num`) to "
+                    f"{count + 1}, or merge them with export.py `merge`."
                 )
             layer = wrappers[level].lora
             _check_shape(adapter, name, layer)
@@ -325,14 +454,14 @@ def _check_kind(adapter: Adapter, name: str, layer: LoRALayer, *, is_alone: bool
         raise UserError(
             f"{adapter.folder} holds {'DoRA' if is_dora else 'plain LoRA'} for {name}, the same "
             "kind was expected here, and DoRA without another adapter on its layer: its length is "
-            "that of one sum. Give it with --adapter-path, which takes the kind from the file "
-            "(with --create-new-adapter it is merged first)."
+            "that of one sum. Give it with `adapter_path`, which takes the kind from the file "
+            "(with `create_new_adapter` it is merged first)."
         )
     if layer.taken is not None:
         raise UserError(
-            f"{adapter.folder} came with --lora-init {layer.start}, a new adapter was expected: a "
-            "saved one belongs to the weights before PiSSA. Leave --lora-init out, or add "
-            "--create-new-adapter to --adapter-path."
+            f"{adapter.folder} came with `lora_init` {layer.start}, a new adapter was expected: a "
+            "saved one belongs to the weights before PiSSA. Leave `lora_init` out, or add "
+            "`create_new_adapter` to `adapter_path`."
         )
 
 
@@ -347,3 +476,95 @@ def _unplaced(adapter: Adapter, whole_names: set[str], model: nn.Module) -> set[
         if (is_here and name not in stacks) or (not is_here and name not in whole_names):
             unplaced.add(name)
     return unplaced
+
+
+# -- how many rows embedding and head have in a folder of a model or an adapter; reads no weights -
+
+VOCABULARIES = ("embed_tokens", "wte", "embed_in", "head", "embed_out")  # last names of both
+
+
+def num_rows_on_disk(
+    folder: Path, *, of_base: bool = False, trust_remote_code: bool = False
+) -> int:
+    """Rows that a model with these weights has; 0: not known.
+
+    Args:
+        of_base: of an adapter, those of its base as it is before the adapter is put on.
+    """
+    is_adapter = (folder / ADAPTER_CONFIG).exists()
+    base = find_base(folder) if is_adapter else folder
+    if not (base / "config.json").exists():
+        return 0
+    config = load_config(base, trust_remote_code=trust_remote_code)
+    num_rows = vocab_size_of(config) or 0
+    if of_base or not is_adapter:
+        return num_rows
+    width = getattr(config.get_text_config(decoder=True), "hidden_size", None)
+    return max([num_rows, *rows_of_adapter(folder, width)])
+
+
+def token_ids_on_disk(folder: Path) -> list[int]:
+    """The new tokens whose rows an adapter folder holds; of another folder none."""
+    if not (folder / ADAPTER_CONFIG).exists():
+        return []
+    indices = read_adapter_config(folder).get(INDICES) or {}
+    lists = list(indices.values()) if isinstance(indices, dict) else [indices]
+    return sorted({token for ids in lists for token in ids})
+
+
+def rows_of_adapter(folder: Path, width: int | None) -> list[int]:
+    """The sizes that it asks of the vocabulary: by rows, or by a matrix that was trained whole."""
+    sizes = [token + 1 for token in token_ids_on_disk(folder)[-1:]]
+    kept: tuple[str, ...] = tuple(read_adapter_config(folder).get("modules_to_save") or ())
+    file = folder / ADAPTER_FILE
+    if not kept or not file.exists():
+        return sizes
+    with open_tensors(file) as tensors:
+        for name in list(tensors.keys()):
+            module = name.removesuffix(".weight")
+            is_matrix = module.endswith(VOCABULARIES) and module.endswith(kept)
+            shape = tensors.get_slice(name).get_shape() if is_matrix and module != name else []
+            sizes += [shape[0]] if shape[1:] == [width] else []
+    return sizes
+
+
+# -- which folder has the configuration and the tokenizer of an adapter: its own or its base's ----
+# It has its own where the run changed it (scaled positions): the base's does not say so.
+
+CONFIG = "config.json"
+
+
+def config_folder(folder: Path, adapters: Sequence[str | Path] = ()) -> Path:
+    """The folder whose config.json counts for a model folder, or for an adapter above its base.
+
+    Args:
+        adapters: that are put on it; the last one that has a configuration counts.
+    """
+    for adapter in reversed(adapters):
+        if (Path(adapter) / CONFIG).exists():
+            return Path(adapter)
+    if (folder / CONFIG).exists() or not (folder / ADAPTER_CONFIG).exists():
+        return folder
+    return find_base(folder)
+
+
+def refuse_two_ways(folder: Path, adapters: Sequence[str | Path]) -> None:
+    """Refuses adapters by `adapter_path` above one by `model_path`.
+
+    Raises:
+        UserError: there are some.
+    """
+    if adapters:
+        raise UserError(
+            f"`model_path` {folder} is an adapter, and `adapter_path` "
+            f"{','.join(map(str, adapters))} came too; the base of these was expected as "
+            "`model_path`: it is what they are put on. Name all adapters in `adapter_path`, in "
+            "their order."
+        )
+
+
+def processor_folder(adapter: Path, base: Path) -> Path:
+    """An adapter's own folder, which may know new tokens, if all is there that its base has."""
+    names = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
+    needed = {name for name in names if (base / name).is_file()} | {names[0]}
+    return adapter if all((adapter / name).is_file() for name in needed) else base

@@ -1,7 +1,7 @@
 """Saved adapters that a run begins with: earlier ones are merged, the last one goes on.
 
 A merged base is no longer the folder that it was read from, so that a run saves it beside its
-adapters. Not here: adapters that are stacked, which a folder as `--model-path` begins
+adapters. Not here: adapters that are stacked, which a folder as `model_path` begins
 (`adapter.py`).
 """
 
@@ -17,19 +17,20 @@ from stageline.checkpoint.adapter import (
     Adapter,
     attach_adapter,
     fill_earlier_lora,
+    fit_vocabulary,
     put_extras,
+    put_rows,
     read_adapter,
     read_stack,
+    refuse_two_ways,
     refuse_unknown,
 )
-from stageline.checkpoint.adapter_config import refuse_two_ways
-from stageline.checkpoint.adapter_rows import fit_vocabulary, put_rows
 from stageline.checkpoint.init import init_lora
-from stageline.errors import UserError
+from stageline.errors import UserError, spelled
 from stageline.modules.lora import LoRAWrapper, innermost, merge_lora
-from stageline.modules.lora_layer import dense_weight, put_weight
-from stageline.modules.lora_start import PISSA, Pair
+from stageline.modules.lora_layer import PISSA, Pair, dense_weight, put_weight
 from stageline.modules.part_lora import LORA_PARTS, PartLoRA
+from stageline.stage import Stage
 
 
 @dataclass
@@ -89,7 +90,7 @@ class AdapterStart:
             raise UserError(
                 f"{self.resumed} has LoRA on {', '.join(sorted(others)[:5])}, which is in none of "
                 f"{', '.join(LORA_PARTS.values())}; an adapter on these was expected, to go on "
-                "with it. Merge it instead (--create-new-adapter), or export it merged."
+                "with it. Merge it instead (`create_new_adapter`), or export it merged."
             )
         found = {}
         for part, one in lora.items():
@@ -101,7 +102,7 @@ class AdapterStart:
         )
         return found
 
-    def begin(self, model: nn.Module, stacked: Path | None, *, seed: int) -> None:
+    def begin(self, model: Stage, stacked: Path | None, *, seed: int) -> None:
         """Merges, starts and fills the adapters of a stage whose base is filled.
 
         Args:
@@ -119,7 +120,7 @@ class AdapterStart:
         if self.resumed is not None:
             fill_earlier_lora(model, Path(self.resumed), [read_adapter(self.resumed)])
 
-    def merge_into(self, model: nn.Module) -> None:
+    def merge_into(self, model: Stage) -> None:
         """Adds the earlier adapters to the weights of a filled stage, one after the other."""
         for path in self.merged:
             adapter = read_adapter(path)
@@ -157,9 +158,9 @@ def _words(part: str, lora: PartLoRA) -> str:
     if not lora.num:
         return f"no LoRA on the {LORA_PARTS[part]}"
     kind = "DoRA" if lora.use_dora else "rank-stabilised LoRA" if lora.use_rslora else "LoRA"
-    return (
-        f"{kind} on {len(lora.target)} layers of the {LORA_PARTS[part]}, rank {lora.rank}, alpha "
-        f"{lora.alpha:g}; --lora-rank, --lora-alpha, --lora-target are those of new ones"
+    return spelled(
+        f"{kind} on {len(lora.target or ())} layers of the {LORA_PARTS[part]}, rank {lora.rank}, "
+        f"alpha {lora.alpha:g}; `lora_rank`, `lora_alpha`, `lora_target` are those of new ones"
     )
 
 
@@ -172,7 +173,7 @@ def is_pissa(lora: Mapping[str, PartLoRA]) -> bool:
 
 
 @torch.no_grad()
-def merge_adapter(model: nn.Module, adapter: Adapter) -> None:
+def merge_adapter(model: Stage, adapter: Adapter) -> None:
     """Adds an adapter to the weights of a stage that are here, in place.
 
     Raises:
@@ -199,12 +200,15 @@ def merge_adapter(model: nn.Module, adapter: Adapter) -> None:
     _untie_if_changed(model, adapter)
 
 
-def _untie_if_changed(model: nn.Module, adapter: Adapter) -> None:
+def _untie_if_changed(model: Stage, adapter: Adapter) -> None:
     """A tied head that the file gives other weights than the embedding is tied no more."""
     kept = [adapter.extras.get(f"{path}.weight") for path in getattr(model, "vocabulary", ())]
     if len(kept) < 2 or all(value is None for value in kept):
         return
-    is_same = all(value is not None and torch.equal(value, kept[0]) for value in kept)
+    first = kept[0]
+    is_same = first is not None and all(
+        value is not None and torch.equal(value, first) for value in kept
+    )
     for config in (model.config, model.config.get_text_config(decoder=True)):
         if not is_same and getattr(config, "tie_word_embeddings", False):
             config.tie_word_embeddings = False
@@ -230,8 +234,8 @@ class Adapters:
         weights = self.weights or (1.0,) * len(self.paths)
         if len(weights) != len(self.paths):
             raise UserError(
-                f"--adapter-weights has {len(weights)} numbers for {len(self.paths)} folders in "
-                "--adapter-path, one a folder was expected: each is added by its own. Give as many."
+                f"`adapter_weights` has {len(weights)} numbers for {len(self.paths)} folders in "
+                "`adapter_path`, one a folder was expected: each is added by its own. Give as many."
             )
         for path, weight in zip(self.paths, weights, strict=True):
             attach_adapter(model, path)
@@ -245,7 +249,7 @@ class Adapters:
 def _weaken(module: LoRAWrapper, weight: float, path: Path) -> None:
     if weight != 1 and module.lora.use_dora:
         raise UserError(
-            f"--adapter-weights {weight:g} came for {path}, which is DoRA; 1 was expected: its "
+            f"`adapter_weights` {weight:g} came for {path}, which is DoRA; 1 was expected: its "
             "lengths take the place of the weight's own and are no share of a sum. Give 1 for it."
         )
     module.lora.scale *= weight

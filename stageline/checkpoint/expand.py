@@ -2,7 +2,7 @@
 
 Behind each group of layers comes a copy of its last one, whose output matrices are zero: what it
 adds to the hidden states is zero, and the model computes what it did. Trained alone
-(`--use-llama-pro`), the copies learn while all that was there stays. File by file, without a model.
+(`use_llama_pro`), the copies learn while all that was there stays. File by file, without a model.
 """
 
 import re
@@ -46,7 +46,7 @@ def expand_blocks(source: str | Path, target: str | Path, *, num_expand: int) ->
     if (folder / ADAPTER_CONFIG).exists():
         raise UserError(
             f"{folder} is an adapter, a model folder was expected: layers are copied. Merge it "
-            "first (export.sh --merge)."
+            "first (export.sh `merge`)."
         )
     config = load_config(folder)
     total = config.get_text_config(decoder=True).num_hidden_layers
@@ -70,7 +70,7 @@ def places_of(total: int, num_expand: int) -> Places:
     """What each layer of the new model is made of."""
     if num_expand < 1 or total % num_expand:
         raise UserError(
-            f"--num-expand {num_expand} came for a model of {total} layers; a number that divides "
+            f"`num_expand` {num_expand} came for a model of {total} layers; a number that divides "
             f"{total} was expected: one layer is added behind each group of equal size. Choose one."
         )
     stride = total // num_expand

@@ -1,18 +1,70 @@
 """Which files of a checkpoint folder hold which tensors; reads headers, never whole files."""
 
+import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import TypeGuard
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from stageline import chaos
-from stageline.checkpoint.header import read_header
-from stageline.checkpoint.paths import inside, refuse_outer_link
 from stageline.errors import CheckpointError, UserError
 from stageline.model_folder import read_json
+
+# -- names that a file of a checkpoint gives for others: they must stay in its folder. Pure paths -
+
+
+def inside(folder: Path, name: object, *, told_by: Path, is_plain: bool = False) -> Path:
+    """`folder / name`, if that lies in the folder, also when links are followed.
+
+    Args:
+        told_by: the file that names it, for the message.
+        is_plain: the name may have no folder in it.
+
+    Raises:
+        CheckpointError: it lies elsewhere.
+    """
+    if not _is_inner_name(name) or (is_plain and Path(name).name != name):
+        what = "a plain file name" if is_plain else "a path below its folder"
+        raise CheckpointError(
+            f"{told_by} names the file {name!r}, {what} was expected: other files of this machine "
+            "are not read for it. Do not use a checkpoint from a source you do not know."
+        )
+    refuse_outer_link(folder / name, folder)
+    return folder / name
+
+
+def refuse_outer_link(path: Path, folder: Path) -> None:
+    """Refuses a link that leads out of `folder`; links within a Hugging Face cache are its way.
+
+    Raises:
+        CheckpointError: it does.
+    """
+    real, home = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    if real.is_relative_to(home):
+        return
+    # <cache>/models--org--name/snapshots/<revision>/file -> ../../blobs/<hash>
+    if home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs":
+        return
+    raise CheckpointError(
+        f"{path} is a link that leads out of its folder, to {real}; a file was expected: a "
+        "checkpoint may not bring in other files of this machine. Copy the file into the folder, "
+        "or give the folder that it lies in."
+    )
+
+
+def _is_inner_name(name: object) -> TypeGuard[str]:
+    if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
+        return False
+    path = PurePosixPath(name)
+    is_absolute = path.is_absolute() or PureWindowsPath(name).drive
+    return not is_absolute and ".." not in path.parts and name != "."
+
+
+# -------------------------------------------------------------------------------------------------
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -20,6 +72,16 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 # what torch.save writes, by whatever name; never opened
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
+# first bytes of what lies in place of weights most often, for the message
+_LOOKS = (
+    (b"version https://git-lfs", "a Git LFS pointer: fetch the file itself with `git lfs pull`"),
+    (b"PK\x03\x04", "a zip archive, such as torch.save writes"),
+    (b"\x80", "a pickle, such as torch.save wrote once"),
+    (b"GGUF", "a GGUF file: convert it to safetensors first"),
+    (b"<", "HTML: a page of a server that was saved in place of the file"),
+    (b"{", "JSON: perhaps the index, or an error message of a server"),
+    (bytes(8), "a file whose space was reserved and never written: it begins with zeros"),
+)
 
 
 def find_checkpoint(checkpoint_path: str | Path) -> Path:
@@ -32,7 +94,7 @@ def find_checkpoint(checkpoint_path: str | Path) -> Path:
     path = Path(checkpoint_path).expanduser()
     if not path.exists():
         raise UserError(
-            f"--model-path {checkpoint_path} does not exist, a folder with {SINGLE_FILE} or "
+            f"`model_path` {checkpoint_path} does not exist, a folder with {SINGLE_FILE} or "
             f"{INDEX_FILE} was expected: weights are read from this machine only. Download the "
             "model first and give its folder."
         )
@@ -54,7 +116,7 @@ def weight_files(checkpoint: Path) -> dict[str, Path]:
         CheckpointError: no weights, a broken index, or a file that is missing or damaged.
     """
     if checkpoint.is_file():
-        return dict.fromkeys(read_header(checkpoint), checkpoint)
+        return dict.fromkeys(tensor_names(checkpoint), checkpoint)
     index = checkpoint / INDEX_FILE
     if index.exists():
         return _read_index(index)
@@ -62,7 +124,7 @@ def weight_files(checkpoint: Path) -> dict[str, Path]:
     if not single.exists():
         raise _without_weights(checkpoint)
     refuse_outer_link(single, checkpoint)
-    return dict.fromkeys(read_header(single), single)
+    return dict.fromkeys(tensor_names(single), single)
 
 
 def _without_weights(checkpoint: Path) -> CheckpointError:
@@ -101,7 +163,7 @@ def _read_index(index: Path) -> dict[str, Path]:
                 f"{files[file]} is missing, {index.name} says that it holds weights: the "
                 "checkpoint is not whole. Copy it again."
             )
-    held = {file: set(read_header(path)) for file, path in files.items()}
+    held = {file: set(tensor_names(path)) for file, path in files.items()}
     for name, file in weight_map.items():
         if name not in held[str(file)]:
             raise CheckpointError(
@@ -113,11 +175,12 @@ def _read_index(index: Path) -> dict[str, Path]:
 
 def tensor_names(file: Path) -> list[str]:
     """The names in one safetensors file."""
-    return list(read_header(file))
+    with open_tensors(file) as tensors:
+        return list(tensors.keys())
 
 
 def open_tensors(file: Path, device: torch.device | str = "cpu") -> safe_open:
-    """`safe_open` after our own look at the header, which reads instead of mapping.
+    """`safe_open`, which checks the whole header, reading instead of mapping.
 
     Mapped weights would change or end the process when the file changes, and every page that is
     looked at counts as memory of the process until the file is closed.
@@ -125,11 +188,57 @@ def open_tensors(file: Path, device: torch.device | str = "cpu") -> safe_open:
     Raises:
         CheckpointError: the file is damaged, or something else.
     """
-    read_header(file)
     try:
-        return safe_open(file, framework="pt", device=str(device), backend="pread")
+        if file.exists() and not file.is_file():  # to open a pipe would wait for its writer
+            raise OSError("it is a folder" if file.is_dir() else "it is a device or a pipe")
+        tensors = safe_open(file, framework="pt", device=str(device), backend="pread")
+        _refuse_doubled_names(file)
     except (SafetensorError, OSError) as error:
-        raise _unreadable(file, "a whole safetensors file", error) from error
+        raise CheckpointError(
+            f"{file} cannot be read: {error}{_what_came(file)}. A whole safetensors file was "
+            "expected: it was cut short, changed, or is something else by that name. Copy it again."
+        ) from error
+    return tensors
+
+
+def _refuse_doubled_names(file: Path) -> None:
+    """The format forbids a name twice, the library takes the last of them."""
+    with file.open("rb") as opened:
+        header = opened.read(int.from_bytes(opened.read(8), "little"))
+
+    def look(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            names = [name for name, _ in pairs]
+            double = next(name for name in found if names.count(name) > 1)
+            raise SafetensorError(f"its header has {double!r} twice")
+        return found
+
+    json.loads(header, object_pairs_hook=look)
+
+
+def _what_came(file: Path) -> str:
+    """What a refused file is by its first bytes, or both sizes if it was cut; else ""."""
+    if not file.is_file() or not os.access(file, os.R_OK):
+        return ""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        start = opened.read(64)
+        opened.seek(8)
+        length = int.from_bytes(start[:8], "little")
+        header = opened.read(min(length, size))
+    if not header.startswith(b"{"):  # else it is a safetensors file that was damaged
+        for magic, name in _LOOKS:
+            if start.startswith(magic):
+                return f"; it looks like {name}"
+    expected = 8 + length if size >= 8 else 8
+    try:
+        entries = json.loads(header)
+        entries.pop("__metadata__", None)
+        expected += max(entry["data_offsets"][1] for entry in entries.values())
+    except (ValueError, RecursionError, AttributeError, TypeError, LookupError):
+        pass  # a header that is cut or false: the library says how
+    return f"; expected {expected} bytes, found {size}" if expected != size else ""
 
 
 def read_tensor(tensors: safe_open, name: str, file: Path) -> torch.Tensor:
@@ -141,7 +250,10 @@ def read_tensor(tensors: safe_open, name: str, file: Path) -> torch.Tensor:
     try:
         return tensors.get_tensor(name)
     except (SafetensorError, OSError) as error:
-        raise _unreadable(file, f"the tensor {name}", error) from error
+        raise CheckpointError(
+            f"{file} cannot be read ({error}), the tensor {name} was expected: it was cut short or "
+            "changed while it was read, or the disk fails. Copy it again."
+        ) from error
 
 
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:
@@ -152,13 +264,6 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
     """
     with open_tensors(file) as tensors:
         return {name: read_tensor(tensors, name, file) for name in list(tensors.keys())}
-
-
-def _unreadable(file: Path, expected: str, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"{file} cannot be read ({error}), {expected} was expected: it was cut short or changed "
-        "while it was read, or the disk fails. Copy it again."
-    )
 
 
 class LazyTensor:

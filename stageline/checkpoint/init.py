@@ -4,25 +4,79 @@ Each module draws from a seed of its own, made of the run's seed and the module'
 model's own `_init_weights`. Not here: where the weights of a checkpoint come from (`load.py`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from stageline.checkpoint.finite import is_finite
 from stageline.contracts import part_name
-from stageline.errors import UserError
+from stageline.errors import NonFiniteError, UserError
 from stageline.modules.lora import LoRAWrapper, innermost, strip_lora, unwrapped
-from stageline.modules.lora_start import Pair, init_lora_layer, name_seed
+from stageline.modules.lora_layer import Pair, init_lora_layer, name_seed
 from stageline.modules.pass_through import DONE, PassThrough
+from stageline.stage import Stage
+
+# -- refuses weights that are inf or nan, before they are written and after they were read --------
+
+MOST_NAMED = 3
+
+
+def check_finite(
+    named_tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    *,
+    what: str,
+    cure: str,
+    place_of: Callable[[str], str] = lambda name: "",
+) -> None:
+    """Looks at all floating tensors; one pass over each.
+
+    Args:
+        what: what they are: "weights of step 200".
+        cure: what to do about it, a sentence.
+        place_of: name -> where it comes from, such as a file.
+
+    Raises:
+        NonFiniteError: names the first ones that are not finite.
+    """
+    items = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+    bad = [(name, tensor) for name, tensor in items if not is_finite(tensor)]
+    if not bad:
+        return
+    told = [f"{name} ({place_of(name)}{_count(tensor)})" for name, tensor in bad[:MOST_NAMED]]
+    more = f" and {len(bad) - MOST_NAMED} more tensors" if len(bad) > MOST_NAMED else ""
+    raise NonFiniteError(
+        f"{what} are not finite: {', '.join(told)}{more}. Finite numbers were expected: a model "
+        f"with such weights gives nothing else. {cure}"
+    )
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all values are numbers. Makes no copy, unless their sum overflows."""
+    if not tensor.is_floating_point() or tensor.is_meta:
+        return True
+    tensor = tensor.detach()
+    if tensor.element_size() == 1:  # eight bits: torch has few operations on them
+        tensor = tensor.float()
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    return bool(tensor.sum(dtype=wide).isfinite()) or bool(tensor.isfinite().all())
+
+
+def _count(tensor: torch.Tensor) -> str:
+    tensor = tensor.detach().float()
+    nan, inf = int(tensor.isnan().sum()), int(tensor.isinf().sum())
+    return f"{nan} nan, {inf} inf of {tensor.numel()} values"
+
+
+# -------------------------------------------------------------------------------------------------
 
 UNSET = -(2**31)  # for whole numbers what NaN is for others
 HALF_AND_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def init_split_model(
-    model: nn.Module,
+    model: Stage,
     *,
     seed: int,
     device: torch.device | str,
@@ -60,8 +114,9 @@ def materialise(
     made: dict[int, nn.Parameter] = {}
     whole = getattr(model, "whole", None)
     # what the library built in another dtype than the model's is meant so
-    is_bare = whole is None or next(whole.parameters(), None) is None
-    built = HALF_AND_SINGLE if is_bare else (whole.dtype,)
+    built: tuple[torch.dtype, ...] = HALF_AND_SINGLE
+    if whole is not None and next(whole.parameters(), None) is not None:
+        built = (whole.dtype,)
     for module in model.modules():
         for name, old in module._parameters.items():
             if old is None or not (old.is_meta or casts_others):
@@ -139,19 +194,20 @@ def _reset_plain(module: nn.Module) -> None:
         for parameter in module.parameters(recurse=False)
         if getattr(parameter, DONE, False)
     ]
-    module.reset_parameters()
+    cast(Callable[[], None], module.reset_parameters)()
     for parameter, value in kept:
         parameter.copy_(value)
 
 
 @torch.no_grad()
-def init_fresh(model: nn.Module, *, seed: int) -> None:
+def init_fresh(model: Stage, *, seed: int) -> None:
     """Draws the weights in `model.keys_fresh`, which a checkpoint lacked, as `run_init` would."""
     for path in sorted({name.rpartition(".")[0] for name in getattr(model, "keys_fresh", ())}):
         module = model.get_submodule(path)
         device = next(module.parameters()).device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(name_seed(seed, path))
+            assert model.whole is not None  # the library's loader tells of fresh keys
             model.whole._init_weights(module)
 
 
@@ -162,7 +218,7 @@ def init_lora(
     only_outermost: bool = False,
     taken: Mapping[str, Pair] | None = None,
 ) -> None:
-    """Starts the adapters: A random by its name and the seed, B zero, or as `--lora-init` says.
+    """Starts the adapters: A random by its name and the seed, B zero, or as `lora_init` says.
 
     Args:
         taken: plain module name -> what PiSSA took out of its weight when the run began.
@@ -211,5 +267,5 @@ def check_filled(model: nn.Module, source: str) -> None:
             f"of the stage model {part_name(type(model))}. "
             "Every parameter and buffer needs one: give the module a reset_parameters() that sets "
             "it (what is made inside torch.device('meta') has a shape alone), or start from a "
-            "checkpoint that is whole (--model-path)."
+            "checkpoint that is whole (`model_path`)."
         )

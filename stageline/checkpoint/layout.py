@@ -9,12 +9,17 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
-from stageline import chaos
-from stageline.checkpoint.paths import inside
-from stageline.errors import CheckpointError, UserError
+import torch.distributed as dist
+from safetensors import SafetensorError
+
+from stageline import chaos, progress
+from stageline.checkpoint.files import inside
+from stageline.errors import CheckpointError, DataError, NonFiniteError, StorageError, UserError
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2
@@ -66,7 +71,7 @@ def _sha256(path: Path) -> str:
 
 
 def publish(
-    draft: Path, folder: Path, *, facts: Mapping[str, object], known: Mapping[str, dict]
+    draft: Path, folder: Path, *, facts: Mapping[str, Any], known: Mapping[str, dict]
 ) -> None:
     """Writes the manifest, makes all durable and gives the draft its name.
 
@@ -98,7 +103,7 @@ def publish(
     fsync_path(folder.parent)
 
 
-def content_sum(manifest: Mapping[str, object]) -> str:
+def content_sum(manifest: Mapping[str, Any]) -> str:
     """The sha256 of what a manifest says, in whatever way it is written; without its own."""
     content = {key: value for key, value in manifest.items() if key != "sha256"}
     # once through JSON: tuples and numbers as keys are read back as lists and texts
@@ -107,7 +112,7 @@ def content_sum(manifest: Mapping[str, object]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_manifest(folder: Path) -> dict[str, object]:
+def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a published folder, in which not one bit has changed.
 
     Raises:
@@ -147,14 +152,14 @@ def read_manifest(folder: Path) -> dict[str, object]:
     return manifest
 
 
-def _lists_files(manifest: Mapping[str, object]) -> bool:
+def _lists_files(manifest: Mapping[str, Any]) -> bool:
     files = manifest.get("files")
     return isinstance(files, dict) and all(
         isinstance(facts, dict) and {"size", "sha256"} <= set(facts) for facts in files.values()
     )
 
 
-def verify(folder: Path) -> dict[str, object]:
+def verify(folder: Path) -> dict[str, Any]:
     """Compares every file with the manifest; returns the manifest.
 
     Raises:
@@ -167,7 +172,7 @@ def verify(folder: Path) -> dict[str, object]:
 
 
 def check_files(
-    folder: Path, manifest: Mapping[str, object], names: Iterable[str] | None = None
+    folder: Path, manifest: Mapping[str, Any], names: Iterable[str] | None = None
 ) -> None:
     """Compares size and sha256 of files with the manifest, sizes of all of them first.
 
@@ -225,7 +230,7 @@ def _is_ours(folder: Path) -> bool:
     return isinstance(content, dict) and "format_version" in content
 
 
-def refuse_added(folder: Path, manifest: Mapping[str, object]) -> None:
+def refuse_added(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Refuses files that would be loaded though nobody saved them; others may lie there.
 
     Raises:
@@ -247,3 +252,105 @@ def _damaged(path: Path, found: str, expected: str) -> CheckpointError:
 def discard(draft: Path) -> None:
     """Removes what was written of a checkpoint that cannot be finished."""
     shutil.rmtree(draft, ignore_errors=True)
+
+
+# -- ranks that write one folder: they gather plain values, and fail together or not at all -------
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that save together: those of one pipeline, or this process alone."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> "Ranks":
+        """The ranks of `group`; without a process group, this process."""
+        if not dist.is_initialized():
+            return cls(0, 1, None)
+        return cls(dist.get_rank(group), dist.get_world_size(group), group)
+
+    def gather(self, value: Result) -> list[Result]:
+        """What every rank gave, by rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Result] = [value] * self.size
+        with progress.doing("the ranks that save", is_waiting=True):
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def together(self, function: Callable[[], Result], draft: Path | None = None) -> list[Result]:
+        """Runs a part of the work on every rank; what each returned.
+
+        Args:
+            draft: a folder to remove if a rank fails; the message names it.
+
+        Raises:
+            UserError, StorageError, RuntimeError: a rank failed; every rank raises the same, and
+                the draft is removed.
+        """
+        result, error = None, None
+        try:
+            result = function()
+        except Exception as caught:
+            error = caught
+        told = self.gather((result, None if error is None else RemoteFailure.of(error, draft)))
+        failed = [(rank, said) for rank, (_, said) in enumerate(told) if said is not None]
+        if not failed:
+            return cast("list[Result]", [value for value, _ in told])  # each rank has one
+        if draft is not None and self.rank == 0:
+            discard(draft)
+        rank, said = failed[0]
+        raise said.as_error(rank, draft) from error
+
+
+@dataclass(frozen=True)
+class RemoteFailure:
+    """An error in words that travel to other ranks.
+
+    Attributes:
+        kind: name of the class that every rank raises.
+        space: what the disk had to say, if it was the disk.
+    """
+
+    kind: str
+    text: str
+    space: str = ""
+
+    @classmethod
+    def of(cls, error: Exception, draft: Path | None) -> "RemoteFailure":
+        """Tells what went wrong on this rank."""
+        if isinstance(error, UserError | NonFiniteError):
+            return cls(type(error).__name__, str(error))
+        if isinstance(error, OSError | SafetensorError):
+            return cls("StorageError", str(error), "" if draft is None else _space(draft))
+        return cls("RuntimeError", f"{type(error).__name__}: {error}")
+
+    def as_error(self, rank: int, draft: Path | None) -> Exception:
+        """The error that every rank raises."""
+        if self.kind in _PASSED_ON:
+            return _PASSED_ON[self.kind](self.text)
+        what = "" if draft is None else f"saving to {draft} failed on "
+        text = f"{what}rank {rank}: {self.text}{self.space}"
+        if self.kind != "StorageError":
+            return RuntimeError(text)
+        return StorageError(f"{text}. What was saved before is as it was. Make room, then resume.")
+
+
+_PASSED_ON: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (UserError, DataError, CheckpointError, NonFiniteError)
+}
+
+
+def _space(draft: Path) -> str:
+    """Bytes written of a draft, and bytes free where it lies."""
+    written = sum(path.stat().st_size for path in draft.rglob("*") if path.is_file())
+    try:
+        free = f"{shutil.disk_usage(draft.parent).free:,}"
+    except OSError:
+        free = "unknown"  # the folder itself is gone
+    return f" ({written:,} bytes of it were written, {free} bytes are free)"

@@ -6,8 +6,10 @@ built, what this stage drops. Not here: adapters (`adapter.py`), random starts (
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,10 +22,10 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils import logging as transformers_logging
 
 from stageline.checkpoint.adapter import adapter_files, find_base
 from stageline.checkpoint.adapter_start import AdapterStart
-from stageline.checkpoint.dtypes import cast_note, entries_of, integer_weights
 from stageline.checkpoint.files import (
     ADAPTER_CONFIG,
     find_checkpoint,
@@ -33,15 +35,85 @@ from stageline.checkpoint.files import (
     read_tensor,
     weight_files,
 )
-from stageline.checkpoint.finite import check_finite
 from stageline.checkpoint.host_memory import returns_freed_memory
-from stageline.checkpoint.init import check_filled, init_fresh, materialise, run_init
+from stageline.checkpoint.init import check_filled, check_finite, init_fresh, materialise, run_init
 from stageline.checkpoint.layout import check_read
-from stageline.checkpoint.quiet import quiet
 from stageline.errors import CheckpointError, UserError
 from stageline.model_folder import read_json
 from stageline.modules.lora import WRAPPED, is_lora_name, strip_lora, unwrapped
 from stageline.modules.pass_through import DONE
+from stageline.stage import Stage
+
+# -- silence while the library loads a stage ------------------------------------------------------
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps the library from listing the tensors of all other stages, and from drawing bars."""
+    level = transformers_logging.get_verbosity()
+    had_bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if had_bars:
+            transformers_logging.enable_progress_bar()
+
+
+# -- what may be cast while weights are read: floats of one width to another, and nothing else ----
+
+_NAMES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+def dtypes_of(files: dict[str, Path]) -> dict[str, str]:
+    """Name on disk -> the format's name of its dtype, such as BF16; reads headers only."""
+    found = {}
+    for file in set(files.values()):
+        with open_tensors(file) as tensors:
+            for name in [name for name, place in files.items() if place == file]:
+                found[name] = tensors.get_slice(name).get_dtype()
+    return found
+
+
+def _is_float(dtype: str) -> bool:
+    return dtype.startswith(("F", "BF"))
+
+
+def integer_weights(dtypes: dict[str, str], leaves: set[str]) -> list[str]:
+    """Tensors that are integers in the file and weights in the model, such as quantised ones.
+
+    Args:
+        leaves: last parts of the names of the model's parameters, such as `weight`.
+    """
+    return [
+        f"{name} ({dtype})"
+        for name, dtype in dtypes.items()
+        if not _is_float(dtype) and name.rpartition(".")[2] in leaves
+    ]
+
+
+def cast_note(dtypes: dict[str, str], names: Iterable[str], dtype: torch.dtype) -> str | None:
+    """What is said where weights are kept in another type than they were saved in; else None."""
+    kinds = {dtypes[name] for name in names if name in dtypes}
+    others = sorted(
+        str(_NAMES.get(kind, kind)).removeprefix("torch.")
+        for kind in kinds
+        if _is_float(kind) and _NAMES.get(kind) != dtype
+    )
+    if not others:
+        return None
+    kept = str(dtype).removeprefix("torch.")
+    return f"the weights were saved in {', '.join(others)} and are kept in {kept} here"
+
+
+# -------------------------------------------------------------------------------------------------
 
 
 class CheckpointMismatch(CheckpointError):
@@ -49,7 +121,7 @@ class CheckpointMismatch(CheckpointError):
 
 
 def load_split_model(
-    model: nn.Module,
+    model: Stage,
     checkpoint_path: str | Path,
     *,
     device: torch.device | str,
@@ -82,8 +154,8 @@ def load_split_model(
     if adapter is not None:
         checkpoint = find_base(adapter)
     files = weight_files(checkpoint)
-    entries = entries_of(files)
-    _refuse_integers(model, checkpoint, integer_weights(entries, _leaves(model)))
+    dtypes = dtypes_of(files)
+    _refuse_integers(model, checkpoint, integer_weights(dtypes, _leaves(model)))
     key_map = model.get_key_map_without_last_lora()
     if adapter is not None:
         key_map = {name: strip_lora(there) for name, there in key_map.items()}
@@ -101,7 +173,7 @@ def load_split_model(
     # a stage looks at its own files: together the stages look at all of them
     read = {files[name] for name in model.keys_read}
     check_read([*read, *(adapter_files(adapter) if adapter is not None else [])])
-    model.cast_note = cast_note(entries, model.keys_read, dtype)
+    model.cast_note = cast_note(dtypes, model.keys_read, dtype)
     _check_numbers(model, files, key_map, checkpoint=checkpoint, adapter=adapter or checkpoint)
     check_filled(model, f"reading {checkpoint_path}")
     model.loaded_from = None if start.merged else str(checkpoint.resolve())
@@ -111,7 +183,7 @@ def _leaves(model: nn.Module) -> set[str]:
     return {"weight", "bias"} | {name.rpartition(".")[2] for name, _ in model.named_parameters()}
 
 
-def _refuse_integers(model: nn.Module, checkpoint: Path, names: list[str]) -> None:
+def _refuse_integers(model: Stage, checkpoint: Path, names: list[str]) -> None:
     if names:
         raise CheckpointMismatch(
             f"{checkpoint} holds {len(names)} weights as integers: {list_names(names, 5)}; stage "
@@ -122,7 +194,7 @@ def _refuse_integers(model: nn.Module, checkpoint: Path, names: list[str]) -> No
 
 
 def _check_numbers(
-    model: nn.Module,
+    model: Stage,
     files: dict[str, Path],
     key_map: dict[str, str],
     *,
@@ -148,7 +220,7 @@ def _check_numbers(
 
 
 def _read_by_library(
-    model: nn.Module,
+    model: Stage,
     files: dict[str, Path],
     key_map: dict[str, str],
     *,
@@ -156,13 +228,14 @@ def _read_by_library(
     dtype: torch.dtype,
     checkpoint: Path,
 ) -> None:
+    assert model.whole is not None  # the caller looked
     whole = WholeNames()
     model.keys_read = set()
-    stage_class = _pruning_class(model, whole)
-    kwargs = {"device_map": {"": device}} if device.type != "cpu" else {}
+    stage_class = _pruning_class(model.whole, model.prune, whole)
+    kwargs: dict[str, Any] = {"device_map": {"": device}} if device.type != "cpu" else {}
     try:
         with quiet(), returns_freed_memory():
-            loaded, info = stage_class.from_pretrained(
+            found = stage_class.from_pretrained(
                 None,
                 state_dict=lazy_state(files, model.keys_read),
                 config=copy.deepcopy(model.config),
@@ -171,6 +244,8 @@ def _read_by_library(
                 ignore_mismatched_sizes=True,  # reported below with all their names
                 **kwargs,
             )
+            # its annotation leaves out what output_loading_info adds
+            loaded, info = cast("tuple[PreTrainedModel, dict[str, Any]]", found)
     except CheckpointError:
         raise
     except (RuntimeError, OSError) as error:
@@ -231,15 +306,19 @@ def _renamed(
     return name if found not in names and name in names else found
 
 
-def _pruning_class(model: nn.Module, whole: WholeNames) -> type[PreTrainedModel]:
+def _pruning_class(
+    model: PreTrainedModel, prune: Callable[[PreTrainedModel], None], whole: WholeNames
+) -> type[PreTrainedModel]:
     """A subclass of the model's class whose instances drop what this stage drops, when built."""
-    base = type(model.whole)
+    base: Any = type(model)  # a class that is known at run time alone
 
     class Pruned(base):
+        all_tied_weights_keys: dict[str, str]
+
         def __init__(self, config: object, *args: object, **kwargs: object) -> None:
             super().__init__(config, *args, **kwargs)
             whole.take(self)
-            model.prune(self)
+            prune(self)
             kept = set(self.state_dict())
             # ties of weights that went with the pruning would be looked for, and not found
             self.all_tied_weights_keys = {
@@ -255,7 +334,10 @@ def _pruning_class(model: nn.Module, whole: WholeNames) -> type[PreTrainedModel]
 
 
 def _check_info(
-    model: nn.Module, checkpoint: Path, info: dict[str, object], is_unknown: Callable[[str], bool]
+    model: Stage,
+    checkpoint: Path,
+    info: dict[str, Any],
+    is_unknown: Callable[[str], bool],
 ) -> None:
     unknown = {
         name
@@ -270,7 +352,7 @@ def _check_info(
 
 
 def _refuse(
-    model: nn.Module, checkpoint: Path, missing: set[str], unexpected: set[str], wrong: list[str]
+    model: Stage, checkpoint: Path, missing: set[str], unexpected: set[str], wrong: list[str]
 ) -> None:
     problems = []
     if missing:
@@ -283,13 +365,13 @@ def _refuse(
         raise CheckpointMismatch(
             f"{checkpoint} does not fit stage {model.stage} of {model.num_stages}: "
             f"{'; '.join(problems)}. Every weight of the stage was expected, with its shape, and "
-            "no others: nothing may start at random unseen. Check that --model-path and "
-            "--config-path belong together."
+            "no others: nothing may start at random unseen. Check that `model_path` and "
+            "`config_path` belong together."
         )
 
 
 def _take(
-    model: nn.Module, loaded: PreTrainedModel, key_map: dict[str, str], *, checkpoint: Path
+    model: Stage, loaded: PreTrainedModel, key_map: dict[str, str], *, checkpoint: Path
 ) -> None:
     """Moves the tensors of the loaded model into the stage, without a copy; ties stay."""
     values = loaded.state_dict(keep_vars=True)
@@ -308,7 +390,9 @@ def _take(
                 if isinstance(value, torch.Tensor):
                     own.__dict__[leaf] = value
     # saving reverses these
-    model.whole._weight_conversions = getattr(loaded, "_weight_conversions", None)
+    assert model.whole is not None  # what the library loaded is a model of it
+    conversions = getattr(loaded, "_weight_conversions", None)
+    model.whole.__dict__["_weight_conversions"] = conversions
 
 
 def _put(model: nn.Module, name: str, value: torch.Tensor) -> None:
@@ -330,14 +414,14 @@ def _check_no_earlier_lora(key_map: dict[str, str], checkpoint: Path) -> None:
     if earlier:
         raise UserError(
             f"{checkpoint} holds no LoRA, the earlier ones were expected "
-            f"({list_names(earlier, 3)}): of several LoRAs (--llm-lora-num 2) all but the last "
+            f"({list_names(earlier, 3)}): of several LoRAs (`llm_lora_num` 2) all but the last "
             "come from the checkpoint. Give the adapter folder of the earlier run as "
-            "--model-path, or use one LoRA."
+            "`model_path`, or use one LoRA."
         )
 
 
 def _read_by_names(
-    model: nn.Module,
+    model: Stage,
     files: dict[str, Path],
     key_map: dict[str, str],
     *,
@@ -394,7 +478,7 @@ def _tied_names(here: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 def _finish_by_names(
-    model: nn.Module,
+    model: Stage,
     here: dict[str, torch.Tensor],
     tied: dict[str, str],
     *,

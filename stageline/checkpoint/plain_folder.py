@@ -7,16 +7,294 @@ one is exported, once: it lies in a cache under a name made from the content.
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
+from torch import nn
+from transformers.utils import GENERATION_CONFIG_NAME
 
-from stageline.checkpoint.adapter import find_base
+from stageline import chaos
+from stageline.checkpoint.adapter import find_base, read_adapter_config
 from stageline.checkpoint.adapter_start import Adapters
-from stageline.checkpoint.export import export_folder
-from stageline.checkpoint.export_target import find_source
-from stageline.checkpoint.files import ADAPTER_CONFIG
-from stageline.checkpoint.layout import MANIFEST, read_manifest, verify
+from stageline.checkpoint.export_check import (
+    TOLERANCE,
+    ExportError,
+    ExportVerdict,
+    StageMaker,
+    check_export,
+    lacks_memory,
+    read_config_of_base,
+)
+from stageline.checkpoint.export_files import (
+    Kind,
+    ModelFacts,
+    check_target,
+    copy_side_files,
+    find_source,
+    model_card,
+    open_to_readers,
+    publish_over,
+    read_run_facts,
+    storage_errors,
+    untie_changed_head,
+    write_adapter,
+    write_card,
+    write_model,
+)
+from stageline.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FILE
+from stageline.checkpoint.layout import MANIFEST, discard, draft_name, read_manifest, verify
+from stageline.checkpoint.plain_model import (
+    CLASSIFIER,
+    is_scored,
+    load_plain,
+    tensor_dtypes,
+    weight_sizes,
+)
+from stageline.errors import UserError
+from stageline.modules.lora import merge_lora
+
+# -- makes one plain Hugging Face folder of a checkpoint: a whole model, or an adapter for `peft` -
+# Works in host memory with the whole model, on one process. The new folder is written aside,
+# compared with the checkpoint, and gets its name when all is there. Not here: saving during a run.
+
+__all__ = ["TOLERANCE", "ExportError", "ExportReport", "export_folder"]
+
+MAX_SHARD_BYTES = 5_000_000_000
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was exported.
+
+    Attributes:
+        folder: the new folder.
+        is_adapter: an adapter, whose base is elsewhere.
+        verdict: of the comparison with the checkpoint; None: not compared.
+        notes: what a person should know.
+    """
+
+    folder: Path
+    is_adapter: bool
+    verdict: ExportVerdict | None
+    notes: tuple[str, ...] = ()
+
+
+def export_folder(
+    source: str | Path,
+    target: str | Path,
+    *,
+    merge: bool = False,
+    adapters: Adapters | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    verifies: bool = True,
+    overwrites: bool = False,
+    make_stages: StageMaker | None = None,
+    trust_remote_code: bool = False,
+) -> ExportReport:
+    """Exports a checkpoint folder.
+
+    Args:
+        source: a folder that a run saved, or any Hugging Face model or adapter folder.
+        target: a new folder.
+        merge: adds an adapter to its base; the result is a whole model.
+        adapters: are added to `source`, a whole model, one after the other.
+        dtype: of the weights in the new folder; None: as they are.
+        verifies: loads the result in plain transformers and compares logits and greedy tokens;
+            left out, with a note, where the host's memory is too small for it.
+        overwrites: a model folder that is there is replaced at the end.
+        make_stages: makes the stages that the result is compared with; None: plain transformers.
+
+    Raises:
+        UserError: the source is not whole, or the target exists.
+        StorageError: the new folder could not be written.
+        ExportError: the result computes something else.
+    """
+    source = find_source(source)
+    target = Path(target).expanduser().absolute()
+    check_target(source, target, overwrites=overwrites)
+    if (source / MANIFEST).exists():
+        verify(source)
+    is_adapter = (source / ADAPTER_CONFIG).exists()
+    _check_kinds(source, is_adapter, merge=merge, adapters=adapters)
+    export = _Export(
+        source,
+        target,
+        base=find_base(source) if merge else None,
+        keeps_adapter=is_adapter and not merge,
+        adapters=adapters,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        trust_remote_code=trust_remote_code,
+    )
+    why_not = lacks_memory(source, trust_remote_code=trust_remote_code) if verifies else None
+    checks = verifies and why_not is None
+    verdict = export.run(checks=checks, make_stages=make_stages)
+    notes = [f"not compared: {why_not}"] if why_not else []
+    notes += verdict.notes if verdict else ()
+    notes += _notes_on_base(source) if merge else []
+    return ExportReport(target, export.keeps_adapter, verdict, tuple(notes))
+
+
+def _check_kinds(source: Path, is_adapter: bool, *, merge: bool, adapters: Adapters | None) -> None:
+    """Refuses to merge nothing, and adapters on an adapter."""
+    if merge and not is_adapter:
+        raise UserError(
+            f"`merge` came with {source}, an adapter folder was expected: there is nothing to "
+            "merge in a whole model. Leave `merge` out."
+        )
+    if adapters is not None and is_adapter:
+        raise UserError(
+            f"`adapter_path` came with {source}, which is an adapter itself; the base of the "
+            "adapters was expected as `model_path`. Name all adapters in `adapter_path`."
+        )
+
+
+def _notes_on_base(source: Path) -> list[str]:
+    kind = read_run_facts(source).options.get("quantization")
+    if not kind:
+        return []
+    return [
+        f"the adapter was trained above a base kept as {kind} and is added to the base's own "
+        "weights, which the few bits had rounded: answers are near those of training"
+    ]
+
+
+@dataclass(frozen=True)
+class _Export:
+    """One source and what is to become of it.
+
+    Attributes:
+        base: the model that the source, an adapter, is added to.
+        adapters: what is added to the source, a model; None: nothing.
+    """
+
+    source: Path
+    target: Path
+    base: Path | None
+    keeps_adapter: bool
+    adapters: Adapters | None
+    dtype: torch.dtype | None
+    max_shard_bytes: int
+    trust_remote_code: bool
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether weights are written that no file holds."""
+        return self.base is not None or self.adapters is not None
+
+    @property
+    def model_folder(self) -> Path:
+        return self.base or self.source
+
+    def run(self, *, checks: bool, make_stages: StageMaker | None) -> ExportVerdict | None:
+        """Writes, compares and publishes; whatever goes wrong, the target is as it was."""
+        draft = self.target.parent / draft_name(self.target)
+        verdict = None
+        needed = self.num_bytes()
+        try:
+            with storage_errors(self.target, needed):
+                chaos.point("file")
+                draft.mkdir(parents=True)
+                self.write(draft)
+            if checks:
+                verdict = check_export(
+                    self.source,
+                    draft,
+                    rounded_to=self.rounded_to(),
+                    make_stages=make_stages,
+                    adapters=self.adapters,
+                    trust_remote_code=self.trust_remote_code,
+                )
+            with storage_errors(self.target, needed):
+                publish_over(draft, self.target, facts={"kind": "export"})
+        except BaseException:
+            discard(draft)
+            raise
+        return verdict
+
+    def num_bytes(self) -> int:
+        """About how much is written."""
+        if self.keeps_adapter:
+            file = self.source / ADAPTER_FILE
+            return file.stat().st_size if file.exists() else 0
+        count, num_bytes = weight_sizes(self.model_folder)
+        return num_bytes if self.dtype is None else count * self.dtype.itemsize
+
+    def write(self, draft: Path) -> None:
+        """Writes all files but the manifest."""
+        if self.keeps_adapter:
+            write_adapter(self.source, draft, self.dtype)
+        else:
+            self.write_model(draft)
+        # what an adapter's folder lacks is its base's
+        more = self.adapters.paths if self.adapters else ()
+        for folder in filter(None, (self.base, self.source, *more)):
+            copy_side_files(folder, draft, with_code=self.trust_remote_code)
+        self.write_card(draft)
+
+    def write_model(self, draft: Path) -> None:
+        """The whole model; an adapter is added to it."""
+        # a sum in another type than the base's is rounded once, to that type
+        sums = torch.float32 if self.is_sum and self.dtype is not None else None
+        model = load_plain(self.source, dtype=sums, trust_remote_code=self.trust_remote_code)
+        if self.adapters is not None:
+            self.adapters.merge(model)
+        if self.is_sum:
+            merge_lora(model)
+            untie_changed_head(model)
+        if self.dtype is not None:
+            cast(nn.Module, model).to(self.dtype)  # in place; the library's own has no annotation
+        generation = self.model_folder / GENERATION_CONFIG_NAME
+        write_model(
+            model,
+            draft,
+            generation=generation if generation.exists() else None,
+            max_shard_bytes=self.max_shard_bytes,
+            keeps_code=self.trust_remote_code,
+        )
+
+    def write_card(self, draft: Path) -> None:
+        """The model card, with what is known of the run around the source."""
+        run = read_run_facts(self.source)
+        is_adapter = (self.source / ADAPTER_CONFIG).exists()
+        is_merged = is_adapter or self.adapters is not None
+        kind: Kind = "adapter" if self.keeps_adapter else "merged" if is_merged else "model"
+        try:
+            config = read_config_of_base(self.source, trust_remote_code=self.trust_remote_code)
+        except UserError:
+            if not self.keeps_adapter:
+                raise
+            config = None  # an adapter whose base is elsewhere
+        base = named_base(self.source) if is_adapter else str(self.source) if is_merged else None
+        facts = ModelFacts.of(config, name=self.target.name, kind=kind, base=base)
+        if is_adapter and is_scored(self.source):  # its base may be a language model
+            facts = replace(facts, class_name=f"AutoModel{CLASSIFIER}")
+        write_card(model_card(facts, run), run.curve, draft)
+        open_to_readers(draft)
+
+    def rounded_to(self) -> torch.dtype | None:
+        """The half type that weights are rounded to, if they are."""
+        before = tensor_dtypes(self.model_folder)
+        if self.is_sum:  # the sum is
+            written = before if self.dtype is None else {self.dtype}
+        elif self.dtype is not None and before != {self.dtype}:
+            written = {self.dtype}
+        else:
+            written = set()
+        return next((half for half in HALVES if half in written), None)
+
+
+def named_base(folder: Path) -> str | None:
+    """What an adapter folder calls its base, wherever that is."""
+    name = read_adapter_config(folder).get("base_model_name_or_path")
+    return str(name) if name else None
+
+
+# -------------------------------------------------------------------------------------------------
 
 _KEY_LENGTH = 16
 # what changes no answer

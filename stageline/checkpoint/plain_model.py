@@ -2,25 +2,130 @@
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
-from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from stageline.checkpoint.adapter import attach_adapter, find_base, read_adapter
-from stageline.checkpoint.adapter_config import config_folder
-from stageline.checkpoint.adapter_rows import fit_vocabulary
+from stageline.checkpoint.adapter import (
+    attach_adapter,
+    config_folder,
+    find_base,
+    fit_vocabulary,
+    read_adapter,
+)
 from stageline.checkpoint.files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
+    list_names,
     open_tensors,
     weight_files,
 )
-from stageline.checkpoint.tasks import CLASSIFIER, is_scored
-from stageline.checkpoint.whole import load_whole
-from stageline.model_folder import load_config
+from stageline.checkpoint.layout import check_read
+from stageline.checkpoint.load import dtypes_of, integer_weights
+from stageline.errors import CheckpointError
+from stageline.model_folder import load_config, read_json
+
+# -- kinds of models by the names of the library's classes, and what `peft` calls them ------------
+
+CLASSIFIER = "ForSequenceClassification"  # with one label: a reward model
+SCORED = "SEQ_CLS"
+_TASKS = {"ForCausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM", CLASSIFIER: SCORED}
+
+
+def task_of(model_class: str) -> str | None:
+    """What peft calls the kind of model that a class is; None: no kind that it knows."""
+    return next((task for end, task in _TASKS.items() if model_class.endswith(end)), None)
+
+
+def is_scored(adapter: Path) -> bool:
+    """Whether an adapter belongs on a model that scores rows instead of predicting tokens."""
+    return read_json(adapter / ADAPTER_CONFIG).get("task_type") == SCORED
+
+
+# -- loads a whole model by the library's `from_pretrained`, which alone would start at random unse
+# For inference and export, where one process holds all of it; a stage is filled by `load.py`.
+
+
+def check_weights(folder: Path) -> None:
+    """Looks at every weight file of a model folder before the library maps it.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, a pickle, or differs from our manifest.
+    """
+    check_read(set(weight_files(folder).values()))
+
+
+def load_whole(
+    auto_class: Any,
+    folder: Path,
+    config: PretrainedConfig,
+    *,
+    is_strict: bool = False,
+    may_lack: str | None = None,
+    is_changed: bool = False,
+    **options: object,
+) -> PreTrainedModel:
+    """A whole model with every weight from the folder.
+
+    Args:
+        auto_class: an Auto class or a model class of the library.
+        is_strict: weights that the model has no place for are refused, too.
+        may_lack: beginning of the names of weights that others fill; None: none.
+        is_changed: `config` is not the folder's own, and counts.
+        options: of its `from_pretrained`.
+
+    Raises:
+        CheckpointError: weights are missing, of another shape, quantised without a config that
+            says so, or cannot be read.
+    """
+    files = weight_files(folder)
+    if is_changed:
+        options = {**options, "config": config}
+    if getattr(config, "quantization_config", None) is None:
+        integers = integer_weights(dtypes_of(files), {"weight", "bias"})
+        if integers:
+            raise _does_not_fit(folder, f"weights are integers: {list_names(integers, 5)}")
+    try:
+        model, info = auto_class.from_pretrained(
+            folder,
+            output_loading_info=True,
+            local_files_only=True,
+            use_safetensors=True,  # never a pickle that lies there too
+            ignore_mismatched_sizes=True,  # reported below
+            **options,
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise _does_not_fit(folder, str(error).strip()[:500]) from error
+    lacking = {
+        name for name in info["missing_keys"] if may_lack is None or not name.startswith(may_lack)
+    }
+    if lacking:
+        names = list_names(lacking)
+        raise _does_not_fit(folder, f"{len(lacking)} weights are missing: {names}")
+    wrong = [
+        f"{name} (file {list(found)}, model {list(expected)})"
+        for name, found, expected in info["mismatched_keys"]
+    ]
+    if wrong:
+        raise _does_not_fit(folder, f"{len(wrong)} shapes differ: {list_names(wrong)}")
+    unknown = info["unexpected_keys"]
+    if is_strict and unknown:
+        names = list_names(set(unknown))
+        raise _does_not_fit(folder, f"{len(unknown)} weights have no place in the model: {names}")
+    return model
+
+
+def _does_not_fit(folder: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder} cannot be loaded: {why}. Every weight of the model that config.json describes "
+        "was expected, with its shape: the library would start others at random. Copy the "
+        "checkpoint again, or use one that is whole."
+    )
+
+
+# -------------------------------------------------------------------------------------------------
 
 _DTYPES = {
     "F64": torch.float64,
@@ -52,11 +157,15 @@ def load_plain(
         return attach_adapter(base, folder).eval()
     config = load_config(config_from or folder, trust_remote_code=trust_remote_code)
     named = getattr(transformers, (config.architectures or [""])[0], None)
-    kwargs = {} if named is not None else {"trust_remote_code": trust_remote_code}
-    kwargs["is_changed"] = config_from not in (None, folder)
+    options: dict[str, Any] = {"dtype": dtype or _dtype_of(folder)}
+    if named is None:
+        options["trust_remote_code"] = trust_remote_code
     model_class: Any = named or transformers.AutoModelForCausalLM
-    dtype = dtype or _dtype_of(folder)
-    return load_whole(model_class, folder, config, is_strict=True, dtype=dtype, **kwargs).eval()
+    is_changed = config_from not in (None, folder)
+    model = load_whole(
+        model_class, folder, config, is_strict=True, is_changed=is_changed, **options
+    )
+    return model.eval()
 
 
 def load_base(
@@ -85,7 +194,7 @@ def _dtype_of(folder: Path) -> torch.dtype | str:
     return found.pop() if len(found) == 1 else "auto"
 
 
-def load_with_peft(folder: Path, base: nn.Module) -> nn.Module | None:
+def load_with_peft(folder: Path, base: PreTrainedModel) -> PreTrainedModel | None:
     """The base with an adapter put on by `peft`, in place; None where that is not installed."""
     try:
         from peft import PeftModel
@@ -95,7 +204,7 @@ def load_with_peft(folder: Path, base: nn.Module) -> nn.Module | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # it asks transformers by an old name
         adapted = PeftModel.from_pretrained(base, folder, local_files_only=True)
-        return adapted.get_base_model().eval()
+        return cast(PreTrainedModel, adapted.get_base_model()).eval()
 
 
 def tensor_dtypes(folder: Path) -> set[torch.dtype]:

@@ -7,19 +7,20 @@ training goes on in writer.py.
 """
 
 import importlib.metadata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from stageline import chaos
 from stageline.checkpoint.files import write_tensors
-from stageline.checkpoint.gather import gathered
-from stageline.checkpoint.host_copies import HostCopies
-from stageline.checkpoint.layout import draft_name, file_facts, publish, refuse_existing
+from stageline.checkpoint.layout import Ranks, draft_name, file_facts, publish, refuse_existing
 from stageline.checkpoint.save_adapter import (
     AdapterShare,
     adapter_share,
@@ -28,6 +29,7 @@ from stageline.checkpoint.save_adapter import (
     write_part,
 )
 from stageline.checkpoint.shards import (
+    HostCopies,
     Shard,
     copy_state,
     disk_state,
@@ -37,9 +39,75 @@ from stageline.checkpoint.shards import (
     split_state,
     write_index,
 )
-from stageline.checkpoint.together import Ranks
 from stageline.modules.lora import lora_stacks, unwrapped
 from stageline.modules.stage_names import StageNames, check_names, names_of_stage
+from stageline.stage import Stage
+
+# -- puts the weights of sharded stages together on the host, for as long as they are saved -------
+
+Place = tuple[nn.Module, str]  # a module and the name of its parameter
+
+
+@contextmanager
+def gathered(stages: Iterable[nn.Module], *, keep: bool) -> Iterator[None]:
+    """While open, sharded parameters are whole tensors on the host; every replica calls this.
+
+    They come in the type that the model computes in. Module by module is put together on the
+    device, so at no time is more of a stage there than one of them.
+
+    Args:
+        keep: whether this replica wants them; else its stages stay as they are.
+    """
+    modules = [m for stage in stages for m in stage.modules() if isinstance(m, FSDPModule)]
+    for module in modules:
+        module.reshard()  # an evaluation may have left them whole
+    before: dict[Place, nn.Parameter] = {}
+    copies: dict[Place, nn.Parameter] = {}
+    for module in modules:
+        sharded = _sharded(module)
+        module.unshard()
+        if keep:
+            before.update(sharded)
+            copies.update(_copies(sharded))
+        module.reshard()
+    try:
+        _put(copies)
+        yield
+    finally:
+        _put({place: before[place] for place in copies})
+
+
+def _sharded(module: nn.Module) -> dict[Place, nn.Parameter]:
+    return {
+        (child, name): parameter
+        for child in module.modules()
+        for name, parameter in child._parameters.items()
+        if parameter is not None and isinstance(parameter, DTensor)
+    }
+
+
+@torch.no_grad()
+def _copies(sharded: dict[Place, nn.Parameter]) -> dict[Place, nn.Parameter]:
+    """Copies of what is whole now; a weight of two modules stays one."""
+    made: dict[int, nn.Parameter] = {}
+    copies = {}
+    for (module, name), share in sharded.items():
+        whole = module._parameters[name]
+        if whole is None or isinstance(whole, DTensor):
+            continue  # its module's turn comes
+        if id(whole) not in made:
+            copy = whole.detach().to("cpu", copy=True)
+            made[id(whole)] = nn.Parameter(copy, requires_grad=share.requires_grad)
+        copies[module, name] = made[id(whole)]
+    return copies
+
+
+def _put(parameters: dict[Place, nn.Parameter]) -> None:
+    for (module, name), parameter in parameters.items():
+        module._parameters[name] = parameter
+
+
+# -------------------------------------------------------------------------------------------------
 
 MAX_SHARD_BYTES = 5_000_000_000
 BASE_FOLDER = "base"
@@ -47,7 +115,7 @@ Files = dict[str, dict]  # path below the folder -> size and sha256
 
 
 def save_split_model(
-    model: nn.Module | Sequence[nn.Module],
+    model: Stage | Sequence[Stage],
     processor: object | None,
     folder: str | Path,
     *,
@@ -77,7 +145,7 @@ def save_split_model(
         UserError: the folder exists, or a trained weight has no place in an adapter.
         StorageError: a rank could not write; all ranks raise, the folder is not there.
     """
-    stages = list(model) if isinstance(model, Sequence) else [model]
+    stages: list[Stage] = list(model) if isinstance(model, Sequence) else [model]
     folder = Path(folder).absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
     ranks = Ranks.of(group)
@@ -179,7 +247,7 @@ class WeightSaver:
 
     def __init__(
         self,
-        stages: Sequence[nn.Module],
+        stages: Sequence[Stage],
         *,
         ranks: Ranks,
         base_path: str | None = None,
@@ -274,8 +342,8 @@ class WeightSaver:
                 planned[index] = split_state(state, self.max_shard_bytes)
             return {index: len(shards) for index, shards in planned.items()}
 
-        told = self.ranks.together(plan, draft)
-        counts = {k: v for entry in told for k, v in entry.items()}
+        planned_by_all = self.ranks.together(plan, draft)
+        counts = {k: v for entry in planned_by_all for k, v in entry.items()}
         keys = [(index, k) for index in sorted(counts) for k in range(counts[index])]
         names = {key: shard_name(number, len(keys)) for number, key in enumerate(keys, start=1)}
 
@@ -290,8 +358,8 @@ class WeightSaver:
                     save_config(stage, folder)
             return written
 
-        told = self.ranks.together(write, draft)
-        written = {k: v for entry in told for k, v in entry.items()}
+        written_by_all = self.ranks.together(write, draft)
+        written = {k: v for entry in written_by_all for k, v in entry.items()}
         if self.ranks.rank == 0 and len(names) > 1:
             write_index(folder, written)
         return {
@@ -322,7 +390,7 @@ def _write_shard(shard: Shard, path: Path) -> tuple[dict, dict[str, int]]:
     return file_facts(path), {name: tensor.numel() for name, tensor in shard.items()}
 
 
-def _base_of(stages: Sequence[nn.Module]) -> str | None:
+def _base_of(stages: Sequence[Stage]) -> str | None:
     return next((path for s in stages if (path := getattr(s, "loaded_from", None))), None)
 
 

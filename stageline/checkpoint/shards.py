@@ -6,6 +6,7 @@ Knows no ranks; `save.py` puts the stages together.
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,17 +14,42 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
 from stageline.checkpoint.files import INDEX_FILE, SINGLE_FILE
-from stageline.checkpoint.host_copies import HostCopies
 from stageline.modules.lora import innermost, lora_stacks, unwrapped
-from stageline.modules.lora_start import restored_weight
+from stageline.modules.lora_layer import restored_weight
 from stageline.modules.new_rows import fold_rows, is_row_name
+from stageline.stage import Stage
+
+# -- copies on the host of what training goes on to change, in the same memory at each save -------
+
+
+class HostCopies:
+    """Keeps a place on the host for each tensor that is saved.
+
+    Fresh memory at each save would be asked for page by page, which takes longer than the copying;
+    below a GPU it is page-locked, which is twice as fast. The last copies must be written before
+    the next ones are made.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[str, torch.Tensor] = {}
+
+    def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A contiguous copy that stays as it is until `name` is copied again."""
+        place = self._places.get(name)
+        if place is None or place.shape != tensor.shape or place.dtype != tensor.dtype:
+            place = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._places[name] = place
+        return place.copy_(tensor.detach())
+
+
+# -------------------------------------------------------------------------------------------------
 
 Shard = dict[str, torch.Tensor]
 WEIGHTS = "weights"
 
 
 @torch.no_grad()
-def disk_state(stage: nn.Module, claimed: set[str]) -> dict[str, torch.Tensor]:
+def disk_state(stage: Stage, claimed: set[str]) -> dict[str, torch.Tensor]:
     """What a stage saves: name on disk -> tensor, without adapters.
 
     Args:
@@ -114,7 +140,7 @@ def write_index(folder: Path, written: dict[str, tuple[dict, dict[str, int]]]) -
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def save_config(stage: nn.Module, folder: Path) -> None:
+def save_config(stage: Stage, folder: Path) -> None:
     """Writes config.json, what generation needs, and the code of a model that brings its own."""
     if stage.config is None:
         return
@@ -125,13 +151,14 @@ def save_config(stage: nn.Module, folder: Path) -> None:
         config.architectures = [type(stage.whole).__name__]
         config.dtype = str(stage.whole.dtype).removeprefix("torch.")
         if stage.whole.is_remote_code():
-            custom_object_save(stage.whole, folder, config=config)
+            # annotated for a dict, it takes what the library itself gives it: a configuration
+            custom_object_save(stage.whole, folder, config=config)  # type: ignore[arg-type]
         if stage.whole.can_generate():
             stage.whole.generation_config.save_pretrained(folder)
     config.save_pretrained(folder)
 
 
-def save_processor(processor: object | None, folder: Path) -> None:
+def save_processor(processor: Any, folder: Path) -> None:
     """Saves a tokenizer or processor; one that cannot save itself whole, by its parts."""
     if processor is None:
         return

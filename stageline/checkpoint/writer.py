@@ -4,10 +4,13 @@ At most one checkpoint is being written. Ranks agree over a process group of the
 their training threads may talk at the same time. An error stops the run at the next step.
 """
 
+import contextlib
 import json
 import os
+import re
+import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +19,159 @@ import torch.distributed as dist
 from torch import nn
 
 from stageline import chaos
-from stageline.checkpoint.finite import check_finite
-from stageline.checkpoint.gather import gathered
-from stageline.checkpoint.host_copies import HostCopies
-from stageline.checkpoint.layout import file_facts, verify
-from stageline.checkpoint.retention import keep_last, replaced_name, step_name
+from stageline.checkpoint.init import check_finite
+from stageline.checkpoint.layout import Ranks, discard, draft_name, file_facts, verify
+from stageline.checkpoint.layout import verify as verify_files
+from stageline.checkpoint.optimizer_state import (
+    STATE_FILE,
+    STATE_FOLDER,
+    RowRange,
+    StateShare,
+    state_share,
+)
 from stageline.checkpoint.save import (
     BASE_FOLDER,
     Files,
     WeightSaver,
     WeightShare,
     finish_draft,
+    gathered,
     start_draft,
 )
-from stageline.checkpoint.state_load import STATE_FILE, STATE_FOLDER
-from stageline.checkpoint.state_share import Rows, StateShare, state_share
-from stageline.checkpoint.together import Ranks
+from stageline.checkpoint.shards import HostCopies
+from stageline.errors import CheckpointError, UserError, spelled
 from stageline.progress import doing
+from stageline.stage import Stage
+
+# -- which checkpoints of a run stay --------------------------------------------------------------
+# The last ones; what a crash left goes, what is replaced is kept.
+#
+# Nothing is deleted under its own name: a folder that is called step-... is whole at any time.
+
+# -- finds the newest checkpoint of a run that is whole, and says why newer ones are not ----------
+
+_STEP = re.compile(r"step-(\d{8,})")
+Skipped = tuple[Path, str]
+
+
+def step_folders(folder: Path) -> list[tuple[int, Path]]:
+    """(step, path) of all that is called a checkpoint, the newest first.
+
+    By number and not by time of change: clocks go backwards, and copies are new. Drafts
+    (`step-00000200.tmp-1a2b3c4d`) are not called so.
+    """
+    if not folder.is_dir():
+        return []
+    found = [(match, path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))]
+    return sorted(((int(match[1]), path) for match, path in found), reverse=True)
+
+
+def find_latest(
+    folder: Path, *, verify: Callable[[Path], object] = verify_files
+) -> tuple[Path | None, list[Skipped]]:
+    """The newest checkpoint that verifies, and (path, reason) of each newer one.
+
+    Args:
+        verify: raises `UserError` or `OSError` for a folder that is not whole.
+
+    Returns:
+        None in place of a path if none verifies. The caller must not start from scratch then,
+        unless nothing was skipped.
+    """
+    skipped: list[Skipped] = []
+    for _, path in step_folders(folder):
+        try:
+            verify(path)
+        except (UserError, OSError) as error:
+            skipped.append((path, str(error)))
+        else:
+            return path, skipped
+    return None, skipped
+
+
+def skip_lines(found: Path | None, skipped: Sequence[Skipped]) -> list[str]:
+    """A line for each checkpoint that was skipped, with what is used in its place."""
+    use = f"; {found.name} is used in its place" if found else ""
+    return [f"checkpoint {path.name} is skipped{use}: {reason}" for path, reason in skipped]
+
+
+def no_checkpoint_left(skipped: Sequence[Skipped]) -> CheckpointError:
+    """The error for a run whose checkpoints are all damaged."""
+    assert skipped, "a run without checkpoints starts from scratch"
+    folder = skipped[0][0].parent
+    reasons = "\n".join(f"  {path.name}: {reason}" for path, reason in skipped)
+    return CheckpointError(
+        f"none of the {len(skipped)} checkpoints in {folder} is whole, one was expected: a run "
+        "never starts from scratch in silence, where there was something to continue. Give a "
+        "checkpoint from elsewhere by its path, or choose another `output_dir` to start anew.\n"
+        f"{reasons}"
+    )
+
+
+# -------------------------------------------------------------------------------------------------
+
+
+def step_name(step: int) -> str:
+    """The name of the checkpoint after so many optimizer steps."""
+    return f"step-{step:08d}"
+
+
+def replaced_name(folder: Path) -> str:
+    """A fresh name for what is in the way and is not to be lost."""
+    return draft_name(folder).replace(".tmp-", ".replaced-")
+
+
+def keep_last(folder: Path, count: int) -> list[str]:
+    """Removes all but the last `count` checkpoints; call it when the newest has verified.
+
+    Returns:
+        Names of those that went.
+    """
+    chaos.point("retention")
+    removed = []
+    for _, path in reversed(step_folders(folder)[count:]):
+        remove_checkpoint(path)
+        removed.append(path.name)
+    return removed
+
+
+def sweep(folder: Path) -> int:
+    """Removes drafts that a killed run left; returns how many bytes that freed."""
+    freed = 0
+    for path in folder.glob("*.tmp-*"):
+        if path.is_symlink() or path.is_file():
+            path.unlink()
+            continue
+        freed += sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
+        shutil.rmtree(path)
+    return freed
+
+
+def set_aside(folder: Path, *, after: int) -> list[Path]:
+    """Renames checkpoints of later steps than `after`: the run will come by there again.
+
+    Returns:
+        What they are called now.
+    """
+    renamed = []
+    for step, path in step_folders(folder):
+        if step > after:
+            target = folder / replaced_name(path)
+            os.rename(path, target)
+            renamed.append(target)
+    return renamed
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Under another name first: what is called a checkpoint is whole at any time."""
+    chaos.point("file")
+    gone = folder.with_name(draft_name(folder))
+    with contextlib.suppress(OSError):  # somebody else may have removed it
+        os.rename(folder, gone)
+    discard(gone)
+
+
+# -------------------------------------------------------------------------------------------------
 
 
 class CheckpointWriter:
@@ -54,11 +193,11 @@ class CheckpointWriter:
         self,
         folder: Path,
         *,
-        stages: Sequence[nn.Module],
+        stages: Sequence[Stage],
         processor: object | None,
         optimizer: torch.optim.Optimizer | None,
         parameters: Mapping[str, nn.Parameter],
-        rows: Mapping[str, Rows],
+        rows: Mapping[str, RowRange],
         with_weights: bool,
         group: dist.ProcessGroup | None = None,
         dp_rank: int = 0,
@@ -145,7 +284,7 @@ class CheckpointWriter:
         with gathered(self.stages, keep=self.is_first):
             draft = start_draft(target, self.ranks)
             known = self.saver.write_base(draft)
-        facts = {"kind": "base"}
+        facts: dict[str, object] = {"kind": "base"}
         finish_draft(draft, target, self.ranks, processor=self.processor, facts=facts, known=known)
         self.saver.base = str(target)
 
@@ -240,7 +379,8 @@ class CheckpointWriter:
         verify(newest)
         removed = keep_last(self.folder, self.keep)
         if removed:
-            self._said.append(f"removed {', '.join(removed)} (--keep-last {self.keep})")
+            said = f"removed {', '.join(removed)} (`keep_last` {self.keep})"
+            self._said.append(spelled(said))
 
 
 def _join_indexes(indexes: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:

@@ -4,22 +4,350 @@ Opening costs the same for any size: the header, and both ends of the `.bin`, wh
 truncated or swapped file. Damage in the middle is found by `verify`.
 """
 
+import hashlib
+import mmap
 import os
+import struct
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy
 
 from stageline.corpus.header import (
+    BEGINS,
+    ENDS,
+    HAS_BOS,
+    HAS_EOS,
     MEGATRON_MAGIC,
     CorpusHeader,
+    CutRules,
+    Segments,
+    SegmentType,
+    TokenizerInfo,
     decode_header,
     edges_digest,
     path_of,
 )
-from stageline.corpus.mapped import MappedSegments, map_file
-from stageline.corpus.megatron import MegatronCorpus
-from stageline.corpus.segments import TokenizerInfo
 from stageline.errors import DataError
+
+# -- segments read through memory maps: what readers of both formats share ------------------------
+# A subclass knows where segment i begins and how long it is; here lies what follows from that.
+
+# segments and tokens of a step when a whole corpus is walked: memory stays flat
+STEP = 1 << 16
+TOKENS = 1 << 22
+
+
+class MappedSegments:
+    """A corpus that is read in place. Picklable: a worker opens the files again.
+
+    Attributes:
+        prefix: the path prefix as it was given.
+        header: what the corpus says of itself.
+        type_starts: int64 [types + 1]: segments type_starts[t] to type_starts[t + 1] are type t's.
+    """
+
+    prefix: str
+    header: CorpusHeader
+    _bin: memoryview
+    _ids: numpy.ndarray  # the same, as tokens
+    _len: int
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __reduce__(self) -> tuple:
+        return _open_again, (type(self), os.path.abspath(self.prefix), self.prefix, self.digest)
+
+    @property
+    def digest(self) -> str:
+        """sha256 that stands for the content."""
+        return self.header.digest
+
+    @property
+    def type_starts(self) -> numpy.ndarray:
+        sizes = [kind.num_segments for kind in self.header.types]
+        return numpy.concatenate([[0], numpy.cumsum(sizes)]).astype(numpy.int64)
+
+    def read(self, indices: Sequence[int] | numpy.ndarray) -> list[numpy.ndarray]:
+        """The tokens of several segments, in the order asked for."""
+        return [self[index] for index in indices]
+
+    def __getitem__(self, index: int) -> numpy.ndarray:
+        """int64 tokens of a segment, BOS and EOS included; a copy."""
+        start, stop = self.bounds(self._checked(index))
+        return self._ids[start:stop].astype(numpy.int64)
+
+    def bounds(self, index: int) -> tuple[int, int]:
+        """Where a segment's tokens begin and end, in tokens from the start of the `.bin`."""
+        raise NotImplementedError
+
+    def lengths(self, start: int = 0, stop: int | None = None) -> numpy.ndarray:
+        """int64 number of tokens of segments start to stop."""
+        raise NotImplementedError
+
+    def flags(self, start: int = 0, stop: int | None = None) -> numpy.ndarray:
+        """uint8 flags (segments.py) of segments start to stop."""
+        raise NotImplementedError
+
+    def segments(self, start: int, stop: int) -> Segments:
+        """Neighbouring segments with their flags, as a writer takes them."""
+        if start >= stop:
+            return Segments(*(numpy.empty(0, kind) for kind in ("uint32", "int64", "uint8")))
+        tokens = self._ids[self.bounds(start)[0] : self.bounds(stop - 1)[1]]
+        return Segments(
+            tokens.astype(numpy.uint32), self.lengths(start, stop), self.flags(start, stop)
+        )
+
+    def steps(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
+        """Neighbouring ranges of segments that fit memory, together start to stop."""
+        low, stop = start, self._len if stop is None else stop
+        while low < stop:
+            first = self.bounds(low)[0]
+            ends = range(low + 1, min(low + STEP, stop) + 1)
+            fit = bisect_right(ends, TOKENS, key=lambda end: self.bounds(end - 1)[1] - first)
+            high = low + max(1, fit)
+            yield low, high
+            self._let_go(first, self.bounds(high - 1)[1])
+            low = high
+
+    def ranges(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
+        """Like `steps`, where only lengths and flags are looked at."""
+        stop = self._len if stop is None else stop
+        return ((low, min(low + STEP, stop)) for low in range(start, stop, STEP))
+
+    def token_bytes(self, start: int, stop: int) -> memoryview:
+        """The tokens of neighbouring segments as they lie in the `.bin`."""
+        size = self._ids.itemsize
+        return self._bin[self.bounds(start)[0] * size : self.bounds(stop - 1)[1] * size]
+
+    def documents(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
+        """(first, last + 1) segment of each document that begins from `start` and before `stop`."""
+        stop = self._len if stop is None else stop
+        open_begins: list[int] = []
+        for low, high in self.ranges(start, stop):
+            flags = self.flags(low, high)
+            begins = open_begins + (numpy.flatnonzero(flags & BEGINS) + low).tolist()
+            ends = (numpy.flatnonzero(flags & ENDS) + low + 1).tolist()
+            if ends and (not begins or ends[0] <= begins[0]):
+                del ends[0]  # of a document that began before `start`
+            yield from zip(begins, ends)
+            open_begins = begins[len(ends) :]
+        for begin in open_begins:
+            yield begin, self._end_of_document(stop)
+
+    def document_tokens(self, first: int, last: int) -> numpy.ndarray:
+        """int64 tokens of segments first to last (not in it), without our BOS and EOS."""
+        start, stop = self.bounds(first)[0], self.bounds(last - 1)[1]
+        start += bool(self.flags(first, first + 1)[0] & HAS_BOS)
+        stop -= bool(self.flags(last - 1, last)[0] & HAS_EOS)
+        return self._ids[start:stop].astype(numpy.int64)
+
+    def _let_go(self, start: int, stop: int) -> None:
+        """Pages that were walked over count as this process's memory until it drops them."""
+        mapped = self._bin.obj
+        if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            low, high = start * self._ids.itemsize, stop * self._ids.itemsize
+            low -= low % mmap.PAGESIZE
+            mapped.madvise(mmap.MADV_DONTNEED, low, high - low)
+
+    def _end_of_document(self, index: int) -> int:
+        while index < self._len and not self.flags(index - 1, index)[0] & ENDS:
+            index += 1
+        return index
+
+    def _checked(self, index: int) -> int:
+        place = index + self._len if index < 0 else index
+        if not 0 <= place < self._len:
+            raise IndexError(f"segment {index} of {self._len} in {self.prefix}")
+        return place
+
+
+def map_file(path: Path) -> memoryview:
+    """The bytes of a file, mapped for reading; the map lives as long as what looks at it.
+
+    Raises:
+        DataError: there is no such file.
+    """
+    try:
+        with open(path, "rb") as file:
+            if not os.fstat(file.fileno()).st_size:  # cannot be mapped
+                return memoryview(b"")
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    except FileNotFoundError:
+        raise DataError(_missing(path)) from None
+
+
+def _missing(path: Path) -> str:
+    part = Path(f"{path}.part")
+    if part.exists() or Path(f"{path.with_suffix('')}.bin.part").exists():
+        return (
+            f"{path} is missing, but parts of a corpus lie there: it was left half written. Run"
+            " the same `corpus.py write` command again; it goes on where it was."
+        )
+    return (
+        f"{path} is missing; a corpus has the files PREFIX.bin and PREFIX.idx. Give the path"
+        " without the ending, or write the corpus first (`corpus.py write`)."
+    )
+
+
+def _open_again(kind: type, path: str, prefix: str, digest: str) -> MappedSegments:
+    corpus = kind(path)
+    if corpus.digest != digest:
+        raise DataError(
+            f"{path} is another corpus than when this process was given it: it was written anew"
+            " meanwhile. Start the run again."
+        )
+    corpus.prefix = prefix
+    return corpus
+
+
+# -- reads and writes the files of Megatron-core's `IndexedDataset` (MMapIndexedDataset) ----------
+# Its `.idx`, all little-endian and without padding: 9 bytes magic, u64 version 1, u8 dtype code,
+# u64 sequences, u64 documents + 1; i32 lengths in tokens, i64 byte pointers, i64 document index
+# (the number of the first sequence of each document, and the number of sequences).
+# Our segment is its sequence, our document its document. It knows neither types nor a tokenizer.
+# Source: megatron/core/datasets/indexed_dataset.py, 0.16.1.
+
+_HEAD = struct.Struct("<9sQBQQ")
+_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+_CODES = {"uint16": 8, "uint32": 4}  # ids below 2^31 are the same bytes as int32
+
+
+class MegatronCorpus(MappedSegments):
+    """A Megatron-core pair of files, one type; its tokenizer is unknown (None in the header).
+
+    Raises:
+        DataError: files that are missing, truncated or not of this format.
+    """
+
+    def __init__(self, path_prefix: str | Path) -> None:
+        self.prefix = os.fspath(path_prefix)
+        path = path_of(self.prefix, ".idx")
+        index = map_file(path)
+        dtype, self._len, num_documents = _read_head(index, path)
+        ends = numpy.cumsum([_HEAD.size, 4 * self._len, 8 * self._len, 8 * (num_documents + 1)])
+        if len(index) != ends[-1]:
+            raise DataError(
+                f"{path} has {len(index):,} bytes; its header announces {ends[-1]:,}: the file was"
+                " cut or added to. Copy it again."
+            )
+        self._lengths = index[ends[0] : ends[1]].cast("i")
+        self._pointers = index[ends[1] : ends[2]].cast("q")
+        self._starts = numpy.frombuffer(index[ends[2] :], dtype="<i8")
+        self._bin = map_file(path_of(self.prefix, ".bin"))
+        self._ids = self._map_ids(numpy.dtype(dtype).newbyteorder("<"))
+        self.header = self._make_header(num_documents)
+
+    def bounds(self, index: int) -> tuple[int, int]:
+        """Where a segment's tokens begin and end, in tokens from the start of the `.bin`."""
+        start = self._pointers[index] // self._ids.itemsize
+        return start, start + self._lengths[index]
+
+    def lengths(self, start: int = 0, stop: int | None = None) -> numpy.ndarray:
+        """int64 number of tokens of segments start to stop."""
+        stop = self._len if stop is None else stop
+        return numpy.array(self._lengths[start:stop], dtype=numpy.int64)
+
+    def flags(self, start: int = 0, stop: int | None = None) -> numpy.ndarray:
+        """uint8: where documents begin and end; BOS and EOS are not told apart from tokens."""
+        stop = self._len if stop is None else stop
+        flags = numpy.zeros(stop - start, dtype=numpy.uint8)
+        low, high = numpy.searchsorted(self._starts, [start, stop + 1])
+        borders = self._starts[low:high] - start
+        flags[borders[borders < stop - start]] |= BEGINS
+        flags[borders[borders > 0] - 1] |= ENDS
+        return flags
+
+    @property
+    def digest(self) -> str:
+        """sha256 of sizes and both ends of the two files: they hold no checksum of their own."""
+        both = edges_digest(path_of(self.prefix, ".idx")) + self.header.edges_sha256
+        return hashlib.sha256(both.encode()).hexdigest()
+
+    def _map_ids(self, dtype: numpy.dtype) -> numpy.ndarray:
+        # the last sequence ends the file: enough to find a truncated .bin without a walk
+        expected = self._pointers[-1] + self._lengths[-1] * dtype.itemsize if self._len else 0
+        if len(self._bin) != expected:
+            raise DataError(
+                f"{self.prefix}.bin has {len(self._bin):,} bytes; its index ends at {expected:,}:"
+                " the file was truncated, or the .idx is of another one. Copy both again."
+            )
+        return numpy.frombuffer(self._bin, dtype=dtype)
+
+    def _make_header(self, num_documents: int) -> CorpusHeader:
+        num_tokens = len(self._ids)
+        longest = int(numpy.frombuffer(self._lengths, dtype="<i4").max()) if self._len else 0
+        return CorpusHeader(
+            dtype=self._ids.dtype.name,
+            tokenizer=None,
+            rules=CutRules(longest, adds_bos=False, adds_eos=False),
+            language="unknown",
+            types=(SegmentType(0, "0", self._len, num_tokens, num_documents),),
+            bin_size=len(self._bin),
+            bin_sha256="",
+            edges_sha256=edges_digest(path_of(self.prefix, ".bin")),
+            arrays_sha256="",
+            made_by="megatron-core",
+        )
+
+
+def write_megatron(
+    corpus: MappedSegments, path_prefix: str | Path, *, start: int = 0, stop: int | None = None
+) -> None:
+    """Writes segments start to stop of a corpus of ours as a Megatron-core pair."""
+    stop = len(corpus) if stop is None else stop
+    path = path_of(path_prefix, ".bin")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path_of(path_prefix, ".idx").unlink(missing_ok=True)  # never an old index beside new tokens
+    with open(path, "wb") as file:
+        for low, high in corpus.steps(start, stop):
+            file.write(corpus.token_bytes(low, high))
+    part = path_of(path_prefix, ".idx.part")
+    with open(part, "wb") as file:
+        for piece in _index_pieces(corpus, start, stop):
+            file.write(piece)
+    os.replace(part, path_of(path_prefix, ".idx"))
+
+
+def _index_pieces(corpus: MappedSegments, start: int, stop: int) -> Iterator[bytes]:
+    code, size = _CODES[corpus.header.dtype], numpy.dtype(corpus.header.dtype).itemsize
+    num_documents = sum(len(_begins(corpus, low, high)) for low, high in corpus.ranges(start, stop))
+    yield _HEAD.pack(MEGATRON_MAGIC, 1, code, stop - start, num_documents + 1)
+    for low, high in corpus.ranges(start, stop):
+        yield corpus.lengths(low, high).astype("<i4").tobytes()
+    written = 0
+    for low, high in corpus.ranges(start, stop):
+        ends = written + numpy.cumsum(corpus.lengths(low, high)) * size
+        yield numpy.concatenate([[written], ends[:-1]]).astype("<i8").tobytes()
+        written = int(ends[-1])
+    for low, high in corpus.ranges(start, stop):
+        yield (_begins(corpus, low, high) - start).astype("<i8").tobytes()
+    yield struct.pack("<q", stop - start)
+
+
+def _begins(corpus: MappedSegments, low: int, high: int) -> numpy.ndarray:
+    return low + numpy.flatnonzero(corpus.flags(low, high) & BEGINS)
+
+
+def _read_head(index: memoryview, path: Path) -> tuple[str, int, int]:
+    """dtype, sequences, documents."""
+    if len(index) < _HEAD.size or index[: len(MEGATRON_MAGIC)] != MEGATRON_MAGIC:
+        raise DataError(
+            f"{path} does not begin like an index of Megatron-core ({MEGATRON_MAGIC!r}): the file"
+            " is truncated or of another program. Give the prefix of an IndexedDataset."
+        )
+    _, version, code, num_sequences, num_borders = _HEAD.unpack_from(index)
+    if version != 1 or code not in _DTYPES:
+        raise DataError(
+            f"{path} has version {version} and dtype code {code}; read are version 1 and codes"
+            f" {sorted(_DTYPES)} (integers), those of megatron-core 0.16. Write it with that one."
+        )
+    return _DTYPES[code], num_sequences, num_borders - 1
+
+
+# -------------------------------------------------------------------------------------------------
 
 
 class Corpus(MappedSegments):

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy
 
-from stageline.corpus.cut import Cut, cut_documents
+from stageline.corpus.cut import DocumentCut, cut_documents
 from stageline.corpus.encoder import Encoder, why_bad
-from stageline.corpus.segments import BEGINS, ENDS, HAS_BOS, HAS_EOS, CutRules, Segments
+from stageline.corpus.header import BEGINS, ENDS, HAS_BOS, HAS_EOS, CutRules, Segments
 from stageline.errors import DataError, UserError
 
 
@@ -132,7 +132,7 @@ class DocumentCutter:
         parts = [part for ids in documents for part in (*before, ids, *after)]
         return numpy.concatenate(parts) if parts else numpy.zeros(0, dtype=numpy.uint32)
 
-    def _cut(self, documents: list[tuple[str, numpy.ndarray]]) -> list[Cut]:
+    def _cut(self, documents: list[tuple[str, numpy.ndarray]]) -> list[DocumentCut]:
         """The pieces of documents that do not fit: texts and their ids."""
         return cut_documents(
             [text for text, _ in documents],
@@ -170,7 +170,7 @@ def _check_rules(encoder: Encoder, splitter: Any | None, rules: CutRules) -> Non
     if room < 1:
         raise UserError(
             f"Segments of {rules.seq_length} tokens have no room for text beside BOS and EOS: "
-            "raise --seq-length."
+            "raise `seq_length`."
         )
     if rules.splits_sentences and splitter is None:
         raise UserError(

@@ -5,17 +5,303 @@ sequence depends on sizes, proportions, batch, seed and drop mode; not on how ma
 batch, how many batches make a step, how many processes load, or how long the run is.
 """
 
+import bisect
+import heapq
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal, cast, get_args
 
 import numpy
 
-from stageline.corpus.apportion import Apportionment
-from stageline.corpus.drop_modes import DropMode, as_drop_mode, num_batches
-from stageline.corpus.order import permute
 from stageline.errors import UserError
 from stageline.seeds import derive_seed
+
+# -- permutations that are computed, not stored: any place of an order of any size, in O(1) memory
+# A Feistel network over a rectangle of just the size: a place is (left, right), and in turn one
+# half is shifted by a hash of the other, which can be undone, so no two places meet. What falls
+# into the few cells beyond `size` goes through once more until it lies inside (cycle walking).
+# Integers only: the same on every machine and in every version of NumPy.
+
+_ROUNDS = 16  # at fewer, some orders of four to seven things come more often than others
+_GOLDEN = 0x9E3779B97F4A7C15
+_SHIFTS = tuple(numpy.uint64(shift) for shift in (30, 27, 31))
+_FACTORS = tuple(numpy.uint64(factor) for factor in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+class Permutation:
+    """An order of 0 .. size-1: `order(places)` are the numbers at these places.
+
+    Args:
+        size: of how many, from 1 on.
+        seed: 0 <= seed < 2**63; another seed gives an unrelated order.
+    """
+
+    def __init__(self, size: int, seed: int) -> None:
+        assert size > 0
+        self.size = size
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __call__(self, places: numpy.ndarray) -> numpy.ndarray:
+        """int64, of the shape of `places`, each of which is 0 <= place < size."""
+        places = numpy.asarray(places, dtype=numpy.int64)
+        flat = permute(places.reshape(-1), numpy.array([self.size]), numpy.array([self.seed]))
+        return flat.reshape(places.shape)
+
+
+def permute(places: numpy.ndarray, sizes: numpy.ndarray, seeds: numpy.ndarray) -> numpy.ndarray:
+    """Each place in the order of its own size and seed: many orders in one call.
+
+    Args:
+        places: int64 [N], 0 <= place < its size.
+        sizes, seeds: int64 [N], or [1] for all.
+
+    Returns:
+        int64 [N].
+    """
+    assert ((places >= 0) & (places < sizes)).all()
+    sizes, keys = sizes.astype(numpy.uint64), _hash(seeds.astype(numpy.uint64))
+    widths = numpy.ceil(numpy.sqrt(sizes)).astype(numpy.uint64)
+    widths += widths % numpy.uint64(2)  # shifts along an odd width make even permutations alone
+    heights = (sizes + widths - numpy.uint64(1)) // widths
+    numbers = _shuffled(places.astype(numpy.uint64), widths, heights, keys)
+    if len(sizes) == 1:
+        sizes, widths, heights, keys = (
+            numpy.broadcast_to(array, places.shape) for array in (sizes, widths, heights, keys)
+        )
+    outside = numpy.flatnonzero(numbers >= sizes)
+    while len(outside):
+        walked = _shuffled(numbers[outside], widths[outside], heights[outside], keys[outside])
+        numbers[outside] = walked
+        outside = outside[walked >= sizes[outside]]
+    return numbers.astype(numpy.int64)
+
+
+def _shuffled(
+    cells: numpy.ndarray, widths: numpy.ndarray, heights: numpy.ndarray, keys: numpy.ndarray
+) -> numpy.ndarray:
+    """A permutation of all cells of a rectangle of `widths` x `heights`."""
+    left, right = cells // heights, cells % heights
+    for turn in range(0, _ROUNDS, 2):
+        left = (left + _hash(right + _round_key(keys, turn)) % widths) % widths
+        right = (right + _hash(left + _round_key(keys, turn + 1)) % heights) % heights
+    return left * heights + right
+
+
+def _round_key(keys: numpy.ndarray, turn: int) -> numpy.ndarray:
+    # halves are far below 2**32, so rounds share no input of the hash
+    return keys ^ numpy.uint64((turn + 1) * _GOLDEN % 2**64)
+
+
+def _hash(values: numpy.ndarray) -> numpy.ndarray:
+    """SplitMix64's; wraps around at 2**64."""
+    values = (values ^ (values >> _SHIFTS[0])) * _FACTORS[0]
+    values = (values ^ (values >> _SHIFTS[1])) * _FACTORS[1]
+    return values ^ (values >> _SHIFTS[2])
+
+
+# -- how many rows of each type go into each batch of a mixture. Pure integers, any batch at once -
+# Fixed counts are the same in every batch. Of weights, each batch takes the whole part of every
+# type's share; the places that are left go to rows in the order in which they are due: row j of
+# type t is due at (j + phase of t) / (what is left of t's share). So each type comes at an even
+# pace, and what it gave before batch n is a closed form: all rows due by a time, and a few more or
+# less, so that the batches are full.
+
+
+class Apportionment:
+    """The rows of each type in the first n batches.
+
+    Args:
+        whole: rows of each type that every batch takes.
+        weights: in what proportion the types share the rest of a batch.
+        batch: rows of a batch.
+    """
+
+    def __init__(self, whole: Sequence[int], weights: Sequence[int], batch: int) -> None:
+        assert len(whole) == len(weights)
+        self.whole = list(whole)
+        self.weights = list(weights)
+        self.batch = batch
+        self._rest = batch - sum(whole)
+        self._total = sum(weights)
+        assert self._rest == 0 or self._rest > 0 and self._total > 0
+        self._last: tuple[int, list[int]] = (0, [0] * len(self.whole))
+
+    @classmethod
+    def of_counts(cls, counts: Sequence[int]) -> "Apportionment":
+        """The same counts in every batch."""
+        return cls(counts, [0] * len(counts), sum(counts))
+
+    @classmethod
+    def of_sizes(cls, sizes: Sequence[int], batch: int) -> "Apportionment":
+        """In proportion to sizes; the types end together, in the batch that takes the last row."""
+        return cls([0] * len(sizes), sizes, batch)
+
+    @classmethod
+    def of_weights(cls, weights: Sequence[float], batch: int) -> "Apportionment":
+        """In proportion to weights, taken as the decimal numbers they are written as.
+
+        With two types a batch differs by less than one row from its share, and so does the sum of
+        all batches so far. With more types a batch differs by less than two, and the sum by a few
+        rows, however many batches there were.
+        """
+        exact = [Fraction(repr(weight)) for weight in weights]
+        shares = [weight / sum(exact) * batch for weight in exact]
+        whole = [math.floor(share) for share in shares]
+        rests = [share - floor for share, floor in zip(shares, whole, strict=True)]
+        unit = math.lcm(*(rest.denominator for rest in rests))
+        return cls(whole, [int(rest * unit) for rest in rests], batch)
+
+    def has_share(self, kind: int) -> bool:
+        """Whether any row of this type is ever taken."""
+        return bool(self.whole[kind] or self.weights[kind])
+
+    def share(self, kind: int) -> Fraction:
+        """Rows of this type in a batch, on the average."""
+        rest = Fraction(self._rest * self.weights[kind], self._total) if self._rest else 0
+        return self.whole[kind] + Fraction(rest)
+
+    def before(self, num_batches: int) -> list[int]:
+        """Rows of each type in this many batches from the first on."""
+        if self._last[0] != num_batches:  # batch n + 1 begins where batch n ends
+            by_due = self._by_due(num_batches * self._rest)
+            rows = [
+                num_batches * whole + due for whole, due in zip(self.whole, by_due, strict=True)
+            ]
+            self._last = (num_batches, rows)
+        return self._last[1]
+
+    def _by_due(self, num_rows: int) -> list[int]:
+        """How many rows of each type are among the first `num_rows` that are due."""
+        if num_rows == 0:
+            return [0] * len(self.weights)
+        taken = [self._due_before(kind, num_rows) for kind in range(len(self.weights))]
+        missing = num_rows - sum(taken)
+        step = 1 if missing > 0 else -1  # take the next row due, or give back the last one
+        first = 0 if missing > 0 else -1
+        heap = [
+            (step * self._due(kind, taken[kind] + first), step * kind)
+            for kind in range(len(self.weights))
+            if self.weights[kind] and taken[kind] + first >= 0
+        ]
+        heapq.heapify(heap)
+        for _ in range(abs(missing)):
+            kind = step * heap[0][1]
+            taken[kind] += step
+            if taken[kind] + first >= 0:
+                following = (step * self._due(kind, taken[kind] + first), step * kind)
+                heapq.heapreplace(heap, following)
+            else:
+                heapq.heappop(heap)
+        return taken
+
+    # phases (2t + 1) / 2k lie apart, so that many rare types are not all due at the same time
+
+    def _due_before(self, kind: int, num_rows: int) -> int:
+        """Rows of a type that are due before the time at which so many ought to be."""
+        weight, num_kinds = self.weights[kind], len(self.weights)
+        reached = 2 * num_kinds * num_rows * weight - (2 * kind + 1) * self._total
+        return max(0, -(-reached // (2 * num_kinds * self._total))) if weight else 0
+
+    def _due(self, kind: int, row: int) -> Fraction:
+        num_kinds = len(self.weights)
+        return Fraction(2 * num_kinds * row + 2 * kind + 1, 2 * num_kinds * self.weights[kind])
+
+
+# -- when an epoch of a mixture ends, where its types do not end together. Pure integers ----------
+# Each type gives its rows in an order of its own; where they are used up, it begins another order
+# of the same rows (never draws with replacement: no row comes a third time before each came
+# twice). So the number of batches alone decides what is repeated and what is left out:
+#
+# - `first_ends_drop` (0): the type whose rows suffice for the fewest batches ends the epoch,
+#   before it would have to repeat one. No row of any type comes twice. Its rest that is smaller
+#   than its share is left out, and so are all rows of the others that were not yet due.
+# - `first_ends_fill` (1): as before, but the type that ends first is seen whole: if a rest is
+#   left, one more batch takes it, filled up to the share from another order. At most one share of
+#   it, less one, comes twice. The others are left out as before; one that would have ended with
+#   the same batch may be filled up in it too.
+# - `last_ends_drop` (2): the type that suffices for the most batches ends the epoch; its rest that
+#   is smaller than its share is left out. All others are seen whole and repeated until then, as
+#   many times as it takes.
+# - `last_ends_fill` (3): as before, but the rest comes too, filled up from another order. Every
+#   row of every type comes at least once.
+#
+# What is left out is other rows in each epoch, because each epoch has orders of its own.
+#
+# Types of 100, 50 and 10 rows, 5, 2 and 1 in a batch, suffice for 20, 25 and 10 batches:
+#
+#     mode               batches  rows drawn     different rows  most often a row
+#     first_ends_drop    10       50, 20, 10     50, 20, 10      1, 1, 1
+#     first_ends_fill    10       50, 20, 10     50, 20, 10      1, 1, 1
+#     last_ends_drop     25       125, 50, 25    100, 50, 10     2, 1, 3
+#     last_ends_fill     25       125, 50, 25    100, 50, 10     2, 1, 3
+#
+# Drop and fill differ where the type that decides leaves a rest: of 13 rows, 3 in a batch,
+# `first_ends_drop` ends after 4 batches with 1 row left out, `first_ends_fill` after 5 with 2 rows
+# twice.
+
+DropMode = Literal["first_ends_drop", "first_ends_fill", "last_ends_drop", "last_ends_fill"]
+DROP_MODES: tuple[DropMode, ...] = get_args(DropMode)
+
+
+def as_drop_mode(value: str | int) -> DropMode:
+    """The mode of this name or number.
+
+    Raises:
+        UserError: there is none.
+    """
+    if str(value) in DROP_MODES:
+        return cast(DropMode, str(value))
+    if str(value) in ("0", "1", "2", "3"):
+        return DROP_MODES[int(value)]
+    raise UserError(
+        f"drop mode {value!r} was given. One of {', '.join(DROP_MODES)} or its number 0 to 3 was "
+        "expected: it says which type of segments ends an epoch, and whether its rest is dropped "
+        "or filled up with repeated ones."
+    )
+
+
+def num_batches(sizes: Sequence[int], shares: Apportionment, mode: DropMode) -> int:
+    """Batches of an epoch; 0 where a mode that drops finds no whole share.
+
+    Args:
+        sizes: rows of each type; types without a share in a batch decide nothing.
+    """
+    ends = [
+        _type_batches(shares, kind, size, mode)
+        for kind, size in enumerate(sizes)
+        if shares.has_share(kind)
+    ]
+    return min(ends) if mode.startswith("first") else max(ends)
+
+
+def _type_batches(shares: Apportionment, kind: int, size: int, mode: DropMode) -> int:
+    """For how many batches one type suffices, with or without its rest."""
+    if mode.startswith("first"):
+        whole = batches_until(shares, kind, size + 1) - 1  # the last that repeats none
+        has_rest = shares.before(whole)[kind] < size
+        return whole + (has_rest and mode.endswith("fill"))
+    until_seen = batches_until(shares, kind, size)
+    is_filled_up = shares.before(until_seen)[kind] > size
+    return until_seen - (is_filled_up and mode.endswith("drop"))
+
+
+def batches_until(shares: Apportionment, kind: int, num_rows: int) -> int:
+    """The fewest batches that take this many rows of a type."""
+    most = 1
+    while shares.before(most)[kind] < num_rows:
+        most *= 2
+    return bisect.bisect_left(
+        range(most + 1), num_rows, key=lambda batches: shares.before(batches)[kind]
+    )
+
+
+# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -53,7 +339,7 @@ class Mixture:
         counts: rows of each type in every batch; they add up to `batch`.
         weights: in what proportion the types are drawn; neither of the two: as their sizes.
         batch: rows of a global batch, of all replicas; accumulation takes several of them.
-        drop_mode: when an epoch ends; a name or a number of stageline/corpus/drop_modes.py.
+        drop_mode: when an epoch ends; a name or a number of stageline/corpus/mixture.py.
         seed: of all orders.
         shuffle: else each type comes in its own order, in every epoch.
 

@@ -1,6 +1,6 @@
 """Makes documents of the rows of a chunk, and says of every other row what is wrong with it.
 
-A line ends at "\\n"; a "\\r" before it belongs to the end. In text files a line is a document and
+A line ends at "\n"; a "\r" before it belongs to the end. In text files a line is a document and
 an empty line an empty document; between JSON lines empty lines are passed over.
 """
 
@@ -8,12 +8,12 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from stageline.corpus.chunks import Chunk
 from stageline.corpus.encoder import why_bad
-from stageline.corpus.sources import JSON, PARQUET, TEXT
-from stageline.errors import UserError
+from stageline.corpus.journal import JSON, PARQUET, TEXT
+from stageline.errors import UserError, spelled
 
 Document = Callable[[Any], str]
 DEFAULT_FIELD = "text"
@@ -46,7 +46,7 @@ class BadDocument(Exception):
 
 
 @dataclass
-class Rows:
+class ChunkRows:
     """What a chunk gave.
 
     Attributes:
@@ -73,7 +73,7 @@ class Rows:
             self.bad.append(BadLine(line, kind, reason, start))
 
 
-def read_chunk(chunk: Chunk, *, document: Document | None, max_document_bytes: int) -> Rows:
+def read_chunk(chunk: Chunk, *, document: Document | None, max_document_bytes: int) -> ChunkRows:
     """The documents of a chunk.
 
     Args:
@@ -81,7 +81,7 @@ def read_chunk(chunk: Chunk, *, document: Document | None, max_document_bytes: i
             default the line itself, or the field "text".
         max_document_bytes: of a line, or of the document of a Parquet row.
     """
-    rows = Rows()
+    rows = ChunkRows()
     if chunk.kind == PARQUET:
         _read_parquet(rows, chunk, document or default_document, max_document_bytes)
         return rows
@@ -145,7 +145,7 @@ def _with_end_of_line(raw: Any, body: bytes, max_document_bytes: int) -> tuple[b
 
 
 def _read_body(
-    rows: Rows, body: bytes, kind: str, document: Document | None, max_document_bytes: int
+    rows: ChunkRows, body: bytes, kind: str, document: Document | None, max_document_bytes: int
 ) -> None:
     lines = _split(body)
     rows.num_lines = len(lines)
@@ -173,11 +173,11 @@ def _split(body: bytes) -> Sequence[str | bytes]:
     return lines
 
 
-def _all_plain(rows: Rows, lines: Sequence[str | bytes]) -> bool:
+def _all_plain(rows: ChunkRows, lines: Sequence[str | bytes]) -> bool:
     """Takes lines that are documents as they are, all at once; False: they are not."""
     if not lines or isinstance(lines[0], bytes) or not all(lines):
         return False
-    rows.texts = list(lines)  # type: ignore[arg-type]
+    rows.texts = cast("list[str]", list(lines))  # those of a chunk are of one type
     rows.numbers = range(1, len(lines) + 1)
     return True
 
@@ -200,7 +200,7 @@ def _identity(line: str) -> str:
 
 
 def _take(
-    rows: Rows,
+    rows: ChunkRows,
     number: int,
     line: str | bytes,
     make: Callable[[str], str],
@@ -219,8 +219,9 @@ def _take(
     except Exception as error:  # also what a user's function raises: it is the row's fault
         rows.refuse(number, *_explained(error), line)
         return
+    assert isinstance(rows.numbers, list)  # a range is that of a whole chunk
     rows.texts.append(text)
-    rows.numbers.append(number)  # type: ignore[union-attr]
+    rows.numbers.append(number)
 
 
 def default_document(row: Any) -> str:
@@ -272,19 +273,21 @@ def _explained(error: Exception) -> tuple[str, str]:
     return "refused", f"{type(error).__name__}: {error}"
 
 
-def _refuse_long(rows: Rows, line: int, limit: int, start: str | bytes) -> None:
-    reason = f"the line is longer than {limit} bytes (--max-document-bytes)"
-    rows.refuse(line, "too long", reason, start)
+def _refuse_long(rows: ChunkRows, line: int, limit: int, start: str | bytes) -> None:
+    reason = f"the line is longer than {limit} bytes (`max_document_bytes`)"
+    rows.refuse(line, "too long", spelled(reason), start)
 
 
-def _read_parquet(rows: Rows, chunk: Chunk, document: Document, max_document_bytes: int) -> None:
+def _read_parquet(
+    rows: ChunkRows, chunk: Chunk, document: Document, max_document_bytes: int
+) -> None:
     def make(row: Any) -> str:
         if isinstance(row, UnicodeDecodeError):
             raise BadDocument("invalid UTF-8", f"a field is no UTF-8 ({row.reason})")
         text = document(row)
         if isinstance(text, str) and _num_bytes(text) > max_document_bytes:
-            limit = f"{max_document_bytes} bytes (--max-document-bytes)"
-            raise BadDocument("too long", f"the document is longer than {limit}")
+            limit = f"{max_document_bytes} bytes (`max_document_bytes`)"
+            raise BadDocument("too long", spelled(f"the document is longer than {limit}"))
         return text
 
     for row in _arrow_rows(chunk.payload or b""):
@@ -295,8 +298,9 @@ def _read_parquet(rows: Rows, chunk: Chunk, document: Document, max_document_byt
         except Exception as error:  # as in `_take`
             rows.refuse(rows.num_lines, *_explained(error), str(row)[:_SHOWN])
             continue
+        assert isinstance(rows.numbers, list)
         rows.texts.append(text)
-        rows.numbers.append(rows.num_lines)  # type: ignore[union-attr]
+        rows.numbers.append(rows.num_lines)
 
 
 def _arrow_rows(payload: bytes) -> Iterator[Any]:

@@ -19,22 +19,30 @@ from typing import Any, NoReturn
 
 from stageline.distributed import stop
 from stageline.distributed.board import Board, claim_report
-from stageline.distributed.causes import is_lost_connection
-from stageline.distributed.failure_files import close_log, read_first, write_first, write_record
-from stageline.distributed.lifeline import leave
-from stageline.distributed.machines import Machine, this_machine
-from stageline.distributed.neighbours import end_helpers, end_the_rest
-from stageline.distributed.record import (
+from stageline.distributed.failure_record import (
     FailureRecord,
+    close_log,
     first_of,
+    is_lost_connection,
+    read_first,
     read_record,
     record_here,
     record_of,
     tell_stages,
+    write_first,
+    write_record,
 )
-from stageline.distributed.worker_notes import has_launcher, note
+from stageline.distributed.lifeline import leave
+from stageline.distributed.machines import Machine, this_machine
+from stageline.distributed.stop import (
+    end_helpers,
+    end_the_rest,
+    has_launcher,
+    note,
+    write_stacks,
+)
 from stageline.errors import CRASH, INTERRUPTED, PREEMPTED, HangError
-from stageline.progress import Place
+from stageline.progress import Progress
 
 SECONDS_FOR_THE_CAUSE = 2.0
 SECONDS_FOR_THE_WATCH = 5.0
@@ -119,7 +127,7 @@ def end_overdue(message: str, code: int) -> NoReturn:
     _end(record_here("stopped", code, message), patience=0.0)
 
 
-def end_hung(message: str, *, rank: int, stages: tuple[int, ...], where: Place) -> NoReturn:
+def end_hung(message: str, *, rank: int, stages: tuple[int, ...], where: Progress) -> NoReturn:
     """Ends all ranks because `rank`, which runs `stages`, makes no progress.
 
     Args:
@@ -178,6 +186,8 @@ def _end(record: FailureRecord, *, patience: float, lost: int | None = None) -> 
             board.mark_reported()
         else:
             first = read_record(winner)  # where the store ends while the next line waits
+            if first.code == HangError.exit_code:  # also one that merely lost a neighbour
+                write_stacks()
             first = read_record(board.settled(SECONDS_FOR_THE_REPORT) or winner)
             is_near = winner["machine"] == record.machine
             sees_to_the_rest = _listen(board, first, is_near=is_near)

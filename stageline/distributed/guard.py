@@ -6,25 +6,326 @@ reports a hang, carries a wish to stop to the other ranks, and ends what does no
 """
 
 import atexit
+import functools
+import json
 import os
+import sys
 import threading
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from stageline import progress
 from stageline.distributed import stop
-from stageline.distributed.bulletin import Bulletin, OwnBulletin
+from stageline.distributed.board import FileBoard, claim_key, connect_store, disown_store
 from stageline.distributed.failure import end_as_told, end_hung, end_lost, end_overdue
-from stageline.distributed.heartbeat import Beat, Verdict, Watcher, describe
-from stageline.distributed.lifeline import is_leaving
-from stageline.distributed.machines import this_machine
-from stageline.distributed.neighbours import remember, this_process
-from stageline.distributed.record import own_stages
-from stageline.distributed.stacks import keep_stacks_in, offer_stacks, write_stacks
-from stageline.distributed.watch import Lifeline, end_if_filed, patiently_connect
+from stageline.distributed.failure_record import own_stages
+from stageline.distributed.lifeline import expect_tie, is_leaving, mark_tied, open_hub, reach_hub
+from stageline.distributed.machines import Machine, this_machine
+from stageline.distributed.stop import (
+    Process,
+    has_launcher,
+    keep_stacks_in,
+    offer_stacks,
+    remember,
+    this_process,
+    write_stacks,
+)
 from stageline.errors import HangError
+from stageline.progress import Progress
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+# -- what each rank tells of itself, about twice a second, and who is to blame when nothing goes on
+# Pure: knows neither the store nor the clock of another machine.
+
+# a busy machine may keep a guard from its work for a while
+SECONDS_OF_SILENCE = 4.0
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A sign of life.
+
+    Attributes:
+        number: counts the beats of a rank.
+        machine: number of its machine.
+        stages: of the model, that it runs.
+        place: what it does; `since` is of its own clock and says only whether something changed.
+        age: seconds that it has done that.
+    """
+
+    rank: int
+    number: int
+    host: str
+    machine: int
+    stages: tuple[int, ...]
+    process: Process
+    place: Progress
+    age: float
+
+    def to_json(self) -> str:
+        """For the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Beat":
+        """What `to_json` gave."""
+        told = json.loads(text)
+        place, process = Progress(**told.pop("place")), Process(**told.pop("process"))
+        return cls(place=place, process=process, stages=tuple(told.pop("stages")), **told)
+
+
+@dataclass(frozen=True)
+class HangVerdict:
+    """Who is to blame for a hang.
+
+    Attributes:
+        why: "silent": its guard gives no sign; "busy": it does something, too long; "waiting": all
+            ranks wait for each other, this one longest.
+    """
+
+    beat: Beat
+    why: Literal["silent", "busy", "waiting"]
+
+
+class Watcher:
+    """Collects the beats of all ranks while one of them suspects that nothing goes on.
+
+    Args:
+        limit: seconds that an operation may take.
+    """
+
+    def __init__(self, *, num_ranks: int, limit: float) -> None:
+        self.num_ranks = num_ranks
+        self.limit = limit
+        self._heard: dict[int, tuple[int, float]] = {}  # rank -> its beat's number, and when
+        self._alive: set[int] = set()
+        self._began: float | None = None
+
+    def see(self, beats: Mapping[int, Beat], now: float) -> HangVerdict | None:
+        """Looks at the latest beats; a verdict as soon as there can be one."""
+        self._began = now if self._began is None else self._began
+        for rank, beat in beats.items():
+            number, _ = self._heard.setdefault(rank, (beat.number, now))
+            if beat.number != number:
+                self._heard[rank] = beat.number, now
+                self._alive.add(rank)
+        silent = {
+            rank for rank, (_, heard) in self._heard.items() if now - heard >= SECONDS_OF_SILENCE
+        }
+        is_sure = silent or now - self._began >= SECONDS_OF_SILENCE  # one may have no guard
+        if len(self._alive) < self.num_ranks and not is_sure:
+            return None
+        return blame(beats, silent=silent, limit=self.limit)
+
+
+def blame(beats: Mapping[int, Beat], *, silent: set[int], limit: float) -> HangVerdict | None:
+    """Who is to blame; None while a rank still goes on, slowly.
+
+    Args:
+        beats: the latest of each rank.
+        silent: ranks whose guard gives no sign of life: stopped, stuck in C, or gone.
+        limit: seconds that an operation may take.
+    """
+    if silent:
+        worst = max((beats[rank] for rank in silent), key=_not_waiting_then_oldest)
+        return HangVerdict(worst, "silent")
+    worst = max(beats.values(), key=_not_waiting_then_oldest)
+    if worst.place.is_waiting:
+        # one that began to wait a moment ago was at work before
+        is_hang = all(beat.age >= limit for beat in beats.values())
+    else:
+        is_hang = worst.age >= limit
+    if not is_hang:
+        return None
+    return HangVerdict(worst, "waiting" if worst.place.is_waiting else "busy")
+
+
+def _not_waiting_then_oldest(beat: Beat) -> tuple[bool, float]:
+    return not beat.place.is_waiting, beat.age
+
+
+def describe(verdict: HangVerdict, beats: Mapping[int, Beat], *, seconds: float) -> str:
+    """The sentence of a report: what stands still, and who waits."""
+    beat = verdict.beat
+    rank = f"rank {beat.rank} (process {beat.process.pid} on {beat.host})"
+    if verdict.why == "silent":
+        what = (
+            f"no sign of life from {rank}, last in {beat.place}: it was stopped, was killed, or "
+            "hangs in code that holds Python's lock"
+        )
+    elif verdict.why == "busy":
+        what = f"no progress for {seconds:.0f} s in {beat.place} of {rank}"
+    else:
+        what = f"no progress for {seconds:.0f} s: all ranks wait, {rank} longest, {beat.place}"
+    waiting = [
+        f"rank {other.rank} is {other.place}"
+        for other in beats.values()
+        if other.rank != beat.rank and other.place.is_waiting
+    ]
+    return "; ".join([what, *waiting[:3]])
+
+
+# -- what the guards of a run tell each other, in the TCP store: signs of life, and who stops -----
+
+
+class Bulletin:
+    """The store's side of a guard.
+
+    Args:
+        store: a connection of the guard's own.
+    """
+
+    def __init__(self, store: "TCPStore", *, num_ranks: int) -> None:
+        self.store = store
+        self.num_ranks = num_ranks
+        self.key = claim_key()
+
+    def post(self, beat: Beat) -> None:
+        """Puts the beat of this rank in the place of the one before."""
+        self.store.set(self._beat(beat.rank), beat.to_json())
+
+    def beats(self) -> dict[int, Beat]:
+        """The latest beat of each rank that has sent one."""
+        ranks = [rank for rank in range(self.num_ranks) if self.store.check([self._beat(rank)])]
+        texts = (self.store.get(self._beat(rank)).decode() for rank in ranks)
+        return dict(zip(ranks, map(Beat.from_json, texts), strict=True))
+
+    def claim(self) -> dict | None:
+        """The claim of the rank that failed first."""
+        return json.loads(self.store.get(self.key)) if self.store.check([self.key]) else None
+
+    def ask(self, signum: int) -> None:
+        """Tells all ranks of a signal that asks for a stop."""
+        self.store.set(f"{self.key}/stop", str(signum))
+
+    def asked(self) -> int | None:
+        """The signal that a rank was told to stop by."""
+        key = f"{self.key}/stop"
+        return int(self.store.get(key)) if self.store.check([key]) else None
+
+    def _beat(self, rank: int) -> str:
+        return f"{self.key}/beat/{rank}"
+
+
+class OwnBulletin:
+    """For a single process: it hears itself."""
+
+    def __init__(self) -> None:
+        self._beats: dict[int, Beat] = {}
+
+    def post(self, beat: Beat) -> None:
+        """As `Bulletin.post`."""
+        self._beats[beat.rank] = beat
+
+    def beats(self) -> dict[int, Beat]:
+        """As `Bulletin.beats`."""
+        return dict(self._beats)
+
+    def claim(self) -> dict | None:
+        """Nobody else claims."""
+        return None
+
+    def ask(self, signum: int) -> None:
+        """There is nobody to tell."""
+
+    def asked(self) -> int | None:
+        """Nobody else asks."""
+        return None
+
+
+# -- the lifeline between the machines of a run, and the way to its store -------------------------
+# A rank that waits for a neighbour on a machine that vanished would wait for the timeout of the
+# group. One process per machine keeps a connection to the first machine, which tells that it is
+# gone.
+
+SECONDS_BETWEEN_TRIALS = 0.2
+
+
+def patiently_connect(lost_after: float) -> "TCPStore":
+    """The store is there before the ranks, unless rank 0 has to make it.
+
+    Where a rank failed before there was one, this process ends.
+    """
+    agents_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    deadline = time.monotonic() + lost_after if agents_store and lost_after else float("inf")
+    while True:
+        try:
+            return connect_store()
+        except Exception:
+            if time.monotonic() > deadline:
+                raise
+            end_if_filed()
+            time.sleep(SECONDS_BETWEEN_TRIALS)
+
+
+@functools.cache
+def _file_board() -> FileBoard:
+    return FileBoard()
+
+
+def end_if_filed() -> None:
+    """Ends this process if another one of this machine failed before there was a store.
+
+    Below a launcher the store is there before the ranks.
+    """
+    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if is_alone or has_launcher() or "TORCHELASTIC_RUN_ID" in os.environ:
+        return
+    if _file_board().path.exists():
+        disown_store()
+        end_as_told()
+
+
+class Lifeline:
+    """Ties the connection between this machine and the first one, as soon as it can be.
+
+    Args:
+        lost_after: seconds without a sign of life after which a machine is lost; 0: for ever.
+    """
+
+    def __init__(self, machine: Machine, lost_after: float) -> None:
+        self.machine = machine
+        self.lost_after = lost_after
+        self.key = claim_key() + "/lifeline"
+        # one process of a machine is enough: its launcher then ends the others
+        self.is_tied = machine.count == 1 or os.environ.get("LOCAL_RANK", "0") != "0"
+        if not self.is_tied:
+            expect_tie()
+
+    def tie(self, store: "TCPStore") -> None:
+        """Does nothing the second time, or where the first machine is not ready."""
+        if self.is_tied:
+            return
+        how: dict[str, Any] = {"lost_after": self.lost_after, "on_lost": end_lost}
+        if self.machine.index == 0:
+            store.set(self.key, open_hub(self.machine, **how))
+        elif store.check([self.key]):
+            self._reach(store.get(self.key).decode(), how)
+        else:
+            return
+        self.is_tied = True
+        mark_tied()
+
+    def _reach(self, invitation: str, how: dict[str, Any]) -> None:
+        address = os.environ["MASTER_ADDR"]
+        try:
+            reach_hub(self.machine, address, invitation, **how)
+        except OSError as error:
+            print(
+                f"warning: {self.machine} finds no way to a port of {address} ({error}). If a "
+                "machine vanishes, this one will wait for the timeout of the exchange. Open all "
+                "ports between the machines.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+# -------------------------------------------------------------------------------------------------
 
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_UNTIL_TIED = 0.1
@@ -53,8 +354,12 @@ def start_guard(rules: GuardRules) -> None:
     guard = _Guard(rules)
     thread = threading.Thread(target=guard.run, name="guard", daemon=True)
     thread.start()
-    # a thread inside the store's client must not meet the end of the interpreter
-    atexit.register(lambda: (guard.dismissed.set(), thread.join(SECONDS_BETWEEN_LOOKS)))
+
+    def dismiss() -> None:  # a thread in the store's client must not meet the interpreter's end
+        guard.dismissed.set()
+        thread.join(SECONDS_BETWEEN_LOOKS)
+
+    atexit.register(dismiss)
 
 
 class _Guard:
@@ -158,13 +463,15 @@ class _Guard:
         if verdict is not None:
             self._report_hang(verdict, beats, seconds=now - place.since)
 
-    def _report_hang(self, verdict: Verdict, beats: dict[int, Beat], *, seconds: float) -> NoReturn:
+    def _report_hang(
+        self, verdict: HangVerdict, beats: dict[int, Beat], *, seconds: float
+    ) -> NoReturn:
         seconds = seconds if verdict.why == "silent" else verdict.beat.age
         what = describe(verdict, beats, seconds=seconds)
         folder = write_stacks()
         stacks = f" The stacks of the ranks are in {folder}." if folder else ""
         end_hung(
-            f"{what}. If it is only slow, raise --hang-timeout {self.rules.hang_timeout:g} above "
+            f"{what}. If it is only slow, raise `hang_timeout` {self.rules.hang_timeout:g} above "
             f"the longest pass, compile or save; else look at what it waits for.{stacks}",
             rank=verdict.beat.rank,
             stages=verdict.beat.stages,
@@ -179,6 +486,6 @@ class _Guard:
         end_overdue(
             f"{stop.name_of(asked[0])} asked for a stop {limit:g} s ago, and the step and its save "
             f"have not ended (this rank: {progress.place()}). The last checkpoint is what counts. "
-            "If saving takes longer, raise --stop-deadline.",
+            "If saving takes longer, raise `stop_deadline`.",
             stop.stop_code(),
         )

@@ -6,21 +6,195 @@ adds: the exit code of the rank that failed first, one clean Ctrl-C, and no text
 
 import logging
 import os
+import signal
 import sys
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from stageline.distributed.failure import ENDED, STAGES, TOLD
+from stageline.distributed.failure_record import (
+    FailureRecord,
+    first_of,
+    log_with_words,
+    read_record,
+    write_first,
+)
 from stageline.distributed.guard import GuardRules, start_guard
-from stageline.distributed.neighbours import die_with_parent
-from stageline.distributed.pass_on import SignalsForWorkers
-from stageline.distributed.verdict import judge
-from stageline.distributed.worker_notes import WORKERS_FOLDER
-from stageline.errors import CRASH
+from stageline.distributed.machines import this_machine
+from stageline.distributed.stop import (
+    CODES,
+    MIN_SECONDS_BETWEEN,
+    WORKERS_FOLDER,
+    die_with_parent,
+    read_notes,
+    release_signals,
+)
+from stageline.errors import CRASH, PREEMPTED
+
+# -- passes signals that came to our launcher on to its workers, who save and end -----------------
+# They have sessions of their own: no key press and no signal to a process group gets there.
+
+# after the deadline of the workers, who are then about to end by themselves
+SECONDS_TO_END = 30.0
+KILLED = 128 + signal.SIGKILL
+
+
+class SignalsForWorkers:
+    """The launcher's handlers; the first signal is passed on, a second one of its kind ends all.
+
+    Args:
+        folder: each worker leaves a file `RANK.pid` there.
+        patience: seconds that the workers may take to save; 0: for ever.
+    """
+
+    def __init__(self, folder: Path, *, num_processes: int, patience: float) -> None:
+        self.folder = folder
+        self.num_processes = num_processes
+        self.patience = patience
+        self.times: dict[int, float] = {}
+        self.code: int | None = None
+
+    def install(self) -> None:
+        """Takes over from the handlers of a worker."""
+        release_signals()
+        for signum in (*CODES, signal.SIGHUP):
+            signal.signal(signum, self._on_signal)
+        signal.signal(signal.SIGALRM, self._on_alarm)
+
+    def code_of(self, code: int) -> int:
+        """The exit code of the run; that of the signal where the end of the workers tells none."""
+        # workers that do not handle it yet die of it
+        tells_none = code in (0, 1, CRASH, PREEMPTED, KILLED)
+        return self.code if self.code is not None and tells_none else code
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        is_first = signum not in self.times
+        first = self.times.setdefault(signum, now)
+        if not is_first:
+            if now - first >= MIN_SECONDS_BETWEEN:
+                self._end(signal.SIGKILL, "signalled twice")
+            return
+        # workers know no SIGHUP: a terminal that is closed may send it to helpers, too
+        passed_on = signal.SIGTERM if signum == signal.SIGHUP else signal.Signals(signum)
+        if self.code is None:
+            self.code = CODES[passed_on]
+            if self.patience:
+                signal.setitimer(signal.ITIMER_REAL, self.patience + SECONDS_TO_END)
+        pids = [int(path.read_text()) for path in self.folder.glob("*.pid")]
+        if len(pids) < self.num_processes:  # still starting: there is nothing to save
+            self._end(signal.SIGTERM, "signalled at the start")
+        for pid in pids:
+            _send(pid, passed_on)
+
+    def _on_alarm(self, signum: int, frame: FrameType | None) -> None:
+        print(
+            f"error[stopped]: the workers did not end within {self.patience + SECONDS_TO_END:g} s "
+            "of a signal; they were killed. The last checkpoint is what counts.",
+            file=sys.stderr,
+        )
+        self._end(signal.SIGKILL, "too slow")
+
+    def _end(self, signum: signal.Signals, why: str) -> None:
+        from torch.distributed.elastic.multiprocessing import SignalException
+
+        raise SignalException(why, sigval=signum)
+
+
+def _send(pid: int, signum: signal.Signals) -> None:
+    try:
+        os.kill(pid, signum)
+    except ProcessLookupError:  # it has just ended
+        return
+
+
+# -- what our launcher makes of the end of its workers: which failed first, and the exit code -----
+# A rank that raised has told so. One that a signal ended, or that left in the middle, told nothing:
+# its neighbours lost a connection and keep quiet, the launcher speaks for it.
+
+_HINTS = {
+    signal.SIGKILL: "the system may have run out of memory",
+    signal.SIGBUS: "a file may have been changed while it was read",
+}
+
+
+def judge(folder: Path, codes: Mapping[int, int], *, num_processes: int) -> int:
+    """Reports the failure if no rank did.
+
+    Args:
+        folder: the workers' notes.
+        codes: rank -> exit code, negative for a signal, of those that ended with another than 0;
+            in the order in which they failed.
+
+    Returns:
+        The exit code of the run.
+    """
+    told = list(map(read_record, read_notes(folder, TOLD).values()))
+    causes = [record for record in told if not record.is_secondary]
+    if causes:
+        return first_of(causes).code
+    record = _silent_end(folder, codes, num_processes)
+    if record is None and told:
+        record = first_of(told)
+    if record is None:  # all returned a code of their own
+        return next((code for code in codes.values() if code > 0), CRASH)
+    write_first(record)
+    print(record.report(), end="", file=sys.stderr, flush=True)
+    return record.code
+
+
+def _silent_end(folder: Path, codes: Mapping[int, int], num_processes: int) -> FailureRecord | None:
+    """The rank that ended without a word, if there is one."""
+    ended = read_notes(folder, ENDED)
+    silent = {rank: code for rank, code in codes.items() if rank not in ended}
+    # the launcher ends the rest by SIGTERM as soon as one is gone
+    own = {rank: code for rank, code in silent.items() if code != -signal.SIGTERM}
+    for rank, code in own.items():
+        return _record(folder, rank, _how(code, rank), num_processes)
+    for rank in sorted(set(range(num_processes)) - set(codes) - set(ended)):
+        return _record(folder, rank, _how(0, rank), num_processes)
+    if ended:
+        return None
+    for rank, code in silent.items():
+        return _record(folder, rank, _how(code, rank), num_processes)
+    return None
+
+
+def _how(code: int, rank: int) -> str:
+    if code >= 0:
+        return f"ended with exit status {code} in the middle of the run, without a word"
+    number = signal.Signals(-code)
+    more = [number.name, _HINTS.get(number, "")]
+    log = log_with_words(rank)
+    more += [f"threads: {log}" if log else ""]
+    return f"killed by signal {-code} ({'; '.join(filter(None, more))})"
+
+
+def _record(folder: Path, rank: int, message: str, num_ranks: int) -> FailureRecord:
+    stages = read_notes(folder, STAGES).get(rank, [])
+    return FailureRecord(
+        kind="crash",
+        code=CRASH,
+        message=message,
+        rank=rank,
+        num_ranks=num_ranks,
+        stages=tuple(stages),
+        stage=stages[0] if len(stages) == 1 else None,
+        host=this_machine().host,
+        time_ns=time.time_ns(),
+    )
+
+
+# -------------------------------------------------------------------------------------------------
 
 DEFAULT_RULES = GuardRules()
 
@@ -107,3 +281,63 @@ def _silence(*prefixes: str) -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(prefixes):
             logging.getLogger(name).disabled = True
+
+
+# -- where the ranks of one start meet ------------------------------------------------------------
+# A part of the launcher's store that no earlier start has used.
+#
+# torchrun keeps one store over all its restarts, and torch writes the addresses of the ranks under
+# the same names each time (pytorch issues 135712, 167288): a rank that is started anew would read
+# those of dead ones. The count of restarts does not tell starts apart: on several machines it
+# differs between them.
+
+_SECONDS_BETWEEN_LOOKS = 0.01
+_NAME = "stageline/meeting"
+
+
+def launchers_store(rank: int, world_size: int, *, timeout: float) -> Store | None:
+    """The store for the process group of this start; None: torch finds one by itself."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+    )
+    return PrefixStore(agree(store, rank, world_size, timeout=timeout), store)
+
+
+def agree(store: Store, rank: int, world_size: int, *, timeout: float) -> str:
+    """A name of this start, the same on all ranks and on none of an earlier start.
+
+    Each rank asks with a word of its own, the first one answers to that word: what earlier starts
+    left in the store is answered too, and nobody reads it.
+
+    Raises:
+        TimeoutError, RuntimeError: a rank did not come.
+    """
+    if rank:
+        word = uuid.uuid4().hex
+        store.set(f"{_NAME}/asks/{rank}", word)
+        name = store.get(f"{_NAME}/answer/{word}").decode()
+        store.set(f"{name}/here/{rank}", "1")
+        return name
+    name = f"{_NAME}/{uuid.uuid4().hex}"
+    deadline = time.monotonic() + timeout
+    missing = set(range(1, world_size))
+    while missing:
+        for other in sorted(missing):
+            _answer(store, other, name)
+        missing = {other for other in missing if not store.check([f"{name}/here/{other}"])}
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"ranks {sorted(missing)} did not come in {timeout:g} s")
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    return name
+
+
+def _answer(store: Store, rank: int, name: str) -> None:
+    if store.check([f"{_NAME}/asks/{rank}"]):
+        word = store.get(f"{_NAME}/asks/{rank}").decode()
+        store.set(f"{_NAME}/answer/{word}", name)

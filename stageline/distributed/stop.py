@@ -6,18 +6,261 @@ the system's part of a handler writes a byte into a socket, and a thread of its 
 """
 
 import contextlib
+import ctypes
+import faulthandler
+import json
+import multiprocessing
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
+from typing import Any, NoReturn
 
-from stageline.distributed.neighbours import die_by_sigterm, die_with_parent, has_lost_one
 from stageline.errors import INTERRUPTED, PREEMPTED
+
+# -- the processes of the other ranks of this machine: whether they live, and ending those that stay
+# torchrun gives a process that cannot leave, because it was stopped or hangs in C, 30 seconds. The
+# rank that reports a failure is quicker.
+
+# -- the stacks of all threads of a rank, for the report of a hang; also of one that hangs in C code
+# A rank writes its own. One whose Python does not run any more is asked by SIGUSR2: the system's
+# part of the handler writes into a file in memory, which a neighbour on the same machine reads.
+
+FOLDER = "failures"  # beside the other accounts of a failure
+SECONDS_TO_WRITE = 3.0  # at most; the machine may be busy
+_run_folder: Path | None = None
+_has_written = False
+
+
+def keep_stacks_in(folder: Path | None) -> None:
+    """Tells where stacks are written, below the run's folder; None: nowhere."""
+    global _run_folder, _has_written
+    _run_folder, _has_written = folder, False
+    if folder is not None:  # of an earlier run in this folder
+        with contextlib.suppress(OSError):
+            _file(folder, _own_rank()).unlink(missing_ok=True)
+
+
+def offer_stacks() -> int:
+    """Makes SIGUSR2 write the stacks of this process into a file in memory.
+
+    Returns:
+        Its number in this process; -1 where that cannot be.
+    """
+    if not hasattr(os, "memfd_create"):
+        return -1
+    number = os.memfd_create("stacks")
+    faulthandler.register(signal.SIGUSR2, file=number, all_threads=True)
+    return number
+
+
+def write_stacks() -> Path | None:
+    """Writes the stacks of this process, once; the folder, if that was possible."""
+    global _has_written
+    if _run_folder is None:
+        return None
+    path = _file(_run_folder, _own_rank())
+    if not _has_written:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("w") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+        except OSError:  # a run that ends must not fail of it
+            return None
+        _has_written = True
+    return path.parent
+
+
+def fetch_stacks(offers: Mapping[int, tuple[int, int]]) -> None:
+    """Writes the stacks of other processes of this machine, unless they did so themselves.
+
+    Args:
+        offers: rank -> (process id, number that `offer_stacks` gave there).
+    """
+    if _run_folder is None:
+        return
+    offers = {rank: offer for rank, offer in offers.items() if offer[1] >= 0}
+    for pid, _ in offers.values():
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGUSR2)
+    deadline = time.monotonic() + SECONDS_TO_WRITE
+    for rank, (pid, number) in offers.items():
+        with contextlib.suppress(OSError):
+            text = _settled(pid, number, deadline)
+            file = _file(_run_folder, rank)
+            if text and not file.exists():
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(text)
+
+
+def _settled(pid: int, number: int, deadline: float) -> bytes:
+    """What a process has written into its file in memory, once it writes no more."""
+    # by its name in /proc, so that our own place in the file is at its beginning
+    file = Path(f"/proc/{pid}/fd/{number}")
+    text, before = b"", None
+    while (not text or text != before) and time.monotonic() < deadline:
+        time.sleep(0.1)
+        text, before = file.read_bytes(), text
+    return text
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / FOLDER / f"rank-{rank}.stacks"
+
+
+def _own_rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+# -- what workers leave for our launcher, in a folder of its own: process ids, stages, how they end
+# Below torchrun there is no such folder, and every note goes nowhere.
+
+WORKERS_FOLDER = "STAGELINE_WORKERS_FOLDER"
+
+
+def has_launcher() -> bool:
+    """Whether our launcher started this process."""
+    return WORKERS_FOLDER in os.environ
+
+
+def note(name: str, value: Any) -> None:
+    """Leaves `value` as `<rank>.<name>`; a failing process must not fail over it."""
+    if has_launcher():
+        with contextlib.suppress(OSError):
+            path = Path(os.environ[WORKERS_FOLDER], f"{os.environ.get('RANK', '0')}.{name}")
+            draft = path.with_suffix(f".{name}_draft_{os.getpid()}")
+            draft.write_text(json.dumps(value))
+            draft.replace(path)
+
+
+def read_notes(folder: Path, name: str) -> dict[int, Any]:
+    """Rank -> what it left by that name."""
+    return {
+        int(path.name.partition(".")[0]): json.loads(path.read_text())
+        for path in sorted(folder.glob(f"*.{name}"))
+    }
+
+
+# -------------------------------------------------------------------------------------------------
+
+SECONDS_TO_LEAVE = 3.0
+SECONDS_BETWEEN_LOOKS = 0.05
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process, and what tells it from a later one with the same number.
+
+    Attributes:
+        started: clock ticks since the machine's start; 0 where the system does not say.
+        stacks_fd: where it writes the stacks of its threads when asked to; -1: nowhere.
+    """
+
+    rank: int
+    pid: int
+    started: int = 0
+    stacks_fd: int = -1
+
+    def is_alive(self) -> bool:
+        """Whether it runs or is stopped; what has ended and waits to be fetched is not alive."""
+        state, started = _state(self.pid)
+        return state not in ("", "Z", "X") and started == self.started
+
+
+_known: dict[int, Process] = {}
+
+
+def this_process(*, stacks_fd: int = -1) -> Process:
+    """This rank's own."""
+    pid = os.getpid()
+    return Process(int(os.environ.get("RANK", "0")), pid, _state(pid)[1], stacks_fd)
+
+
+def remember(processes: Iterable[Process]) -> None:
+    """Notes processes of other ranks of this machine."""
+    _known.update({process.rank: process for process in processes})
+
+
+def forget_all() -> None:
+    """For a process that was forked."""
+    _known.clear()
+
+
+def has_lost_one() -> bool:
+    """Whether another rank of this machine has ended: then a SIGTERM is the launcher's."""
+    if not all(process.is_alive() for process in _known.values()):
+        return True
+    # one that ended before its first beat is known by the launcher's notes alone
+    folder = os.environ.get(WORKERS_FOLDER)
+    files = Path(folder).glob("*.pid") if folder else ()
+    return any(_state(int(file.read_text()))[0] in ("", "Z", "X") for file in files)
+
+
+def end_the_rest(*, seconds: float = SECONDS_TO_LEAVE) -> list[int]:
+    """Waits until the other ranks of this machine have ended; kills those that do not.
+
+    Returns:
+        The ranks that were killed.
+    """
+    deadline = time.monotonic() + seconds
+    left = [process for process in _known.values() if process.is_alive()]
+    while left and time.monotonic() < deadline:
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+        left = [process for process in left if process.is_alive()]
+    fetch_stacks({process.rank: (process.pid, process.stacks_fd) for process in left})
+    for process in left:
+        with contextlib.suppress(OSError):
+            os.kill(process.pid, signal.SIGKILL)
+    return [process.rank for process in left]
+
+
+def end_helpers() -> None:
+    """Kills what this process has started to load data; it may hang, and would outlive us."""
+    for child in multiprocessing.active_children():
+        with contextlib.suppress(Exception):
+            child.kill()
+
+
+def die_with_parent() -> None:
+    """Lets the system kill this process as soon as its parent ends, also if it hangs."""
+    with contextlib.suppress(Exception):  # Linux only; others are left to what looks at getppid
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def die_by_sigterm() -> NoReturn:
+    """Ends this process as SIGTERM does where nobody handles it; from any thread."""
+    with contextlib.suppress(Exception):  # Python sets handlers from its main thread only
+        ctypes.CDLL(None).signal(signal.SIGTERM, 0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1.0)
+    os._exit(PREEMPTED)
+
+
+def _state(pid: int) -> tuple[str, int]:
+    """(letter of the state, time of start); ("", 0) if there is no such process."""
+    try:
+        # the name in brackets may hold blanks
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], int(fields[19])
+    except OSError:
+        pass
+    if Path("/proc/self/stat").exists():
+        return "", 0
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return "", 0
+    return "?", 0
+
+
+# -------------------------------------------------------------------------------------------------
 
 CODES = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: PREEMPTED, signal.SIGUSR1: PREEMPTED}
 # a terminal and a launcher may both pass on one key press, Slurm and torchrun one signal

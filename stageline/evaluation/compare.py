@@ -5,16 +5,55 @@ side by side suggest.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from stageline.errors import UserError
-from stageline.evaluation.bootstrap import Bootstrap
-from stageline.evaluation.groupings import collect_clusters, collect_groupings
 from stageline.evaluation.predictions import newest_records
-from stageline.evaluation.report import format_table, interval_text, markdown_table
-from stageline.evaluation.same_samples import check_same_samples
+from stageline.evaluation.report import (
+    Bootstrap,
+    collect_clusters,
+    collect_groupings,
+    format_table,
+    interval_text,
+    markdown_table,
+)
+
+# -- whether predictions were made for the samples that they are to be scored on ------------------
+
+# what makes a sample the question that it is; its place in a file or its groups may change
+_FIELDS = ("question", "answer", "answers", "caption", "choices", "answer_index", "label")
+
+
+def check_same_samples(
+    records: Mapping[str, dict[str, Any]], samples: Sequence[dict[str, Any]], *, path: str | Path
+) -> None:
+    """Refuses records whose sample of the same id was another one.
+
+    Raises:
+        UserError: names the sample, and what it was.
+    """
+    for sample in samples:
+        kept = records.get(str(sample["id"]), {}).get("sample")
+        if not isinstance(kept, dict):
+            continue
+        for field in _FIELDS:
+            if field in kept and field in sample and kept[field] != sample[field]:
+                raise UserError(
+                    f"{path}: the prediction of sample {str(sample['id'])!r} was made for "
+                    f"{field} {_short(kept[field])}, and the dataset has {_short(sample[field])}. "
+                    "Predictions of the same data were expected, because others can't be scored "
+                    "with it: give another `output_dir` (or `compare_with`), or the data as it was."
+                )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+# -------------------------------------------------------------------------------------------------
 
 
 def read_other(path: str | Path, samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -30,9 +69,9 @@ def read_other(path: str | Path, samples: Sequence[dict[str, Any]]) -> list[dict
     missing = [str(sample["id"]) for sample in samples if str(sample["id"]) not in records]
     if missing:
         raise UserError(
-            f"--compare-with {path}: {len(missing)} of {len(samples)} samples have no prediction "
+            f"`compare_with` {path}: {len(missing)} of {len(samples)} samples have no prediction "
             f"there, {missing[0]!r} among them. All were expected, because runs are compared "
-            "sample by sample: evaluate the other model on the same dataset and split, or --limit "
+            "sample by sample: evaluate the other model on the same dataset and split, or `limit` "
             "both to the same rows."
         )
     check_same_samples(records, samples, path=path)

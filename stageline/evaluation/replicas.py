@@ -25,7 +25,7 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True)
-class Replicas:
+class EvaluationReplicas:
     """Where this process stands.
 
     Attributes:

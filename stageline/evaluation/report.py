@@ -3,13 +3,116 @@
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Hashable, Iterator, Sequence, Sized
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from stageline.contracts import broken, check_call, shown
-from stageline.evaluation.bootstrap import LEVEL, Bootstrap
-from stageline.evaluation.groupings import collect_clusters, collect_groupings
+
+# -- percentile bootstrap intervals of a mean (Efron 1979), seeded --------------------------------
+# Rows of one picture are no independent samples: where they name a cluster, whole clusters are
+# drawn and the mean is the sum of their scores over the number of their rows.
+
+LEVEL = 0.95
+DRAWS_AT_ONCE = 2_000_000  # 16 MB
+
+
+@dataclass(frozen=True)
+class Bootstrap:
+    """How intervals are drawn.
+
+    Attributes:
+        resamples: how many; 0: no intervals.
+        seed: of the draw. Each interval draws on its own, so that a further group changes no other.
+    """
+
+    resamples: int = 10_000
+    seed: int = 0
+
+    def interval(
+        self,
+        scores: Sequence[float],
+        *,
+        clusters: Sequence[Hashable] | None = None,
+        name: str = "",
+    ) -> tuple[float, float] | None:
+        """The 95 % interval of the mean; None without scores or resamples.
+
+        Args:
+            clusters: of each score; by default each is its own.
+            name: of what is measured; another name draws otherwise.
+        """
+        if not scores or not self.resamples:
+            return None
+        means = self._means(*_by_cluster(scores, clusters), name=name)
+        low, high = numpy.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+        return float(low), float(high)
+
+    def _means(self, sums: numpy.ndarray, counts: numpy.ndarray, *, name: str) -> numpy.ndarray:
+        """The mean of each resample.
+
+        Args:
+            sums: of the scores of each cluster.
+            counts: rows of each cluster.
+        """
+        draw = numpy.random.default_rng([self.seed, zlib.crc32(name.encode())])
+        size = len(sums)
+        at_once = max(1, DRAWS_AT_ONCE // size)
+        means = []
+        for start in range(0, self.resamples, at_once):
+            shape = (min(at_once, self.resamples - start), size)
+            drawn = draw.integers(0, size, shape)
+            means.append(sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1))
+        return numpy.concatenate(means)
+
+
+def _by_cluster(
+    scores: Sequence[float], clusters: Sequence[Hashable] | None
+) -> tuple[numpy.ndarray, numpy.ndarray]:
+    if clusters is None:
+        return numpy.asarray(scores, dtype=numpy.float64), numpy.ones(len(scores))
+    totals: dict[Hashable, list[float]] = {}
+    for score, cluster in zip(scores, clusters, strict=True):
+        total = totals.setdefault(cluster, [0.0, 0.0])
+        total[0] += score
+        total[1] += 1
+    table = numpy.asarray(list(totals.values()), dtype=numpy.float64)
+    return table[:, 0], table[:, 1]
+
+
+# -- which samples belong together in a report, and which are no independent draws ----------------
+
+Groups = dict[str, list[int]]  # name of a group -> indices of its samples
+
+
+def collect_groupings(samples: Sequence[dict[str, Any]]) -> dict[str, Groups]:
+    """The groupings of all samples: relation, task, ... -> its groups.
+
+    A sample says its own as `groups`, such as {"relation": "left of", "task": "direction"}; one
+    that names none of a grouping is left out of that grouping.
+    """
+    groupings: dict[str, Groups] = {}
+    for index, sample in enumerate(samples):
+        for grouping, name in (sample.get("groups") or {}).items():
+            if name is not None:
+                groups = groupings.setdefault(str(grouping), {})
+                groups.setdefault(str(name), []).append(index)
+    return groupings
+
+
+def collect_clusters(samples: Sequence[dict[str, Any]]) -> list[str]:
+    """The cluster of each sample, such as its picture; one without is a cluster by itself."""
+    return [
+        f"cluster {sample['cluster']}" if sample.get("cluster") is not None else f"sample {index}"
+        for index, sample in enumerate(samples)
+    ]
+
+
+# -------------------------------------------------------------------------------------------------
 
 Z_95 = 1.959963984540054
 _TAKEN = ("score", "per_sample", "groups", "unparsed", "is_graded")
@@ -40,7 +143,7 @@ def check_metric(metric: Callable[..., Any], samples: Sequence[dict[str, Any]]) 
     except Exception:  # told with its traceback, should it come again
         return
     per_sample = figures.get("per_sample") if isinstance(figures, dict) else None
-    if not hasattr(per_sample, "__len__") or len(per_sample) != len(samples):
+    if not isinstance(per_sample, Sized) or len(per_sample) != len(samples):
         what = "" if per_sample is None else f", per_sample: {shown(per_sample)},"
         raise broken(
             "metric",

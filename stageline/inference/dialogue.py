@@ -1,129 +1,229 @@
-"""What a person and a model have said so far. Who answers is a subclass's business."""
+"""A conversation in the terminal: what was said so far, commands, answers as they are made.
 
+Who answers is not known here: a model in this process or a server (chat_engines.py).
+"""
+
+import dataclasses
 import json
+import shlex
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import torch
 from PIL import Image
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
-from stageline.data.images import decode_image
-from stageline.errors import DataError, StorageError, UserError
-from stageline.inference.streaming import Write
+from stageline.data.batches.batch import render_sample
+from stageline.data.images.images import decode_image
+from stageline.data.text.processor import get_image_token, get_tokenizer
+from stageline.data.text.rendered import Rendered
+from stageline.errors import DataError, RemoteError, StorageError, UserError
+from stageline.inference.decoding.answer import AnswerText
+from stageline.inference.generation import encode_prompts, generate_batch, stop_token_ids
+from stageline.inference.remote import Endpoint, image_url, split_body
+
+FENCE = "```"
+COMMANDS = ("new", "system", "image", "retry", "undo", "save", "settings", "help")
+HELP = "/help lists the commands, /exit ends; a line that ends with \\ goes on, so does a ``` block"
 
 Message = dict[str, Any]
+Settings = dict[str, Any]
+Write = Callable[[str], object]
+Answer = tuple[str, int]  # and how many of the oldest messages had to be forgotten for it
 
 
 class Dialogue:
-    """Messages so far, and what is set for the next answer.
+    """Messages so far; each of `COMMANDS` is a method, whose docstring is its help.
 
     Args:
-        answering: options of the answers; may be changed between two of them.
+        engine: who answers, of chat_engines.py: `takes_images` says whether pictures, `fit` makes
+            a prompt of the messages that there is room for, `stream` answers it piece by piece.
+        write: gets each piece.
+        change: (settings, name, text) -> settings with one of them changed; a ValueError says
+            what is wrong with it.
+        answering: how answers are made.
 
     Attributes:
-        system: what the model is told before all messages.
+        told: the message of the system, if there is one.
         messages: questions and answers in turn, as rows of data have them.
         pictures: files that go with the next question.
     """
 
-    def __init__(self, **answering: Any) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        write: Write,
+        change: Callable[[Settings, str, str], Settings],
+        **answering: Any,
+    ) -> None:
+        self.engine = engine
+        self.write = write
+        self.change = change
         self.answering = answering
-        self.system: str | None = None
+        self.told: list[Message] = []
         self.messages: list[Message] = []
         self.pictures: list[str] = []
 
-    @property
-    def takes_images(self) -> bool:
-        """Whether the model can look at pictures."""
-        return False
+    def respond(self, text: str) -> bool:
+        """Carries out a command, or writes the model's answer; False when it is the last."""
+        word, _, rest = text.partition(" ")
+        if word == "/exit":
+            return False
+        try:
+            if word[:1] == "/" and word[1:] in COMMANDS:
+                made = getattr(self, word[1:])(rest.strip())
+            elif word[:1] == "/" and word[1:].isalpha():
+                made = None
+                note(f"no command {word}. {HELP}")
+            else:
+                made = self.answer(text)
+            if made is not None:
+                print(flush=True)
+                if made[1]:
+                    note(f"forgot the {made[1]} oldest messages: no room")
+        except (UserError, RemoteError, StorageError) as error:  # the next message may be right
+            print(f"error[{error.kind}]: {error}", file=sys.stderr)
+        except KeyboardInterrupt:  # outside an answer, which knows what to keep
+            note("stopped")
+        return True
 
-    def answer(self, text: str, *, write: Write) -> tuple[str, int]:
-        """Asks with the pictures that wait, and keeps question and answer.
-
-        Args:
-            write: gets the answer piece by piece.
-
-        Returns:
-            The answer, and how many of the oldest messages had to be forgotten for it.
-        """
-        raise NotImplementedError
-
-    def start_anew(self) -> None:
-        """Forgets all messages but the system's."""
-        self.messages, self.pictures = [], []
-
-    def attach(self, path: str) -> None:
-        """Lays a picture beside the next question.
+    def answer(self, text: str) -> Answer:
+        """Asks with the pictures that wait; keeps question and answer, also one Ctrl-C stopped.
 
         Raises:
-            UserError: there is no such file, it is no picture, or the model takes none.
+            UserError, RemoteError: there is no answer; the conversation is as it was before.
         """
-        if not self.takes_images:
+        places = [{"type": "image", "image": path} for path in self.pictures]
+        content = [*places, {"type": "text", "text": text}] if places else text
+        question = {"role": "user", "content": content}
+        prompt, num_dropped = self.engine.fit(self.told, [*self.messages, question], self.answering)
+        pieces: list[str] = []
+
+        def keep(piece: str) -> None:
+            pieces.append(piece)  # first: Ctrl-C may come while it is written
+            self.write(piece)
+
+        try:
+            self.engine.stream(prompt, keep, self.answering)
+        except KeyboardInterrupt:
+            if not pieces:
+                return "", 0
+        reply = {"role": "assistant", "content": "".join(pieces)}
+        self.messages = [*self.messages[num_dropped:], question, reply]
+        self.pictures = []
+        return reply["content"], num_dropped
+
+    def new(self, _: str = "") -> None:
+        """forget the conversation"""
+        self.messages, self.pictures = [], []
+        note("a new conversation")
+
+    def system(self, text: str) -> None:
+        """TEXT: the system message; a new conversation"""
+        self.told = [{"role": "system", "content": text}] if text else []
+        self.new()
+
+    def image(self, path: str) -> None:
+        """PATH: a picture for the next message"""
+        if not self.engine.takes_images:
             raise UserError(
                 "a picture came, and this model takes text alone. One that looks at pictures was "
                 "expected: start the chat with a vision-language model."
             )
-        file = Path(path).expanduser().absolute()
-        open_picture(str(file))
-        self.pictures.append(str(file))
+        file = str(_file(path).absolute())
+        open_picture(file)
+        self.pictures.append(file)
+        note(f"{len(self.pictures)} for the next message")
 
-    def undo(self) -> Message | None:
-        """Forgets the last question with its answer, and returns the question."""
-        if not self.messages:
+    def retry(self, _: str = "") -> Answer | None:
+        """answer the last message again"""
+        before, waiting = self.messages, self.pictures
+        if not before:
+            note("nothing was asked yet")
             return None
-        question = self.messages[-2]
-        self.messages = self.messages[:-2]
-        return question
-
-    def retry(self, *, write: Write) -> tuple[str, int] | None:
-        """Asks the last question again in place of its answer; None where there is none."""
-        before = list(self.messages)
-        question = self.undo()
-        if question is None:
-            return None
-        shortened = list(self.messages)
-        waiting, self.pictures = self.pictures, pictures_of(question)
+        question = before[-2]
+        self.messages, self.pictures = before[:-2], pictures_of(question)
         try:
-            return self.answer(text_of(question), write=write)
+            return self.answer(text_of(question))
         finally:
             self.pictures = waiting
-            if self.messages == shortened:  # it failed, or was stopped before the first word
+            if self.messages == before[:-2]:  # it failed, or was stopped before the first word
                 self.messages = before
 
-    def question(self, text: str) -> Message:
-        """A message of the user with the pictures that wait."""
-        if not self.pictures:
-            return {"role": "user", "content": text}
-        places = [{"type": "image", "image": path} for path in self.pictures]
-        return {"role": "user", "content": [*places, {"type": "text", "text": text}]}
-
-    def all_messages(self) -> list[Message]:
-        """With the system's in front."""
-        return self.with_system(self.messages)
-
-    def with_system(self, messages: list[Message]) -> list[Message]:
-        """Some messages behind the system's."""
-        return [{"role": "system", "content": self.system}, *messages] if self.system else messages
+    def undo(self, _: str = "") -> None:
+        """forget the last message and its answer"""
+        if not self.messages:
+            note("nothing was asked yet")
+            return None
+        note(f"forgot: {text_of(self.messages[-2])[:60]}")
+        self.messages = self.messages[:-2]
 
     def save(self, path: str) -> None:
-        """Adds the conversation to a file as one row, in the form that training reads.
-
-        Raises:
-            StorageError: it can't be written.
-        """
-        file = Path(path).expanduser()
-        # the weight says that an answer is not learnt: here it is what was said, to be used freely
-        messages = [
-            {name: value for name, value in message.items() if name != "weight"}
-            for message in self.all_messages()
-        ]
+        """FILE: add the conversation to a file, a JSON line"""
+        if not path:
+            return note("/save FILE: where to?")
+        row = {"messages": [*self.told, *self.messages]}  # the form that training reads
+        file = _file(path)
         try:
             with file.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+                stream.write(json.dumps(row, ensure_ascii=False) + "\n")
         except OSError as error:
             raise StorageError(
                 f"{file} can't be written ({error.strerror}). A file in a folder that exists was "
                 "expected: give another path; the conversation goes on."
             ) from error
+        note(f"added to {path}")
+
+    def settings(self, text: str) -> None:
+        """[NAME VALUE]: show or change how answers are made"""
+        name, _, value = text.partition(" ")
+        try:
+            if value:
+                self.answering = self.change(self.answering, name, value.strip())
+        except ValueError as error:
+            return note(str(error))
+        for key, one in self.answering.items():
+            note(f"{key} {one}")
+
+    def help(self, _: str) -> None:
+        """this list"""
+        for name in COMMANDS:
+            note(f"/{name} {getattr(self, name).__doc__}")
+        note("/exit end")
+
+
+def note(text: str) -> None:
+    """Says something that is no answer."""
+    print(f"({text})", file=sys.stderr)
+
+
+def read_message(read: Callable[[str], str], *, prompt: str = "") -> str:
+    """One message: a line, and further ones after a backslash or in a block of ```.
+
+    Args:
+        read: as `input`.
+
+    Raises:
+        EOFError: there is none.
+    """
+    lines = [read(prompt)]
+    while True:
+        is_in_block = sum(line.lstrip().startswith(FENCE) for line in lines) % 2 == 1
+        is_going_on = lines[-1].endswith("\\") and not is_in_block
+        if not (is_in_block or is_going_on):
+            break
+        if is_going_on:
+            lines[-1] = lines[-1][:-1]
+        try:
+            lines.append(read(". " if prompt else ""))
+        except EOFError:
+            break
+    return "\n".join(lines).strip()
 
 
 def text_of(message: Message) -> str:
@@ -153,3 +253,264 @@ def open_picture(path: str) -> Image.Image:
             f"{path} can't be read as a picture ({error}). A file such as PNG, JPEG or WebP was "
             "expected: look at the path; it is relative to the folder you are in."
         ) from error
+
+
+def _file(path: str) -> Path:
+    """A path as a shell writes it, or as it is."""
+    try:
+        words = shlex.split(path)
+    except ValueError:
+        words = []
+    return Path(words[0] if len(words) == 1 else path).expanduser()
+
+
+# -- who answers in a chat: a model in this process, or one behind an OpenAI-style server ---------
+
+MOST_PIXELS_A_SIDE = 2048  # a photograph would fill the largest body that servers take
+# a prompt_fn part takes a template as well; messages do without
+_TEMPLATE = "[QUESTION][ANSWER]"
+
+
+class LocalModel:
+    """A model in this process; it answers as evaluate.py's does.
+
+    Args:
+        render: a prompt_fn part, (sample, prompt, processor=, for_generation=) -> Rendered: it
+            keeps what users write apart from the template's own tokens.
+        image_token: an image_token part, (rendered, images, processor=) -> Rendered; without it
+            no pictures are taken.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        processor: Any,
+        *,
+        render: Callable[..., Rendered],
+        image_token: Callable[..., Rendered] | None = None,
+    ) -> None:
+        self.model = model
+        self.processor = processor
+        self.render = render
+        self.image_token = image_token
+        self.num_asked = 0
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model can look at pictures."""
+        return self.image_token is not None and get_image_token(self.processor) is not None
+
+    def fit(
+        self, told: list[Message], messages: list[Message], answering: Settings
+    ) -> tuple[dict[str, torch.Tensor], int]:
+        """The prompt of as many of the newest messages as the model has positions for.
+
+        Raises:
+            UserError: the last message alone is too long, or the template cannot write it.
+        """
+        config = self.model.config.get_text_config(decoder=True)
+        most = getattr(config, "max_position_embeddings", None)
+        for num_dropped in range(0, len(messages), 2):  # a question with its answer
+            batch = self.encode([*told, *messages[num_dropped:]])
+            length = batch["input_ids"].shape[1]
+            if most is None or length + answering["max_new_tokens"] <= most:
+                return batch, num_dropped
+        raise UserError(
+            f"the message is {length} tokens long with the template, and {most} were expected at "
+            f"most together with `max_new_tokens` {answering['max_new_tokens']}, because the model "
+            "has no more positions: shorten it, or lower `max_new_tokens`."
+        )
+
+    def encode(self, messages: list[Message]) -> dict[str, torch.Tensor]:
+        """Token ids of the prompt that some messages make."""
+        images = [open_picture(path) for message in messages for path in pictures_of(message)]
+        # weight 0: nothing is learnt here, so a template may leave old answers out
+        unlearnt = [
+            {**message, "weight": 0} if message["role"] == "assistant" else message
+            for message in messages
+        ]
+        rendered = render_sample(
+            images or None,
+            {"id": "chat", "messages": unlearnt},
+            prompt=_TEMPLATE,
+            prompt_fn=self.render,
+            image_token=self.image_token or _without_images,
+            processor=self.processor,
+            for_generation=True,
+        )
+        rendered = dataclasses.replace(rendered, name="the conversation")
+        return encode_prompts([rendered], [images or None], processor=self.processor)
+
+    @torch.no_grad()
+    def stream(self, prompt: dict[str, torch.Tensor], write: Write, answering: Settings) -> None:
+        """Answers a prompt; after Ctrl-C writes what was held back."""
+        options = {name: value for name, value in answering.items() if name != "seed"}
+        if answering["temperature"] > 0:
+            self.num_asked += 1
+            torch.manual_seed(answering["seed"] + self.num_asked)  # another one when asked again
+            options["do_sample"] = True
+        else:
+            names = ("max_new_tokens", "repetition_penalty")
+            options = {"do_sample": False, **{name: answering[name] for name in names}}
+        tokenizer = get_tokenizer(self.processor)
+        text = AnswerText(tokenizer, (), stop_token_ids(self.model, tokenizer))
+        streamer = _Streamer(text, write)
+        try:
+            generate_batch(self.model, self.processor, prompt, streamer=streamer, **options)
+        except KeyboardInterrupt:
+            streamer.end()
+            raise
+
+
+class _Streamer(BaseStreamer):
+    """Takes the library's tokens as they come, the prompt first, and writes the text they add."""
+
+    def __init__(self, text: AnswerText, write: Write) -> None:
+        self.text = text
+        self.write = write
+        self.has_prompt = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.has_prompt:
+            self._write(self.text.add(int(value)))
+        self.has_prompt = True
+
+    def end(self) -> None:
+        self._write(self.text.finish())
+
+    def _write(self, piece: str) -> None:
+        if piece:
+            self.write(piece)
+
+
+class Server:
+    """A model behind an OpenAI-style server.
+
+    Args:
+        endpoint: where; an empty name takes the first model that the server names.
+
+    Raises:
+        UserError: the package `openai` is missing, or a key where one is needed.
+        RemoteError: no name was given and the server can't be asked for one.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.client = endpoint.client()
+        self.num_asked = 0
+        self.card = self._find_model()
+
+    @property
+    def takes_images(self) -> bool:
+        """What the server says; where it says nothing, a try shows."""
+        told = (getattr(self.card, "model_extra", None) or {}).get("stageline")
+        return told.get("takes_images", True) if isinstance(told, dict) else True
+
+    def fit(
+        self, told: list[Message], messages: list[Message], answering: Settings
+    ) -> tuple[list[Message], int]:
+        """All messages as servers take them: what is too long they say."""
+        return [_sent(message) for message in [*told, *messages]], 0
+
+    def stream(self, prompt: list[Message], write: Write, answering: Settings) -> None:
+        """Asks the server.
+
+        Raises:
+            RemoteError: it refuses or fails.
+        """
+        import httpx
+        import openai
+
+        self.num_asked += 1
+        body = {
+            "model": self.endpoint.name,
+            "messages": prompt,
+            "max_tokens": answering["max_new_tokens"],
+            "temperature": answering["temperature"],
+        }
+        # what has no effect is not sent: servers may refuse what OpenAI's does not know
+        if answering["temperature"] > 0:
+            body["seed"] = answering["seed"] + self.num_asked  # another one when asked again
+            body |= {"top_p": answering["top_p"]} if answering["top_p"] < 1 else {}
+            body |= {"top_k": answering["top_k"]} if answering["top_k"] else {}
+        if answering["repetition_penalty"] != 1:
+            body["repetition_penalty"] = answering["repetition_penalty"]
+        try:
+            # leaving the block closes the connection, and the server stops its work
+            with self.client.chat.completions.create(**split_body(body), stream=True) as chunks:
+                for chunk in chunks:
+                    piece = chunk.choices[0].delta.content if chunk.choices else None
+                    if piece:
+                        write(piece)
+        except (openai.OpenAIError, httpx.HTTPError) as error:
+            raise self._failure(error) from error
+
+    def _find_model(self) -> Any:
+        import openai
+
+        try:
+            cards = list(self.client.models.list())
+        except openai.OpenAIError as error:
+            if self.endpoint.name:
+                return None  # some servers answer without having a list
+            raise self._failure(error) from error
+        if self.endpoint.name:
+            return next((card for card in cards if card.id == self.endpoint.name), None)
+        if not cards:
+            raise RemoteError(
+                f"{self.endpoint.base_url} names no model. One was expected, because a request "
+                "says which is to answer: give its name with `server_model`."
+            )
+        self.endpoint.name = cards[0].id
+        return cards[0]
+
+    def _failure(self, error: Exception) -> RemoteError:
+        """The server's own words, and where they came from."""
+        body = getattr(error, "body", None)
+        told = body.get("message") if isinstance(body, dict) else None
+        status = getattr(error, "status_code", None)
+        what = f"{status}: {told or error}" if status else f"{type(error).__name__}: {error}"
+        if not status and error.__cause__ is not None:  # such as a certificate's
+            what += f" {error.__cause__}"
+        advice = "look at `server` and `server_model`, or at the server's log"
+        if status in (401, 403):
+            key = self.endpoint.api_key_env
+            advice = f"a key that it knows was expected in the environment variable {key}"
+        elif "CERTIFICATE_VERIFY_FAILED" in what:
+            advice = (
+                "its certificate was expected to be signed by an authority that is known here: "
+                "name the file of your own (PEM) in the environment variable SSL_CERT_FILE"
+            )
+        return RemoteError(
+            f"{self.endpoint.base_url} does not answer ({what[:500]}). The message was not kept; "
+            f"{advice}."
+        )
+
+
+def server_url(url: str) -> str:
+    """The address of the API: `/v1` is added to a bare host.
+
+    Raises:
+        UserError: it is no http address.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise UserError(
+            f"`server` {url!r} is no address. One such as http://127.0.0.1:8000 was expected, "
+            "because the chat is with a server there: write it with http:// or https://."
+        )
+    return url if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/v1"
+
+
+def _sent(message: Message) -> Message:
+    """A message with its pictures inside, as servers take them."""
+    paths = pictures_of(message)
+    if not paths:
+        return message
+    urls = [image_url(open_picture(path), name=path, max_side=MOST_PIXELS_A_SIDE) for path in paths]
+    places = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return {**message, "content": [*places, {"type": "text", "text": text_of(message)}]}
+
+
+def _without_images(rendered: Rendered, images: Any, *, processor: Any) -> Rendered:
+    return rendered

@@ -3,15 +3,19 @@
 Shapes: B prompts of a batch, T tokens of the longest one.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
+from transformers import PreTrainedModel
 
-from stageline.data.batch import Images, add_image_inputs, encode_sample, pad_rows
-from stageline.data.image_rows import lies_in_rows
-from stageline.data.processor import get_pad_token_id, get_tokenizer
-from stageline.data.rendered import Rendered
+from stageline.data.batches.batch import Images, add_image_inputs, encode_sample, pad_rows
+from stageline.data.images.images import lies_in_rows
+from stageline.data.text.processor import get_pad_token_id, get_tokenizer
+from stageline.data.text.rendered import Rendered
+from stageline.inference.decoding.request import Failed, Request, Sampling
 
 
 def encode_prompts(
@@ -30,7 +34,7 @@ def encode_prompts(
 
 @torch.no_grad()
 def generate(
-    model: torch.nn.Module,
+    model: PreTrainedModel,
     processor: Any,
     *,
     prompts: Sequence[Rendered],
@@ -63,7 +67,7 @@ def generate(
             [images[place] for place in places],
             processor=processor,
         )
-        found = _generate_batch(
+        found = generate_batch(
             model,
             processor,
             batch,
@@ -90,21 +94,22 @@ def batch_together(images: Sequence[Images], *, processor: Any) -> list[list[int
     return list(groups.values())
 
 
-def _generate_batch(
-    model: torch.nn.Module,
+def generate_batch(
+    model: PreTrainedModel,
     processor: Any,
     batch: dict[str, torch.Tensor],
     **options: object,
 ) -> list[dict[str, Any]]:
+    """The answers to a batch of `encode_prompts`; `options` are those of the library."""
     tokenizer = get_tokenizer(processor)
     # the device that embeds; others are reached by the model's own hooks
-    device = model.get_input_embeddings().weight.device
+    device = next(model.get_input_embeddings().parameters()).device
     inputs = {
         name: value.to(device, model.dtype if value.is_floating_point() else None)
         for name, value in batch.items()
     }
     stop_ids = stop_token_ids(model, tokenizer)
-    output = model.generate(
+    output = cast(Any, model).generate(
         **inputs,
         pad_token_id=get_pad_token_id(processor),
         eos_token_id=stop_ids or None,
@@ -116,7 +121,7 @@ def _generate_batch(
     ]
 
 
-def stop_token_ids(model: torch.nn.Module, tokenizer: Any) -> list[int]:
+def stop_token_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
     """The ids that end an answer: of the tokenizer, and of the model's generation config."""
     return with_tokenizers(getattr(model.generation_config, "eos_token_id", None), tokenizer)
 
@@ -135,3 +140,59 @@ def _answer(token_ids: list[int], tokenizer: Any, stop_ids: list[int]) -> dict[s
         "token_ids": kept,
         "finish_reason": "stop" if ends else "length",
     }
+
+
+# -- answers of a decoding engine in the form that generation.py gives them -----------------------
+
+
+def engine_answers(
+    engine: Any,
+    processor: Any,
+    *,
+    prompts: Sequence[Rendered],
+    images: Sequence[Images],
+    sampling: Sampling,
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Answers each prompt; encodes it, pictures too, when the engine has room for it.
+
+    Each prompt has a seed of its own, which follows from that of `sampling`, its name and its text:
+    with one for all, the same chances would decide each answer.
+
+    Yields:
+        (place, answer) as answers are done: text, token_ids (without the stop token) and
+        finish_reason, or `error` alone.
+    """
+    tokenizer = get_tokenizer(processor)
+    # an engine that has image processors of its own says how it wants a prompt
+    own = getattr(engine, "encode", None)
+
+    def encode(prompt: Rendered, row: Images) -> Any:
+        return own(prompt, row) if own else encode_prompts([prompt], [row], processor=processor)
+
+    requests = (
+        Request(str(place), encode(prompt, row), _with_own_seed(sampling, prompt))
+        for place, (prompt, row) in enumerate(zip(prompts, images, strict=True))
+    )
+    for found in engine.answer(requests):
+        if isinstance(found, Failed):
+            error = f"{type(found.error).__name__}: {found.error}"
+            yield int(found.key), {"error": error}
+            continue
+        token_ids = list(found.token_ids)
+        yield (
+            int(found.key),
+            {
+                "text": tokenizer.decode(token_ids, skip_special_tokens=True),
+                "token_ids": token_ids,
+                "finish_reason": found.reason,
+            },
+        )
+
+
+def _with_own_seed(sampling: Sampling, prompt: Rendered) -> Sampling:
+    if sampling.temperature == 0:
+        return sampling
+    # not its place: that changes where a run is resumed or shared out
+    words = repr((sampling.seed, prompt.name, prompt.text)).encode()
+    seed = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> 1  # signed
+    return replace(sampling, seed=seed)

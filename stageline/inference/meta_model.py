@@ -1,17 +1,29 @@
-"""A whole model on the meta device, where only names, shapes and bytes exist; loads nothing."""
+"""Layers per stage for pipelined decoding: the slowest stage is to be as quick as can be.
 
-from typing import Any
+A decode step reads each weight once for a few rows, so what it costs is bytes of weights. A lookup
+of embeddings and a tower, which ran before the first step, cost nothing; the head costs its bytes,
+also where a tied one is a second copy of the embeddings. Of experts only those are read that some
+row chose.
+"""
+
+import importlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    BitsAndBytesConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
 
 from stageline.errors import UserError
+from stageline.planner.placement import smallest_maximum
+
+# -- a whole model on the meta device, where only names, shapes and bytes exist; loads nothing ----
 
 
 def auto_class_of(config: PretrainedConfig) -> Any:
@@ -33,7 +45,12 @@ def model_on_meta(
         return auto_class_of(config).from_config(config, **given, **options).eval()
 
 
-def layers_path(model: nn.Module) -> str:
+def module_list(model: nn.Module, path: str) -> nn.ModuleList:
+    """The module at a path that `layers_path` or `blocks_path` gave."""
+    return cast(nn.ModuleList, model.get_submodule(path))
+
+
+def layers_path(model: PreTrainedModel) -> str:
     """Where the list of decoder layers lies.
 
     Raises:
@@ -49,19 +66,19 @@ def layers_path(model: nn.Module) -> str:
     if len(found) != 1:
         raise UserError(
             f"{type(model).__name__} has {len(found)} lists of {wanted} layers beside "
-            "its embeddings, one was expected: use --num-devices 1, or a builder part of your "
+            "its embeddings, one was expected: use `num_devices` 1, or a builder part of your "
             "own that makes the device_map."
         )
     return found[0]
 
 
-def text_model_path(model: nn.Module) -> str:
+def text_model_path(model: PreTrainedModel) -> str:
     """The module that has the token embeddings as its child."""
     names = {id(module): name for name, module in model.named_modules()}
     return names[id(model.get_input_embeddings())].rpartition(".")[0]
 
 
-def blocks_path(model: nn.Module) -> str | None:
+def blocks_path(model: PreTrainedModel) -> str | None:
     """Where the list of blocks of a vision tower lies; None where they must stay together.
 
     Towers that join what several blocks made, Mllama's for instance, do so on one device.
@@ -78,3 +95,140 @@ def blocks_path(model: nn.Module) -> str | None:
         if isinstance(blocks, nn.ModuleList) and not name.startswith(f"{text_model}.")
     }
     return max(found, key=found.__getitem__) if found else None
+
+
+# -------------------------------------------------------------------------------------------------
+
+ROWS = 8  # that decode together, where nobody says how many: it matters for experts alone
+
+
+def stage_partition_by_bytes(
+    layer_costs: Sequence[float],
+    num_stages: int,
+    *,
+    front_cost: float = 0.0,
+    back_cost: float = 0.0,
+) -> list[int]:
+    """The split whose dearest stage is cheapest, exactly; at least one layer a stage.
+
+    Args:
+        front_cost: what the first stage has besides its layers.
+        back_cost: what the last stage has besides its layers.
+
+    Raises:
+        UserError: more stages than layers.
+    """
+    num_layers = len(layer_costs)
+    if not 1 <= num_stages <= num_layers:
+        raise UserError(
+            f"{num_layers} layers on {num_stages} stages: a number from 1 to {num_layers} was "
+            "expected, because each stage needs a layer. Use fewer stages."
+        )
+    sums = [0.0]
+    for layer in layer_costs:
+        sums.append(sums[-1] + layer)
+
+    def cost(stage: int, start: int, end: int) -> float:
+        front = front_cost if stage == 0 else 0.0
+        back = back_cost if stage == num_stages - 1 else 0.0
+        return sums[end] - sums[start] + front + back
+
+    found = smallest_maximum(num_layers, num_stages, cost)
+    assert found is not None, "costs are finite"
+    return found
+
+
+def decode_partition(
+    config: PretrainedConfig,
+    num_stages: int,
+    *,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    num_rows: int = ROWS,
+) -> list[int]:
+    """Layers per stage of a model, from the bytes that a decode step reads; loads nothing.
+
+    Args:
+        num_rows: rows that decode together.
+    """
+    model = model_on_meta(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    layers, back = decode_bytes(model, num_rows=num_rows)
+    return stage_partition_by_bytes(layers, num_stages, back_cost=back)
+
+
+def decode_bytes(model: PreTrainedModel, *, num_rows: int = ROWS) -> tuple[list[float], float]:
+    """Bytes of weights that a decode step reads: in each layer, and behind the layers."""
+    path = layers_path(model)
+    share = _expert_share(model.config.get_text_config(decoder=True), num_rows)
+    layers = [_read_bytes(layer, share) for layer in module_list(model, path)]
+    text_model = model.get_submodule(text_model_path(model))
+    list_name = path.rpartition(".")[2]
+    beside = [child for name, child in text_model.named_children() if name != list_name]
+    back = sum(_read_bytes(child, share) for child in beside)
+    head = model.get_output_embeddings()
+    if head is not None:  # its weight may be that of the embeddings: here it is read
+        back += sum(parameter.nbytes for parameter in head.parameters())
+    return layers, back
+
+
+def _read_bytes(module: nn.Module, expert_share: float) -> float:
+    return sum(
+        parameter.nbytes * (expert_share if is_expert else 1.0)
+        for parameter, is_expert in _read_parameters(module)
+    )
+
+
+def _read_parameters(module: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
+    """(parameter, whether it belongs to an expert) but for those that are looked up by row."""
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Embedding):
+            continue
+        for parameter in child._parameters.values():
+            if parameter is not None:
+                yield parameter, "experts" in name.split(".")
+
+
+def _expert_share(config: PretrainedConfig, num_rows: int) -> float:
+    """The share of experts that at least one row chooses, if rows choose evenly."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    counts = [getattr(config, name, None) for name in names]
+    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_k", None)
+    total = next((count for count in counts if isinstance(count, int) and count > 1), None)
+    if total is None or not isinstance(chosen, int):
+        return 1.0
+    return 1.0 - (1.0 - min(chosen, total) / total) ** num_rows
+
+
+# -- a whole model whose linear layers the library keeps in few bits, by bitsandbytes -------------
+
+Kind = Literal["nf4", "int8"]
+
+
+def quantization_settings(kind: str) -> dict[str, Any]:
+    """What config.json would say of it: enough to count bytes, without the package."""
+    bits = {"load_in_8bit": True} if kind == "int8" else {"load_in_4bit": True}
+    return {"quant_method": "bitsandbytes", **bits}
+
+
+def quantization_config(kind: str, dtype: torch.dtype | None) -> Any:
+    """What `from_pretrained` takes.
+
+    Args:
+        dtype: in which layers multiply.
+
+    Raises:
+        UserError: the package is missing.
+    """
+    try:
+        importlib.import_module("bitsandbytes")
+    except ImportError as error:
+        raise UserError(
+            f"`builder.quantization` {kind} came, and bitsandbytes cannot be imported ({error}); "
+            "it was expected, because it makes the numbers. Install it (pip install "
+            "bitsandbytes), or leave the option out."
+        ) from error
+    if kind == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+    )

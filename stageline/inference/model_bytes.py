@@ -1,18 +1,314 @@
-"""What each part of a model needs on its device, from the model on the meta device.
+"""What each part of a model needs on its device, from the model on the meta device; loads nothing.
 
 Parts: the layers; the tower with its projector; and the ends, which are embeddings, norms, head
-and whatever else lies beside layers. Loads nothing.
+and whatever else lies beside layers. Weights are counted as they will lie in memory, few bits
+included. For caches and for the tensors of a pass the decoder runs once on the meta device, where
+tensors have sizes and no values: windows, shared heads, latent attention and states of linear
+layers are counted by the model's own code.
 """
 
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers.quantizers.base import get_keys_to_not_convert
 
-from stageline.inference.meta_model import blocks_path, layers_path, text_model_path
-from stageline.inference.pass_bytes import Load, on_meta, pass_bytes
-from stageline.inference.weight_bytes import stored_of, tensor_sizes
-from stageline.pipeline.live_bytes import PeakBytes
+from stageline.inference.meta_model import blocks_path, layers_path, module_list, text_model_path
+from stageline.pipeline.live_bytes import PeakBytes, tensor_bytes
+
+# -- weights ------------------------------------------------------------------------------------
+
+
+BLOCK, NESTED_BLOCK = 64, 256  # weights below one scale, scales below one of theirs: bitsandbytes
+_CODE_BYTES = 16 * 4  # the sixteen values of 4 bits
+_NESTED_CODE_BYTES = 256 * 4 + 4  # those of scales in 8 bits, and their offset
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How the linear layers of a model lie in memory.
+
+    Attributes:
+        bits: of a weight; 16 and 32 are floats.
+        group: weights that share a scale; 0: those of a row.
+        scale_bytes: of one scale.
+        is_nested: scales are quantised as well.
+        skipped: names of modules that stay as they are.
+        kind: for people.
+    """
+
+    bits: int
+    group: int = 0
+    scale_bytes: float = 4
+    is_nested: bool = False
+    skipped: tuple[str, ...] = ()
+    kind: str = ""
+
+    def weight_bytes(self, shape: Iterable[int]) -> int:
+        """Of one matrix with all that belongs to it."""
+        rows, columns = shape
+        numel = rows * columns
+        num_scales = math.ceil(numel / self.group) if self.group else rows
+        scales = num_scales * self.scale_bytes
+        if self.kind == "bitsandbytes" and self.bits == 4:
+            scales += _CODE_BYTES
+        if self.is_nested:
+            scales = num_scales + math.ceil(num_scales / NESTED_BLOCK) * 4
+            scales += _CODE_BYTES + _NESTED_CODE_BYTES
+        return math.ceil(numel * self.bits / 8 + scales)
+
+
+def stored_of(config: PretrainedConfig) -> Stored | None:
+    """What a config says of quantised weights; None: nothing, or nothing that is known here."""
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return None
+    given: dict[str, Any] = settings if isinstance(settings, dict) else settings.to_dict()
+    method = str(getattr(given.get("quant_method"), "value", given.get("quant_method")))
+    skipped = given.get("llm_int8_skip_modules") or given.get("modules_to_not_convert") or ()
+    if method.startswith("bitsandbytes") or "load_in_4bit" in given:
+        if not given.get("load_in_4bit"):
+            return Stored(8, skipped=tuple(skipped), kind="bitsandbytes")
+        is_nested = bool(given.get("bnb_4bit_use_double_quant"))
+        return Stored(4, BLOCK, 4, is_nested, tuple(skipped), "bitsandbytes")
+    if method in ("gptq", "awq", "auto-round"):  # a half scale and a packed zero point a group
+        group = max(0, int(given.get("group_size") or 0))
+        bits = int(given.get("bits") or 4)
+        return Stored(bits, group, 2 + bits / 8, skipped=tuple(skipped), kind=method)
+    if method == "fp8":
+        block = given.get("weight_block_size") or (128, 128)
+        return Stored(8, math.prod(block), skipped=tuple(skipped), kind=method)
+    return None
+
+
+def tensor_sizes(model: nn.Module, stored: Stored | None) -> dict[str, int]:
+    """Name -> bytes of each parameter and buffer; one that several modules share has one name.
+
+    Args:
+        stored: of the linear layers; None: all as it is on the meta device.
+    """
+    sizes = {name: tensor.nbytes for name, tensor in model.named_parameters()}
+    sizes |= {name: tensor.nbytes for name, tensor in model.named_buffers()}
+    if stored is None:
+        return sizes
+    skipped = {*stored.skipped, *(get_keys_to_not_convert(model) if not stored.skipped else ())}
+    for name, module in model.named_modules():
+        weight = f"{name}.weight"
+        if isinstance(module, nn.Linear) and weight in sizes and not _is_skipped(name, skipped):
+            sizes[weight] = stored.weight_bytes(module.weight.shape)
+    return sizes
+
+
+def _is_skipped(name: str, skipped: set[str]) -> bool:
+    """As the library reads such a list: whole names, and their beginnings or ends."""
+    return any(
+        name == one or name.startswith(f"{one}.") or name.endswith(f".{one}") or f".{one}." in name
+        for one in skipped
+    )
+
+
+# -- caches and passes --------------------------------------------------------------------------
+
+
+DEFAULT_LENGTH = 2048
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a model is asked for at once.
+
+    Attributes:
+        rows: answers that are made together.
+        length: tokens of the longest prompt and its answer.
+        images: pictures that the tower sees for each row; tiles of a cut picture count each.
+        image_size: side of a picture in pixels, where the model does not say.
+    """
+
+    rows: int = 1
+    length: int = DEFAULT_LENGTH
+    images: int = 0
+    image_size: int = 1024
+
+    def __str__(self) -> str:
+        rows = f"{self.rows} row{'s' if self.rows > 1 else ''}"
+        images = f" and {self.images} images" if self.images else ""
+        return f"{rows} of {self.length} tokens{images}"
+
+
+@dataclass(frozen=True)
+class PassBytes:
+    """Of each layer.
+
+    Attributes:
+        cache: keys, values and states when the answer is complete. Its last token is in no cache.
+        beyond: what a cache with a window holds of a long prompt until the first step.
+        workspace: the fullest moment beside weights and caches, of the prompt or of a step.
+    """
+
+    cache: tuple[int, ...]
+    beyond: tuple[int, ...]
+    workspace: tuple[int, ...]
+
+
+def pass_bytes(model: PreTrainedModel, load: Load, *, image_tokens: int = 0) -> PassBytes:
+    """Runs the decoder of a model that lies on the meta device.
+
+    Args:
+        image_tokens: of a row, where layers look at images themselves.
+    """
+    text_model = model.get_submodule(text_model_path(model))
+    layers = list(module_list(model, layers_path(model)))
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    peaks = [0] * len(layers)  # a layer that looks at images may be left out where there are none
+    watch = PeakBytes(torch.device("meta"))
+    with on_meta(watch), _light_experts(model), _laps(layers, watch, peaks):
+        inputs = _inputs(model, load, image_tokens)
+        text_model(**inputs, past_key_values=cache, use_cache=True)
+    tensors = [layer_tensors(layer) for layer in cache.layers[: len(layers)]]
+    tensors += [[]] * (len(layers) - len(tensors))  # layers that share the cache of others
+    kept = [tensor_bytes(own) for own in tensors]
+    held = [sum(tensor.untyped_storage().nbytes() for tensor in own) for own in tensors]
+    # a step joins old and new keys: for a moment both are there
+    workspace = [
+        max(peak - before, own // 2, 0)
+        for own, before, peak in zip(kept, itertools.accumulate(held), peaks, strict=True)
+    ]
+    beyond = [all_of_it - own for all_of_it, own in zip(held, kept, strict=True)]
+    return PassBytes(tuple(kept), tuple(beyond), tuple(workspace))
+
+
+@contextmanager
+def on_meta(watch: PeakBytes) -> Iterator[None]:
+    """Makes tensors without values, and counts them."""
+    with torch.no_grad(), torch.device("meta"), _FusedAttention(), watch.watch():
+        yield
+
+
+def layer_tensors(layer: object) -> list[torch.Tensor]:
+    """What a layer of a cache keeps, whatever kind it is of."""
+    found, waiting = [], [*vars(layer).values()]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor) and value.dim() > 0:  # sizes of windows are no cache
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            waiting += value
+        elif isinstance(value, dict):
+            waiting += value.values()
+    return found
+
+
+def _inputs(model: PreTrainedModel, load: Load, image_tokens: int) -> dict[str, Any]:
+    """Hidden states of the prompt: made here, so that they count."""
+    config = model.config.get_text_config(decoder=True)
+    num_tokens = max(1, load.length - 1)
+    inputs: dict[str, Any] = {
+        "inputs_embeds": torch.empty(load.rows, num_tokens, config.hidden_size, dtype=model.dtype),
+        "position_ids": torch.empty(load.rows, num_tokens, dtype=torch.long),
+        "attention_mask": None,
+    }
+    if load.rows > 1:  # rows of different length: none can do without a mask
+        shape = (load.rows, 1, num_tokens, num_tokens)
+        inputs["attention_mask"] = torch.empty(shape, dtype=torch.bool)
+    if image_tokens and getattr(config, "cross_attention_layers", None):
+        states = torch.empty(load.rows, image_tokens, config.hidden_size, dtype=model.dtype)
+        inputs["cross_attention_states"] = states
+    return inputs
+
+
+@contextmanager
+def _laps(layers: Sequence[nn.Module], watch: PeakBytes, peaks: list[int]) -> Iterator[None]:
+    """Notes the peak within each layer."""
+
+    def before(*_: object) -> None:
+        watch.lap()
+
+    def after(index: int, *_: object) -> None:
+        peaks[index] = watch.lap()
+
+    handles = [layer.register_forward_pre_hook(before) for layer in layers]
+    handles += [
+        layer.register_forward_hook(functools.partial(after, index))
+        for index, layer in enumerate(layers)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Counts attention as the kernels of a GPU do it: scores never lie in memory as a whole."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        return self._attend(*args, **kwargs)
+
+    @staticmethod
+    def _attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        *_: object,
+        **__: object,
+    ) -> torch.Tensor:
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = attn_mask.to(query.dtype)  # the kernels add numbers
+        return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
+
+@contextmanager
+def _light_experts(model: nn.Module) -> Iterator[None]:
+    """Which rows an expert gets depends on values: here all go through all that they chose."""
+    changed = [
+        module
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] == "experts" and not isinstance(module, nn.ModuleList)
+    ]
+    for module in changed:
+        module.forward = functools.partial(_pass_experts, module)
+    try:
+        yield
+    finally:
+        for module in changed:
+            del module.forward
+
+
+def _pass_experts(
+    experts: nn.Module, hidden: torch.Tensor, *routed: torch.Tensor, **_: object
+) -> torch.Tensor:
+    """Makes what passes through experts make, all of it at once."""
+    chosen = next((item for item in routed if item.dtype in (torch.long, torch.int)), None)
+    num_chosen = 1 if chosen is None else chosen.shape[-1]
+    num_rows = hidden.numel() // hidden.shape[-1] * num_chosen
+    widths = [sum(p.shape[-2:]) for p in experts.parameters(recurse=False) if p.dim() == 3]
+    held = hidden.new_empty((num_rows, sum(widths)))
+    made = torch.empty_like(hidden)
+    del held
+    return made
+
+
+# -- the whole model ----------------------------------------------------------------------------
+
 
 # copies of the last logits that a step holds in float32 while it chooses a token
 LOGIT_COPIES = 3
@@ -58,13 +354,13 @@ class ModelBytes:
         return self.ends + self.vision + sum(layer.weights for layer in self.layers)
 
 
-def measure_model(model: nn.Module, load: Load) -> ModelBytes:
+def measure_model(model: PreTrainedModel, load: Load) -> ModelBytes:
     """Looks at a model on the meta device; a config with quantised weights counts as such."""
     path, text_path = f"{layers_path(model)}.", text_model_path(model)
     sizes = tensor_sizes(model, stored_of(model.config))
-    weights = [0] * len(model.get_submodule(path[:-1]))
+    weights = [0] * len(module_list(model, path[:-1]))
     tower = blocks_path(model)
-    blocks = [0] * (len(model.get_submodule(tower)) if tower else 0)
+    blocks = [0] * (len(module_list(model, tower)) if tower else 0)
     ends = vision = 0
     for name, size in sizes.items():
         if name.startswith(path):
@@ -90,7 +386,7 @@ def measure_model(model: nn.Module, load: Load) -> ModelBytes:
     )
 
 
-def _is_end(model: nn.Module, name: str, text_path: str) -> bool:
+def _is_end(model: PreTrainedModel, name: str, text_path: str) -> bool:
     if getattr(model.config, "vision_config", None) is None:
         return True
     head = model.get_output_embeddings()
@@ -101,7 +397,7 @@ def _is_end(model: nn.Module, name: str, text_path: str) -> bool:
 class _Images:
     """What a tower needs to look at images."""
 
-    def __init__(self, model: nn.Module, load: Load) -> None:
+    def __init__(self, model: PreTrainedModel, load: Load) -> None:
         self.model, self.load = model, load
         self.config = getattr(model.config, "vision_config", None)
 
@@ -127,12 +423,13 @@ class _Images:
         return self._estimated(count)
 
     def _measured(self, count: int) -> int:
+        assert self.config is not None  # the caller looked
         height, width = _pair(self.config.image_size)
         channels = getattr(self.config, "num_channels", 3)
         watch = PeakBytes(torch.device("meta"))
         with on_meta(watch):
             pixels = torch.empty(count, channels, height, width, dtype=self.model.dtype)
-            held = (pixels, self.model.get_image_features(pixel_values=pixels))
+            held = (pixels, cast(Any, self.model).get_image_features(pixel_values=pixels))
         del held
         return watch.peak
 
@@ -153,5 +450,6 @@ def _width(block: nn.Module) -> int:
     return sum(sum(p.shape[-2:]) for p in block.parameters() if p.dim() == 2)
 
 
-def _pair(size: object) -> tuple[int, int]:
-    return (int(size[0]), int(size[1])) if isinstance(size, list | tuple) else (int(size),) * 2
+def _pair(size: int | list[int] | tuple[int, ...]) -> tuple[int, int]:
+    height, width = size[:2] if isinstance(size, list | tuple) else (size, size)
+    return int(height), int(width)

@@ -2,21 +2,246 @@
 
 Only the layers of the language model are split, and a tower that is too large. The last layer lies
 with the first: embeddings and head are there as well, so hidden states come back instead of logits,
-and a tied head finds its weight. Bytes decide, or the number of layers where the user says what the
-tower takes. Loads nothing.
+and a tied head finds its weight. Of the other layers each device has a run of neighbours, such that
+the fullest device is as empty as can be; or, where the user says what the tower takes, the number
+of layers decides. Loads nothing.
+
+Accelerate's maps are no base for it: they put the last layer on the last device and know weights
+only (both are compared in benchmarks/model_cutter_2026-11-22.md).
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from stageline.errors import UserError
-from stageline.inference.meta_model import blocks_path, layers_path, model_on_meta
-from stageline.inference.model_bytes import ModelBytes, measure_model
-from stageline.inference.pass_bytes import Load
-from stageline.inference.placement import DeviceBytes, Homes, device_bytes, place
+from stageline.inference.meta_model import blocks_path, layers_path, model_on_meta, module_list
+from stageline.inference.model_bytes import LayerBytes, Load, ModelBytes, measure_model
+from stageline.planner.placement import smallest_maximum
+
+# -- by bytes -----------------------------------------------------------------------------------
+
+
+GIB = 1024**3
+HEADROOM = 0.05  # of a device: the allocator's gaps, the context of the libraries
+
+
+@dataclass(frozen=True)
+class DeviceBytes:
+    """What lies on one device.
+
+    Attributes:
+        layers: their indices.
+        weights: of layers and ends; the tower's are in `vision`.
+        workspace: the fullest moment beside the lasting bytes.
+        memory: bytes that may be used; 0: not known.
+    """
+
+    layers: tuple[int, ...]
+    weights: int
+    cache: int
+    vision: int
+    workspace: int
+    memory: int = 0
+
+    @property
+    def total(self) -> int:
+        """At the fullest moment."""
+        return self.weights + self.cache + self.vision + self.workspace
+
+    @property
+    def fraction(self) -> float:
+        """Of its memory."""
+        return self.total / self.memory if self.memory else 0.0
+
+
+@dataclass(frozen=True)
+class Homes:
+    """The device of each layer, and of each block of the tower."""
+
+    layers: tuple[int, ...]
+    blocks: tuple[int, ...] = ()
+
+
+def place(model: ModelBytes, memory: Sequence[int], *, may_cut_tower: bool = True) -> Homes:
+    """Such that the largest used fraction is as small as can be.
+
+    No device is left empty as long as there are more layers than devices. The tower is cut, by its
+    blocks, only where it does not fit on device 0 as a whole.
+
+    Args:
+        memory: bytes of each device. Whether the model fits is another question: see `check_fit`.
+        may_cut_tower: False where memory is not known, or a tower's blocks must stay together.
+    """
+    if not memory or min(memory) <= 0:
+        raise UserError(
+            f"the memory of the devices came as {list(memory)}: a number above 0 for each was "
+            "expected, because layers are dealt out by it. Use devices that have some left."
+        )
+    num_layers, num_blocks = len(model.layers), len(model.blocks)
+    whole = _deal(model, memory[: max(1, num_layers - 1)])
+    can_cut = num_blocks and num_layers > 1 and 1 < len(memory) <= num_blocks + num_layers - 2
+    if not (may_cut_tower and can_cut) or _fullest(model, whole, memory) <= 1 - HEADROOM:
+        return whole
+    cut = _deal(model, memory, cuts_tower=True)
+    return min((whole, cut), key=lambda homes: _fullest(model, homes, memory))
+
+
+def _deal(model: ModelBytes, memory: Sequence[int], *, cuts_tower: bool = False) -> Homes:
+    """Runs of neighbours, at least one layer or block a device; exact.
+
+    The last layer lies on device 0; where the tower is cut, its blocks lead the run and the first
+    layer lies on device 0 as well.
+    """
+    num_blocks, num_layers = len(model.blocks), len(model.layers)
+    if len(memory) == 1:
+        return Homes((0,) * num_layers, (0,) * num_blocks)
+    blocks = model.blocks if cuts_tower else ()
+    front = model.layers[:1] if cuts_tower else ()
+    items = [LayerBytes(size, workspace=model.vision_workspace) for size in blocks]
+    items += model.layers[len(front) : -1]
+    fixed = [*front, model.layers[-1]]
+    fixed_lasting = model.ends + model.vision - sum(blocks) + sum(one.lasting for one in fixed)
+    fixed_peak = max(model.vision_workspace, model.end_workspace, *(one.workspace for one in fixed))
+    sums = [0, *itertools.accumulate(item.lasting for item in items)]
+    peaks = {}
+    for start in range(len(items)):
+        peak = 0
+        for end in range(start + 1, len(items) + 1):
+            peaks[start, end] = peak = max(peak, items[end - 1].workspace)
+
+    def fraction(device: int, start: int, end: int) -> float:
+        lasting, peak = sums[end] - sums[start], peaks[start, end]
+        if device == 0:
+            lasting, peak = lasting + fixed_lasting, max(peak, fixed_peak)
+        return (lasting + peak) / memory[device]
+
+    counts = smallest_maximum(len(items), len(memory), fraction)
+    assert counts is not None, "fractions are finite"
+    runs = [device for device, count in enumerate(counts) for _ in range(count)]
+    layers = (*(0 for _ in front), *runs[len(blocks) :], 0)
+    return Homes(layers, tuple(runs[: len(blocks)]) or (0,) * num_blocks)
+
+
+def _fullest(model: ModelBytes, homes: Homes, memory: Sequence[int]) -> float:
+    return max(item.fraction for item in device_bytes(model, homes, memory))
+
+
+def device_bytes(model: ModelBytes, homes: Homes, memory: Sequence[int]) -> list[DeviceBytes]:
+    """What lies where; also for maps that were made otherwise."""
+    found = []
+    for device, limit in enumerate(memory):
+        indices = tuple(index for index, own in enumerate(homes.layers) if own == device)
+        layers = [model.layers[index] for index in indices]
+        tower = zip(model.blocks, homes.blocks, strict=True)
+        blocks = [size for size, own in tower if own == device]
+        peaks = [layer.workspace for layer in layers]
+        peaks += [model.vision_workspace] if blocks else []
+        if device == 0:
+            peaks += [model.vision_workspace, model.end_workspace]
+        beside = model.vision - sum(model.blocks) if device == 0 else 0
+        found.append(
+            DeviceBytes(
+                layers=indices,
+                weights=sum(layer.weights for layer in layers) + (device == 0) * model.ends,
+                cache=sum(layer.cache for layer in layers),
+                vision=sum(blocks) + beside,
+                workspace=max(peaks, default=0) + sum(layer.beyond for layer in layers),
+                memory=limit,
+            )
+        )
+    return found
+
+
+def check_fit(found: Sequence[DeviceBytes], *, asked: str) -> None:
+    """Refuses a placement that does not fit.
+
+    Args:
+        asked: the load, for people.
+
+    Raises:
+        UserError: with the table, what is missing, and what would help.
+    """
+    _check(found, [item.total for item in found], asked)
+
+
+def check_weights_fit(found: Sequence[DeviceBytes], *, asked: str) -> None:
+    """Refuses a placement whose weights alone do not fit; raises as `check_fit` does."""
+    _check(found, [item.weights + item.vision for item in found], asked)
+
+
+def _check(found: Sequence[DeviceBytes], needed: Sequence[int], asked: str) -> None:
+    over = [
+        (device, need - int(item.memory * (1 - HEADROOM)))
+        for device, (item, need) in enumerate(zip(found, needed, strict=True))
+        if need > item.memory * (1 - HEADROOM)
+    ]
+    if not over:
+        return
+    lacking = ", ".join(f"{_gib(size)} GiB on device {device}" for device, size in over)
+    raise UserError(
+        f"{len(found)} device{'s' if len(found) > 1 else ''} came for a model that needs more: "
+        f"{lacking} is missing. At most {1 - HEADROOM:.0%} of each was expected to be used for "
+        f"{asked}, because the allocator needs the rest:\n{format_table(found)}\n"
+        f"{_advice(found, over)}"
+    )
+
+
+def _advice(found: Sequence[DeviceBytes], over: Sequence[tuple[int, int]]) -> str:
+    device, lacking = over[0]
+    worst = found[device]
+    helpful = []
+    if any(item.total < item.memory * (1 - HEADROOM) for item in found) or len(worst.layers) > 2:
+        helpful.append("more or larger devices (`num_devices`)")
+    if worst.cache + worst.workspace > lacking:
+        helpful.append("fewer rows (`batch_size`) or a shorter `plan_length`")
+    if worst.vision and worst.workspace > lacking:
+        helpful.append("fewer `plan_images`")
+    helpful.append("a quantised base (`builder.quantization` nf4)")
+    return f"What helps: {', '.join(helpful)}."
+
+
+def format_table(found: Sequence[DeviceBytes]) -> str:
+    """A row a device, in GiB."""
+    head = ("device", "layers", "weights", "cache", "vision", "workspace", "sum", "free", "used")
+    rows: list[tuple[str, ...]] = [head]
+    for device, item in enumerate(found):
+        sizes = (item.weights, item.cache, item.vision, item.workspace, item.total, item.memory)
+        cells = [_gib(size) for size in sizes]
+        rows.append((str(device), _runs(item.layers), *cells, f"{item.fraction:.1%}"))
+    totals = [sum(getattr(item, name) for item in found) for name in ("weights", "cache", "vision")]
+    count = sum(len(item.layers) for item in found)
+    rows.append(("all", str(count), *map(_gib, totals), "", *_ends(found)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = ("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _ends(found: Sequence[DeviceBytes]) -> tuple[str, str, str]:
+    total, memory = (sum(getattr(item, name) for item in found) for name in ("total", "memory"))
+    return _gib(total), _gib(memory), f"{max(item.fraction for item in found):.1%}"
+
+
+def _runs(layers: Sequence[int]) -> str:
+    """0-6,27"""
+    runs: list[list[int]] = []
+    for index in layers:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs) or "-"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.2f}"
+
+
+# -- the device_map -----------------------------------------------------------------------------
 
 
 def layer_counts(num_layers: int, num_devices: int, *, visual_gpu_ratio: float = 0.0) -> list[int]:
@@ -34,7 +259,7 @@ def layer_counts(num_layers: int, num_devices: int, *, visual_gpu_ratio: float =
     if num_devices < 1 or num_layers < 1:
         raise UserError(
             f"{num_layers} layers on {num_devices} devices: at least one of each was expected; "
-            "set --num-devices to 1 or more."
+            "set `num_devices` to 1 or more."
         )
     if visual_gpu_ratio < 0:
         raise UserError(
@@ -89,7 +314,7 @@ class ModelCutter:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         *,
         num_devices: int,
         visual_gpu_ratio: float | None = None,
@@ -112,10 +337,10 @@ class ModelCutter:
         placed: dict[str, int] = {}
         homes = self.homes
         lists = {self.layers_path(): homes.layers}
-        if any(homes.blocks):
-            lists[blocks_path(self.model)] = homes.blocks
+        tower = blocks_path(self.model)
+        if tower is not None and any(homes.blocks):
+            lists[tower] = homes.blocks
         self._place("", lists, placed)
-        check_cover(self.model, placed)
         return placed
 
     def layer_devices(self) -> list[int]:
@@ -130,12 +355,12 @@ class ModelCutter:
             return place(self.bytes, memory, may_cut_tower=self.memory is not None)
         path = self.layers_path()
         devices = layer_devices(
-            len(self.model.get_submodule(path)),
+            len(module_list(self.model, path)),
             self.num_devices,
             visual_gpu_ratio=self.visual_gpu_ratio or 0.0,
         )
         tower = blocks_path(self.model)
-        num_blocks = len(self.model.get_submodule(tower)) if tower else 0
+        num_blocks = len(module_list(self.model, tower)) if tower else 0
         return Homes(tuple(devices), (0,) * num_blocks)
 
     def devices(self) -> list[DeviceBytes]:
@@ -171,15 +396,3 @@ class ModelCutter:
                 self._place(child, lists, placed)
             else:
                 placed[child] = 0
-
-
-def check_cover(model: nn.Module, device_map: dict[str, int]) -> None:
-    """Asserts that a device_map names only what exists and covers each tensor exactly once."""
-    paths = {name for name, _ in model.named_modules()}
-    tensors = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    tensors += [name for name, _ in model.named_buffers(remove_duplicate=False)]
-    phantoms = [key for key in device_map if key not in paths and key not in tensors]
-    assert not phantoms, f"the device_map names modules that do not exist: {phantoms}"
-    for tensor in tensors:
-        owners = [key for key in device_map if tensor == key or tensor.startswith(key + ".")]
-        assert len(owners) == 1, f"{tensor} is covered by {owners}"

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from stageline.data.batch import Images
-from stageline.data.encode import encode_rendered
-from stageline.data.processor import get_image_processor, get_tokenizer, load_processor
-from stageline.data.rendered import Rendered
+from stageline.data.batches.batch import Images
+from stageline.data.text.encode import encode_rendered
+from stageline.data.text.processor import get_image_processor, get_tokenizer, load_processor
+from stageline.data.text.rendered import Rendered
 from stageline.errors import UserError
 from stageline.inference.decoding.request import (
     Failed,
@@ -178,6 +178,7 @@ class VllmEngine:
 
     def _sampling_params(self, sampling: Sampling) -> Any:
         own = sampling.stop_token_ids is None
+        ends = self.stop_ids if sampling.stop_token_ids is None else sampling.stop_token_ids
         return self._vllm.SamplingParams(
             max_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
@@ -190,7 +191,7 @@ class VllmEngine:
             logit_bias=dict(sampling.logit_bias) or None,
             seed=sampling.seed,
             stop=list(sampling.stop) or None,
-            stop_token_ids=list(self.stop_ids if own else sampling.stop_token_ids) or None,
+            stop_token_ids=list(ends) or None,
             ignore_eos=not own,
             logprobs=sampling.logprobs,
         )
@@ -201,7 +202,7 @@ class VllmEngine:
         ends = {*self.stop_ids, self.tokenizer.eos_token_id}
         if request.sampling.stop_token_ids is not None:
             ends = set(request.sampling.stop_token_ids)
-        num_top = request.sampling.logprobs
+        num_top = request.sampling.logprobs or 0  # where none are asked for none are found
         logprobs = [
             _logprob(token_id, there, num_top)
             for token_id, there in zip(ids, found.logprobs or (), strict=False)

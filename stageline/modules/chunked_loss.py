@@ -7,7 +7,6 @@ Shapes: B samples, T tokens, H hidden size, V vocabulary, C tokens of a chunk an
 """
 
 import copy
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stageline.errors import UserError
-from stageline.modules.random_state import RandomState
+from stageline.modules.recompute import RandomState
 
 MicroBatch = dict[str, torch.Tensor]
 Piece = tuple[torch.Tensor, MicroBatch]
@@ -27,18 +26,17 @@ class ChunkedLoss:
     """A loss_fn part over chunks; takes hidden states where the part takes logits.
 
     Args:
-        loss_fn: a loss_fn part with `is_token_sum`.
+        loss_fn: a loss_fn part that is a sum over target tokens.
         whole: the transformers model of the last stage.
         chunk: tokens of a chunk.
 
     Raises:
-        UserError: the part has no `is_token_sum`, or the model no head of its own.
+        UserError: the model has no head of its own.
     """
 
     def __init__(
         self, loss_fn: Callable[..., torch.Tensor], *, whole: PreTrainedModel | None, chunk: int
     ) -> None:
-        check_token_sum(loss_fn)
         head_of(whole)
         self.loss_fn = loss_fn
         self.whole = whole
@@ -70,25 +68,6 @@ class ChunkedLoss:
         head = head_of(self.whole)
         for hidden_BCH, part in slices(hidden_BTH, micro_batch, self.chunk):
             yield head(hidden_BCH), part
-
-
-def check_token_sum(loss_fn: Callable[..., torch.Tensor]) -> None:
-    """Refuses a loss_fn part that does not say that it is a sum over target tokens.
-
-    Raises:
-        UserError: the part, or what it is a partial of, has no true `is_token_sum`.
-    """
-    part = loss_fn
-    while isinstance(part, functools.partial) and not hasattr(part, "is_token_sum"):
-        part = part.func
-    if not getattr(part, "is_token_sum", False):
-        name = getattr(part, "__name__", type(part).__name__)
-        raise UserError(
-            f"--logits-chunk came with the loss {name!r}, which does not say that it is a sum "
-            "over target tokens. Only such a loss can be added up from chunks of tokens; one that "
-            "compares samples, or returns figures, needs all tokens at once. If it is such a sum, "
-            f"write {name}.is_token_sum = True below it; if not, leave --logits-chunk out."
-        )
 
 
 def slices(hidden_BTH: torch.Tensor, micro_batch: MicroBatch, chunk: int) -> Iterator[Piece]:
@@ -148,7 +127,7 @@ class Head(nn.Module):
             raise UserError(
                 f"{type(self.headed).__name__} does not call its base model by the name "
                 f"{self.headed.base_model_prefix!r}, so its head can't run alone: leave "
-                "--logits-chunk out for this architecture."
+                "`logits_chunk` out for this architecture."
             )
         return logits_BCV
 
@@ -163,7 +142,7 @@ def head_of(whole: PreTrainedModel | None) -> Head:
         name = "the stage model" if whole is None else type(whole).__name__
         raise UserError(
             f"{name} has no transformers model with a base model apart from its head, which "
-            "--logits-chunk needs in order to run the head alone: leave it out for this model."
+            "`logits_chunk` needs in order to run the head alone: leave it out for this model."
         )
     prefix = whole.base_model_prefix
     headed = copy.copy(whole)
@@ -223,7 +202,7 @@ class _Work:
                     loss = self.loss_fn(self.head(hidden), part, **self.given)
                 sources = [hidden, *weights] if wants_hidden else weights
                 found = torch.autograd.grad(loss, sources, grad, allow_unused=True)
-                if wants_hidden and found[0] is not None:
+                if hidden_grad is not None and found[0] is not None:
                     hidden_grad[:, start : start + hidden.shape[1]] += found[0]
                 _add(sums, found[len(sources) - len(weights) :])
                 start += self.chunk
@@ -239,24 +218,25 @@ def _add(sums: list[torch.Tensor | None], found: Sequence[torch.Tensor | None]) 
     for index, grad in enumerate(found):
         if grad is None:
             continue
-        if sums[index] is None:
+        total = sums[index]
+        if total is None:
             dtype = torch.promote_types(grad.dtype, torch.float32)
             # not the gradient itself: autograd may have given one tensor to two weights
-            sums[index] = torch.zeros_like(grad, dtype=dtype)
-        sums[index].add_(grad)
+            total = sums[index] = torch.zeros_like(grad, dtype=dtype)
+        total.add_(grad)
 
 
 class _HiddenGradients(torch.autograd.Function):
     """The loss; its backward pass gives the gradient of the hidden states."""
 
     @staticmethod
-    def forward(ctx: object, work: _Work, hidden_BTH: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, work: _Work, hidden_BTH: torch.Tensor) -> torch.Tensor:
         ctx.work = work
         ctx.save_for_backward(hidden_BTH)
         return work.run(hidden_BTH)
 
     @staticmethod
-    def backward(ctx: object, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
         hidden_grad, ctx.work.hidden_grad = ctx.work.hidden_grad, None
         if hidden_grad is None:
             (hidden_BTH,) = ctx.saved_tensors
@@ -273,14 +253,14 @@ class _HeadGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: object, work: _Work, hidden_BTH: torch.Tensor, loss: torch.Tensor, *weights: object
+        ctx: Any, work: _Work, hidden_BTH: torch.Tensor, loss: torch.Tensor, *weights: object
     ) -> torch.Tensor:
         ctx.work = work
         ctx.save_for_backward(hidden_BTH)
         return torch.zeros_like(loss)
 
     @staticmethod
-    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         work = ctx.work
         (hidden_BTH,) = ctx.saved_tensors
         node = work.hidden_node()

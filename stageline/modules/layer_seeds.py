@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from stageline.errors import UserError
-from stageline.modules.neftune import noisy_modules
+from stageline.modules.new_rows import noisy_modules
 from stageline.seeds import derive_seed, mix_seed, seed_host
+from stageline.stage import Stage
 
 _LOSS = 0
 _EMBEDDING = 1 << 19  # noise on the embeddings, whose turn depends on where a tower lies
@@ -44,7 +45,7 @@ class LayerSeeds:
 
     def __init__(
         self,
-        models: Iterable[nn.Module] = (),
+        models: Iterable[Stage] = (),
         *,
         seed: int | None = None,
         device: torch.device | str = "cpu",
@@ -72,13 +73,13 @@ class LayerSeeds:
 
         On all replicas, which must stay equal, too.
         """
-        if self._step is not None:
+        if self._step is not None and self.seed is not None:
             self._seed_all(derive_seed(self.seed, "update", self._step))
         self._step = self._base = None
 
-    def start(self, model: nn.Module, micro_batch: int) -> None:
+    def start(self, model: Stage, micro_batch: int) -> None:
         """A forward pass of a stage begins: what it draws before its first layer is settled."""
-        if self._step is None or not model.training:
+        if self._step is None or self.seed is None or not model.training:
             self._base = None
             return
         index = self._first_micro_batch + micro_batch
@@ -93,10 +94,10 @@ class LayerSeeds:
         if self._base is not None:
             self._seed_all(mix_seed(self._base, _LOSS))
 
-    def _put_hooks(self, model: nn.Module) -> None:
+    def _put_hooks(self, model: Stage) -> None:
         own = [(0, index, layer) for index, layer in _layers(model) if index in model.layers]
-        if hasattr(model, "tower_list"):
-            own += [(_TOWER, index, block) for index, block in model.tower_list()]
+        tower_list = getattr(model, "tower_list", list)
+        own += [(_TOWER, index, block) for index, block in tower_list()]
         for embedding in noisy_modules(model):
             embedding.register_forward_pre_hook(functools.partial(self._hook, _EMBEDDING))
             after = functools.partial(self._hook, _before(0))
@@ -130,7 +131,7 @@ def _generators(device: torch.device) -> list[torch.Generator]:
     return generators
 
 
-def _layers(model: nn.Module) -> list[tuple[int, nn.Module]]:
+def _layers(model: Stage) -> list[tuple[int, nn.Module]]:
     try:
         return model.layer_list()
     except UserError:  # a stage model of the user's own: only the start of each stage is settled

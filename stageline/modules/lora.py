@@ -9,6 +9,7 @@ as fused parameters and not as linear layers.
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,12 +17,13 @@ from transformers.pytorch_utils import Conv1D
 
 from stageline.errors import UserError
 from stageline.modules.lora_layer import (
+    Linear,
     LoRALayer,
     dense_weight,
+    init_lora_layer,
     linear_sizes,
     put_weight,
 )
-from stageline.modules.lora_start import init_lora_layer
 
 WRAPPED = "lora_module"
 ALL_LINEAR = "all-linear"
@@ -64,7 +66,7 @@ class LoRAWrapper(nn.Module):
     ) -> None:
         super().__init__()
         self.lora_module = module
-        self.in_features, self.out_features = linear_sizes(module)
+        self.in_features, self.out_features = linear_sizes(innermost(module))
         weight = self.weight
         self.lora = LoRALayer(
             self.in_features,
@@ -81,16 +83,16 @@ class LoRAWrapper(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """The innermost weight: model code reads its dtype."""
-        return self.lora_module.weight
+        return innermost(self).weight
 
     @property
     def bias(self) -> torch.Tensor | None:
-        return self.lora_module.bias
+        return innermost(self).bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result = self.lora_module(x)
         if self.lora.use_dora:
-            more = self.lora.forward_dora(x, result, self.lora_module)
+            more = self.lora.forward_dora(x, result, innermost(self))
         else:
             more = self.lora(x)
         return result + more.to(result.dtype)
@@ -112,7 +114,7 @@ def wrap_linear(
     prefix: str = "",
     skip: Iterable[str] = (),
     seed: int = 0,
-    **kind: object,
+    **kind: Any,
 ) -> nn.Module:
     """Puts an adapter on linear layers, in place; a layer that has one gets a further one.
 
@@ -140,6 +142,7 @@ def wrap_linear(
     root = module
     for parent, leaf, name in chosen:
         inner = module if parent is None else parent._modules[leaf]
+        assert inner is not None  # it was found there
         wrapper = LoRAWrapper(inner, rank=rank, alpha=alpha, dropout=dropout, **kind)
         full_name = f"{name}.lora" if name else "lora"
         init_lora_layer(wrapper.lora, full_name, seed=seed, base=innermost(wrapper))
@@ -153,12 +156,12 @@ def wrap_linear(
 def _check_options(rank: int, dropout: float) -> None:
     if rank < 1:
         raise UserError(
-            f"--lora-rank {rank} came, 1 or more was expected: it is the inner width of the "
+            f"`lora_rank` {rank} came, 1 or more was expected: it is the inner width of the "
             "adapter; 8 or 16 is usual."
         )
     if not 0.0 <= dropout < 1.0:
         raise UserError(
-            f"--lora-dropout {dropout} came, a share of at least 0 and below 1 was expected: it "
+            f"`lora_dropout` {dropout} came, a share of at least 0 and below 1 was expected: it "
             "is the share of the adapter's inputs set to zero."
         )
 
@@ -208,9 +211,9 @@ def _refuse_no_match(module: nn.Module, names: list[str], target: Target, prefix
         return  # the target names layers of another stage
     endings = sorted({name.rpartition(".")[2] for name in names})
     raise UserError(
-        f"--lora-target {target} matches none of the {len(names)} linear layers in "
+        f"`lora_target` {target} matches none of the {len(names)} linear layers in "
         f"{prefix or 'the model'}, at least one was expected: LoRA goes on linear layers. Name "
-        f"some of {', '.join(endings[:MAX_NAMES_SHOWN]) or 'another part'}, or leave --lora-target "
+        f"some of {', '.join(endings[:MAX_NAMES_SHOWN]) or 'another part'}, or leave `lora_target` "
         "out for all."
     )
 
@@ -249,11 +252,11 @@ def unwrapped(model: nn.Module) -> Iterator[None]:
             parent._modules[leaf] = wrapper
 
 
-def innermost(module: nn.Module) -> nn.Module:
+def innermost(module: nn.Module) -> Linear:
     """The layer below all adapters."""
     while isinstance(module, LoRAWrapper):
         module = module.lora_module
-    return module
+    return cast(Linear, module)  # `is_linear` said so when it was wrapped
 
 
 @torch.no_grad()
@@ -307,3 +310,59 @@ def key_map_without_last_lora(names: Iterable[str]) -> dict[str, str]:
         elif not is_lora_name(name):
             key_map[name] = name
     return key_map
+
+
+# -- a model as it was before its adapters were trained: the outermost one of each layer set aside
+# The layer below stands in the adapter's place, so what runs is the very code and weights of the
+# model without it. Adapters below the outermost stay: they belong to the model that training began
+# with.
+
+Place = tuple[nn.Module, str, LoRAWrapper]  # parent, name in it, what stands there
+
+
+@contextmanager
+def adapters_off(models: Iterable[nn.Module]) -> Iterator[None]:
+    """While open, the outermost adapter of every layer has no part in the passes."""
+    places = [place for model in models for place in _outermost(model)]
+    try:
+        for parent, leaf, wrapper in places:
+            parent._modules[leaf] = wrapper.lora_module
+        yield
+    finally:
+        for parent, leaf, wrapper in places:
+            parent._modules[leaf] = wrapper
+
+
+def trained_besides(model: nn.Module) -> list[str]:
+    """Names of what is trained and would still be there with adapters off."""
+    inside = {
+        id(parameter)
+        for _, _, wrapper in _outermost(model)
+        for name, parameter in wrapper.named_parameters()
+        if not name.startswith("lora_module.")
+    }
+    named = model.named_parameters()
+    return [name for name, p in named if p.requires_grad and id(p) not in inside]
+
+
+def begun_adapters(model: nn.Module) -> list[str]:
+    """Names of outermost adapters that add something already: the start is not the layer alone."""
+    found = []
+    for name, parameter in model.named_parameters():
+        is_outermost = ".lora.lora_B." in f".{name}" and "lora_module." not in name
+        if not is_outermost or parameter.is_meta:
+            continue
+        own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        if bool(torch.any(own != 0)):
+            found.append(name)
+    return found
+
+
+def _outermost(model: nn.Module) -> list[Place]:
+    return [
+        (parent, leaf, child)
+        for parent in list(model.modules())
+        if not isinstance(parent, LoRAWrapper)
+        for leaf, child in parent._modules.items()
+        if isinstance(child, LoRAWrapper)
+    ]

@@ -5,6 +5,10 @@ through which no gradient goes. Not here: what wraps a layer (`lora.py`), how an
 (`lora_start.py`).
 """
 
+import hashlib
+import math
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -13,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from stageline.errors import UserError
 
 MAGNITUDE = "lora_magnitude_vector"
+Linear = nn.Linear | Conv1D  # or of another class with the same attributes: a quantised layer
 
 
 class LoRALayer(nn.Module):
@@ -31,6 +36,7 @@ class LoRALayer(nn.Module):
         taken: (A, B) whose product was taken out of the layer's weight at the start; None: nothing.
     """
 
+    lora_magnitude_vector: nn.Parameter | None
     start = "default"
     use_rslora = False
     taken: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -48,7 +54,7 @@ class LoRALayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        kwargs = {"device": device, "dtype": dtype}
+        kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         self.lora_A = nn.Linear(in_features, rank, bias=False, **kwargs)
         self.lora_B = nn.Linear(rank, out_features, bias=False, **kwargs)
         magnitude = nn.Parameter(torch.ones(out_features, **kwargs)) if use_dora else None
@@ -80,13 +86,14 @@ class LoRALayer(nn.Module):
             linear.weight = nn.Parameter(value, requires_grad=old.requires_grad)
         self.scale = scale
         if magnitude is not None:
+            assert self.lora_magnitude_vector is not None  # both adapters are of one kind
             self.lora_magnitude_vector.copy_(magnitude)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.to(self.lora_A.weight.dtype)
         return self.lora_B(self.lora_A(self.dropout(x))) * self.scale
 
-    def forward_dora(self, x: torch.Tensor, result: torch.Tensor, base: nn.Module) -> torch.Tensor:
+    def forward_dora(self, x: torch.Tensor, result: torch.Tensor, base: Linear) -> torch.Tensor:
         """What DoRA adds to the output `result` of the layer `base`; as `peft` computes it.
 
         With dropout the whole direction, and not the low rank alone, sees the thinned input.
@@ -98,6 +105,7 @@ class LoRALayer(nn.Module):
             plain = F.linear(x, weight)
         else:
             plain = result if base.bias is None else result - base.bias
+        assert self.lora_magnitude_vector is not None  # `use_dora` says so
         share = self.lora_magnitude_vector / self.norm(weight)
         return (share - 1) * plain + share * self.lora_B(self.lora_A(x)) * self.scale
 
@@ -116,7 +124,7 @@ class LoRALayer(nn.Module):
         """A weight [out, in] with the adapter in it; the sum is made in at least float32."""
         dtype = torch.promote_types(weight.dtype, torch.float32)
         total = weight.to(dtype) + self.delta(dtype)
-        if self.use_dora:
+        if self.lora_magnitude_vector is not None:
             length = torch.linalg.norm(total, dim=1)
             total = total * (self.lora_magnitude_vector.to(dtype) / length).unsqueeze(1)
         return total
@@ -125,14 +133,14 @@ class LoRALayer(nn.Module):
 # -- the layer beside it -------------------------------------------------------------------------
 
 
-def linear_sizes(module: nn.Module) -> tuple[int, int]:
+def linear_sizes(module: Linear) -> tuple[int, int]:
     """(in_features, out_features) of a linear layer; a `Conv1D` keeps its weight transposed."""
     if isinstance(module, Conv1D):
         return module.weight.shape[0], module.weight.shape[1]
     return module.in_features, module.out_features
 
 
-def is_quantised(module: nn.Module) -> bool:
+def is_quantised(module: Linear) -> bool:
     """Whether a linear layer keeps its weight as something else than plain floats."""
     weight = module.weight
     is_plain = _is_plain(weight) and weight.is_floating_point()
@@ -143,19 +151,20 @@ def _is_plain(weight: torch.Tensor) -> bool:
     return type(weight) in (torch.Tensor, nn.Parameter)
 
 
-def dense_weight(module: nn.Module) -> torch.Tensor:
+def dense_weight(module: Linear) -> torch.Tensor:
     """The weight [out, in] of a linear layer as floats, whatever it keeps.
 
     Of bitsandbytes with its scales, of a quantised kind of tensor by its `dequantize`.
     """
     weight = module.weight
-    if getattr(weight, "quant_state", None) is not None:
+    quant_state = getattr(weight, "quant_state", None)
+    if quant_state is not None:
         from bitsandbytes.functional import dequantize_4bit
 
-        return dequantize_4bit(weight.data, weight.quant_state)
+        return dequantize_4bit(weight.data, quant_state)
     if weight.dtype == torch.int8:
         scales = getattr(weight, "SCB", None)
-        scales = module.state.SCB if scales is None else scales
+        scales = cast(Any, module).state.SCB if scales is None else scales
         return weight.data.to(torch.float32) * (scales.to(torch.float32) / 127).unsqueeze(1)
     if type(weight).__module__.startswith("torchao"):
         weight = weight.dequantize()
@@ -163,7 +172,7 @@ def dense_weight(module: nn.Module) -> torch.Tensor:
 
 
 @torch.no_grad()
-def put_weight(module: nn.Module, weight: torch.Tensor, *, why: str) -> None:
+def put_weight(module: Linear, weight: torch.Tensor, *, why: str) -> None:
     """Gives a linear layer another weight [out, in], rounded to its dtype.
 
     Raises:
@@ -177,3 +186,122 @@ def put_weight(module: nn.Module, weight: torch.Tensor, *, why: str) -> None:
     old = module.weight
     value = weight.T if isinstance(module, Conv1D) else weight
     old.data = value.to(device=old.device, dtype=old.dtype).contiguous()
+
+
+# -- how an adapter starts: as `peft` does it, and the same for any number of stages --------------
+# Each layer draws from a seed of its own, made of the run's seed and the layer's full name. PiSSA
+# (arXiv 2404.02948) puts the principal singular values of a weight into A and B and leaves the rest
+# as the weight, so that outputs are what they were.
+
+PISSA = "pissa"
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def name_seed(seed: int, name: str) -> int:
+    """A seed for one named thing: independent of everything else that is drawn."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "big")
+
+
+def init_lora_layer(
+    layer: LoRALayer,
+    name: str,
+    *,
+    seed: int,
+    base: Linear | None = None,
+    taken: Pair | None = None,
+) -> None:
+    """Starts an adapter by its `start`; nothing on meta.
+
+    Args:
+        name: the layer's full name, which with `seed` decides the draw on any device.
+        base: the linear layer beside it, which PiSSA changes and whose norms DoRA starts with.
+        taken: of PiSSA the (A, B) of an earlier start of this run, which are computed no more.
+    """
+    if layer.lora_A.weight.is_meta:
+        return
+    generator = torch.Generator().manual_seed(name_seed(seed, f"{name}.lora_A.weight"))
+    with torch.no_grad():
+        if layer.start.startswith(PISSA):
+            _start_pissa(layer, base, taken, generator)
+        elif layer.start == "orthogonal":
+            _start_orthogonal(layer, generator)
+        else:
+            drawn = torch.empty(layer.lora_A.weight.shape, dtype=torch.float32)
+            if layer.start == "gaussian":
+                nn.init.normal_(drawn, std=1 / layer.rank, generator=generator)
+            else:
+                nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
+            layer.lora_A.weight.copy_(drawn)
+            layer.lora_B.weight.zero_()
+        if layer.lora_magnitude_vector is not None:
+            assert base is not None  # a magnitude is that of a layer's weight
+            weight = dense_weight(base)
+            exact = weight.to(torch.promote_types(weight.dtype, torch.float32))
+            layer.lora_magnitude_vector.copy_(layer.norm(exact))
+
+
+def _start_orthogonal(layer: LoRALayer, generator: torch.Generator) -> None:
+    """A and B from the even and the odd rows of one orthogonal matrix: B A is zero."""
+    rank = layer.rank
+    if rank % 2:
+        raise UserError(
+            f"`lora_init` orthogonal came with rank {rank}, an even one was expected: A takes half "
+            f"of the directions and B the other half. Set `lora_rank` {rank + 1}."
+        )
+    rows = torch.linalg.qr(torch.randn(rank, rank, generator=generator))[0]
+    down = torch.randn(layer.lora_A.in_features, rank // 2, generator=generator) @ rows[0::2]
+    up = torch.randn(rank // 2, layer.lora_B.out_features, generator=generator).T @ rows[1::2]
+    layer.lora_A.weight.copy_(down.T / 10)
+    layer.lora_B.weight.copy_(up / 10)
+
+
+def _start_pissa(
+    layer: LoRALayer, base: Linear | None, taken: Pair | None, generator: torch.Generator
+) -> None:
+    if base is None or is_quantised(base):
+        raise UserError(
+            f"`lora_init` {layer.start} came with a quantised base, plain weights were expected: "
+            "what is taken out of a weight must be exact, or the outputs change. Use `lora_init` "
+            "default."
+        )
+    weight = dense_weight(base)
+    exact = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    pair = taken or _principal(exact, layer, generator)
+    for linear, value in zip((layer.lora_A, layer.lora_B), pair, strict=True):
+        linear.weight.copy_(value)
+    # what A and B hold after rounding to their dtype is what is taken out
+    put_weight(base, exact - layer.delta(exact.dtype), why=f"`lora_init` {layer.start}")
+    layer.taken = (
+        layer.lora_A.weight.detach().to("cpu", copy=True),
+        layer.lora_B.weight.detach().to("cpu", copy=True),
+    )
+
+
+def _principal(weight: torch.Tensor, layer: LoRALayer, generator: torch.Generator) -> Pair:
+    rank = layer.rank
+    if rank > min(weight.shape):
+        raise UserError(
+            f"`lora_init` {layer.start} came with rank {rank} for a weight "
+            f"{list(weight.shape)}, at most {min(weight.shape)} was expected: it has no more "
+            f"singular values. Lower `lora_rank`."
+        )
+    rounds = layer.start.removeprefix(PISSA).removeprefix("_niter_")
+    if rounds:
+        with torch.random.fork_rng(devices=[weight.device] if weight.is_cuda else []):
+            torch.manual_seed(generator.initial_seed())
+            left, values, right = torch.svd_lowrank(weight, rank, niter=int(rounds))
+        right = right.T
+    else:
+        left, values, right = torch.linalg.svd(weight, full_matrices=False)
+        left, values, right = left[:, :rank], values[:rank], right[:rank]
+    root = (values / layer.scale).sqrt()
+    return root.unsqueeze(1) * right, left * root
+
+
+def restored_weight(layer: LoRALayer, base: Linear) -> torch.Tensor:
+    """The weight [out, in] that a layer had before PiSSA took a part of it."""
+    assert layer.taken is not None
+    weight = dense_weight(base)
+    exact = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    down, up = (value.to(exact) for value in layer.taken)
+    return (exact + layer.scale * (up @ down)).to(weight.dtype)

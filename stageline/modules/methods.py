@@ -1,22 +1,265 @@
 """How a model is trained where it is not simply trained whole: what a stage is told beside LoRA.
 
-Plain objects; the options are in `options/method_options.py`.
+Plain objects; the options are in `options/model.py`.
 """
 
-from collections.abc import Mapping
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from stageline.errors import UserError
-from stageline.modules.freeze import FreezeRule
-from stageline.modules.part_precision import norms_to_float32, upcast_output
+from stageline.errors import UserError, spelled
+from stageline.modules.lora import MAX_NAMES_SHOWN, is_target, strip_lora
 from stageline.modules.pass_through import DONE, PassThrough
 from stageline.modules.quantised import Quantization, base_bytes, quantise_layers
-from stageline.modules.rope_scaling import RopeScaling, scale_rope
+
+# -- which parameters of a language model train when only some of its layers are to ---------------
+# Rules are about the names and layer numbers of the whole model, so that each stage answers alike
+# for its share. Not here: towers and projectors, which have options of their own.
+
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class FreezeRule:
+    """What trains of a language model; all else of it, and of its head, is frozen.
+
+    Attributes:
+        num_layers: above 0 the last so many layers, below 0 the first.
+        modules: names inside a layer, such as `mlp` or `q_proj`; `all`: the whole layer.
+        extra: modules outside the layers, such as `norm`, `embed_tokens` or `lm_head`.
+        spreads: the layers are spread evenly, the last of each group of equal size: those that
+            LLaMA-Pro (Wu et al. 2024, arXiv 2401.02415) put behind the others.
+    """
+
+    num_layers: int
+    modules: tuple[str, ...] = (ALL,)
+    extra: tuple[str, ...] = ()
+    spreads: bool = False
+
+    def layers(self, total: int) -> range:
+        """Global indices of the layers that train.
+
+        Raises:
+            UserError: there are not as many, or they are no whole groups.
+        """
+        wanted = abs(self.num_layers)
+        if wanted > total:
+            raise UserError(
+                f"`freeze_trainable_layers` {self.num_layers} came for a model of {total} layers; "
+                f"{total} at most can train. Give a smaller number, or leave it out to train all."
+            )
+        if not self.spreads:
+            return range(total - wanted, total) if self.num_layers > 0 else range(wanted)
+        if total % wanted:
+            raise UserError(
+                f"`use_llama_pro` with `freeze_trainable_layers` {wanted} came for a model of "
+                f"{total} layers; a number that divides {total} was expected: the last layer of "
+                "each group of equal size trains. Give as many as blocks were added by "
+                "scripts/expand_blocks.sh (`num_expand`)."
+            )
+        stride = total // wanted
+        return range(stride - 1, total + stride - 1, stride)
+
+    def names(
+        self, names: Sequence[str], *, layers: str, total: int, embedding: str, head: str
+    ) -> frozenset[str]:
+        """The parameters that train.
+
+        Args:
+            names: of all parameters of the language model and its head, a tied one once.
+            layers: path of the list of layers.
+            embedding, head: paths of both; a head that is tied has the embedding's weight.
+
+        Raises:
+            UserError: a module that the model has not.
+        """
+        inside, outside = _sort(names, layers)
+        chosen = set(self.layers(total))
+        known = {ALL, *_inner_names(inside.values())}
+        _check("`freeze_trainable_modules`", self.modules, known, "a layer")
+        found = {
+            name
+            for name, (index, path) in inside.items()
+            if index in chosen and (ALL in self.modules or set(self.modules) & set(path))
+        }
+        leaves = {path.rpartition(".")[2]: path for path in outside.values()}
+        is_tied = bool(head) and f"{head}.weight" not in outside
+        if is_tied:  # one weight, whichever of its names is said
+            leaves[head.rpartition(".")[2]] = embedding
+        where = "what is outside the layers"
+        _check("`freeze_extra_modules`", self.extra, leaves, where)
+        paths = {leaves[name] for name in self.extra}
+        return frozenset(found | {name for name, path in outside.items() if path in paths})
+
+
+def _check(option: str, given: Iterable[str], known: Iterable[str], where: str) -> None:
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise UserError(
+            f"{option} has {', '.join(unknown)}, a module of {where} was expected: its parameters "
+            f"train. Choose from {', '.join(sorted(known))}."
+        )
+
+
+def _sort(
+    names: Iterable[str], layers: str
+) -> tuple[dict[str, tuple[int, list[str]]], dict[str, str]]:
+    """Parameters in layers -> (layer, modules on the way); others -> path of their module."""
+    inside, outside = {}, {}
+    for name in names:
+        rest = name.removeprefix(layers + ".").split(".")
+        if name.startswith(layers + "."):
+            inside[name] = int(rest[0]), rest[1:-1]
+        else:
+            outside[name] = name.rpartition(".")[0]
+    return inside, outside
+
+
+def _inner_names(inside: Iterable[tuple[int, list[str]]]) -> set[str]:
+    return {part for _, path in inside for part in path if not part.isdigit()}
+
+
+# -- parts of a half-precision model that compute in float32: its norms, and what its head gives --
+# Hooks of our own on the library's modules; parameter names stay.
+
+HALF_TYPES = (torch.bfloat16, torch.float16)
+
+
+def norms_to_float32(model: nn.Module) -> list[str]:
+    """Keeps and computes every norm of a half model in float32; what it gives is half again.
+
+    Returns:
+        The paths of the norms.
+    """
+    found = [(name, module) for name, module in model.named_modules() if _is_norm(module)]
+    for _, module in found:
+        for parameter in module.parameters(recurse=False):
+            parameter.data = parameter.data.float()
+        module.forward = functools.partial(_in_float32, module.forward)
+    return [name for name, _ in found]
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """LayerNorm, RMSNorm and those that are named after them, with weights in half precision."""
+    own = list(module.parameters(recurse=False))
+    return (
+        "norm" in type(module).__name__.lower()
+        and bool(own)
+        and all(one.ndim == 1 and one.dtype in HALF_TYPES for one in own)
+    )
+
+
+def _in_float32(
+    forward: Callable[..., torch.Tensor], hidden: torch.Tensor, *args: object, **kwargs: object
+) -> torch.Tensor:
+    return forward(hidden.float(), *args, **kwargs).to(hidden.dtype)
+
+
+def upcast_output(head: nn.Module) -> None:
+    """Gives logits in float32, so that capping, scaling and the loss do not round them again."""
+    head.register_forward_hook(_to_float32)
+
+
+def _to_float32(module: nn.Module, args: tuple, logits: torch.Tensor) -> torch.Tensor:
+    return logits.float() if logits.dtype in HALF_TYPES else logits
+
+
+# -- rotary positions for texts longer than a model was trained for, written into its configuration
+# transformers reads all of it from `config.rope_parameters`: the model code is as it was, every
+# stage computes the same frequencies, and a saved folder computes them again.
+
+RopeKind = Literal["linear", "dynamic", "yarn", "llama3"]
+LOW_FREQ_FACTOR, HIGH_FREQ_FACTOR = 1.0, 4.0
+PLAIN = "default"
+# layers of these kinds see no further than their window, which does not grow
+_WINDOWED = ("sliding", "chunked")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How positions are scaled, and for which length."""
+
+    kind: RopeKind
+    max_token_num: int
+
+
+def scale_rope(config: PretrainedConfig, scaling: RopeScaling) -> str:
+    """Writes the scaling into a configuration, in place, if the length asks for it.
+
+    The factor is the length over the longest one of the model, rounded up.
+
+    Returns:
+        A line to print: what was done.
+
+    Raises:
+        UserError: the model has no rotary positions, or they are scaled already.
+    """
+    text = config.get_text_config(decoder=True)
+    old = getattr(text, "max_position_embeddings", None)
+    parameters = getattr(text, "rope_parameters", None)
+    if not parameters or not old:
+        raise UserError(
+            f"`rope_scaling` {scaling.kind} came with a {config.model_type} model, whose "
+            "configuration has no rotary positions (rope_parameters): nothing else can be scaled. "
+            "Leave it out, and keep `max_token_num` within what the model has."
+        )
+    if scaling.max_token_num <= old:
+        return spelled(
+            f"`rope_scaling` {scaling.kind} does nothing: `max_token_num` "
+            f"{scaling.max_token_num} is within the {old} positions of the model"
+        )
+    factor = math.ceil(scaling.max_token_num / old)
+    if _is_nested(parameters):
+        text.rope_parameters = {
+            kind: one if kind.startswith(_WINDOWED) else _scaled(one, scaling, factor, old)
+            for kind, one in parameters.items()
+        }
+    else:
+        text.rope_parameters = _scaled(parameters, scaling, factor, old)
+    note = spelled(f"`rope_scaling` {scaling.kind}: positions are scaled by {factor}")
+    if scaling.kind == "dynamic":
+        # the library begins to scale beyond max_position_embeddings
+        return (
+            f"{note} beyond {old} tokens. Warning: frequencies depend on the length of each "
+            "micro-batch, so that training sees others than generation; linear, yarn and llama3 "
+            "do not"
+        )
+    text.max_position_embeddings = old * factor
+    return f"{note}, for up to {old * factor} tokens instead of {old}"
+
+
+def _is_nested(parameters: dict[str, object]) -> bool:
+    """Whether there is an entry for each kind of layer."""
+    return all(isinstance(one, dict) for one in parameters.values())
+
+
+def _scaled(
+    parameters: dict[str, object], scaling: RopeScaling, factor: int, old: int
+) -> dict[str, object]:
+    kind = parameters.get("rope_type", PLAIN)
+    if kind not in (PLAIN, "mrope") and not kind == scaling.kind == "dynamic":
+        raise UserError(
+            f"`rope_scaling` {scaling.kind} came with a model whose positions are scaled already "
+            f"(rope_type {kind!r}, for {old} tokens); plain ones were expected: two scalings on "
+            "top of each other are neither. Leave it out and keep `max_token_num` within "
+            f"{old}, or start from the model before it was scaled."
+        )
+    # what else is there stays: rope_theta, mrope_section, partial_rotary_factor
+    scaled = {**parameters, "rope_type": scaling.kind, "factor": float(factor)}
+    if scaling.kind in ("yarn", "llama3"):
+        scaled["original_max_position_embeddings"] = old
+    if scaling.kind == "llama3":
+        scaled |= {"low_freq_factor": LOW_FREQ_FACTOR, "high_freq_factor": HIGH_FREQ_FACTOR}
+    return scaled
+
+
+# -------------------------------------------------------------------------------------------------
 
 LANGUAGE = ("llm", "lm_head")
 
@@ -45,7 +288,7 @@ class Methods:
 
         A dtype may be its name.
         """
-        if isinstance(given, cls):
+        if isinstance(given, Methods):
             return given
         values = dict(given or {})
         for name, kind in (
@@ -82,7 +325,7 @@ class Methods:
         count = quantise_layers(layers, self.quantization, **where)
         if layers and not count:
             raise UserError(
-                f"--quantization {self.quantization.kind} came with a {model.config.model_type} "
+                f"`quantization` {self.quantization.kind} came with a {model.config.model_type} "
                 "model, whose layers hold no plain linear layer; one at least was expected, as "
                 "those are what is quantised. Leave it out for this model."
             )
@@ -126,3 +369,51 @@ def move_others(model: nn.Module, device: torch.device) -> None:
                 # zeros in the place of others' weights take no memory where they are
                 if isinstance(value, torch.Tensor) and not hasattr(value, DONE):
                     module.__dict__[name] = value.to(device)
+
+
+# -- modules that are trained whole beside LoRA: `modules_to_save` of `peft`, told by name --------
+# A weight that two modules share (embedding and tied head) is trained under both names.
+
+
+def find_whole_modules(whole: nn.Module, wanted: Iterable[str]) -> frozenset[str]:
+    """Full paths of the modules that names mean: last names, endings or expressions.
+
+    Args:
+        whole: the model before anything is dropped.
+
+    Raises:
+        UserError: a name means no module with parameters.
+    """
+    paths = {name for name, _ in whole.named_modules() if name}
+    filled = {name for name in paths if any(True for _ in whole.get_submodule(name).parameters())}
+    chosen: set[str] = set()
+    for one in wanted:
+        found = {name for name in filled if is_target(name, [one])}
+        if not found:
+            endings = sorted({name.rpartition(".")[2] for name in filled})
+            names = [name for name in endings if not name.isdecimal()][:MAX_NAMES_SHOWN]
+            raise UserError(
+                f"`modules_to_save` {one} is no module with weights of {type(whole).__name__}, one "
+                f"was expected: it is trained whole beside LoRA. Name one of {', '.join(names)}."
+            )
+        chosen |= found
+    return frozenset(chosen | _tied_to(whole, chosen))
+
+
+def _tied_to(whole: nn.Module, chosen: set[str]) -> set[str]:
+    shared = {
+        id(parameter)
+        for name, parameter in whole.named_parameters(remove_duplicate=False)
+        if is_inside(name, chosen)
+    }
+    return {
+        name.rpartition(".")[0]
+        for name, parameter in whole.named_parameters(remove_duplicate=False)
+        if id(parameter) in shared and not is_inside(name, chosen)
+    }
+
+
+def is_inside(parameter: str, modules: Iterable[str]) -> bool:
+    """Whether a parameter lies in one of the modules."""
+    plain = strip_lora(parameter)
+    return any(plain.startswith(module + ".") for module in modules)

@@ -9,18 +9,22 @@ Shapes: N new tokens, V rows, H hidden size.
 """
 
 import copy
+import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from stageline.errors import UserError
-from stageline.modules.lora_start import name_seed
+from stageline.modules.lora_layer import name_seed
+from stageline.stage import Stage
 
+Matrix = nn.Embedding | nn.Linear
 ROWS = "new_rows"
 
 
@@ -60,14 +64,14 @@ class NewRows:
 # -- where the rows are ------------------------------------------------------------------------
 
 
-def vocabulary_paths(whole: nn.Module) -> tuple[str, ...]:
+def vocabulary_paths(whole: PreTrainedModel) -> tuple[str, ...]:
     """Module paths of the embedding and, if there is one, the head of a transformers model."""
     names = {id(module): name for name, module in whole.named_modules()}
     found = (whole.get_input_embeddings(), whole.get_output_embeddings())
     return tuple(names[id(module)] for module in found if id(module) in names)
 
 
-def vocabulary_modules(model: nn.Module, paths: Iterable[str]) -> dict[str, nn.Module]:
+def vocabulary_modules(model: nn.Module, paths: Iterable[str]) -> dict[str, Matrix]:
     """Those of the paths that have a weight here: a stage may have dropped them."""
     modules = {}
     for path in paths:
@@ -76,7 +80,7 @@ def vocabulary_modules(model: nn.Module, paths: Iterable[str]) -> dict[str, nn.M
         except AttributeError:
             continue
         if module._parameters.get("weight") is not None:
-            modules[path] = module
+            modules[path] = cast(Matrix, module)
     return modules
 
 
@@ -112,22 +116,24 @@ def enlarge(model: nn.Module, paths: Iterable[str], num_rows: int) -> None:
                 more = old.new_zeros(num_rows - old.shape[0], *old.shape[1:])
                 made[id(old)] = nn.Parameter(torch.cat([old, more]), old.requires_grad)
             module._parameters[leaf] = made[id(old)]
-        size = "num_embeddings" if hasattr(module, "num_embeddings") else "out_features"
-        setattr(module, size, module.weight.shape[0])
-    if hasattr(model, "enlarge_hollow"):
-        model.enlarge_hollow(tuple(paths), num_rows)
+        width = "num_embeddings" if hasattr(module, "num_embeddings") else "out_features"
+        setattr(module, width, module.weight.shape[0])
+    enlarge_hollow = getattr(model, "enlarge_hollow", None)
+    if enlarge_hollow is not None:
+        enlarge_hollow(tuple(paths), num_rows)
     whole = getattr(model, "whole", None)
     for one in (model, whole, *(() if whole is None else whole.modules())):
         config = getattr(one, "config", None)
         if isinstance(config, PretrainedConfig) and (vocab_size_of(config) or num_rows) < num_rows:
             set_vocab_size(config, num_rows)
     for one in (model if whole is None else whole).modules():
-        if isinstance(getattr(one, "vocab_size", None), int) and one.vocab_size < num_rows:
-            one.vocab_size = num_rows
+        size = getattr(one, "vocab_size", None)
+        if isinstance(size, int) and size < num_rows:
+            cast(Any, one).vocab_size = num_rows
 
 
 @torch.no_grad()
-def put_new_rows(model: nn.Module, rows: NewRows) -> None:
+def put_new_rows(model: Stage, rows: NewRows) -> None:
     """Makes room for new tokens in a filled stage, starts them, and lets them train alone.
 
     A new row of embedding and head starts as the mean of the rows of its pieces. That is the same
@@ -142,11 +148,12 @@ def put_new_rows(model: nn.Module, rows: NewRows) -> None:
     paths = getattr(model, "vocabulary", ())
     if not paths:
         raise UserError(
-            f"--new-tokens came with {type(model).__name__}, which has no `vocabulary`, the paths "
+            f"`new_tokens` came with {type(model).__name__}, which has no `vocabulary`, the paths "
             "of its embedding and head: their rows are enlarged. Set it in the stage model, or "
             "leave the option out."
         )
     before = vocab_size_of(model.config)
+    assert before is not None  # a model with an embedding says its rows
     enlarge(model, paths, rows.padded(before))
     done: set[int] = set()
     for path, module in vocabulary_modules(model, paths).items():
@@ -185,6 +192,9 @@ def _noise(tensor: torch.Tensor, seed: int) -> torch.Tensor:
 class TokenRows(nn.Module):
     """The rows of new tokens apart from their matrix; a child of the module with the matrix."""
 
+    ids: torch.Tensor
+    place: torch.Tensor
+
     def __init__(self, weight_NH: nn.Parameter, ids: torch.Tensor, num_rows: int) -> None:
         super().__init__()
         self.weight = weight_NH
@@ -194,7 +204,7 @@ class TokenRows(nn.Module):
         self.register_buffer("place", place, persistent=False)
 
 
-def _train_alone(model: nn.Module, paths: Iterable[str], ids: tuple[int, ...]) -> None:
+def _train_alone(model: Stage, paths: Iterable[str], ids: tuple[int, ...]) -> None:
     """Freezes the matrices and gives them rows that train; tied ones have the same rows."""
     order = model.parameter_order
     for path in paths:
@@ -215,10 +225,10 @@ def _train_alone(model: nn.Module, paths: Iterable[str], ids: tuple[int, ...]) -
 
 
 def _embed_new(
-    module: nn.Module, args: tuple, kwargs: dict[str, torch.Tensor], hidden: torch.Tensor
+    module: nn.Embedding, args: tuple, kwargs: dict[str, torch.Tensor], hidden: torch.Tensor
 ) -> torch.Tensor:
     """Puts the rows into the place of what was looked up for new tokens."""
-    rows = module.get_submodule(ROWS)
+    rows = cast(TokenRows, module.get_submodule(ROWS))
     place = rows.place[args[0] if args else kwargs["input"]]
     # the class's own forward over the rows alone: it may scale what it looks up
     view = copy.copy(module)
@@ -229,22 +239,22 @@ def _embed_new(
 
 
 def _score_new(
-    module: nn.Module, args: tuple, kwargs: dict[str, torch.Tensor], logits: torch.Tensor
+    module: nn.Linear, args: tuple, kwargs: dict[str, torch.Tensor], logits: torch.Tensor
 ) -> torch.Tensor:
     """Puts the logits of new tokens into their places."""
-    rows = module.get_submodule(ROWS)
+    rows = cast(TokenRows, module.get_submodule(ROWS))
     bias = None if module.bias is None else module.bias[rows.ids]
     own = F.linear(args[0] if args else kwargs["input"], rows.weight, bias)
     # in place: another tensor of this size is the largest of a step
     return logits.index_copy_(-1, rows.ids, own.to(logits.dtype))
 
 
-def token_rows(model: nn.Module) -> Iterator[tuple[nn.Module, TokenRows]]:
+def token_rows(model: nn.Module) -> Iterator[tuple[Matrix, TokenRows]]:
     """(module with the matrix, its rows) of all that train rows alone."""
     for module in list(model.modules()):
         child = module._modules.get(ROWS)
         if isinstance(child, TokenRows):
-            yield module, child
+            yield cast(Matrix, module), child
 
 
 @torch.no_grad()
@@ -259,3 +269,37 @@ def fold_rows(model: nn.Module) -> None:
 def is_row_name(name: str) -> bool:
     """Whether a parameter's name is that of rows of new tokens."""
     return name.endswith(f".{ROWS}.weight")
+
+
+# -- NEFTune (Jain et al. 2023, arXiv 2310.05914): noise on token embeddings, in training only ----
+# As transformers' trainer does it: uniform between +-alpha / sqrt(T H), with T the tokens of a row,
+# padding included. `LayerSeeds` seeds the draw, so that it follows from seed, step and micro-batch
+# alone; images take the places of their tokens after it and stay as they are.
+
+ALPHA = "neftune_alpha"
+
+
+def add_noise(model: nn.Module, paths: Iterable[str], alpha: float) -> None:
+    """Puts noise on the embeddings that are on this stage; behind what else changes them.
+
+    Args:
+        paths: of embedding and head in the whole model.
+    """
+    for module in vocabulary_modules(model, paths).values():
+        if isinstance(module, nn.Embedding):
+            setattr(module, ALPHA, alpha)
+            module.register_forward_hook(functools.partial(_noisy, alpha))
+
+
+def noisy_modules(model: nn.Module) -> list[nn.Module]:
+    """The embeddings that draw in training."""
+    return [module for module in model.modules() if hasattr(module, ALPHA)]
+
+
+def _noisy(
+    alpha: float, module: nn.Module, args: tuple, hidden_BTH: torch.Tensor
+) -> torch.Tensor | None:
+    if not module.training:
+        return None
+    most = alpha / (hidden_BTH.shape[1] * hidden_BTH.shape[2]) ** 0.5
+    return hidden_BTH + torch.empty_like(hidden_BTH).uniform_(-most, most)

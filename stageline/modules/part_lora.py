@@ -7,6 +7,7 @@ layers themselves (`lora.py`).
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -19,7 +20,7 @@ from stageline.modules.lora import (
     linear_names,
     wrap_linear,
 )
-from stageline.modules.lora_start import PISSA
+from stageline.modules.lora_layer import PISSA
 
 LORA_PARTS = {"vit": "vision tower", "mlp": "projector", "llm": "language model"}
 EVERYTHING = ("all", ["all"], ALL_LINEAR, [ALL_LINEAR])
@@ -48,7 +49,7 @@ class PartLoRA:
     start: str = "default"
 
     @property
-    def layer_options(self) -> dict[str, object]:
+    def layer_options(self) -> dict[str, Any]:
         """What `wrap_linear` takes of it."""
         names = ("rank", "alpha", "dropout", "use_rslora", "use_dora", "start")
         return {name: getattr(self, name) for name in names}
@@ -64,7 +65,7 @@ def lora_of_parts(
     use_rslora: bool = False,
     use_dora: bool = False,
     lora_init: str = "default",
-    **of_parts: object,
+    **of_parts: Any,
 ) -> dict[str, PartLoRA]:
     """Part -> its LoRA.
 
@@ -78,8 +79,13 @@ def lora_of_parts(
         TypeError: an argument that no part has.
         UserError: DoRA or PiSSA for a stack of adapters.
     """
-    kind = {"use_rslora": use_rslora, "use_dora": use_dora, "start": lora_init}
-    everywhere = {"num": 0, "rank": lora_rank, "alpha": lora_alpha, "target": lora_target}
+    kind: dict[str, Any] = {"use_rslora": use_rslora, "use_dora": use_dora, "start": lora_init}
+    everywhere: dict[str, Any] = {
+        "num": 0,
+        "rank": lora_rank,
+        "alpha": lora_alpha,
+        "target": lora_target,
+    }
     found = {}
     for part in LORA_PARTS:
         own = {name: of_parts.pop(f"{part}_lora_{name}", None) for name in SETTINGS}
@@ -97,11 +103,11 @@ def _check_stack(part: str, lora: PartLoRA) -> None:
     """Refuses on several adapters what is about the one weight below."""
     is_pissa = lora.start.startswith(PISSA)
     if lora.num > 1 and (lora.use_dora or is_pissa):
-        option = "--use-dora" if lora.use_dora else f"--lora-init {lora.start}"
+        option = "`use_dora`" if lora.use_dora else f"`lora_init` {lora.start}"
         raise UserError(
             f"{option} came with --{part}-lora-num {lora.num}, 1 was expected: it is about the "
             "weight below, which is one adapter's alone. To build on an earlier adapter merge it: "
-            "--adapter-path FOLDER --create-new-adapter."
+            "`adapter_path` FOLDER `create_new_adapter`."
         )
 
 
@@ -192,12 +198,12 @@ def _no_match(part: str, lora: PartLoRA, names: list[str]) -> UserError:
     if lora.exclude is not None and any(is_target(name, lora.target) for name in names):
         left_out = lora.exclude if isinstance(lora.exclude, str) else ",".join(lora.exclude)
         return UserError(
-            f"--lora-exclude {left_out} leaves none of the {len(names)} linear layers in the "
+            f"`lora_exclude` {left_out} leaves none of the {len(names)} linear layers in the "
             f"{LORA_PARTS[part]}, one at least was expected: LoRA goes on what is left. Exclude "
             f"fewer of {', '.join(endings[:MAX_NAMES_SHOWN])}."
         )
     return UserError(
-        f"--{part}-lora-target (or --lora-target) {target} matches none of the {len(names)} linear "
+        f"--{part}-lora-target (or `lora_target`) {target} matches none of the {len(names)} linear "
         f"layers in the {LORA_PARTS[part]}, at least one was expected: LoRA goes on linear layers. "
         f"Name some of {', '.join(endings[:MAX_NAMES_SHOWN])}, or give --{part}-lora-target all."
     )

@@ -173,7 +173,7 @@ def _int8(
 def _finish(made: nn.Module, linear: nn.Linear, device: torch.device) -> nn.Module:
     if linear.bias is not None:
         made.bias = nn.Parameter(linear.bias.detach().to(device), requires_grad=False)
-    made.is_quantised = True
+    made.__dict__["is_quantised"] = True
     return made.train(linear.training)
 
 
@@ -251,13 +251,13 @@ def _torchao(
     is_int4 = quantization.kind == "torchao_int4"
     if is_int4 and linear.in_features % GROUP:
         raise UserError(
-            f"--quantization torchao_int4 came with a linear layer of {linear.in_features} inputs; "
+            f"`quantization` torchao_int4 came with a linear layer of {linear.in_features} inputs; "
             f"a multiple of {GROUP} was expected: so many weights share a scale. Use torchao_int8."
         )
     holder = nn.Sequential(nn.Linear(1, 1, bias=False))
     holder[0].weight = nn.Parameter(linear.weight.detach().to(device), requires_grad=False)
     library.quantize_(holder, _config(library, is_int4))
-    made = holder[0].weight
+    made: Any = holder[0].weight  # now a tensor of torchao's
     values_OI, scale_OG = made.qdata, made.scale.reshape(linear.out_features, -1)
     if is_int4 and bool(made.zero_point.any()):
         raise AssertionError("torchao gave zero points where symmetric numbers were asked for")
@@ -271,7 +271,9 @@ def _config(library: ModuleType, is_int4: bool) -> object:
     granularity = importlib.import_module("torchao.quantization.granularity")
     # the layout that torchao has for every device; packing is ours
     return library.IntxWeightOnlyConfig(
-        weight_dtype=torch.int4, granularity=granularity.PerGroup(GROUP)
+        # torch has int4 since 2.6, its stubs do not
+        weight_dtype=torch.int4,  # type: ignore[attr-defined]
+        granularity=granularity.PerGroup(GROUP),
     )
 
 
@@ -304,7 +306,7 @@ def _import(name: str, kind: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         raise UserError(
-            f"--quantization {kind} came, and {package} cannot be imported ({error}); it was "
+            f"`quantization` {kind} came, and {package} cannot be imported ({error}); it was "
             f"expected, because it makes the numbers. Install it ({_INSTALL[package]}), or choose "
             "another kind."
         ) from error

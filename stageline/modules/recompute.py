@@ -6,13 +6,43 @@ for the gradient of the inputs and later for that of the weights; torch's own fu
 layer once more for each weight, and refuses the second walk where some outputs were saved.
 """
 
+import functools
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
 
 import torch
+from torch import nn
+from torch.autograd.function import FunctionCtx
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from stageline.modules.random_state import RandomState
+from stageline.modules.pass_through import PassThrough
+
+# -- the state of the random numbers at one moment, so that dropout can be drawn a second time ----
+
+
+class RandomState:
+    """Remembers the generators of the host and of one device as they are now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.host = torch.get_rng_state()
+        self.device = device if device.type == "cuda" else None
+        self.on_device = torch.cuda.get_rng_state(device) if self.device else None
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Draws the same numbers again inside; afterwards the generators are as before."""
+        with torch.random.fork_rng(devices=[self.device] if self.device else []):
+            torch.set_rng_state(self.host)
+            if self.device and self.on_device is not None:
+                torch.cuda.set_rng_state(self.on_device, self.device)
+            yield
+
+
+# -------------------------------------------------------------------------------------------------
 
 # two context managers: around the first run, around the second
 Contexts = Callable[[], tuple[AbstractContextManager, AbstractContextManager]]
@@ -40,7 +70,7 @@ class _KeepInputs(torch.autograd.Function):
     """Saves tensors where hooks around the layer see them, so that they can be offloaded."""
 
     @staticmethod
-    def forward(ctx: object, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*tensors)
         return torch.empty(0)
 
@@ -62,7 +92,9 @@ class _Frame:
         self.needs_grad = [tensor.requires_grad for tensor in tensors]
         self.others = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
         anchor = torch.empty(0, requires_grad=True)
-        self.inputs = _KeepInputs.apply(anchor, *(tensor.detach() for tensor in tensors)).grad_fn
+        self.inputs: Any = _KeepInputs.apply(
+            anchor, *(tensor.detach() for tensor in tensors)
+        ).grad_fn
         self.random_state = RandomState(tensors[0].device if tensors else torch.device("cpu"))
         self.slots: list[weakref.ref[_Slot]] = []
         self.num_made = 0
@@ -79,7 +111,7 @@ class _Frame:
         if not self.is_done:
             self._run_again()
             self.is_done = True
-            self.inputs = self.others = None  # all that they are needed for is made
+            self.inputs, self.others = None, []  # all that they are needed for is made
         if slot.tensor is None:
             raise RecomputeError(_MISMATCH.format(f"{self.num_made} tensors", len(self.slots)))
         return slot.tensor
@@ -114,7 +146,7 @@ class _Frame:
 
 _MISMATCH = (
     "a checkpointed layer saved {} in its second run where the first one saved {}: its forward "
-    "must do the same each time. Look for state that it changes, or drop --gradient-checkpointing."
+    "must do the same each time. Look for state that it changes, or drop `gradient_checkpointing`."
 )
 
 
@@ -135,3 +167,238 @@ def recompute(
     frame = _Frame(lambda *tensors: function(*tensors, **kwargs), args, again)
     with torch.autograd.graph.saved_tensors_hooks(frame.pack, frame.unpack), first:
         return function(*args, **kwargs)
+
+
+# -- which layers are recomputed in the backward pass, and what of them is kept all the same ------
+
+CheckpointMode = Literal["full", "operators"]
+
+# Products of activations and weights. Not bmm: in eager attention that is [T, T] for each head.
+_MATMULS = ("mm", "addmm", "_grouped_mm", "_scaled_mm")
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+_SAVED = {
+    getattr(torch.ops.aten, name).default
+    for name in (*_MATMULS, *_ATTENTION)
+    if hasattr(torch.ops.aten, name)
+}
+
+
+def keep_products(
+    context: object, operator: torch._ops.OpOverload, *args: object, **kwargs: object
+) -> CheckpointPolicy:
+    """Keeps the outputs of matrix products and fused attention; all else is made anew.
+
+    Attention with dropout is made anew too: skipping it would shift the random numbers of what
+    comes after it.
+    """
+    if operator in _SAVED and not _has_dropout(operator, args, kwargs):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _has_dropout(operator: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> bool:
+    for index, argument in enumerate(operator._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[index] if index < len(args) else argument.default_value
+            return float(kwargs.get("dropout_p", given) or 0.0) > 0.0
+    return False
+
+
+CONTEXTS: dict[str, Contexts | None] = {
+    "full": None,
+    "operators": functools.partial(create_selective_checkpoint_contexts, keep_products),
+}
+
+
+def checkpoint_layers(
+    layers: Iterable[tuple[int, nn.Module]], *, every: int = 1, mode: CheckpointMode = "full"
+) -> None:
+    """Recomputes every n-th layer in the backward pass. In place; names of parameters stay.
+
+    Args:
+        layers: (index in the whole model, layer); a layer of another stage may be among them.
+        every: layers 0, n, 2 n, ... of the whole model, so that each split recomputes the same.
+        mode: "operators" keeps the outputs of matrix products and attention.
+    """
+    for index, layer in layers:
+        if index % every == 0 and not isinstance(layer, PassThrough):
+            layer.forward = functools.partial(recompute, layer.forward, contexts=CONTEXTS[mode])
+            layer.__dict__["is_recomputed"] = True
+
+
+def recomputes(model: nn.Module) -> bool:
+    """Whether some layer of `model` is recomputed in the backward pass."""
+    return any(getattr(module, "is_recomputed", False) for module in model.modules())
+
+
+def tower_layers(model: nn.Module, *, but: Iterable[nn.Module]) -> list[tuple[int, nn.Module]]:
+    """(index, layer) of the repeated layers that are not among `but`: those of a vision tower."""
+    left_out = {id(layer) for layer in but}
+    found: list[tuple[int, nn.Module]] = []
+    for name, module in model.named_modules():
+        leaf = name.rpartition(".")[2]
+        if isinstance(module, GradientCheckpointingLayer) and id(module) not in left_out:
+            found.append((int(leaf) if leaf.isdigit() else 0, module))
+    return found
+
+
+# -- torch.compile layer by layer: one small graph that all equal layers share --------------------
+
+
+def compile_layers(layers: Iterable[tuple[int, nn.Module]], *, backend: str = "inductor") -> None:
+    """Compiles the forward of each layer. In place: no name of a parameter changes.
+
+    Shapes are dynamic, since each micro-batch has a length of its own. A compiled layer is one
+    node of the autograd graph: its gradients can't be split into those of inputs and of weights.
+
+    Args:
+        layers: (index in the whole model, layer); layers of other stages are passed over.
+        backend: of torch.compile.
+    """
+    for _, layer in layers:
+        if not isinstance(layer, PassThrough):
+            layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
+
+
+# -- saved activations wait for their backward pass in host memory, and come back in time for it --
+# Copies run on streams of their own beside the computation, out of pinned memory. Parameters stay
+# where they are: the graph only borrows them. A device without memory of its own moves nothing.
+
+MIN_BYTES = 1 << 20  # below it a copy costs more in launches than it saves in memory
+_streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+
+
+def is_worth_moving(tensor: torch.Tensor) -> bool:
+    """Whether a saved tensor lies on a GPU and is large."""
+    return tensor.is_cuda and tensor.numel() * tensor.element_size() >= MIN_BYTES
+
+
+@contextmanager
+def offloaded(
+    model: nn.Module, *, moves: Callable[[torch.Tensor], bool] = is_worth_moving
+) -> Iterator[None]:
+    """Inside, tensors saved for the backward pass go to host memory.
+
+    Args:
+        model: its parameters and buffers are left alone, under any view.
+        moves: which other tensors go.
+    """
+    held = {tensor.untyped_storage().data_ptr() for tensor in model.parameters()}
+    held |= {tensor.untyped_storage().data_ptr() for tensor in model.buffers()}
+    waiting_room = _WaitingRoom(held, moves)
+    with torch.autograd.graph.saved_tensors_hooks(waiting_room.pack, _unpack):
+        yield
+
+
+def offload_activations(
+    model: nn.Module, *, moves: Callable[[torch.Tensor], bool] = is_worth_moving
+) -> None:
+    """From now on `model.forward` runs inside `offloaded`. In place."""
+    forward = model.forward
+
+    def offloading_forward(*args: object, **kwargs: object) -> object:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        with offloaded(model, moves=moves):
+            return forward(*args, **kwargs)
+
+    model.forward = offloading_forward
+
+
+class _WaitingRoom:
+    """The tensors that one forward pass moved; a tensor that is saved twice is moved once."""
+
+    def __init__(self, held: set[int], moves: Callable[[torch.Tensor], bool]) -> None:
+        self.held = held
+        self.moves = moves
+        self.seen: dict[tuple, tuple[StorageWeakRef, weakref.ref[_Moved]]] = {}
+        self.last: weakref.ref[_Moved] | None = None
+
+    def pack(self, tensor: torch.Tensor) -> "torch.Tensor | _Moved":
+        storage = tensor.untyped_storage()
+        is_expanded = storage.nbytes() < tensor.numel() * tensor.element_size()
+        if storage.data_ptr() in self.held or is_expanded or not self.moves(tensor):
+            return tensor
+        alive = StorageWeakRef(storage)
+        layout = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        key = (alive.cdata, tensor._version, *layout)
+        known = self.seen.get(key)
+        # an address may be used again once its storage is gone
+        moved = known[1]() if known is not None and not known[0].expired() else None
+        if moved is None:
+            moved = _Moved(tensor, before=self.last)
+            self.seen[key] = (alive, weakref.ref(moved))
+            self.last = weakref.ref(moved)
+        return moved
+
+
+def _unpack(saved: "torch.Tensor | _Moved") -> torch.Tensor:
+    return saved.take() if isinstance(saved, _Moved) else saved
+
+
+class _Moved:
+    """A tensor in host memory, and the way back.
+
+    Args:
+        before: the one that was moved before it; it is fetched ahead, since a backward pass goes
+            through them in reverse.
+    """
+
+    def __init__(self, tensor: torch.Tensor, *, before: "weakref.ref[_Moved] | None") -> None:
+        self.device = tensor.device
+        self.stride = tensor.stride()
+        self.before = before
+        self.on_device: torch.Tensor | None = None
+        self.host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        if not tensor.is_cuda:
+            self.host.copy_(tensor)
+            return
+        out = _stream(self.device, "out")
+        out.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(out):
+            self.host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(out)  # its memory may be given away only after the copy
+        self.copied = out.record_event()
+
+    def take(self) -> torch.Tensor:
+        """The tensor on its device, ready for the current stream."""
+        if self.device.type != "cuda":
+            return self._restored()
+        self.fetch()
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(self.fetched)
+        tensor, self.on_device = self.on_device, None  # a second walk fetches it again
+        assert tensor is not None  # fetch() put it there
+        tensor.record_stream(current)
+        before = self.before() if self.before is not None else None
+        if before is not None:
+            before.fetch()
+        return tensor
+
+    def fetch(self) -> None:
+        """Starts the way back, once."""
+        if self.on_device is not None:
+            return
+        back = _stream(self.device, "in")
+        back.wait_event(self.copied)
+        with torch.cuda.stream(back):
+            self.on_device = self._restored()
+        self.fetched = back.record_event()
+
+    def _restored(self) -> torch.Tensor:
+        # the strides too, which a slice loses in a copy: some kernels round differently by them
+        size, dtype = self.host.size(), self.host.dtype
+        tensor = torch.empty_strided(size, self.stride, dtype=dtype, device=self.device)
+        return tensor.copy_(self.host, non_blocking=True)
+
+
+def _stream(device: torch.device, direction: str) -> torch.cuda.Stream:
+    if (device, direction) not in _streams:
+        _streams[device, direction] = torch.cuda.Stream(device)
+    return _streams[device, direction]

@@ -4,6 +4,9 @@ The orders of the built-in schedules come from torch.distributed.pipelining; a C
 other. Loads no model, moves no tensor.
 """
 
+import csv
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -12,8 +15,106 @@ from pathlib import Path
 from torch.distributed.pipelining import _schedule_visualizer
 
 from stageline.errors import UserError
-from stageline.pipeline.actions import Action, Kind, parse_action
-from stageline.pipeline.schedule_file import ScheduleFile, read_schedule_file
+from stageline.pipeline.plan import Action, Kind, parse_action
+
+# -- reads a schedule of the user's own: a CSV file with a row for each rank, a cell for each action
+# Cells are spelled as torch spells them: `0F0`, `1B0`, `1I2`, `1W2`, `(0F3;3B1)OVERLAP_F_B`; empty
+# cells are waits and mean nothing. Transfers between ranks follow from the actions and are left
+# out; where a file of torch's has them, they are passed over.
+
+_TRANSFER = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+_PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+@dataclass(frozen=True)
+class ScheduleFile:
+    """A schedule that came from a file.
+
+    Attributes:
+        orders: what each rank does, in order.
+        rank_of_stage: follows from the rows that a stage stands in.
+    """
+
+    orders: tuple[tuple[Action, ...], ...]
+    rank_of_stage: tuple[int, ...]
+    num_micro_batches: int
+    splits_backward: bool
+
+
+def read_schedule_file(path: Path) -> ScheduleFile:
+    """Reads and checks a schedule.
+
+    Raises:
+        UserError: with file and row; a pass that is missing, twice there, on two ranks, or that
+            waits for one behind it.
+    """
+    if not path.is_file():
+        raise UserError(f"`schedule` {path}: there is no such file. A CSV file was expected.")
+    with path.open(newline="", encoding="utf-8") as lines:
+        rows = [row for row in csv.reader(lines) if any(cell.strip() for cell in row)]
+    orders = [_read_row(row, f"{path}, row {number}") for number, row in enumerate(rows, start=1)]
+    if not any(orders):
+        raise UserError(f"`schedule` {path} holds no action: expected cells such as 0F0, 0B0.")
+    rank_of_stage = _find_ranks(orders, path)
+    num_micro_batches = 1 + max(action.micro_batch for order in orders for action in order)
+    _check_complete(orders, path, len(rank_of_stage), num_micro_batches)
+    return ScheduleFile(
+        orders=tuple(tuple(order) for order in orders),
+        rank_of_stage=rank_of_stage,
+        num_micro_batches=num_micro_batches,
+        splits_backward=any(a.kind == Kind.WEIGHT_GRAD for order in orders for a in order),
+    )
+
+
+def _read_row(row: list[str], where: str) -> list[Action]:
+    cells: list[str] = []
+    for cell in row:
+        pair = _PAIR.fullmatch(cell.strip())
+        cells += pair[1].split(";") if pair else [cell.strip()]
+    actions = []
+    for cell in cells:
+        action = parse_action(cell)
+        if action is not None:
+            actions.append(action)
+        elif cell and not _TRANSFER.fullmatch(cell):
+            raise UserError(
+                f"{where}: {cell!r} is no action. Expected stage, F, B, I or W, and micro-batch, "
+                "such as 0F0 for the forward pass of micro-batch 0 through stage 0."
+            )
+    return actions
+
+
+def _find_ranks(orders: list[list[Action]], path: Path) -> tuple[int, ...]:
+    rank_of_stage: dict[int, int] = {}
+    for rank, order in enumerate(orders):
+        for action in order:
+            if rank_of_stage.setdefault(action.stage, rank) != rank:
+                raise UserError(
+                    f"{path}: stage {action.stage} stands in rows {rank_of_stage[action.stage] + 1}"
+                    f" and {rank + 1}: each stage lies on one rank. Move its actions into one row."
+                )
+    missing = set(range(max(rank_of_stage) + 1)) - set(rank_of_stage)
+    if missing:
+        raise UserError(f"{path}: no action of stage {min(missing)} stands in it: add its passes.")
+    return tuple(rank_of_stage[stage] for stage in sorted(rank_of_stage))
+
+
+def _check_complete(
+    orders: list[list[Action]], path: Path, num_stages: int, num_micro_batches: int
+) -> None:
+    """Every stage passes every micro-batch forward once, and backward once or in its two halves."""
+    counts = Counter(action for order in orders for action in order)
+    for stage in range(num_stages):
+        for micro_batch in range(num_micro_batches):
+            found = "".join(kind.value * counts[Action(stage, kind, micro_batch)] for kind in Kind)
+            if found not in ("FB", "FIW"):
+                raise UserError(
+                    f"{path}: stage {stage} does {found or 'nothing'} with micro-batch "
+                    f"{micro_batch}. Expected F and B, or F, I and W, once each."
+                )
+
+
+# -------------------------------------------------------------------------------------------------
 
 Orders = list[list[Action]]  # what each rank does, in order
 
@@ -81,6 +182,11 @@ class Schedule:
         return max(self.rank_of_stage) + 1
 
     @property
+    def _known(self) -> ScheduleKind:
+        assert self.kind is not None  # where there is no file
+        return self.kind
+
+    @property
     def last_stage_rank(self) -> int:
         """The rank of the pipeline that holds the last stage, where the losses are."""
         return self.rank_of_stage[-1]
@@ -88,7 +194,7 @@ class Schedule:
     @property
     def splits_backward(self) -> bool:
         """Whether gradients of inputs and of weights are computed apart."""
-        return self.kind.splits_backward if self.kind else self.file.splits_backward
+        return self._known.splits_backward if self.file is None else self.file.splits_backward
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages that a rank of the pipeline holds, in the order of the model."""
@@ -98,8 +204,8 @@ class Schedule:
         """The least number of micro-batches, `count` or more, that this schedule runs."""
         if self.file is not None:
             return self.file.num_micro_batches
-        count = max(count, self.kind.least(self.num_ranks, self.num_stages))
-        if self.kind.has_rounds:
+        count = max(count, self._known.least(self.num_ranks, self.num_stages))
+        if self._known.has_rounds:
             while count % max(1, count // self.num_ranks):
                 count += 1
         return count
@@ -123,11 +229,11 @@ class Schedule:
         while self.file is None and not self._is_legal(round(batch_size * per_batch)):
             batch_size += micro_batch_size
         raise UserError(
-            f"{num_micro_batches} micro-batches (--batch-size x --accumulate-steps / "
-            f"--micro-batch-size) can't fill --schedule {self.name} on {self.num_ranks} ranks "
-            f"with {self.num_stages} stages: {self._reason(num_micro_batches)}. Set --batch-size "
+            f"{num_micro_batches} micro-batches (`batch_size` x `accumulate_steps` / "
+            f"`micro_batch_size`) can't fill `schedule` {self.name} on {self.num_ranks} ranks "
+            f"with {self.num_stages} stages: {self._reason(num_micro_batches)}. Set `batch_size` "
             f"to {batch_size}, which makes {round(batch_size * per_batch)}, use fewer stages, or "
-            "choose another --schedule (gpipe runs any number)."
+            "choose another `schedule` (gpipe runs any number)."
         )
 
     def _is_legal(self, count: int) -> bool:
@@ -136,7 +242,7 @@ class Schedule:
     def _reason(self, count: int) -> str:
         if self.file is not None:
             return f"it runs {self.file.num_micro_batches} and no other number"
-        least = self.kind.least(self.num_ranks, self.num_stages)
+        least = self._known.least(self.num_ranks, self.num_stages)
         if count < least:
             what = "ranks" if least == self.num_ranks else "stages"
             return f"it needs one for each of its {least} {what} at least"
@@ -152,7 +258,8 @@ class Schedule:
         self.check(num_micro_batches)
         if self.file is not None:
             return [list(order) for order in self.file.orders]
-        if self.kind.torch_name is None:
+        torch_name = self._known.torch_name
+        if torch_name is None:
             warm_ups = [
                 num_micro_batches if self.name == "gpipe" else self.num_ranks - rank
                 for rank in range(self.num_ranks)
@@ -165,7 +272,7 @@ class Schedule:
         return [
             list(order)
             for order in _torch_orders(
-                self.kind.torch_name, self.num_ranks, stages_per_rank, num_micro_batches
+                torch_name, self.num_ranks, stages_per_rank, num_micro_batches
             )
         ]
 
@@ -185,7 +292,7 @@ def make_schedule(name: str, *, num_ranks: int, stages_per_rank: int | None = No
     kind = SCHEDULES.get(name)
     if kind is None:
         raise UserError(
-            f"--schedule {name} is unknown. Expected: {', '.join(SCHEDULES)}, or the path of a "
+            f"`schedule` {name} is unknown. Expected: {', '.join(SCHEDULES)}, or the path of a "
             ".csv file with a row of actions (0F0, 0B0, ...) for each rank."
         )
     if stages_per_rank is None:
@@ -217,7 +324,7 @@ def _check_stages_per_rank(name: str, kind: ScheduleKind, stages_per_rank: int) 
         is_right, expected = stages_per_rank == 1, "exactly 1"
     if not is_right:
         raise UserError(
-            f"--schedule {name} has {expected} stages on each rank, --stages-per-rank "
+            f"`schedule` {name} has {expected} stages on each rank, `stages_per_rank` "
             f"{stages_per_rank} came: change one of them (several stages: "
             f"{', '.join(key for key, other in SCHEDULES.items() if other.is_multi)})."
         )
@@ -233,14 +340,14 @@ def _from_file(name: str, *, num_ranks: int, stages_per_rank: int | None) -> Sch
     file = read_schedule_file(Path(name))
     if len(file.orders) != num_ranks:
         raise UserError(
-            f"--schedule {name} has rows for {len(file.orders)} ranks, the run has {num_ranks}: "
-            "one row for each rank was expected. Change --num-stages or the file."
+            f"`schedule` {name} has rows for {len(file.orders)} ranks, the run has {num_ranks}: "
+            "one row for each rank was expected. Change `num_stages` or the file."
         )
     schedule = Schedule(name, file.rank_of_stage, file=file)
     wanted = None if stages_per_rank is None else stages_per_rank * num_ranks
     if wanted not in (None, schedule.num_stages):
         raise UserError(
-            f"--schedule {name} has {schedule.num_stages} stages, --stages-per-rank "
+            f"`schedule` {name} has {schedule.num_stages} stages, `stages_per_rank` "
             f"{stages_per_rank} on {num_ranks} ranks makes {wanted}: leave the option out, or "
             "change the file."
         )
@@ -273,8 +380,9 @@ def _compute_actions(actions: Sequence[object]) -> list[Action]:
     for action in actions:
         if action is None:
             continue
-        if getattr(action, "sub_actions", None):
-            found += _compute_actions(action.sub_actions)
+        inner = getattr(action, "sub_actions", None)
+        if inner:
+            found += _compute_actions(inner)
             continue
         parsed = parse_action(str(action))
         if parsed is not None:  # else a reduction of gradients: the training step does that

@@ -8,11 +8,16 @@ from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from stageline.modules.layer_seeds import NO_SEEDS, LayerSeeds
-from stageline.pipeline.actions import Kind
-from stageline.pipeline.stage_contract import run_stage
+from stageline.pipeline.borders import run_stage
+from stageline.pipeline.plan import Kind
+from stageline.stage import Stage
 
 Tensors = tuple[torch.Tensor, ...]
 MicroBatch = dict[str, torch.Tensor]
+
+
+# the output of the last stage -> its loss, or nothing where it is looked at alone
+LossOf = Callable[[torch.Tensor | Tensors], torch.Tensor | tuple[()]]
 
 
 class StagePasses:
@@ -31,7 +36,7 @@ class StagePasses:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Stage,
         *,
         computes_grad: bool,
         sends_grad: bool,
@@ -53,7 +58,7 @@ class StagePasses:
         inputs: Tensors,
         batch: MicroBatch,
         *,
-        loss_of: Callable[[torch.Tensor | Tensors], torch.Tensor] | None = None,
+        loss_of: LossOf | None = None,
     ) -> Tensors:
         """Runs micro-batch `index`.
 
@@ -80,7 +85,7 @@ class StagePasses:
         self,
         inputs: Tensors,
         batch: MicroBatch,
-        loss_of: Callable[[torch.Tensor | Tensors], torch.Tensor] | None,
+        loss_of: LossOf | None,
     ) -> Tensors:
         output = run_stage(self.model, inputs, batch)
         if loss_of is not None:

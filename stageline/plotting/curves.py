@@ -1,37 +1,19 @@
 """Draws the loss curve of a run from its log. Reads one file, writes one file."""
 
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+from stageline.plotting.text import drawable, font_families
+from stageline.run_records import read_log
 
 # a loss that falls by more than this factor shows its end on a logarithmic axis only
 LOG_SCALE_FROM = 30.0
-
-
-def read_log(path: str | Path) -> tuple[list[dict], list[dict]]:
-    """The training and the evaluation records of a JSON-lines log, in order of steps.
-
-    A line that a crash cut off is left out. Where a run was continued from an earlier step, what
-    the log holds beyond that step belongs to weights that are gone: the later lines replace it.
-    """
-    records: list[dict] = []
-    with Path(path).open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if not isinstance(record, dict) or "step" not in record:
-                continue
-            while records and _order(records[-1]) >= _order(record):
-                records.pop()
-            records.append(record)
-    steps = [record for record in records if not _is_eval(record)]
-    return steps, [record for record in records if _is_eval(record)]
 
 
 def smooth(values: Sequence[float], *, width: int | None = None) -> list[float]:
@@ -151,13 +133,188 @@ def _mark_non_finite(axes: Axes, steps: Sequence[dict]) -> None:
         )
 
 
-def _order(record: dict) -> tuple[int, bool]:
-    return record["step"], _is_eval(record)  # a step's evaluation comes after the step
-
-
-def _is_eval(record: dict) -> bool:
-    return record.get("kind") == "eval"
-
-
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
+
+
+# -- draws a study: accuracy of each arm by group, and the losses of all runs. Takes plain figures
+
+COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:purple")
+
+
+def plot_accuracy(figures: Mapping[str, Any], path: str | Path) -> None:
+    """Bars with intervals over samples, a dot a seed, a line at chance."""
+    _save(accuracy_figure(figures), path)
+
+
+def accuracy_figure(figures: Mapping[str, Any]) -> Figure:
+    """A place for each group, a bar for each arm; `figures` as `study_figures` gives them."""
+    arms, groups = figures["arms"], list(figures["chance"])
+    figure = Figure(figsize=(1.5 + 1.1 * len(groups), 4), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / len(arms)
+    for number, (arm, by_group) in enumerate(arms.items()):
+        places = [index + (number - (len(arms) - 1) / 2) * width for index in range(len(groups))]
+        means = [by_group[group]["mean"] for group in groups]
+        intervals = [by_group[group]["interval_95_over_samples"] for group in groups]
+        # a mean may lie outside its percentile interval by rounding
+        below = [max(0.0, mean - low) for mean, (low, _) in zip(means, intervals, strict=True)]
+        above = [max(0.0, high - mean) for mean, (_, high) in zip(means, intervals, strict=True)]
+        color = COLORS[number % len(COLORS)]
+        axes.bar(places, means, width, yerr=[below, above], capsize=3, color=color, label=arm)
+        for place, group in zip(places, groups, strict=True):
+            seeds = by_group[group]["by_seed"]
+            axes.plot([place] * len(seeds), seeds, ".", color="black", markersize=4, zorder=3)
+    for index, group in enumerate(groups):
+        chance = figures["chance"][group]
+        axes.plot([index - 0.45, index + 0.45], [chance] * 2, "--", color="black", linewidth=1)
+    axes.plot([], [], "--", color="black", linewidth=1, label="chance")
+    axes.set_xticks(range(len(groups)), [group.replace(", ", "\n") for group in groups])
+    axes.set(ylim=(0, 1.02), ylabel="held-out accuracy")
+    axes.grid(axis="y", alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.15), ncols=len(arms) + 1, frameon=False)
+    return figure
+
+
+def plot_losses(logs: Mapping[str, Sequence[Sequence[dict]]], path: str | Path) -> None:
+    """Next-token losses of all runs."""
+    _save(losses_figure(logs), path)
+
+
+def losses_figure(logs: Mapping[str, Sequence[Sequence[dict]]]) -> Figure:
+    """A thin line a run, in the colour of its arm.
+
+    Args:
+        logs: arm -> training records of each of its runs. A loss of several terms tells its
+            next-token loss apart as `token_loss`; that is what arms have in common.
+    """
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    for number, (arm, runs) in enumerate(logs.items()):
+        for place, records in enumerate(runs):
+            known = [record for record in records if record.get("loss") is not None]
+            losses = [record.get("token_loss", record["loss"]) for record in known]
+            axes.plot(
+                [record["step"] for record in known],
+                smooth(losses),
+                color=COLORS[number % len(COLORS)],
+                linewidth=1,
+                label=arm if place == 0 else None,
+            )
+    axes.set(xlabel="optimizer step", ylabel="next-token loss, smoothed")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend()
+    return figure
+
+
+def _save(figure: Figure, path: str | Path) -> None:
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    figure.savefig(temporary, dpi=100, format="png")
+    temporary.replace(path)
+
+
+# -- draws what a corpus is made of: lengths of its segments, padding, tokens of each type --------
+
+MOST_TYPES = 20  # with bars of their own; the largest ones
+_GREY = "#9aa0a6"
+
+
+def plot_corpus(
+    histograms: Mapping[str, tuple[Sequence[float], Sequence[int]]],
+    path: str | Path,
+    *,
+    padding: Mapping[str, float],
+    tokens: Mapping[str, int],
+    title: str = "",
+) -> None:
+    """Writes a picture of three panels; who looks at it meanwhile sees an old or a whole one.
+
+    Args:
+        histograms: type -> (borders [n + 1], segments [n]) of lengths in tokens.
+        padding: way to fill rows -> share of them that is padding.
+        tokens: type -> how many.
+    """
+    path = Path(path)
+    figure = corpus_figure(histograms, padding=padding, tokens=tokens, title=title)
+    temporary = path.with_name(path.name + ".tmp")
+    figure.savefig(temporary, dpi=110, format="png")
+    temporary.replace(path)
+
+
+def corpus_figure(
+    histograms: Mapping[str, tuple[Sequence[float], Sequence[int]]],
+    *,
+    padding: Mapping[str, float],
+    tokens: Mapping[str, int],
+    title: str = "",
+) -> Figure:
+    """The picture of `plot_corpus`."""
+    shown = sorted(tokens, key=lambda name: -tokens[name])[:MOST_TYPES]
+    height = 3.2 + 0.9 + 0.28 * len(shown)
+    figure = Figure(figsize=(8, height), layout="constrained")
+    grid = figure.add_gridspec(2, 2, height_ratios=[3.2, height - 3.2], width_ratios=[2, 1])
+    _draw_lengths(figure.add_subplot(grid[0, :]), histograms, shown)
+    _draw_tokens(figure.add_subplot(grid[1, 0]), tokens, shown)
+    _draw_padding(figure.add_subplot(grid[1, 1]), padding)
+    if title:
+        figure.suptitle(drawable(title), fontsize=10, parse_math=False)
+    return figure
+
+
+def _draw_lengths(
+    axes: Axes,
+    histograms: Mapping[str, tuple[Sequence[float], Sequence[int]]],
+    shown: Sequence[str],
+) -> None:
+    """The segments of each type on top of each other; types beyond the largest are one."""
+    below: list[float] | None = None
+    others: list[float] | None = None
+    for name in [*shown, *(name for name in histograms if name not in shown)]:
+        borders, counts = histograms[name]
+        below = below or [0.0] * len(counts)
+        if name not in shown:
+            others = [a + b for a, b in zip(others or [0.0] * len(counts), counts, strict=True)]
+            continue
+        _bars(axes, borders, counts, below, label=drawable(name))
+        below = [a + b for a, b in zip(below, counts, strict=True)]
+    if others is not None and below is not None:
+        _bars(axes, borders, others, below, label="others", color=_GREY)
+    axes.set(xlabel="tokens of a segment", ylabel="segments", xlim=(0, None))
+    axes.set_title("lengths of segments", fontsize=9)
+    if len(histograms) > 1:
+        axes.legend(fontsize=7, title="type", title_fontsize=7)
+
+
+def _bars(
+    axes: Axes,
+    borders: Sequence[float],
+    counts: Sequence[float],
+    below: Sequence[float],
+    **style: Any,
+) -> None:
+    widths = [right - left for left, right in zip(borders[:-1], borders[1:], strict=True)]
+    axes.bar(borders[:-1], counts, widths, bottom=below, align="edge", **style)
+
+
+def _draw_tokens(axes: Axes, tokens: Mapping[str, int], shown: Sequence[str]) -> None:
+    names = list(reversed(shown))
+    places = range(len(names))
+    millions = [tokens[name] / 1e6 for name in names]
+    axes.barh(places, millions, color="#4c78a8")
+    labels = [drawable(name) for name in names]
+    axes.set_yticks(list(places), labels, fontsize=8, family=list(font_families()))
+    axes.set(xlabel="million tokens")
+    axes.set_title("tokens of each type", fontsize=9)
+
+
+def _draw_padding(axes: Axes, padding: Mapping[str, float]) -> None:
+    names = list(reversed(list(padding)))
+    bars = axes.barh(range(len(names)), [padding[name] for name in names], color="#e45756")
+    axes.bar_label(bars, [f"{padding[name]:.2%}" for name in names], fontsize=8, padding=2)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_xlim(0, max(1e-3, *padding.values()) * 1.35 if padding else 1)
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_title("padding of rows", fontsize=9)

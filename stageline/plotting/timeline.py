@@ -3,8 +3,10 @@
 Both panels have the same time axis, so that the end of the lower one is what could be reached.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
@@ -12,15 +14,62 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from stageline.plotting.spans import (
-    KIND_NAMES,
-    WAIT,
-    Span,
-    extent,
-    idle_share,
-    stages_by_rank,
-)
 from stageline.plotting.text import drawable, text_inches
+
+# -- what a timeline shows: spans of ranks, the words for them, the share left blank. Draws nothing
+# The record itself is made in the pipeline, which this room does not know.
+
+WAIT = "wait"
+# in order of the legend
+KIND_NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+    WAIT: "communication wait",
+}
+
+
+class Span(Protocol):
+    """What a rank did between two times, in seconds; `kind` is a key of `KIND_NAMES`."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def stage(self) -> int: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def micro_batch(self) -> int: ...
+    @property
+    def start(self) -> float: ...
+    @property
+    def end(self) -> float: ...
+
+
+def stages_by_rank(spans: Sequence[Span]) -> dict[int, list[int]]:
+    """The stages that each rank holds, both in order."""
+    held: dict[int, set[int]] = {}
+    for span in spans:
+        held.setdefault(span.rank, set()).add(span.stage)
+    return {rank: sorted(held[rank]) for rank in sorted(held)}
+
+
+def extent(spans: Sequence[Span]) -> tuple[float, float]:
+    """First start and last end; zeros for no spans."""
+    starts, ends = [span.start for span in spans], [span.end for span in spans]
+    return min(starts, default=0.0), max(ends, default=0.0)
+
+
+def idle_share(spans: Sequence[Span]) -> float:
+    """The share of a picture's rows that no pass fills: the bubble; waits fill nothing."""
+    start, end = extent(spans)
+    area = len(stages_by_rank(spans)) * (end - start)
+    filled = sum(span.end - span.start for span in spans if span.kind != WAIT)
+    return 1.0 - filled / area if area > 0 else 0.0
+
+
+# -------------------------------------------------------------------------------------------------
 
 COLORS = {"F": "#3b75c4", "B": "#d9822b", "I": "#c9a227", "W": "#3f9a5b", WAIT: "#d77a86"}
 IDLE = "#e9ebee"
@@ -196,3 +245,58 @@ def _add_legend(figure: Figure, spans: Sequence[Span], height: float) -> None:
 def _box(row: int, first: float, last: float) -> list[tuple[float, float]]:
     low, high = row - BAR_HEIGHT / 2, row + BAR_HEIGHT / 2
     return [(first, low), (first, high), (last, high), (last, low)]
+
+
+# -- writes a timeline as Chrome trace events, for ui.perfetto.dev and chrome://tracing -----------
+# A process per rank; in it a thread per stage, and one for waits. Times are in microseconds.
+# Format: "Trace Event Format", JSON object form, complete ("X") and metadata ("M") events.
+
+
+def write_trace(events: Sequence[Span], path: str | Path) -> None:
+    """Writes the events as JSON; the same events, in any order, give the same file."""
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    trace = {"traceEvents": trace_events(events), "displayTimeUnit": "ms"}
+    temporary.write_text(json.dumps(trace, indent=0, allow_nan=False) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def trace_events(events: Sequence[Span]) -> list[dict[str, Any]]:
+    """Names of ranks and stages first, then the spans in order of rank and time."""
+    held = stages_by_rank(events)
+    # a number that is no stage's, and the same in every process
+    waits = 1 + max((stage for stages in held.values() for stage in stages), default=0)
+    start, _ = extent(events)
+    named = []
+    for rank, stages in held.items():
+        named += _metadata(rank, 0, "process", f"rank {rank}", order=rank)
+        for stage in stages:
+            named += _metadata(rank, stage, "thread", f"stage {stage}", order=stage)
+        if any(event.kind == WAIT for event in events if event.rank == rank):
+            named += _metadata(rank, waits, "thread", "waits", order=waits)
+    ordered = sorted(events, key=lambda e: (e.rank, e.start, e.end, e.stage, e.kind, e.micro_batch))
+    return named + [_complete(event, waits=waits, origin=start) for event in ordered]
+
+
+def _metadata(rank: int, thread: int, what: str, name: str, *, order: int) -> list[dict[str, Any]]:
+    """A name, and the place in the list."""
+    place = {"ph": "M", "pid": rank, "tid": thread}
+    return [
+        {"name": f"{what}_name", **place, "args": {"name": name}},
+        {"name": f"{what}_sort_index", **place, "args": {"sort_index": order}},
+    ]
+
+
+def _complete(event: Span, *, waits: int, origin: float) -> dict[str, Any]:
+    is_wait = event.kind == WAIT
+    return {
+        # one colour a kind: Perfetto leaves numbers out when it chooses
+        "name": f"{KIND_NAMES[event.kind]} {event.micro_batch}",
+        "cat": "wait" if is_wait else "compute",
+        "ph": "X",
+        "pid": event.rank,
+        "tid": waits if is_wait else event.stage,
+        "ts": round((event.start - origin) * 1e6, 3),
+        "dur": round((event.end - event.start) * 1e6, 3),
+        "args": {"stage": event.stage, "micro_batch": event.micro_batch, "kind": event.kind},
+    }

@@ -1,30 +1,254 @@
 """The routes, and what all of them share."""
 
-import importlib
-import importlib.util
-from typing import Any
+import contextlib
+import ipaddress
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
 
+import uvicorn
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import Response
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import FileResponse, Response
+from pydantic import BaseModel, ConfigDict
 from starlette.middleware.cors import CORSMiddleware
 
-from stageline.serving.answer_models import (
-    ChatCompletion,
-    Completion,
-    Health,
-    ModelCard,
-    ModelList,
-)
+from stageline.errors import UserError
 from stageline.serving.chat_answers import answer_chat
-from stageline.serving.chat_models import ChatRequest
 from stageline.serving.completion_answers import answer_completion
-from stageline.serving.completion_models import CompletionRequest
-from stageline.serving.document import ASKING, READING, body_of, errors, make_document, stream_of
 from stageline.serving.errors import add_error_handlers
 from stageline.serving.gate import Gate
-from stageline.serving.live import LiveResponse, Out
 from stageline.serving.metrics import CONTENT_TYPE
-from stageline.serving.service import Service
+from stageline.serving.request_models import ChatRequest, CompletionRequest
+from stageline.serving.request_queue import AnsweringEngine, RequestQueue
+from stageline.serving.service import LiveResponse, Out, Service
+from stageline.serving.settings import HttpSettings
+
+# -- what the server answers, for its document: each field is there, be it null -------------------
+
+
+class _Exact(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorObject(_Exact):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(_Exact):
+    """Any answer that is no success."""
+
+    error: ErrorObject
+
+
+class Usage(_Exact):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class TopLogprob(_Exact):
+    """A likely token."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(TopLogprob):
+    """A token of the answer."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(_Exact):
+    """Of the whole answer."""
+
+    content: list[ChatLogprob]
+    refusal: None
+
+
+class AnsweredFunction(_Exact):
+    """A function and its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class AnsweredCall(_Exact):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: AnsweredFunction
+
+
+class AnswerMessage(_Exact):
+    """An answer."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[AnsweredCall] | None = None
+
+
+class ChatChoice(_Exact):
+    """One of the answers."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class ChatCompletion(_Exact):
+    """The answers to a chat."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class TextLogprobs(_Exact):
+    """Of a text, token by token; nothing comes before the first token of a prompt."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class TextChoice(_Exact):
+    """One of the texts."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class Completion(_Exact):
+    """The texts that prompts were gone on with."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[TextChoice]
+    usage: Usage
+
+
+class Abilities(_Exact):
+    """What the chat page has to know of a model."""
+
+    takes_images: bool
+    max_length: int | None
+
+
+class ModelCard(_Exact):
+    """A model that can be asked."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int | None
+    stageline: Abilities
+
+
+class ModelList(_Exact):
+    """The models that can be asked."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Health(_Exact):
+    """The engine works."""
+
+    status: Literal["ok"]
+    running: int
+    queued: int
+
+
+# -- the OpenAPI document: bodies as strict as they are read, and every status that comes ---------
+
+_REFS = "#/components/schemas/{model}"
+_STATUSES = {
+    400: "the request can't be answered as it is",
+    401: "the API key is missing or wrong",
+    404: "there is no such model or address",
+    408: "the body did not arrive in time",
+    413: "the body is too large",
+    415: "the body is no JSON",
+    429: "too many answers are under way: ask again later",
+    500: "the server has failed",
+    503: "the server can't answer now: ask again later",
+    504: "the answer took too long",
+}
+READING = (401, 404, 500)
+ASKING = tuple(_STATUSES)
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route that may fail so."""
+    return {status: {"model": ErrorBody, "description": _STATUSES[status]} for status in statuses}
+
+
+def body_of(model: type[BaseModel]) -> dict[str, Any]:
+    """What a route's document says of its body; the route itself reads it with limits."""
+    content = {"application/json": {"schema": {"$ref": _REFS.format(model=model.__name__)}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def stream_of(description: str) -> dict[str, Any]:
+    """What a route's document says of its other answer, a stream: the schema of one event."""
+    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+    return {"description": description, "content": {"text/event-stream": {"schema": event}}}
+
+
+def make_document(
+    app: FastAPI, models: list[type[BaseModel]], *, model_name: str, has_keys: bool
+) -> dict[str, Any]:
+    """The document of an app.
+
+    Args:
+        models: of the bodies that routes read by themselves; they have a field `model`.
+        model_name: the only one that is served.
+        has_keys: requests need a key.
+    """
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    for model in models:
+        schema = model.model_json_schema(ref_template=_REFS)
+        schemas |= schema.pop("$defs", {})
+        schema["properties"]["model"] = {"type": "string", "enum": [model_name]}
+        schemas[model.__name__] = schema
+    if has_keys:
+        scheme = {"type": "http", "scheme": "bearer"}
+        document["components"]["securitySchemes"] = {"key": scheme}
+        for path, methods in document["paths"].items():
+            for operation in methods.values():
+                operation["security"] = [] if path == "/health" else [{"key": []}]
+    return document
+
+
+# -------------------------------------------------------------------------------------------------
 
 
 def make_app(service: Service) -> FastAPI:
@@ -48,9 +272,9 @@ def make_app(service: Service) -> FastAPI:
             )
         return app.openapi_schema
 
-    app.openapi = document  # type: ignore[method-assign]
+    app.openapi = document  # type: ignore[method-assign]  # the way that FastAPI documents
     app.add_middleware(
-        Gate, api_keys=settings.api_keys, open_paths=_add_page(app), metrics=service.metrics
+        Gate, api_keys=settings.api_keys, open_paths=add_page(app), metrics=service.metrics
     )
     if settings.cors_origins:
         app.add_middleware(
@@ -150,10 +374,205 @@ def _reading(service: Service) -> APIRouter:
     return router
 
 
-def _add_page(app: FastAPI) -> frozenset[str]:
-    """The web page for chats; its paths, which are open to everybody."""
-    if importlib.util.find_spec("stageline.serving.page") is None:
-        return frozenset()
-    page = importlib.import_module("stageline.serving.page")
-    page.add_page(app)
-    return page.PATHS
+# -- the chat page: a few files beside this one, served by the process that answers ---------------
+# Nothing is built and nothing comes from elsewhere: the page works without a network. Its headers
+# forbid scripts, styles and requests of any other origin, and setting markup from text.
+
+FOLDER = Path(__file__).parent / "web"
+KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+POLICY = "; ".join(
+    [
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' data:",  # pictures that a person attaches
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",  # the browser itself refuses innerHTML
+    ]
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",  # asked again with its tag: files change with the version
+}
+# what a browser fetches before a person can type a key: open even where the API is not
+FILES = {
+    "/" if path.name == "index.html" else f"/web/{path.name}": path
+    for path in sorted(FOLDER.iterdir())
+    if path.suffix in KINDS
+}
+
+
+def add_page(app: FastAPI) -> frozenset[str]:
+    """Mounts the page at `/` of an app, and its files under `/web/`.
+
+    They are no part of the app's OpenAPI document.
+
+    Returns:
+        The page's paths, which are open to everybody.
+    """
+    for path, file in FILES.items():
+        app.add_api_route(path, _endpoint(file), methods=["GET", "HEAD"], include_in_schema=False)
+    return frozenset(FILES)
+
+
+def _endpoint(file: Path) -> Any:
+    async def send() -> FileResponse:
+        return FileResponse(file, media_type=KINDS[file.suffix], headers=HEADERS)
+
+    return send
+
+
+# -- runs a server: HTTP in a thread, the engine in this one, until somebody asks for a stop ------
+# A stop ends in order: nothing more is taken, what is under way may finish for a while, the rest is
+# cancelled, then the engine stops.
+
+SECONDS_TO_LOOK = 0.1
+SECONDS_TO_CANCEL = 5.0
+SECONDS_TO_CLOSE = 3.0
+_BACKLOG = 1024
+_PLAIN = HttpSettings()
+
+
+@contextlib.contextmanager
+def http_server(
+    app: FastAPI, host: str, port: int, *, http: HttpSettings = _PLAIN
+) -> Iterator[str]:
+    """Serves an app in a thread; gives its address. Port 0 takes a free one.
+
+    Raises:
+        UserError: the port can't be had.
+    """
+    listener = bind(host, port)
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,  # it would tell who asked what
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_graceful_shutdown=int(SECONDS_TO_CLOSE),
+        # annotated as whole seconds, uvicorn hands it to asyncio's call_later
+        timeout_keep_alive=http.keep_alive_seconds,  # type: ignore[arg-type]
+        limit_concurrency=http.max_connections + 1,  # the first number that uvicorn refuses
+        http="h11",
+        loop="asyncio",
+        ssl_certfile=http.certfile,
+        ssl_keyfile=http.keyfile,
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http")
+    thread.daemon = True  # a fault in this thread must not wait for it
+    thread.start()
+    try:
+        while not server.started and thread.is_alive():
+            time.sleep(0.01)
+        where = f"[{host}]" if ":" in host else host
+        yield f"http{'s' * config.is_ssl}://{where}:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(2 * SECONDS_TO_CLOSE)
+        listener.close()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens.
+
+    Raises:
+        UserError: says what is in the way.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise UserError(
+            f"`host` {host} `port` {port} can't be listened at ({error.strerror or error}). An "
+            "address of this machine and a free port were expected: choose another `port` (0 "
+            "takes a free one), or end what uses it."
+        ) from error
+    return listener
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine reaches it."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def serve_until(
+    service: Service,
+    app: FastAPI,
+    *,
+    host: str,
+    port: int,
+    should_stop: Callable[[], bool],
+    shutdown_seconds: float,
+    tell: Callable[[str], object] = print,
+    http: HttpSettings = _PLAIN,
+) -> None:
+    """Serves until a stop is asked for; the engine runs in this thread.
+
+    Args:
+        should_stop: asked several times a second, in another thread.
+        shutdown_seconds: what is under way may take so long to finish.
+        tell: gets the line that says where the server is.
+        http: how it listens.
+
+    Raises:
+        UserError: the port can't be had.
+        Exception: what the engine raises.
+    """
+    engine, desk = service.engine, service.desk
+    with http_server(app, host, port, http=http) as url:
+        tell(f"serving {service.settings.model_name} at {url}/v1")
+        is_over = threading.Event()
+        watch = threading.Thread(
+            target=_watch, args=(engine, desk, should_stop, shutdown_seconds, is_over), daemon=True
+        )
+        watch.start()
+        try:
+            engine.run()
+        finally:
+            desk.is_closed = True
+            is_over.set()
+            watch.join(SECONDS_TO_CANCEL)
+
+
+def _watch(
+    engine: AnsweringEngine,
+    desk: RequestQueue,
+    should_stop: Callable[[], bool],
+    shutdown_seconds: float,
+    is_over: threading.Event,
+) -> None:
+    while not should_stop():
+        if is_over.wait(SECONDS_TO_LOOK):
+            return
+    desk.is_closed = True
+    _wait_until(lambda: desk.num_places == 0 or is_over.is_set(), shutdown_seconds)
+    desk.cancel_all()
+    _wait_until(lambda: desk.num_places == 0 or is_over.is_set(), SECONDS_TO_CANCEL)
+    engine.stop()
+
+
+def _wait_until(is_so: Callable[[], bool], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not is_so() and time.monotonic() < until:
+        time.sleep(SECONDS_TO_LOOK / 4)

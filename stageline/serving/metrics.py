@@ -8,7 +8,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from stageline.inference.decoding.request import Failed, Finished, Scored
-from stageline.serving.replica_metrics import ReplicaFigures
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -51,13 +50,15 @@ class Metrics:
         self.tokens = Counter("completion_tokens", "tokens of answers", **shared)
         self.ends = Counter("answers", "answers by how they ended", ["reason"], **shared)
         self._begun: set[str] = set()
+
+        def figure(name: str) -> Callable[[], float]:
+            return lambda: float(getattr(stats(), name, 0) or 0)
+
         for name, text in _GAUGES.items():
             gauge = Gauge(f"engine_{name}", text, **shared)
-            gauge.set_function(lambda name=name: float(getattr(stats(), name, 0) or 0))
+            gauge.set_function(figure(name))
         healthy = Gauge("engine_healthy", "1: the engine works", **shared)
         healthy.set_function(lambda: float(stats().is_healthy))
-        if hasattr(stats(), "replicas"):
-            self.registry.register(ReplicaFigures(stats))
 
     def see_piece(self, key: str, asked_at: float) -> None:
         """A piece of an answer came."""

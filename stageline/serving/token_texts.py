@@ -4,8 +4,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from stageline.data.processor import get_tokenizer
-from stageline.inference.decoding.growing_text import GrowingText
+from stageline.data.text.processor import get_tokenizer
+from stageline.inference.decoding.answer import GrowingText
 from stageline.inference.decoding.request import Scored, TokenLogprob
 
 LEAST = -9999.0  # JSON has no infinity; OpenAI writes this
@@ -70,7 +70,8 @@ class TokenTexts:
         values = scored.logprobs if scored else ()
         tops = scored.tops if scored and num_top else ((),) * len(values)
         rest = [
-            TokenLogprob(*one, top=top) for *one, top in zip(ids[1:], values, tops, strict=True)
+            TokenLogprob(token_id, value, top)
+            for token_id, value, top in zip(ids[1:], values, tops, strict=True)
         ]
         return {
             "tokens": [self.text(token_id) for token_id in ids],
@@ -96,7 +97,8 @@ class TokenTexts:
             return text, list(text.encode())
         letters = self.tokenizer.convert_ids_to_tokens(token_id) or ""
         content = [_byte_of_letter().get(letter) for letter in letters]
-        return text, None if None in content else content
+        known = [byte for byte in content if byte is not None]
+        return text, known if len(known) == len(content) else None
 
 
 def _finite(value: float) -> float:

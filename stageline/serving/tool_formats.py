@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from stageline.data.chat_template import ChatTemplate
-from stageline.data.processor import get_tokenizer
-from stageline.inference.decoding.grammar import Grammar
+from stageline.data.text.chat_template import ChatTemplate
+from stageline.data.text.processor import get_tokenizer
+from stageline.inference.decoding.grammars import Grammar
 
 _NAME, _ARGUMENT = "name_of_a_tool", "name_of_an_argument"
 _CALL = rf'\{{\s*"name":\s*"{_NAME}",\s*"FIELD":\s*\{{\s*"{_ARGUMENT}":\s*1\s*\}}'
@@ -20,7 +20,7 @@ _PATTERNS = {
     "mistral": rf"\[TOOL_CALLS\]\s*\[\s*{_CALL}".replace("FIELD", "arguments"),
     "llama": rf"{_CALL}\s*\}}".replace("FIELD", "parameters"),
 }
-_TRIAL = [
+_TRIAL: list[dict[str, Any]] = [
     {"role": "user", "content": "Hello"},
     {
         "role": "assistant",
@@ -152,7 +152,8 @@ def _format_of(name: Any, tokenizer: Any) -> ToolFormat | None:
     if any(added[mark][1] for mark in marks if mark in added):
         return None  # left out of the text of answers
     others = tuple(i for text, (i, special) in added.items() if not special and text not in marks)
-    return ToolFormat(name, *(_mark(text, added) for text in marks), others)
+    begin, end = (_mark(text, added) for text in marks)
+    return ToolFormat(name, begin, end, others)
 
 
 def _mark(text: str, added: Mapping[str, tuple[int, bool]]) -> str:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 # they read the shape, dtype and device of a tensor argument, not its values
 _SHAPE_ONLY = ("_like", "aten::new_")
@@ -46,7 +47,7 @@ class Leaf:
 
 
 @dataclass
-class Call:
+class TracedCall:
     """One call of a module; times are counted in operators.
 
     Attributes:
@@ -60,7 +61,7 @@ class Call:
     has_graph: bool = True
 
 
-class Rehearsal(TorchDispatchMode):
+class ForwardTrace(TorchDispatchMode):
     """Watches all operators and modules of one forward pass.
 
     Attributes:
@@ -74,7 +75,7 @@ class Rehearsal(TorchDispatchMode):
     def __init__(self, whole: nn.Module) -> None:
         super().__init__()
         self.now = 0
-        self.calls: dict[str, list[Call]] = {}
+        self.calls: dict[str, list[TracedCall]] = {}
         self.weight_reads: dict[int, list[int]] = {}
         self.reads: list[tuple[int, int, str]] = []
         self.last_read: dict[int, int] = {}
@@ -139,7 +140,7 @@ class Rehearsal(TorchDispatchMode):
             self._kept.append(value)
             leaves.append(Leaf(path, identity_of(value), born, is_tainted, value))
         self.calls.setdefault(name, []).append(
-            Call(self.now, leaves=leaves, has_graph=torch.is_grad_enabled())
+            TracedCall(self.now, leaves=leaves, has_graph=torch.is_grad_enabled())
         )
 
     def leave(self, name: str, output: Any) -> None:
@@ -154,11 +155,11 @@ class Rehearsal(TorchDispatchMode):
         return storage_of(value) in self._tainted
 
 
-def rehearse(whole: nn.Module, run: Callable[[], object], batch: Mapping[str, Any]) -> Rehearsal:
+def rehearse(whole: nn.Module, run: Callable[[], object], batch: Mapping[str, Any]) -> ForwardTrace:
     """Watches `run`, a forward pass of `whole` on `batch`; nothing stays on the model."""
-    watched = Rehearsal(whole)
+    watched = ForwardTrace(whole)
     watched._kept += _tensors(dict(batch))
-    handles = []
+    handles: list[RemovableHandle] = []
     for name, module in whole.named_modules():
         if name:
             handles += _watch(module, name, watched)
@@ -172,7 +173,7 @@ def rehearse(whole: nn.Module, run: Callable[[], object], batch: Mapping[str, An
     return watched
 
 
-def _watch(module: nn.Module, name: str, watched: Rehearsal) -> tuple[Any, Any]:
+def _watch(module: nn.Module, name: str, watched: ForwardTrace) -> tuple[Any, Any]:
     def enter(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         watched.enter(name, args, kwargs)
 
@@ -205,7 +206,8 @@ def stand_ins(
     made: dict[int, torch.Tensor] = {}
     put: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     for module in whole.modules():
-        for holder in (module._parameters, module._buffers, module.__dict__):
+        holders: list[dict[str, Any]] = [module._parameters, module._buffers, module.__dict__]
+        for holder in holders:
             for name, value in list(holder.items()):
                 if isinstance(value, torch.Tensor) and value.is_meta:
                     if id(value) not in made:

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,6 +22,11 @@ from stageline.errors import UserError
 from stageline.modules.pass_through import DONE, PassThrough
 from stageline.stages.rehearsal import Key, Path
 from stageline.stages.split_plan import Slot, SplitPlan, Where, rebuild
+
+if TYPE_CHECKING:
+    from stageline.stages.base import StageModel as _Mixed
+else:
+    _Mixed = object
 
 Tensors = tuple[torch.Tensor, ...]
 Arguments = dict[str, Any]  # "a": positional ones, "k": by name
@@ -116,7 +121,7 @@ def _by_place(slots: Sequence[Slot]) -> dict[Where, list[tuple[Path, int]]]:
     return found
 
 
-class Spliced:
+class Spliced(_Mixed):
     """Mixed into a stage model of a transformers model.
 
     Attributes:
@@ -159,7 +164,7 @@ class Spliced:
         if path == self.plan.layers:
             for index, leaf in enumerate(module._modules):
                 layer = module._modules[leaf]
-                if index not in self.layers:
+                if index not in self.layers and layer is not None:
                     module._modules[leaf] = self._foreign(layer, prefix + leaf, own, index)
             return
         for name, weight in list(module._parameters.items()):
@@ -195,6 +200,7 @@ class Spliced:
 
     def _hollow_out(self, module: nn.Module, path: str, name: str) -> None:
         weight = module._parameters.pop(name)
+        assert weight is not None  # the caller read it there
         hollow = _Hollow(path, name, tuple(weight.shape), weight.dtype)
         module.__dict__[name] = hollow.zeros("cpu")
         self._hollow = (*self._hollow, hollow)

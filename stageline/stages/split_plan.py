@@ -20,10 +20,10 @@ from torch import nn
 
 from stageline.errors import UserError
 from stageline.stages.rehearsal import (
-    Call,
+    ForwardTrace,
     Leaf,
     Path,
-    Rehearsal,
+    TracedCall,
     identity_of,
     rehearse,
     storage_of,
@@ -125,8 +125,8 @@ class SplitPlan:
 class _Watched:
     """One rehearsal with its layers found."""
 
-    log: Rehearsal
-    layers: list[Call | None]  # None: passed over, as layers that look at absent pictures
+    log: ForwardTrace
+    layers: list[TracedCall | None]  # None: passed over, as layers that look at absent pictures
     given: frozenset[int] = field(default_factory=frozenset)
 
     @property
@@ -183,7 +183,7 @@ def make_plan(
         _with_known_dims(
             whole,
             _slots(whole, text[1], k, around, sizes(batch)),
-            lambda k=k: _slots(whole, again(), k, around, sizes(longer(batch))),
+            functools.partial(_slots_again, whole, again, k, around, lambda: sizes(longer(batch))),
             num_tokens=sizes(batch)["T"],
             numbers=numbers,
         )
@@ -227,7 +227,7 @@ def _watch(
     return name, _Watched(log, layers, frozenset(map(storage_of, batch.values())))
 
 
-def _find_layers(whole: nn.Module, log: Rehearsal, depth: int | None) -> str:
+def _find_layers(whole: nn.Module, log: ForwardTrace, depth: int | None) -> str:
     """The list of modules that are called in a row, of as many as the configuration has layers.
 
     Of several the one that is called last; of lists in each other the outer one.
@@ -244,8 +244,8 @@ def _find_layers(whole: nn.Module, log: Rehearsal, depth: int | None) -> str:
     return max(found)[-1]
 
 
-def _layer_calls(whole: nn.Module, log: Rehearsal, name: str) -> list[Call | None]:
-    layers: list[Call | None] = []
+def _layer_calls(whole: nn.Module, log: ForwardTrace, name: str) -> list[TracedCall | None]:
+    layers: list[TracedCall | None] = []
     end = 0
     for leaf in whole.get_submodule(name)._modules:
         calls = log.calls.get(f"{name}.{leaf}", [])
@@ -260,7 +260,7 @@ def _layer_calls(whole: nn.Module, log: Rehearsal, name: str) -> list[Call | Non
     return layers
 
 
-def _seen(full: Rehearsal, text: Rehearsal) -> dict[str, int]:
+def _seen(full: ForwardTrace, text: ForwardTrace) -> dict[str, int]:
     found = {}
     for name, calls in full.calls.items():
         if name not in text.calls:
@@ -295,7 +295,7 @@ def _owners(
     names: dict[int, list[str]] = {}
     for name, weight in whole.named_parameters(remove_duplicate=False):
         names.setdefault(storage_of(weight), []).append(name)
-    found = {}
+    found: dict[str, frozenset[int]] = {}
     for storage, aliases in names.items():
         times = log.weight_reads.get(storage, [])
         if not times:
@@ -315,7 +315,7 @@ def _owners(
     return found
 
 
-def _is_inside(time: int, calls: Sequence[Call] | None) -> bool:
+def _is_inside(time: int, calls: Sequence[TracedCall] | None) -> bool:
     return any(call.start <= time <= call.end for call in calls or ())
 
 
@@ -380,7 +380,7 @@ def _slots(
     return tuple(sorted(slots, key=lambda slot: not slot.dtype.is_floating_point))
 
 
-def _leaves(call: Call | None) -> list[Leaf]:
+def _leaves(call: TracedCall | None) -> list[Leaf]:
     return call.leaves if call else []
 
 
@@ -429,8 +429,9 @@ def _only_with_pictures(
 
 def _last_slots(whole: nn.Module, watched: _Watched, sizes: Mapping[str, int]) -> tuple[Slot, ...]:
     """Behind the last layer: what of its output is read; a head alone begins with it."""
-    last = next(i for i in reversed(range(len(watched.layers))) if watched.layers[i])
-    call, slots = watched.layers[last], []
+    layers = list(enumerate(watched.layers))
+    last, call = next((i, call) for i, call in reversed(layers) if call)
+    slots = []
     for path, value in walk({"o": call.output}):
         if watched.log.is_tainted(value) and watched.log.last_read.get(storage_of(value), 0):
             leaf = Leaf(path, identity_of(value), call.end, True, value)
@@ -458,6 +459,16 @@ def longer(batch: Batch) -> Batch:
         name: torch.cat([value, value[:, -1:]], dim=1) if value.shape[:2] == shape else value
         for name, value in batch.items()
     }
+
+
+def _slots_again(
+    whole: nn.Module,
+    again: Callable[[], _Watched],
+    place: int,
+    around: tuple[str, ...],
+    sizes: Callable[[], Mapping[str, int]],
+) -> tuple[Slot, ...]:
+    return _slots(whole, again(), place, around, sizes())
 
 
 def _with_known_dims(
@@ -524,7 +535,7 @@ def _has_equal_value(one: torch.Tensor, other: torch.Tensor) -> bool:
 # -- outputs -----------------------------------------------------------------------------------
 
 
-def _structure_of(call: Call | None) -> Any:
+def _structure_of(call: TracedCall | None) -> Any:
     """The output of a layer as nested tuples: what stands in its place where it does not run."""
     if call is None:
         return ("const", None)
@@ -583,6 +594,6 @@ def _refusal(whole: nn.Module, reason: str) -> UserError:
         f"{type(whole).__name__} ({getattr(config, 'model_type', 'no model type')}) cannot be "
         f"split over stages: {reason}. Layers that are called one after the other, each once, were "
         "expected, and nothing beside their arguments that crosses a border, because a split must "
-        "compute what the whole model does. Train it on one GPU or with --dp-shard, or write a "
+        "compute what the whole model does. Train it on one GPU or with `dp_shard`, or write a "
         "subclass of StageModel (docs/add_a_model.md)."
     )

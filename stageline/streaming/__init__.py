@@ -3,7 +3,6 @@
 from stageline.streaming import RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
 """
 
-from stageline.streaming.auto import AutoRoundPipe
 from stageline.streaming.engine import RoundPipe
 from stageline.streaming.recompute import (
     doing_recompute,
@@ -11,7 +10,7 @@ from stageline.streaming.recompute import (
     save_for_recompute,
 )
 from stageline.streaming.run_config import RoundPipeRunConfig
-from stageline.streaming.wrap import wrap_model_to_roundpipe
+from stageline.streaming.wrap import AutoRoundPipe, wrap_model_to_roundpipe
 
 __all__ = [
     "AutoRoundPipe",

@@ -7,16 +7,78 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from stageline.streaming.detour import through_detour
-from stageline.streaming.flow import Flow, bring, can_have, on_host
+from stageline.streaming.host_weights import HostWeights
 from stageline.streaming.lanes import Lane
 from stageline.streaming.microbatch import Inputs
-from stageline.streaming.passes import Part, Pass, Rules
+from stageline.streaming.passes import Flow, Pass, PassPart, Rules, bring, can_have, on_host
 from stageline.streaming.plan import Plan
-from stageline.streaming.shelf import Shelf
+
+# -- joins a forward pass without a graph to autograd: its backward recomputes and streams again --
 
 
-class Call:
+class Detour(torch.autograd.Function):
+    """From the inputs of a call to its outputs; in backward the engine runs its own way.
+
+    `run_forward()` gives the output leaves, `run_backward(gradients)` the inputs' gradients. As
+    with a checkpoint, there is no second backward pass through it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run_forward: Callable[[], list[Any]],
+        run_backward: Callable[[tuple], list[Any]],
+        anchor: torch.Tensor,
+        *inputs: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.run_backward = run_backward
+        ctx.is_used = False
+        outputs = run_forward()
+        plain = [each for each in outputs if not (each.is_floating_point() or each.is_complex())]
+        ctx.mark_non_differentiable(*plain)
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple:
+        if ctx.is_used:
+            raise RuntimeError(
+                "backward came a second time through one call of RoundPipe: what it kept is gone "
+                "after the first. Call the model again."
+            )
+        ctx.is_used = True
+        return (None, None, None, *ctx.run_backward(gradients))
+
+
+def through_detour(
+    run_forward: Callable[[], Any], run_backward: Callable[[list[Any]], list[Any]], inputs: Any
+) -> Any:
+    """The value of `run_forward()`, whose tensors lead back to `run_backward`.
+
+    Args:
+        run_forward: gives nested tuples, lists and dicts with tensors.
+        run_backward: gets a gradient or None for each tensor of them, gives one for each of
+            `inputs`.
+        inputs: the tensors of the call, in order.
+    """
+    kept: dict[str, Any] = {}
+
+    def run() -> list[Any]:
+        leaves, kept["structure"] = pytree.tree_flatten(run_forward())
+        kept["leaves"] = leaves
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    anchor = torch.zeros((), requires_grad=True)  # inputs alone need not want gradients
+    tensors = Detour.apply(run, lambda each: run_backward(list(each)), anchor, *inputs)
+    made = iter(tensors)
+    leaves = [next(made) if isinstance(leaf, torch.Tensor) else leaf for leaf in kept["leaves"]]
+    return pytree.tree_unflatten(leaves, kept["structure"])
+
+
+# -------------------------------------------------------------------------------------------------
+
+
+class EngineCall:
     """A pass with its micro-batches, in the caller's terms.
 
     Args:
@@ -27,7 +89,7 @@ class Call:
 
     def __init__(
         self,
-        shelves: Sequence[Shelf],
+        shelves: Sequence[HostWeights],
         lanes: Sequence[Lane],
         rules: Rules,
         inputs: Sequence[Inputs],
@@ -37,7 +99,7 @@ class Call:
         labels: Sequence[Any] | None = None,
     ) -> None:
         labels = [None] * len(inputs) if labels is None else labels
-        parts = [Part(on_host(each), its) for each, its in zip(inputs, labels, strict=True)]
+        parts = [PassPart(on_host(each), its) for each, its in zip(inputs, labels, strict=True)]
         self._run = Pass(shelves, lanes, rules, parts)
         self._gpus = [lane.device for lane in lanes if lane.device.type == "cuda"]
         self._settle = settle
@@ -119,7 +181,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def _input_gradients(part: Part) -> list[torch.Tensor | None]:
+def _input_gradients(part: PassPart) -> list[torch.Tensor | None]:
     """A gradient or None for each tensor of a micro-batch's inputs."""
     tensors = _tensors(part.inputs.value)
     assert part.gradients is not None
@@ -133,7 +195,7 @@ def _input_gradients(part: Part) -> list[torch.Tensor | None]:
     ]
 
 
-def _to_inputs(parts: Sequence[Part]) -> None:
+def _to_inputs(parts: Sequence[PassPart]) -> None:
     """Hands gradients on to where the call's inputs come from."""
     pairs = [
         (leaf, gradient)
@@ -142,7 +204,7 @@ def _to_inputs(parts: Sequence[Part]) -> None:
         if gradient is not None
     ]
     if pairs:
-        torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
+        torch.autograd.backward([leaf for leaf, _ in pairs], [given for _, given in pairs])
 
 
 def _summed(losses: Sequence[Any]) -> Any:

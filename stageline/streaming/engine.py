@@ -14,19 +14,106 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from stageline.streaming.call import Call
-from stageline.streaming.forwarding import ForwardsAttributes
+from stageline.streaming.call import EngineCall
 from stageline.streaming.host_memory import allocate, check_host_memory, make_pages
-from stageline.streaming.lanes import Lane, Mark, default_lanes
+from stageline.streaming.host_weights import Home, HostWeights, all_homes, make_shelves, update
+from stageline.streaming.lanes import Lane, Mark, OptimizerThread, default_lanes
 from stageline.streaming.microbatch import Inputs, merge_outputs, split_inputs, split_label
 from stageline.streaming.passes import LossFn, Pass, Rules
-from stageline.streaming.place import place_of_call
-from stageline.streaming.plan import Plan
-from stageline.streaming.plan_choice import choose
-from stageline.streaming.run_config import RoundPipeRunConfig
-from stageline.streaming.shelf import Home, Shelf, all_homes, make_shelves, update
-from stageline.streaming.shelf_costs import costs_of
-from stageline.streaming.worker import Worker
+from stageline.streaming.plan import Plan, choose, costs_of
+from stageline.streaming.run_config import RoundPipeRunConfig, place_of_call
+
+# -- lets a wrapper pass for the model inside: attributes, parameters, state, modes ---------------
+# The wrapped model is no submodule, so names of parameters and of the state are those of the model.
+# What the wrapper itself sets while it is made stays its own; later writes go to the model.
+
+_OWN = "_own_names"
+
+
+class ForwardsAttributes:
+    """A base before nn.Module; `_forward_to` ends the making of the wrapper.
+
+    Attributes:
+        _forwards_to: models that attributes are looked up in, the first one that has it; the last
+            is the one that was wrapped.
+    """
+
+    _forwards_to: tuple[nn.Module, ...]
+
+    def _forward_to(self, *models: nn.Module) -> None:
+        self.__dict__["_forwards_to"] = models
+        self.__dict__["training"] = models[0].training
+        self.__dict__.setdefault(_OWN, frozenset({*self.__dict__, _OWN}))
+
+    def __getattr__(self, name: str) -> Any:
+        for model in self.__dict__.get("_forwards_to", ()):
+            try:
+                return getattr(model, name)
+            except AttributeError:
+                continue
+        raise AttributeError(f"neither {type(self).__name__} nor its model has {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = self.__dict__.get(_OWN)
+        if own is None:
+            super().__setattr__(name, value)
+        elif name in own and name != "training":
+            self.__dict__[name] = value
+        else:
+            if name == "training":
+                self.__dict__[name] = value
+            for model in self._forwards_to:
+                setattr(model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        having = [model for model in self._forwards_to if hasattr(model, name)]
+        if not having:
+            raise AttributeError(f"neither {type(self).__name__} nor its model has {name!r}")
+        for model in having:
+            if hasattr(model, name):
+                delattr(model, name)
+
+    def train(self, mode: bool = True) -> Any:
+        """Sets the mode of the model."""
+        self.__dict__["training"] = mode
+        for model in self._forwards_to:
+            model.train(mode)
+        return self
+
+    def named_modules(
+        self, memo: set | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Those of the model, by its names."""
+        return self._forwards_to[0].named_modules(memo, prefix, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the model."""
+        return self._forwards_to[0].state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Loads into the model; the optimizer goes on from what was loaded."""
+        loaded = self._forwards_to[0].load_state_dict(*args, **kwargs)
+        self._values_changed()
+        return loaded
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+        """As a part of a larger model that loads its state."""
+        for name, module in self._forwards_to[0].named_modules():
+            inner = f"{prefix}{name}." if name else prefix
+            module._load_from_state_dict(state_dict, inner, *args)
+        self._values_changed()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"{type(self).__name__} cannot be moved or cast: its weights live on the host and the "
+            "engine keeps their place. Cast the model before it is wrapped."
+        )
+
+    def _values_changed(self) -> None:
+        """Parameters got values from elsewhere."""
+
+
+# -------------------------------------------------------------------------------------------------
 
 PinModel = Literal["alloc", "register", "off"]
 _INHERIT = RoundPipeRunConfig()
@@ -67,7 +154,7 @@ class RoundPipe(ForwardsAttributes, nn.Module):
         self._shelves = make_shelves(self._layers, names)
         on_gpu = self._lanes[0].device.type == "cuda"
         make_pages(self._shelves, pin_model, on_gpu=on_gpu, owner=self)
-        self._worker = Worker(f"optimizer of {self._name}")
+        self._worker = OptimizerThread(f"optimizer of {self._name}")
         self._turn_pages = False  # a finished step has new values on the back pages
         self._last_step: Future | None = None
         self._has_masters = False
@@ -85,10 +172,11 @@ class RoundPipe(ForwardsAttributes, nn.Module):
             Exception: what an earlier optimizer step raised.
         """
         settings = self._settings(roundpipe_run_config)
+        assert settings.num_microbatch is not None  # `filled` gave one
         inputs = split_inputs(args, kwargs, settings.split_input, settings.num_microbatch)
         rules = self._rules(settings, inputs)
         is_trained = any(shelf.is_trained for shelf in self._shelves)
-        with_graph = settings.requires_grad and (is_trained or rules.input_gradients)
+        with_graph = bool(settings.requires_grad) and (is_trained or rules.input_gradients)
         plan = self._plan(settings, len(inputs), with_graph=with_graph)
         call = self._call(settings, rules, inputs)
         if with_graph:
@@ -118,6 +206,7 @@ class RoundPipe(ForwardsAttributes, nn.Module):
             Exception: what a layer, the loss or an earlier optimizer step raised.
         """
         settings = self._settings(run_config)
+        assert settings.num_microbatch is not None  # `filled` gave one
         inputs = split_inputs(
             input_args, input_kwargs, settings.split_input, settings.num_microbatch
         )
@@ -226,8 +315,8 @@ class RoundPipe(ForwardsAttributes, nn.Module):
         rules: Rules,
         inputs: Sequence[Inputs],
         labels: Sequence[Any] | None = None,
-    ) -> Call:
-        return Call(
+    ) -> EngineCall:
+        return EngineCall(
             self._shelves,
             self._lanes,
             rules,
@@ -290,7 +379,7 @@ class RoundPipe(ForwardsAttributes, nn.Module):
 
 
 def _collect(
-    used: set[int], shelf: Shelf, home: Home, mark: Mark, dtype: torch.dtype | None
+    used: set[int], shelf: HostWeights, home: Home, mark: Mark, dtype: torch.dtype | None
 ) -> None:
     mark.wait()
     if id(home.parameter) in used:  # else no layer made one

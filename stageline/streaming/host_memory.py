@@ -6,13 +6,15 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from stageline.checkpoint.host_memory import available_memory
-from stageline.streaming.shelf import Shelf, all_homes, page_views
+from stageline.streaming.host_weights import HostWeights, all_homes, page_views
 
 PAGE = 4096  # bytes that are pinned at once
 Run = tuple[int, int]  # first address, behind the last
 
 
-def make_pages(shelves: Sequence[Shelf], pin_model: str, *, on_gpu: bool, owner: object) -> None:
+def make_pages(
+    shelves: Sequence[HostWeights], pin_model: str, *, on_gpu: bool, owner: object
+) -> None:
     """Puts weights where a GPU fetches them quickly.
 
     Args:
@@ -52,7 +54,7 @@ def allocate_pinned(num_bytes: int) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
-def host_bytes(shelves: Sequence[Shelf], optim_dtype: torch.dtype | None) -> int:
+def host_bytes(shelves: Sequence[HostWeights], optim_dtype: torch.dtype | None) -> int:
     """What weights, their second pages, gradients, their sums and the optimizer's copies take.
 
     Without the optimizer's own state, which is the optimizer's to choose (AdamW: two more values
@@ -68,7 +70,7 @@ def host_bytes(shelves: Sequence[Shelf], optim_dtype: torch.dtype | None) -> int
     return total
 
 
-def _pin_buffers(shelves: Sequence[Shelf]) -> None:
+def _pin_buffers(shelves: Sequence[HostWeights]) -> None:
     """Those that a pass changes come home, and who starts a copy to other memory waits for it."""
     for buffer in {id(each): each for shelf in shelves for each in shelf.buffers}.values():
         if not buffer.is_pinned():
@@ -113,7 +115,7 @@ def _register(values: Sequence[torch.Tensor]) -> list[Run]:
     return done
 
 
-def check_host_memory(shelves: Sequence[Shelf], optim_dtype: torch.dtype | None) -> None:
+def check_host_memory(shelves: Sequence[HostWeights], optim_dtype: torch.dtype | None) -> None:
     """Refuses to train what would drive the machine out of memory, before anything is taken.
 
     Raises:

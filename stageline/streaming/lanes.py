@@ -6,12 +6,108 @@ without a result: a queue may run it later.
 """
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from stageline.streaming.pool import BufferPool
+# -- buffers of one device that are used again, within a budget -----------------------------------
+# A buffer that was given back may still be read by work on its way: it comes with the mark that the
+# next user's queue waits for. So nothing depends on when memory is freed.
+
+
+class DeviceBudgetError(MemoryError):
+    """More bytes are needed at once than the budget of a lane allows."""
+
+
+@dataclass(eq=False)
+class Buffer:
+    """Bytes of a device.
+
+    Attributes:
+        mark: of the last work that uses them.
+    """
+
+    data: torch.Tensor
+    mark: Any
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.numel()
+
+
+class BufferPool:
+    """Hands out buffers, idle ones first.
+
+    Args:
+        budget: bytes that all buffers together may have; None: no limit.
+        allocate: number of bytes -> uint8 tensor of the device.
+
+    Attributes:
+        peak_bytes: the most bytes that all buffers together had.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        budget: int | None = None,
+        allocate: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:
+        self.device = device
+        self.budget = budget
+        self.held_bytes = 0
+        self.peak_bytes = 0
+        self._idle: list[Buffer] = []
+        self._allocate = allocate or self._plain
+
+    def take(self, num_bytes: int, queue: Any) -> Buffer:
+        """A buffer of at least so many bytes; `queue` waits until nobody uses it any more.
+
+        Raises:
+            DeviceBudgetError: the budget has no room for it.
+        """
+        fitting = [each for each in self._idle if each.num_bytes >= num_bytes]
+        # one that is much larger would be missing where it is needed
+        fitting = [each for each in fitting if each.num_bytes <= max(2 * num_bytes, 1 << 16)]
+        if fitting:
+            found = min(fitting, key=lambda each: each.num_bytes)
+            self._idle.remove(found)
+            queue.after(found.mark)
+            return found
+        self._make_room(num_bytes)
+        data = self._allocate(num_bytes)  # it may fail: only then is it counted
+        self.held_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        return Buffer(data, None)
+
+    def give(self, buffer: Buffer, mark: Any) -> None:
+        """Takes a buffer back; work up to `mark` still uses it."""
+        buffer.mark = mark
+        self._idle.append(buffer)
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Drops idle buffers, the largest first, until a new one fits."""
+        if self.budget is None:
+            return
+        idle = sum(each.num_bytes for each in self._idle)
+        if self.held_bytes - idle + num_bytes > self.budget:  # to drop them all would not help
+            raise DeviceBudgetError(
+                f"{num_bytes:,} bytes are needed on {self.device} beside "
+                f"{self.held_bytes - idle:,} in use; the budget is {self.budget:,}: allow more, or "
+                "cut the model into smaller stages (execute_plan)"
+            )
+        self._idle.sort(key=lambda each: each.num_bytes)
+        while self.held_bytes + num_bytes > self.budget:
+            dropped = self._idle.pop()
+            dropped.mark.wait()  # its memory may go to others at once
+            self.held_bytes -= dropped.num_bytes
+
+    def _plain(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+
+# -------------------------------------------------------------------------------------------------
 
 
 class Mark(Protocol):
@@ -24,7 +120,7 @@ class Mark(Protocol):
 class Queue(Protocol):
     """Runs what it is given, in order."""
 
-    def run(self, work: Callable[[], None]) -> None:
+    def run(self, work: Callable[[], object]) -> None:
         """Runs it after what came before."""
 
     def record(self) -> Mark:
@@ -53,7 +149,7 @@ DONE = Done()
 class EagerQueue:
     """Works at once, in the caller's thread."""
 
-    def run(self, work: Callable[[], None]) -> None:
+    def run(self, work: Callable[[], object]) -> None:
         work()
 
     def record(self) -> Mark:
@@ -93,7 +189,7 @@ class CudaQueue:
     def __init__(self, stream: "torch.cuda.Stream") -> None:
         self._stream = stream
 
-    def run(self, work: Callable[[], None]) -> None:
+    def run(self, work: Callable[[], object]) -> None:
         with torch.cuda.stream(self._stream):
             work()
 
@@ -157,20 +253,20 @@ class Lane:
     ) -> "Lane":
         """A lane on a GPU."""
         device = torch.device("cuda", index)
-        queues = [CudaQueue(torch.cuda.Stream(device)) for _ in range(3)]
+        compute, inward, outward = (CudaQueue(torch.cuda.Stream(device)) for _ in range(3))
         # a stream apart: its memory is not what another stream has just dropped and still reads
         owner = torch.cuda.Stream(device)
 
         def allocate(num_bytes: int) -> torch.Tensor:
             with torch.cuda.stream(owner):
                 data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-            for queue in queues:
+            for queue in (compute, inward, outward):
                 queue.after(CudaQueue(owner).record())  # torch hands out the same few streams
                 queue.uses(data)  # an engine may be dropped while work is on its way
             return data
 
         pool = BufferPool(device, budget, allocate)
-        return cls(device, *queues, pool=pool, inputs_budget=inputs_budget)
+        return cls(device, compute, inward, outward, pool, inputs_budget)
 
     def all_done(self) -> Mark:
         """A mark behind all that was given to its queues so far."""
@@ -196,3 +292,60 @@ def default_lanes() -> list[Lane]:
         tenth = torch.cuda.get_device_properties(index).total_memory // 10
         lanes.append(Lane.cuda(index, budget=6 * tenth, inputs_budget=tenth))
     return lanes or [Lane.cpu()]
+
+
+# -- the thread in which gradients are added up and the optimizer runs, in the order of asking ----
+
+
+class OptimizerThread:
+    """Runs jobs one after the other. After one that failed none runs."""
+
+    def __init__(self, name: str) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._error: BaseException | None = None
+        self._last: Future | None = None
+
+    def submit(self, job: Callable[[], Any]) -> Future:
+        """Runs a job after those before it.
+
+        Returns:
+            A future whose `result()` raises what the job, or one before it, raised.
+
+        Raises:
+            Exception: what an earlier job raised, with its traceback.
+        """
+        self.check()
+        self._last = self._executor.submit(self._run, job)
+        return self._last
+
+    def wait(self) -> None:
+        """Returns when all jobs are done.
+
+        Raises:
+            Exception: what a job raised.
+        """
+        self.wait_for(self._last)
+
+    def wait_for(self, job: Future | None) -> None:
+        """Returns when this job and those before it are done.
+
+        Raises:
+            Exception: what a job raised.
+        """
+        if job is not None:
+            job.exception()
+        self.check()
+
+    def check(self) -> None:
+        """Raises what a job raised."""
+        if self._error is not None:
+            raise self._error
+
+    def _run(self, job: Callable[[], Any]) -> Any:
+        if self._error is not None:
+            raise self._error
+        try:
+            return job()
+        except BaseException as error:
+            self._error = error
+            raise

@@ -141,8 +141,9 @@ def _batch_size(value: Any) -> int | None:
     for leaf in _leaves(value):
         if isinstance(leaf, Packed):
             sizes = [_batch_size(part) for part in leaf]
-            if sizes and None not in sizes:
-                return sum(sizes)
+            known = [size for size in sizes if size is not None]
+            if sizes and len(known) == len(sizes):
+                return sum(known)
         elif isinstance(leaf, torch.Tensor) and leaf.ndim > 0:
             return leaf.shape[0]
     return None

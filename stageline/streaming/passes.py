@@ -6,28 +6,160 @@ their gradients to the stage before. Layers that ran forward without a graph are
 the random numbers of the first time.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
-from stageline.streaming.flow import (
-    Flow,
-    bring,
-    detached,
-    float_leaves,
-    layer_seed,
-    num_bytes,
-    on_host,
-    on_tensors,
-    read_by,
-)
-from stageline.streaming.lanes import Lane, Mark
+from stageline.streaming.host_weights import HostWeights
+from stageline.streaming.lanes import DONE, Lane, Mark, Queue, mark_of_caller
 from stageline.streaming.plan import Plan, wavefront
 from stageline.streaming.recompute import running
-from stageline.streaming.seat import Seat
-from stageline.streaming.shelf import Shelf
+from stageline.streaming.stage_pass import StagePass
+
+# -- values on their way between stages, and the seeds that layers draw from ----------------------
+
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: neighbours get far seeds
+_SEEDS = 1 << 63
+
+
+@dataclass
+class Flow:
+    """A value of one micro-batch between two layers, or its gradients.
+
+    Attributes:
+        value: nested tuples, lists and dicts of tensors and anything else.
+        lane: whose device it lies on; None: the host.
+        mark: where it is ready.
+    """
+
+    value: Any
+    lane: Lane | None = None
+    mark: Mark = DONE
+
+
+def layer_seed(base: int, layer: int, part: int, num_parts: int) -> int:
+    """What a layer's random numbers of a micro-batch begin from: the same on any lane and plan."""
+    return (base + _GOLDEN * (1 + layer * num_parts + part)) % _SEEDS
+
+
+def on_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """The value with the function's result in place of each tensor."""
+    return pytree.tree_map_only(torch.Tensor, function, value)
+
+
+def can_have(tensor: torch.Tensor) -> bool:
+    """Whether it is of a dtype that has gradients."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+class Fixed:
+    """Tensors that travel with a value and have no gradients: masks, position embeddings.
+
+    Without it a float mask would ask for a gradient of its own size in every layer.
+    """
+
+    def __init__(self, tensors: Iterable[Any]) -> None:
+        self.tensors = tuple(tensors)
+
+
+pytree.register_pytree_node(
+    Fixed, lambda fixed: (list(fixed.tensors), None), lambda tensors, _: Fixed(tensors)
+)
+
+
+def _is_fixed(value: Any) -> bool:
+    return isinstance(value, Fixed)
+
+
+def float_leaves(value: Any) -> list[torch.Tensor]:
+    """The tensors that can have gradients, in order."""
+    return [
+        leaf
+        for leaf in pytree.tree_leaves(value, is_leaf=_is_fixed)
+        if isinstance(leaf, torch.Tensor) and can_have(leaf)
+    ]
+
+
+def num_bytes(value: Any) -> int:
+    """What the tensors of a value take."""
+    tensors = filter(_is_tensor, pytree.tree_leaves(value))
+    return sum(each.numel() * each.element_size() for each in tensors)
+
+
+def detached(value: Any, *, requires_grad: bool) -> Any:
+    """The same numbers as the beginning of a new graph."""
+
+    def cut(leaf: Any) -> Any:
+        if _is_fixed(leaf):
+            return on_tensors(torch.Tensor.detach, leaf)
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        tensor = leaf.detach()
+        return tensor.requires_grad_(requires_grad and can_have(tensor))
+
+    return pytree.tree_map(cut, value, is_leaf=_is_fixed)
+
+
+def on_host(value: Any) -> Flow:
+    """What the caller gave; if it lies on a GPU after all, then where his stream is now."""
+    leaves = pytree.tree_leaves(value)
+    return Flow(value, mark=mark_of_caller(each for each in leaves if _is_tensor(each)))
+
+
+def read_by(queue: Queue, *flows: Flow) -> None:
+    """Keeps values for the queue whose work, which calls this, reads them.
+
+    Another queue allocated them where they came from elsewhere, and would use their memory again
+    as soon as the last reference is dropped: on a GPU that is long before they are read.
+    """
+    for flow in flows:
+        for leaf in filter(_is_tensor, pytree.tree_leaves(flow.value)):
+            queue.uses(leaf)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def bring(flow: Flow, lane: Lane | None) -> Flow:
+    """The value on another device, or on the host for None; its copies are ordered by marks.
+
+    From one device to another it goes through the host.
+    """
+    device = torch.device("cpu") if lane is None else lane.device
+    here = torch.device("cpu") if flow.lane is None else flow.lane.device
+    if here == device:
+        return flow  # its value may not be there yet: work in a queue fills it in
+    if flow.lane is not None and here.type != "cpu":
+        flow = _copied(flow, flow.lane.outward, None, torch.device("cpu"))
+    return flow if lane is None else _copied(flow, lane.inward, lane, device)
+
+
+def _copied(flow: Flow, queue: Any, lane: Lane | None, device: torch.device) -> Flow:
+    arrived = Flow(None, lane)
+
+    def copy() -> None:
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            queue.uses(tensor)
+            if device.type == "cpu" and tensor.device.type == "cuda":
+                landing = torch.empty_like(tensor, device="cpu", pin_memory=True)
+                return landing.copy_(tensor, non_blocking=True)
+            if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
+                tensor = tensor.pin_memory()  # else this thread waits until the stream gets here
+            return tensor.to(device, non_blocking=True)
+
+        arrived.value = on_tensors(move, flow.value)
+
+    queue.after(flow.mark)
+    queue.run(copy)
+    arrived.mark = queue.record()
+    return arrived
+
+
+# -------------------------------------------------------------------------------------------------
 
 LossFn = Callable[[Any, Any], torch.Tensor | Sequence[torch.Tensor]]
 FORWARD, TURN, BACKWARD = "forward", "turn", "backward"
@@ -35,7 +167,7 @@ Slot = tuple[str, range, Sequence[range]]  # kind, layers, what of them is recom
 
 
 @dataclass
-class Part:
+class PassPart:
     """One micro-batch.
 
     Attributes:
@@ -78,13 +210,19 @@ class Pass:
     """Runs slots. `run` goes through all of a plan, or through its forward ones first."""
 
     def __init__(
-        self, shelves: Sequence[Shelf], lanes: Sequence[Lane], rules: Rules, parts: list[Part]
+        self,
+        shelves: Sequence[HostWeights],
+        lanes: Sequence[Lane],
+        rules: Rules,
+        parts: list[PassPart],
     ) -> None:
         self.shelves = shelves
         self.lanes = lanes
         self.rules = rules
         self.parts = parts
-        self.landed: list[tuple[Seat, Mark]] = []  # seats whose gradients are on their way home
+        self.landed: list[
+            tuple[StagePass, Mark]
+        ] = []  # seats whose gradients are on their way home
         self._snapshots: dict[int, torch.Tensor] = {}
         self._aside_bytes = 0  # of layers' inputs that the backward pass will want
         self._kept: dict[Hashable, tuple] = {}  # what layers save for their recomputation
@@ -101,7 +239,7 @@ class Pass:
     def forward_backward(self, plan: Plan) -> None:
         """Runs a whole plan; gradients end on the shelves and in the parts."""
         turn, *later = plan.backward
-        slots = [(FORWARD, stage, ()) for stage in plan.forward]
+        slots: list[Slot] = [(FORWARD, stage, ()) for stage in plan.forward]
         slots.append((TURN, turn, (turn,)))
         slots += self._backward_slots(later)
         self._go(slots, keeps={s.start for _, _, segments in slots for s in segments})
@@ -138,7 +276,7 @@ class Pass:
             raise
 
     def _one(
-        self, seat: Seat, slot: Slot, place: int, keeps: set[int], following: Seat | None
+        self, seat: StagePass, slot: Slot, place: int, keeps: set[int], following: StagePass | None
     ) -> None:
         """One micro-batch of a slot; meanwhile a share of the lane's next weights comes."""
         kind, stage, segments = slot
@@ -156,8 +294,8 @@ class Pass:
         if place == len(self.parts) - 1:
             self.landed.append((seat, seat.close()))
 
-    def _seat(self, kind: str, stage: range, lane: Lane) -> Seat:
-        return Seat(
+    def _seat(self, kind: str, stage: range, lane: Lane) -> StagePass:
+        return StagePass(
             lane,
             [self.shelves[layer] for layer in stage],
             makes_gradients=kind != FORWARD,
@@ -165,7 +303,7 @@ class Pass:
             snapshots=self._snapshots,
         )
 
-    def _forward(self, seat: Seat, stage: range, place: int, keeps: set[int]) -> None:
+    def _forward(self, seat: StagePass, stage: range, place: int, keeps: set[int]) -> None:
         part, lane, layers = self.parts[place], seat.lane, self._layers(seat, stage)
         began = bring(part.flow or part.inputs, lane)
         saved = {layer: Flow(None, lane) for layer in stage if layer in keeps}
@@ -196,7 +334,7 @@ class Pass:
         stays = len(self.lanes) == 1 and (limit is None or self._aside_bytes <= limit)
         return flow if stays else bring(flow, None)
 
-    def _turn(self, seat: Seat, stage: range, place: int) -> None:
+    def _turn(self, seat: StagePass, stage: range, place: int) -> None:
         """Forward, loss and backward of the deepest layers."""
         part, lane, layers = self.parts[place], seat.lane, self._layers(seat, stage)
         began = bring(part.flow or part.inputs, lane)
@@ -226,7 +364,7 @@ class Pass:
         mark = lane.compute.record()
         loss.mark = output.mark = leaving.mark = mark
 
-    def _backward(self, seat: Seat, stage: range, segment: range, place: int) -> None:
+    def _backward(self, seat: StagePass, stage: range, segment: range, place: int) -> None:
         """Computes a segment again, now with a graph, and its gradients."""
         part, lane, layers = self.parts[place], seat.lane, self._layers(seat, stage)
         began = bring(part.saved.pop(segment.start, part.inputs), lane)
@@ -268,7 +406,7 @@ class Pass:
         needs = self.rules.input_gradients or layer > self._first_graph
         return detached(value, requires_grad=needs)
 
-    def _layers(self, seat: Seat, stage: range) -> Callable[[int, Any, int], Any]:
+    def _layers(self, seat: StagePass, stage: range) -> Callable[[int, Any, int], Any]:
         """What runs a layer of a stage on a value, with random numbers of its own.
 
         The shells of now: the seat drops them when it is closed, and work may run after that.

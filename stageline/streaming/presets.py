@@ -6,25 +6,365 @@ are such a row is proved by a rehearsal with two tokens, not looked up by a name
 """
 
 import inspect
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
 
 from stageline.modules.router_records import ROUTER_LOGITS, recording_routers, watch_routers
-from stageline.streaming.flow import Fixed
-from stageline.streaming.recording import (
-    Call,
-    NoPresetError,
-    Tape,
-    follow,
-    play,
-    recorders,
-    twin_with,
-)
-from stageline.streaming.rehearsal import Layout, rehearse, two_tokens
+from stageline.streaming.host_weights import shell_of
+from stageline.streaming.passes import Fixed
+
+# -- finds out how a decoder of transformers calls its layers, by letting its own forward run -----
+# Recorders stand in the places of the layers and note their arguments. So masks, position
+# embeddings and whatever else a family does before its layers is the library's, and no model code
+# is copied.
+
+TAPE: ContextVar["Tape | None"] = ContextVar("tape of the recorders", default=None)
+
+
+class NoPresetError(NotImplementedError):
+    """The model is no row of layers that hand one tensor on."""
+
+
+class Recorded(Exception):
+    """Ends a forward pass at the last layer: what comes after it is another's business."""
+
+
+@dataclass(frozen=True)
+class ArgumentSlot:
+    """Stands for a tensor; -1 is the hidden states, which each layer gets from the one before."""
+
+    number: int
+
+
+HIDDEN = ArgumentSlot(-1)
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """Arguments of one call with slots in place of tensors."""
+
+    leaves: tuple[Any, ...]
+    structure: pytree.TreeSpec
+
+    def filled(self, tensors: Sequence[torch.Tensor], hidden: torch.Tensor | None = None) -> Any:
+        """The arguments with their tensors."""
+        leaves = [
+            (hidden if leaf == HIDDEN else tensors[leaf.number])
+            if isinstance(leaf, ArgumentSlot)
+            else leaf
+            for leaf in self.leaves
+        ]
+        return pytree.tree_unflatten(leaves, self.structure)
+
+
+class Tape:
+    """The calls of one forward pass.
+
+    Attributes:
+        hidden: what the first layer gets.
+        calls: of each layer, its (args, kwargs).
+        tensors: each that a call has beside the hidden states, once.
+        stops: the pass ends at the last layer.
+    """
+
+    def __init__(self, *, stops: bool) -> None:
+        self.stops = stops
+        self.hidden: torch.Tensor | None = None
+        self.calls: list[LayerCall] = []
+        self.tensors: list[torch.Tensor] = []
+        self._slots: dict[int, ArgumentSlot] = {}
+        self.last_output: torch.Tensor | None = None
+
+    def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Writes a layer's call down; gives what stands for its output.
+
+        Raises:
+            NoPresetError: the layer does not get what the one before it gave.
+        """
+        expected = self.last_output
+        if expected is None:
+            expected = self.hidden = args[0] if args else kwargs.get("hidden_states")
+        call = self.call((args, kwargs), expected)
+        if not isinstance(expected, torch.Tensor) or HIDDEN not in call.leaves:
+            raise NoPresetError(
+                f"layer {len(self.calls)} does not get what the layer before it gives: the model "
+                "computes between its layers, at least with these inputs. Wrap it with "
+                "use_sequential_preset=False"
+            )
+        self.calls.append(call)
+        # another object: that it, and not the input, goes on is what the next layer checks
+        self.last_output = expected.view_as(expected)
+        return self.last_output
+
+    def call(self, arguments: Any, hidden: torch.Tensor | None = None) -> LayerCall:
+        """Arguments with slots; their tensors go into `tensors`."""
+        leaves, structure = pytree.tree_flatten(arguments)
+        return LayerCall(tuple(self._slot(leaf, hidden) for leaf in leaves), structure)
+
+    def _slot(self, leaf: Any, hidden: torch.Tensor | None) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if leaf is hidden:
+            return HIDDEN
+        if id(leaf) not in self._slots:
+            self._slots[id(leaf)] = ArgumentSlot(len(self.tensors))
+            self.tensors.append(leaf)
+        return self._slots[id(leaf)]
+
+
+class CallRecorder(nn.Module):
+    """Stands in a layer's place, with its attributes but not its weights.
+
+    Args:
+        gives_tuple: layers of this family return a tuple.
+    """
+
+    def __init__(self, layer: nn.Module, *, is_last: bool, gives_tuple: bool) -> None:
+        super().__init__()
+        self.__dict__["_layer"] = layer  # no child: its weights are not this module's
+        self._is_last = is_last
+        self._gives_tuple = gives_tuple
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        tape = TAPE.get()
+        assert tape is not None
+        output = tape.note(args, kwargs)
+        if self._is_last and tape.stops:
+            raise Recorded
+        return (output,) if self._gives_tuple else output
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_layer"], name)
+
+
+def recorders(layers: Sequence[nn.Module], *, gives_tuple: bool) -> nn.ModuleList:
+    """One for each layer."""
+    last = len(layers) - 1
+    return nn.ModuleList(
+        CallRecorder(layer, is_last=number == last, gives_tuple=gives_tuple)
+        for number, layer in enumerate(layers)
+    )
+
+
+def play(model: nn.Module, inputs: Mapping[str, Any], *, stops: bool) -> tuple[Tape, Any]:
+    """Runs a model whose layers are recorders.
+
+    Returns:
+        The tape, and the model's output; None if it stopped at the last layer.
+    """
+    tape = Tape(stops=stops)
+    token = TAPE.set(tape)
+    try:
+        return tape, model(**inputs)
+    except Recorded:
+        return tape, None
+    finally:
+        TAPE.reset(token)
+
+
+def twin_with(module: nn.Module, others: Mapping[str, nn.Module]) -> nn.Module:
+    """The same module with others in some places; all else is shared with it.
+
+    Args:
+        others: by their path in the module.
+    """
+    if "" in others:
+        return others[""]
+    twin = module.__class__.__new__(module.__class__)
+    own = dict(module.__dict__)
+    below: dict[str, dict[str, nn.Module]] = {}
+    for path, other in others.items():
+        name, _, rest = path.partition(".")
+        below.setdefault(name, {})[rest] = other
+    own["_modules"] = {
+        name: twin_with(child, below[name]) if name in below else child
+        for name, child in own["_modules"].items()
+    }
+    twin.__dict__.update(own)
+    return twin
+
+
+def follow(twin: nn.Module, original: nn.Module) -> None:
+    """Gives a twin what was set on its original since it was made: its loss function, its mode."""
+    inner = ("_modules", "_parameters", "_buffers")
+    twin.__dict__.update({k: v for k, v in original.__dict__.items() if k not in inner})
+
+
+# -- proves that a decoder of transformers is a row of layers, and finds what lies before and after
+# A rehearsal runs the model on two tokens without its layers, and looks at who hands which tensor
+# to whom. Nothing is looked up by the name of a family.
+
+
+@dataclass(frozen=True)
+class DecoderLayout:
+    """Where the parts of a model lie, and what its rehearsal showed.
+
+    Attributes:
+        base: path of the model without its head; empty if it has none.
+        norm: path of what comes after the layers; empty if nothing does.
+        gives_tuple: layers return tuples.
+        has_fixed: what travels beside the hidden states has no gradients.
+        output_class: of the base model's output.
+    """
+
+    base: str
+    layers: str
+    norm: str
+    gives_tuple: bool
+    has_fixed: bool
+    output_class: Any
+
+
+def rehearse(model: nn.Module) -> list[DecoderLayout]:
+    """Layouts that fit, the likeliest first.
+
+    Raises:
+        NoPresetError: the model has no row of layers, or computes between them.
+    """
+    layers = _find_layers(model)
+    names = {id(module): name for name, module in model.named_modules()}
+    # most models call their base as a whole, OPT calls the decoder inside
+    bases = dict.fromkeys((names[id(model.base_model)], layers.rpartition(".")[0]))
+    layouts, reasons = [], []
+    for base in bases:
+        for gives_tuple in (False, True):
+            try:
+                layouts.append(_rehearsed(model, base, layers, gives_tuple=gives_tuple))
+            except Exception as error:  # the library's own, of models that want other inputs
+                reasons.append(f"{type(error).__name__}: {error}")
+    if not layouts:
+        raise NoPresetError(f"{type(model).__name__} is no plain row of layers: {reasons[0]}")
+    return layouts
+
+
+def two_tokens(model: nn.Module) -> dict[str, Any]:
+    """Inputs that every decoder takes."""
+    embedding = cast(PreTrainedModel, model).get_input_embeddings()
+    device = cast(torch.Tensor, embedding.weight).device
+    # not the padding: the library would warn that it is not masked
+    token = 0 if getattr(model.config, "pad_token_id", None) != 0 else 1
+    return {"input_ids": torch.full((1, 2), token, dtype=torch.long, device=device)}
+
+
+def _list_at(model: nn.Module, path: str) -> Sequence[nn.Module]:
+    return list(cast(nn.ModuleList, model.get_submodule(path)))  # `_find_layers` looked
+
+
+def _find_layers(model: nn.Module) -> str:
+    """Path of the list of layers, which lies beside the token embeddings."""
+    names = {id(module): name for name, module in model.named_modules()}
+    try:
+        embedding = names.get(id(cast(PreTrainedModel, model).get_input_embeddings()), "")
+    except (AttributeError, NotImplementedError):
+        embedding = ""
+    body = embedding.rpartition(".")[0]
+    config = cast(PreTrainedModel, model).config
+    count = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+    lists = [
+        name
+        for name, child in model.get_submodule(body).named_children()
+        if isinstance(child, nn.ModuleList) and len(child) == count
+    ]
+    if not embedding or len(lists) != 1:
+        raise NoPresetError(
+            f"{type(model).__name__} has {len(lists)} lists of {count} layers beside its "
+            "embeddings, one was expected"
+        )
+    return f"{body}.{lists[0]}".lstrip(".")
+
+
+def _rehearsed(model: nn.Module, base: str, layers: str, *, gives_tuple: bool) -> DecoderLayout:
+    inner = layers.removeprefix(f"{base}.") if base else layers
+    base_model = model.get_submodule(base)
+    row = recorders(_list_at(model, layers), gives_tuple=gives_tuple)
+    # leaves of their own: what depends on no weight is found, whether weights are frozen or not
+    leaves = {
+        id(each): each.detach().requires_grad_(True)
+        for each in base_model.parameters()
+        if each.is_floating_point()
+    }
+    stage = shell_of(twin_with(base_model, {inner: row}), leaves).eval()
+    after = _AfterLayers(stage, inner)
+    with torch.enable_grad(), after:
+        tape, output = play(stage, {**two_tokens(model), "use_cache": False}, stops=False)
+    norm = after.check(tape, output)
+    body = layers.rpartition(".")[0]
+    return DecoderLayout(
+        base=base,
+        layers=layers,
+        norm=".".join(filter(None, (body, norm))) if norm else "",
+        gives_tuple=gives_tuple,
+        has_fixed=not any(tensor.requires_grad for tensor in tape.tensors),
+        output_class=type(output),
+    )
+
+
+class _AfterLayers:
+    """Notes which children of the layers' parent run after the last layer, in a rehearsal."""
+
+    def __init__(self, base_model: nn.Module, layers: str) -> None:
+        parent = base_model.get_submodule(layers.rpartition(".")[0])
+        self._children = dict(parent.named_children())
+        self._num_layers = len(_list_at(base_model, layers))
+        self._seen: list[tuple[str, Any, Any]] = []
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        for name, child in self._children.items():
+            if not isinstance(child, nn.ModuleList):
+                self._handles.append(child.register_forward_hook(self._hook(name)))
+
+    def __exit__(self, *_: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def check(self, tape: Tape, output: Any) -> str:
+        """The child that makes the last hidden states of the last layer's output; empty: none."""
+        if len(tape.calls) != self._num_layers:
+            raise NoPresetError(f"{len(tape.calls)} of {self._num_layers} layers were called")
+        last, source = output.last_hidden_state, tape.last_output
+        if len(self._seen) > 1:
+            raise NoPresetError(f"{len(self._seen)} modules run after the last layer")
+        if not self._seen:
+            _same(source, last)
+            return ""
+        name, got, made = self._seen[0]
+        _same(got[0] if got else None, source)
+        _same(made, last)
+        return name
+
+    def _hook(self, name: str) -> Any:
+        def note(module: nn.Module, args: tuple, output: Any) -> None:
+            tape = TAPE.get()
+            if tape is not None and len(tape.calls) == self._num_layers:
+                self._seen.append((name, args, output))
+
+        return note
+
+
+def _same(left: Any, right: Any) -> None:
+    """Refuses other numbers than those: a view of the same shape is the same."""
+    is_same = (
+        isinstance(left, torch.Tensor)
+        and isinstance(right, torch.Tensor)
+        and left.shape == right.shape
+        and left.untyped_storage()._cdata == right.untyped_storage()._cdata
+    )
+    if not is_same:
+        raise NoPresetError("the model computes between its last layer and its final norm")
+
+
+# -------------------------------------------------------------------------------------------------
 
 # flag of a call -> why it is refused
 _REFUSED = {
@@ -33,7 +373,7 @@ _REFUSED = {
     "output_hidden_states": "hidden states of layers do not travel",
     "output_attentions": "attention weights of layers do not travel",
 }
-_ENDING: ContextVar[tuple[torch.Tensor, tuple] | None] = ContextVar("end of the layers")
+_ENDING: ContextVar[tuple[torch.Tensor, tuple | None] | None] = ContextVar("end of the layers")
 
 
 @dataclass(frozen=True)
@@ -46,20 +386,22 @@ class Script:
         records_routers: blocks hand their router logits on.
     """
 
-    calls: tuple[Call, ...]
-    head: Call
+    calls: tuple[LayerCall, ...]
+    head: LayerCall
     records_routers: bool
 
 
 class Intro(nn.Module):
     """The model up to its first layer."""
 
-    def __init__(self, model: nn.Module, layout: Layout) -> None:
+    _original: nn.Module
+
+    def __init__(self, model: nn.Module, layout: DecoderLayout) -> None:
         super().__init__()
         self.model = _without_the_end(model, layout)
         self.__dict__["_original"] = model  # no child: its layers are others'
         self._has_fixed = layout.has_fixed
-        self._num_layers = len(model.get_submodule(layout.layers))
+        self._num_layers = len(_list_at(model, layout.layers))
         self._names = list(inspect.signature(type(model).forward).parameters)[1:]
         base = model.get_submodule(layout.base)
         self._can_record = ROUTER_LOGITS in (getattr(base, "_can_record_outputs", None) or {})
@@ -109,7 +451,9 @@ class Block(nn.Module):
 class Outro(nn.Module):
     """The model from its last layer on."""
 
-    def __init__(self, model: nn.Module, layout: Layout) -> None:
+    _original: nn.Module
+
+    def __init__(self, model: nn.Module, layout: DecoderLayout) -> None:
         super().__init__()
         norm = model.get_submodule(layout.norm) if layout.norm else nn.Identity()
         self.model = twin_with(model, {layout.base: Finish(norm, layout.output_class)})
@@ -170,19 +514,19 @@ def sequential_of(model: nn.Module) -> nn.Sequential:
     missing = [name for name, each in model.named_parameters() if id(each) not in held]
     if missing:
         raise NoPresetError(f"{type(model).__name__} has {missing[0]} outside of the row of layers")
-    watch_routers(model.get_submodule(layout.base), model.get_submodule(layout.layers))
+    watch_routers(model.get_submodule(layout.base), _list_at(model, layout.layers))
     return row.train(model.training)
 
 
-def _row(model: nn.Module, layout: Layout) -> nn.Sequential:
-    layers = model.get_submodule(layout.layers)
+def _row(model: nn.Module, layout: DecoderLayout) -> nn.Sequential:
+    layers = _list_at(model, layout.layers)
     blocks = (Block(layer, number) for number, layer in enumerate(layers))
     return nn.Sequential(Intro(model, layout), *blocks, Outro(model, layout))
 
 
-def _without_the_end(model: nn.Module, layout: Layout) -> nn.Module:
+def _without_the_end(model: nn.Module, layout: DecoderLayout) -> nn.Module:
     """The model with recorders for layers and without what comes after them."""
-    layers = list(model.get_submodule(layout.layers))
+    layers = _list_at(model, layout.layers)
     others: dict[str, nn.Module] = {
         layout.layers: recorders(layers, gives_tuple=layout.gives_tuple)
     }

@@ -1,7 +1,9 @@
 """How one call runs through the streaming engine; a call's settings win over the model's."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -69,9 +71,21 @@ class RoundPipeRunConfig:
             raise ValueError(
                 f"recompute_grain {filled.recompute_grain!r} came, 'stage' or 'layer' was expected"
             )
+        assert filled.num_microbatch is not None and filled.output_device is not None
         if filled.num_microbatch < 1:
             raise ValueError(
                 f"num_microbatch {filled.num_microbatch} came, 1 or more was expected: each call "
                 "has at least one micro-batch"
             )
         return replace(filled, output_device=torch.device(filled.output_device))
+
+
+# -- where in the user's code something of this room was made: the name of what has no other ------
+
+
+def place_of_call() -> str:
+    """file:line of whoever called into this room."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(__package__):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

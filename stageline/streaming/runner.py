@@ -3,7 +3,7 @@
 It has the interface of `stageline.pipeline.runner.PipelineRunner`, with all stages in one process.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,19 +12,179 @@ from torch import nn
 
 from stageline.modules.layer_seeds import LayerSeeds
 from stageline.pipeline.borders import check_borders, describe_borders
-from stageline.pipeline.local_stages import LocalStages
-from stageline.pipeline.plan import grad_flow
+from stageline.pipeline.plan import Action, Kind, grad_flow
 from stageline.pipeline.recorder import NO_RECORDER, Recorder
+from stageline.pipeline.runner import LocalStages
 from stageline.pipeline.schedules import Schedule, make_schedule
-from stageline.pipeline.stage_passes import MicroBatch
+from stageline.pipeline.stage_passes import MicroBatch, Tensors, model_inputs
+from stageline.stage import Stage
 from stageline.streaming.engine import PinModel, RoundPipe
+from stageline.streaming.host_weights import Home, all_homes
 from stageline.streaming.lanes import Lane
-from stageline.streaming.plan import Plan
-from stageline.streaming.plan_choice import choose
+from stageline.streaming.plan import Plan, choose, costs_of
 from stageline.streaming.run_config import RoundPipeRunConfig
-from stageline.streaming.shelf_costs import costs_of
-from stageline.streaming.stage_weights import StageWeights
-from stageline.streaming.staged import Call, Output, StageLayer
+
+# -- what the trainer's optimizer sees of a model that streams; the counterpart of MasterWeights --
+# The optimizer's parameters and the sums of gradients lie on the host, in float32. A step runs in
+# the engine's thread: in turn, or beside the passes of the next step, one step stale.
+
+
+class StageWeights:
+    """The trained parameters of all stages, by name.
+
+    Args:
+        named_parameters: the trainable parameters of the stages.
+        stale: a step runs beside the passes of the next one, which so have the weights before it.
+
+    Attributes:
+        parameters: what the optimizer updates; their `.grad` is there from `take` on.
+        shares: of parameters that replicas share out: none.
+    """
+
+    def __init__(
+        self, pipe: RoundPipe, named_parameters: Mapping[str, nn.Parameter], *, stale: bool
+    ) -> None:
+        self.model_parameters = dict(named_parameters)
+        self.shares: set[str] = set()
+        self._pipe = pipe
+        self._stale = stale
+        self._is_given = False  # the sums belong to a step that may still run
+        masters = dict(pipe.optim_named_parameters())
+        homes = {id(home.parameter): home for home in all_homes(pipe._shelves)}
+        self._homes: list[tuple[Home, nn.Parameter]] = [
+            (home, home.master) for home in homes.values() if home.master is not None
+        ]
+        master_of = {id(home.parameter): master for home, master in self._homes}
+        assert len(masters) == len(self._homes), "each trained parameter once"
+        self.parameters: dict[str, nn.Parameter] = {
+            name: master_of[id(parameter)] for name, parameter in named_parameters.items()
+        }
+
+    def take(self) -> None:
+        """Shows the sums of gradients, once the step before and all passes are over."""
+        self._pipe._worker.wait()
+        for home, master in self._homes:
+            master.grad = home.total
+        self._is_given = False
+
+    def zero_grad(self) -> None:
+        """Forgets all gradients; those of a step that may still run are its own."""
+        if self._is_given:
+            return
+        self._pipe._worker.wait()
+        for home, master in self._homes:
+            home.total = master.grad = None
+
+    def update(self, step: Callable[[], object]) -> None:
+        """Runs an optimizer step on the gradients that are there.
+
+        Raises:
+            Exception: what this step raised, or of a stale one the step before.
+        """
+        for home, master in self._homes:
+            home.total = master.grad  # clipped, or those of another run
+
+        def run() -> None:
+            step()
+            for _, master in self._homes:
+                master.grad = None
+
+        self._is_given = True
+        self._pipe.step(run, is_async=self._stale)
+
+    def write_back(self) -> None:
+        """Rounds the optimizer's values into the model."""
+        self._pipe.step(lambda: None, is_async=False)
+
+    def take_shares(self) -> None:
+        """There are none."""
+
+    def settle(self) -> None:
+        """Returns when all steps are done, and the model has their values."""
+        self._pipe.synchronize()
+
+
+# -- stage models as the layers of a stream: the same stages that a pipeline has on its ranks -----
+# Between two layers travel the number of the micro-batch and what crosses the border of two stages.
+# The micro-batch itself, small integers, is read by each stage where it runs.
+
+Output = torch.Tensor | Tensors
+Value = tuple[int, Any]  # (micro-batch, what crosses the border)
+
+
+class StreamedCall:
+    """What holds for all passes of one call; stages ask it.
+
+    Args:
+        seeds: settles what a forward pass draws at random; recomputation draws the same again.
+
+    Attributes:
+        batches: its micro-batches, on the host.
+        recorder: sees each forward pass, recomputation too.
+        on_output: of an evaluation, gets the output of the last stage, which then goes nowhere.
+    """
+
+    def __init__(self, seeds: LayerSeeds) -> None:
+        self.seeds = seeds
+        self.batches: Sequence[MicroBatch] = ()
+        self.recorder: Recorder = NO_RECORDER
+        self.on_output: Callable[[Output, MicroBatch], None] | None = None
+
+    def begin(
+        self,
+        batches: Sequence[MicroBatch],
+        recorder: Recorder,
+        on_output: Callable[[Output, MicroBatch], None] | None = None,
+    ) -> None:
+        """A call begins."""
+        self.batches, self.recorder, self.on_output = batches, recorder, on_output
+
+    def end(self) -> None:
+        """Forgets everything of the call."""
+        self.begin((), NO_RECORDER)
+
+    def batch(self, index: int, device: torch.device, *, with_pixels: bool = False) -> MicroBatch:
+        """A micro-batch on a device; pixels are large, and for the first stage alone."""
+        return {
+            name: value.to(device, non_blocking=True)
+            for name, value in self.batches[index].items()
+            if with_pixels or not name.startswith("pixel_")
+        }
+
+    def run(self, stage: Stage, index: int, came: Tensors) -> Output | tuple[()]:
+        """The forward pass of a stage; `stage` is a shell whose weights are on the device."""
+        is_first, is_last = stage.stage == 0, stage.stage == stage.num_stages - 1
+        batch = self.batch(index, came[0].device, with_pixels=is_first)
+        with self.recorder.span(Action(stage.stage, Kind.FORWARD, index)):
+            self.seeds.start(stage, index)
+            made = stage(*came, **model_inputs(batch))
+        if is_last and self.on_output is not None:
+            self.on_output(made, batch)
+            return ()
+        return made if is_last or isinstance(made, tuple) else (made,)
+
+    def loss(self, loss_fn: Callable[..., torch.Tensor], value: Value) -> torch.Tensor:
+        """The loss of a micro-batch, right behind its pass through the last stage."""
+        index, output = value
+        device = (output[0] if isinstance(output, tuple) else output).device
+        self.seeds.start_loss()
+        return loss_fn(output, self.batch(index, device))
+
+
+class StageLayer(nn.Module):
+    """A stage model as a layer."""
+
+    def __init__(self, stage: Stage, call: StreamedCall) -> None:
+        super().__init__()
+        self.stage = stage
+        self.call = call
+
+    def forward(self, value: Value) -> Value:
+        index, came = value
+        return index, self.call.run(self.stage, index, came)
+
+
+# -------------------------------------------------------------------------------------------------
 
 LossFn = Callable[[Output, MicroBatch], torch.Tensor]
 
@@ -53,7 +213,7 @@ class StreamingRunner:
 
     def __init__(
         self,
-        models: Sequence[nn.Module],
+        models: Sequence[Stage],
         *,
         lanes: Sequence[Lane],
         group: dist.ProcessGroup | None = None,
@@ -76,7 +236,7 @@ class StreamingRunner:
         self._lanes = list(lanes)
         self._plan_of_steps = plan
         self.num_micro_batches = 0
-        self._call = Call(self.seeds)
+        self._call = StreamedCall(self.seeds)
         self.pipe = RoundPipe(
             nn.Sequential(*[StageLayer(model, self._call) for model in self.local]),
             optim_dtype=torch.float32,
@@ -120,7 +280,7 @@ class StreamingRunner:
             )
         for stages in plan.backward if plan is not None and budget is not None else ():
             needed = sum(costs[stage].backward_bytes for stage in stages)
-            if needed > budget:
+            if budget is not None and needed > budget:
                 raise ValueError(
                     f"stages {stages.start} to {stages.stop - 1} together need {needed:,} bytes on "
                     f"the device for weights and gradients, {budget:,} are allowed"

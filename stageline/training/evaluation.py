@@ -8,15 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stageline.data.batch import IGNORE
+from stageline.data.batches.batch import IGNORE
 from stageline.errors import DataError
 from stageline.modules.chunked_loss import ChunkedLoss
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
-from stageline.training.agreement import check_agreement
-from stageline.training.loss_part import LossPart
+from stageline.training.loss_part import LossPart, Output, logits_of
+from stageline.training.part_checks import check_agreement
 from stageline.training.replicas import Replicas
-from stageline.training.step_loss import Output, logits_of
-from stageline.training.step_progress import StepProgress
+from stageline.training.step import StepProgress
 
 Pieces = Iterator[tuple[torch.Tensor, MicroBatch]]  # logits with their part of a micro-batch
 
@@ -114,8 +113,8 @@ def _check_some_count(num_targets: int, num_rows: int) -> None:
     if num_targets == 0:
         raise DataError(
             f"none of the {num_rows} held-out rows has a supervised token. One at least was "
-            "expected, because a loss over nothing would be 0, and the best: look at --prompt and "
-            "--max-token-num, or leave evaluations out (--eval-samples 0)."
+            "expected, because a loss over nothing would be 0, and the best: look at `prompt` and "
+            "`max_token_num`, or leave evaluations out (`eval_samples` 0)."
         )
 
 
@@ -158,10 +157,11 @@ class _Figures:
     """
 
     def __init__(self, loss_fn: Callable[..., Any], *, step: int, keep: int) -> None:
-        self.pieces = _one_piece
-        if isinstance(loss_fn, ChunkedLoss):
-            loss_fn, self.pieces = loss_fn.loss_fn, loss_fn.pieces
-        self.part = LossPart(loss_fn)
+        self.part = LossPart.of(loss_fn)
+        self.pieces: Callable[[torch.Tensor, MicroBatch], Pieces] = _one_piece
+        if isinstance(self.part.loss_fn, ChunkedLoss):
+            self.pieces = self.part.loss_fn.pieces
+            self.part = self.part.over(self.part.loss_fn.loss_fn)
         self.step = step
         self.keep = keep
         self.hits = 0

@@ -1,21 +1,24 @@
 """Calls a loss_fn part with what it asks for: counts of the whole batch, and the step.
 
-A part names its counts in `part.counts`, {"num_groups": micro-batch -> int}, and takes them, as it
-takes `num_targets` and `step`, by these names. It returns the loss, or (loss, figures).
+A part has counts, {"num_groups": micro-batch -> int}, and takes them, as it takes `num_targets` and
+`step`, by these names. It returns the loss, or (loss, figures).
 """
 
+import copy
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from stageline import chaos, progress
 from stageline.contracts import broken, call, shown
-from stageline.data.batch import IGNORE
+from stageline.data.batches.batch import IGNORE
 from stageline.errors import UserError
+from stageline.pipeline.runner import MicroBatch
 
-MicroBatch = dict[str, torch.Tensor]
 Figures = dict[str, torch.Tensor]
 # names in the log that a loss may not take for a figure of its own
 RESERVED = frozenset(
@@ -30,23 +33,40 @@ class LossPart:
 
     Args:
         loss_fn: the part, a partial of it, or an object with the part as `loss_fn`.
+        counts: name -> function that counts in a micro-batch.
+        is_token_sum: the loss is the mean of token losses.
+        predicts_tokens: what it gets are logits of the next token.
+        needs_reference: it finds `loss_reference` in each micro-batch.
+        needs_kl: it finds `loss_kl`, too.
+        weighs_by_itself: it need not add up over micro-batches.
 
     Attributes:
-        counts: name -> function that counts in a micro-batch; `num_targets` comes first.
-        is_token_sum: the loss is the mean of token losses.
-        predicts_tokens: what it gets are logits of the next token; `part.predicts_tokens` says no.
+        counts: with `num_targets`, which comes first.
 
     Raises:
         UserError: a count has the name of another argument, or the part does not take it.
     """
 
-    def __init__(self, loss_fn: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        *,
+        counts: Mapping[str, Callable[[MicroBatch], int]] = {},
+        is_token_sum: bool = False,
+        predicts_tokens: bool = True,
+        needs_reference: bool = False,
+        needs_kl: bool = False,
+        weighs_by_itself: bool = False,
+    ) -> None:
         self.loss_fn = loss_fn
+        self.is_token_sum = is_token_sum
+        self.predicts_tokens = predicts_tokens
+        self.needs_reference = needs_reference
+        self.needs_kl = needs_kl
+        self.weighs_by_itself = weighs_by_itself
         part = innermost(loss_fn)
-        own: Mapping[str, Callable[[MicroBatch], int]] = getattr(part, "counts", {})
-        self.predicts_tokens = bool(getattr(part, "predicts_tokens", True))
         taken = _arguments(part)
-        for name in own:
+        for name in counts:
             if name in ("num_targets", "step") or not (name in taken or "**" in taken):
                 raise UserError(
                     f"the loss {getattr(part, '__name__', type(part).__name__)!r} declares the "
@@ -54,9 +74,22 @@ class LossPart:
                     "expected, because the number is handed over by this name: correct its "
                     "`counts` or its signature."
                 )
-        self.counts: dict[str, Callable[[MicroBatch], int]] = {"num_targets": count_targets, **own}
-        self.is_token_sum = bool(getattr(part, "is_token_sum", False))
+        self.counts: dict[str, Callable[[MicroBatch], int]] = {
+            "num_targets": count_targets,
+            **counts,
+        }
         self._takes_step = "step" in taken or "**" in taken
+
+    @classmethod
+    def of(cls, loss_fn: "Callable[..., Any] | LossPart") -> "LossPart":
+        """Itself, or a plain function as a part that asks for nothing."""
+        return loss_fn if isinstance(loss_fn, LossPart) else cls(loss_fn)
+
+    def over(self, loss_fn: Callable[..., Any]) -> "LossPart":
+        """The same part, called by or through another function."""
+        other = copy.copy(self)
+        other.loss_fn = loss_fn
+        return other
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> dict[str, int]:
         """Each count over the micro-batches of this replica."""
@@ -145,24 +178,12 @@ def innermost(loss_fn: Callable[..., Any]) -> Any:
     """The part itself, without partials and wrappers around it."""
     part: Any = loss_fn
     while True:
-        if isinstance(part, functools.partial) and not hasattr(part, "counts"):
+        if isinstance(part, functools.partial):
             part = part.func
         elif not inspect.isroutine(part) and hasattr(part, "loss_fn"):
             part = part.loss_fn
         else:
             return part
-
-
-def declares(loss_fn: Callable[..., Any], name: str) -> bool:
-    """Whether a part says yes to `name`: by a flag, or by a function of its options."""
-    options: dict[str, Any] = {}
-    part: Any = loss_fn
-    while isinstance(part, functools.partial) or hasattr(part, "loss_fn"):
-        if isinstance(part, functools.partial):
-            options = {**part.keywords, **options}
-        part = part.func if isinstance(part, functools.partial) else part.loss_fn
-    answer = getattr(part, name, False)
-    return bool(answer(**options) if callable(answer) else answer)
 
 
 def count_targets(batch: MicroBatch) -> int:
@@ -177,3 +198,79 @@ def _arguments(part: Any) -> set[str]:
     except (TypeError, ValueError):
         return set()
     return {"**" if item.kind is item.VAR_KEYWORD else item.name for item in parameters}
+
+
+# -- the loss of one optimizer step, as the last stage adds it up: tokens and extra loss apart ----
+
+Output = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+def logits_of(output: Output) -> torch.Tensor:
+    """The logits [B, T, V] of a last stage, which may return (logits, extra loss)."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+class StepLoss:
+    """Called with the output of each micro-batch; returns what its backward pass starts from.
+
+    An extra loss (of the routers of a mixture of experts) is a figure of one micro-batch, already
+    weighted by the model. The step has the mean of them, so that more micro-batches do not make
+    it heavier: the token loss is divided by the targets of the whole step, too.
+
+    Args:
+        loss_fn: a LossPart, or a plain function.
+        num_targets: supervised tokens of the whole step.
+        counts: what else the part counts, of the whole step; 1 each where nothing is given.
+        step: number of the optimizer step, from 0.
+        num_micro_batches: micro-batches of the whole step, over all replicas.
+        scale: of fp16's loss scaling; in no figure.
+
+    Attributes:
+        loss: the sum of what `loss_fn` returned, a scalar in float32.
+        figures: the sums of the named figures that it returned, in float32.
+        extra_loss: the mean of the extra losses; 0 for models without.
+        each: the loss of every micro-batch in the order of the calls, extra loss included.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any] | LossPart,
+        *,
+        num_targets: int,
+        counts: Mapping[str, int] | None = None,
+        step: int = 0,
+        num_micro_batches: int,
+        scale: float,
+        device: torch.device,
+    ) -> None:
+        self.part = LossPart.of(loss_fn)
+        given = {**dict.fromkeys(self.part.counts, 1), **(counts or {}), "num_targets": num_targets}
+        self.totals = {
+            name: torch.tensor(float(count), device=device) for name, count in given.items()
+        }
+        self.step = step
+        self.num_micro_batches = num_micro_batches
+        self.scale = scale
+        self.loss = torch.zeros((), device=device)
+        self.extra_loss = torch.zeros((), device=device)
+        self.figures: Figures = {}
+        self.each: list[torch.Tensor] = []
+
+    def __call__(self, output: Output, batch: MicroBatch) -> torch.Tensor:
+        here = progress.place()
+        with progress.doing("loss", stage=here.stage, micro_batch=here.micro_batch):
+            is_nan = chaos.point("loss")
+            loss, figures = self.part(logits_of(output), batch, totals=self.totals, step=self.step)
+        if is_nan:
+            loss = loss * math.nan
+        if chaos.point("spike"):
+            loss = loss * 100
+        self.loss = self.loss + loss.detach().float()
+        for name, value in figures.items():
+            self.figures[name] = self.figures.get(name, 0) + value.float()
+        if isinstance(output, tuple):
+            extra_loss = output[1] / self.num_micro_batches
+            self.extra_loss = self.extra_loss + extra_loss.detach().float()
+            loss = loss + extra_loss
+        self.each.append(loss.detach())
+        return loss * self.scale

@@ -5,6 +5,7 @@ as soon as autograd has made it, so that many micro-batches do not lose small co
 """
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ class MasterWeights:
         for name, parameter in named_parameters.items():
             if isinstance(parameter, DTensor):
                 # the same memory: an update of the share is one of the parameter
-                self.parameters[name] = nn.Parameter(parameter.detach().to_local())
+                self.parameters[name] = nn.Parameter(cast(DTensor, parameter.detach()).to_local())
                 self.shares.add(name)
             elif parameter.dtype in HALF_TYPES:
                 master = nn.Parameter(parameter.detach().float().clone())
@@ -61,7 +62,7 @@ class MasterWeights:
         """Takes over the gradients of shares, once they are reduced."""
         for name in self.shares:
             grad = self.model_parameters[name].grad
-            self.parameters[name].grad = None if grad is None else grad.to_local()
+            self.parameters[name].grad = None if grad is None else cast(DTensor, grad).to_local()
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""
@@ -72,6 +73,7 @@ class MasterWeights:
 
 def _adder_to(master: nn.Parameter) -> object:
     def add(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None  # autograd has just added to it
         if master.grad is None:
             master.grad = parameter.grad.float()
         else:

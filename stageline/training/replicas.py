@@ -4,19 +4,55 @@ Each replica has all weights and its own samples. Gradients are added up once an
 Not here: replicas that share their weights out among them (`sharding.py`).
 """
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from stageline.distributed.board import connect_store
 from stageline.errors import UserError
 from stageline.training.precision import MasterWeights
 
 Number = TypeVar("Number", int, float)
+_BEHIND = 1000  # steps; none is loaded so late
 BUCKET_BYTES = 64 * 2**20  # large enough to be fast, small beside the weights
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class LargestOfReplicas:
+    """The largest of a number that each replica has of a step, for data workers.
+
+    They have no process group, so it goes through the store that the ranks met at; each process
+    connects by itself. Every rank of a replica has the same number.
+
+    Args:
+        name: the same on all ranks, and of no other loader or earlier start.
+        seconds: to wait for the other replicas.
+    """
+
+    def __init__(self, name: str, *, rank: int, size: int, seconds: float) -> None:
+        self._name = name
+        self._rank = rank
+        self._size = size
+        self._seconds = seconds
+        self._store: tuple[int, dist.Store] | None = None
+
+    def __call__(self, step: int, number: int) -> int:
+        if self._store is None or self._store[0] != os.getpid():  # forked
+            own = connect_store()
+            own.set_timeout(timedelta(seconds=self._seconds))
+            self._store = os.getpid(), own
+        store = self._store[1]
+        store.set(self._key(step, self._rank), str(number))
+        store.delete_key(self._key(step - _BEHIND, self._rank))
+        return max(int(store.get(self._key(step, rank))) for rank in range(self._size))
+
+    def _key(self, step: int, rank: int) -> str:
+        return f"stageline/{self._name}/{step}/{rank}"
 
 
 class Replicas:
@@ -77,7 +113,7 @@ class Replicas:
                     f"replica {rank} starts with other weights than replica 0 ({len(wrong)} of "
                     f"{len(first)} parameters, such as {', '.join(wrong[:3])}); the same ones were "
                     "expected, because only gradients are exchanged. Give every machine the same "
-                    "--model-path and the same versions of torch and transformers."
+                    "`model_path` and the same versions of torch and transformers."
                 )
 
     def end_weight_pass(self, model: nn.Module) -> None:
@@ -116,12 +152,8 @@ class Replicas:
 
 def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     """A checksum, a scalar; of the bits, so that NaN equals itself."""
-    return bits_of(tensor).sum(dtype=torch.int64)
-
-
-def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers."""
-    return tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
+    bits = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
+    return bits.sum(dtype=torch.int64)
 
 
 def _buckets(grads: Sequence[torch.Tensor], max_bytes: int) -> Iterator[list[torch.Tensor]]:

@@ -3,17 +3,27 @@
 Every rank calls these together; the first one reads and verifies.
 """
 
+import fcntl
+import json
+import os
+import socket
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from stageline.checkpoint.find import find_latest, no_checkpoint_left, skip_lines, step_folders
-from stageline.checkpoint.layout import read_manifest, verify
-from stageline.checkpoint.retention import set_aside
-from stageline.checkpoint.state_load import SavedState
-from stageline.checkpoint.together import Ranks
-from stageline.errors import CheckpointError, UserError
+from stageline.checkpoint.layout import Ranks, read_manifest, verify
+from stageline.checkpoint.optimizer_state import SavedState
+from stageline.checkpoint.writer import (
+    find_latest,
+    no_checkpoint_left,
+    set_aside,
+    skip_lines,
+    step_folders,
+    sweep,
+)
+from stageline.errors import CheckpointError, UserError, spelled
 
 AUTO = "auto"
 
@@ -39,7 +49,7 @@ class ResumePoint:
 def find_resume_point(
     wanted: str | None, checkpoints: Path, *, ranks: Ranks, say: Callable[[str], None]
 ) -> ResumePoint | None:
-    """The checkpoint that `--resume` means; None where a run starts anew.
+    """The checkpoint that `resume` means; None where a run starts anew.
 
     Args:
         wanted: "auto", the path of a checkpoint, or None.
@@ -72,8 +82,8 @@ def _find_whole(wanted: str | None, checkpoints: Path, say: Callable[[str], None
         folder = Path(wanted).expanduser().absolute()
         if not folder.is_dir():
             raise UserError(
-                f"--resume {wanted} is no folder, a checkpoint (.../checkpoints/step-00000010) or "
-                "auto was expected: auto takes the newest whole one of --output-dir."
+                f"`resume` {wanted} is no folder, a checkpoint (.../checkpoints/step-00000010) or "
+                "auto was expected: auto takes the newest whole one of `output_dir`."
             )
         verify(folder)
         return folder
@@ -83,7 +93,8 @@ def _find_whole(wanted: str | None, checkpoints: Path, say: Callable[[str], None
     if found is None and skipped:
         raise no_checkpoint_left(skipped)
     if found is None:
-        say(f"--resume auto: no checkpoint in {checkpoints} yet, training starts at step 0")
+        none_yet = f"no checkpoint in {checkpoints} yet, training starts at step 0"
+        say(spelled(f"`resume` auto: {none_yet}"))
     return found
 
 
@@ -92,8 +103,8 @@ def _refuse_others(checkpoints: Path) -> None:
     if there:
         raise UserError(
             f"{checkpoints} holds {len(there)} checkpoints of another run, up to "
-            f"{there[0][1].name}; an --output-dir without any was expected: two runs in one folder "
-            "would mix. Continue that run with --resume auto, or choose another --output-dir."
+            f"{there[0][1].name}; an `output_dir` without any was expected: two runs in one folder "
+            "would mix. Continue that run with `resume` auto, or choose another `output_dir`."
         )
 
 
@@ -135,5 +146,61 @@ def check_same_run(
     raise CheckpointError(
         f"the checkpoint is of a run with {len(differences)} other settings, the same ones were "
         "expected: resumed with others it would not be the run that was begun. Use those of that "
-        f"run, or add --allow-changes if you mean it.\n{listed}"
+        f"run, or add `allow_changes` if you mean it.\n{listed}"
     )
+
+
+# -- the folder of a run belongs to one run at a time: a lock, held as long as the process lives --
+
+LOCK_FILE = "run.lock"
+_held: list[IO[str]] = []  # until the process ends: the kernel lets go of them, whatever happens
+
+
+def _let_go() -> None:
+    """Data workers outlive a killed rank by seconds; the lock must not."""
+    while _held:
+        _held.pop().close()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+def claim_run_folder(folder: Path, *, say: Callable[[str], None]) -> None:
+    """Makes the folder, locks it, and removes what a killed run left half-written.
+
+    Raises:
+        UserError: another run has it, or it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK_FILE).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"`output_dir` {folder} cannot be written ({error.strerror}), a folder for the run was "
+            "expected: checkpoints and logs go there. Choose another one."
+        ) from error
+    try:
+        # of this process alone: worker processes, which may outlive it, do not inherit this kind
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise UserError(
+            f"`output_dir` {folder} is in use by {_holder(file)}, a folder of its own was expected "
+            "for each run: two would write over each other. Wait for that run, end it, or choose "
+            "another `output_dir`."
+        ) from error
+    file.truncate(0)
+    json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}, file)
+    file.flush()
+    _held.append(file)
+    freed = sweep(folder / "checkpoints")
+    if freed:
+        say(f"removed checkpoints that were half written: {freed:,} bytes freed")
+
+
+def _holder(file: IO[str]) -> str:
+    try:
+        file.seek(0)
+        said = json.load(file)
+        return f"process {said['pid']} on {said['host']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"

@@ -10,6 +10,7 @@ share is its own master; gradients are summed in float32.
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import nn
@@ -17,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from stageline.checkpoint.state_share import Rows
-from stageline.pipeline.local_stages import LocalStages
+from stageline.checkpoint.optimizer_state import RowRange
+from stageline.pipeline.runner import LocalStages
+from stageline.stage import Stage
 from stageline.training.precision import HALF_TYPES, MasterWeights
 from stageline.training.replicas import Replicas
 
@@ -36,9 +38,7 @@ class ShardedReplicas(Replicas):
         mesh: the replicas, one axis.
     """
 
-    def __init__(
-        self, models: Sequence[nn.Module], *, mesh: DeviceMesh, device: torch.device
-    ) -> None:
+    def __init__(self, models: Sequence[Stage], *, mesh: DeviceMesh, device: torch.device) -> None:
         super().__init__(mesh.get_group(), device=device)
         self.models = list(LocalStages(models))
         kept_whole = _kept_whole(self.models)
@@ -59,7 +59,7 @@ class ShardedReplicas(Replicas):
         """Reduces and shares out the gradients; takes the stages apart again."""
         self._fill_missing()
         for model in self.models:
-            _reduce(model)
+            _reduce(cast(FSDPModule, model))
         weights.take_shares()
         self._sum_gradients([p for n, p in weights.parameters.items() if n not in weights.shares])
 
@@ -79,15 +79,15 @@ class ShardedReplicas(Replicas):
         self._touched.clear()
 
 
-def share_rows(weights: MasterWeights) -> dict[str, Rows]:
+def share_rows(weights: MasterWeights) -> dict[str, RowRange]:
     """Which rows of its parameters this rank holds, of those that are shared out."""
     rows = {}
     for name in weights.shares:
         parameter = weights.model_parameters[name]
-        shape, mesh = tuple(parameter.shape), parameter.device_mesh
+        shape, mesh = tuple(parameter.shape), cast(DTensor, parameter).device_mesh
         # FSDP cuts as torch.chunk does: equal parts, the last ones smaller or empty
         start = min(mesh.get_local_rank() * -(-shape[0] // mesh.size()), shape[0])
-        rows[name] = Rows(start, weights.parameters[name].shape[0], shape)
+        rows[name] = RowRange(start, weights.parameters[name].shape[0], shape)
     return rows
 
 
@@ -96,7 +96,7 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def _kept_whole(models: Sequence[nn.Module]) -> set[nn.Parameter]:
+def _kept_whole(models: Sequence[Stage]) -> set[nn.Parameter]:
     kept = set()
     seen: dict[nn.Parameter, nn.Module] = {}
     for model in models:
@@ -109,7 +109,7 @@ def _kept_whole(models: Sequence[nn.Module]) -> set[nn.Parameter]:
     return kept
 
 
-def _shard(model: nn.Module, mesh: DeviceMesh, kept_whole: set[nn.Parameter]) -> None:
+def _shard(model: Stage, mesh: DeviceMesh, kept_whole: set[nn.Parameter]) -> None:
     dtype = getattr(model, "dtype", torch.float32)
     policy = MixedPrecisionPolicy()
     if dtype in HALF_TYPES:
@@ -129,11 +129,11 @@ def _shard(model: nn.Module, mesh: DeviceMesh, kept_whole: set[nn.Parameter]) ->
             mp_policy=policy,
             ignored_params=kept_whole,
         )
-    for module in sharded_modules(model):
+    for sharded in sharded_modules(model):
         # the loss is divided by the count of the whole batch already
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-    _set_last(model, False)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+    _set_last(cast(FSDPModule, model), False)
 
 
 def _set_last(model: FSDPModule, is_last: bool) -> None:
@@ -154,13 +154,15 @@ def _put_together(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _reduce(model: FSDPModule) -> None:
-    _end_backward(model)  # brings zeros that were filled in to the type of the other sums
+    module = cast(nn.Module, model)
+    _end_backward(module)  # brings zeros that were filled in to the type of the other sums
     _set_last(model, True)
-    _end_backward(model)
+    _end_backward(module)
     _set_last(model, False)
 
 
-def _end_backward(model: FSDPModule) -> None:
+def _end_backward(model: nn.Module) -> None:
     # autograd calls this at the end of each backward pass, but for those of the weights alone.
     # torch's own pipeline calls it so too
-    fully_shard.state(model)._root_post_backward_final_callback()
+    state = fully_shard.state(model)  # type: ignore[attr-defined]  # a decorator of torch's adds it
+    state._root_post_backward_final_callback()

@@ -6,22 +6,23 @@ get the same result.
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from stageline import chaos, progress
-from stageline.data.packing import count_samples
+from stageline.data.batches.batch import count_samples
 from stageline.errors import UserError
-from stageline.modules.random_state import RandomState
+from stageline.modules.recompute import RandomState
 from stageline.pipeline.ownership import Ownership
+from stageline.pipeline.plan import Action, Kind
 from stageline.pipeline.recorder import NO_RECORDER, Recorder
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
 from stageline.training import loss_part
-from stageline.training.agreement import check_agreement
-from stageline.training.culprit import Culprit, Detective
 from stageline.training.grad_norm import (
     clip_gradients,
     gather_norms,
@@ -29,16 +30,130 @@ from stageline.training.grad_norm import (
     stages_without_gradient,
     total_norm,
 )
-from stageline.training.loss_part import LossPart
-from stageline.training.optimizer_groups import set_learning_rate
+from stageline.training.loss_part import LossPart, StepLoss
+from stageline.training.nonfinite import NonFiniteLocator, NonFiniteValue, Skips, StepVerdict
+from stageline.training.optimizers import set_learning_rate
+from stageline.training.part_checks import check_agreement
 from stageline.training.precision import LossScaler, MasterWeights
-from stageline.training.replay import Replay
-from stageline.training.replicas import Replicas, bits_of
-from stageline.training.shared_figures import SharedFigures
-from stageline.training.skips import Skips, Verdict
-from stageline.training.step_loss import StepLoss
-from stageline.training.step_progress import StepProgress, begin_step
+from stageline.training.replicas import Replicas
 from stageline.training.step_timeline import StepTimeline
+
+# -- notes each pass of a step where failure reports and the watchdog look, and asks for faults the
+# It stands before the recorder of the timeline, which sees the same passes: most steps have none.
+
+_shapes: list[tuple[int, ...]] = []
+OPERATIONS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT_GRAD: "backward",
+    Kind.WEIGHT_GRAD: "backward",
+}
+
+
+class StepProgress(Recorder):
+    """A recorder that tells `stageline.progress` what it sees, then another recorder.
+
+    Args:
+        inner: times the passes.
+        names: other names for the operations, such as "evaluation" for "forward".
+    """
+
+    def __init__(self, inner: Recorder = NO_RECORDER, **names: str) -> None:
+        super().__init__(inner.device, rank=inner.rank)
+        self.inner = inner
+        self.names = {kind: names.get(name, name) for kind, name in OPERATIONS.items()}
+
+    @contextmanager
+    def span(self, action: Action) -> Iterator[None]:
+        """A pass, with the point of the same name."""
+        stage, kind, index = action
+        name = self.names[kind]
+        with progress.doing(name, stage=stage, micro_batch=index), self.inner.span(action):
+            chaos.point(name)
+            yield
+
+    @contextmanager
+    def wait(self, action: Action) -> Iterator[None]:
+        """The time that a pass waits for a tensor of another rank."""
+        stage, kind, index = action
+        what = "activations" if kind == Kind.FORWARD else "gradients"
+        with (
+            progress.doing(what, stage=stage, micro_batch=index, is_waiting=True),
+            self.inner.wait(action),
+        ):
+            yield
+
+
+def begin_step(step: int, micro_batches: Sequence[MicroBatch] = ()) -> None:
+    """Notes how many optimizer steps are done when the next one begins, and what it is made of."""
+    progress.at_step(step)
+    _shapes[:] = [tuple(batch["input_ids"].shape) for batch in micro_batches]
+    chaos.point("step")
+
+
+def current_shapes() -> list[tuple[int, ...]]:
+    """[rows, tokens] of each micro-batch of the running step."""
+    return list(_shapes)
+
+
+# -- the named figures of a step's loss, from the last stage to all ranks -------------------------
+# Only the last stage learns what they are called, when it calls the loss; the names are told once.
+
+
+class SharedFigures:
+    """Adds scalars up over the ranks of a pipeline and its replicas; every rank calls this.
+
+    Args:
+        group: of the pipeline.
+        device: where tensors lie that are sent.
+
+    Attributes:
+        names: of figures, known on all ranks, in one order.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, *, replicas: Replicas, device: torch.device
+    ) -> None:
+        self.group = group
+        self.replicas = replicas
+        self.device = device
+        self.names: list[str] = []
+
+    def sum(
+        self, facts: Sequence[torch.Tensor], figures: Mapping[str, torch.Tensor]
+    ) -> tuple[list[float], dict[str, float]]:
+        """Sums of scalars that every rank has, and of figures that some have.
+
+        One exchange; in a step with figures that are new another two.
+        """
+        is_new = torch.tensor(float(any(name not in self.names for name in figures)))
+        found = self._sum([*facts, is_new, *self._values(figures)])
+        values = found[len(facts) + 1 :]
+        if found[len(facts)] > 0:
+            self._tell_names(list(figures))
+            values = self._sum(self._values(figures))
+        return found[: len(facts)], dict(zip(self.names, values, strict=True))
+
+    def _values(self, figures: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        return [figures.get(name, torch.zeros(())) for name in self.names]
+
+    def _sum(self, values: Sequence[torch.Tensor]) -> list[float]:
+        total = torch.stack([value.detach().to(self.device) for value in values])
+        with progress.doing("the other ranks at the end of a step", is_waiting=True):
+            dist.all_reduce(total, group=self.group)
+            if self.replicas.size > 1:
+                dist.all_reduce(total, group=self.replicas.group)
+            return total.tolist()
+
+    def _tell_names(self, own: list[str]) -> None:
+        gathered: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(gathered, own, group=self.group)
+        told = [name for names in gathered for name in names]
+        told = [name for names in self.replicas.gather(told) for name in names]
+        self.names = list(dict.fromkeys([*self.names, *told]))
+
+
+# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -96,7 +211,6 @@ class TrainStep:
         timeline: times the passes of one of the steps.
         replicas: copies of the pipeline that share each step; None: there is one.
         skips: decides which steps change no weight, and counts them.
-        replay_steps: every so many steps one is run twice and compared; 0: never.
         prepare: adds to the micro-batches of a step what the loss needs besides, on all ranks.
         make_weights: gets the trainable parameters; makes what the optimizer updates.
     """
@@ -113,14 +227,13 @@ class TrainStep:
         timeline: StepTimeline | None = None,
         replicas: Replicas | None = None,
         skips: Skips | None = None,
-        replay_steps: int = 0,
         prepare: Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]] = list,
         make_weights: Callable[[dict[str, torch.nn.Parameter]], MasterWeights] = MasterWeights,
     ) -> None:
         self.runner = runner
         self.prepare = prepare
         self.loss_fn = loss_fn
-        self.part = LossPart(loss_fn)
+        self.part = LossPart.of(loss_fn)
         self.learning_rate = learning_rate
         self.max_grad_norm = max_grad_norm
         self.scaler = scaler or LossScaler(enabled=False)
@@ -142,7 +255,7 @@ class TrainStep:
         if not any(self.ownership.names_by_rank):
             raise UserError(
                 "every parameter of every stage is frozen, so nothing can be trained: drop a "
-                "--frozen-* option or add LoRA (--llm-lora-num 1)."
+                "--frozen-* option or add LoRA (`llm_lora_num` 1)."
             )
         stage_of = {
             name: model.stage
@@ -151,12 +264,8 @@ class TrainStep:
             if name in trainable
         }
         self.owners = gather_owners(self.ownership, stage_of)
-        self.detective = Detective(runner, owners=self.owners, replicas=self.replicas)
-        self.replay = Replay(
-            runner, self.weights, every=replay_steps, stage_of=stage_of, replicas=self.replicas
-        )
+        self.detective = NonFiniteLocator(runner, owners=self.owners, replicas=self.replicas)
         self._stages_told: set[int] = set()
-        self._num_flips = 0
 
     def __call__(
         self,
@@ -179,7 +288,7 @@ class TrainStep:
         rate = self.learning_rate(step)
         random_state = RandomState(self.runner.device)
         passes = functools.partial(self._passes, self.prepare(micro_batches), counts, step=step)
-        loss_of = self.replay(passes, step=step) if self.replay.is_due(step) else passes()
+        loss_of = passes()
         with progress.doing("gradients of the other ranks", is_waiting=True):
             norm, norms = self._reduce()
         stop = torch.tensor(float(stop_requested()))
@@ -191,7 +300,7 @@ class TrainStep:
         if math.isfinite(grad_norm):
             grad_norm += no_number  # a number is one on every rank, or on none
         verdict = self.skips.judge(loss, extra_loss, grad_norm)
-        culprit, warnings = Culprit(""), ()
+        culprit, warnings = NonFiniteValue(""), tuple[str, ...]()
         if verdict.problem is not None:
             with random_state.replayed():
                 culprit = self._find(micro_batches, verdict, loss_of, norms, passes)
@@ -314,11 +423,11 @@ class TrainStep:
     def _find(
         self,
         micro_batches: Sequence[MicroBatch],
-        verdict: Verdict,
+        verdict: StepVerdict,
         loss_of: StepLoss,
         norms: torch.Tensor,
         passes: Callable[[Recorder], StepLoss],
-    ) -> Culprit:
+    ) -> NonFiniteValue:
         """What is told about an odd step; drops the gradients if they are not to be used."""
         # an overflow of scaled gradients is no fault, and shares have been given away
         can_repeat = not (verdict.is_finite or self.scaler.enabled or self.weights.shares)
@@ -336,19 +445,14 @@ class TrainStep:
 
     def _make_faults(self) -> None:
         """For tests: in what this rank has first."""
-        parameters = [p for p in self.weights.parameters.values() if p.grad is not None]
-        if not parameters:
+        gradients = [p.grad for p in self.weights.parameters.values() if p.grad is not None]
+        if not gradients:
             return
-        first = parameters[0]
         if chaos.point("gradient"):
-            first.grad.view(-1)[0] = torch.inf
+            gradients[0].view(-1)[0] = torch.inf
         if chaos.point("zero_gradient"):
-            for parameter in parameters:
-                parameter.grad.zero_()
-        for name, tensor in (("flip", first.grad), ("flip_weight", first)):
-            if chaos.point(name):
-                bits_of(tensor).view(-1)[0] ^= 1 << self._num_flips  # another one each time
-                self._num_flips += 1
+            for gradient in gradients:
+                gradient.zero_()
 
     def _own_place(self, seconds: float) -> torch.Tensor:
         """A place for each rank of all replicas, so that their sum holds the number of each."""

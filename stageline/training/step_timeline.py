@@ -6,11 +6,10 @@ from statistics import mean
 
 import torch.distributed as dist
 
-from stageline.pipeline.actions import Kind
-from stageline.pipeline.recorder import NO_RECORDER, Recorder
+from stageline.pipeline.plan import Kind
+from stageline.pipeline.recorder import NO_RECORDER, WAIT, Recorder, TimelineEvent
 from stageline.pipeline.runner import PipelineRunner
-from stageline.pipeline.simulate import Durations, simulate
-from stageline.pipeline.timeline import WAIT, TimelineEvent
+from stageline.planner.simulate import Durations, simulate
 
 
 class StepTimeline:

@@ -1,3 +1,3 @@
 """Imports what the entry file needs, once: forked runs start from there and take a second."""
 
-import train_pp  # noqa: F401
+from commands import train as train_pp  # noqa: F401

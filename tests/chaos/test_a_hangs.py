@@ -14,8 +14,8 @@ import pytest
 
 from stageline import progress
 from stageline.checkpoint.layout import verify
-from stageline.testing.small_run import Job
-from stageline.testing.warm_start import launch
+from tests.helpers.small_run import Job
+from tests.helpers.warm_start import launch
 
 LIMIT = ("--hang-timeout", 3, "--sync-save")
 SECONDS = 30  # the contract is the limit and 10 s; a slow machine may take longer
@@ -99,7 +99,7 @@ def test_a10_a_lone_process_is_looked_after_too(job):
 
 def test_a10_the_start_has_no_limit(job, monkeypatch):
     # what this process has run before is not what its forks do
-    monkeypatch.setattr(progress, "_place", progress.Place(step=3, since=0.0))
+    monkeypatch.setattr(progress, "_place", progress.Progress(step=3, since=0.0))
     chaos = "at=start,rank=1,do=sleep,value=4"
     done = job.fork("a10_start", "--hang-timeout", 3, "--total-steps", 2, chaos=chaos)
     assert (done.code, done.err) == (0, "")

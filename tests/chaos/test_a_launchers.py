@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import train_pp  # noqa: F401 - its engines, before a fixture keeps registers as they are
-from stageline.testing.small_run import Job
-from stageline.testing.warm_start import launch
+from commands import train as train_pp  # noqa: F401 - its engines, before a fixture keeps registers as they are
+from tests.helpers.small_run import Job
+from tests.helpers.warm_start import launch
 
 ENTRY = Path(__file__).resolve().parents[1] / "distributed" / "failing_entry.py"
 ROOT = ENTRY.parents[2]

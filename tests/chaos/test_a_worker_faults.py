@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-import train_pp  # noqa: F401 - its engines, before a fixture keeps registers as they are
-from stageline.testing.small_run import Finished, Job
+from commands import train as train_pp  # noqa: F401 - its engines, before a fixture keeps registers as they are
+from tests.helpers.small_run import Finished, Job
 
 PARTS = Path(__file__).with_name("faulty_parts.py")
 SECONDS = 30  # ten after the fault are promised; the machine may be slow

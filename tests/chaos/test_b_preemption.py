@@ -8,10 +8,10 @@ import time
 import pytest
 from safetensors.torch import load_file
 
-from options.run_options import RunConfig
+from options.train import RunConfig
 from stageline.checkpoint.layout import verify
-from stageline.testing.small_run import Job
-from stageline.testing.warm_start import launch
+from tests.helpers.small_run import Job
+from tests.helpers.warm_start import launch
 
 SECONDS = 30  # the contract is 10 s; a slow machine may take longer
 CAN_RESUME = hasattr(RunConfig, "resume")

@@ -14,15 +14,14 @@ from transformers import AutoModelForCausalLM
 
 from pp_models import CausalLMStage
 from stageline import chaos
-from stageline.checkpoint.find import find_latest
 from stageline.checkpoint.layout import verify
 from stageline.checkpoint.load import load_split_model
+from stageline.checkpoint.optimizer_state import SavedState
 from stageline.checkpoint.save import save_split_model
-from stageline.checkpoint.state_load import SavedState
-from stageline.checkpoint.writer import CheckpointWriter
+from stageline.checkpoint.writer import CheckpointWriter, find_latest
 from stageline.errors import NonFiniteError, StorageError
-from stageline.testing.small_run import Job
-from stageline.testing.tiny_checkpoints import tiny_whole
+from tests.helpers.small_run import Job
+from tests.helpers.tiny_checkpoints import tiny_whole
 
 SHORT = ("--total-steps", 4, "--save-steps", 2)
 RESUME = ("--resume", "auto")

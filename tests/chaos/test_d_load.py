@@ -9,19 +9,19 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-import train_pp  # noqa: F401  now: what a test registers goes after it
+from commands import train as train_pp  # noqa: F401  now: what a test registers goes after it
 from pp_models import CausalLMStage
 from stageline.checkpoint.adapter import attach_adapter
 from stageline.checkpoint.files import weight_files
-from stageline.checkpoint.find import find_latest, no_checkpoint_left, skip_lines
 from stageline.checkpoint.layout import FORMAT_VERSION, MANIFEST, content_sum, read_manifest, verify
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
+from stageline.checkpoint.writer import find_latest, no_checkpoint_left, skip_lines
 from stageline.errors import CheckpointError
 from stageline.modules.lora import is_lora_name
-from stageline.testing.faulty_files import edit, flip, refused, rewrite
-from stageline.testing.small_run import Job
-from stageline.testing.tiny_checkpoints import tiny_whole
+from tests.helpers.faulty_files import edit, flip, refused, rewrite
+from tests.helpers.small_run import Job
+from tests.helpers.tiny_checkpoints import tiny_whole
 
 SHARD = "model-00002-of-00002.safetensors"
 

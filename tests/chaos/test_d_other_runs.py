@@ -10,7 +10,7 @@ import time
 import pytest
 
 from stageline.checkpoint.layout import verify
-from stageline.testing.small_run import Job
+from tests.helpers.small_run import Job
 
 RESUME = ("--resume", "auto")
 CHANGES = {

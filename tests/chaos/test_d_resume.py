@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
-import train_pp  # noqa: F401  now: what a test registers goes after it
+from commands import train as train_pp  # noqa: F401  now: what a test registers goes after it
 from stageline.checkpoint.layout import MANIFEST, verify
-from stageline.testing.small_run import Job
+from tests.helpers.small_run import Job
 
 SHORT = ("--total-steps", 6, "--save-steps", 2)
 

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from stageline.testing.small_run import Job, saved_tensors
-from stageline.testing.tiny_models import tiny_config
-from stageline.testing.tiny_processors import tiny_processor
+from stageline.checking.tiny_models import tiny_config
+from stageline.checking.tiny_processors import tiny_processor
+from tests.helpers.small_run import Job, saved_tensors
 
 KILL = "at=step,step={},do=sigkill"
 RESUME = ("--resume", "auto")

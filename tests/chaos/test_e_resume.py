@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stageline.testing.small_run import Job, saved_tensors
+from tests.helpers.small_run import Job, saved_tensors
 
 STEPS = 12
 KILL = "at=step,step={},do=sigkill"

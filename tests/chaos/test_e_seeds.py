@@ -9,15 +9,16 @@ import torch
 
 from loss_fn import sft
 from pp_models import CausalLMStage
+from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.init import init_split_model
-from stageline.data.batch import IGNORE
-from stageline.data.loader import MicroBatchLoader
+from stageline.data.batches.batch import IGNORE
+from stageline.data.batches.collate_part import EncodedSample, collate_part
+from stageline.data.batches.loader import MicroBatchLoader
 from stageline.pipeline.runner import PipelineRunner
-from stageline.testing.ranks import run_ranks
-from stageline.testing.small_run import Job
-from stageline.testing.tiny_batches import tiny_micro_batches
-from stageline.testing.tiny_models import tiny_config
 from stageline.training.step import TrainStep
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_run import Job
+from tests.helpers.tiny_batches import tiny_micro_batches
 
 NUM_STEPS = 6  # of two epochs
 
@@ -33,10 +34,15 @@ class Crops:
         return None, {"row": row, "draws": draws, "length": 3 + random.randrange(12)}
 
 
-def length_of(images, sample):
-    return sample["length"]
+def encode(images, sample):
+    return EncodedSample(images, sample, [], sample["length"], [])
 
 
+def packed(rows):
+    return masked([sample for row in rows for sample in row])
+
+
+@collate_part(encode=encode, pack=packed)
 def masked(rows):
     """A collate part that draws what it hides."""
     width = max(sample["length"] for _, sample in rows)
@@ -46,13 +52,6 @@ def masked(rows):
         "labels": torch.where(torch.rand(len(rows), width) < 0.5, 1, IGNORE),
         "draws": torch.tensor([sample["draws"] + noise for _, sample in rows]),
     }
-
-
-def packed(rows):
-    return masked([sample for row in rows for sample in row])
-
-
-masked.length_of, masked.packed = length_of, packed
 
 
 def steps_of(count=NUM_STEPS, **options):

@@ -10,14 +10,14 @@ from safetensors.torch import load_file, save_file
 
 from loss_fn import sft
 from pp_models import CausalLMStage
+from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.init import init_split_model
 from stageline.pipeline.runner import PipelineRunner
-from stageline.testing.ranks import run_ranks
-from stageline.testing.small_run import Job
-from stageline.testing.tiny_batches import tiny_micro_batches
-from stageline.testing.tiny_models import tiny_config
-from stageline.training.skips import Skips
+from stageline.training.nonfinite import Skips
 from stageline.training.step import TrainStep
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_run import Job
+from tests.helpers.tiny_batches import tiny_micro_batches
 
 PARTS = Path(__file__).with_name("faulty_parts.py")
 
@@ -180,49 +180,6 @@ def test_f06_a_resumed_run_decides_the_same():
         assert second.state_dict() == straight.state_dict()
 
 
-REPLAYS = {
-    "once": ("at=flip,rank=1,step=3,do=value", 16, ["stage 1 on rank 1", "with the second"]),
-    "later": (
-        "at=flip,rank=0,step=3,count=2,do=value",
-        16,
-        ["stage 0 on rank 0", "with the first"],
-    ),
-    "always": (
-        ";".join(["at=flip,rank=0,step=3,do=value"] * 2),
-        17,
-        ["stage 0 on rank 0", "model.embed_tokens.weight", "differed from both"],
-    ),
-    "weight": (
-        "at=flip_weight,rank=1,step=3,do=value",
-        16,
-        ["stage 1 on rank 1: a weight changed", "model.layers.2.self_attn.q_proj.weight"],
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REPLAYS)
-def test_f07_replay(job, case):
-    chaos, code, words = REPLAYS[case]
-    name = f"flip-{case}"
-    options = ("--total-steps", 6, "--save-steps", 1, "--replay-steps", 2)
-    ended = job.fork(name, *options, chaos=chaos)
-    assert ended.code == code and ended.seconds < 30
-    for word in ["step 4", *words]:
-        assert word in ended.err
-    assert job.checkpoints(name) == [f"step-0000000{step}" for step in (1, 2, 3)]
-    assert_equal(*(weights(job, run, "step-00000003") for run in (name, "whole")))
-
-
-@pytest.mark.parametrize("options", [(), ("--bf16",)], ids=["fp32", "bf16"])
-def test_f07_replaying_changes_no_number(job, options):
-    lora = ("--llm-lora-num", 1, "--lora-dropout", 0.5, "--total-steps", 5, "--save-steps", 0)
-    names = [f"{kind}{len(options)}" for kind in ("once", "twice")]
-    for name, replay in zip(names, (0, 1), strict=True):
-        ended = job.fork(name, *lora, *options, "--replay-steps", replay)
-        assert ended.code == 0, ended.err
-    assert job.losses(names[0]) == job.losses(names[1])
-
-
 def test_f08_a_stage_that_learns_nothing_is_named_once(job):
     faults = [f"at=zero_gradient,rank=1,step={step},do=value" for step in (1, 2)]
     ended = job.fork("zero", "--total-steps", 4, chaos=";".join(faults))
@@ -316,25 +273,3 @@ def test_f02_f03_all_stages_skip_together_and_know_the_micro_batch(kind, num_ran
     else:
         assert math.isfinite(bad[0]), "finite, and skipped all the same"
         assert f"lm_head.weight (stage {num_ranks - 1}, rank {num_ranks - 1})" in bad[2]
-
-
-def replay_with_accidents(rank, num_ranks):
-    """One stage's forward gives other bits in its second run; then in each run."""
-    told = []
-    for changes in ((0.0, 1e-3, 0.0), (0.0, 1e-3, 2e-3)):
-        step = build(rank, num_ranks, loss_fn=sft, replay_steps=1)
-        runs = iter(change for change in changes for _ in tiny_micro_batches("llama"))
-        if rank == 1:
-            (model,) = step.runner.local.models
-            model.register_forward_hook(lambda m, a, out, r=runs: out + next(r))
-        try:
-            step(tiny_micro_batches("llama"), step=0)
-        except ArithmeticError as error:
-            told.append([error.exit_code, str(error)])
-    return told
-
-
-def test_f07_names_the_stage_where_it_began():
-    for result in run_ranks(replay_with_accidents, 3, 3):
-        assert [code for code, _ in result] == [16, 17]
-        assert all("stage 1 on rank 1: its output" in text for _, text in result)

@@ -7,15 +7,16 @@ import torch
 
 from prompt_fn import auto, chat, fill
 from register import dataset_register, import_shelf
-from stageline.data.bad_rows import BadRows
-from stageline.data.check_batch import CheckedCollate
-from stageline.data.collate import collate_packed_sft, collate_sft, length_sft
-from stageline.data.encode import TextEncoder
-from stageline.data.loader import MicroBatchLoader
-from stageline.data.preflight import check_vocabulary, preflight
+from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.data.batches.check_batch import CheckedCollate
+from stageline.data.batches.collate import collate_packed_sft, collate_sft, encode_sft
+from stageline.data.batches.collate_part import CollatePart
+from stageline.data.batches.loader import MicroBatchLoader
+from stageline.data.batches.preflight import check_vocabulary, preflight
+from stageline.data.rows.bad_rows import BadRows
+from stageline.data.text.encode import TextEncoder
 from stageline.errors import DataError, UserError
-from stageline.testing.tiny_datasets import write_lines
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.tiny_datasets import write_lines
 
 import_shelf("dataset")
 
@@ -82,12 +83,12 @@ def test_g14_token_id_in_a_packed_row(tmp_path):
         batch["input_ids"][1, len(packed[1][0][1]["question"]) + 5] = 9999
         return batch
 
-    collate.packed, collate.length_of = broken, length_sft
-    checked = CheckedCollate(functools.partial(collate, **options(tiny_tokenizer())), 300)
-    assert checked.length_of(*rows[0]) == length_sft(*rows[0], **options(tiny_tokenizer()))
+    part = CollatePart(collate, encode=encode_sft, pack=broken)
+    checked = CheckedCollate(functools.partial(part, **options(tiny_tokenizer())), 300)
+    assert checked.encode(*rows[0]) == encode_sft(*rows[0], **options(tiny_tokenizer()))
     items = [rows[i] for i in range(6)]
     with pytest.raises(DataError, match=r"rows.jsonl:5: sample rows-5: .* is 9999"):
-        checked.packed([items[:3], items[3:]])
+        checked.pack([items[:3], items[3:]])
 
 
 def test_g14_good_batches_pass(tmp_path):

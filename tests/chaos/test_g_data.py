@@ -8,12 +8,12 @@ import pytest
 from torch.utils.data import Subset
 
 from register import dataset_register, import_shelf
-from stageline.data.bad_rows import BadRows, leaving_out
-from stageline.data.fingerprint import data_fingerprint
-from stageline.data.read_json import read_rows
+from stageline.data.rows.bad_rows import BadRows, leaving_out
+from stageline.data.rows.read_json import read_rows
+from stageline.data.rows.readers import data_fingerprint
 from stageline.errors import DataError
-from stageline.testing.peak_memory import peak_rise
-from stageline.testing.tiny_datasets import write_json, write_lines
+from tests.helpers.peak_memory import peak_rise
+from tests.helpers.tiny_datasets import write_json, write_lines
 
 import_shelf("dataset")
 GOOD = b'{"question": "q", "answer": "a"}\n'

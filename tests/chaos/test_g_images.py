@@ -11,14 +11,14 @@ from PIL import Image, ImageFile
 
 from prompt_fn import auto, fill
 from register import dataset_register, import_shelf
-from stageline.data.bad_rows import BadRows
-from stageline.data.collate import collate_sft
-from stageline.data.images import MAX_PIXELS, ImageExpander, check_image, decode_image
-from stageline.data.preflight import preflight
+from stageline.checking.tiny_processors import tiny_processor
+from stageline.data.batches.collate import collate_sft
+from stageline.data.batches.preflight import preflight
+from stageline.data.images.images import MAX_PIXELS, ImageExpander, check_image, decode_image
+from stageline.data.rows.bad_rows import BadRows
 from stageline.errors import DataError
-from stageline.testing.peak_memory import peak_rise
-from stageline.testing.tiny_datasets import write_lines
-from stageline.testing.tiny_processors import tiny_processor
+from tests.helpers.peak_memory import peak_rise
+from tests.helpers.tiny_datasets import write_lines
 
 import_shelf("dataset")
 

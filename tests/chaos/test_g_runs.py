@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-from stageline.testing.small_run import Job
+from tests.helpers.small_run import Job
 
 GROW_AFTER_A_CHECKPOINT = """
 import pathlib, sys, time

@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-import train_pp
+from commands.train import SHELF
+from commands.train_engines import check_topology
 from parse_args import parse_train_args
 from register import ALL_REGISTERS, import_parts, import_shelf
 from stageline.pipeline.schedules import SCHEDULES
-from stageline.testing.small_run import ROOT, Job
-from train_parts import SHELF
+from tests.helpers.small_run import ROOT, Job
 
 import_shelf(*SHELF)
 TRAIN = (
@@ -168,7 +168,7 @@ def test_h06_a_batch_that_does_not_fall_into_micro_batches(parts):
 
 
 def topology_of(*words):
-    return train_pp.check_topology(parse_train_args([*TRAIN, *map(str, words)]))
+    return check_topology(parse_train_args([*TRAIN, *map(str, words)]))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -15,15 +15,15 @@ from transformers import AutoConfig, modeling_utils
 
 from pp_models import CausalLMStage
 from stageline import chaos
-from stageline.checkpoint import export_target
-from stageline.checkpoint.export import export_folder
+from stageline.checking.tiny_models import tiny_config
+from stageline.checkpoint import export_files
 from stageline.checkpoint.files import weight_files
 from stageline.checkpoint.layout import verify
 from stageline.checkpoint.load import load_split_model
+from stageline.checkpoint.plain_folder import export_folder
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import CheckpointError, StorageError, UserError
-from stageline.testing.tiny_checkpoints import auto_class, tiny_whole
-from stageline.testing.tiny_models import tiny_config
+from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
 
 MOST_OPERATIONS = 60
 KILLED = 137
@@ -147,7 +147,7 @@ def test_i08_export_killed_at_every_file_operation(job, tmp_path):
 
 def test_i08_killed_while_replacing_on_a_system_that_cannot_swap(tmp_path, monkeypatch):
     """There the target may be absent for a moment; the old one lies beside it, whole."""
-    monkeypatch.setattr(export_target, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(export_files, "_exchange", lambda one, other: False)
     run = save_run(tmp_path)
     target = tmp_path / "made" / "out"
     export_folder(run, target, dtype=torch.float16, verifies=False)

@@ -13,23 +13,23 @@ import torch
 from transformers import AutoConfig
 
 import models
-import train_pp  # noqa: F401  now: what a test registers goes after it
+from commands import train as train_pp  # noqa: F401  now: what a test registers goes after it
 from pp_models import CausalLMStage
-from stageline.checkpoint.export import load_plain
+from stageline.checking.tiny_processors import tiny_tokenizer
 from stageline.checkpoint.files import weight_files
 from stageline.checkpoint.load import load_split_model
-from stageline.data import template_trial
-from stageline.data.chat import render_chat
-from stageline.data.messages import Turn
-from stageline.data.processor import load_processor
-from stageline.data.rendered import Piece
-from stageline.data.template_trial import check_template
+from stageline.checkpoint.plain_folder import load_plain
+from stageline.data.text import template_trial
+from stageline.data.text.chat import render_chat
+from stageline.data.text.messages import Turn
+from stageline.data.text.processor import load_processor
+from stageline.data.text.rendered import Piece
+from stageline.data.text.template_trial import check_template
 from stageline.errors import UserError
 from stageline.model_folder import load_config
-from stageline.testing.faulty_files import Canary, edit, refused, rewrite
-from stageline.testing.small_run import Job
-from stageline.testing.tiny_checkpoints import tiny_whole
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.faulty_files import Canary, edit, refused, rewrite
+from tests.helpers.small_run import Job
+from tests.helpers.tiny_checkpoints import tiny_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 

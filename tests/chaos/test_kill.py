@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from stageline.distributed import failure
-from stageline.testing.killing import (
+from tests.helpers.killing import (
     Killer,
     LaunchedRun,
     RunFolder,
@@ -16,7 +16,7 @@ from stageline.testing.killing import (
     kill_by_hand,
     last_tensors,
 )
-from stageline.testing.small_run import Job
+from tests.helpers.small_run import Job
 
 TOTAL_STEPS = 60
 KILLS = 20

@@ -8,14 +8,14 @@ import torch
 
 import pp_models  # noqa: F401 (puts the parts on the shelf)
 from register import train_model_register
+from stageline.checking.tiny_processors import tiny_tokenizer
 from stageline.distributed.failure import name_stages, run_entry
 from stageline.distributed.launch import launch_if_needed
 from stageline.distributed.process_group import distributed_context
 from stageline.inference.decoding.engine import DecodingEngine
 from stageline.inference.decoding.request import Request, Sampling
 from stageline.inference.decoding.stage_decoder import StageDecoder
-from stageline.testing.decoding_engines import on_ranks
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.decoding_engines import on_ranks
 
 ENDS_AT = 9  # the order that the second stage does not live to see
 

@@ -1,25 +1,24 @@
 """Contrastive training over stages and replicas, held-out figures, resumed runs, bad groups."""
 
-import functools
 import json
 
 import pytest
 import torch
 
-from loss_fn import contrastive, cos, js
+from loss_fn import cos, js
 from pp_models import CausalLMStage
+from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.init import init_split_model
 from stageline.pipeline.runner import PipelineRunner
-from stageline.testing.ranks import run_ranks
-from stageline.testing.small_run import Job
-from stageline.testing.tiny_batches import tiny_micro_batches
-from stageline.testing.tiny_datasets import group_row, write_lines
-from stageline.testing.tiny_models import tiny_config
 from stageline.training.evaluation import evaluate
-from stageline.training.loss_part import LossPart
-from stageline.training.optimizer_groups import optimizer_groups
+from stageline.training.optimizers import optimizer_groups
 from stageline.training.replicas import Replicas
 from stageline.training.step import TrainStep
+from tests.helpers.ranks import run_ranks
+from tests.helpers.shelf_losses import shelf_loss
+from tests.helpers.small_run import Job
+from tests.helpers.tiny_batches import tiny_micro_batches
+from tests.helpers.tiny_datasets import group_row, write_lines
 
 SIZE = 3
 CPU = torch.device("cpu")
@@ -53,7 +52,7 @@ def make_batches():
 
 def loss_of(sim):
     sim_fn = {"js": js, "cos": cos}[sim]
-    return functools.partial(contrastive, sim_fn=sim_fn, warmup_steps=4, contrastive_weight=2.0)
+    return shelf_loss("contrastive", sim_fn=sim_fn, warmup_steps=4, contrastive_weight=2.0)
 
 
 def train(rank, num_stages, sim, dtype=torch.float32, schedule="1f1b", num_replicas=1):
@@ -126,7 +125,7 @@ def test_held_out_figures_are_those_of_the_whole_set_at_once():
     model = build(0, 1)
     model.load_state_dict(one["weights"], strict=False)
     model.eval()
-    part, batches = LossPart(loss_of("cos")), make_batches()
+    part, batches = loss_of("cos"), make_batches()
     totals = {name: torch.tensor(float(n)) for name, n in part.count(batches).items()}
     assert len(set(totals.values())) == 3, "counts that would be mixed up are seen"
     sums: dict[str, float] = {}
@@ -198,7 +197,7 @@ def test_a_bad_member_leaves_its_group_out(job):
     [
         (("--batch-size", 6, "--micro-batch-size", 3), "--batch-size 6 and --micro-batch-size 3"),
         (("--packing",), "--packing came with a dataset of groups of 4"),
-        (("--logits-chunk", 8), "--logits-chunk came with the loss 'contrastive'"),
+        (("--logits-chunk", 8), "--logits-chunk came with --loss-fn contrastive"),
         (("--dataset", "digits"), "came with --dataset digits, which has no groups"),
         (("--collate-fn", "sft"), "without loss_marks"),
     ],

@@ -17,20 +17,20 @@ from transformers import AutoConfig
 
 from loss_fn import sft
 from pp_models import CausalLMStage, VisionLanguageStage
+from stageline.checking.tiny_models import VISION_LANGUAGE, tiny_config
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
 from stageline.modules.lora import is_lora_name
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
-from stageline.testing.ranks import run_ranks
-from stageline.testing.tiny_batches import count_targets, drop_pixels, tiny_micro_batches
-from stageline.testing.tiny_models import VISION_LANGUAGE, tiny_config
 from stageline.training.evaluation import evaluate
-from stageline.training.optimizer_groups import optimizer_groups
+from stageline.training.optimizers import optimizer_groups
 from stageline.training.precision import LossScaler
 from stageline.training.replicas import Replicas
 from stageline.training.sharding import ShardedReplicas
 from stageline.training.step import TrainStep
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_batches import count_targets, drop_pixels, tiny_micro_batches
 
 NUM_STEPS = 3
 MAX_NORM = 0.05  # well below the norm of these models, so that clipping acts

@@ -14,10 +14,10 @@ import torch
 import pp_models  # noqa: F401 (puts the parts on the shelf)
 from prompt_fn import auto, chat
 from register import train_model_register
-from stageline.checkpoint.quiet import quiet
+from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE
+from stageline.checkpoint.load import quiet
 from stageline.errors import UserError
 from stageline.inference.decoding.group_choice import GroupChoice
-from stageline.inference.decoding.prompts import is_alone, length_of
 from stageline.inference.decoding.request import (
     Failed,
     Finished,
@@ -25,18 +25,18 @@ from stageline.inference.decoding.request import (
     Sampling,
     ScoreRequest,
 )
+from stageline.inference.decoding.score_queue import is_alone, length_of
 from stageline.modules.lora import merge_lora
-from stageline.testing import decoded_models
-from stageline.testing.decoding_engines import (
+from tests.helpers import decoded_models
+from tests.helpers.decoding_engines import (
     answers_of,
     local_engine,
     noted_orders,
     on_ranks,
     pieces_read,
 )
-from stageline.testing.pictured_prompts import pictured_prompts
-from stageline.testing.ranks import run_ranks
-from stageline.testing.tiny_models import DECODERS, VISION_LANGUAGE
+from tests.helpers.pictured_prompts import pictured_prompts
+from tests.helpers.ranks import run_ranks
 
 NUM_TOKENS, PIECE = 30, 9
 SEEING = (*VISION_LANGUAGE, "mllama")

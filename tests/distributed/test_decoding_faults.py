@@ -14,11 +14,11 @@ import torch
 
 import pp_models  # noqa: F401 (puts the parts on the shelf)
 from register import train_model_register
-from stageline.checkpoint.quiet import quiet
+from stageline.checkpoint.load import quiet
 from stageline.inference.decoding.request import Failed, Request, Sampling
-from stageline.testing.decoded_models import decoded_text_model
-from stageline.testing.decoding_engines import on_ranks
-from stageline.testing.ranks import run_ranks
+from tests.helpers.decoded_models import decoded_text_model
+from tests.helpers.decoding_engines import on_ranks
+from tests.helpers.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRY = Path(__file__).with_name("decoding_entry.py")

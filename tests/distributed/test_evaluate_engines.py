@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from stageline.evaluation.shards import find_shards
-from stageline.testing.small_run import ForkedRun, Job
+from stageline.evaluation.predictions import find_shards
+from tests.helpers.small_run import ForkedRun, Job
 
 ROOT = Path(__file__).resolve().parents[2]
 GENERATE = "--model generate --metric exact_match --prompt question --prompt-fn fill".split()

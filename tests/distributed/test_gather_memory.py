@@ -2,8 +2,8 @@
 
 import torch
 
-from stageline.testing.ranks import run_ranks
 from stageline.training.memory import gather_peaks
+from tests.helpers.ranks import run_ranks
 
 MIB = 2**20
 

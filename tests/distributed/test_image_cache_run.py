@@ -8,10 +8,10 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-import train_pp  # noqa: F401 - its engines, before a fixture keeps registers as they are
-from stageline.testing.small_run import Job, saved_tensors
-from stageline.testing.tiny_models import tiny_config
-from stageline.testing.tiny_processors import tiny_processor
+from commands import train as train_pp  # noqa: F401 - its engines, before a fixture keeps registers as they are
+from stageline.checking.tiny_models import tiny_config
+from stageline.checking.tiny_processors import tiny_processor
+from tests.helpers.small_run import Job, saved_tensors
 
 OPTIONS = (
     "--image-token auto --prompt vqa --total-steps 5 --max-token-num 256 --eval-samples 3 "

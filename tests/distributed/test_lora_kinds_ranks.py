@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from stageline.checkpoint.plain_model import load_plain
-from stageline.testing.small_run import Job, saved_tensors
+from tests.helpers.small_run import Job, saved_tensors
 
 KINDS = (
     "--llm-lora-num 1 --lora-rank 2 --lora-init pissa --use-rslora --use-dora --lora-dropout 0.1 "

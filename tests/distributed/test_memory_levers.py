@@ -6,16 +6,16 @@ import torch
 from loss_fn import sft
 from optimizer import adamw
 from pp_models import CausalLMStage
+from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.init import init_split_model
 from stageline.modules.chunked_loss import ChunkedLoss
-from stageline.modules.offload import offload_activations
+from stageline.modules.recompute import offload_activations
 from stageline.pipeline.runner import PipelineRunner
-from stageline.testing.ranks import run_ranks
-from stageline.testing.tiny_batches import tiny_micro_batches
-from stageline.testing.tiny_models import tiny_config
 from stageline.training.evaluation import evaluate
-from stageline.training.optimizer_groups import optimizer_groups
+from stageline.training.optimizers import optimizer_groups
 from stageline.training.step import TrainStep
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_batches import tiny_micro_batches
 
 NUM_STEPS = 3
 

@@ -9,20 +9,20 @@ from transformers import AutoConfig
 
 from loss_fn import sft
 from pp_models import CausalLMStage
-from pp_models.filling import Source, fill_stage
+from stageline.checking.tiny_models import VOCAB_SIZE
 from stageline.checkpoint.files import read_tensors
 from stageline.checkpoint.save import save_split_model
 from stageline.modules.new_rows import NewRows
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
-from stageline.testing.ranks import run_ranks
-from stageline.testing.tiny_batches import tiny_micro_batches
-from stageline.testing.tiny_checkpoints import tiny_whole
-from stageline.testing.tiny_models import VOCAB_SIZE
-from stageline.training.optimizer_groups import optimizer_groups
+from stageline.stages.base import WeightSource, fill_stage
+from stageline.training.optimizers import optimizer_groups
 from stageline.training.replicas import Replicas
 from stageline.training.sharding import ShardedReplicas
 from stageline.training.step import TrainStep
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_batches import tiny_micro_batches
+from tests.helpers.tiny_checkpoints import tiny_whole
 
 CPU = torch.device("cpu")
 IDS = (VOCAB_SIZE, VOCAB_SIZE + 1, 40)
@@ -54,7 +54,7 @@ def stages_of(base, plan, rank, dtype, options):
         config = AutoConfig.from_pretrained(base)
         count = plan.num_stages
         model = CausalLMStage(config, stage=stage, num_stages=count, dtype=dtype, **options)
-        fill_stage(model, Source(str(base), 0, "cpu", dtype), new_rows=rows)
+        fill_stage(model, WeightSource(str(base), 0, "cpu", dtype), new_rows=rows)
         stages.append(model)
     return stages
 

@@ -10,16 +10,16 @@ from torch.nn import functional
 from torch.nn.attention import flex_attention
 from transformers import AutoModelForCausalLM
 
-from options.attention_options import KERNELS, attention_arguments
-from options.run_options import RunConfig
+from options.memory import KERNELS, attention_arguments
+from options.train import RunConfig
 from pp_models import CausalLMStage, RewardStage, VisionLanguageStage
+from stageline.checking.tiny_models import VOCAB_SIZE, tiny_config
 from stageline.checkpoint.init import init_split_model
-from stageline.data.encode import Encoded
-from stageline.data.packing import pack_rows
+from stageline.data.batches.batch import pack_rows
+from stageline.data.text.encode import Encoded
 from stageline.errors import UserError
-from stageline.pipeline.packing_check import check_packing
-from stageline.testing.tiny_batches import FIRST_TEXT_ID
-from stageline.testing.tiny_models import VOCAB_SIZE, tiny_config
+from stageline.stages.packing import check_packing
+from tests.helpers.tiny_batches import FIRST_TEXT_ID
 
 # above and below the sliding window of 8, one token alone, padding behind the second row
 ROWS = ((11, 5, 9), (13, 1, 4))

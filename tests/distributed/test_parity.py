@@ -12,21 +12,20 @@ import transformers
 from transformers import AutoConfig
 
 from loss_fn import sft
-from pp_models import CausalLMStage
-from pp_models.vision_language import VISION_LANGUAGE_MODELS
+from pp_models import class_of_key
+from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 from stageline.checkpoint.load import load_split_model
 from stageline.pipeline.runner import PipelineRunner
-from stageline.testing.chain import run_chain
-from stageline.testing.ranks import run_ranks
-from stageline.testing.tiny_batches import (
+from stageline.training.optimizers import optimizer_groups
+from stageline.training.step import TrainStep
+from tests.helpers.chain import run_chain
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_batches import (
     count_targets,
     drop_pixels,
     join_micro_batches,
     tiny_micro_batches,
 )
-from stageline.testing.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
-from stageline.training.optimizer_groups import optimizer_groups
-from stageline.training.step import TrainStep
 
 NUM_STEPS = 3
 # padding beyond the sliding window of 8 makes NaN in the library's own full batch
@@ -37,7 +36,7 @@ FAMILIES = DECODERS + VISION_LANGUAGE
 
 
 def stage_class(family):
-    return VISION_LANGUAGE_MODELS.get(family, (CausalLMStage,))[0]
+    return class_of_key(family)
 
 
 def use_plain_experts(config, dtype):

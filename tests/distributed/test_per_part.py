@@ -10,14 +10,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 import pp_models  # noqa: F401 - export.py finds stage models in the register
-from export import make_stages
+from commands.export import make_stages
 from models.builders import auto
-from options.checkpoint_options import leaves_course
-from stageline.checkpoint.export import export_folder
-from stageline.data.processor import get_tokenizer, load_processor
-from stageline.testing.small_run import Job, saved_tensors
-from stageline.testing.tiny_models import tiny_config
-from stageline.testing.tiny_processors import tiny_processor
+from options.train import leaves_course
+from stageline.checking.tiny_models import tiny_config
+from stageline.checking.tiny_processors import tiny_processor
+from stageline.checkpoint.plain_folder import export_folder
+from stageline.data.text.processor import get_tokenizer, load_processor
+from tests.helpers.small_run import Job, saved_tensors
 
 TOKENS = ("<left>", "<right>")
 OPTIONS = (

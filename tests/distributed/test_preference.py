@@ -9,26 +9,23 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import dataset as parts
-from loss_fn import dpo, kto
 from pp_models import CausalLMStage
 from prompt_fn import chat
 from prompt_fn import none as no_image
+from stageline.checking.tiny_models import tiny_config
+from stageline.checking.tiny_processors import tiny_tokenizer
 from stageline.checkpoint.init import init_split_model
-from stageline.data.preference import WithOthers
-from stageline.modules.adapters_off import adapters_off
-from stageline.modules.lora import LoRAWrapper
-from stageline.modules.preference_loss import row_log_probs
+from stageline.data.batches.preference import WithOthers
+from stageline.modules.lora import LoRAWrapper, adapters_off
+from stageline.modules.losses import row_log_probs
 from stageline.pipeline.runner import PipelineRunner
-from stageline.testing.chain import evaluate_chain, run_chain
-from stageline.testing.ranks import run_ranks
-from stageline.testing.tiny_batches import join_micro_batches
-from stageline.testing.tiny_models import tiny_config
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
 from stageline.training.evaluation import evaluate
-from stageline.training.loss_part import LossPart
-from stageline.training.reference import make_reference, mixed_batch
-from stageline.training.reference_table import TableMaker
+from stageline.training.reference import TableMaker, make_reference, mixed_batch
 from stageline.training.step import TrainStep
+from tests.helpers.chain import evaluate_chain, run_chain
+from tests.helpers.ranks import run_ranks
+from tests.helpers.shelf_losses import shelf_loss
+from tests.helpers.tiny_batches import join_micro_batches
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 CPU, F64 = torch.device("cpu"), torch.float64
@@ -193,8 +190,8 @@ def with_reference(stages, references, batches):
     return [{**batch, **one} for batch, one in zip(batches, added, strict=True)]
 
 
-def our_step(stages, batches, loss_fn):
-    part, figures = LossPart(loss_fn), {}
+def our_step(stages, batches, part):
+    figures = {}
     totals = {name: torch.tensor(float(n)) for name, n in part.count(batches).items()}
 
     def loss_of(output, batch):
@@ -263,8 +260,8 @@ def test_dpo_of_all_weights_is_trl(trl_trainer, num_stages):
         wanted = trl_step(trainer, batches)
         stages = [build(stage, num_stages, moved=0.05) for stage in range(num_stages)]
         told = with_reference(stages, [reference], batches)
-        loss_fn = functools.partial(dpo, loss_type=loss_type, sft_weight=0.5, **own)
-        check_same(our_step(stages, told, loss_fn), wanted, gradients=wanted[2])
+        loss = shelf_loss("dpo", loss_type=loss_type, sft_weight=0.5, **own)
+        check_same(our_step(stages, told, loss), wanted, gradients=wanted[2])
 
 
 @pytest.mark.parametrize("num_stages", [1, 4])
@@ -278,7 +275,7 @@ def test_dpo_of_adapters_is_trl(trl_trainer, num_stages):
         without = with_reference(stages, stages, batches)
     told = [{**batch, "loss_reference": batch["loss_reference"].clone()} for batch in without]
     gradients = lora_gradients(whole, wanted[2])
-    check_same(our_step(stages, told, dpo), wanted, gradients=gradients)
+    check_same(our_step(stages, told, shelf_loss("dpo")), wanted, gradients=gradients)
 
 
 @pytest.mark.parametrize("labels", [(True, False, False, True, True), (True,) * 5, (False,) * 5])
@@ -295,7 +292,7 @@ def test_kto_is_trl(trl_trainer, labels):
         stages = [build(stage, 2, moved=-0.05) for stage in range(2)]
         told = with_reference(stages, [reference], batches)
         weights = {"desirable_weight": 1.5, "undesirable_weight": 0.7, "use_kl": use_kl}
-        ours = our_step(stages, told, functools.partial(kto, **weights))
+        ours = our_step(stages, told, shelf_loss("kto", **weights))
         check_same(ours, wanted, gradients=wanted[2])
 
 
@@ -303,8 +300,8 @@ def test_kto_is_trl(trl_trainer, labels):
 
 
 KINDS = {
-    "dpo": lambda: (dpo, make_batches(parts.dpo, Rows())),
-    "kto": lambda: (kto, make_batches(parts.kto, WithOthers(Answers()))),
+    "dpo": lambda: (shelf_loss("dpo"), make_batches(parts.dpo, Rows())),
+    "kto": lambda: (shelf_loss("kto"), make_batches(parts.kto, WithOthers(Answers()))),
 }
 MOVED = {  # (kind, all weights): so far that the policy comes to like answers of other rows
     ("dpo", False): 0.3,
@@ -332,7 +329,7 @@ def train(rank, num_ranks, schedule, kind, folder=None):
         assert source.values is None or torch.equal(source.values, again.values)
     for model in models:
         move(model, MOVED[kind, bool(folder)])
-    prepare = make_reference(runner, loss_fn=loss_fn, source=source)
+    prepare = make_reference(runner, loss=loss_fn, source=source)
     step = TrainStep(
         runner,
         make_optimizer=lambda named: torch.optim.SGD(named.values(), lr=0.0) if named else None,

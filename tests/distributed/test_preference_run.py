@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from stageline.testing.small_run import Job
-from stageline.testing.tiny_datasets import write_lines
+from tests.helpers.small_run import Job
+from tests.helpers.tiny_datasets import write_lines
 
 LORA = ("--llm-lora-num", 1, "--frozen-lm-head", "--lora-dropout", 0.2)
 DPO = "--collate-fn dpo --loss-fn dpo --total-steps 5 --save-steps 3".split()
@@ -95,7 +95,7 @@ def test_rows_bring_the_reference(job):
     [
         (("--reference", "adapters_off"), "38 more are trained besides adapters"),
         (("--reference", "columns"), "bring no log-probabilities for micro-batch 0"),
-        (("--logits-chunk", 8), "--logits-chunk came with the loss 'dpo'"),
+        (("--logits-chunk", 8), "--logits-chunk came with --loss-fn dpo"),
         (("--packing",), "--packing was given"),
         (("--collate-fn", "kto"), "'label' is missing"),
     ],

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from pp_models import CausalLMStage
+from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.init import init_split_model
 from stageline.pipeline.runner import PipelineRunner
-from stageline.testing.ranks import run_ranks
-from stageline.testing.tiny_batches import tiny_micro_batches
-from stageline.testing.tiny_models import tiny_config
-from stageline.training import reference_table
-from stageline.training.reference_table import TableMaker
+from stageline.training import reference
+from stageline.training.reference import TableMaker
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_batches import tiny_micro_batches
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,7 @@ def make_batches():
 
 def make_table(rank, folder):
     """A table that is broken off after two of three batches, then made to its end."""
-    reference_table.SAVE_EVERY = 1
+    reference.SAVE_EVERY = 1
     runner = PipelineRunner([build()], device=CPU, schedule="1f1b")
     batches = make_batches()
 

@@ -6,10 +6,10 @@ import torch.distributed as dist
 from torch import nn
 
 from stageline.errors import UserError
-from stageline.testing.ranks import run_ranks
 from stageline.training import replicas as module
 from stageline.training.precision import MasterWeights
 from stageline.training.replicas import Replicas
+from tests.helpers.ranks import run_ranks
 
 
 def numbers(rank):

@@ -12,16 +12,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from export import make_stages
+from commands.export import make_stages
 from loss_fn import rm
 from pp_models import RewardStage
-from stageline.checkpoint.export import export_folder
+from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.load import load_split_model
-from stageline.data.batch import pad_rows
-from stageline.data.encode import Encoded
-from stageline.testing.chain import run_chain
-from stageline.testing.small_run import Job
-from stageline.testing.tiny_models import tiny_config
+from stageline.checkpoint.plain_folder import export_folder
+from stageline.data.batches.batch import pad_rows
+from stageline.data.text.encode import Encoded
+from tests.helpers.chain import run_chain
+from tests.helpers.small_run import Job
 
 PAIRS = (  # lengths of chosen and rejected, margin
     ((9, 6), 0.0),

@@ -5,14 +5,13 @@ import torch
 from torch import nn
 
 from stageline.errors import UserError
-from stageline.pipeline.border_bytes import border_bytes
 from stageline.pipeline.plan import grad_flow
-from stageline.pipeline.recorder import Recorder
+from stageline.pipeline.recorder import Recorder, TimelineEvent, busy_seconds
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import SCHEDULES, make_schedule
-from stageline.pipeline.simulate import simulate
-from stageline.pipeline.timeline import TimelineEvent, busy_seconds
-from stageline.testing.ranks import run_ranks
+from stageline.planner.cost import border_bytes
+from stageline.planner.simulate import simulate
+from tests.helpers.ranks import run_ranks
 
 WIDTH = 6
 VOCABULARY = 10

@@ -15,8 +15,8 @@ from stageline.checkpoint.layout import verify
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
-from stageline.testing.ranks import run_ranks
-from stageline.testing.tiny_checkpoints import auto_class, tiny_whole
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
 
 
 def load(rank, folder, num_stages, **kwargs):

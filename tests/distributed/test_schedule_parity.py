@@ -16,15 +16,15 @@ import transformers
 
 from loss_fn import sft
 from pp_models import CausalLMStage, VisionLanguageStage
+from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.load import load_split_model
-from stageline.data.encode import Encoded
-from stageline.data.packing import pack_rows
+from stageline.data.batches.batch import pack_rows
+from stageline.data.text.encode import Encoded
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import SCHEDULES, make_schedule
-from stageline.testing.ranks import run_ranks
-from stageline.testing.tiny_batches import count_targets, drop_pixels, tiny_micro_batches
-from stageline.testing.tiny_models import tiny_config
 from stageline.training.step import TrainStep
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_batches import count_targets, drop_pixels, tiny_micro_batches
 
 NUM_STEPS = 2
 NUM_LAYERS = 8

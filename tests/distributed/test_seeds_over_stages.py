@@ -16,17 +16,17 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from loss_fn import sft
 from pp_models import CausalLMStage
+from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.load import load_split_model
-from stageline.modules.compiling import compile_layers
+from stageline.modules.recompute import compile_layers
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
 from stageline.seeds import derive_seed, mix_seed
-from stageline.testing.ranks import run_ranks
-from stageline.testing.tiny_batches import count_targets, tiny_micro_batches
-from stageline.testing.tiny_models import tiny_config
 from stageline.training.replicas import Replicas
 from stageline.training.sharding import ShardedReplicas
 from stageline.training.step import TrainStep
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_batches import count_targets, tiny_micro_batches
 
 NUM_LAYERS, NUM_STEPS, SEED = 8, 3, 11
 ADAMW = {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.1}

@@ -5,15 +5,15 @@ import torch
 
 from loss_fn import sft
 from pp_models import CausalLMStage
+from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.init import init_split_model
+from stageline.pipeline.recorder import TimelineEvent
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
-from stageline.pipeline.timeline import TimelineEvent
-from stageline.testing.ranks import run_ranks
-from stageline.testing.tiny_batches import tiny_micro_batches
-from stageline.testing.tiny_models import tiny_config
 from stageline.training.step import TrainStep
 from stageline.training.step_timeline import StepTimeline, mean_durations
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_batches import tiny_micro_batches
 
 FIELDS = ("rank", "stage", "kind", "micro_batch", "start", "end")
 

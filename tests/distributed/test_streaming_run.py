@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from stageline.testing.forked_entry import run_entry
-from stageline.testing.small_run import Job, saved_tensors
+from tests.helpers.forked_entry import run_entry
+from tests.helpers.small_run import Job, saved_tensors
 
 STEPS = 4
 OPTIONS = ("--total-steps", STEPS, "--save-steps", 2)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from stageline.testing.forked_entry import run_entry
-from stageline.testing.tiny_models import tiny_config
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_config
+from stageline.checking.tiny_processors import tiny_tokenizer
+from tests.helpers.forked_entry import run_entry
 
 # a file beside this one; tests are no package
 sys.path.insert(0, str(Path(__file__).parent))

@@ -15,16 +15,17 @@ import torch
 import transformers
 
 from loss_fn import sft
-from pp_models.vision_language import VISION_LANGUAGE_MODELS, VisionLanguageStage
+from pp_models import class_of_key
 from prompt_fn import auto, fill
+from stageline.checking.tiny_models import VISION_LANGUAGE, tiny_config
+from stageline.checking.tiny_processors import tiny_processor
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
-from stageline.testing.chain import evaluate_chain, run_chain
-from stageline.testing.ranks import run_ranks
-from stageline.testing.tiny_batches import count_targets, drop_pixels
-from stageline.testing.tiny_models import VISION_LANGUAGE, tiny_config
-from stageline.testing.tiny_processors import tiny_processor
-from stageline.testing.tiny_vision_batches import vision_micro_batches
+from stageline.stages.vision_language import VisionLanguageStage
+from tests.helpers.chain import evaluate_chain, run_chain
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_batches import count_targets, drop_pixels
+from tests.helpers.tiny_vision_batches import vision_micro_batches
 
 FLOAT64 = torch.float64
 MODES = ("full", "frozen", "lora")
@@ -167,7 +168,7 @@ def divisor_of(family):
 def stage_of(family, stage, num_stages, has_lora=False):
     """A stage that takes all values from the reference; loading is tested further below."""
     lora = {"vit_lora_num": 1, "lora_rank": RANK, "lora_alpha": ALPHA} if has_lora else {}
-    model = VISION_LANGUAGE_MODELS[family][0](
+    model = class_of_key(family)(
         whole_of(family).config, stage=stage, num_stages=num_stages, dtype=FLOAT64, **lora
     )
     weights = reference_of(family, "lora" if has_lora else "full")["weights"]

@@ -12,22 +12,21 @@ import transformers
 from torch import nn
 
 from loss_fn import sft
-from pp_models import CausalLMStage, VisionLanguageStage
-from pp_models.vision_language import VISION_LANGUAGE_MODELS
-from pp_models.vision_stages import Departure
+from pp_models import CausalLMStage, VisionLanguageStage, class_of_key
 from prompt_fn import auto, fill
+from stageline.checking.tiny_models import VISION_LANGUAGE, tiny_config
+from stageline.checking.tiny_processors import tiny_processor
 from stageline.checkpoint.load import load_split_model
 from stageline.errors import UserError
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
-from stageline.testing.chain import evaluate_chain, run_chain
-from stageline.testing.ranks import run_ranks
-from stageline.testing.small_run import saved_tensors
-from stageline.testing.small_vision_run import VisionJob, with_blocks
-from stageline.testing.tiny_batches import count_targets, drop_pixels
-from stageline.testing.tiny_models import VISION_LANGUAGE, tiny_config
-from stageline.testing.tiny_processors import tiny_processor
-from stageline.testing.tiny_vision_batches import vision_micro_batches
+from stageline.stages.vision_language import Departure
+from tests.helpers.chain import evaluate_chain, run_chain
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_run import saved_tensors
+from tests.helpers.small_vision_run import VisionJob, with_blocks
+from tests.helpers.tiny_batches import count_targets, drop_pixels
+from tests.helpers.tiny_vision_batches import vision_micro_batches
 
 FLOAT64 = torch.float64
 NUM_BLOCKS = 3
@@ -143,7 +142,7 @@ def reference_of(family, whole):
 
 
 def build_stage(family, mode, folder, whole, **kwargs):
-    stage_class = VISION_LANGUAGE_MODELS[family][0]
+    stage_class = class_of_key(family)
     config = transformers.AutoConfig.from_pretrained(folder)
     model = stage_class(config, dtype=FLOAT64, **OPTIONS[mode], **kwargs)
     load_split_model(model, folder, device="cpu", dtype=FLOAT64)

@@ -10,16 +10,20 @@ import torch.multiprocessing as mp
 
 import pp_models  # noqa: F401 (puts the parts on the shelf)
 from register import train_model_register
-from stageline.checkpoint.quiet import quiet
-from stageline.data.processor import get_tokenizer
-from stageline.inference.decoding.cache_budget import SHARE_OF_A_GPU, cache_budget, cells_within
+from stageline.checkpoint.load import quiet
+from stageline.data.text.processor import get_tokenizer
 from stageline.inference.decoding.chain import LocalChain
 from stageline.inference.decoding.engine import DecodingEngine
 from stageline.inference.decoding.request import EngineError, Failed, Request, Sampling
 from stageline.inference.decoding.scheduler import Limits
-from stageline.inference.decoding.stage_decoder import StageDecoder
-from stageline.testing.decoded_models import decoded_text_model, generated, load_whole
-from stageline.testing.decoding_engines import answers_of, on_ranks
+from stageline.inference.decoding.stage_decoder import (
+    SHARE_OF_A_GPU,
+    StageDecoder,
+    cache_budget,
+    cells_within,
+)
+from tests.helpers.decoded_models import decoded_text_model, generated, load_whole
+from tests.helpers.decoding_engines import answers_of, on_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NUM_TOKENS = 16

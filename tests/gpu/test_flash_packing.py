@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from loss_fn import sft
-from options.attention_options import KERNELS
+from options.memory import KERNELS
 from pp_models import CausalLMStage
+from stageline.checking.tiny_models import VOCAB_SIZE, tiny_config
 from stageline.checkpoint.init import init_split_model
-from stageline.data.encode import Encoded
-from stageline.data.packing import pack_rows
-from stageline.pipeline.packing_check import check_packing
-from stageline.testing.tiny_batches import FIRST_TEXT_ID, count_targets
-from stageline.testing.tiny_models import VOCAB_SIZE, tiny_config
+from stageline.data.batches.batch import pack_rows
+from stageline.data.text.encode import Encoded
+from stageline.stages.packing import check_packing
+from tests.helpers.tiny_batches import FIRST_TEXT_ID, count_targets
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LENGTHS = (31, 17, 44)

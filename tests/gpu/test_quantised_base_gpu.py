@@ -6,12 +6,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from loss_fn import sft
 from pp_models import CausalLMStage
-from pp_models.filling import Source, fill_stage
+from stageline.checking.tiny_models import tiny_config
 from stageline.modules.methods import Methods
 from stageline.modules.quantised import Quantization
-from stageline.testing.chain import run_chain
-from stageline.testing.tiny_batches import count_targets, tiny_micro_batches
-from stageline.testing.tiny_models import tiny_config
+from stageline.stages.base import WeightSource, fill_stage
+from tests.helpers.chain import run_chain
+from tests.helpers.tiny_batches import count_targets, tiny_micro_batches
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
@@ -37,7 +37,7 @@ def make_stages(folder, kind, num_stages):
             methods=Methods(quantization=Quantization(kind)),
             llm_lora_num=1,
         )
-        fill_stage(model, Source(str(folder), 0, "cuda", HALF), new_rows=None)
+        fill_stage(model, WeightSource(str(folder), 0, "cuda", HALF), new_rows=None)
         stages.append(model)
     return stages
 

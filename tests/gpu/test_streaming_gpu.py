@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from stageline.streaming.engine import RoundPipe
-from stageline.streaming.flow import layer_seed
+from stageline.streaming.passes import layer_seed
 from stageline.streaming.plan import Plan
 from stageline.streaming.run_config import RoundPipeRunConfig
 

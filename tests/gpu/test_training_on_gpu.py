@@ -9,14 +9,14 @@ import torch
 
 from loss_fn import sft
 from pp_models import CausalLMStage
+from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.init import init_split_model
 from stageline.distributed.process_group import distributed_context
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import SCHEDULES, make_schedule
-from stageline.testing.tiny_batches import tiny_micro_batches
-from stageline.testing.tiny_models import tiny_config
 from stageline.training.step import TrainStep
 from stageline.training.step_timeline import StepTimeline
+from tests.helpers.tiny_batches import tiny_micro_batches
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -121,32 +121,23 @@ def loss_figure_mean(logits_BTV, micro_batch, *, num_targets):
     return cross_entropy(logits_BTV, micro_batch) / num_targets, figures
 
 
-@loss_fn_register("loss_declared")
+@loss_fn_register("loss_declared", weighs_by_itself=True)
 def loss_declared(logits_BTV, micro_batch, *, num_targets):
     """A mean that is meant so."""
     return cross_entropy(logits_BTV, micro_batch, "mean")
 
 
-loss_declared.weighs_by_itself = True
-
-
-@loss_fn_register("loss_false_sum")
+@loss_fn_register("loss_false_sum", is_token_sum=True)
 def loss_false_sum(logits_BTV, micro_batch, *, num_targets):
     """A sum over rows that says it is one over tokens."""
     rows_B = logits_BTV.float().sum(dim=(1, 2)).tanh()
     return rows_B.sum() / num_targets
 
 
-loss_false_sum.is_token_sum = True
-
-
-@loss_fn_register("loss_bad_count")
+@loss_fn_register("loss_bad_count", counts={"num_mine": lambda batch: batch["mine"].sum()})
 def loss_bad_count(logits_BTV, micro_batch, *, num_targets, num_mine):
     """Counts what no micro-batch has."""
     return cross_entropy(logits_BTV, micro_batch) / num_mine
-
-
-loss_bad_count.counts = {"num_mine": lambda batch: batch["mine"].sum()}
 
 
 @loss_fn_register("loss_raises")

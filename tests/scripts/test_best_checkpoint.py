@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from stageline.checking.tiny_models import tiny_config
+from stageline.checking.tiny_processors import tiny_tokenizer
 from stageline.checkpoint.layout import verify
-from stageline.testing.forked_entry import run_entry
-from stageline.testing.tiny_models import tiny_config
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.forked_entry import run_entry
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_HELD_OUT = 11  # neither whole batches nor whole micro-batches

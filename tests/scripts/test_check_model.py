@@ -9,21 +9,24 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 
-import check_model
+from commands import check as check_model
 from parse_args import parse_check_args
 from pp_models import CausalLMStage
 from register import import_shelf, train_model_register
-from stageline.data.processor import save_processor
+from stageline.checking.tiny_models import tiny_config
+from stageline.checking.tiny_processors import (
+    tiny_mllama_config,
+    tiny_mllama_processor,
+    tiny_processor,
+    tiny_tokenizer,
+)
+from stageline.data.text.processor import save_processor
 from stageline.distributed.process_group import DistributedContext
 from stageline.errors import UserError
 from stageline.modules.pass_through import PassThrough
-from stageline.testing.forked_entry import run_entry as launch_entry
-from stageline.testing.ranks import run_ranks
-from stageline.testing.tiny_checkpoints import tiny_whole
-from stageline.testing.tiny_mllama import tiny_mllama_config, tiny_mllama_processor
-from stageline.testing.tiny_models import tiny_config
-from stageline.testing.tiny_processors import tiny_processor
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.forked_entry import run_entry as launch_entry
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_checkpoints import tiny_whole
 
 import_shelf(*check_model.SHELF)
 ROOT = Path(__file__).resolve().parents[2]
@@ -211,7 +214,7 @@ def guide(tmp_path):
 
 
 def run_entry(folder, *options):
-    command = [str(ROOT / "check_model.py"), "--import", "my_parts.py"]
+    command = ["-m", "stageline", "check", "--import", "my_parts.py"]
     return launch_entry(
         [*command, "--train-model", "gru_lm", "--config-path", "my_model", *options],
         cwd=folder,

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-import train_pp  # noqa: F401, forked runs start from what it has imported
-from stageline.testing.forked_entry import run_entry
-from stageline.testing.small_run import ROOT, ForkedRun, Job
-from stageline.testing.small_vision_run import VisionJob
+from commands import train as train_pp  # noqa: F401, forked runs start from what it has imported
+from tests.helpers.forked_entry import run_entry
+from tests.helpers.small_run import ROOT, ForkedRun, Job
+from tests.helpers.small_vision_run import VisionJob
 
 DATA = Path(__file__).with_name("contract_data_parts.py")
 RUN = Path(__file__).with_name("contract_run_parts.py")

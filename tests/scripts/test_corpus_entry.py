@@ -14,16 +14,16 @@ import yaml
 from PIL import Image
 from transformers import AutoTokenizer
 
-import corpus
-from options.corpus_args import parse_corpus_args
+from commands import corpus
+from options.corpus import parse_corpus_args
 from options.fields import OptionError
 from register import dataset_register, import_shelf
+from stageline.checking.tiny_processors import tiny_tokenizer
 from stageline.corpus.corpus_files import open_corpus
-from stageline.corpus.packed_rows import PackedRows
-from stageline.corpus.segments import BEGINS, ENDS, HAS_BOS, HAS_EOS
+from stageline.corpus.header import BEGINS, ENDS, HAS_BOS, HAS_EOS
+from stageline.corpus.pack import PackedRows
 from stageline.errors import DataError, UserError
-from stageline.testing.forked_entry import run_entry
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.forked_entry import run_entry
 
 import_shelf("corpus_parts", "dataset")
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from stageline.testing.forked_entry import run_entry
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from stageline.checking.tiny_processors import tiny_tokenizer
+from tests.helpers.forked_entry import run_entry
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = ("10 11", "2 3 4")
@@ -75,7 +75,15 @@ def answers_of(folder, stages):
     )
     done = run_entry(
         [
-            *(str(ROOT / "infer.py"), "--import", "my_parts.py", "--model-path", str(checkpoint)),
+            *(
+                "-m",
+                "stageline",
+                "infer",
+                "--import",
+                "my_parts.py",
+                "--model-path",
+                str(checkpoint),
+            ),
             *(*options.split(), *texts),
         ],
         cwd=folder,

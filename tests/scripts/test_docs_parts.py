@@ -1,5 +1,6 @@
 """The worked example of docs/add_a_part.md: its file and its commands, from another folder."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -11,9 +12,12 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from options.part_options import CONTRACTS
-from stageline.testing.forked_entry import run_entry
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from options.parts import CONTRACTS
+from prompt_fn import fill, none
+from register import import_parts, restored_registers
+from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.data.batches.loader import MicroBatchLoader
+from tests.helpers.forked_entry import run_entry
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -119,6 +123,38 @@ def test_the_metric_of_the_guide(parts):
     assert parts.near(predictions, samples)["per_sample"] == [0, 0]
     figures = parts.near(predictions, samples, tolerance=1)
     assert figures == {"score": 0.5, "per_sample": [1, 0], "groups": {"plain": [0], "carry": [1]}}
+
+
+def test_both_forms_of_a_collate_part(folder):
+    class Rows:
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, row):
+            question = "Why? " * (1 + 5 * row % 7)
+            return None, {"id": str(row), "question": question, "answer": "7"}
+
+    (folder / "two_parts.py").write_text(blocks(ENGLISH, "python")[1])
+    with restored_registers():
+        module = import_parts([str(folder / "two_parts.py")])[0]
+    texts = {"prompt": "[QUESTION] [ANSWER]", "prompt_fn": fill, "image_token": none}
+    common = {**texts, "processor": tiny_tokenizer(), "pad_token_id": 0, "max_token_num": 64}
+    steps = {}
+    kinds = [(module.all_learnt, None), (module.all_learnt, 64), (module.as_drawn, None)]
+    for part, packing in kinds:
+        collate = functools.partial(part, **common, stage=0, num_stages=1)
+        loader = MicroBatchLoader(
+            Rows(), collate=collate, batch_size=8, micro_batch_size=2, packing=packing
+        )
+        steps[part, packing] = next(iter(loader))
+    learnt, packed, drawn = (
+        sum(int((batch["labels"] != -100).sum()) for batch in step) for step in steps.values()
+    )
+    num_tokens = sum(int(batch["attention_mask"].sum()) for batch in steps[module.all_learnt, None])
+    assert learnt == num_tokens and packed == num_tokens - 8, "a first token is not predicted"
+    assert 0 < drawn < learnt
+    widths = [batch["input_ids"].shape[1] for batch in steps[module.all_learnt, None]]
+    assert len(set(widths)) > 1, "sorted"
 
 
 def test_both_languages_show_the_same_code():

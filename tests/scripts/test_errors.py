@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from stageline.testing.forked_entry import run_entry
-from stageline.testing.tiny_models import tiny_config
-from stageline.testing.tiny_processors import tiny_processor
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
-from stageline.testing.warm_start import WarmLauncher
+from stageline.checking.tiny_models import tiny_config
+from stageline.checking.tiny_processors import tiny_processor, tiny_tokenizer
+from tests.helpers.forked_entry import run_entry
+from tests.helpers.warm_start import WarmLauncher
 
 ROOT = Path(__file__).resolve().parents[2]
 

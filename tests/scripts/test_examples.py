@@ -14,16 +14,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import train_pp  # noqa: F401 - its engines
+from commands import train as train_pp  # noqa: F401 - its engines
+from commands.command_line import COMMANDS, rewritten
 from options.answer_args import parse_infer_args
-from options.config_file import read_options
+from options.command_line import read_options
 from parse_args import parse_evaluate_args, parse_train_args
 from register import import_shelf
-from stageline.command_line import COMMANDS, rewritten
-from stageline.testing.small_run import ForkedRun
-from stageline.testing.tiny_corpora import documents, tiny_corpus
-from stageline.testing.tiny_models import tiny_config
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_config
+from stageline.checking.tiny_processors import tiny_tokenizer
+from tests.helpers.small_run import ForkedRun
+from tests.helpers.tiny_corpora import documents, tiny_corpus
 
 import_shelf()
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,8 +109,10 @@ def run(path, models, folder):
     if path.name not in _done:
         words = words_of(path, models, folder)
         ranks = options_of(path).get("num-stages", 1)
-        entry = str(ROOT / COMMANDS[command_of(path)].file)
-        done = ForkedRun([entry, *words], ranks=ranks).wait(200)
+        name = command_of(path)
+        door = COMMANDS[name].door
+        entry = [str(ROOT / door)] if door else ["-m", "stageline", name]
+        done = ForkedRun([*entry, *words], ranks=ranks).wait(200)
         assert done.code == 0, done.out + done.err
         _done[path.name] = folder / path.stem
     return _done[path.name]

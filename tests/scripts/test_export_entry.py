@@ -6,9 +6,9 @@ from pathlib import Path
 import peft
 import pytest
 
-from export import make_parser, num_bytes
-from stageline.testing.forked_entry import run_entry as launch_entry
-from stageline.testing.tiny_checkpoints import auto_class, tiny_whole
+from commands.export import make_parser, num_bytes
+from tests.helpers.forked_entry import run_entry as launch_entry
+from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 

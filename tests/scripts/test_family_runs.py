@@ -4,17 +4,23 @@
 `train_pp.py` are resumed on another number of stages and exported.
 """
 
+import json
+
+import numpy as np
 import pytest
 import torch
 import transformers
+from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from export import make_stages
+from commands.export import make_stages
+from commands.tiny import make
+from stageline.checking.family_configs import family_config
 from stageline.checking.shrink import layer_period, shrink_config
-from stageline.checkpoint.export import export_folder
-from stageline.testing.family_configs import family_config
-from stageline.testing.small_run import Job
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from stageline.checking.tiny_processors import tiny_processor
+from stageline.checkpoint.plain_folder import export_folder
+from stageline.data.text.processor import save_processor
+from tests.helpers.small_run import Job
 from tests.scripts.test_check_model import check, failed
 
 TEXT = ("granite", "lfm2", "falcon_h1", "gemma3n_text")
@@ -24,23 +30,45 @@ WAYS = {
     "lora zbv": "--num-stages 4 --schedule zbv --llm-lora-num 1",
 }
 STEPS = ("--total-steps", 4)
+IMAGE_SIZES = ((16, 16), (32, 16), (20, 28))  # width and height, in turn
+# the configuration's ids of special tokens, by the tokens of tiny_processors.py
+SPECIAL_IDS = {
+    "qwen3_5": {
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+    },
+    "glm4v": {
+        "image_token_id": "<|image|>",
+        "image_start_token_id": "<|begin_of_image|>",
+        "image_end_token_id": "<|end_of_image|>",
+        "video_token_id": "<|video|>",
+        "video_start_token_id": "<|begin_of_video|>",
+        "video_end_token_id": "<|end_of_video|>",
+    },
+}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Family -> a folder with a cut-down model and a tokenizer."""
+    """Family -> a folder with a cut-down model and its tokenizer or processor."""
     made = {}
     for family in (*TEXT, *VISION):
         folder = tmp_path_factory.mktemp(family)
-        config = family_config(family)
-        config = shrink_config(config, num_layers=max(4, layer_period(config)))
         auto_class = AutoModelForCausalLM if family in TEXT else AutoModelForImageTextToText
-        tokenizer = tiny_tokenizer()
-        tokenizer.save_pretrained(folder / "tokenizer")  # beside a tower, a processor is looked for
-        text = config.get_text_config(decoder=True)
-        text.vocab_size = max(text.vocab_size, len(tokenizer))
-        if hasattr(text, "vocab_size_per_layer_input"):
-            text.vocab_size_per_layer_input = text.vocab_size
+        if family in TEXT:
+            config, tokenizer = make(family)
+            tokenizer.save_pretrained(folder)
+        else:
+            config = family_config(family)
+            config = shrink_config(config, num_layers=max(4, layer_period(config)))
+            processor = tiny_processor({"qwen3_5": "qwen3_vl"}.get(family, family))
+            save_processor(processor, folder)
+            for name, token in SPECIAL_IDS[family].items():
+                setattr(config, name, processor.tokenizer.convert_tokens_to_ids(token))
+            text = config.get_text_config(decoder=True)
+            text.vocab_size = max(text.vocab_size, len(processor.tokenizer) + 8)
         torch.manual_seed(1)
         auto_class.from_config(config).save_pretrained(folder)
         made[family] = folder
@@ -53,8 +81,9 @@ def test_three_steps_equal_plain_transformers(family, way, folders, tmp_path):
     key = "causal_lm" if family in TEXT else "vision_language"
     words = f"--train-model {key} {WAYS[way]} --check-steps 3"
     code, report = check(tmp_path, words, model=folders[family])
-    # without a processor there is no row about pictures: tests/shelf/test_families.py has them
     assert (code, failed(report)) == (0, {}), report
+    names = [row["name"] for row in report["checks"]]
+    assert ("image changes the loss" in names) == (family in VISION)
     assert "of transformers" in report["facts"]["compared with"]
 
 
@@ -64,7 +93,10 @@ def test_runs_are_resumed_on_other_stages_and_exported(family, lora, folders, tm
     key = "causal_lm" if family in TEXT else "vision_language"
     job = Job(tmp_path, family=key, make_model=False)
     job.model = folders[family]
-    options = (*STEPS, *lora, "--processor-path", job.model / "tokenizer")
+    options = (*STEPS, *lora)
+    if family in VISION:
+        _add_pictures(job.rows)
+        options = (*options, "--image-token", "auto", "--prompt", "vqa", "--max-token-num", 128)
     done = job.fork("two", *options, waits=True)
     assert done.code == 0, done.err
     point = tmp_path / "two" / "checkpoints" / "step-00000002"
@@ -81,3 +113,15 @@ def test_runs_are_resumed_on_other_stages_and_exported(family, lora, folders, tm
     _, info = auto_class.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+
+
+def _add_pictures(path):
+    """Each row of the file asks about a picture of its own."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for index, row in enumerate(rows):
+        row["image"] = f"{index}.png"
+        noise = np.random.default_rng(index)
+        width, height = IMAGE_SIZES[index % len(IMAGE_SIZES)]
+        pixels = noise.integers(0, 256, size=(height, width, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(path.parent / row["image"])
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from stageline.data.processor import save_processor
-from stageline.testing.forked_entry import run_entry
-from stageline.testing.tiny_checkpoints import tiny_whole
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.data.text.processor import save_processor
+from tests.helpers.forked_entry import run_entry
+from tests.helpers.tiny_checkpoints import tiny_whole
 
 lm_eval = pytest.importorskip("lm_eval")
 
@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
 
 def run(folder, *words):
     return run_entry(
-        [ROOT / "lm_eval_run.py", "--model-path", folder, "--device", "cpu", *words],
+        ["-m", "stageline", "lm-eval", "--model-path", folder, "--device", "cpu", *words],
         cwd=ROOT,  # the data files of the tasks are relative to it
         env={"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
     )
@@ -65,7 +65,7 @@ def test_two_stages_give_the_figures_of_lm_evals_own_model(folder, tmp_path, mon
     ("words", "message"),
     [
         ([], "--tasks is missing"),
-        (["--tasks", "x", "--num-replicas", "2"], "--num-replicas 2 came with lm_eval"),
+        (["--tasks", "x", "--num-replicas", "2"], "--num-replicas 2 is an unknown option"),
         (["--tasks", "x", "--log-samples"], "--log-samples came without --output-path"),
         (["--tasks", "x", "--limit", "-1"], "--limit"),
     ],

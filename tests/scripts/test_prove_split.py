@@ -2,15 +2,16 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from export import make_stages
+from commands.export import make_stages
 from register import import_shelf, train_model_register
 from stageline.checking.proof import tiny_partition
 from stageline.errors import UserError
-from stageline.testing.small_run import ForkedRun, Job
+from tests.helpers.small_run import ForkedRun, Job
 
 ROOT = Path(__file__).resolve().parents[2]
 TWICE = """
@@ -91,7 +92,8 @@ def test_a_wrong_split_is_not_exported(job, monkeypatch):
     spec = importlib.util.spec_from_file_location("twice", job.folder / "twice.py")
     spec.loader.exec_module(importlib.util.module_from_spec(spec))  # export.py has no --import
     for key in ("llama", "causal_lm"):
-        monkeypatch.setitem(train_model_register.data, key, train_model_register["twice"])
+        entry = replace(train_model_register.entry(key), target=train_model_register["twice"])
+        monkeypatch.setitem(train_model_register.data, key, entry)
     with pytest.raises(UserError, match="does not compute what Llama of transformers computes"):
         make_stages(job.model)
 

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from PIL import Image
 
-from stageline.testing.sample_runs import (
+from tests.helpers.sample_runs import (
     assert_refused,
     changed_copy,
     evaluate,

@@ -11,7 +11,7 @@ import math
 import pytest
 
 from register import dataset_register, import_shelf
-from stageline.testing.sample_runs import (
+from tests.helpers.sample_runs import (
     SAMPLES,
     SETS,
     evaluate,

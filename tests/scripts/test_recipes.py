@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from options.chat_options import ChatConfig
-from options.check_options import CheckConfig
-from options.corpus_args import ACTIONS
-from options.infer_options import InferConfig
-from options.run_options import EvaluateConfig, RunConfig
-from options.serve_options import ServeConfig
+from options.answer import ChatConfig, InferConfig
+from options.corpus import ACTIONS
+from options.serve import ServeConfig
+from options.train import CheckConfig, EvaluateConfig, RunConfig
 from register import ALL_REGISTERS
 from stageline.corpus.corpus_files import open_corpus
 from stageline.corpus.encoder import load_encoder
@@ -28,10 +26,10 @@ EXPORT_OPTIONS = {
 SPECIAL = {"config", "import", "help", "list"}
 PROGRAMS = {
     "train_pp.py": RunConfig,
-    "check_model.py": CheckConfig,
+    "stageline check": CheckConfig,
     "evaluate.py": EvaluateConfig,
-    "infer.py": InferConfig,
-    "chat.py": ChatConfig,
+    "stageline infer": InferConfig,
+    "stageline chat": ChatConfig,
     "serve.py": ServeConfig,
     "export.py": None,
     "corpus.py": None,

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from stageline.testing.forked_entry import run_entry
-from stageline.testing.tiny_models import tiny_config
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_config
+from stageline.checking.tiny_processors import tiny_tokenizer
+from tests.helpers.forked_entry import run_entry
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = (

@@ -4,21 +4,22 @@ import importlib.util
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from export import make_stages
+from commands.export import make_stages
 from pp_models import StageModel
 from register import import_shelf, train_model_register
+from stageline.checking.tiny_processors import tiny_tokenizer
 from stageline.checkpoint.files import weight_files
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
-from stageline.testing.forked_entry import run_entry
-from stageline.testing.small_run import ForkedRun, Job
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.forked_entry import run_entry
+from tests.helpers.small_run import ForkedRun, Job
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = (
@@ -121,7 +122,7 @@ def test_a_declared_tie_passes_a_check(folder):
     declared = '    shared_names = frozenset({"embed.weight"})\n\n'
     change(folder, *TIE, ("    def parts(self)", declared + "    def parts(self)"))
     words = "--import my_parts.py --train-model gru_lm --config-path my_model --check-steps 1"
-    done = run_entry([ROOT / "check_model.py", *words.split()], cwd=folder)
+    done = run_entry(["-m", "stageline", "check", *words.split()], cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 on several stages" in done.stdout
 
@@ -175,7 +176,8 @@ def test_a_library_model_without_a_layer_is_not_exported(job, monkeypatch):
     spec = importlib.util.spec_from_file_location("forgets", job.folder / "forgets.py")
     spec.loader.exec_module(importlib.util.module_from_spec(spec))  # export.py has no --import
     for key in ("llama", "causal_lm"):
-        monkeypatch.setitem(train_model_register.data, key, train_model_register["forgets"])
+        entry = replace(train_model_register.entry(key), target=train_model_register["forgets"])
+        monkeypatch.setitem(train_model_register.data, key, entry)
     with pytest.raises(UserError, match="9 on no stage .model.layers.2"):
         make_stages(job.model)
 

@@ -12,17 +12,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import train_pp  # noqa: F401  now: what a test registers goes after it
+from commands import train as train_pp  # noqa: F401  now: what a test registers goes after it
+from stageline.checking.tiny_models import tiny_config
+from stageline.checking.tiny_processors import tiny_tokenizer
 from stageline.corpus import sentences
 from stageline.corpus.build import build_corpus
 from stageline.corpus.cutter import DocumentCutter
 from stageline.corpus.encoder import load_encoder
+from stageline.corpus.header import CutRules
 from stageline.corpus.merge import merge
-from stageline.corpus.segments import CutRules
 from stageline.distributed import failure
-from stageline.testing.small_run import Job, saved_tensors
-from stageline.testing.tiny_models import tiny_config
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.small_run import Job, saved_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, LENGTH = 12, 32

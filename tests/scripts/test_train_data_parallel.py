@@ -9,13 +9,15 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-import train_pp
-from options.run_options import RunConfig
+from commands import train as train_pp  # noqa: F401 - its engines
+from commands.train_engines import check_topology
+from options.parts import chosen_part
+from options.train import RunConfig
+from stageline.checking.tiny_models import tiny_config
+from stageline.checking.tiny_processors import tiny_tokenizer
 from stageline.errors import UserError
-from stageline.testing.forked_entry import run_entry
-from stageline.testing.tiny_models import tiny_config
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
-from stageline.testing.warm_start import WarmLauncher
+from tests.helpers.forked_entry import run_entry
+from tests.helpers.warm_start import WarmLauncher
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -92,5 +94,5 @@ def test_nothing_to_share_out(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     run = RunConfig(num_stages=2, dp_shard=True)
     with pytest.raises(UserError, match="--dp-shard came with one replica.*--dp-degree 2"):
-        engine = SimpleNamespace(key="pipeline", part=train_pp.pipeline)
-        train_pp.check_topology(SimpleNamespace(run=run, parts={"engine": engine}))
+        engine = chosen_part("engine", "pipeline")
+        check_topology(SimpleNamespace(run=run, parts={"engine": engine}))

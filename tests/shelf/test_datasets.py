@@ -13,8 +13,9 @@ from register import (
     prompt_fn_register,
     prompt_register,
 )
+from stageline.checking.tiny_processors import tiny_processor, tiny_tokenizer
 from stageline.errors import DataError, UserError
-from stageline.testing.tiny_datasets import (
+from tests.helpers.tiny_datasets import (
     make_groups,
     make_jsonl,
     make_rotate,
@@ -25,8 +26,6 @@ from stageline.testing.tiny_datasets import (
     write_json,
     write_lines,
 )
-from stageline.testing.tiny_processors import tiny_processor
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
 import_shelf("prompt", "prompt_fn", "dataset", "metric")
 

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.families import KINDS, build_stage
 from stageline.checking.families import Family, judge, make_family
-from stageline.testing.family_configs import family_config
+from stageline.checking.family_configs import family_config
 
 TEXT = [
     *("granite", "granitemoehybrid", "lfm2", "mamba2", "biogpt", "nanochat", "zamba2"),

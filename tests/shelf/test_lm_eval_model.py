@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from stageline.checking.tiny_processors import tiny_tokenizer
 from stageline.errors import UserError
 from stageline.inference.decoding.request import Failed
-from stageline.testing.tiny_checkpoints import tiny_whole
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
-from stageline.testing.whole_engine import WholeEngine
+from tests.helpers.tiny_checkpoints import tiny_whole
+from tests.helpers.whole_engine import WholeEngine
 
 for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):  # lm_eval imports what reads them
     os.environ.setdefault(name, "1")
@@ -20,7 +20,7 @@ from lm_eval.api.registry import get_model  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from stageline.evaluation.lm_eval_model import StagelineLM  # noqa: E402
+from stageline.evaluation.lm_eval import StagelineLM  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = ROOT / "tests" / "samples" / "lm_eval_tasks"

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from answer_stages import AnsweringModel
+from commands.stages import AnsweringModel
 from register import import_shelf
-from stageline.data.processor import load_processor, save_processor
+from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.data.text.processor import load_processor, save_processor
 from stageline.errors import UserError
 from stageline.inference.decoding.chain import LocalChain
 from stageline.inference.decoding.engine import DecodingEngine
 from stageline.inference.decoding.scheduler import Limits
 from stageline.inference.decoding.stage_decoder import StageDecoder
 from stageline.inference.decoding.stop_ids import stop_ids_of
-from stageline.testing.tiny_checkpoints import tiny_whole
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.tiny_checkpoints import tiny_whole
 
 for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):  # read when lm_eval is imported
     os.environ.setdefault(name, "1")
@@ -27,7 +27,7 @@ lm_eval = pytest.importorskip("lm_eval")
 
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 
-from stageline.evaluation.lm_eval_tasks import (  # noqa: E402
+from stageline.evaluation.lm_eval import (  # noqa: E402
     TaskSettings,
     find_tasks,
     results_table,

@@ -5,16 +5,16 @@ import torch
 from transformers import PretrainedConfig
 
 from loss_fn import sft
-from pp_models.placeholder_image import placeholder_inputs
-from pp_models.vision_language import VISION_LANGUAGE_MODELS
+from pp_models import class_of_key
+from stageline.checking.tiny_models import VISION_LANGUAGE, tiny_config
 from stageline.checkpoint.init import init_split_model
 from stageline.pipeline.runner import PipelineRunner
-from stageline.testing.ranks import run_ranks
-from stageline.testing.tiny_batches import tiny_micro_batches
-from stageline.testing.tiny_models import VISION_LANGUAGE, tiny_config
+from stageline.stages.tower_images import placeholder_inputs
 from stageline.training.replicas import Replicas, bit_sum
 from stageline.training.sharding import ShardedReplicas
 from stageline.training.step import TrainStep
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_batches import tiny_micro_batches
 
 CPU = torch.device("cpu")
 MODES = {
@@ -26,9 +26,7 @@ MODES = {
 
 
 def build(family, *, num_stages=1, **options):
-    model = VISION_LANGUAGE_MODELS[family][0](
-        tiny_config(family), stage=0, num_stages=num_stages, **options
-    )
+    model = class_of_key(family)(tiny_config(family), stage=0, num_stages=num_stages, **options)
     init_split_model(model, seed=1, device="cpu", dtype=torch.float32)
     model.frozen()
     return model.train()

@@ -6,10 +6,10 @@ import pytest
 from PIL import Image
 
 from register import dataset_register, import_shelf
-from stageline.data.bad_rows import BadRows, leaving_out
-from stageline.data.spatial.relations import VSR_RELATIONS
+from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.errors import DataError
-from stageline.testing.tiny_datasets import (
+from stageline.tasks.spatial_rows import VSR_RELATIONS
+from tests.helpers.tiny_datasets import (
     make_rotate,
     make_spatial_mm,
     make_vsr,

@@ -5,15 +5,15 @@ import sys
 import pytest
 import torch
 
-from stageline.data.processor import save_processor
-from stageline.data.rendered import Piece, Rendered
+from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.data.text.processor import save_processor
+from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import UserError
 from stageline.inference.decoding.request import Failed, Request, Sampling, ScoreRequest
 from stageline.inference.vllm_engine import VllmEngine, open_vllm
-from stageline.testing import fake_vllm
-from stageline.testing.tiny_checkpoints import tiny_whole
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
-from stageline.testing.whole_engine import WholeEngine
+from tests.helpers import fake_vllm
+from tests.helpers.tiny_checkpoints import tiny_whole
+from tests.helpers.whole_engine import WholeEngine
 
 
 @pytest.fixture(scope="module")

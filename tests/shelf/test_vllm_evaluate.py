@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from stageline.data.processor import save_processor
-from stageline.testing import fake_vllm
-from stageline.testing.forked_entry import run_entry
-from stageline.testing.tiny_checkpoints import tiny_whole
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.data.text.processor import save_processor
+from tests.helpers import fake_vllm
+from tests.helpers.forked_entry import run_entry
+from tests.helpers.tiny_checkpoints import tiny_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = ("Which digit is this?", "Is the statement true?")
@@ -43,7 +43,7 @@ def answers(engine, adapter, tmp_path):
         words += ["--text", text]
     words += ["--max-new-tokens", 8]
     # a fork: it has the stand-in; the export lands in the cache of HOME
-    done = run_entry([ROOT / "infer.py", *words], env={"HOME": str(tmp_path)})
+    done = run_entry(["-m", "stageline", "infer", *words], env={"HOME": str(tmp_path)})
     assert done.returncode == 0, done.stdout + done.stderr
     lines = (out / "predictions.jsonl").read_text().splitlines()
     return {record["id"]: record["prediction"] for record in map(json.loads, lines)}

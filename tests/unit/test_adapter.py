@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from pp_models import CausalLMStage
-from pp_models.vision_language import VISION_LANGUAGE_MODELS
+from pp_models import CausalLMStage, class_of_key
+from stageline.checking.tiny_models import VISION_LANGUAGE, tiny_config
 from stageline.checkpoint.adapter import attach_adapter, read_adapter
 from stageline.checkpoint.init import init_split_model
 from stageline.checkpoint.layout import verify
@@ -17,15 +17,14 @@ from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
 from stageline.modules.lora import lora_stacks, merge_lora
-from stageline.testing.tiny_batches import tiny_micro_batches
-from stageline.testing.tiny_checkpoints import auto_class, tiny_whole
-from stageline.testing.tiny_models import VISION_LANGUAGE, tiny_config
+from tests.helpers.tiny_batches import tiny_micro_batches
+from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
 
 FAMILIES = ("llama", "gpt2", "gpt_neox", "phi3", "mixtral", *VISION_LANGUAGE)
 
 
 def load_stages(family, base, checkpoint, num_stages=2, **kwargs):
-    stage_class = VISION_LANGUAGE_MODELS.get(family, (CausalLMStage,))[0]
+    stage_class = class_of_key(family)
     stages = []
     for stage in range(num_stages):
         config = AutoConfig.from_pretrained(base)

@@ -7,18 +7,18 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from export import make_stages
+from commands.export import make_stages
 from models.builders import auto
 from pp_models import CausalLMStage
+from stageline.checking.tiny_models import tiny_config
+from stageline.checking.tiny_processors import tiny_tokenizer
 from stageline.checkpoint.adapter import read_adapter
 from stageline.checkpoint.adapter_start import Adapters
-from stageline.checkpoint.export import export_folder
 from stageline.checkpoint.load import load_split_model
+from stageline.checkpoint.plain_folder import export_folder
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
 from stageline.modules.lora import lora_stacks
-from stageline.testing.tiny_models import tiny_config
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
 IDS = torch.arange(12).reshape(2, 6) + 3
 # name -> settings of peft; ranks, alphas, layers and kinds of their own

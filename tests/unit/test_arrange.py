@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from stageline.data.arrange import (
+from stageline.data.batches.step_maker import (
     group_by_length,
     order_by_cost,
     pack,

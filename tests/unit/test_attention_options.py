@@ -5,13 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from options.attention_options import (
-    attention_arguments,
-    check_attention,
-    check_attention_device,
-)
 from options.fields import OptionError
-from options.run_options import RunConfig
+from options.memory import attention_arguments, check_attention, check_attention_device
+from options.train import RunConfig
 
 
 def part(own=None):

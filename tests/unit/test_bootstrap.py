@@ -9,11 +9,16 @@ import numpy
 import pytest
 
 from stageline.errors import DataError, UserError
-from stageline.evaluation.bootstrap import Bootstrap
 from stageline.evaluation.compare import compare, format_comparison, read_other, sign_test
-from stageline.evaluation.groupings import collect_clusters, collect_groupings
-from stageline.evaluation.report import format_report, make_report, report_markdown
-from stageline.plotting.groups import groups_figure, plot_groups
+from stageline.evaluation.report import (
+    Bootstrap,
+    collect_clusters,
+    collect_groupings,
+    format_report,
+    make_report,
+    report_markdown,
+)
+from stageline.plotting.text import groups_figure, plot_groups
 
 # -- intervals ---------------------------------------------------------------------------
 
@@ -78,7 +83,7 @@ def test_intervals_are_seeded_and_independent_of_chunks(monkeypatch):
     assert first == Bootstrap(500, seed=1).interval(scores, name="a")
     assert first != Bootstrap(500, seed=2).interval(scores, name="a")
     assert first != Bootstrap(500, seed=1).interval(scores, name="b")
-    monkeypatch.setattr("stageline.evaluation.bootstrap.DRAWS_AT_ONCE", 90)
+    monkeypatch.setattr("stageline.evaluation.report.DRAWS_AT_ONCE", 90)
     assert first == Bootstrap(500, seed=1).interval(scores, name="a")
 
 

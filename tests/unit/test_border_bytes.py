@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from pp_models import CausalLMStage
+from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.init import init_split_model
-from stageline.pipeline.border_bytes import border_bytes
-from stageline.testing.tiny_batches import tiny_micro_batches
-from stageline.testing.tiny_models import tiny_config
+from stageline.planner.cost import border_bytes
+from tests.helpers.tiny_batches import tiny_micro_batches
 
 SHAPES = [(2, 14), (1, 64), (3, 7)]
 

@@ -3,9 +3,9 @@
 import pytest
 
 from prompt_fn import chat
-from stageline.data.encode import TextEncoder, encode_rendered
+from stageline.checking.tiny_processors import CHATML, tiny_metaspace_tokenizer, tiny_tokenizer
+from stageline.data.text.encode import TextEncoder, encode_rendered
 from stageline.errors import DataError, UserError
-from stageline.testing.tiny_tokenizers import CHATML, tiny_metaspace_tokenizer, tiny_tokenizer
 
 QA = "[QUESTION]\n[ANSWER]"
 # takes lists of parts only, trims, adds a system message, and ends turns with EOS

@@ -6,14 +6,13 @@ import pytest
 from PIL import Image
 
 from prompt_fn import auto, chat
-from stageline.data import chat_template
-from stageline.data.batch import encode_sample, render_sample
-from stageline.data.chat_template import ChatTemplate
-from stageline.data.encode import encode_rendered
+from stageline.checking.tiny_processors import tiny_processor, tiny_tokenizer
+from stageline.data.batches.batch import encode_sample, render_sample
+from stageline.data.text import chat_template
+from stageline.data.text.chat_template import ChatTemplate
+from stageline.data.text.encode import encode_rendered
 from stageline.errors import DataError, UserError
-from stageline.testing.chat_templates import MARKED, format_tokenizer
-from stageline.testing.tiny_processors import tiny_processor
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.chat_templates import MARKED, format_tokenizer
 
 TURNS = [
     {"role": "system", "content": "Be brief."},

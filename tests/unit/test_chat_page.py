@@ -7,10 +7,10 @@ import pytest
 from PIL import Image, ImageDraw
 
 from prompt_fn import auto, chat
+from stageline.checking.tiny_processors import tiny_processor
 from stageline.errors import UserError
 from stageline.inference.decoding.request import Request
-from stageline.testing.fake_engine import FakeEngine
-from stageline.testing.tiny_processors import tiny_processor
+from tests.helpers.fake_engine import FakeEngine
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = [
@@ -64,7 +64,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def server(engine):
-    from stageline.testing.served import served
+    from tests.helpers.served import served
 
     with served(engine, render=chat, image_token=auto) as running:
         yield running
@@ -288,7 +288,7 @@ def test_settings_reach_the_engine_and_stay_in_the_tab(page, engine):
 
 
 def test_a_key_is_asked_for(engine, open_page):
-    from stageline.testing.served import served
+    from tests.helpers.served import served
 
     with served(engine, render=chat, image_token=auto, api_keys=("secret",)) as running:
         page = open_page(running.url)

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from prompt_fn import chat
-from stageline.data.encode import TextEncoder, encode_rendered
+from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.data.text.encode import TextEncoder, encode_rendered
 from stageline.errors import UserError
-from stageline.testing.chat_samples import (
+from tests.helpers.chat_samples import (  # fmt: skip
     SAMPLES,
     TOOLS,
     WEATHER,
@@ -21,9 +22,8 @@ from stageline.testing.chat_samples import (
     call,
     row,
     say,
-)  # fmt: skip
-from stageline.testing.chat_templates import BASE, FORMATS, QWEN, format_tokenizer
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
+)
+from tests.helpers.chat_templates import BASE, FORMATS, QWEN, format_tokenizer
 
 
 def dumps(value, **options):

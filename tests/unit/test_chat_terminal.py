@@ -1,5 +1,6 @@
 """The terminal chat: over HTTP, with pictures, its commands and its longer messages."""
 
+import functools
 import json
 import sys
 import time
@@ -14,16 +15,14 @@ from options.answer_args import parse_chat_args
 from options.fields import OptionError
 from prompt_fn import auto, chat
 from register import import_shelf
-from stageline.data.converters import make_converter
+from stageline.checking.tiny_models import tiny_config
+from stageline.checking.tiny_processors import tiny_processor
+from stageline.data.rows.converters import make_converter
 from stageline.errors import RemoteError, UserError
-from stageline.inference.chat_session import ChatSession
+from stageline.inference.dialogue import Dialogue, LocalModel, Server, read_message, server_url
 from stageline.inference.remote import Endpoint
-from stageline.inference.remote_chat import RemoteChat, server_url
-from stageline.inference.terminal import Terminal, read_message
-from stageline.testing.chat_server import ChatServer, images_of, question_of
-from stageline.testing.small_run import ForkedRun
-from stageline.testing.tiny_models import tiny_config
-from stageline.testing.tiny_processors import tiny_processor
+from tests.helpers.chat_server import ChatServer, images_of, question_of
+from tests.helpers.small_run import ForkedRun
 
 pytest.importorskip("openai")
 import_shelf("models", "prompt_fn")
@@ -39,6 +38,7 @@ SETTINGS = {
     "top_p": 1.0,
     "top_k": 50,
     "repetition_penalty": 1.0,
+    "seed": 4,
 }
 
 
@@ -58,9 +58,9 @@ def server():
         yield running
 
 
-def talk(url, name="", **settings):
+def talk(url, name="", write=str, change=dict, **settings):
     endpoint = Endpoint(name=name, base_url=url, api_key_env="NO_SUCH_KEY", max_retries=0)
-    return RemoteChat(endpoint, seed=4, **{**SETTINGS, **settings})
+    return Dialogue(Server(endpoint), write=write, change=change, **{**SETTINGS, **settings})
 
 
 @pytest.fixture
@@ -77,11 +77,12 @@ def picture(tmp_path):
 
 def test_a_remote_conversation_grows_with_what_was_said(remote, server):
     pieces: list[str] = []
-    assert remote.endpoint.name == "reader", "the first that the server names"
-    remote.system = "Be brief."
-    answer, _ = remote.answer("hello", write=pieces.append)
+    assert remote.engine.endpoint.name == "reader", "the first that the server names"
+    remote.system("Be brief.")
+    remote.write = pieces.append
+    answer, _ = remote.answer("hello")
     assert answer == "".join(pieces) == "2  words, and  olleh " and len(pieces) > 3
-    remote.answer("again", write=str)
+    remote.answer("again")
     assert server.bodies[1] == {
         "model": "reader",
         "messages": [
@@ -100,8 +101,8 @@ def test_sampling_is_sent_where_it_has_an_effect(server, monkeypatch):
     monkeypatch.setenv("NO_SUCH_KEY", "secret")
     remote = talk(server.url, temperature=0.5, top_p=0.9, repetition_penalty=1.1)
     server.bodies.clear()
-    remote.answer("hello", write=str)
-    remote.retry(write=str)
+    remote.answer("hello")
+    remote.retry()
     first, second = server.bodies
     assert (first["top_p"], first["top_k"], first["repetition_penalty"]) == (0.9, 50, 1.1)
     assert first.pop("seed") != second.pop("seed") and first == second
@@ -111,22 +112,22 @@ def test_sampling_is_sent_where_it_has_an_effect(server, monkeypatch):
 
 @pytest.mark.parametrize(("text", "reason"), [("refuse", "900 tokens"), ("break", "out of mem")])
 def test_a_refusal_leaves_the_conversation_as_it_was(remote, text, reason):
-    remote.answer("hello", write=str)
+    remote.answer("hello")
     kept = list(remote.messages)
     with pytest.raises(RemoteError, match=reason):
-        remote.answer(text, write=str)
+        remote.answer(text)
     assert remote.messages == kept
     remote.messages[-2] = {"role": "user", "content": text}
     kept = list(remote.messages)
     with pytest.raises(RemoteError, match=reason):
-        remote.retry(write=str)
+        remote.retry()
     assert remote.messages == kept, "also when asked again"
 
 
 def test_ctrl_c_ends_the_work_of_the_server():
     pytest.importorskip("fastapi")
-    from stageline.testing.fake_engine import FakeEngine
-    from stageline.testing.served import served
+    from tests.helpers.fake_engine import FakeEngine
+    from tests.helpers.served import served
 
     def write(text):
         written.append(text)
@@ -139,9 +140,9 @@ def test_ctrl_c_ends_the_work_of_the_server():
         FakeEngine(processor, reply="word " * 90, seconds=0.01) as engine,
         served(engine, render=chat, image_token=auto) as running,
     ):
-        remote = talk(server_url(running.url), max_new_tokens=500)
-        assert remote.takes_images and remote.endpoint.name == "tiny"
-        answer, _ = remote.answer("hello", write=write)
+        remote = talk(server_url(running.url), write=write, max_new_tokens=500)
+        assert remote.engine.takes_images and remote.engine.endpoint.name == "tiny"
+        answer, _ = remote.answer("hello")
         assert answer == "".join(written) and remote.messages[-1]["content"] == answer
         for _ in range(500):
             if engine.cancelled:
@@ -152,17 +153,17 @@ def test_ctrl_c_ends_the_work_of_the_server():
 
 def test_a_picture_goes_along(server, picture):
     remote = talk(server.url, "looker")
-    remote.attach(str(picture))
-    remote.answer("What is it?", write=str)
+    remote.image(str(picture))
+    remote.answer("What is it?")
     sent = images_of(server.bodies[-1])
     assert [image.getpixel((3, 3)) for image in sent] == [(255, 0, 0)]
-    remote.answer("And now?", write=str)
+    remote.answer("And now?")
     assert images_of({"messages": server.bodies[-1]["messages"][:1]}), "it stays in the history"
     assert isinstance(server.bodies[-1]["messages"][-1]["content"], str)
     with pytest.raises(UserError, match="can't be read as a picture"):
-        remote.attach(str(ROOT / "README.md"))
+        remote.image(str(ROOT / "README.md"))
     with pytest.raises(UserError, match="takes text alone"):
-        talk(server.url).attach(str(picture))
+        talk(server.url).image(str(picture))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -176,7 +177,8 @@ def test_an_answer_about_a_picture_is_the_librarys(picture, dtype):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.5)
-    session = ChatSession(model, processor, render=chat, image_token=auto, **SETTINGS)
+    engine = LocalModel(model, processor, render=chat, image_token=auto)
+    session = Dialogue(engine, write=str, change=dict, **SETTINGS)
     content = [{"type": "image"}, {"type": "text", "text": "Which?"}]
     text = processor.apply_chat_template(
         [{"role": "user", "content": content}], add_generation_prompt=True
@@ -184,12 +186,12 @@ def test_an_answer_about_a_picture_is_the_librarys(picture, dtype):
     inputs = processor(text=[text], images=[Image.open(picture)], return_tensors="pt").to(dtype)
     made = model.generate(**inputs, max_new_tokens=9, do_sample=False, pad_token_id=0)
     expected = processor.decode(made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    session.attach(str(picture))
-    answer, _ = session.answer("Which?", write=str)
+    session.image(str(picture))
+    answer, _ = session.answer("Which?")
     assert answer == expected != ""
-    assert session.retry(write=str) == (answer, 0), "with the picture again"
-    session.start_anew()
-    assert session.answer("Which?", write=str)[0] != answer
+    assert session.retry() == (answer, 0), "with the picture again"
+    session.new()
+    assert session.answer("Which?")[0] != answer
 
 
 def test_commands(remote, server, tmp_path, picture, capsys):
@@ -198,11 +200,11 @@ def test_commands(remote, server, tmp_path, picture, capsys):
             raise ValueError(f"no setting {name}")
         return {**settings, name: type(settings[name])(text)}
 
-    terminal = Terminal(remote, change=change)
+    remote.change, remote.write = change, functools.partial(print, end="")
     file = tmp_path / "talks.jsonl"
     lines = ["/undo", "/retry", "one", "two", "/undo", "three", "/retry", f"/save {file}"]
     for line in [*lines, "/settings max_new_tokens 5", "/settings no 5", "/settings top_p x"]:
-        assert terminal.respond(line)
+        assert remote.respond(line)
     told = capsys.readouterr()
     assert told.err.count("nothing was asked yet") == 2 and "forgot: two" in told.err
     assert "no setting no" in told.err and "max_new_tokens 5" in told.err
@@ -216,15 +218,15 @@ def test_commands(remote, server, tmp_path, picture, capsys):
     assert make_converter("openai")(row, "row 1")["messages"][-1]["content"] == answers[2]
     assert remote.answering["max_new_tokens"] == 5
     for line in ["/what", "/image x.png", "refuse", "/system Be a cat.", "/help", "four"]:
-        assert terminal.respond(line)
+        assert remote.respond(line)
     told = capsys.readouterr()
     assert "no command /what" in told.err and "takes text alone" in told.err
     assert "error[remote]" in told.err and "/save FILE" in told.err
     assert server.bodies[-1]["messages"][0]["content"] == "Be a cat." and told.out.count("\n") == 1
-    remote.card = None
-    terminal.respond(f"/image '{picture}'")
+    remote.engine.card = None
+    remote.respond(f"/image '{picture}'")
     assert remote.pictures == [str(picture)]
-    assert terminal.respond("/exit") is False
+    assert remote.respond("/exit") is False
 
 
 @pytest.mark.parametrize(
@@ -267,7 +269,7 @@ def test_addresses_and_options(monkeypatch):
 
 def test_through_the_entry_file(server, tmp_path, monkeypatch):
     lines = "one\\\ntwo\n/settings temperature 3\n/settings temperature -1\nthree\nrefuse\n/exit\n"
-    words = [str(ROOT / "chat.py"), "--server", server.url, "--server-model", "looker"]
+    words = ["-m", "stageline", "chat", "--server", server.url, "--server-model", "looker"]
     (tmp_path / "lines.txt").write_text(lines)
     with (tmp_path / "lines.txt").open() as file:
         monkeypatch.setattr(sys, "stdin", file)

@@ -2,7 +2,7 @@
 
 import pytest
 
-import check_model
+from commands import check as check_model
 from parse_args import parse_check_args, parse_train_args
 from register import import_shelf
 

@@ -8,16 +8,19 @@ import pytest
 import torch
 
 from loss_fn import sft
-from pp_models import CausalLMStage
-from pp_models.vision_language import VISION_LANGUAGE_MODELS
+from pp_models import class_of_key
+from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 from stageline.checkpoint.init import init_split_model
-from stageline.modules.checkpointing import keep_products
-from stageline.modules.offload import is_worth_moving, offload_activations
-from stageline.modules.recompute import RecomputeError, recompute
+from stageline.modules.recompute import (
+    RecomputeError,
+    is_worth_moving,
+    keep_products,
+    offload_activations,
+    recompute,
+)
 from stageline.pipeline.live_bytes import PeakBytes
-from stageline.testing.split_backward import plain_backward, split_backward
-from stageline.testing.tiny_batches import tiny_micro_batches
-from stageline.testing.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
+from tests.helpers.split_backward import plain_backward, split_backward
+from tests.helpers.tiny_batches import tiny_micro_batches
 
 FAMILIES = DECODERS + VISION_LANGUAGE
 # names of dropouts differ by family; a family takes those it knows
@@ -31,7 +34,7 @@ MODES = {
 
 
 def make_stage(family, *, stage=0, num_stages=1, dropout=True, attention=None, **options):
-    stage_class = VISION_LANGUAGE_MODELS.get(family, (CausalLMStage,))[0]
+    stage_class = class_of_key(family)
     config = tiny_config(family, **(DROPOUTS if dropout else {}))
     model = stage_class(
         config, stage=stage, num_stages=num_stages, attn_implementation=attention, **options

@@ -9,15 +9,16 @@ import pytest
 import torch
 import transformers
 
+from commands.train_data import check_token_sum
 from loss_fn import sft
-from pp_models import CausalLMStage
-from pp_models.vision_language import VISION_LANGUAGE_MODELS
+from options.parts import ChosenPart, chosen_part
+from pp_models import class_of_key
+from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, VOCAB_SIZE, tiny_config
 from stageline.errors import UserError
-from stageline.modules.chunked_loss import ChunkedLoss, check_token_sum, head_of
+from stageline.modules.chunked_loss import ChunkedLoss, head_of
 from stageline.modules.lora import wrap_linear
-from stageline.testing.split_backward import plain_backward, split_backward
-from stageline.testing.tiny_batches import tiny_micro_batches
-from stageline.testing.tiny_models import DECODERS, VISION_LANGUAGE, VOCAB_SIZE, tiny_config
+from tests.helpers.split_backward import plain_backward, split_backward
+from tests.helpers.tiny_batches import tiny_micro_batches
 
 FAMILIES = DECODERS + VISION_LANGUAGE
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6}
@@ -31,7 +32,7 @@ def make_pair(family, *, dtype=torch.float64, tied=False, num_stages=1, **overri
         if family in VISION_LANGUAGE
         else transformers.AutoModelForCausalLM
     )
-    stage_class = VISION_LANGUAGE_MODELS.get(family, (CausalLMStage,))[0]
+    stage_class = class_of_key(family)
     config = tiny_config(family, tied=tied, **overrides)
     config._experts_implementation = "eager"  # grouped products know no float64
     torch.manual_seed(3)
@@ -222,9 +223,6 @@ def weighted(logits, batch, *, num_targets, power: float = 1.0):
     return (losses * weights).sum() / num_targets
 
 
-weighted.is_token_sum = True
-
-
 def test_a_loss_with_weights_of_rows_and_tokens():
     results = []
     for is_chunked in (False, True):
@@ -245,10 +243,10 @@ def test_a_loss_that_is_no_sum_is_refused():
     def mean_loss(logits, batch, *, num_targets):
         return logits.mean()
 
-    for part in (mean_loss, functools.partial(mean_loss, num_targets=1)):
-        with pytest.raises(UserError, match="mean_loss.is_token_sum = True"):
-            check_token_sum(part)
-    check_token_sum(functools.partial(sft, num_targets=1))
+    loss = ChosenPart("loss_fn", "mean_loss", mean_loss)
+    with pytest.raises(UserError, match='"mean_loss", is_token_sum=True'):
+        check_token_sum(loss)
+    check_token_sum(chosen_part("loss_fn", "sft"))
 
 
 def test_a_head_that_cannot_run_alone_is_refused():

@@ -1,6 +1,6 @@
 """The `stageline` command: what it lists, how it rewrites words, that a run is as by the file."""
 
-import json
+import importlib
 import os
 import signal
 import subprocess
@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from stageline import command_line
-from stageline.command_line import COMMANDS, find_entry, overview, rewritten
+from commands import command_line
+from commands.command_line import COMMANDS, find_command, overview, rewritten
+from options.command_line import command_words
+from stageline.distributed import failure
 from stageline.errors import UserError
-from stageline.testing.small_run import Job
+from tests.helpers.small_run import Job
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -55,25 +57,25 @@ def test_a_word_that_is_neither_file_nor_assignment_is_refused(words):
         rewritten(words)
 
 
-def test_entries_that_are_there_are_listed_and_others_refused(tmp_path, monkeypatch):
+def test_commands_are_listed_and_others_refused(tmp_path):
     for name, command in COMMANDS.items():
-        is_there = (ROOT / command.file).is_file()
-        assert (f"\n  {name} " in overview()) == is_there
+        assert f"\n  {name} " in overview()
+        assert (ROOT / "commands" / f"{command.module}.py").is_file()
+        assert not command.door or (ROOT / command.door).is_file()
     with pytest.raises(UserError, match="'evla' is no command of stageline. Did you mean eval"):
-        find_entry("evla")
-    monkeypatch.setattr(command_line, "ROOT", tmp_path)
-    with pytest.raises(UserError, match="register.py is not beside it.*--editable"):
-        find_entry("train")
-    (tmp_path / "register.py").touch()
-    with pytest.raises(UserError, match="serve.py, which is not there: this version has none"):
-        find_entry("serve")
-    assert "  env" in overview() and "train" not in overview().split("env")[0]
+        find_command("evla")
+    package = tmp_path / "stageline"
+    package.mkdir()
+    (package / "__main__.py").write_bytes((ROOT / "stageline" / "__main__.py").read_bytes())
+    done = subprocess.run([sys.executable, package / "__main__.py"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "the folder commands is not beside it" in done.stderr and "--editable" in done.stderr
 
 
 def test_the_list_loads_no_torch_and_the_script_is_declared(tmp_path):
     code = (
         "import sys; sys.argv = ['stageline', '--help']\n"
-        "from stageline.command_line import main\n"
+        "from commands.command_line import main\n"
         "code = main()\n"
         "big = {'torch', 'transformers', 'yaml', 'numpy', 'register'} & set(sys.modules)\n"
         "sys.exit(code or (str(big) if big else 0))"
@@ -84,7 +86,7 @@ def test_the_list_loads_no_torch_and_the_script_is_declared(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout == overview()
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts == {"stageline": "stageline.command_line:main"}
+    assert scripts == {"stageline": "stageline.__main__:main"}
 
 
 def test_alone_it_lists_and_an_unknown_command_is_code_2(tmp_path):
@@ -102,41 +104,32 @@ def test_env_names_versions(tmp_path):
     assert {"torch", "transformers", "datasets", "CUDA", "cores", "memory"} <= set(lines)
 
 
-ENTRY = """
-import json, os, sys
-from pathlib import Path
-from stageline.distributed.launch import launch_if_needed
-
-launch_if_needed(int(sys.argv[1]))
-told = [sys.argv, sys.path[0], __name__, __file__]
-Path(sys.argv[2], os.environ.get("RANK", "alone")).write_text(json.dumps(told))
-sys.exit(int(sys.argv[3]))
-"""
 WORDS = ['it\'s "so"', "two\nlines; $HOME", "", "--a=b c"]
 
 
-@pytest.mark.parametrize(("processes", "code"), [(1, 3), (2, 0)])
-def test_an_entry_runs_as_a_file_also_in_its_workers(tmp_path, processes, code):
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("train", [str(ROOT / "train_pp.py")]),
+        ("infer", [str(ROOT / "stageline" / "__main__.py"), "infer"]),
+    ],
+)
+def test_workers_are_started_with_the_words_of_the_command(name, told, monkeypatch):
     """Arguments with spaces and quotes reach it whole; its exit code is the command's."""
-    (tmp_path / "register.py").touch()
-    entry = tmp_path / "train_pp.py"
-    entry.write_text(ENTRY)
-    start = (
-        "import sys; from pathlib import Path; from stageline import command_line\n"
-        f"command_line.ROOT = Path({str(tmp_path)!r})\n"
-        "command_line.rewritten = list\n"
-        "sys.exit(command_line.main())"
-    )
-    words = [str(processes), str(tmp_path), str(code), *WORDS]
-    done = subprocess.run(
-        [sys.executable, "-c", start, "train", *words],
-        cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == code, done.stdout + done.stderr
-    names = ["alone"] if processes == 1 else ["0", "1"]
-    for name in names:
-        told = json.loads((tmp_path / name).read_text())
-        assert told == [[str(entry), *words], str(tmp_path), "__main__", str(entry)]
+    seen = []
+
+    def look():
+        seen.append((list(sys.argv), command_words()))
+        return 3
+
+    monkeypatch.setattr(importlib.import_module(f"commands.{COMMANDS[name].module}"), "main", look)
+    monkeypatch.setattr(failure, "run_entry", lambda main: sys.exit(main()))
+    monkeypatch.setattr(command_line, "rewritten", list)
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/stageline", name, *WORDS])
+    with pytest.raises(SystemExit) as ended:
+        command_line.main()
+    assert ended.value.code == 3
+    assert seen == [([*told, *WORDS], WORDS)]
 
 
 def test_a_real_run_of_two_processes_and_ctrl_c_that_leaves_none(tmp_path):

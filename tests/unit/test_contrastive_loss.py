@@ -1,14 +1,13 @@
 """The contrastive loss and its gradient against plain loops in float64; the similarities alone."""
 
-import functools
 import math
 
 import pytest
 import torch
 
-from loss_fn import contrastive, cos, js, sft
+from loss_fn import cos, js, sft
 from stageline.errors import UserError
-from stageline.training.loss_part import LossPart
+from tests.helpers.shelf_losses import shelf_loss
 
 SIM_FNS = {"js": js, "cos": cos}
 VOCABULARY = 11
@@ -100,7 +99,7 @@ def ours(logits, batches, sim, *, step=10, **options):
         "temperature": 0.3, "marked_weight": 0.7, "contrastive_weight": 1.3, **options
     }  # fmt: skip
     sim_fn = SIM_FNS.get(sim, sim)
-    part = LossPart(functools.partial(contrastive, sim_fn=sim_fn, **options))
+    part = shelf_loss("contrastive", sim_fn=sim_fn, **options)
     totals = {name: torch.tensor(float(n)) for name, n in part.count(batches).items()}
     loss, figures = 0.0, {}
     for own, batch in zip(logits, batches, strict=True):

@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
 
+from stageline.checking.tiny_processors import SPECIAL_TOKENS, tiny_tokenizer
 from stageline.checkpoint.convert import convert_internvl
 from stageline.checkpoint.plain_model import load_plain
-from stageline.data.processor import load_processor
+from stageline.data.text.processor import load_processor
 from stageline.errors import CheckpointError, UserError
 from stageline.model_folder import load_config
-from stageline.testing.tiny_tokenizers import SPECIAL_TOKENS, tiny_tokenizer
 
 IMAGE_TOKENS = ("<IMG_CONTEXT>", "<img>", "</img>", "<|end|>")
 VISION = {

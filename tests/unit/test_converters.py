@@ -7,7 +7,7 @@ import copy
 
 import pytest
 
-from stageline.data.converters import make_converter
+from stageline.data.rows.converters import make_converter
 
 
 def _user(text):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stageline.data.converters import make_converter
+from stageline.data.rows.converters import make_converter
 from stageline.errors import DataError, UserError
 
 

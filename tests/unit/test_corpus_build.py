@@ -17,14 +17,13 @@ import pytest
 
 from stageline import chaos
 from stageline.chaos import VARIABLE
-from stageline.corpus.build import build_corpus
-from stageline.corpus.build_progress import BuildProgress
+from stageline.corpus.build import BuildProgress, build_corpus
 from stageline.corpus.corpus_files import Corpus
 from stageline.corpus.journal import only_build
 from stageline.corpus.pool import WorkerDied
 from stageline.errors import DataError, UserError
-from stageline.testing.byte_cutter import REFUSED, ByteCutter
-from stageline.testing.peak_memory import peak_rise
+from tests.helpers.byte_cutter import REFUSED, ByteCutter
+from tests.helpers.peak_memory import peak_rise
 
 ROOT = Path(__file__).resolve().parents[2]
 SUFFIXES = (".bin", ".idx", ".dis", ".tmp", ".bad.jsonl")
@@ -173,7 +172,7 @@ def test_killed_from_outside_with_its_workers(inputs, whole, tmp_path):
     code = (
         "import functools\n"
         "from stageline.corpus.build import build_corpus\n"
-        "from stageline.testing.byte_cutter import ByteCutter\n"
+        "from tests.helpers.byte_cutter import ByteCutter\n"
         f"build_corpus({str(inputs)!r}, path_prefix={str(prefix)!r}, num_workers=2,\n"
         "    make_cutter=functools.partial(ByteCutter, 32, 'f'), chunk_bytes=8000,\n"
         "    seconds_a_journal=0.0, progress=False)\n"

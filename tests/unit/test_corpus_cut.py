@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stageline.corpus import sentences
 from stageline.corpus.cut import cut_document, cut_documents
-from stageline.corpus.segments import CutRules
+from stageline.corpus.header import CutRules
 from stageline.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

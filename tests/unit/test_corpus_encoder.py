@@ -11,8 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers import pre_tokenizers as pre
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from stageline.corpus.encoder import load_encoder, tokenizer_fingerprint, why_bad
-from stageline.corpus.encoder_texts import check_texts
+from stageline.corpus.encoder import check_texts, load_encoder, tokenizer_fingerprint, why_bad
 from stageline.errors import DataError, UserError
 
 pytest.importorskip("tiktoken")
@@ -193,7 +192,7 @@ def test_byte_ends_of_tokens_that_mark_spaces(folders):
 
 
 def test_a_text_that_holds_the_separator_is_text(folders):
-    from stageline.corpus.fast_encoder import SEPARATOR
+    from stageline.corpus.encoder import SEPARATOR
 
     encoder = load_encoder(folders("llama3"))
     texts = ["before", f"a{SEPARATOR}b", SEPARATOR, "", "behind"]
@@ -232,9 +231,9 @@ def test_falls_back_when_real_documents_differ(folders, monkeypatch):
 
 
 def test_self_check_finds_a_wrong_expression(folders, monkeypatch):
-    from stageline.corpus import fast_rules
+    from stageline.corpus import tokenizer_rules
 
-    monkeypatch.setattr(fast_rules, "GPT2_PATTERN", r"\w+|\W+")
+    monkeypatch.setattr(tokenizer_rules, "GPT2_PATTERN", r"\w+|\W+")
     assert "other ids" in load_encoder(folders("gpt2")).note
     with pytest.raises(UserError, match="cannot be run by tiktoken exactly.*other ids"):
         load_encoder(folders("gpt2"), kind="tiktoken")

@@ -14,7 +14,7 @@ from stageline.corpus.corpus_files import Corpus, open_corpus
 from stageline.corpus.header import MAGIC, path_of
 from stageline.corpus.writer import CorpusWriter
 from stageline.errors import DataError, StorageError, UserError
-from stageline.testing.corpora import RULES, documents_of, segments_of, tokenizer, write
+from tests.helpers.corpora import RULES, documents_of, segments_of, tokenizer, write
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(1000, "uint16"), (65537, "uint32")])

@@ -5,25 +5,21 @@ import struct
 import numpy
 import pytest
 
-from stageline.corpus import mapped
-from stageline.corpus.convert import from_megatron, to_megatron
-from stageline.corpus.corpus_files import Corpus, open_corpus
-from stageline.corpus.header import path_of
-from stageline.corpus.megatron import MegatronCorpus
-from stageline.corpus.merge import merge
-from stageline.corpus.segments import BEGINS, ENDS
-from stageline.corpus.stats import stats
-from stageline.corpus.verify import verify
+from stageline.corpus import corpus_files
+from stageline.corpus.corpus_files import Corpus, MegatronCorpus, open_corpus
+from stageline.corpus.header import BEGINS, ENDS, path_of
+from stageline.corpus.merge import from_megatron, merge, to_megatron
+from stageline.corpus.verify import stats, verify
 from stageline.errors import DataError, UserError
-from stageline.testing.corpora import documents_of, tokenizer, write
+from tests.helpers.corpora import documents_of, tokenizer, write
 
 SIZES = [3, 20, 6, 14, 0, 40, 1]
 
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch):
-    monkeypatch.setattr(mapped, "STEP", 3)  # so that borders of steps fall everywhere
-    monkeypatch.setattr(mapped, "TOKENS", 20)
+    monkeypatch.setattr(corpus_files, "STEP", 3)  # so that borders of steps fall everywhere
+    monkeypatch.setattr(corpus_files, "TOKENS", 20)
 
 
 def oracle(documents, *, code, letter):

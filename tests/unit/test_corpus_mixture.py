@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stageline.corpus.drop_modes import DROP_MODES, as_drop_mode
-from stageline.corpus.mixture import Mixture
+from stageline.corpus.mixture import DROP_MODES, Mixture, as_drop_mode
 from stageline.errors import UserError
 
 NOTES = {"sizes": [100, 50, 10], "counts": [5, 2, 1], "batch": 8}

@@ -7,7 +7,7 @@ import tracemalloc
 import numpy
 import pytest
 
-from stageline.corpus.order import Permutation, permute
+from stageline.corpus.mixture import Permutation, permute
 
 _MASK = 2**64 - 1
 

@@ -8,14 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stageline.corpus import pack as pack_module
-from stageline.corpus.best_fit import best_fit
-from stageline.corpus.header import path_of
-from stageline.corpus.pack import PackedRows, pack_corpus
-from stageline.corpus.segments import BEGINS, ENDS, Segments
-from stageline.corpus.stats import rows_of_best_fit
+from stageline.corpus.header import BEGINS, ENDS, Segments, path_of
+from stageline.corpus.pack import PackedRows, best_fit, pack_corpus
+from stageline.corpus.verify import rows_of_best_fit
 from stageline.corpus.writer import CorpusWriter
 from stageline.errors import DataError, UserError
-from stageline.testing.corpora import RULES, tokenizer
+from tests.helpers.corpora import RULES, tokenizer
 
 LIMIT = RULES.seq_length
 

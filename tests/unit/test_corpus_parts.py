@@ -1,13 +1,17 @@
 """The document and splitter parts, and the options of corpus.py."""
 
+import functools
 import pickle
 import shlex
+from pathlib import Path
 
 import pytest
 
-import corpus
-from options.corpus_args import ACTIONS, parse_corpus_args
+from commands import command_line, corpus
+from options.command_line import command_words
+from options.corpus import ACTIONS, parse_corpus_args
 from options.fields import OptionError
+from options.parts import chosen_part
 from register import (
     RegisterError,
     document_register,
@@ -15,8 +19,8 @@ from register import (
     restored_registers,
     splitter_register,
 )
-from stageline import command_line
 from stageline.corpus.row_text import BadDocument
+from stageline.distributed import failure
 from stageline.errors import UserError
 
 import_shelf("corpus_parts")
@@ -37,10 +41,9 @@ ROW = {"title": "A", "body": "b [BODY]", "n": 7, "meta": {"by": "me"}, "list": [
     ],
 )
 def test_a_row_becomes_a_document(row, options, wanted):
-    document = corpus.with_columns(TEXT, options)
+    document = functools.partial(TEXT, **options)
     assert document(row) == wanted
-    again = pickle.loads(pickle.dumps(document))  # it goes to workers, with its columns
-    assert again(row) == wanted and again.columns == document.columns
+    assert pickle.loads(pickle.dumps(document))(row) == wanted  # it goes to workers
 
 
 @pytest.mark.parametrize(
@@ -52,7 +55,7 @@ def test_a_row_becomes_a_document(row, options, wanted):
     ],
 )
 def test_the_columns_that_are_needed_of_a_table(options, wanted):
-    assert corpus.with_columns(TEXT, options).columns == wanted
+    assert corpus.columns_of(chosen_part("document", "text", options)) == wanted
 
 
 @pytest.mark.parametrize(
@@ -74,9 +77,9 @@ def test_a_row_without_the_text_says_why(options, kind, wanted):
 
 def test_options_that_go_wrong_in_every_row_are_refused_before_any():
     with pytest.raises(UserError, match="came together.*leave one out"):
-        corpus.with_columns(TEXT, {"fields": ["a"], "template": "[A]"})
+        corpus.columns_of(chosen_part("document", "text", {"fields": ["a"], "template": "[A]"}))
     with pytest.raises(UserError, match="'nothing' names no field"):
-        corpus.with_columns(TEXT, {"template": "nothing"})
+        corpus.columns_of(chosen_part("document", "text", {"template": "nothing"}))
 
 
 def test_the_splitters_keep_their_contract():
@@ -208,10 +211,11 @@ def test_help_of_chosen_parts_lists_their_options(tmp_path, capsys):
 )
 def test_the_action_stands_first_behind_the_command(words, wanted, monkeypatch):
     ran = []
-    monkeypatch.setattr(command_line, "run_file", lambda path, words: ran.extend([path, words]))
+    monkeypatch.setattr(failure, "run_entry", lambda main: ran.append(command_words()))
     monkeypatch.setattr(command_line.sys, "argv", ["stageline", *words.split()])
     command_line.main()
-    assert ran[0].name == "corpus.py" and ran[1] == wanted
+    assert ran == [wanted]
+    assert Path(command_line.sys.argv[0]).name == "corpus.py"
 
 
 def test_only_the_corpus_has_actions(monkeypatch, capsys):

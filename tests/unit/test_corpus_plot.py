@@ -1,6 +1,6 @@
 """The picture of a corpus: what it draws, and that many types or none do not break it."""
 
-from stageline.plotting.corpus import MOST_TYPES, corpus_figure, plot_corpus
+from stageline.plotting.curves import MOST_TYPES, corpus_figure, plot_corpus
 
 PADDING = {"a segment a row": 0.5, "packed": 0.01}
 

@@ -10,7 +10,7 @@ from stageline.chaos import VARIABLE
 from stageline.corpus.build import build_corpus
 from stageline.corpus.pool import WorkerDied
 from stageline.errors import DataError, UserError
-from stageline.testing.byte_cutter import ByteCutter
+from tests.helpers.byte_cutter import ByteCutter
 
 
 def build(files, prefix, **kwargs):

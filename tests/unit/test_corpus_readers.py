@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stageline.corpus.chunks import iter_chunks
+from stageline.corpus.journal import find_sources
 from stageline.corpus.row_text import read_chunk
-from stageline.corpus.sources import find_sources
 from stageline.errors import DataError, UserError
 
 LIMIT = 1 << 20

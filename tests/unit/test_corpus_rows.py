@@ -9,20 +9,18 @@ import tracemalloc
 import numpy
 import pytest
 
-from options.corpus_run_options import CorpusRunOptions, check_corpus_run
+from commands.train_data import mixture_report
+from options.data import CorpusRunOptions, check_corpus_run
 from options.fields import OptionError
-from options.run_options import RunConfig
+from options.train import RunConfig
 from register import collate_fn_register, dataset_register, import_shelf
-from stageline.corpus.header import CorpusHeader, SegmentType
+from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.corpus.header import CorpusHeader, CutRules, SegmentType, TokenizerInfo
 from stageline.corpus.run_sampler import run_sampler
-from stageline.corpus.segments import CutRules, TokenizerInfo
-from stageline.data.corpus_rows import CorpusRows, held_out_starts
-from stageline.data.example import example_micro_batch
-from stageline.data.loader import MicroBatchLoader
+from stageline.data.batches.corpus_rows import CorpusRows, held_out_starts
+from stageline.data.batches.loader import MicroBatchLoader, example_micro_batch
 from stageline.errors import DataError, UserError
-from stageline.testing.tiny_corpora import documents, tiny_corpus
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
-from train_corpus import mixture_report
+from tests.helpers.tiny_corpora import documents, tiny_corpus
 
 import_shelf()
 # segments of documents, of two types: 3 + 1 + 2 + 1 + 4 and 1 + 2 + 1
@@ -261,7 +259,7 @@ def test_nothing_walks_a_billion_rows():
     dataset.mixing["counts"] = [6, 2]
     check(dataset)
     assert dataset.fingerprint() and "type 1: " in mixture_report(RunConfig(batch_size=8), dataset)
-    collate = functools.partial(loader(dataset, batch_size=8).step_maker.collate)
+    collate = functools.partial(loader(dataset, batch_size=8).step_maker.part)
     example_micro_batch(dataset, collate, 2)
     late = loader(dataset, batch_size=8, start_step=10**7)
     for step in itertools.islice(late, 3):

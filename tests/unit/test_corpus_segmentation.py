@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stageline.corpus import segmentation
-from stageline.corpus.segmentation import even, fewest
+from stageline.corpus import cut as segmentation
+from stageline.corpus.cut import even, fewest
 
 
 def _all_cuttings(lengths, limit):

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stageline.corpus import blocks, sentences
+from stageline.corpus import sentences
+from stageline.corpus import sentences as blocks
 from stageline.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ import torch
 from stageline.corpus import mixture as mixture_module
 from stageline.corpus.mixture import Mixture
 from stageline.corpus.run_sampler import run_sampler
-from stageline.data.loader import MicroBatchLoader
+from stageline.data.batches.loader import MicroBatchLoader
 
 BATCH = 12
 SIZES = [130, 61, 17]

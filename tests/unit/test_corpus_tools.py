@@ -6,23 +6,21 @@ import tracemalloc
 import numpy
 import pytest
 
-from stageline.corpus import files_out, mapped
+from stageline.corpus import corpus_files
+from stageline.corpus import writer as files_out
 from stageline.corpus.corpus_files import Corpus
-from stageline.corpus.header import path_of
-from stageline.corpus.merge import merge
-from stageline.corpus.remove import remove
-from stageline.corpus.segments import CutRules
-from stageline.corpus.stats import rows_of_best_fit, stats
-from stageline.corpus.verify import verify
+from stageline.corpus.header import CutRules, path_of
+from stageline.corpus.merge import merge, remove
+from stageline.corpus.verify import rows_of_best_fit, stats, verify
 from stageline.corpus.writer import CorpusWriter
 from stageline.errors import DataError, UserError
-from stageline.testing.corpora import documents_of, segments_of, tokenizer, write
+from tests.helpers.corpora import documents_of, segments_of, tokenizer, write
 
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch):
-    monkeypatch.setattr(mapped, "STEP", 3)  # so that borders of steps fall everywhere
-    monkeypatch.setattr(mapped, "TOKENS", 20)
+    monkeypatch.setattr(corpus_files, "STEP", 3)  # so that borders of steps fall everywhere
+    monkeypatch.setattr(corpus_files, "TOKENS", 20)
 
 
 def texts(corpus, kind=None):
@@ -137,8 +135,8 @@ def test_wrong_indices_are_named(tmp_path, indices, words):
 
 @pytest.mark.parametrize("work", ["merge", "remove", "verify"])
 def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch, work):
-    monkeypatch.setattr(mapped, "TOKENS", 1 << 14)
-    monkeypatch.setattr(mapped, "STEP", 256)
+    monkeypatch.setattr(corpus_files, "TOKENS", 1 << 14)
+    monkeypatch.setattr(corpus_files, "STEP", 256)
     monkeypatch.setattr(files_out, "CHUNK", 1 << 14)
     peaks = []
     for times in (1, 8):  # 0.5 and 4 MB of tokens

@@ -7,15 +7,20 @@ import numpy
 import pytest
 
 from stageline.corpus.corpus_files import Corpus
+from stageline.corpus.header import BEGINS, ENDS, Segments
+from stageline.corpus.merge import remove
 from stageline.corpus.mixture import Mixture
 from stageline.corpus.pack import pack_corpus
-from stageline.corpus.remove import remove
-from stageline.corpus.run_sampler import run_sampler
-from stageline.corpus.segments import BEGINS, ENDS, Segments
-from stageline.corpus.trained import find_trained, load_indices, rows_seen, save_indices
+from stageline.corpus.run_sampler import (
+    find_trained,
+    load_indices,
+    rows_seen,
+    run_sampler,
+    save_indices,
+)
 from stageline.corpus.writer import CorpusWriter
 from stageline.errors import DataError
-from stageline.testing.corpora import RULES, tokenizer
+from tests.helpers.corpora import RULES, tokenizer
 
 SIZES = [45, 20, 9]
 

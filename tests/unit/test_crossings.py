@@ -2,8 +2,8 @@
 
 import pytest
 
-from stageline.distributed.crossings import Crossing, crossings, explain_placement
 from stageline.distributed.machines import this_machine
+from stageline.distributed.process_group import Crossing, crossings, explain_placement
 
 
 def machines(*sizes):

@@ -8,14 +8,14 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stageline.checking.tiny_models import tiny_config
 from stageline.errors import UserError
-from stageline.inference.decode_partition import (
+from stageline.inference.meta_model import (
     decode_bytes,
     decode_partition,
+    model_on_meta,
     stage_partition_by_bytes,
 )
-from stageline.inference.meta_model import model_on_meta
-from stageline.testing.tiny_models import tiny_config
 
 COSTS = st.lists(st.integers(0, 50), min_size=1, max_size=9)
 

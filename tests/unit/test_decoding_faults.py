@@ -13,21 +13,21 @@ import torch
 
 import pp_models  # noqa: F401 (puts the parts on the shelf)
 from register import train_model_register
-from stageline.checkpoint.quiet import quiet
+from stageline.checkpoint.load import quiet
 from stageline.errors import UserError
+from stageline.inference.decoding.answer import AnswerText
 from stageline.inference.decoding.cache import GroupCache
 from stageline.inference.decoding.request import (
+    AnswerPiece,
     EngineError,
     Failed,
     Finished,
-    Piece,
     Request,
     Sampling,
     ScoreRequest,
 )
-from stageline.inference.decoding.text import AnswerText
-from stageline.testing.decoded_models import decoded_text_model
-from stageline.testing.decoding_engines import built_stages, local_engine
+from tests.helpers.decoded_models import decoded_text_model
+from tests.helpers.decoding_engines import built_stages, local_engine
 
 NUM_TOKENS = 8
 SECONDS = 60
@@ -206,14 +206,14 @@ class Ears:
 
     def ends(self, *keys):
         def are_over():
-            return all(not isinstance(self.events.get(key, [Piece])[-1], Piece) and
+            return all(not isinstance(self.events.get(key, [AnswerPiece])[-1], AnswerPiece) and
                        key in self.events for key in keys)  # fmt: skip
 
         with self._ended:
             assert self._ended.wait_for(are_over, SECONDS), self.events
         for key in keys:
             *before, end = self.events[key]
-            assert all(isinstance(event, Piece) for event in before)
+            assert all(isinstance(event, AnswerPiece) for event in before)
             if isinstance(end, Finished):
                 assert "".join(event.text for event in before) == end.text
         return [self.events[key][-1] for key in keys]

@@ -11,17 +11,30 @@ import torch
 
 import pp_models  # noqa: F401 (puts the parts on the shelf)
 from register import train_model_register
-from stageline.checkpoint.quiet import quiet
+from stageline.checking.tiny_processors import TEXTS, tiny_metaspace_tokenizer, tiny_tokenizer
+from stageline.checkpoint.load import quiet
 from stageline.errors import UserError
-from stageline.inference.decoding import matchers, stage_decoder
-from stageline.inference.decoding.grammar import JSON_OBJECT, LONGEST, Grammar, json_grammar
-from stageline.inference.decoding.matchers import Matchers
-from stageline.inference.decoding.order import Order, sampling_of, settings_of
-from stageline.inference.decoding.request import EngineError, Failed, Finished, Request, Sampling
-from stageline.testing.decoded_models import text_prompts
-from stageline.testing.decoding_engines import local_engine
-from stageline.testing.tiny_checkpoints import tiny_whole
-from stageline.testing.tiny_tokenizers import TEXTS, tiny_metaspace_tokenizer, tiny_tokenizer
+from stageline.inference.decoding import grammars, stage_decoder
+from stageline.inference.decoding.grammars import (
+    JSON_OBJECT,
+    LONGEST,
+    Grammar,
+    Matchers,
+    json_grammar,
+)
+from stageline.inference.decoding.request import (
+    EngineError,
+    Failed,
+    Finished,
+    PassOrder,
+    Request,
+    Sampling,
+    sampling_of,
+    settings_of,
+)
+from tests.helpers.decoded_models import text_prompts
+from tests.helpers.decoding_engines import local_engine
+from tests.helpers.tiny_checkpoints import tiny_whole
 
 pytest.importorskip("llguidance")
 by_regex = pytest.importorskip("regex")
@@ -317,7 +330,7 @@ def test_a_row_that_fails_ends_its_own_request_only(engine, tokenizer, monkeypat
     if "▁" in tokenizer.get_vocab():  # it can't write that letter
         check(nowhere, UserError, "the grammar can't be followed any more")
     # a matcher that goes on wrongly
-    own = matchers.RowMatcher.take
+    own = grammars.RowMatcher.take
 
     def take(self, token_id):
         return own(self, 0 if len(self.stop_ids) == 2 else token_id)
@@ -325,7 +338,7 @@ def test_a_row_that_fails_ends_its_own_request_only(engine, tokenizer, monkeypat
     stops = ids_of(tokenizer, END, OTHER_END)
     lost = requests_of(tokenizer, 4, grammar=JSON_OBJECT, stop_token_ids=stops)[3]
     with monkeypatch.context() as patch:
-        patch.setattr(matchers.RowMatcher, "take", take)
+        patch.setattr(grammars.RowMatcher, "take", take)
         check(lost, UserError, "can't be followed any more: .*doesn't satisfy")
     # a last stage that can't make it
     make = stage_decoder.StageDecoder._matcher_of
@@ -359,7 +372,7 @@ def test_tokenizers_that_have_no_bytes_are_refused():
 
 def test_grammars_travel_with_the_stop_tokens():
     sampling = Sampling(grammar=json_grammar(SCHEMA), stop_token_ids=(3, 4), temperature=0.5)
-    order = Order.of_json(Order("prefill", settings=[settings_of(sampling)]).as_json())
+    order = PassOrder.of_json(PassOrder("prefill", settings=[settings_of(sampling)]).as_json())
     back = sampling_of(order.settings[0])
     assert (back.grammar, back.stop_token_ids) == (sampling.grammar, (3, 4))
     assert settings_of(Sampling(stop_token_ids=(3, 4))) == {}

@@ -13,17 +13,16 @@ from transformers.models.mllama import modeling_mllama
 import pp_models  # noqa: F401 (puts the parts on the shelf)
 from prompt_fn import auto, chat
 from register import train_model_register
-from stageline.checkpoint.quiet import quiet
-from stageline.data.processor import get_tokenizer
-from stageline.inference.decoding.cache_budget import cells_within
+from stageline.checkpoint.load import quiet
+from stageline.data.text.processor import get_tokenizer
 from stageline.inference.decoding.chain import LocalChain
 from stageline.inference.decoding.engine import DecodingEngine
 from stageline.inference.decoding.request import Request, Sampling, ScoreRequest
 from stageline.inference.decoding.scheduler import Limits
-from stageline.inference.decoding.stage_decoder import StageDecoder
-from stageline.testing.decoded_models import decoded_vision_model, load_whole, text_prompts
-from stageline.testing.decoding_engines import answers_of, built_stages, local_engine
-from stageline.testing.pictured_prompts import pictured_prompts
+from stageline.inference.decoding.stage_decoder import StageDecoder, cells_within
+from tests.helpers.decoded_models import decoded_vision_model, load_whole, text_prompts
+from tests.helpers.decoding_engines import answers_of, built_stages, local_engine
+from tests.helpers.pictured_prompts import pictured_prompts
 
 NUM_TOKENS = 12
 NUM_IMAGES = (1, 0, 2, 1, 0, 0)

@@ -11,15 +11,15 @@ import torch
 import transformers
 
 import pp_models  # noqa: F401 (puts the parts on the shelf)
-from pp_models.prompt_pieces import can_be_cut
 from register import train_model_register
-from stageline.checkpoint.quiet import quiet
+from stageline.checking.tiny_models import tiny_config
+from stageline.checkpoint.load import quiet
 from stageline.inference.decoding.cache import GroupCache
-from stageline.inference.decoding.prompts import length_of
 from stageline.inference.decoding.request import EngineError, Failed, Finished, Request, Sampling
-from stageline.testing.decoded_models import decoded_text_model
-from stageline.testing.decoding_engines import built_stages, local_engine, noted_orders, pieces_read
-from stageline.testing.tiny_models import tiny_config
+from stageline.inference.decoding.score_queue import length_of
+from stageline.stages.causal_lm import can_be_cut
+from tests.helpers.decoded_models import decoded_text_model
+from tests.helpers.decoding_engines import built_stages, local_engine, noted_orders, pieces_read
 
 NUM_TOKENS, PIECE = 12, 7
 LONG = 1  # the prompt of 40 tokens: six pieces

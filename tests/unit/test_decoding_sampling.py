@@ -6,14 +6,13 @@ from transformers.generation import logits_process as hf
 
 import pp_models  # noqa: F401 (puts the parts on the shelf)
 from register import train_model_register
-from stageline.checkpoint.quiet import quiet
+from stageline.checkpoint.load import quiet
 from stageline.errors import UserError
-from stageline.inference.decoding.drawing import uniform
-from stageline.inference.decoding.request import Failed, Piece, Request, Sampling
-from stageline.inference.decoding.running import Running
-from stageline.inference.decoding.text import AnswerText
-from stageline.testing.decoded_models import decoded_text_model, load_whole
-from stageline.testing.decoding_engines import answers_of, local_engine
+from stageline.inference.decoding.answer import AnswerText, Running
+from stageline.inference.decoding.request import AnswerPiece, Failed, Request, Sampling
+from stageline.inference.decoding.sampler import uniform
+from tests.helpers.decoded_models import decoded_text_model, load_whole
+from tests.helpers.decoding_engines import answers_of, local_engine
 
 NUM_TOKENS = 16
 SAMPLED = {"temperature": 3.0, "top_k": 40, "top_p": 0.95, "min_p": 0.001}
@@ -152,7 +151,7 @@ def _listen_to(engine, requests):
 
     def listen(event):
         events[event.key].append(event)
-        if not isinstance(event, Piece):
+        if not isinstance(event, AnswerPiece):
             ended.append(event.key)
         if len(ended) == len(requests):
             engine.stop()
@@ -184,7 +183,7 @@ def test_stop_strings_end_one_answer_and_leave_the_others_alone(model, engine_of
         assert events[str(other)][-1].reason == "length"
     for found in events.values():
         pieces, last = found[:-1], found[-1]
-        assert pieces and all(isinstance(piece, Piece) for piece in pieces)
+        assert pieces and all(isinstance(piece, AnswerPiece) for piece in pieces)
         assert "".join(piece.text for piece in pieces) == last.text
         assert sum((piece.token_ids for piece in pieces), ()) == last.token_ids
 

@@ -7,12 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stageline.inference.decoding import order as orders
-from stageline.inference.decoding.chain import make_wire
-from stageline.inference.decoding.order import Order
-from stageline.inference.decoding.request import Sampling, TokenLogprob
-from stageline.inference.decoding.wire import BLOCK
-from stageline.testing.ranks import run_ranks
+from stageline.inference.decoding import request as orders
+from stageline.inference.decoding.chain import BLOCK, make_wire
+from stageline.inference.decoding.request import PassOrder, Sampling, TokenLogprob
+from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")
 DTYPES = (
@@ -37,21 +35,24 @@ def tensors():
 
 def made_orders():
     """Short ones, ones of just one block and one byte more, and a long one."""
-    made = [Order("tidy"), Order("decode", number=2, rows=[5], leave=[(0, 1)], join=[(1, 0)])]
+    made = [
+        PassOrder("tidy"),
+        PassOrder("decode", number=2, rows=[5], leave=[(0, 1)], join=[(1, 0)]),
+    ]
     for length in (BLOCK - 8 - 1, BLOCK - 8, BLOCK - 8 + 1, 3 * BLOCK):
-        one = Order("decode", error="")
+        one = PassOrder("decode", error="")
         one.error = "ü" + "x" * (length - len((one.as_json() + "\n[]").encode()) - 60)
         while len((one.as_json() + "\n[]").encode()) < length:
             one.error += "y"
         made.append(one)
-    made.append(Order("prefill", rows=list(range(4000)), lengths=[7] * 4000))
+    made.append(PassOrder("prefill", rows=list(range(4000)), lengths=[7] * 4000))
     return made
 
 
 def talk(rank):
     """Rank 0 sends all and gets back what rank 1 received."""
     wire = make_wire(rank, num_stages=2, device=CPU)
-    sent = [(one, {}) for one in made_orders()] + [(Order("prefill", number=9), tensors())] * 3
+    sent = [(one, {}) for one in made_orders()] + [(PassOrder("prefill", number=9), tensors())] * 3
     if rank == 1:
         for _ in sent:
             wire.send(0, *wire.receive(0))
@@ -71,7 +72,7 @@ def test_orders_and_tensors_arrive_as_they_were_sent():
     assert [text for text, _ in found[: len(texts)]] == texts
     assert all(values == {} for _, values in found[: len(texts)])
     for text, values in found[len(texts) :]:
-        assert Order.of_json(text) == Order("prefill", number=9)
+        assert PassOrder.of_json(text) == PassOrder("prefill", number=9)
         expected = tensors()
         assert list(values) == list(expected), "their order is that in which extras are read"
         for name, value in expected.items():
@@ -91,7 +92,7 @@ chosen = st.builds(
 @settings(max_examples=50, deadline=None)
 @given(
     order=st.builds(
-        Order,
+        PassOrder,
         st.sampled_from(["prefill", "decode", "score", "measure", "tidy", "stop"]),
         number=numbers,
         group=st.integers(-1, 5),
@@ -112,7 +113,7 @@ chosen = st.builds(
 )
 def test_an_order_comes_out_of_its_text(order, logprobs):
     order.logprobs = [orders.logprob_as_json(one) for one in logprobs]
-    found = Order.of_json(order.as_json())
+    found = PassOrder.of_json(order.as_json())
     assert [orders.logprob_of_json(one) for one in found.logprobs] == logprobs
     order.logprobs = found.logprobs = []
     assert found == order
@@ -128,8 +129,8 @@ def test_an_order_comes_out_of_its_text(order, logprobs):
     ],
 )
 def test_settings_come_out_of_their_text(sampling):
-    order = Order("prefill", settings=[orders.settings_of(sampling)])
-    (told,) = Order.of_json(order.as_json()).settings
+    order = PassOrder("prefill", settings=[orders.settings_of(sampling)])
+    (told,) = PassOrder.of_json(order.as_json()).settings
     assert orders.sampling_of(told) == sampling
 
 

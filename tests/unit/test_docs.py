@@ -1,15 +1,25 @@
-"""What the guides name exists: files, links, keys; and each guide has its other language."""
+"""What the guides name exists: files, links, commands, functions; both languages say the same."""
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
+import yaml
+
+from commands.command_line import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")]
-GUIDES = sorted(path for path in (ROOT / "docs").glob("*.md") if ".zh." not in path.name)
-# files that a reader makes, named in commands
-MADE = {"my_parts.py", "my_rows.py", "X/config.yaml"}
+DOCS = ROOT / "docs"
+PAGES = [*DOCS.glob("*.md"), *ROOT.glob("*.md")]
+GUIDES = sorted(path for path in DOCS.glob("*.md") if ".zh." not in path.name)
+PAIRS = [
+    (ROOT / "README.md", ROOT / "README.zh.md"),
+    *((DOCS / f"{name}.md", DOCS / f"{name}.zh.md") for name in ("start", "glossary")),
+    *((DOCS / f"{name}.md", DOCS / f"{name}.zh.md") for name in ("add_a_model", "add_a_part")),
+]
+WALKS = ("walk_sample.md", "walk_checkpoint.md")
+FENCE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
@@ -22,32 +32,103 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_files_that_are_named_exist(page):
     text = page.read_text(encoding="utf-8")
-    named = re.findall(r"`((?:stageline|tests|scripts|docs|benchmarks|pp_models)/[\w./-]+)`", text)
+    rooms = "stageline|commands|options|tests|scripts|docs|benchmarks|models|examples"
+    named = re.findall(rf"`((?:{rooms})/[\w./-]+)`", text)
     for path in named:
         assert (ROOT / path).exists(), path
 
 
-@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.name)
-def test_each_guide_has_a_chinese_one_with_the_same_sections(guide):
-    chinese = guide.with_name(guide.name.replace(".md", ".zh.md"))
-    assert chinese.exists()
-    if guide.name == "add_a_model.md":
-        return  # shorter in Chinese
-    levels = [
-        re.findall(r"^(#+) ", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL), re.M)
-        for path in (guide, chinese)
-    ]
-    assert levels[0] == levels[1]
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_files_of_a_command_exist(page):
+    """`python X.py`, `bash scripts/X.sh` and `stageline X` in blocks and in sentences."""
+    text = page.read_text(encoding="utf-8")
+    files = re.findall(r"\b(?:python|bash|sbatch) ((?:[\w/-]+/)?\w+\.(?:py|sh|slurm))\b", text)
+    for path in files:
+        # somebody else's program, which a page compares with ours
+        assert (ROOT / path).is_file() or path == "preprocess.py", path
+    bash = "\n".join(block for kind, block in FENCE.findall(text) if kind == "bash")
+    for word in re.findall(r"^stageline ([a-z][a-z-]*)", bash, re.MULTILINE):
+        assert word in COMMANDS or word == "env", word
+
+
+def test_every_guide_is_on_the_index_and_in_the_site():
+    index = set(re.findall(r"\]\((\w+(?:\.zh)?\.md)", (DOCS / "index.md").read_text()))
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    entries = [entry for group in site for entries in group.values() for entry in entries]
+    listed = {page for entry in entries for page in entry.values()}
+    there = {path.name for path in DOCS.glob("*.md")}
+    assert index | {"index.md"} == there
+    assert listed == there
+
+
+def test_chinese_pages_are_those_that_are_kept_equal():
+    chinese = {path for _, path in PAIRS}
+    assert {*DOCS.glob("*.zh.md"), *ROOT.glob("*.zh.md")} == chinese
+
+
+@pytest.mark.parametrize("english, chinese", PAIRS, ids=lambda path: path.name)
+def test_both_languages_have_the_same_sections_and_code(english, chinese):
+    pages = [path.read_text(encoding="utf-8") for path in (english, chinese)]
+    headings, rows, items, code = [], [], [], []
+    for text in pages:
+        plain = FENCE.sub("", text)
+        headings.append(re.findall(r"^(#+) ", plain, re.MULTILINE))
+        sections = re.split(r"^#+ .*$", plain, flags=re.MULTILINE)
+        rows.append([len(re.findall(r"^\|", section, re.MULTILINE)) for section in sections])
+        items.append([len(re.findall(r"^(?:-|\d+\.) ", section, re.M)) for section in sections])
+        # comments are in the language of the page
+        code.append([(kind, re.sub(r"\s*#.*", "", block)) for kind, block in FENCE.findall(text)])
+    assert headings[0] == headings[1]
+    assert rows[0] == rows[1]
+    assert items[0] == items[1]
+    assert [kind for kind, _ in code[0]] == [kind for kind, _ in code[1]]
+    for (kind, one), (_, other) in zip(*code, strict=True):
+        assert kind not in ("bash", "python") or one == other
 
 
 def test_the_glossaries_explain_the_same_words():
     words = [
-        re.findall(r"^\| ([\w, -]+) \|", (ROOT / "docs" / name).read_text(), re.MULTILINE)
+        re.findall(r"^\| ([\w, -]+) \|", (DOCS / name).read_text(), re.MULTILINE)
         for name in ("glossary.md", "glossary.zh.md")
     ]
     english = [word for word in words[0] if word != "word"]
-    assert (
-        len(english) > 30
-        and english == words[1][: len(english) + 9]
-        or english == [word for word in words[1] if not re.search("[一-鿿]", word)]
-    )
+    assert len(english) > 30
+    assert english == [word for word in words[1] if not re.search("[一-鿿]", word)]
+
+
+# -- walks: `file.py`: `function`, `Class.method` --------------------------------------------------
+
+
+def defined(path):
+    """Names of functions, classes and `Class.method` of a file."""
+    names = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            inner = [one.name for one in node.body if isinstance(one, ast.FunctionDef)]
+            names |= {f"{node.name}.{name}" for name in inner}
+    return names
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_a_walk_names_files_and_functions_that_exist(name):
+    """Each row of its table: number, what happens, file, functions in it."""
+    text = (DOCS / name).read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \d+ \| (.+?) \| `([\w/]+\.py)` \| (.+?) \|$", text, re.MULTILINE)
+    assert len(rows) >= 8
+    for _, file, cell in rows:
+        functions = re.findall(r"`([\w.]+)`", cell)
+        assert functions, file
+        for function in functions:
+            assert function in defined(ROOT / file), f"{file} has no {function}"
+    # what sentences name with brackets is a function of one of the files of the page
+    files = set(re.findall(r"`([\w/]+\.py)`", text))
+    everything = set().union(*(defined(ROOT / file) for file in files))
+    for function in re.findall(r"`([\w.]+)\(\)`", text):
+        assert function in everything, function
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_a_walk_fits_a_page(name):
+    assert len((DOCS / name).read_text(encoding="utf-8").splitlines()) <= 60

@@ -5,10 +5,9 @@ import math
 import pytest
 
 from stageline.errors import UserError
-from stageline.testing.small_run import Job
-from stageline.training.early_stop import EarlyStop
 from stageline.training.evaluation import EvalResult
-from stageline.training.figure_order import figure_of, is_better
+from stageline.training.trainer import EarlyStop, figure_of, is_better
+from tests.helpers.small_run import Job
 
 
 def fed(values, **options):

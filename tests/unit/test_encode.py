@@ -6,13 +6,18 @@ import numpy
 import pytest
 
 from prompt_fn import fill
-from stageline.data import limit
-from stageline.data.encode import TextEncoder, _with_gaps, check_targets, encode_rendered
-from stageline.data.limit import limit_length
-from stageline.data.rendered import Piece, Rendered
-from stageline.data.token_marks import TokenMarks
+from stageline.checking.tiny_processors import tiny_metaspace_tokenizer, tiny_tokenizer
+from stageline.data.text import limit
+from stageline.data.text.encode import (
+    TextEncoder,
+    TokenMarks,
+    _with_gaps,
+    check_targets,
+    encode_rendered,
+)
+from stageline.data.text.limit import limit_length
+from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError
-from stageline.testing.tiny_tokenizers import tiny_metaspace_tokenizer, tiny_tokenizer
 
 PROMPT = "Question: [QUESTION]\nAnswer: [ANSWER]"
 TOKENIZERS = {

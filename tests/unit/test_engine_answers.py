@@ -1,9 +1,9 @@
 """The answers of an engine to rendered prompts: each has a seed of its own."""
 
-from stageline.data.rendered import Piece, Rendered
+from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.data.text.rendered import Piece, Rendered
 from stageline.inference.decoding.request import Finished, Sampling
-from stageline.inference.engine_answers import engine_answers
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from stageline.inference.generation import engine_answers
 
 
 class Recorder:

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from stageline.data.rendered import Piece, Rendered
+from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError
 from stageline.evaluation.predictions import PredictionFile, fingerprint
 from stageline.evaluation.report import make_report, wilson_interval, write_report

@@ -4,10 +4,10 @@ import pytest
 import torch
 import transformers
 
+from stageline.checking.family_configs import family_config
 from stageline.checking.shrink import shrink_config
 from stageline.errors import UserError
 from stageline.stages.example_batch import example_pictures, image_token, picture_batch
-from stageline.testing.family_configs import family_config
 
 FAMILIES = [
     *("llava", "llava_next", "llava_onevision", "internvl", "qwen2_vl", "qwen3_vl_moe"),

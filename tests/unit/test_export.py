@@ -7,13 +7,13 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from pp_models import CausalLMStage
-from stageline.checkpoint import export
-from stageline.checkpoint.export import ExportError, export_folder
+from stageline.checkpoint import plain_folder
 from stageline.checkpoint.files import weight_files
 from stageline.checkpoint.load import load_split_model
+from stageline.checkpoint.plain_folder import ExportError, export_folder
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
-from stageline.testing.tiny_checkpoints import auto_class, tiny_whole
+from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
 
 
 def saved_run(tmp_path, *, num_loras=0, tied=False, family="llama"):
@@ -83,13 +83,13 @@ def test_dtype_of_a_whole_model(tmp_path):
 
 def test_an_export_that_computes_something_else_is_thrown_away(tmp_path, monkeypatch):
     run = saved_run(tmp_path, num_loras=1)
-    write = export.write_model
+    write = plain_folder.write_model
 
     def write_wrong(model, *args, **kwargs):
         model.model.layers[2].mlp.up_proj.weight.data.mul_(1.5)
         write(model, *args, **kwargs)
 
-    monkeypatch.setattr(export, "write_model", write_wrong)
+    monkeypatch.setattr(plain_folder, "write_model", write_wrong)
     with pytest.raises(ExportError, match="logits differ from the checkpoint's by"):
         export_folder(run, tmp_path / "out", merge=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "run"]

@@ -9,18 +9,18 @@ import transformers
 from transformers import AutoTokenizer
 
 import pp_models  # noqa: F401 - puts the parts that make_stages looks for on the shelf
-from export import make_stages, stage_key
+from commands.export import make_stages, stage_key
 from pp_models import CausalLMStage
+from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
+from stageline.checking.tiny_processors import tiny_processor
 from stageline.checkpoint import export_check
-from stageline.checkpoint.answers import Answer, compare_answers
-from stageline.checkpoint.export import ExportError, export_folder
+from stageline.checkpoint.export_check import Answer, compare_answers
 from stageline.checkpoint.host_memory import available_memory
 from stageline.checkpoint.layout import MANIFEST
-from stageline.data.processor import save_processor
+from stageline.checkpoint.plain_folder import ExportError, export_folder
+from stageline.data.text.processor import save_processor
 from stageline.errors import CheckpointError, UserError
-from stageline.testing.tiny_checkpoints import auto_class, tiny_whole
-from stageline.testing.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
-from stageline.testing.tiny_processors import tiny_processor
+from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
 
 
 def spoil(change):

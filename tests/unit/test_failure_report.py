@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from register import RegisterError
 from stageline.distributed import board as board_module
-from stageline.distributed import causes, failure, record
+from stageline.distributed import failure, failure_record
+from stageline.distributed import failure_record as record
 from stageline.errors import (
     CheckpointError,
     DataError,
@@ -91,8 +92,8 @@ def test_an_error_with_a_code_that_is_no_number_is_any_other_error():
     ],
 )
 def test_a_lost_connection_is_an_echo(error):
-    assert causes.is_lost_connection(_raised(error))
-    assert causes.is_lost_connection(_raised(RuntimeError("[Stage 0] failed"), cause=error))
+    assert failure_record.is_lost_connection(_raised(error))
+    assert failure_record.is_lost_connection(_raised(RuntimeError("[Stage 0] failed"), cause=error))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_a_lost_connection_is_an_echo(error):
     [ValueError("Connection closed by peer"), RuntimeError("shape mismatch"), KeyError("timeout")],
 )
 def test_anything_else_is_a_cause(error):
-    assert not causes.is_lost_connection(_raised(error))
+    assert not failure_record.is_lost_connection(_raised(error))
 
 
 def test_the_file_that_stands_in_for_a_lost_store_has_one_winner(tmp_path, monkeypatch):

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from prompt_fn import chat, fill
-from stageline.data.encode import encode_rendered
+from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.data.text.encode import encode_rendered
 from stageline.errors import UserError
-from stageline.evaluation.fewshot import FewShot
-from stageline.testing.small_run import ForkedRun, Job
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from stageline.evaluation.runner import FewShot
+from tests.helpers.small_run import ForkedRun, Job
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = [(None, {"id": str(i), "question": f"{i}?", "answer": str(i)}) for i in range(20)]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from stageline.checkpoint.finite import check_finite, is_finite
+from stageline.checkpoint.init import check_finite, is_finite
 from stageline.errors import NonFiniteError
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn]

@@ -5,19 +5,18 @@ import torch
 from transformers import AutoConfig
 
 from loss_fn import sft
-from options.method_options import method_arguments
+from options.model import method_arguments
 from parse_args import parse_train_args
 from pp_models import CausalLMStage, VisionLanguageStage
-from pp_models.filling import Source, fill_stage
 from register import ALL_REGISTERS
+from stageline.checking.tiny_models import VISION_LANGUAGE
 from stageline.errors import UserError
-from stageline.modules.freeze import FreezeRule
-from stageline.modules.methods import Methods
+from stageline.modules.methods import FreezeRule, Methods
 from stageline.pipeline.stage_passes import StagePasses
-from stageline.testing.chain import run_chain
-from stageline.testing.tiny_batches import count_targets, tiny_micro_batches
-from stageline.testing.tiny_checkpoints import tiny_whole
-from stageline.testing.tiny_models import VISION_LANGUAGE
+from stageline.stages.base import WeightSource, fill_stage
+from tests.helpers.chain import run_chain
+from tests.helpers.tiny_batches import count_targets, tiny_micro_batches
+from tests.helpers.tiny_checkpoints import tiny_whole
 
 DTYPE = torch.float64
 # the rule, and by hand what of a llama of four layers it means
@@ -36,7 +35,7 @@ def make_stages(folder, num_stages, *, kind=CausalLMStage, **options):
     for stage in range(num_stages):
         config = AutoConfig.from_pretrained(folder)
         model = kind(config, stage=stage, num_stages=num_stages, dtype=DTYPE, **options)
-        fill_stage(model, Source(str(folder), 0, "cpu", DTYPE), new_rows=None)
+        fill_stage(model, WeightSource(str(folder), 0, "cpu", DTYPE), new_rows=None)
         stages.append(model)
     return stages
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from stageline.data.rendered import Piece, Rendered
+from stageline.checking.tiny_models import tiny_config
+from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.data.text.rendered import Piece, Rendered
 from stageline.inference.generation import encode_prompts, generate
-from stageline.testing.tiny_checkpoints import auto_class
-from stageline.testing.tiny_models import tiny_config
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.tiny_checkpoints import auto_class
 
 TEXTS = ("Which digit is this?", "true", "What digit do you see? Answer: 7 or not 7, and why")
 

@@ -9,13 +9,13 @@ import torch
 import transformers
 from PIL import Image
 
-from models import builders, generate
+from models import builders, devices, generate
 from prompt_fn import auto, chat
-from stageline.data.batch import render_sample
-from stageline.data.processor import get_tokenizer, save_processor
+from stageline.checking.tiny_models import VISION_LANGUAGE
+from stageline.data.batches.batch import render_sample
+from stageline.data.text.processor import get_tokenizer, save_processor
 from stageline.inference.model_cutter import ModelCutter
-from stageline.testing.pictured_prompts import picture, tiny_parts
-from stageline.testing.tiny_models import VISION_LANGUAGE
+from tests.helpers.pictured_prompts import picture, tiny_parts
 
 FAMILIES = (*VISION_LANGUAGE, "mllama")
 NEW_TOKENS = 10
@@ -133,7 +133,7 @@ def test_a_cut_model_answers_the_same(folder, monkeypatch, is_tower_cut):
     if is_tower_cut and not any(cutter.homes.blocks):
         pytest.skip("the blocks of this tower stay together")
     two = {key: ("cpu", "disk")[device] for key, device in device_map.items()}
-    monkeypatch.setattr(builders, "make_device_map", lambda *_, **__: two)
+    monkeypatch.setattr(devices, "make_device_map", lambda *_, **__: two)
     cut, _, found_map = builders.auto(str(folder))
     assert found_map == two
     away = {name for name, parameter in cut.named_parameters() if parameter.is_meta}

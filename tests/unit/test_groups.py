@@ -11,13 +11,14 @@ from torch.utils.data import Subset
 from dataset import sft
 from prompt_fn import fill, none
 from register import dataset_register
-from stageline.data.bad_rows import BadRows, leaving_out
-from stageline.data.groups import check_batch_sizes, group_size_of, some_rows, whole_groups
-from stageline.data.loader import MicroBatchLoader
-from stageline.data.sampler import StepSampler
+from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.data.batches.collate_part import CollatePart, EncodedSample
+from stageline.data.batches.groups import check_batch_sizes, group_size_of, some_rows, whole_groups
+from stageline.data.batches.loader import MicroBatchLoader
+from stageline.data.batches.sampler import StepSampler
+from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.errors import DataError, UserError
-from stageline.testing.tiny_datasets import group_row, write_json, write_lines
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.tiny_datasets import group_row, write_json, write_lines
 
 SIZE = 3
 
@@ -42,11 +43,11 @@ def collate(samples):
     return {"input_ids": numbers, "labels": numbers.clone()}
 
 
-def collate_sorted(samples):
-    return collate(samples)
+def encode(images, sample):
+    return EncodedSample(images, sample, [], 1 + sample["number"] * 7 % 23, [])
 
 
-collate_sorted.length_of = lambda images, sample: 1 + sample["number"] * 7 % 23
+collate_sorted = CollatePart(collate, encode=encode)
 
 
 def loader_of(num_groups, *, collate=collate, **options):
@@ -89,7 +90,7 @@ def test_sorting_moves_groups_of_near_length_together():
 
     def cost(step):
         lengths = [
-            [collate_sorted.length_of(None, {"number": int(n)}) for n in batch["input_ids"][:, 0]]
+            [encode(None, {"number": int(n)}).length for n in batch["input_ids"][:, 0]]
             for batch in step
         ]
         return sum(len(row) * max(row) for row in lengths)

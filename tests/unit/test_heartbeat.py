@@ -6,22 +6,16 @@ import sys
 
 import pytest
 
-from stageline.distributed import neighbours
-from stageline.distributed.heartbeat import (
-    SECONDS_OF_SILENCE,
-    Beat,
-    Watcher,
-    blame,
-    describe,
-)
-from stageline.distributed.neighbours import Process
-from stageline.progress import Place
+from stageline.distributed import stop
+from stageline.distributed.guard import SECONDS_OF_SILENCE, Beat, Watcher, blame, describe
+from stageline.distributed.stop import Process
+from stageline.progress import Progress
 
 LIMIT = 10.0
 
 
 def beat(rank, operation="forward", *, age, waits=False, number=1):
-    place = Place(operation, 3, rank, 2, waits)
+    place = Progress(operation, 3, rank, 2, waits)
     return Beat(rank, number, "host", 0, (rank,), Process(rank, 100 + rank, 7, 5), place, age)
 
 
@@ -117,30 +111,30 @@ def test_a_report_says_who_does_what_and_who_waits(silent, words):
 
 @pytest.fixture
 def sleeper():
-    neighbours.forget_all()
+    stop.forget_all()
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     yield process
     process.kill()
     process.wait()
-    neighbours.forget_all()
+    stop.forget_all()
 
 
 def _process(pid, rank=1):
-    return Process(rank, pid, neighbours._state(pid)[1])
+    return Process(rank, pid, stop._state(pid)[1])
 
 
 def test_a_neighbour_that_stays_is_killed(sleeper):
     process = _process(sleeper.pid)
-    neighbours.remember([process])
-    assert process.is_alive() and not neighbours.has_lost_one()
-    assert neighbours.end_the_rest(seconds=0.1) == [1]
+    stop.remember([process])
+    assert process.is_alive() and not stop.has_lost_one()
+    assert stop.end_the_rest(seconds=0.1) == [1]
     assert sleeper.wait(10) == -9
-    assert neighbours.has_lost_one()
+    assert stop.has_lost_one()
 
 
 def test_a_stranger_with_the_number_of_a_neighbour_is_let_alone(sleeper):
     if not os.path.exists("/proc/self/stat"):
         pytest.skip("the system does not say when a process began")
-    neighbours.remember([Process(1, sleeper.pid, started=1)])
-    assert neighbours.end_the_rest(seconds=0.1) == []
+    stop.remember([Process(1, sleeper.pid, started=1)])
+    assert stop.end_the_rest(seconds=0.1) == []
     assert sleeper.poll() is None

@@ -9,22 +9,20 @@ import transformers
 from PIL import Image
 
 from options.fields import OptionError
-from options.run_options import EvaluateConfig, RunConfig
+from options.train import EvaluateConfig, RunConfig
 from parse_args import parse_evaluate_args
 from register import import_shelf
-from stageline.data.batch import encode_sample
-from stageline.data.image_files import ImageFolders
-from stageline.data.image_settings import ImageSettings, make_image_settings, using_images
-from stageline.data.images import ImageExpander
-from stageline.data.preflight import preflight
-from stageline.data.prepare_images import prepare_images
-from stageline.data.processor import load_processor, save_processor
-from stageline.data.rendered import Piece, Rendered
-from stageline.data.tiling import Tiling, apply_tiling, match_config
+from stageline.checking.tiny_models import IMAGE_TOKEN_ID
+from stageline.checking.tiny_processors import PROCESSOR_FAMILIES, tiny_processor, tiny_tokenizer
+from stageline.data.batches.batch import encode_sample
+from stageline.data.batches.preflight import preflight
+from stageline.data.images.image_files import ImageFolders
+from stageline.data.images.image_settings import ImageSettings, make_image_settings, using_images
+from stageline.data.images.images import ImageExpander
+from stageline.data.images.tiling import Tiling, apply_tiling, match_config, prepare_images
+from stageline.data.text.processor import load_processor, save_processor
+from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError, UserError
-from stageline.testing.tiny_models import IMAGE_TOKEN_ID
-from stageline.testing.tiny_processors import PROCESSOR_FAMILIES, tiny_processor
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
 import_shelf("models", "prompt", "prompt_fn", "dataset", "metric")
 
@@ -74,7 +72,7 @@ def test_text_and_pixels_agree_about_the_tokens(family, size):
         assert count == 4 * len(pixels)
     elif family in ("idefics3", "smolvlm"):
         assert count == 4 * pixels.shape[1]
-    elif family.startswith("qwen"):
+    elif family.startswith(("qwen", "glm")):
         assert 4 * count == len(pixels) == int(output["image_grid_thw"].prod())
     elif family in ("llava", "gemma3_vl"):
         assert count == 4 and len(pixels) == 1

@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from options.command_line import gathered, read_config, read_words
-from stageline.data.prompt_rows import PromptRows
+from stageline.data.rows.json_lines import PromptRows
 from stageline.errors import DataError
-from stageline.testing.small_run import ForkedRun, Job
+from tests.helpers.small_run import ForkedRun, Job
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,7 +21,17 @@ def model(tmp_path_factory):
 
 
 def infer(model, folder, *options):
-    words = (ROOT / "infer.py", "--model-path", model, "--device", "cpu", "--output-dir", folder)
+    words = (
+        "-m",
+        "stageline",
+        "infer",
+        "--model-path",
+        model,
+        "--device",
+        "cpu",
+        "--output-dir",
+        folder,
+    )
     return ForkedRun([str(word) for word in (*words, "--max-new-tokens", "6", *options)], ranks=1)
 
 

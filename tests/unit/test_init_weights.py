@@ -4,16 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from pp_models import CausalLMStage, StageModel
-from pp_models.vision_language import VISION_LANGUAGE_MODELS
+from pp_models import StageModel, class_of_key
+from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 from stageline.checkpoint.init import init_split_model
 from stageline.errors import UserError
-from stageline.testing.tiny_checkpoints import auto_class
-from stageline.testing.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
+from tests.helpers.tiny_checkpoints import auto_class
 
 
 def start(family, *, stage=0, num_stages=1, tied=False, seed=3, **kwargs):
-    stage_class = VISION_LANGUAGE_MODELS.get(family, (CausalLMStage,))[0]
+    stage_class = class_of_key(family)
     dtype = kwargs.get("dtype", torch.float32)
     config = tiny_config(family, tied=tied)
     model = stage_class(config, stage=stage, num_stages=num_stages, **kwargs)

@@ -6,9 +6,9 @@ import transformers
 
 from models.likelihood import loglikelihood
 from prompt_fn import auto, fill
-from stageline.data.batch import render_sample
-from stageline.data.processor import get_tokenizer
-from stageline.testing.pictured_prompts import picture, tiny_parts
+from stageline.data.batches.batch import render_sample
+from stageline.data.text.processor import get_tokenizer
+from tests.helpers.pictured_prompts import picture, tiny_parts
 
 SIZES = (((20, 30),), ((64, 33), (16, 16)), ((40, 90),))
 QUESTIONS = ("Which digit?", "Is the cat left of the dog, yes or no?", "What is it?")

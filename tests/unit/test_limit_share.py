@@ -7,15 +7,14 @@ import pytest
 
 from dataset import contrastive, sft
 from prompt_fn import auto, chat, fill
-from stageline.data import limit
-from stageline.data.collate import collate_sft
-from stageline.data.encode import Encoded, encode_rendered
-from stageline.data.limit import limit_length
-from stageline.data.preflight import preflight
-from stageline.data.rendered import Piece, Rendered
-from stageline.data.share import share_budget, share_places
+from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.data.batches.collate import collate_sft
+from stageline.data.batches.preflight import preflight
+from stageline.data.text import limit
+from stageline.data.text.encode import Encoded, encode_rendered
+from stageline.data.text.limit import limit_length, share_budget, share_places
+from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
 # of LLaMA-Factory's infer_seqlen, (prompt, answer, room) -> (prompt, answer)
 GOLDENS = {
@@ -220,10 +219,10 @@ def test_collate_parts_and_the_look_before_share():
     assert batch["input_ids"].shape == (3, 24)
     assert (batch["labels"][0] == TOKENIZER.eos_token_id).sum() == 1, "the short answer is whole"
     assert (batch["labels"][1] == TOKENIZER.eos_token_id).sum() == 0
-    length = functools.partial(
-        sft.length_of, **COMMON, pad_token_id=0, stage=1, num_stages=2, overlong="share"
+    encode = functools.partial(
+        sft.encode, **COMMON, pad_token_id=0, stage=1, num_stages=2, overlong="share"
     )
-    assert [length(*row) for row in ROWS] == batch["attention_mask"].sum(dim=1).tolist()
+    assert [encode(*row).length for row in ROWS] == batch["attention_mask"].sum(dim=1).tolist()
     members = [
         (None, {**sample, "contrast_group": "g", "role": role})
         for (_, sample), role in zip(ROWS, ("anchor", "positive", "negative"), strict=True)

@@ -9,13 +9,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pp_models import CausalLMStage
-from pp_models.filling import Source, fill_stage
 from stageline.checkpoint.expand import expand_blocks, places_of
 from stageline.errors import UserError
-from stageline.modules.freeze import FreezeRule
-from stageline.modules.methods import Methods
-from stageline.testing.tiny_batches import tiny_micro_batches
-from stageline.testing.tiny_checkpoints import auto_class, tiny_whole
+from stageline.modules.methods import FreezeRule, Methods
+from stageline.stages.base import WeightSource, fill_stage
+from tests.helpers.tiny_batches import tiny_micro_batches
+from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = (
@@ -49,7 +48,7 @@ def test_new_blocks_alone_train(tmp_path):
     config = AutoConfig.from_pretrained(tmp_path / "new")
     rule = FreezeRule(2, spreads=True)
     model = CausalLMStage(config, stage=0, num_stages=1, methods=Methods(freeze=rule))
-    fill_stage(model, Source(str(tmp_path / "new"), 0, "cpu", torch.float32), new_rows=None)
+    fill_stage(model, WeightSource(str(tmp_path / "new"), 0, "cpu", torch.float32), new_rows=None)
     trained = {n.split(".")[2] for n, p in model.named_parameters() if p.requires_grad}
     assert trained == {"2", "5"}
     batch = tiny_micro_batches("llama", lengths=(14,))[0]

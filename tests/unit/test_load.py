@@ -11,10 +11,10 @@ from torch import nn
 from transformers import AutoConfig
 
 from pp_models import CausalLMStage, StageModel, VisionLanguageStage
+from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE
 from stageline.checkpoint.load import load_split_model
 from stageline.errors import NonFiniteError, UserError
-from stageline.testing.tiny_checkpoints import tiny_whole
-from stageline.testing.tiny_models import DECODERS, VISION_LANGUAGE
+from tests.helpers.tiny_checkpoints import tiny_whole
 
 
 def build(folder, *, stage=0, num_stages=1, dtype=torch.float32, **kwargs):

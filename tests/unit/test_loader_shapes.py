@@ -8,11 +8,12 @@ import torch
 
 from dataset import sft
 from prompt_fn import fill, none
-from stageline.data.lengths import companion, padding_argument
-from stageline.data.loader import MicroBatchLoader
+from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.data.batches.collate_part import CollatePart, as_collate_part
+from stageline.data.batches.loader import MicroBatchLoader
+from stageline.data.batches.step_maker import padding_argument
 from stageline.errors import UserError
 from stageline.pipeline.schedules import make_schedule
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
 from stageline.training.evaluation import evaluate
 
 MAX_TOKENS = 48
@@ -128,27 +129,29 @@ def test_workers_make_the_same_steps(tokenizer, options):
     equal_steps(steps_of(make_loader(tokenizer, num_workers=2, **options), 6), alone)
 
 
-def test_lengths_are_computed_once(tokenizer):
+@pytest.mark.parametrize("dp_degree", [1, 2])
+def test_lengths_of_other_replicas_rows_are_computed_once(tokenizer, dp_degree):
     asked = []
+    part = as_collate_part(collate_of(tokenizer))
 
-    def counted(samples, **common):
-        return collate_of(tokenizer)(samples)
-
-    def length_of(images, sample, **common):
+    def encode(images, sample):
         asked.append(sample["id"])
-        return len(sample["question"])
+        return part.encode(images, sample)
 
-    counted.length_of = length_of
-    steps_of(make_loader(tokenizer, collate=counted), 15)  # three epochs
-    assert sorted(asked) == sorted(row["id"] for row in Sentences().rows)
+    counted = CollatePart(part.collate, encode=encode, pack=part.pack)
+    options = {"collate": counted, "dp_degree": dp_degree, "packing": MAX_TOKENS}
+    loader = make_loader(tokenizer, batch_size=8 // dp_degree, shuffle=False, **options)
+    steps_of(loader, 15)  # three epochs
+    own = 120 // dp_degree
+    assert len(asked) == own + (20 if dp_degree == 2 else 0)
 
 
 def test_a_part_that_knows_no_lengths_keeps_the_order(tokenizer):
     plain = functools.partial(lambda samples, **common: collate_of(tokenizer)(samples), stage=0)
-    assert companion(plain, "length_of") is None
+    assert as_collate_part(plain).encode is None
     left = steps_of(make_loader(tokenizer, collate=plain))
     equal_steps(left, steps_of(make_loader(tokenizer, order="given")))
-    with pytest.raises(UserError, match="no `packed` and `length_of`.*--collate-fn sft"):
+    with pytest.raises(UserError, match="no `encode` and `pack`.*--collate-fn sft"):
         make_loader(tokenizer, collate=plain, packing=MAX_TOKENS)
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from stageline.data.loader import MicroBatchLoader
+from stageline.data.batches.loader import MicroBatchLoader
 
 SECONDS = 20  # before a test gives up
 

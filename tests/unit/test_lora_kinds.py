@@ -14,8 +14,8 @@ from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
 from stageline.modules.lora import lora_stacks, merge_lora
-from stageline.testing.tiny_batches import tiny_micro_batches
-from stageline.testing.tiny_checkpoints import auto_class, tiny_whole
+from tests.helpers.tiny_batches import tiny_micro_batches
+from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
 
 LORA = {"llm_lora_num": 1, "lora_rank": 4, "lora_alpha": 6.0, "frozen_lm_head": True}
 KINDS = {

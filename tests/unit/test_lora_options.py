@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from options.fields import OptionError
-from options.lora_options import adapter_arguments, lora_arguments
+from options.model import adapter_arguments, lora_arguments
 from parse_args import parse_evaluate_args, parse_train_args
 from register import ALL_REGISTERS
 

@@ -6,7 +6,8 @@ import json
 import pytest
 import torch
 
-from options.part_options import takes
+from commands.train_data import check_token_sum
+from options.parts import ChosenPart, takes
 from parse_args import parse_train_args
 from register import (
     engine_register,
@@ -16,11 +17,10 @@ from register import (
     sim_fn_register,
 )
 from stageline.errors import UserError
-from stageline.modules.chunked_loss import check_token_sum
-from stageline.plotting.curves import loss_figure, read_log
-from stageline.training.loss_part import RESERVED, LossPart
+from stageline.plotting.curves import loss_figure
+from stageline.run_records import read_log
+from stageline.training.loss_part import RESERVED, LossPart, StepLoss
 from stageline.training.run_log import RunLog, StepRecord, name_figures
-from stageline.training.step_loss import StepLoss
 
 import_shelf()
 
@@ -32,7 +32,7 @@ def two_terms(logits, batch, *, num_targets, num_long, step, weight=2.0, sim_fn=
     return loss, {"long": long, "both": logits.sum() / num_targets + long}
 
 
-two_terms.counts = {"num_long": lambda batch: int(batch["is_long"].sum())}
+COUNTS = {"num_long": lambda batch: int(batch["is_long"].sum())}
 
 
 def plain(logits, batch, *, num_targets):
@@ -47,7 +47,9 @@ LOGITS = [torch.tensor([1.0, 2.0, 4.0]), torch.tensor([8.0, 16.0, 32.0])]
 
 
 def test_counts_step_and_options_reach_the_part():
-    part = LossPart(functools.partial(functools.partial(two_terms, weight=3.0), sim_fn=None))
+    part = LossPart(
+        functools.partial(functools.partial(two_terms, weight=3.0), sim_fn=None), counts=COUNTS
+    )
     assert part.count(BATCHES) == {"num_targets": 3, "num_long": 3}
     totals = {name: torch.tensor(float(n)) for name, n in part.count(BATCHES).items()}
     shares = [
@@ -67,7 +69,7 @@ def test_a_part_that_asks_for_nothing_gets_nothing_else():
 
 def test_the_step_loss_adds_figures_up():
     loss_of = StepLoss(
-        two_terms,
+        LossPart(two_terms, counts=COUNTS),
         num_targets=3,
         counts={"num_targets": 3, "num_long": 3},
         step=1,
@@ -84,7 +86,7 @@ def test_the_step_loss_adds_figures_up():
 
 
 def test_sums_for_totals_that_are_known_later():
-    part = LossPart(two_terms)
+    part = LossPart(two_terms, counts=COUNTS)
     sums = part.sums(LOGITS[0], BATCHES[0], step=3)
     assert {n: {c: v.item() for c, v in by.items()} for n, by in sums.items()} == {
         "loss": {"num_targets": 7.0, "num_long": 30.0},
@@ -98,9 +100,8 @@ def test_a_count_that_cannot_be_handed_over(name):
     def part(logits, batch, *, num_targets, step):
         """A loss."""
 
-    part.counts = {name: len}
     with pytest.raises(UserError, match=f"declares the count '{name}'"):
-        LossPart(part)
+        LossPart(part, counts={name: len})
 
 
 def test_names_of_the_log_are_taken():
@@ -114,8 +115,8 @@ def test_names_of_the_log_are_taken():
 
 
 def test_such_a_loss_is_no_token_sum():
-    with pytest.raises(UserError, match="'two_terms'.*compares samples, or returns figures"):
-        check_token_sum(functools.partial(two_terms))
+    with pytest.raises(UserError, match="--loss-fn may.*compares samples, or returns figures"):
+        check_token_sum(ChosenPart("loss_fn", "may", two_terms))
 
 
 def test_figures_are_in_the_log_the_line_and_the_curve(tmp_path):
@@ -154,9 +155,6 @@ def needs_similarity(logits, batch, *, num_targets, num_long, step, sim_fn, shar
     """A loss with counts that have no type, and an option."""
 
 
-needs_similarity.counts = {"num_long": len}
-
-
 def scaled(a, b, *, factor: float = 2.0):
     """A similarity with an option."""
 
@@ -165,8 +163,8 @@ def scaled(a, b, *, factor: float = 2.0):
 def parts():
     with restored_registers():
         engine_register.register("pipeline", len, replace=True)
-        loss_fn_register.register("needs", needs_similarity)
-        loss_fn_register.register("may", two_terms)
+        loss_fn_register.register("needs", needs_similarity, counts={"num_long": len})
+        loss_fn_register.register("may", two_terms, counts=COUNTS)
         sim_fn_register.register("scaled", scaled)
         yield
 

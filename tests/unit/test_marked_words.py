@@ -7,11 +7,14 @@ from PIL import Image
 
 from dataset import contrastive, sft
 from prompt_fn import auto, chat, fill, none
-from stageline.data.marked_words import MarkedWords
-from stageline.data.rendered import Piece, Rendered
+from stageline.checking.tiny_processors import (
+    tiny_metaspace_tokenizer,
+    tiny_processor,
+    tiny_tokenizer,
+)
+from stageline.data.text.rendered import Piece, Rendered
+from stageline.data.text.template import MarkedWords
 from stageline.errors import DataError, UserError
-from stageline.testing.tiny_processors import tiny_processor
-from stageline.testing.tiny_tokenizers import tiny_metaspace_tokenizer, tiny_tokenizer
 
 TOKENIZERS = {
     "byte level": tiny_tokenizer,
@@ -194,12 +197,12 @@ def test_lengths_are_those_of_sft():
     texts = {"prompt": "[QUESTION]\n[ANSWER]", "prompt_fn": fill, "image_token": none}
     common = {**texts, "processor": tiny_tokenizer(), "pad_token_id": 0, "max_token_num": 99}
     lengths = [
-        functools.partial(part.length_of, stage=0, num_stages=1, **common)(None, sample)
+        part.encode(None, sample, stage=0, num_stages=1, **common).length
         for part in (sft, contrastive)
     ]
     assert lengths[0] == lengths[1]
-    with_marks = functools.partial(contrastive.length_of, marked="clock", stage=0, num_stages=1)
-    assert with_marks(None, sample, **common) == lengths[0]
+    with_marks = functools.partial(contrastive.encode, marked="clock", stage=0, num_stages=1)
+    assert with_marks(None, sample, **common).length == lengths[0]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import time
 
 from torch.distributed import HashStore
 
-from stageline.distributed.meeting import agree
+from stageline.distributed.launch import agree
 
 
 def start(store, world_size, *, first_is_early=False):

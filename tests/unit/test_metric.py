@@ -3,7 +3,7 @@
 import pytest
 
 from metric import contains, exact_match, rotate_qa, spatial_mm, vsr, whats_up
-from stageline.data.answers import parse_choice, parse_truth
+from stageline.tasks.answers import parse_choice, parse_truth
 
 CAPTION = "The dog is on the surfboard."
 

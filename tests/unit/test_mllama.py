@@ -7,23 +7,23 @@ import transformers
 from PIL import Image
 
 import pp_models  # noqa: F401 - puts the parts on the shelf
-from export import make_stages
+from commands.export import make_stages
 from pp_models import CrossAttentionStage
 from register import train_model_register
-from stageline.checkpoint.export import ExportError, export_folder
-from stageline.checkpoint.init import init_split_model
-from stageline.checkpoint.save import save_split_model
-from stageline.data.batch import add_image_inputs, encode_sample, pad_rows
-from stageline.data.processor import load_processor, save_processor
-from stageline.data.rendered import Piece, Rendered
-from stageline.errors import UserError
-from stageline.pipeline.packing_check import check_packing
-from stageline.testing.tiny_checkpoints import tiny_whole
-from stageline.testing.tiny_mllama import (
+from stageline.checking.tiny_processors import (
     mllama_micro_batch,
     tiny_mllama_config,
     tiny_mllama_processor,
 )
+from stageline.checkpoint.init import init_split_model
+from stageline.checkpoint.plain_folder import ExportError, export_folder
+from stageline.checkpoint.save import save_split_model
+from stageline.data.batches.batch import add_image_inputs, encode_sample, pad_rows
+from stageline.data.text.processor import load_processor, save_processor
+from stageline.data.text.rendered import Piece, Rendered
+from stageline.errors import UserError
+from stageline.stages.packing import check_packing
+from tests.helpers.tiny_checkpoints import tiny_whole
 
 # width, height of each row's images: one to four tiles, two behind each other, none
 SIZES = (((20, 30),), (), ((64, 16), (16, 16), (16, 64)), ((40, 90), (10, 10)))

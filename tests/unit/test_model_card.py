@@ -10,18 +10,22 @@ import pytest
 import yaml
 from transformers import AutoConfig
 
-import train_pp  # noqa: F401 - registers the engine that config.yaml names
+from commands import train as train_pp  # noqa: F401 - registers the engine that config.yaml names
 from parse_args import parse_train_args
 from register import import_shelf
-from stageline.checkpoint.export import export_folder
+from stageline.checking.tiny_models import tiny_config
+from stageline.checking.tiny_processors import tiny_processor, tiny_tokenizer
+from stageline.checkpoint.export_files import (
+    ModelFacts,
+    RunFacts,
+    model_card,
+    read_run_facts,
+    short_path,
+)
 from stageline.checkpoint.layout import FORMAT_VERSION, content_sum
-from stageline.checkpoint.model_card import ModelFacts, model_card
-from stageline.checkpoint.run_facts import RunFacts, read_run_facts, short_path
-from stageline.data.processor import save_processor
-from stageline.testing.tiny_checkpoints import tiny_whole
-from stageline.testing.tiny_models import tiny_config
-from stageline.testing.tiny_processors import tiny_processor
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from stageline.checkpoint.plain_folder import export_folder
+from stageline.data.text.processor import save_processor
+from tests.helpers.tiny_checkpoints import tiny_whole
 
 OPTIONS = {
     "train-model": "llama",

@@ -6,11 +6,11 @@ import pytest
 import torch
 import transformers
 
+from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
+from stageline.checking.tiny_processors import tiny_mllama_config
 from stageline.errors import UserError
 from stageline.inference.model_cutter import ModelCutter, layer_counts, layer_devices
-from stageline.testing.tiny_checkpoints import auto_class
-from stageline.testing.tiny_mllama import tiny_mllama_config
-from stageline.testing.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
+from tests.helpers.tiny_checkpoints import auto_class
 
 RATIOS = (0.0, 0.25, 0.5, 1.0, 1.5, 3.0)
 BY_BYTES = None

@@ -4,14 +4,12 @@ import pytest
 import torch
 from transformers.integrations.neftune import activate_neftune
 
-import pp_models
-from pp_models.vision_language import VISION_LANGUAGE_MODELS
+from pp_models import class_of_key
 from stageline.modules.layer_seeds import LayerSeeds
-from stageline.modules.neftune import noisy_modules
-from stageline.modules.new_rows import NewRows
+from stageline.modules.new_rows import NewRows, noisy_modules
 from stageline.pipeline.stage_passes import model_inputs
-from stageline.testing.tiny_batches import drop_pixels, tiny_micro_batches
-from stageline.testing.tiny_checkpoints import auto_class, tiny_whole
+from tests.helpers.tiny_batches import drop_pixels, tiny_micro_batches
+from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
 
 ALPHA = 5.0
 
@@ -25,7 +23,7 @@ def bases(tmp_path_factory):
 
 
 def stages_of(base, family, num_stages, **options):
-    part = VISION_LANGUAGE_MODELS.get(family, (pp_models.CausalLMStage,))[0]
+    part = class_of_key(family)
     stages = []
     for stage in range(num_stages):
         model, _, _ = part.build(

@@ -8,16 +8,16 @@ import torch
 from transformers import AutoConfig
 
 from pp_models import CausalLMStage, VisionLanguageStage
-from pp_models.filling import Source, fill_stage
+from stageline.checking.tiny_models import VISION_LANGUAGE, VOCAB_SIZE
 from stageline.checkpoint.adapter import attach_adapter, read_adapter
 from stageline.checkpoint.plain_model import load_plain, load_with_peft
 from stageline.checkpoint.save import save_split_model
 from stageline.modules.new_rows import NewRows
-from stageline.pipeline.local_stages import LocalStages
-from stageline.testing.tiny_batches import tiny_micro_batches
-from stageline.testing.tiny_checkpoints import auto_class, tiny_whole
-from stageline.testing.tiny_models import VISION_LANGUAGE, VOCAB_SIZE
-from stageline.training.optimizer_groups import optimizer_groups
+from stageline.pipeline.runner import LocalStages
+from stageline.stages.base import WeightSource, fill_stage
+from stageline.training.optimizers import optimizer_groups
+from tests.helpers.tiny_batches import tiny_micro_batches
+from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
 
 IDS = (40, VOCAB_SIZE, VOCAB_SIZE + 1)  # one in an unused row, two beyond the last
 PIECES = ((9, 10), (11,), (12, 13, 12))
@@ -36,7 +36,7 @@ def make_stages(family, checkpoint, base, num_stages, *, dtype=DTYPE, rows=None,
     for stage in range(num_stages):
         config = AutoConfig.from_pretrained(base)
         model = stage_class(config, stage=stage, num_stages=num_stages, dtype=dtype, **kwargs)
-        fill_stage(model, Source(str(checkpoint), 0, "cpu", dtype), new_rows=rows)
+        fill_stage(model, WeightSource(str(checkpoint), 0, "cpu", dtype), new_rows=rows)
         stages.append(model)
     return LocalStages(stages)
 

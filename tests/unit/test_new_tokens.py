@@ -2,13 +2,16 @@
 
 import pytest
 
-from stageline.data.encode import TextEncoder, encode_rendered
-from stageline.data.new_tokens import add_new_tokens
-from stageline.data.processor import get_tokenizer, load_processor, save_processor
-from stageline.data.rendered import Piece, Rendered
+from stageline.checking.tiny_processors import (
+    tiny_metaspace_tokenizer,
+    tiny_processor,
+    tiny_tokenizer,
+)
+from stageline.data.text.encode import TextEncoder, encode_rendered
+from stageline.data.text.processor import get_tokenizer, load_processor, save_processor
+from stageline.data.text.rendered import Piece, Rendered
+from stageline.data.text.tokenizers import add_new_tokens
 from stageline.errors import UserError
-from stageline.testing.tiny_processors import tiny_processor
-from stageline.testing.tiny_tokenizers import tiny_metaspace_tokenizer, tiny_tokenizer
 
 TEXTS = ("<left>", "<o'clock, 3>")
 MAKERS = {

@@ -6,7 +6,7 @@ from torch import nn
 
 from optimizer import adafactor, adamw, adamw_8bit, constant, cosine, linear, muon, wsd
 from stageline.errors import UserError
-from stageline.training.optimizer_groups import optimizer_groups
+from stageline.training.optimizers import optimizer_groups
 
 RATES = {
     "learning_rate": 0.1,

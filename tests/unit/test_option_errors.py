@@ -2,7 +2,7 @@
 
 import pytest
 
-from options.memory_options import check_memory
+from options.memory import check_memory
 from parse_args import parse_evaluate_args, parse_train_args
 from register import ALL_REGISTERS
 
@@ -62,7 +62,6 @@ def _error_of(words: list[str]) -> str:
         ("--spike-sigma -1", ["--spike-sigma -1 is out of range"]),
         ("--spike-action skip", ["--spike-action skip came without --spike-sigma", "Add"]),
         ("--spike-sigma 6 --spike-action stop", ["--spike-action stop has a wrong", "'skip'"]),
-        ("--replay-steps 5 --dp-shard", ["--replay-steps 5 and --dp-shard", "Leave one"]),
         ("--checkpoint-every 0", ["--checkpoint-every 0 is out of range", "at least 1"]),
         ("--checkpoint-every 2", ["--checkpoint-every 2 came without --gradient-checkpointing"]),
         (

@@ -8,20 +8,20 @@ import torch
 from transformers import AutoConfig
 
 from loss_fn import sft
-from pp_models import CausalLMStage
-from pp_models.vision_language import VISION_LANGUAGE_MODELS
-from stageline.checkpoint.load import load_split_model
-from stageline.data.encode import Encoded
-from stageline.data.packing import count_samples, pack_rows
-from stageline.testing.tiny_batches import FIRST_TEXT_ID, count_targets, tiny_micro_batches
-from stageline.testing.tiny_checkpoints import auto_class
-from stageline.testing.tiny_models import (
+from pp_models import class_of_key
+from stageline.checking.tiny_models import (
     DECODERS,
     IMAGE_TOKEN_ID,
     VISION_LANGUAGE,
     VOCAB_SIZE,
     tiny_config,
 )
+from stageline.checkpoint.load import load_split_model
+from stageline.data.batches.batch import count_samples, pack_rows
+from stageline.data.text.encode import Encoded
+from stageline.errors import UserError
+from tests.helpers.tiny_batches import FIRST_TEXT_ID, count_targets, tiny_micro_batches
+from tests.helpers.tiny_checkpoints import auto_class
 
 # longer than the sliding window of 8, one token, padding; those above 8 hold a picture, where the
 # family knows any: more pictures than rows
@@ -34,7 +34,7 @@ ROUNDED_INSIDE = 1e-6  # eager attention and Gemma's norms compute in float32 wh
 
 
 def stage_class(family):
-    return VISION_LANGUAGE_MODELS.get(family, (CausalLMStage,))[0]
+    return class_of_key(family)
 
 
 def config_of(config, dtype, attention=None):
@@ -165,6 +165,13 @@ def test_two_stages_on_packed_rows_equal_the_samples_alone(family, dtype, tmp_pa
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gpt2", "qwen2_5_vl"])
 def test_eager_attention_too(family, tmp_path):
     compare(family, tmp_path, torch.float64, "eager")
+
+
+def test_flex_attention_has_no_mask_to_cut_a_window_out_of(tmp_path):
+    whole_model("gemma3_vl", tmp_path, torch.float32)
+    stages = build_stages("gemma3_vl", tmp_path, torch.float32, "flex_attention", num_stages=1)
+    with pytest.raises(UserError, match="attention flex.*--attention sdpa"):
+        chain(stages, packed_of(samples_of("gemma3_vl")))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -4,12 +4,11 @@ import pytest
 import torch
 import transformers
 
-from pp_models import CausalLMStage, VisionLanguageStage
-from pp_models.vision_language import VISION_LANGUAGE_MODELS
+from pp_models import CausalLMStage, VisionLanguageStage, class_of_key
+from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 from stageline.checkpoint.init import init_split_model
 from stageline.errors import UserError
-from stageline.pipeline.packing_check import check_packing
-from stageline.testing.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
+from stageline.stages.packing import check_packing
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -22,7 +21,7 @@ def stage(config, number=0, *, stage_class=CausalLMStage, dtype=torch.float32, *
 
 @pytest.mark.parametrize("family", DECODERS + VISION_LANGUAGE)
 def test_the_shipped_families_pass_on_every_stage(family):
-    stage_class = VISION_LANGUAGE_MODELS.get(family, (CausalLMStage,))[0]
+    stage_class = class_of_key(family)
     for number in (0, 1):
         model = stage(tiny_config(family), number, stage_class=stage_class)
         check_packing(model, rows=2)

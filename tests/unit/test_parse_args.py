@@ -117,7 +117,7 @@ def train(*words: str) -> parse_args.TrainArguments:
 
 def test_every_name_of_the_founding_notes_is_an_option(capsys):
     with pytest.raises(SystemExit) as end:
-        train("--help")
+        train("--help", "all")
     assert end.value.code == 0
     shown = capsys.readouterr().out
     assert not [name for name in NAMES_OF_THE_FOUNDING_NOTES if f"  {name} " not in shown]

@@ -9,8 +9,16 @@ import sys
 import pytest
 import torch
 
-import train_pp  # noqa: F401, registers the engines
-from options.part_options import ChosenPart
+from commands.train import SHELF
+from commands.train_data import check_data
+from commands.train_parts import (
+    build_part,
+    check_parts,
+    make_learning_rate,
+    make_optimizer,
+    make_tracker,
+)
+from options.parts import ChosenPart
 from parse_args import parse_train_args
 from register import (
     collate_fn_register,
@@ -22,19 +30,10 @@ from register import (
 )
 from stageline.contracts import CONTRACTS
 from stageline.errors import ContractError, UserError
-from stageline.pipeline.stage_contract import run_stage
-from stageline.testing.small_run import ROOT, Job
-from stageline.testing.tiny_datasets import group_row, write_lines
+from stageline.pipeline.borders import run_stage
 from stageline.training.part_checks import check_sim_fn
-from train_data import check_data
-from train_parts import (
-    SHELF,
-    build_part,
-    check_parts,
-    make_learning_rate,
-    make_optimizer,
-    make_tracker,
-)
+from tests.helpers.small_run import ROOT, Job
+from tests.helpers.tiny_datasets import group_row, write_lines
 
 import_shelf(*SHELF)
 DATA, RUN = (ROOT / "tests/scripts" / f"contract_{kind}_parts.py" for kind in ("data", "run"))

@@ -7,16 +7,15 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from pp_models import CausalLMStage, VisionLanguageStage
-from pp_models.vision_language import VISION_LANGUAGE_MODELS
+from pp_models import CausalLMStage, VisionLanguageStage, class_of_key
+from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
 from stageline.modules.lora import lora_stacks, merge_lora
 from stageline.modules.part_lora import lora_of_parts
-from stageline.testing.tiny_batches import tiny_micro_batches
-from stageline.testing.tiny_checkpoints import auto_class, tiny_whole
-from stageline.testing.tiny_models import tiny_config
+from tests.helpers.tiny_batches import tiny_micro_batches
+from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
 
 PARTS = {
     **{"vit_lora_num": 1, "mlp_lora_num": 1, "llm_lora_num": 1},
@@ -31,7 +30,7 @@ def stages_of(family, base, checkpoint, num_stages=2, **options):
     stages = []
     for stage in range(num_stages):
         config = AutoConfig.from_pretrained(base)
-        stage_class, _ = VISION_LANGUAGE_MODELS[family]
+        stage_class = class_of_key(family)
         model = stage_class(config, stage=stage, num_stages=num_stages, **options)
         load_split_model(model, checkpoint, device="cpu", dtype=torch.float32)
         model.frozen()

@@ -6,12 +6,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from loss_fn import sft
 from pp_models import CausalLMStage
-from pp_models.filling import Source, fill_stage
 from stageline.checkpoint.save import save_split_model
 from stageline.modules.chunked_loss import ChunkedLoss
 from stageline.modules.methods import Methods
-from stageline.testing.tiny_batches import tiny_micro_batches
-from stageline.testing.tiny_checkpoints import tiny_whole
+from stageline.stages.base import WeightSource, fill_stage
+from tests.helpers.tiny_batches import tiny_micro_batches
+from tests.helpers.tiny_checkpoints import tiny_whole
 
 HALF = torch.bfloat16
 FACTS = {"notes": ()}
@@ -22,7 +22,7 @@ def make_stages(folder, methods, num_stages=2):
     for stage in range(num_stages):
         config = AutoConfig.from_pretrained(folder)
         model = CausalLMStage(config, stage=stage, num_stages=num_stages, dtype=HALF)
-        fill_stage(model, Source(str(folder), 0, "cpu", HALF), new_rows=None)
+        fill_stage(model, WeightSource(str(folder), 0, "cpu", HALF), new_rows=None)
         methods.finish(model, FACTS)
         stages.append(model)
     return stages

@@ -7,11 +7,11 @@ import torch
 
 from optimizer import adamw, cosine
 from pp_models import VisionLanguageStage
+from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.init import init_split_model
-from stageline.checkpoint.state_share import state_share
-from stageline.testing.tiny_batches import tiny_micro_batches
-from stageline.testing.tiny_models import tiny_config
-from stageline.training.optimizer_groups import LR_SCALE, optimizer_groups, set_learning_rate
+from stageline.checkpoint.optimizer_state import state_share
+from stageline.training.optimizers import LR_SCALE, optimizer_groups, set_learning_rate
+from tests.helpers.tiny_batches import tiny_micro_batches
 
 RATES = {"vit": 0.002, "mlp": 0.03, "llm": 0.01, "lm_head": 0.0}
 BASE = 0.01

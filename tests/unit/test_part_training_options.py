@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from options.part_training_options import learning_rate_scales, part_options
+from commands.train_vocabulary import check_tied_head
+from options.model import learning_rate_scales, part_options
 from parse_args import parse_train_args
 from register import ALL_REGISTERS
+from stageline.checking.tiny_models import tiny_config
 from stageline.errors import UserError
-from stageline.testing.tiny_models import tiny_config
-from train_vocabulary import check_tied_head
 
 TRAIN = (
     "--dataset rows --prompt p --prompt-fn fill --image-token none --train-model tiny "

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from stageline.errors import UserError
-from stageline.pipeline.partition import explicit_partition, layer_range, uniform_partition
+from stageline.pipeline.topology import explicit_partition, layer_range, uniform_partition
 
 RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
 

@@ -5,16 +5,16 @@ import random
 
 import pytest
 
-from stageline.pipeline.cost import Cost, ModelCosts
-from stageline.pipeline.memory_plan import MemoryRules
-from stageline.pipeline.partition_dp import (
+from stageline.pipeline.schedules import make_schedule
+from stageline.planner.cost import Cost, ModelCosts
+from stageline.planner.memory_plan import MemoryRules
+from stageline.planner.placement import (
+    Placement,
     best_split,
     every_split,
     num_splits,
     smallest_maximum,
 )
-from stageline.pipeline.placement import Placement
-from stageline.pipeline.schedules import make_schedule
 
 
 def random_costs(rng, num_layers, *, saved=0, weights=0):

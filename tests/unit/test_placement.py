@@ -9,20 +9,19 @@ from accelerate.utils import compute_module_sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 from stageline.errors import UserError
 from stageline.inference.meta_model import model_on_meta
-from stageline.inference.model_bytes import LayerBytes, ModelBytes, measure_model
-from stageline.inference.model_cutter import ModelCutter
-from stageline.inference.pass_bytes import Load
-from stageline.inference.placement import (
+from stageline.inference.model_bytes import LayerBytes, Load, ModelBytes, measure_model
+from stageline.inference.model_cutter import (
     Homes,
+    ModelCutter,
     check_fit,
     check_weights_fit,
     device_bytes,
     format_table,
     place,
 )
-from stageline.testing.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 
 SIZE = st.integers(0, 40)
 LAYER = st.builds(LayerBytes, st.integers(1, 40), SIZE, SIZE, SIZE)

@@ -6,9 +6,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from stageline.checkpoint import plain_folder as module
-from stageline.checkpoint.export import export_folder
-from stageline.checkpoint.plain_folder import plain_folder
-from stageline.testing.tiny_checkpoints import tiny_whole
+from stageline.checkpoint.plain_folder import export_folder, plain_folder
+from tests.helpers.tiny_checkpoints import tiny_whole
 
 IDS = torch.tensor([[9, 12, 33, 5]])
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from stageline.pipeline.actions import Action, Kind
 from stageline.pipeline.plan import (
+    Action,
+    Kind,
     Transfer,
     add_transfers,
     drop_dead_backward,

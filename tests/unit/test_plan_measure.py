@@ -6,25 +6,20 @@ import pytest
 import torch
 
 from loss_fn import sft
-from pp_models import CausalLMStage
-from pp_models.vision_language import VISION_LANGUAGE_MODELS
-from stageline.data.example import example_micro_batch
+from pp_models import CausalLMStage, class_of_key
+from stageline.checking.tiny_models import VISION_LANGUAGE, tiny_config
+from stageline.data.batches.loader import example_micro_batch
 from stageline.errors import UserError
-from stageline.pipeline.actions import Kind
-from stageline.pipeline.estimate import estimate
-from stageline.pipeline.expect import expect
 from stageline.pipeline.live_bytes import PeakBytes
-from stageline.pipeline.measure import Workload, measure
-from stageline.pipeline.memory_plan import MemoryRules, rank_memory
-from stageline.pipeline.outline import outline_of
+from stageline.pipeline.plan import Kind
 from stageline.pipeline.schedules import make_schedule
 from stageline.pipeline.stage_passes import StagePasses
-from stageline.testing.tiny_batches import drop_pixels, tiny_micro_batches
-from stageline.testing.tiny_checkpoints import auto_class
-from stageline.testing.tiny_models import VISION_LANGUAGE, tiny_config
-from stageline.training.optimizer_memory import probe_optimizer
-from stageline.training.plan_report import format_plan
-from stageline.training.planner import PlannedRun, Planner
+from stageline.planner.measure import Workload, estimate, measure, outline_of
+from stageline.planner.memory_plan import MemoryRules, rank_memory
+from stageline.planner.planner import PlannedRun, Planner, format_plan, probe_optimizer
+from stageline.planner.simulate import expect
+from tests.helpers.tiny_batches import drop_pixels, tiny_micro_batches
+from tests.helpers.tiny_checkpoints import auto_class
 
 CPU = torch.device("cpu")
 
@@ -32,7 +27,7 @@ CPU = torch.device("cpu")
 def maker(family, folder, *, tied=False, config=None, **options):
     """Builds pieces and whole stages of a tiny model that has a config and no weights."""
     (config or tiny_config(family, tied=tied)).save_pretrained(folder)
-    stage_class = VISION_LANGUAGE_MODELS.get(family, (CausalLMStage,))[0]
+    stage_class = class_of_key(family)
 
     def make(**kwargs):
         paths = {"config_path": str(folder), "processor_path": None, "checkpoint_path": None}

@@ -2,12 +2,12 @@
 
 import pytest
 
-from stageline.pipeline.actions import Kind
-from stageline.pipeline.advice import advise
-from stageline.pipeline.cost import Cost, ModelCosts
-from stageline.pipeline.expect import expect, expected
-from stageline.pipeline.memory_plan import MemoryRules, rank_memory
+from stageline.pipeline.plan import Kind
 from stageline.pipeline.schedules import ideal_bubble, make_schedule
+from stageline.planner.cost import Cost, ModelCosts
+from stageline.planner.memory_plan import MemoryRules, rank_memory
+from stageline.planner.placement import advise
+from stageline.planner.simulate import expect, expected
 
 LAYER = Cost(
     forward=1.0,

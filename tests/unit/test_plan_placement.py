@@ -10,18 +10,18 @@ import dataset  # noqa: F401 - fills the registers
 import metric  # noqa: F401
 import prompt  # noqa: F401
 import prompt_fn  # noqa: F401
+from commands.answer_run import placement_arguments
 from models import builders
-from models.devices import make_device_map, plan_text
+from models.devices import make_device_map, plan, plan_text
 from options.answer_args import parse_chat_args, parse_infer_args
+from options.engine import device_memory
 from options.fields import OptionError
-from options.placement_options import device_memory
-from placement_run import placement_arguments
+from stageline.checking.tiny_models import tiny_config
+from stageline.checking.tiny_processors import tiny_tokenizer
 from stageline.errors import UserError
+from stageline.inference.model_bytes import Load
 from stageline.inference.model_cutter import Wanted
-from stageline.inference.pass_bytes import Load
-from stageline.testing.forked_entry import run_entry
-from stageline.testing.tiny_models import tiny_config
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.forked_entry import run_entry
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1024**3
@@ -38,17 +38,17 @@ def folder(tmp_path_factory):
 
 
 def entry(name, folder, *options):
-    command = [str(ROOT / name), "--model-path", str(folder), "--plan", *options]
+    command = ["-m", "stageline", name, "--model-path", str(folder), "--plan", *options]
     return run_entry(command, timeout=200)
 
 
 @pytest.mark.parametrize(
     ("name", "options", "rows"),
     [
-        ("chat.py", (), "1 row of 2048 tokens and 1 images"),
-        ("infer.py", ("--text", "a", "--batch-size", "3"), "3 rows of 2048 tokens and 1 images"),
+        ("chat", (), "1 row of 2048 tokens and 1 images"),
+        ("infer", ("--text", "a", "--batch-size", "3"), "3 rows of 2048 tokens and 1 images"),
         (
-            "evaluate.py",
+            "eval",
             ("--model", "generate", "--builder", "auto", "--dataset", "jsonl", "--prompt", "chat",
              "--prompt-fn", "chat", "--image-token", "auto", "--metric", "exact_match"),
             "8 rows of 2048 tokens and 1 images",
@@ -65,7 +65,7 @@ def test_a_plan_needs_neither_devices_nor_weights(name, options, rows, folder):
 
 
 def test_what_is_too_large_ends_with_the_usage_code_and_the_table(folder):
-    done = entry("chat.py", folder, "--device-memory", "0.001GiB,1GiB", "--plan-length", "60000")
+    done = entry("chat", folder, "--device-memory", "0.001GiB,1GiB", "--plan-length", "60000")
     assert done.returncode == 2 and "on device 0 is missing" in done.stderr
     assert "workspace" in done.stderr and "1 row of 60000 tokens" in done.stderr
 
@@ -73,7 +73,7 @@ def test_what_is_too_large_ends_with_the_usage_code_and_the_table(folder):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the devices are asked")
 def test_without_devices_their_memory_has_to_be_said(folder):
     with pytest.raises(UserError, match="--device-memory 24GiB"):
-        builders.auto.plan(
+        plan(
             str(folder), dtype=torch.float32, placement=Wanted(), visual_gpu_ratio=None,
             num_devices=2, device="auto",
         )  # fmt: skip

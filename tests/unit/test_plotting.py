@@ -7,7 +7,7 @@ import numpy
 import pytest
 from PIL import Image
 
-from stageline.plotting.curves import loss_figure, plot_loss, read_log, smooth
+from stageline.plotting.curves import loss_figure, plot_loss, smooth
 from stageline.plotting.pictures import (
     caption,
     plot_predictions,
@@ -15,6 +15,7 @@ from stageline.plotting.pictures import (
     predictions_markdown,
 )
 from stageline.plotting.text import drawable, font_families, text_columns, wrap_text
+from stageline.run_records import read_log
 
 
 def step(number, loss, **other):

@@ -1,5 +1,7 @@
 """The collate parts dpo and kto: pairs side by side, prompts alike, cut and dropped alike."""
 
+import functools
+
 import pytest
 import torch
 from PIL import Image
@@ -7,14 +9,13 @@ from PIL import Image
 import dataset as parts
 from prompt_fn import auto, chat, fill
 from prompt_fn import none as no_image
-from stageline.data.check_batch import CheckedCollate
-from stageline.data.packing import count_samples
-from stageline.data.preference import WithOthers
-from stageline.data.preflight import preflight
-from stageline.data.step_maker import StepMaker
+from stageline.checking.tiny_processors import tiny_processor, tiny_tokenizer
+from stageline.data.batches.batch import count_samples
+from stageline.data.batches.check_batch import CheckedCollate
+from stageline.data.batches.preference import WithOthers
+from stageline.data.batches.preflight import preflight
+from stageline.data.batches.step_maker import StepMaker
 from stageline.errors import DataError
-from stageline.testing.tiny_processors import tiny_processor
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 COMMON = {
@@ -67,7 +68,7 @@ def test_pairs_lie_side_by_side_and_only_their_answers_are_learnt():
     assert batch["loss_pairs"].tolist() == [0, 0, 1, 1]
     assert batch["loss_is_chosen"].tolist() == [True, False] * 2
     assert count_samples(batch) == 2 and "loss_reference" not in batch
-    length = parts.dpo.length_of(None, pair(3), **COMMON)
+    length = parts.dpo.encode(None, pair(3), **COMMON).length
     assert length == int(batch["attention_mask"][:2].sum(1).max())
 
 
@@ -189,10 +190,14 @@ def test_the_look_before_a_run_sees_both_answers():
     names = ("prompt", "prompt_fn", "image_token", "processor")
     texts = {name: COMMON[name] for name in names}
     rows = Rows([pair(0), pair(1, rejected="no " * 50)])
-    report = preflight(rows, **texts, max_token_num=400, encode=parts.dpo.encode)
+
+    def encode(max_token_num):
+        return functools.partial(parts.dpo.encode, **COMMON | {"max_token_num": max_token_num})
+
+    report = preflight(rows, **texts, max_token_num=400, encode=encode(400))
     batch = parts.dpo([rows[0], rows[1]], **COMMON | {"max_token_num": 400})
     assert report.longest == int(batch["attention_mask"].sum(1).max())
     assert report.num_targets == int((batch["labels"] != -100).sum())
     assert report.num_tokens == int(batch["attention_mask"].sum())
     with pytest.raises(DataError, match="sample 1"):
-        preflight(rows, **texts, max_token_num=80, encode=parts.dpo.encode)
+        preflight(rows, **texts, max_token_num=80, encode=encode(80))

@@ -1,14 +1,12 @@
 """The losses over preferences against plain formulas; broken pairs; what is left out."""
 
-import functools
 import math
 
 import pytest
 import torch
 
-from loss_fn import dpo, kto
 from stageline.errors import DataError, UserError
-from stageline.training.loss_part import LossPart, declares
+from tests.helpers.shelf_losses import shelf_loss
 
 VOCABULARY = 11
 
@@ -47,8 +45,7 @@ def plain_log_probs(logits, labels):
     return found
 
 
-def value_of(loss_fn, batch, logits):
-    part = LossPart(loss_fn)
+def value_of(part, batch, logits):
     totals = {name: torch.tensor(float(n)) for name, n in part.count([batch]).items()}
     return part(logits, batch, totals=totals, step=0)
 
@@ -81,11 +78,11 @@ def test_what_trl_does_not_have_is_the_plain_formula(kind, left_out):
     logits = make_logits(batch)
     options = {"beta": 0.3, "label_smoothing": 0.1, "margin": 0.2, "sft_weight": 0.5}
     loss_type = "sigmoid" if kind == "free" else kind
-    loss_fn = functools.partial(dpo, **options, loss_type=loss_type, reference_free=kind == "free")
-    assert declares(loss_fn, "needs_reference") == (kind == "sigmoid")
+    part = shelf_loss("dpo", **options, loss_type=loss_type, reference_free=kind == "free")
+    assert part.needs_reference == (kind == "sigmoid")
     if kind != "sigmoid":
         del batch["loss_reference"]
-    loss, figures = value_of(loss_fn, batch, logits)
+    loss, figures = value_of(part, batch, logits)
     log_probs = plain_log_probs(logits, batch["labels"])
     reference = batch.get("loss_reference", torch.zeros(6)).tolist()
     pairs = [p for p in range(3) if p not in left_out]
@@ -106,13 +103,13 @@ def test_what_trl_does_not_have_is_the_plain_formula(kind, left_out):
         assert not logits.grad[2 * pair : 2 * pair + 2].any()
 
 
-@pytest.mark.parametrize("loss_fn", [dpo, kto])
-def test_sums_of_parts_are_the_whole(loss_fn):
+@pytest.mark.parametrize("key", ["dpo", "kto"])
+def test_sums_of_parts_are_the_whole(key):
     """Held-out figures come from sums over micro-batches, before the totals are known."""
     batch = make_batch() | {"loss_kl": torch.tensor(0.7, dtype=torch.float64)}
-    logits, part = make_logits(batch).detach(), LossPart(loss_fn)
+    logits, part = make_logits(batch).detach(), shelf_loss(key)
     totals = part.count([batch])
-    loss, figures = value_of(loss_fn, batch, logits)
+    loss, figures = value_of(part, batch, logits)
     sums = part.sums(logits, batch, step=0)
     for name, value in {"loss": loss, **figures}.items():
         added = sum(sums[name][count].item() / totals[count] for count in totals)
@@ -136,34 +133,34 @@ def test_a_broken_pair_is_noticed(change):
     else:
         batch.update(change)
     with pytest.raises(DataError, match="right behind it was expected"):
-        LossPart(dpo).count([batch])
+        shelf_loss("dpo").count([batch])
 
 
 def test_what_comes_without_its_collate_part_is_refused():
     plain = {"labels": make_batch()["labels"]}
     with pytest.raises(UserError, match="--collate-fn dpo"):
-        LossPart(dpo).count([plain])
+        shelf_loss("dpo").count([plain])
     with pytest.raises(UserError, match="--collate-fn kto"):
-        LossPart(kto).count([plain])
+        shelf_loss("kto").count([plain])
     batch = make_batch()
     del batch["loss_reference"]
     with pytest.raises(UserError, match="without loss_reference"):
-        value_of(dpo, batch, make_logits(batch))
+        value_of(shelf_loss("dpo"), batch, make_logits(batch))
     with pytest.raises(UserError, match="without loss_kl"):
-        value_of(kto, make_batch(), make_logits(make_batch()))
+        value_of(shelf_loss("kto"), make_batch(), make_logits(make_batch()))
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "options"),
+    ("key", "options"),
     [
-        (dpo, {"beta": 0.0}),
-        (dpo, {"label_smoothing": 0.5}),
-        (dpo, {"sft_weight": -1.0}),
-        (kto, {"beta": -0.1}),
-        (kto, {"undesirable_weight": -1.0}),
+        ("dpo", {"beta": 0.0}),
+        ("dpo", {"label_smoothing": 0.5}),
+        ("dpo", {"sft_weight": -1.0}),
+        ("kto", {"beta": -0.1}),
+        ("kto", {"undesirable_weight": -1.0}),
     ],
 )
-def test_options_out_of_range_are_refused(loss_fn, options):
+def test_options_out_of_range_are_refused(key, options):
     batch = make_batch() | {"loss_kl": torch.tensor(0.0)}
     with pytest.raises(UserError, match="expected"):
-        value_of(functools.partial(loss_fn, **options), batch, make_logits(batch))
+        value_of(shelf_loss(key, **options), batch, make_logits(batch))

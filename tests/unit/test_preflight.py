@@ -4,11 +4,10 @@ import pytest
 from PIL import Image
 
 from prompt_fn import auto, fill
-from stageline.data.preflight import check_vocabulary, preflight
-from stageline.data.processor import get_pad_token_id, load_processor
+from stageline.checking.tiny_processors import tiny_processor, tiny_tokenizer
+from stageline.data.batches.preflight import check_vocabulary, preflight
+from stageline.data.text.processor import get_pad_token_id, load_processor
 from stageline.errors import DataError, UserError
-from stageline.testing.tiny_processors import tiny_processor
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
 
 class Rows:

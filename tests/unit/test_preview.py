@@ -9,10 +9,10 @@ import torch
 
 from dataset import sft
 from prompt_fn import chat, none
-from stageline.data.loader import MicroBatchLoader
-from stageline.data.preview import Shown, bracket, paint, preview, split, use_colour
-from stageline.testing.small_run import Job
-from stageline.testing.tiny_tokenizers import tiny_metaspace_tokenizer, tiny_tokenizer
+from stageline.checking.tiny_processors import tiny_metaspace_tokenizer, tiny_tokenizer
+from stageline.data.batches.loader import MicroBatchLoader
+from stageline.data.batches.preview import Shown, bracket, paint, preview, split, use_colour
+from tests.helpers.small_run import Job
 
 
 class Rows:

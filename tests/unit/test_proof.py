@@ -9,10 +9,10 @@ from transformers import CONFIG_MAPPING
 from pp_models import CausalLMStage, VisionLanguageStage
 from stageline.checking import proof_record
 from stageline.checking.proof_record import SplitToProve, prove_split
-from stageline.checkpoint.together import Ranks
+from stageline.checking.tiny_models import tiny_config
+from stageline.checkpoint.layout import Ranks
 from stageline.errors import UserError
 from stageline.modules.pass_through import PassThrough
-from stageline.testing.tiny_models import tiny_config
 
 ALONE = Ranks.of(None)
 

@@ -10,20 +10,20 @@ from loss_fn import sft
 from parse_args import parse_train_args
 from prompt_fn import fill, none
 from register import engine_register, import_shelf, loss_fn_register, restored_registers
-from stageline.data import limit
-from stageline.data.loader import MicroBatchLoader
-from stageline.data.packing import pack_rows
-from stageline.data.plain_text import (
+from stageline.checking.tiny_models import tiny_config
+from stageline.checking.tiny_processors import tiny_metaspace_tokenizer, tiny_tokenizer
+from stageline.data.batches.batch import pack_rows
+from stageline.data.batches.collate_part import CollatePart
+from stageline.data.batches.loader import MicroBatchLoader
+from stageline.data.batches.plain_text import (
     collate_packed_text,
     collate_text,
     encode_text,
-    length_text,
 )
-from stageline.data.preflight import preflight
+from stageline.data.batches.preflight import preflight
+from stageline.data.text import limit
 from stageline.errors import DataError
-from stageline.testing.tiny_batches import count_targets
-from stageline.testing.tiny_models import tiny_config
-from stageline.testing.tiny_tokenizers import tiny_metaspace_tokenizer, tiny_tokenizer
+from tests.helpers.tiny_batches import count_targets
 
 import_shelf()
 
@@ -121,7 +121,7 @@ def test_too_long_is_refused_cut_or_dropped(monkeypatch):
     )
     assert report.num_overlong == 1 and "their ends are cut" in str(report)
     with pytest.warns(UserWarning, match="is dropped"):
-        dropped = encode_text(*texts[1], **short(overlong="drop"))
+        (dropped,) = encode_text(*texts[1], **short(overlong="drop")).rows
     assert dropped.num_targets == 0 and len(dropped) == 1
 
 
@@ -139,19 +139,10 @@ def test_packed_rows_are_filled_by_best_fit():
     tokenizer = tiny_tokenizer()
     texts = samples(["no" * count for count in (9, 6, 5, 3, 3, 2, 1, 1)])
     options = common(tokenizer, max_token_num=20)
-    lengths = [length_text(*text, **options) for text in texts]
-    collate = functools.partial(collate_text, **options)
-    collate.length_of = functools.partial(length_text, **options)
-    collate.packed = functools.partial(collate_packed_text, **options)
-
-    class Part:
-        length_of, packed = collate.length_of, collate.packed
-
-        def __call__(self, rows):
-            return collate(rows)
-
+    lengths = [encode_text(*text, **options).length for text in texts]
+    part = CollatePart(collate_text, encode=encode_text, pack=collate_packed_text).bind(**options)
     loader = MicroBatchLoader(
-        texts, collate=Part(), batch_size=8, micro_batch_size=1, packing=20, shuffle=False
+        texts, collate=part, batch_size=8, micro_batch_size=1, packing=20, shuffle=False
     )
     step = next(iter(loader))
     fewest = -(-sum(lengths) // 20)
@@ -159,7 +150,9 @@ def test_packed_rows_are_filled_by_best_fit():
     assert sum(int((batch["sample_ids"] >= 0).sum()) for batch in step) == sum(lengths)
     # each text is learnt but for its first token
     assert count_targets(step) == sum(lengths) - len(lengths)
-    wanted = pack_rows([[encode_text(*texts[0], **options)]], pad_token_id=tokenizer.pad_token_id)
+    wanted = pack_rows(
+        [encode_text(*texts[0], **options).rows], pad_token_id=tokenizer.pad_token_id
+    )
     packed = collate_packed_text([[texts[0]]], **options)
     assert all(torch.equal(packed[name], wanted[name]) for name in wanted)
 

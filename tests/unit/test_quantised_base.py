@@ -6,15 +6,13 @@ import pytest
 import torch
 import transformers
 
-from models import builders
+from models import builders, devices
+from stageline.checking.tiny_processors import tiny_tokenizer
 from stageline.errors import UserError
-from stageline.inference.meta_model import model_on_meta
-from stageline.inference.model_bytes import measure_model
-from stageline.inference.pass_bytes import Load
-from stageline.inference.quantised_base import quantization_settings
-from stageline.inference.weight_bytes import Stored, stored_of
+from stageline.inference.meta_model import model_on_meta, quantization_settings
+from stageline.inference.model_bytes import Load, Stored, measure_model, stored_of
+from stageline.inference.model_cutter import Wanted
 from stageline.modules.quantised import _stored
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
 
 KINDS = ("nf4", "int8")
 
@@ -79,9 +77,9 @@ def test_a_folder_that_was_saved_in_few_bits_is_taken_as_such(folder, kind, tmp_
         one.generate(ids, max_new_tokens=5, do_sample=False)[0, 4:] for one in (model, again)
     ]
     assert answers[0].tolist() == answers[1].tolist()
-    plan = builders.auto.plan
+    plan = devices.plan
     wanted = {"visual_gpu_ratio": None, "num_devices": None, "device": "auto"}
-    placement = builders.Wanted(memory=(2**30,) * 2, load=Load(1, 8))
+    placement = Wanted(memory=(2**30,) * 2, load=Load(1, 8))
     assert "0,2" in plan(str(tmp_path), dtype=torch.bfloat16, placement=placement, **wanted)
 
 

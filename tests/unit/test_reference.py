@@ -4,12 +4,11 @@ import pytest
 import torch
 
 from pp_models import CausalLMStage
+from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.init import init_split_model
-from stageline.modules.adapters_off import adapters_off, begun_adapters, trained_besides
-from stageline.modules.lora import LoRAWrapper
-from stageline.testing.tiny_batches import tiny_micro_batches
-from stageline.testing.tiny_models import tiny_config
-from stageline.training.reference_table import FromTable, _read, _write, weights_fingerprint
+from stageline.modules.lora import LoRAWrapper, adapters_off, begun_adapters, trained_besides
+from stageline.training.reference import FromTable, _read, _write, weights_fingerprint
+from tests.helpers.tiny_batches import tiny_micro_batches
 
 FROZEN = {"frozen_lm_head": True}
 

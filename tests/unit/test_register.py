@@ -2,15 +2,19 @@
 
 import functools
 import inspect
+import sys
+from pathlib import Path
 
 import pytest
 
 from register import (
     ALL_REGISTERS,
+    ROOT,
     Register,
     RegisterError,
     UnknownKeyError,
     freeze_registers,
+    import_shelf,
     restored_registers,
 )
 
@@ -108,7 +112,7 @@ def test_unknown_key_names_register_option_nearest_all_and_how_to_add(parts):
 
 def test_the_option_that_asked_is_named(parts):
     with pytest.raises(UnknownKeyError, match="^--held-out-loss x:"):
-        parts.pick("x", option="--held-out-loss")
+        parts.entry("x", option="--held-out-loss")
 
 
 def test_it_is_a_mapping_in_every_other_way(parts):
@@ -194,3 +198,84 @@ def test_all_registers_are_there_under_their_names():
     for name, register in ALL_REGISTERS.items():
         assert getattr(module, f"{name}_register") is register
         assert register.holds
+
+
+# -- lazy targets, facts, true homes -----------------------------------------------------------
+
+
+def test_a_target_is_imported_when_its_part_is_asked_for(parts, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "lazy_parts_of_a_test.py").write_text('def f():\n    """Adds."""\n')
+    parts["later"] = "lazy_parts_of_a_test:f"
+    assert parts.summary("later") == "Adds."
+    assert "later" in parts and "lazy_parts_of_a_test" not in sys.modules
+    assert parts["later"].__name__ == "f"
+    assert sys.modules.pop("lazy_parts_of_a_test")
+
+
+@pytest.mark.parametrize("target", ["no_such_module:f", "register:no_such_name"])
+def test_a_target_that_does_not_import_names_its_home(parts, target):
+    parts["later"] = target
+    home = f"{__file__}:{_line() - 1}"
+    with pytest.raises(RegisterError, match="can't be imported") as error:
+        parts["later"]
+    assert home in str(error.value) and target in str(error.value)
+
+
+def test_text_that_is_no_target_is_no_part(parts):
+    with pytest.raises(RegisterError, match="got a str"):
+        parts["a"] = "[IMAGE]\n[ANSWER]"
+
+
+def test_facts_stand_in_the_entry_with_their_defaults():
+    losses = Register("loss_fn", facts={"counts": {}, "needs_kl": False})
+    losses("a", needs_kl=True)(print)
+    losses.register("b", print, counts={"num_pairs": len})
+    losses["plain"] = print
+    assert losses.entry("a").facts == {"counts": {}, "needs_kl": True}
+    assert losses.entry("b").facts == {"counts": {"num_pairs": len}, "needs_kl": False}
+    assert losses.entry("plain").facts == {"counts": {}, "needs_kl": False}
+
+
+def test_an_unknown_fact_is_refused(parts):
+    losses = Register("loss_fn", facts={"counts": {}, "needs_reference": False})
+    with pytest.raises(RegisterError) as error:
+        losses("a", needs_referenc=True)(print)
+    home = f"{__file__}:{_line() - 1}"
+    for wanted in (
+        *(home, "needs_referenc=True", "Did you mean needs_reference?"),
+        *("counts, needs_reference", "docs/add_a_part.md"),
+    ):
+        assert wanted in str(error.value)
+    with pytest.raises(RegisterError, match="Known are: none"):
+        parts.register("a", print, counts={})
+    assert not losses and not parts
+
+
+def _registers_by_a_helper(parts, key):
+    parts[key] = print
+
+
+def test_a_helper_function_of_the_file_is_not_the_home(parts):
+    _registers_by_a_helper(parts, "one")
+    assert parts.home("one") == f"{__file__}:{_line() - 1}"
+
+
+def test_the_home_of_each_shipped_part_is_the_line_that_names_its_key():
+    from commands import train  # noqa: F401 - its engines
+
+    import_shelf()
+    homes = {
+        (name, key): register.home(key).rsplit(":", 1)
+        for name, register in ALL_REGISTERS.items()
+        for key in register
+    }
+    ours = {where: home for where, home in homes.items() if home[0].startswith(str(ROOT))}
+    assert len(ours) > 80
+    wrong = [
+        (where, file, line)
+        for where, (file, line) in ours.items()
+        if f'"{where[1]}"' not in Path(file).read_text().splitlines()[int(line) - 1]
+    ]
+    assert wrong == []
+    assert len(set(map(tuple, ours.values()))) >= len(ours) - 1  # sft and pt are one loss

@@ -7,14 +7,20 @@ from PIL import Image
 
 from models.remote import batch_file, remote
 from prompt_fn import chat
-from stageline.data.messages import Conversation, Turn
-from stageline.data.rendered import Piece, Rendered
+from stageline.data.text.messages import Conversation, Turn
+from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError, UserError
-from stageline.inference.batch_requests import RequestFiles, read_answers
-from stageline.inference.remote import Endpoint, Pace
-from stageline.inference.remote_messages import image_url, messages_of, tools_of
-from stageline.testing.chat_server import ChatServer, images_of, question_of
-from stageline.testing.small_run import ROOT, ForkedRun
+from stageline.inference.remote import (
+    Endpoint,
+    Pace,
+    RequestFiles,
+    image_url,
+    messages_of,
+    read_answers,
+    tools_of,
+)
+from tests.helpers.chat_server import ChatServer, images_of, question_of
+from tests.helpers.small_run import ROOT, ForkedRun
 
 
 def prompts(*texts):

@@ -3,8 +3,8 @@
 import pytest
 
 from prompt_fn import auto, fill, image
-from stageline.data.rendered import Piece, Rendered
-from stageline.data.template import parse_template
+from stageline.data.text.rendered import Piece, Rendered
+from stageline.data.text.template import parse_template
 from stageline.errors import DataError, UserError
 
 SAMPLE = {"id": "s1", "question": "Which [ANSWER]?", "answer": "7 [QUESTION]", "num_images": 1}
@@ -77,7 +77,7 @@ def test_choices_are_written_as_lines():
 
 
 def test_images_without_an_image_token_are_refused():
-    from stageline.testing.tiny_tokenizers import tiny_tokenizer
+    from stageline.checking.tiny_processors import tiny_tokenizer
 
     rendered = fill({"question": "q", "answer": "a", "num_images": 1}, "[IMAGE][QUESTION][ANSWER]")
     with pytest.raises(UserError, match="no image token"):

@@ -6,15 +6,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from commands.train_vocabulary import add_tokens
 from pp_models import CausalLMStage
-from pp_models.filling import Source, fill_stage
+from stageline.checking.tiny_models import VOCAB_SIZE
+from stageline.checking.tiny_processors import tiny_tokenizer
 from stageline.checkpoint.save import save_split_model
-from stageline.data.new_tokens import NewTokens, with_rowless
+from stageline.data.text.tokenizers import NewTokens, with_rowless
 from stageline.modules.new_rows import NewRows
-from stageline.testing.tiny_checkpoints import tiny_whole
-from stageline.testing.tiny_models import VOCAB_SIZE
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
-from train_vocabulary import add_tokens
+from stageline.stages.base import WeightSource, fill_stage
+from tests.helpers.tiny_checkpoints import tiny_whole
 
 WIDTH = 16
 IDS = (VOCAB_SIZE, VOCAB_SIZE + 1, VOCAB_SIZE + 2)
@@ -30,7 +30,7 @@ def make_stages(folder, num_stages, new_rows):
     for stage in range(num_stages):
         config = AutoConfig.from_pretrained(folder)
         model = CausalLMStage(config, stage=stage, num_stages=num_stages)
-        fill_stage(model, Source(str(folder), 0, "cpu", torch.float32), new_rows=new_rows)
+        fill_stage(model, WeightSource(str(folder), 0, "cpu", torch.float32), new_rows=new_rows)
         stages.append(model)
     return stages
 

@@ -8,24 +8,22 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from commands.train_data import check_scores
 from loss_fn import rm
 from parse_args import parse_train_args
 from pp_models import RewardStage
 from prompt_fn import chat, none
 from register import collate_fn_register, engine_register, import_shelf, restored_registers
+from stageline.checking.tiny_models import tiny_config
+from stageline.checking.tiny_processors import tiny_tokenizer
 from stageline.checkpoint.init import init_split_model
 from stageline.checkpoint.load import CheckpointMismatch
-from stageline.data.loader import MicroBatchLoader
-from stageline.data.pairs import both_answers
-from stageline.data.preference import encode_pair
-from stageline.data.preflight import preflight
-from stageline.data.rewards import collate_rewards
+from stageline.data.batches.loader import MicroBatchLoader
+from stageline.data.batches.preference import both_answers, collate_rewards, encode_scored_pair
+from stageline.data.batches.preflight import preflight
 from stageline.errors import DataError, UserError
-from stageline.modules.reward_loss import count_reward_pairs
-from stageline.testing.tiny_models import tiny_config
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
-from stageline.training.loss_part import LossPart
-from train_data import check_scores
+from stageline.modules.losses import count_reward_pairs
+from tests.helpers.shelf_losses import shelf_loss
 
 import_shelf()
 
@@ -138,10 +136,15 @@ def test_both_answers_are_looked_through_before_training():
     texts = common(tiny_tokenizer())
     names = ("prompt", "prompt_fn", "image_token", "processor")
     options = {name: texts[name] for name in names}
-    report = preflight([pair(), pair()], **options, max_token_num=64, encode=encode_pair)
+
+    def encode(max_token_num):
+        given = {**texts, "max_token_num": max_token_num}
+        return functools.partial(encode_scored_pair, **given)
+
+    report = preflight([pair(), pair()], **options, max_token_num=64, encode=encode(64))
     assert report.num_checked == report.num_rows == 2
     with pytest.raises(DataError, match="max-token-num 40"):
-        preflight([pair("a", "no " * 40)], **options, max_token_num=40, encode=encode_pair)
+        preflight([pair("a", "no " * 40)], **options, max_token_num=40, encode=encode(40))
 
 
 # -- the loss ------------------------------------------------------------------------------------
@@ -163,7 +166,7 @@ def test_loss_and_figures_are_those_of_the_formula():
     rejected = torch.stack([scores[1, 2, 0], scores[3, 3, 0]])
     wanted = -functional.logsigmoid(chosen - rejected - torch.tensor([0.0, 0.3])).mean()
     wanted = wanted + 0.1 * (chosen + rejected).square().mean()
-    part = LossPart(functools.partial(rm, center_coefficient=0.1))
+    part = shelf_loss("rm", center_coefficient=0.1)
     counts = part.count([batch])
     assert counts == {"num_targets": 4, "num_pairs": 2}
     totals = {name: torch.tensor(float(count)) for name, count in counts.items()}
@@ -246,7 +249,8 @@ def test_keys_that_suit_the_rm_collate_part_need_not_be_given(tmp_path):
         assert parts["loss_fn"].key == "rm" and parts["prompt_fn"].key == "chat"
         given = parse_train_args([*words, "--loss-fn", "sft", "--prompt", "question"]).parts
         assert given["loss_fn"].key == "sft" and given["prompt"].key == "question"
-        assert collate_fn_register["rm"].encode is encode_pair
+        encode = collate_fn_register["rm"].encode
+        assert encode.target == "stageline.data.batches.preference:encode_scored_pair"
 
 
 @pytest.mark.parametrize(

@@ -5,20 +5,20 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from answer_stages import AnsweringModel
+from commands.stages import AnsweringModel
 from models.builders import auto
 from pp_models import CausalLMStage, VisionLanguageStage
-from pp_models.filling import Source, fill_stage
-from stageline.checkpoint.export import export_folder
+from stageline.checking.tiny_models import tiny_config
+from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checkpoint.plain_folder import export_folder
 from stageline.checkpoint.plain_model import load_plain
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
-from stageline.modules.rope_scaling import RopeScaling, scale_rope
-from stageline.pipeline.local_stages import LocalStages
-from stageline.testing.tiny_batches import tiny_micro_batches
-from stageline.testing.tiny_checkpoints import tiny_whole
-from stageline.testing.tiny_models import tiny_config
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from stageline.modules.methods import RopeScaling, scale_rope
+from stageline.pipeline.runner import LocalStages
+from stageline.stages.base import WeightSource, fill_stage
+from tests.helpers.tiny_batches import tiny_micro_batches
+from tests.helpers.tiny_checkpoints import tiny_whole
 
 KINDS = ("linear", "dynamic", "yarn", "llama3")
 LENGTH = 150  # the tiny models have 64 positions: a factor of 3
@@ -45,7 +45,7 @@ def make_stages(folder, kind, num_stages):
     for stage in range(num_stages):
         config, _ = scaled_config(folder, kind)
         model = CausalLMStage(config, stage=stage, num_stages=num_stages, dtype=DTYPE)
-        fill_stage(model, Source(str(folder), 0, "cpu", DTYPE), new_rows=None)
+        fill_stage(model, WeightSource(str(folder), 0, "cpu", DTYPE), new_rows=None)
         stages.append(model)
     return stages
 

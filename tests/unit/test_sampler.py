@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
 from stageline.errors import UserError
-from stageline.inference.decoding.drawing import draw, token_weights, uniform
 from stageline.inference.decoding.request import Sampling
-from stageline.inference.decoding.sampler import SampledRow, choose
+from stageline.inference.decoding.sampler import SampledRow, choose, draw, token_weights, uniform
 
 INF = float("inf")
 

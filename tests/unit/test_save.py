@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig
 
-from pp_models import CausalLMStage, StageModel
-from pp_models.vision_language import VISION_LANGUAGE_MODELS
+from pp_models import CausalLMStage, StageModel, class_of_key
+from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 from stageline.checkpoint.files import tensor_names, weight_files
 from stageline.checkpoint.init import init_split_model
 from stageline.checkpoint.layout import MANIFEST, read_manifest, verify
@@ -18,12 +18,11 @@ from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.shards import split_state
 from stageline.errors import UserError
-from stageline.testing.tiny_checkpoints import auto_class, tiny_whole
-from stageline.testing.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
+from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
 
 
 def load_stages(family, folder, num_stages, **kwargs):
-    stage_class = VISION_LANGUAGE_MODELS.get(family, (CausalLMStage,))[0]
+    stage_class = class_of_key(family)
     stages = []
     for stage in range(num_stages):
         config = AutoConfig.from_pretrained(folder)

@@ -8,14 +8,21 @@ import numpy
 import pytest
 
 from register import dataset_register, import_shelf, metric_register
-from stageline.data.contrastive import group_numbers
-from stageline.data.fingerprint import data_fingerprint
-from stageline.data.scene_drawing import COLORS, DARK, PALE, draw_scene
-from stageline.data.scene_geometry import Scene, Thing, clock_of, direction_of, side_of, way_of
-from stageline.data.scene_questions import ANSWERS, TASKS
-from stageline.data.scenes import Scenes, export_scenes
-from stageline.data.spatial import RotateQA
+from stageline.data.batches.collate import group_numbers
+from stageline.data.rows.readers import data_fingerprint
 from stageline.errors import UserError
+from stageline.tasks.scene_questions import (
+    ANSWERS,
+    TASKS,
+    Scene,
+    Thing,
+    clock_of,
+    direction_of,
+    side_of,
+    way_of,
+)
+from stageline.tasks.scenes import COLORS, DARK, PALE, Scenes, draw_scene, export_scenes
+from stageline.tasks.spatial_sets import RotateQA
 
 import_shelf("dataset", "metric")
 SIZE = 192  # large pictures, so that places can be measured in them

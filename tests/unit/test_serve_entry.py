@@ -8,12 +8,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-import serve
-from options.serve_args import parse_serve_args, read_api_keys
+from commands import serve
+from options.serve import parse_serve_args, read_api_keys
 from register import import_shelf
 from stageline.serving.settings import ServerSettings
-from stageline.testing.served_model import NUM_TOKENS, ServedModel, wait_for_url
-from stageline.testing.small_run import ForkedRun
+from tests.helpers.served_model import NUM_TOKENS, ServedModel, wait_for_url
+from tests.helpers.small_run import ForkedRun
 
 import_shelf("prompt_fn")
 ROOT = Path(__file__).resolve().parents[2]

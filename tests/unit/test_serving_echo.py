@@ -9,8 +9,10 @@ import torch
 
 from prompt_fn import auto, chat
 from register import import_shelf
-from stageline.data.processor import save_processor
-from stageline.inference.decoding import scores, stage_decoder
+from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.data.text.processor import save_processor
+from stageline.inference.decoding import stage_decoder
+from stageline.inference.decoding import stage_decoder as scores
 from stageline.inference.decoding.chain import LocalChain
 from stageline.inference.decoding.engine import DecodingEngine
 from stageline.inference.decoding.request import (
@@ -26,12 +28,11 @@ from stageline.inference.decoding.scheduler import Limits
 from stageline.inference.decoding.stage_decoder import StageDecoder
 from stageline.serving.errors import of_engine
 from stageline.serving.token_texts import TokenTexts
-from stageline.testing.served import served
-from stageline.testing.tiny_checkpoints import tiny_whole
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.served import served
+from tests.helpers.tiny_checkpoints import tiny_whole
 
 pytest.importorskip("fastapi")
-from answer_stages import AnsweringModel  # noqa: E402
+from commands.stages import AnsweringModel  # noqa: E402
 
 import_shelf("pp_models")
 POSITIONS = 128

@@ -14,15 +14,14 @@ import pytest
 import torch
 from PIL import Image
 
-import serve
-from decode_run import open_decoding
-from options.serve_args import parse_serve_args
+from commands import serve
+from commands.decode_run import open_decoding
+from options.serve import parse_serve_args
 from register import import_shelf
-from stageline.data.processor import save_processor
-from stageline.serving.app import make_app
-from stageline.serving.run import http_server
-from stageline.testing.tiny_checkpoints import tiny_whole
-from stageline.testing.tiny_processors import tiny_processor
+from stageline.checking.tiny_processors import tiny_processor
+from stageline.data.text.processor import save_processor
+from stageline.serving.app import http_server, make_app
+from tests.helpers.tiny_checkpoints import tiny_whole
 
 import_shelf(*serve.SHELF)
 PATH = "/v1/chat/completions"

@@ -9,10 +9,10 @@ import pytest
 
 from prompt_fn import auto, chat
 from stageline.errors import MemoryFull, UserError
-from stageline.serving.document import ASKING
-from stageline.testing.chat_templates import format_tokenizer
-from stageline.testing.fake_engine import FakeEngine
-from stageline.testing.served import served
+from stageline.serving.app import ASKING
+from tests.helpers.chat_templates import format_tokenizer
+from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.served import served
 
 KEY = "key-of-the-test"
 REPLIES = {

@@ -14,12 +14,11 @@ import pytest
 
 from prompt_fn import auto, chat
 from stageline.errors import MemoryFull, UserError
-from stageline.serving.app import make_app
-from stageline.serving.budget import ByteBudget
-from stageline.serving.run import bind, is_local, serve_until
-from stageline.testing.chat_templates import format_tokenizer
-from stageline.testing.fake_engine import FakeEngine
-from stageline.testing.served import served
+from stageline.serving.app import bind, is_local, make_app, serve_until
+from stageline.serving.gate import ByteBudget
+from tests.helpers.chat_templates import format_tokenizer
+from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.served import served
 
 TOKENIZER = format_tokenizer("qwen")
 PATH = "/v1/chat/completions"

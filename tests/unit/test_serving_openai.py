@@ -8,9 +8,9 @@ import pytest
 from prompt_fn import auto, chat
 from stageline.errors import UserError
 from stageline.inference.decoding.request import Request
-from stageline.testing.chat_templates import format_tokenizer
-from stageline.testing.fake_engine import FakeEngine
-from stageline.testing.served import served
+from tests.helpers.chat_templates import format_tokenizer
+from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.served import served
 
 TOKENIZER = format_tokenizer("qwen")
 WEATHER = {

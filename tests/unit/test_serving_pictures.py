@@ -1,22 +1,24 @@
 """Pictures of requests: data URLs, their limits, and what is never fetched or opened."""
 
 import base64
+import contextlib
 import http.server
 import io
+import socket
 import threading
+import time
 
 import openai
 import pytest
 from PIL import Image
 
 from prompt_fn import auto, chat
-from stageline.serving import fetching
+from stageline.checking.tiny_processors import tiny_processor
+from stageline.serving import prompts
 from stageline.serving.errors import ApiError
-from stageline.serving.fetching import FetchError, fetch, is_public
-from stageline.serving.pictures import read_pictures
-from stageline.testing.fake_engine import FakeEngine
-from stageline.testing.served import served
-from stageline.testing.tiny_processors import tiny_processor
+from stageline.serving.prompts import FetchError, fetch, is_public, read_pictures
+from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.served import served
 
 LIMITS = {"max_images": 2, "max_pixels": 1000, "max_bytes": 10_000, "may_fetch": False}
 
@@ -165,7 +167,7 @@ def canary():
     "host", ["127.0.0.1", "localhost", "2130706433", "0177.0.0.1", "0x7f.1", "[::ffff:127.0.0.1]"]
 )
 def test_this_machine_is_never_asked(canary, host, monkeypatch):
-    monkeypatch.setattr(fetching, "_PORTS", {"http": canary.port, "https": 443})
+    monkeypatch.setattr(prompts, "_PORTS", {"http": canary.port, "https": 443})
     with pytest.raises(ApiError, match="not a public one|not known"):
         read_pictures([f"http://{host}/x.png"], **{**LIMITS, "may_fetch": True})
     assert canary.paths == []
@@ -183,10 +185,10 @@ def test_odd_addresses_are_refused(url):
 @pytest.fixture
 def open_canary(canary, monkeypatch):
     """One that may be asked, under a name of its own; others are judged as ever."""
-    judged = fetching._judged_address
-    monkeypatch.setattr(fetching, "_PORTS", {"http": canary.port, "https": 443})
+    judged = prompts._judged_address
+    monkeypatch.setattr(prompts, "_PORTS", {"http": canary.port, "https": 443})
     monkeypatch.setattr(
-        fetching,
+        prompts,
         "_judged_address",
         lambda host, port: "127.0.0.1" if host == "pictures.test" else judged(host, port),
     )
@@ -221,3 +223,29 @@ def test_what_is_fetched_has_limits(open_canary):
         with pytest.raises(ApiError, match=why):
             read_pictures([url + path], **{**LIMITS, "may_fetch": True})
     assert "/secret" not in open_canary.paths
+
+
+@pytest.mark.parametrize("head", ["", "X: ", "\r\n"], ids=["status", "header", "body"])
+def test_a_server_that_drips_is_left_when_the_time_is_over(head, monkeypatch):
+    listener = socket.create_server(("127.0.0.1", 0))
+    monkeypatch.setattr(prompts, "_PORTS", {"http": listener.getsockname()[1], "https": 443})
+    monkeypatch.setattr(prompts, "_judged_address", lambda _host, _port: "127.0.0.1")
+
+    def drip():
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            if head:
+                connection.sendall(f"HTTP/1.1 200 OK\r\n{head}".encode())
+            until = time.monotonic() + 10
+            while time.monotonic() < until:
+                connection.sendall(b"x")
+                time.sleep(0.02)
+
+    thread = threading.Thread(target=drip, daemon=True)
+    thread.start()
+    began = time.monotonic()
+    with listener, pytest.raises(FetchError, match="too long"):
+        fetch("http://pictures.test/x.png", max_bytes=10_000, seconds=0.3)
+    assert time.monotonic() - began < 5
+    thread.join(15)
+    assert not thread.is_alive()

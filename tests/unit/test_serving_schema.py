@@ -9,9 +9,9 @@ from schemathesis.config import SchemathesisConfig  # noqa: E402
 from schemathesis.generation import GenerationMode  # noqa: E402
 
 from prompt_fn import auto, chat  # noqa: E402
-from stageline.testing.chat_templates import format_tokenizer  # noqa: E402
-from stageline.testing.fake_engine import FakeEngine  # noqa: E402
-from stageline.testing.served import served  # noqa: E402
+from tests.helpers.chat_templates import format_tokenizer  # noqa: E402
+from tests.helpers.fake_engine import FakeEngine  # noqa: E402
+from tests.helpers.served import served  # noqa: E402
 
 KEY = "key-of-the-test"
 # values that a schema can't tell: a picture that is none, a prompt that is too long ...

@@ -8,13 +8,13 @@ import pytest
 import yaml
 
 from options.fields import OptionError, absolute, check_limits
-from options.run_options import RunConfig
-from stageline.data.bad_rows import BadRows, leaving_out
-from stageline.data.fingerprint import data_fingerprint
-from stageline.data.sets.part import Sets
+from options.train import RunConfig
+from stageline.data.rows.bad_rows import BadRows, leaving_out
+from stageline.data.rows.readers import data_fingerprint
+from stageline.data.rows.sets import Sets
 from stageline.errors import DataError, UserError
-from stageline.testing.tiny_datasets import picture, write_lines
-from stageline.testing.tiny_sets import asked, chat_row, write_chat
+from tests.helpers.tiny_datasets import picture, write_lines
+from tests.helpers.tiny_sets import asked, chat_row, write_chat
 
 
 @pytest.fixture

@@ -5,10 +5,9 @@ import json
 import datasets
 import pytest
 
-from stageline.data.bad_rows import BadRows, leaving_out
-from stageline.data.sets import tables
-from stageline.data.sets.files import find_files
-from stageline.data.sets.tables import open_tables
+from stageline.data.rows import tables
+from stageline.data.rows.bad_rows import BadRows, leaving_out
+from stageline.data.rows.tables import find_files, open_tables
 from stageline.errors import DataError, UserError
 
 # what a reader that guesses types would change: a date, a number with zeros, NA, key by key

@@ -6,7 +6,7 @@ import datasets
 import numpy
 import pytest
 
-from stageline.data.sets.mixing import check_mix, exactly, held_out, mixed
+from stageline.data.rows.stream import check_mix, exactly, held_out, mixed
 from stageline.errors import UserError
 
 STRATEGY = {"interleave_under": "first_exhausted", "interleave_over": "all_exhausted"}

@@ -7,14 +7,14 @@ import datasets
 import pytest
 import torch
 
-from stageline.data.bad_rows import BadRows, leaving_out
-from stageline.data.loader import MicroBatchLoader
-from stageline.data.preflight import preflight
-from stageline.data.sets import stream as streams
-from stageline.data.sets.part import Sets
+from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.data.batches.loader import MicroBatchLoader
+from stageline.data.batches.preflight import preflight
+from stageline.data.rows import stream as streams
+from stageline.data.rows.bad_rows import BadRows, leaving_out
+from stageline.data.rows.sets import Sets
 from stageline.errors import DataError, UserError
-from stageline.testing.tiny_sets import asked, write_chat
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.tiny_sets import asked, write_chat
 
 
 @pytest.fixture

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from stageline.data.rendered import Piece, Rendered
+from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError
-from stageline.evaluation.predictions import PredictionFile
-from stageline.evaluation.replicas import Replicas
+from stageline.evaluation.predictions import PredictionFile, find_shards, merge_shards, shard_path
+from stageline.evaluation.replicas import EvaluationReplicas
 from stageline.evaluation.runner import Asking, predict
-from stageline.evaluation.shards import find_shards, merge_shards, shard_path
-from stageline.testing.small_run import ForkedRun, Job
+from tests.helpers.small_run import ForkedRun, Job
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -75,9 +74,9 @@ def test_a_damaged_line_of_a_shard_is_named_and_nothing_is_lost(tmp_path):
 
 def test_each_item_has_one_replica():
     for count in (1, 2, 3, 7):
-        parts = [Replicas(index, count).share(range(5)) for index in range(count)]
+        parts = [EvaluationReplicas(index, count).share(range(5)) for index in range(count)]
         assert sorted(item for part in parts for item in part) == list(range(5))
-    assert Replicas().is_main and not Replicas(0, 2, is_first=False).is_main
+    assert EvaluationReplicas().is_main and not EvaluationReplicas(0, 2, is_first=False).is_main
 
 
 # -- batches ---------------------------------------------------------------------------------
@@ -164,13 +163,11 @@ import time
 from register import model_register
 from stageline.inference import generation
 
-@model_register("slow")
+@model_register("slow", without_effect=("seconds",))
 def slow(model, processor, *, images, prompts, seconds: float = 0.0, **options):
     time.sleep(seconds)
     options = {name: options[name] for name in ("max_new_tokens", "temperature", "seed")}
     return generation.generate(model, processor, prompts=prompts, images=images, **options)
-
-slow.without_effect = ("seconds",)
 """
 
 

@@ -5,10 +5,10 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
+from stageline.checking.family_configs import family_config
 from stageline.checking.shrink import layer_period, shrink_config
 from stageline.errors import UserError
-from stageline.special_tokens import special_tokens
-from stageline.testing.family_configs import family_config
+from stageline.model_folder import special_tokens
 
 
 def test_multipliers_and_caps_stay() -> None:
@@ -90,7 +90,7 @@ def runs(config: PretrainedConfig) -> bool:
 def test_a_class_that_refuses_the_copy_is_named() -> None:
     config = transformers.LlamaConfig()
     config.layer_types = "nonsense"
-    with pytest.raises(UserError, match=r"llama could not be cut down .*shrink_exceptions\.py"):
+    with pytest.raises(UserError, match=r"llama could not be cut down .*shrink_rules\.py"):
         shrink_config(config, num_layers=2)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from stageline.errors import NonFiniteError
 from stageline.training.grad_norm import Owner, stages_without_gradient
-from stageline.training.skips import SPIKE_LEAST, SPIKE_WINDOW, Skips
+from stageline.training.nonfinite import SPIKE_LEAST, SPIKE_WINDOW, Skips
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

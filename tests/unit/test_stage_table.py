@@ -7,14 +7,14 @@ import psutil
 import pytest
 import torch
 
-from stageline.training.memory import gather_peaks, parse_peak, peak_memory
-from stageline.training.stage_table import (
+from stageline.planner.stage_table import (
     StageSummary,
     format_stage_table,
     human_bytes,
     human_count,
     human_memory,
 )
+from stageline.training.memory import gather_peaks, parse_peak, peak_memory
 
 STAGES = [
     StageSummary(0, 4, "cuda:0", "0-6", "vit+mlp+llm", 3_000_000, 10, 3 * 2**20),

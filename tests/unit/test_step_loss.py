@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stageline.training.step_loss import StepLoss, logits_of
+from stageline.training.loss_part import StepLoss, logits_of
 
 
 def loss_fn(logits, batch, *, num_targets):

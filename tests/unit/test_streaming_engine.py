@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from stageline.streaming.engine import RoundPipe
-from stageline.streaming.flow import layer_seed
 from stageline.streaming.lanes import Lane
+from stageline.streaming.passes import layer_seed
 from stageline.streaming.plan import Plan
 from stageline.streaming.run_config import RoundPipeRunConfig
-from stageline.testing.late_queues import late_lanes
+from tests.helpers.late_queues import late_lanes
 
 CUT = Plan((range(0, 2), range(2, 3)), (range(3, 5), range(1, 3), range(0, 1)))
 LAYERWISE = Plan(

@@ -6,12 +6,11 @@ import torch
 from stageline.streaming import host_memory, passes
 from stageline.streaming.engine import RoundPipe
 from stageline.streaming.host_memory import host_bytes
-from stageline.streaming.lanes import Lane
+from stageline.streaming.host_weights import ALIGNMENT, all_homes
+from stageline.streaming.lanes import DeviceBudgetError, Lane
 from stageline.streaming.plan import Plan
-from stageline.streaming.pool import DeviceBudgetError
 from stageline.streaming.run_config import RoundPipeRunConfig
-from stageline.streaming.shelf import ALIGNMENT, all_homes
-from stageline.testing.streamed_models import BATCH, linears, loop, run, square
+from tests.helpers.streamed_models import BATCH, linears, loop, run, square
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -5,8 +5,15 @@ import random
 
 import pytest
 
-from stageline.streaming.plan import Plan, idle_share, start_times, wavefront
-from stageline.streaming.plan_choice import LayerCost, choose, slot_times
+from stageline.streaming.plan import (
+    LayerCost,
+    Plan,
+    choose,
+    idle_share,
+    slot_times,
+    start_times,
+    wavefront,
+)
 
 
 @pytest.mark.parametrize(

@@ -11,27 +11,26 @@ import torch
 import torch.distributed as dist
 import transformers
 
-import train_streaming
+from commands import train_run as train_streaming
 from loss_fn import sft
-from options.run_options import RunConfig
-from pp_models import CausalLMStage
-from pp_models.vision_language import stage_class_of
+from options.train import RunConfig
+from pp_models import CausalLMStage, stage_class_of
 from prompt_fn import auto, fill
+from stageline.checking.tiny_models import VISION_LANGUAGE, tiny_config
+from stageline.checking.tiny_processors import tiny_processor
 from stageline.checkpoint.load import load_split_model
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
 from stageline.streaming.lanes import Lane
 from stageline.streaming.plan import Plan
 from stageline.streaming.runner import StreamingRunner, even_plan
-from stageline.testing.late_queues import late_lanes
-from stageline.testing.tiny_batches import tiny_micro_batches
-from stageline.testing.tiny_models import VISION_LANGUAGE, tiny_config
-from stageline.testing.tiny_processors import tiny_processor
-from stageline.testing.tiny_vision_batches import vision_micro_batches
 from stageline.training.evaluation import evaluate
-from stageline.training.optimizer_groups import optimizer_groups
+from stageline.training.optimizers import optimizer_groups
 from stageline.training.precision import MasterWeights
 from stageline.training.step import TrainStep
+from tests.helpers.late_queues import late_lanes
+from tests.helpers.tiny_batches import tiny_micro_batches
+from tests.helpers.tiny_vision_batches import vision_micro_batches
 
 NUM_STAGES = 4
 LORA = {"llm_lora_num": 1, "lora_rank": 2, "lora_dropout": 0.3, "frozen_lm_head": True}

@@ -10,18 +10,17 @@ from torch import nn
 
 from stageline.streaming.engine import RoundPipe
 from stageline.streaming.host_memory import make_pages, page_runs
-from stageline.streaming.lanes import EagerQueue, Lane
+from stageline.streaming.host_weights import make_shelves
+from stageline.streaming.lanes import BufferPool, DeviceBudgetError, EagerQueue, Lane
 from stageline.streaming.plan import Plan
-from stageline.streaming.pool import BufferPool, DeviceBudgetError
 from stageline.streaming.recompute import (
     doing_recompute,
     get_recompute_data,
     save_for_recompute,
 )
 from stageline.streaming.run_config import RoundPipeRunConfig
-from stageline.streaming.seat import Seat
-from stageline.streaming.shelf import make_shelves
-from stageline.testing.late_queues import late_lanes
+from stageline.streaming.stage_pass import StagePass
+from tests.helpers.late_queues import late_lanes
 
 CPU = torch.device("cpu")
 BATCH = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -101,7 +100,7 @@ def test_after_an_error_memory_waits_for_what_is_on_its_way_in():
     lane = late_lanes(1)[0]
     model = linears(1)
     shelves = make_shelves(list(model), {})
-    seat = Seat(lane, shelves, makes_gradients=False, is_recomputed=False, snapshots={})
+    seat = StagePass(lane, shelves, makes_gradients=False, is_recomputed=False, snapshots={})
     seat.upload(1.0)
     seat.abandon()
     buffer = lane.pool.take(512, lane.compute)

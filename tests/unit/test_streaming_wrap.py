@@ -7,6 +7,7 @@ import torch
 import transformers
 from torch import nn
 
+from stageline.checking.tiny_models import tiny_config
 from stageline.streaming import (
     AutoRoundPipe,
     RoundPipe,
@@ -14,9 +15,8 @@ from stageline.streaming import (
     wrap_model_to_roundpipe,
 )
 from stageline.streaming.lanes import Lane
-from stageline.testing.late_queues import late_lanes
-from stageline.testing.tiny_batches import join_micro_batches, tiny_micro_batches
-from stageline.testing.tiny_models import tiny_config
+from tests.helpers.late_queues import late_lanes
+from tests.helpers.tiny_batches import join_micro_batches, tiny_micro_batches
 
 LINEAR = 4 * (8 * 8 + 8)  # bytes of a Linear(8, 8)
 

@@ -14,10 +14,17 @@ import pytest
 from PIL import Image
 
 from stageline.errors import UserError
-from stageline.evaluation.study import ALL, Run, Study, bootstrap, study_figures
-from stageline.evaluation.study_text import study_markdown, verdict
-from stageline.plotting.study import accuracy_figure, losses_figure, plot_accuracy, plot_losses
-from stageline.testing.small_run import ForkedRun
+from stageline.evaluation.study import (
+    ALL,
+    Run,
+    Study,
+    bootstrap,
+    study_figures,
+    study_markdown,
+    verdict,
+)
+from stageline.plotting.curves import accuracy_figure, losses_figure, plot_accuracy, plot_losses
+from tests.helpers.small_run import ForkedRun
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUPS = ("clock", "direction")

@@ -5,10 +5,9 @@ import math
 import pytest
 
 from metric import text_bleu, text_overlap, text_rouge
-from stageline.evaluation.bootstrap import Bootstrap
-from stageline.evaluation.overlap import words
-from stageline.evaluation.report import format_report, make_report
-from stageline.plotting.groups import plot_groups
+from stageline.evaluation.figures import words
+from stageline.evaluation.report import Bootstrap, format_report, make_report
+from stageline.plotting.text import plot_groups
 
 pytest.importorskip("sacrebleu")
 pytest.importorskip("rouge_score")

@@ -10,20 +10,21 @@ import pytest
 from matplotlib.colors import to_rgb
 from PIL import Image
 
-from stageline.pipeline.actions import Kind
-from stageline.pipeline.timeline import TimelineEvent, bubble, describe_timeline
-from stageline.plotting.spans import idle_share
+from stageline.pipeline.plan import Kind
+from stageline.pipeline.recorder import TimelineEvent, bubble, describe_timeline
 from stageline.plotting.timeline import (
     COLORS,
     DPI,
     IDLE,
     LIGHTEST,
+    idle_share,
     plot_timeline,
     rank_label,
     timeline_figure,
+    trace_events,
+    write_trace,
 )
-from stageline.plotting.trace import trace_events, write_trace
-from stageline.training.report import RunReport
+from stageline.training.run_log import RunReport
 
 # two ranks, two micro-batches, the second stage slower; times do not start at 0
 MEASURED = [

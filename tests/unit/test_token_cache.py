@@ -1,34 +1,40 @@
 """Kept token ids: the same batches, never old ones, never damaged ones."""
 
 import functools
+import hashlib
 import json
 import multiprocessing
 import os
 
 import pytest
 import torch
+from PIL import Image
 
+from commands.train import SHELF, pipeline
+from commands.train_data import check_data
 from dataset import sft
 from parse_args import parse_train_args
-from prompt_fn import chat, fill, none
+from prompt_fn import auto, chat, fill, none
 from register import import_shelf
-from stageline.data import token_cache
-from stageline.data.check_batch import CheckedCollate
-from stageline.data.collate import encode_for_training
-from stageline.data.fingerprint import data_fingerprint
-from stageline.data.lengths import companion
-from stageline.data.sets.part import Sets
-from stageline.data.token_cache import TokenCache, fill_token_cache, token_cache_of, use_token_cache
-from stageline.data.token_file import DamagedTokens, TokenFile
-from stageline.data.token_key import token_key
+from stageline.checking.tiny_processors import tiny_processor, tiny_tokenizer
+from stageline.data.batches import token_cache
+from stageline.data.batches.check_batch import CheckedCollate
+from stageline.data.batches.collate import encode_for_training
+from stageline.data.batches.collate_part import as_collate_part
+from stageline.data.batches.token_cache import (
+    DamagedTokens,
+    TokenCache,
+    TokenFile,
+    fill_token_cache,
+    token_cache_of,
+    token_key,
+    use_token_cache,
+)
+from stageline.data.rows.readers import data_fingerprint
+from stageline.data.rows.sets import Sets
 from stageline.errors import StorageError, UserError
-from stageline.testing.small_run import Job
-from stageline.testing.tiny_processors import tiny_processor
-from stageline.testing.tiny_sets import chat_row, write_chat
-from stageline.testing.tiny_tokenizers import tiny_tokenizer
-from train_data import check_data
-from train_parts import SHELF
-from train_pp import pipeline
+from tests.helpers.small_run import Job
+from tests.helpers.tiny_sets import chat_row, write_chat
 
 import_shelf(*SHELF)
 assert pipeline  # importing it registered the engine
@@ -63,7 +69,7 @@ class Run:
     def fill(self, num_workers=0):
         cache = TokenCache(**self.texts)
         use_token_cache(self.processor, cache)
-        encode = companion(functools.partial(self.collate, stage=1), "length_of")
+        encode = as_collate_part(functools.partial(self.collate, stage=1)).encode
         fill_token_cache(
             self.folder, cache, self.dataset, encode=encode, key=self.key(),
             num_workers=num_workers, say=self.said.append,
@@ -85,7 +91,7 @@ def test_a_hit_gives_the_same_batch_and_encodes_nothing(dataset, tmp_path, monke
         cache = run.fill()
         assert run.said[-1].endswith(f"40 rows {said}")
         with monkeypatch.context() as patch:
-            patch.setattr("stageline.data.collate.render_sample", None)
+            patch.setattr("stageline.data.batches.collate.render_sample", None)
             assert _is_equal(run.batch(), expected)
         assert cache.num_hits == 40
     images, sample = dataset[3]
@@ -125,17 +131,42 @@ def test_each_part_of_the_key_makes_other_entries(dataset, tmp_path):
     assert json.dumps(image.key(), sort_keys=True) == plain, "the same part, bound again"
 
 
-def test_image_settings_versions_and_code_are_in_the_key(dataset, monkeypatch):
+def test_image_settings_versions_and_format_are_in_the_key(dataset, monkeypatch):
     runs = [Run(None, dataset, processor=tiny_processor("qwen2_vl")) for _ in range(2)]
     assert runs[0].key() == runs[1].key()
     runs[1].processor.image_processor.size = {"shortest_edge": 56 * 56, "longest_edge": 112 * 112}
     assert runs[0].key()["images"] != runs[1].key()["images"]
     run = Run(None, dataset)
     before = run.key()
-    monkeypatch.setattr("stageline.data.token_key._code", lambda: "other")
+    monkeypatch.setattr("stageline.data.batches.token_cache.FORMAT", 0)
     assert run.key() != before
     clock = Run(None, dataset, processor=tiny_tokenizer(chat_template="{{ strftime_now('%d') }}"))
     assert "date" in clock.key() and "date" not in before
+
+
+def test_what_a_format_means_does_not_change(tmp_path):
+    """A change of rendering or marking that fails here needs another FORMAT and its digest."""
+    assistant = {"role": "assistant", "content": "<|im_end|> 7"}
+    turns = [{"role": "user", "content": "7 + 0?"}, assistant]
+    unlearnt = {"role": "assistant", "content": "ja", "weight": 0}
+    rows = [
+        {"messages": turns},
+        {"messages": [{"role": "system", "content": "Be kind."}, turns[0], unlearnt, *turns]},
+        {"messages": [{"role": "user", "content": " left </s>?"}, assistant]},
+    ]
+    digest = hashlib.sha256()
+    for row in rows:
+        run = Run(tmp_path, None)
+        encoded = encode_for_training(None, row, **run.texts, processor=run.processor)
+        digest.update(repr(encoded).encode())
+    filled = {"prompt": "[IMAGE]\n[QUESTION] [ANSWER].", "prompt_fn": fill, "image_token": auto}
+    sample = {"question": "Which?", "answer": "the left one"}
+    for family in ("qwen2_vl", "llava"):
+        processor = tiny_processor(family)
+        images = [Image.new("RGB", (40, 32))]
+        encoded = encode_for_training(images, sample, **filled, processor=processor)
+        digest.update(repr(encoded).encode())
+    assert (token_cache.FORMAT, digest.hexdigest()[:16]) == (1, "7009306e20438307")
 
 
 def test_a_part_of_the_user_is_known_by_its_file(dataset, tmp_path):
@@ -217,7 +248,7 @@ def test_what_is_damaged_is_made_anew(name, how, dataset, tmp_path):
 
 def test_a_half_written_one_is_not_found(dataset, tmp_path, monkeypatch):
     run = Run(tmp_path / "tokens", dataset)
-    monkeypatch.setattr("stageline.data.token_file.numpy.save", lambda *a, **b: 1 / 0)
+    monkeypatch.setattr("stageline.data.batches.token_cache.numpy.save", lambda *a, **b: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run.fill()
     monkeypatch.undo()

@@ -11,34 +11,172 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from stageline.errors import UserError
-from stageline.inference.decoding import prompts
-from stageline.inference.decoding.admission import admitted, check_row
+from stageline.inference.decoding import score_queue
+from stageline.inference.decoding.answer import Running
 from stageline.inference.decoding.chain import Chain, max_in_flight
-from stageline.inference.decoding.engine_stats import EngineStats
+from stageline.inference.decoding.grammars import Matchers
 from stageline.inference.decoding.group_choice import GroupChoice, measure_steps
-from stageline.inference.decoding.matchers import Matchers
-from stageline.inference.decoding.measuring import timed_steps
-from stageline.inference.decoding.order import Order
-from stageline.inference.decoding.passes import prefill_pass, step_pass
 from stageline.inference.decoding.request import (
     EngineError,
+    EngineStats,
     Failed,
     Finished,
     Listener,
+    PassOrder,
     Request,
     Scored,
     ScoreRequest,
+    settings_of,
 )
-from stageline.inference.decoding.rows import Prefill
-from stageline.inference.decoding.rows import Sequence as Scheduled
-from stageline.inference.decoding.running import Running
-from stageline.inference.decoding.scheduler import Limits, Scheduler
+from stageline.inference.decoding.scheduler import Limits, Prefill, RunningGroup, Scheduler
+from stageline.inference.decoding.scheduler import Sequence as Scheduled
 from stageline.inference.decoding.score_queue import ScoreQueue
+
+# -- what a request must be to be taken -----------------------------------------------------------
+
+
+def admitted(request: Request, engine: "DecodingEngine") -> Request:
+    """The request as it runs.
+
+    Raises:
+        UserError: it can't be answered.
+    """
+    cells = engine.prompt_cells(request.prompt)
+    request = checked(request, engine.limits, has_cache=engine.has_cache, cells=cells)
+    sampling = request.sampling
+    if sampling.grammar is None:
+        return request
+    engine.matchers.check(sampling.grammar)
+    # the last stage has to know which tokens may come just where the grammar may end
+    own = sampling.stop_token_ids
+    ids = engine.stop_ids if own is None else own
+    return replace(request, sampling=replace(sampling, stop_token_ids=ids))
+
+
+def checked(request: Request, limits: Limits, *, has_cache: bool, cells: int = 0) -> Request:
+    """The request, its answer no longer than there are positions and room.
+
+    Args:
+        cells: of the cache, that its images take.
+
+    Raises:
+        UserError: there is no room for one token, or the model can't take images here.
+    """
+    length = score_queue.length_of(request.prompt)
+    room = limits.max_length if limits.max_cells is None else limits.max_cells - cells
+    longest = min(limits.max_length, room)
+    if not 1 <= length < longest:
+        images = f", and its images take as much room as {cells} more" if cells else ""
+        raise UserError(
+            f"the prompt has {length} tokens{images}. From 1 to {longest - 1} were expected, "
+            "because the prompt and at least one token of the answer must fit the model's "
+            "positions and the cache: shorten it."
+        )
+    if not has_cache and score_queue.is_alone(request.prompt):
+        raise UserError(
+            "the prompt came with images. Text alone was expected, because this model keeps no "
+            "keys and values (can_decode is False), and would look at them for every token."
+        )
+    most = min(request.sampling.max_new_tokens, longest - length)
+    return replace(request, sampling=replace(request.sampling, max_new_tokens=most))
+
+
+def check_row(item: ScoreRequest, limits: Limits) -> None:
+    """Refuses a row that can't be scored.
+
+    Raises:
+        UserError: it has too many tokens, or no token before the first target.
+    """
+    length = score_queue.length_of(item.prompt)
+    if length > limits.max_length + 1:
+        raise UserError(
+            f"the row has {length} tokens. At most {limits.max_length + 1} were expected, because "
+            "all but the last must fit the model's positions: shorten it."
+        )
+    if not 1 <= item.num_targets < length:
+        raise UserError(
+            f"{item.num_targets} of the row's {length} tokens are to be scored. From 1 to "
+            f"{length - 1} were expected, because a token is scored by those before it."
+        )
+
+
+# -- steps through an engine's stages that nobody asked for, to see how long they take ------------
+
+
+def timed_steps(
+    start: Callable[[PassOrder, dict[str, torch.Tensor]], object],
+    result: Callable[[], PassOrder],
+    columns: int,
+    num_rows: int,
+    count: int,
+) -> list[list[float]]:
+    """What each of some steps, one close behind the other, takes on each stage.
+
+    Args:
+        start: sends an order on its way.
+        result: waits for the oldest one.
+        columns: tokens that each row has already.
+
+    Raises:
+        EngineError: a stage could not.
+    """
+    for _ in range(count):
+        order = PassOrder("measure", rows=list(range(num_rows)), lengths=[columns] * num_rows)
+        start(order, {"input_ids": torch.zeros(num_rows, 1, dtype=torch.long)})
+    done = [result() for _ in range(count)]
+    if errors := [order.error for order in done if order.error is not None]:
+        raise EngineError(f"a step of {num_rows} rows failed: {errors[0]}")
+    return [order.seconds for order in done]
+
+
+# -- what the engine sends through the stages for what the scheduler chose: orders with their inputs
+# A model that keeps no keys and values reads whole rows ("whole") where others read prompts and
+# take steps.
+
+Inputs = dict[str, torch.Tensor]
+
+
+def prefill_pass(found: Prefill, *, has_cache: bool) -> tuple[PassOrder, Inputs]:
+    """Reads prompts, or a piece of one."""
+    owners = [one.owner for one in found.chosen]
+    order = PassOrder(
+        "prefill" if has_cache else "whole",
+        group=found.group.number,
+        rows=[one.row for one in found.chosen],
+        lengths=[one.length for one in found.chosen],
+    )
+    if found.piece is not None:
+        order.piece = [found.piece.start, found.piece.stop]
+    if not order.is_part:
+        order.settings = [settings_of(owner.request.sampling) for owner in owners]
+    if not has_cache:
+        return order, score_queue.padded_right([owner.row_ids() for owner in owners])
+    read = [owner.request.prompt for owner in owners]
+    if found.piece is not None:
+        read = [score_queue.part_of(prompt, found.piece) for prompt in read]
+    return order, score_queue.together(read)
+
+
+def step_pass(
+    group: RunningGroup, joins: list[tuple[int, int]], *, has_cache: bool
+) -> tuple[PassOrder, Inputs]:
+    """One more token of each row of a group."""
+    rows, owners = zip(*((one.row, one.owner) for one in group.members), strict=True)
+    order = PassOrder("decode", group=group.number, rows=list(rows), join=joins)
+    if not has_cache:
+        order.kind, order.join = "whole", []
+        order.lengths = [len(owner.row_ids()) for owner in owners]
+        return order, score_queue.padded_right([owner.row_ids() for owner in owners])
+    return order, {"input_ids": torch.tensor([[owner.last_token] for owner in owners])}
+
+
+# -------------------------------------------------------------------------------------------------
 
 SECONDS_BETWEEN_SIGNS = 30.0  # an idle engine asks so often whether all stages are there
 DEFAULT_LIMITS = Limits()
@@ -70,7 +208,7 @@ class DecodingEngine:
         stop_ids: Sequence[int] = (),
         device: torch.device | str = "cpu",
         model_name: str = "model",
-        prompt_cells: Callable[[prompts.Prompt], int] = prompts.no_cells,
+        prompt_cells: Callable[[score_queue.Prompt], int] = score_queue.no_cells,
         has_cache: bool = True,
         reads_in_pieces: bool = False,
         matchers: Matchers | None = None,
@@ -90,7 +228,7 @@ class DecodingEngine:
         self._scheduler = Scheduler(
             limits,
             best_groups=functools.cache(self._best_groups),
-            pass_tokens=lambda count: self.choice and self.choice.pass_tokens(count),
+            pass_tokens=lambda count: self.choice.pass_tokens(count) if self.choice else None,
             num_stages=chain.num_stages,
         )
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -208,7 +346,7 @@ class DecodingEngine:
 
     def _tell_who_left(self) -> None:
         if self._scheduler.leaving:
-            self._order(Order("tidy"))
+            self._order(PassOrder("tidy"))
             self._take(self.chain.result())
 
     def score(self, items: Iterable[ScoreRequest]) -> Iterator[Scored | Failed]:
@@ -230,7 +368,7 @@ class DecodingEngine:
                     max_rows=self.limits.max_rows,
                     num_stages=self.chain.num_stages,
                 )
-            self._order(Order("tidy", leave=[(-1, row) for row in range(self.limits.max_rows)]))
+            self._order(PassOrder("tidy", leave=[(-1, row) for row in range(self.limits.max_rows)]))
             self.chain.result()
 
     def close(self) -> None:
@@ -238,7 +376,7 @@ class DecodingEngine:
         while self.chain.num_in_flight:
             self.chain.result()
         if self.chain.num_stages > 1:
-            self._order(Order("stop"))
+            self._order(PassOrder("stop"))
             self.chain.result()
 
     # -- one action after the other -------------------------------------------------------
@@ -263,7 +401,7 @@ class DecodingEngine:
         try:
             self._inbox.get(timeout=SECONDS_BETWEEN_SIGNS)()
         except queue.Empty:
-            self._order(Order("tidy"))
+            self._order(PassOrder("tidy"))
             self._take(self.chain.result())
 
     def _start_next(self) -> bool:
@@ -284,7 +422,7 @@ class DecodingEngine:
         self._order(*step_pass(group, joins, has_cache=self.has_cache))
         return True
 
-    def _order(self, order: Order, tensors: dict[str, torch.Tensor] | None = None) -> None:
+    def _order(self, order: PassOrder, tensors: dict[str, torch.Tensor] | None = None) -> None:
         order.number = next(self._numbers)
         order.leave += self._scheduler.take_leaving()
         on_device = {name: value.to(self.device) for name, value in (tensors or {}).items()}
@@ -295,7 +433,7 @@ class DecodingEngine:
         self._order(order, inputs)
         self._prompt_tokens += sum(order.lengths) if found.piece is None else len(found.piece)
 
-    def _take(self, order: Order) -> None:
+    def _take(self, order: PassOrder) -> None:
         """Hands out what an order brought."""
         self._stage_seconds = [
             a + b for a, b in zip(self._stage_seconds, order.seconds, strict=True)
@@ -312,7 +450,7 @@ class DecodingEngine:
         if not order.is_part:
             self._scheduler.came_home(order.group)
 
-    def _take_token(self, one: Scheduled, order: Order, place: int) -> None:
+    def _take_token(self, one: Scheduled, order: PassOrder, place: int) -> None:
         running: Running = one.owner
         before = running.num_tokens
         running.take_from(order, place)
@@ -338,16 +476,16 @@ class DecodingEngine:
             return
         self._running[running.key] = running
         prompt = running.request.prompt
-        length = prompts.length_of(prompt)
+        length = score_queue.length_of(prompt)
         longest = length + running.request.sampling.max_new_tokens
         self._scheduler.waiting.append(
             Scheduled(
                 row=next(self._numbers),
                 length=length,
                 longest=longest + self.prompt_cells(prompt),
-                is_alone=prompts.is_alone(prompt),
+                is_alone=score_queue.is_alone(prompt),
                 owner=running,
-                may_be_cut=self.reads_in_pieces and not prompts.is_alone(prompt),
+                may_be_cut=self.reads_in_pieces and not score_queue.is_alone(prompt),
             )
         )
 

@@ -8,12 +8,100 @@ one another through the stages; groups take steps in between.
 import itertools
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stageline.inference.decoding.cache import take_out
 from stageline.inference.decoding.group_choice import LEAST_TOKENS
-from stageline.inference.decoding.rows import Prefill, Reading, RunningGroup, Sequence
+
+# -- what the scheduler keeps of sequences and their groups: plain values, no decisions -----------
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One request on its way, as the scheduler sees it.
+
+    Attributes:
+        length: tokens of its prompt.
+        longest: tokens that it may come to.
+        is_alone: its prompt can't be read together with others': it has images.
+        may_be_cut: its prompt may be read in pieces.
+        owner: what belongs to it; of no concern here.
+    """
+
+    row: int
+    length: int
+    longest: int
+    is_alone: bool
+    owner: Any
+    may_be_cut: bool = False
+    group: int | None = None
+
+
+@dataclass
+class RunningGroup:
+    """Sequences that step together, in the order in which every stage has them.
+
+    Attributes:
+        coming: have their place, but no token yet: their prompts are read in pieces.
+        on_way: of each pass on its way, oldest first: how many pieces had been handed out then.
+            Pieces before the last one of a prompt concern no other row and are none of these.
+        since: the turn in which its last pass came back.
+    """
+
+    number: int
+    members: list[Sequence] = field(default_factory=list)
+    coming: list[Sequence] = field(default_factory=list)
+    on_way: list[int] = field(default_factory=list)
+    since: int = 0
+
+    @property
+    def is_home(self) -> bool:
+        return not self.on_way
+
+    @property
+    def cells(self) -> int:
+        """Upper limit of rows times columns."""
+        rows = [*self.members, *self.coming]
+        return len(rows) * max((one.longest for one in rows), default=0)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.members) + len(self.coming)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A prompt of which pieces are still to be read.
+
+    Attributes:
+        size: tokens of a piece; the last one may have fewer.
+        end: tokens that were handed out.
+    """
+
+    sequence: Sequence
+    size: int
+    end: int = 0
+
+    def next_piece(self) -> range:
+        """Places of the tokens that follow."""
+        return range(self.end, min(self.end + self.size, self.sequence.length))
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Prompts that are read in one pass.
+
+    Attributes:
+        piece: places of the tokens of the only prompt; None: all prompts whole.
+    """
+
+    group: RunningGroup
+    chosen: list[Sequence]
+    piece: range | None = None
+
+
+# -------------------------------------------------------------------------------------------------
 
 ROOM_TO_WAIT_FOR = 8  # an eighth of all rows
 
@@ -135,7 +223,9 @@ class Scheduler:
 
     def _next_piece(self) -> Prefill:
         reading = self.reading
+        assert reading is not None  # the callers looked
         one, piece = reading.sequence, reading.next_piece()
+        assert one.group is not None  # it got one when its reading began
         group = self.groups[one.group]
         self._num_pieces += 1
         self._was_piece = True
@@ -256,6 +346,7 @@ class Scheduler:
 
         Orders on their way still have it, and the stages keep all orders in turn.
         """
+        assert sequence.group is not None  # it runs
         group = self.groups[sequence.group]
         if sequence in group.coming:
             group.coming.remove(sequence)

@@ -7,18 +7,107 @@ import inspect
 import sys
 import time
 import traceback
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from stageline.errors import UserError
-from stageline.inference.decoding.cache import GroupCache, Window
-from stageline.inference.decoding.matchers import Matchers, RowMatcher
-from stageline.inference.decoding.order import Order, logprob_as_json, sampling_of
-from stageline.inference.decoding.request import Sampling
+from stageline.inference.decoding.cache import GroupCache, Window, take_out
+from stageline.inference.decoding.grammars import Matchers, RowMatcher
+from stageline.inference.decoding.request import (
+    PassOrder,
+    Sampling,
+    Score,
+    logprob_as_json,
+    sampling_of,
+)
 from stageline.inference.decoding.sampler import SampledRow, choose
-from stageline.inference.decoding.scores import score_row
-from stageline.inference.decoding.stage_group import Group, Tensors
+from stageline.stage import Stage
+
+# -- log-probabilities of given tokens from the logits in their places ----------------------------
+# Shapes: T places, V vocabulary.
+
+# numbers that are made float32 at a time: a long row times a vocabulary would take gigabytes
+PIECE = 2**25
+
+
+def score_row(logits_TV: torch.Tensor, targets: list[int], *, num_top: int) -> Score:
+    """Of each target, and whether each is the likeliest; the likeliest tokens in each place."""
+    num_together = max(1, PIECE // logits_TV.shape[-1])
+    ids_T = torch.tensor(targets, device=logits_TV.device)
+    values: list[float] = []
+    tops: list[list[tuple[int, float]]] = []
+    is_greedy = True
+    for logits, ids in zip(logits_TV.split(num_together), ids_T.split(num_together), strict=True):
+        logprobs = logits.float().log_softmax(-1)
+        values += logprobs.gather(-1, ids[:, None])[:, 0].tolist()
+        is_greedy &= bool((logprobs.argmax(-1) == ids).all())
+        if num_top:
+            best = logprobs.topk(min(num_top, logprobs.shape[-1]))
+            pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            tops += [list(zip(*pair, strict=True)) for pair in pairs]
+    return values, is_greedy, tops
+
+
+# -- the rows of one group on one stage: their cache, and where each of them stands ---------------
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Group:
+    """The rows of a group on this stage.
+
+    Attributes:
+        positions: of each row, the position of its next token.
+        kept: of each row, what its steps read of its prompt.
+        read: ids [B, T] of the pieces of a prompt that is not read to its end.
+    """
+
+    cache: GroupCache
+    rows: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    kept: list[Tensors] = field(default_factory=list)
+    read: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def _of_rows(self) -> tuple[list[Any], ...]:
+        return (self.rows, self.positions, self.kept)
+
+    def join(self, new: "Group") -> None:
+        """Takes the rows of another group."""
+        self.cache.join(new.cache)
+        self.rows += new.rows
+        self.positions += new.positions
+        self.kept += new.kept
+
+    def remove(self, row: int) -> None:
+        """Forgets a row; the last one takes its place."""
+        index = self.rows.index(row)
+        self.cache.remove(index)
+        for values in self._of_rows:
+            take_out(values, index)
+
+    def arrange(self, rows: list[int]) -> None:
+        """Puts the rows into an order; after a pass that failed stages may differ in it."""
+        assert sorted(self.rows) == sorted(rows), f"rows {self.rows} here, {rows} ordered"
+        for place, row in enumerate(rows):
+            other = self.rows.index(row)
+            if other != place:
+                self.cache.swap(place, other)
+                for values in self._of_rows:
+                    values[place], values[other] = values[other], values[place]
+
+    def lose(self, new: "Group") -> None:
+        """Has the rows of another group too, and nothing to read for any: their passes fail."""
+        self.cache.lose(len(new.rows))
+        self.rows += new.rows
+        self.positions += new.positions
+        self.kept += new.kept
+
+
+# -------------------------------------------------------------------------------------------------
 
 HIDDEN, EXTRA = "hidden", "extra"
 MEASURED_GROUP = -1
@@ -40,7 +129,7 @@ class StageDecoder:
 
     def __init__(
         self,
-        stage: torch.nn.Module,
+        stage: Stage,
         *,
         device: torch.device | str = "cpu",
         matchers: Matchers | None = None,
@@ -65,7 +154,7 @@ class StageDecoder:
         self._keeps_logits = stage.is_last and _can_keep_logits(stage)
 
     @torch.inference_mode()
-    def run(self, order: Order, tensors: Tensors) -> Tensors:
+    def run(self, order: PassOrder, tensors: Tensors) -> Tensors:
         """Does this stage's part of an order, in place.
 
         Args:
@@ -111,7 +200,7 @@ class StageDecoder:
 
     # -- rows come and go -----------------------------------------------------------------
 
-    def _tidy(self, order: Order) -> None:
+    def _tidy(self, order: PassOrder) -> None:
         for number, row in order.leave:
             self._remove(number, row)
         for source, target in order.join:
@@ -141,7 +230,7 @@ class StageDecoder:
 
     # -- passes ---------------------------------------------------------------------------
 
-    def _prefill(self, order: Order, tensors: Tensors) -> Tensors:
+    def _prefill(self, order: PassOrder, tensors: Tensors) -> Tensors:
         """The prompts of new rows, or a piece of one; at their ends they are in the group."""
         new = self._begun(order)
         if new is None:
@@ -173,7 +262,7 @@ class StageDecoder:
             return self._choose(order, output[:, -1])
         return _onwards(output, _others(tensors))
 
-    def _begun(self, order: Order) -> Group | None:
+    def _begun(self, order: PassOrder) -> Group | None:
         """The group that a pass over prompts writes into, with room for it.
 
         None: what comes before in the prompt is not there. A pass that fails leaves it out, too.
@@ -189,7 +278,7 @@ class StageDecoder:
         new.cache.begin(end, lengths=lengths, room=max(order.lengths))
         return new
 
-    def _welcome(self, order: Order, place: int, ids_T: torch.Tensor) -> None:
+    def _welcome(self, order: PassOrder, place: int, ids_T: torch.Tensor) -> None:
         """A new row on the last stage."""
         sampling = sampling_of(order.settings[place])
         prompt = ids_T if sampling.repetition_penalty != 1 else None
@@ -205,7 +294,7 @@ class StageDecoder:
         assert sampling.grammar is not None
         return self.matchers.make(sampling.grammar, stop_ids=sampling.stop_token_ids or ())
 
-    def _whole(self, order: Order, tensors: Tensors) -> Tensors:
+    def _whole(self, order: PassOrder, tensors: Tensors) -> Tensors:
         """One more token of rows that are read from their beginning, padded on the right.
 
         So it serves models that know neither masks nor positions, as long as they look back only.
@@ -219,13 +308,13 @@ class StageDecoder:
         places = torch.arange(len(order.rows), device=self.device)
         return self._choose(order, output[places, ends])
 
-    def _padded_right(self, order: Order, tensors: Tensors) -> dict[str, Any]:
+    def _padded_right(self, order: PassOrder, tensors: Tensors) -> dict[str, Any]:
         columns_T = torch.arange(max(order.lengths), device=self.device)
         lengths_B = torch.tensor(order.lengths, device=self.device)
         mask_BT = (columns_T < lengths_B[:, None]).long()
         return {**_others(tensors), "attention_mask": mask_BT}
 
-    def _decode(self, order: Order, tensors: Tensors) -> Tensors:
+    def _decode(self, order: PassOrder, tensors: Tensors) -> Tensors:
         """One more token of each row of a group."""
         group = self.groups[order.group]
         group.arrange(order.rows)
@@ -255,8 +344,9 @@ class StageDecoder:
             inputs["past_key_values"] = cache
             if self._keeps_logits:
                 inputs.setdefault("logits_to_keep", 1)
+        extras: list[torch.Tensor] = []
         if self.stage.is_first:
-            first, extras = tensors["input_ids"], ()
+            first = tensors["input_ids"]
         else:
             first = tensors[HIDDEN]
             extras = [value for name, value in tensors.items() if name.startswith(EXTRA)]
@@ -264,7 +354,7 @@ class StageDecoder:
             inputs["input_ids"] = batch["input_ids"]
         return self.stage(first, *extras, **inputs)
 
-    def _choose(self, order: Order, logits_BV: torch.Tensor) -> Tensors:
+    def _choose(self, order: PassOrder, logits_BV: torch.Tensor) -> Tensors:
         rows = [self.sampled[row] for row in order.rows]
         for place, found in enumerate(choose(logits_BV, rows)):
             order.tokens.append(found.token_id)
@@ -277,7 +367,7 @@ class StageDecoder:
             order.logprobs = []
         return {}
 
-    def _note(self, order: Order, place: int, token_id: int) -> None:
+    def _note(self, order: PassOrder, place: int, token_id: int) -> None:
         """A row has got a token."""
         row = self.sampled[order.rows[place]]
         row.answer_ids.append(token_id)
@@ -285,7 +375,7 @@ class StageDecoder:
         if row.matcher is not None and row.matcher.take(token_id):
             order.over.append(place)
 
-    def _score(self, order: Order, tensors: Tensors) -> Tensors:
+    def _score(self, order: PassOrder, tensors: Tensors) -> Tensors:
         """Log-probabilities of the last tokens of each row; keeps nothing."""
         width = max(order.lengths)
         if self.has_cache:
@@ -304,21 +394,21 @@ class StageDecoder:
             order.scores.append(score_row(logits_TV, targets, num_top=order.num_tops[place]))
         return {}
 
-    def _padded_left(self, order: Order, tensors: Tensors) -> dict[str, Any]:
+    def _padded_left(self, order: PassOrder, tensors: Tensors) -> dict[str, Any]:
         width = max(order.lengths)
         window = Window(len(order.rows))
         window.first_columns = [width - length for length in order.lengths]
         batch = {**_others(tensors), "attention_mask": window.mask(width, self.device)}
         return {**batch, "position_ids": self.stage.decode_positions(batch)}
 
-    def _measure(self, order: Order, tensors: Tensors) -> Tensors:
+    def _measure(self, order: PassOrder, tensors: Tensors) -> Tensors:
         """A step of a group that is not there: so many rows, all as long as the first says."""
         group = self.groups.get(MEASURED_GROUP)
         if group is None or len(group.rows) != len(order.rows):
             cache = self._new_cache(len(order.rows))
             cache.begin(order.lengths[0], lengths=order.lengths)
             cache.advance(order.lengths[0])
-            kept = [{} for _ in order.rows]
+            kept: list[Tensors] = [{} for _ in order.rows]
             group = Group(cache, list(order.rows), list(order.lengths), kept)
             self.groups[MEASURED_GROUP] = group
         output = self._step(group, tensors)
@@ -352,3 +442,46 @@ def _onwards(output: Any, others: Tensors) -> Tensors:
     }
     found = {f"{EXTRA}{place:03d}": value for place, value in enumerate(extras)}
     return {HIDDEN: hidden, **found, **small}
+
+
+# -- how much memory keys and values may take, and how many tokens that is ------------------------
+
+GIB = 2**30
+SHARE_OF_A_GPU, SHARE_OF_A_HOST = 0.8, 0.25
+UNKNOWN_HOST = 4 * GIB  # a guess that no machine is too small for
+SPARE = 1.25  # buffers are made larger than they need to be, by up to so much
+
+
+def cache_budget(
+    device: torch.device, *, gib: float | None, processes: int, host_bytes: int | None = None
+) -> int:
+    """Bytes for the cache of one stage.
+
+    Args:
+        gib: as the user says; None: a share of what is free now.
+        processes: on this machine, which share its memory.
+        host_bytes: what the host could still give; None: not known, and little is taken for it.
+    """
+    if gib is not None:
+        return int(gib * GIB)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * SHARE_OF_A_GPU)
+    free = UNKNOWN_HOST if host_bytes is None else host_bytes
+    return int(free * SHARE_OF_A_HOST / max(1, processes))
+
+
+def cells_within(budget: int, decoder: StageDecoder) -> int:
+    """Tokens whose keys and values fit on this stage.
+
+    Raises:
+        UserError: not even one does.
+    """
+    cells = int(budget / (decoder.bytes_of_a_token() * SPARE))
+    if cells < 1:
+        raise UserError(
+            f"the cache may take {budget / GIB:.2f} GiB on stage {decoder.stage.stage}, and one "
+            f"token takes {decoder.bytes_of_a_token()} bytes there. Room for whole prompts was "
+            "expected: raise `cache_gib`, or use more stages."
+        )
+    return cells

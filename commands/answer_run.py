@@ -1,0 +1,480 @@
+"""A run that answers, from its options: what evaluate.py and infer.py share."""
+
+import dataclasses
+import functools
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commands.decode_run import DTYPES, num_processes, open_decoding
+from options.command_line import typed
+from options.data import NAMES
+from options.engine import ENGINE_KEYS, DecodeOptions, device_memory
+from options.model import adapter_arguments
+from options.parts import takes
+from parse_args import Arguments
+from register import load_target
+from stageline.checkpoint.plain_folder import plain_folder
+from stageline.data.batches.batch import encode_sample
+from stageline.data.images.image_settings import ImageSettings
+from stageline.data.images.tiling import Tiling, match_config, prepare_images
+from stageline.distributed.launch import launch_if_needed, launchers_store
+from stageline.errors import DataError, RemoteError, UserError
+from stageline.evaluation.compare import check_same_samples
+from stageline.evaluation.predictions import PredictionFile, merge_shards, shard_path
+from stageline.evaluation.replicas import EvaluationReplicas
+from stageline.evaluation.runner import Asking, FewShot, Outcome, predict
+from stageline.inference.model_bytes import Load
+from stageline.inference.model_cutter import Wanted
+from stageline.inference.vllm_engine import check_vllm, open_vllm
+from stageline.model_folder import load_config
+
+# -- where a model that answers will lie: for the builder part, and for --plan --------------------
+
+
+def placement_arguments(run: Any, builder: Any) -> dict[str, Any]:
+    """What the options say of devices, for a builder part; fewer for one that counts layers."""
+    if takes(builder, "placement") == "no":
+        return {"visual_gpu_ratio": run.visual_gpu_ratio or 0.0}
+    load = Load(rows=getattr(run, "batch_size", 1), length=run.plan_length, images=run.plan_images)
+    wanted = Wanted(memory=device_memory(run), load=load)
+    return {"visual_gpu_ratio": run.visual_gpu_ratio, "placement": wanted}
+
+
+def show_plan(builder: Any, model_path: str, **given: Any) -> None:
+    """Prints what the builder part would place where.
+
+    Raises:
+        UserError: the part has no plan.
+    """
+    plan = builder.facts["plan"]
+    if plan is None:
+        raise UserError(
+            f"--plan came with --builder {builder.key}, which has no plan to show. A part that is "
+            "registered with plan=... was expected: use --builder auto, or leave --plan out."
+        )
+    print(load_target(plan)(model_path, **given))
+
+
+# -- what answers in evaluate.py and infer.py: a model here, a pipeline of stages, vLLM, an endpoint
+# All give the model parts something to ask, and the run a processor; which one it was is in
+# engine.json beside the predictions, and changes no greedy answer but for rounding.
+
+SECONDS_TO_MEET = 600.0
+EXPORTED = "~/.cache/stageline/exported"  # what vLLM reads
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What answers.
+
+    Attributes:
+        model: what a model part gets: a model, an endpoint or an engine.
+        facts: for the report: where it runs.
+        has_own_batches: it takes many samples at once and batches them itself.
+        config: of the model, where there is one.
+    """
+
+    model: Any
+    processor: Any
+    facts: dict[str, Any] = field(default_factory=dict)
+    has_own_batches: bool = False
+    config: Any = None
+
+
+def find_place(arguments: Arguments) -> EvaluationReplicas:
+    """Starts the processes of the run, if it needs several; returns in each of them.
+
+    Raises:
+        UserError: processes and replicas do not fit, or there are too few GPUs.
+    """
+    run = arguments.run
+    _check_builder(arguments)
+    if run.engine == "pipeline":
+        wanted = num_processes(run, run.device, num_replicas=run.num_replicas)
+        run.num_replicas = wanted // run.num_stages
+    else:
+        wanted = run.num_replicas = run.num_replicas or 1
+    launch_if_needed(wanted)
+    rank = int(os.environ.get("RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != wanted:
+        raise UserError(
+            f"{world_size} processes were started for --num-replicas {run.num_replicas}. {wanted} "
+            "were expected, because each replica has a process of its own: leave torchrun out, or "
+            "correct the numbers."
+        )
+    num_stages = wanted // run.num_replicas
+    return EvaluationReplicas(
+        index=rank // num_stages,
+        count=run.num_replicas,
+        is_first=rank % num_stages == 0,
+        store=_store(rank, world_size),
+    )
+
+
+def _check_builder(arguments: Arguments) -> None:
+    """Refuses options of a builder part that an engine does not call."""
+    engine, builder = arguments.run.engine, arguments.parts["builder"]
+    if engine not in ("pipeline", "vllm"):
+        return
+    defaults = inspect.signature(builder.part).parameters
+    given = [
+        f"--builder.{name} {value}"
+        for name, value in builder.kwargs.items()
+        if name in defaults and value != defaults[name].default
+    ]
+    if builder.key != ENGINE_KEYS[engine]["builder"]:
+        given.insert(0, f"--builder {builder.key}")
+    if given:
+        raise UserError(
+            f"{' '.join(given)} came with --engine {engine}. It was expected with --engine "
+            "device_map alone, because this engine builds its model by itself: leave it out."
+        )
+
+
+def _num_gpus(device: str) -> int:
+    # is_available() would start the driver, which then no longer looks at CUDA_VISIBLE_DEVICES
+    return 0 if device == "cpu" else torch.cuda.device_count()
+
+
+def _store(rank: int, world_size: int) -> Any:
+    if world_size == 1:
+        return None
+    store = launchers_store(rank, world_size, timeout=SECONDS_TO_MEET)
+    return store or next(dist.rendezvous("env://", rank, world_size))[0]
+
+
+@contextmanager
+def opened(arguments: Arguments, replicas: EvaluationReplicas) -> Iterator[Opened | None]:
+    """What answers; None in a process that only computes for its replica, once it has done so."""
+    engine = arguments.run.engine
+    if engine == "pipeline":
+        with _pipeline(arguments) as found:
+            yield found
+    elif engine == "vllm":
+        yield _vllm(arguments)
+    else:
+        _take_own_gpus(arguments.run, replicas)
+        yield _whole(arguments)
+
+
+def _whole(arguments: Arguments) -> Opened:
+    """What the builder part makes: a model over some devices, or an endpoint."""
+    model, processor, device_map = build_model(arguments)
+    facts = {"device_map": {name: str(place) for name, place in device_map.items()}}
+    return Opened(model, processor, facts, config=getattr(model, "config", None))
+
+
+def build_model(arguments: Arguments) -> tuple[Any, Any, dict[str, Any]]:
+    """What the builder part makes: model, processor and device_map."""
+    builder = arguments.parts["builder"]
+    return builder.part(arguments.run.model_path, **_builder_arguments(arguments))
+
+
+def plan_model(arguments: Arguments) -> int:
+    """Prints what would lie on which device; returns the exit code."""
+    show_plan(arguments.parts["builder"], arguments.run.model_path, **_builder_arguments(arguments))
+    return 0
+
+
+def _builder_arguments(arguments: Arguments) -> dict[str, Any]:
+    run, builder = arguments.run, arguments.parts["builder"]
+    return {
+        **placement_arguments(run, builder.part),
+        "dtype": DTYPES[run.precision],
+        "num_devices": run.num_devices,
+        "device": run.device,
+        **adapter_arguments(run),
+        "trust_remote_code": run.trust_remote_code,
+        **builder.kwargs,
+    }
+
+
+def _take_own_gpus(run: Any, replicas: EvaluationReplicas) -> None:
+    """Leaves this process the GPUs of its replica; before any of them is touched."""
+    num_gpus = _num_gpus(run.device)
+    if replicas.count == 1 or num_gpus == 0:
+        return
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = shown.split(",") if shown else [str(index) for index in range(num_gpus)]
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", replicas.count))  # replicas of this machine
+    each = run.num_devices or len(gpus) // here
+    if each * here > len(gpus) or each == 0:
+        raise UserError(
+            f"{here} replicas with {max(each, 1)} devices each, and this machine shows {len(gpus)} "
+            "GPUs. As many were expected, because replicas share none: lower --num-replicas or "
+            "--num-devices, look at CUDA_VISIBLE_DEVICES, or take --device cpu."
+        )
+    first = int(os.environ.get("LOCAL_RANK", replicas.index)) * each
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first : first + each])
+
+
+@contextmanager
+def _pipeline(arguments: Arguments) -> Iterator[Opened | None]:
+    with open_decoding(arguments.run) as found:
+        if found is None:
+            yield None
+            return
+        engine = found.engine
+        facts = {
+            "num_stages": engine.chain.num_stages,
+            "max_running": engine.limits.max_rows,
+            "num_groups": engine.limits.num_groups or "measured",
+        }
+        yield Opened(engine, found.processor, facts, has_own_batches=True, config=found.config)
+
+
+def _vllm(arguments: Arguments) -> Opened:
+    """vLLM on a plain folder, exported first; it answers and scores as a decoding engine does."""
+    run = arguments.run
+    check_vllm()  # before an export
+    folder = plain_folder(
+        run.model_path,
+        cache=EXPORTED,
+        adapter_paths=run.adapter_path or (),
+        adapter_weights=run.adapter_weights,
+        trust_remote_code=run.trust_remote_code,
+    )
+    engine = open_vllm(
+        folder,
+        dtype=DTYPES[run.precision],
+        num_devices=run.num_devices,
+        seed=run.seed,
+        max_length=run.max_length,
+        images_per_prompt=run.max_images_per_sample,
+        trust_remote_code=run.trust_remote_code,
+    )
+    config = load_config(folder, trust_remote_code=run.trust_remote_code)
+    facts = {"tensor_parallel_size": engine.num_devices, "folder": str(folder)}
+    return Opened(engine, engine.processor, facts, has_own_batches=True, config=config)
+
+
+# -------------------------------------------------------------------------------------------------
+
+ENGINE_FILE = "engine.json"
+# what a model part may ask for besides images and prompts
+HANDED_OVER = ("samples", "batch_size")
+
+
+def check_model_path(model_path: str | None, builder: Callable) -> None:
+    """Refuses a missing --model-path, where the builder part takes one: its first argument."""
+    first = next(iter(inspect.signature(builder).parameters.values()))
+    if model_path is None and first.default is first.empty:
+        raise UserError(
+            "--model-path is missing. A folder with config.json and weights, or an adapter folder, "
+            "was expected, because it is what answers: give the checkpoint of a run, such as "
+            "runs/digits/checkpoints/step-00000400."
+        )
+
+
+def answer_settings(arguments: Arguments) -> dict[str, Any]:
+    """All that changes an answer; where files are written and on how many devices does not.
+
+    Nor does the engine, as long as the likeliest tokens are taken.
+    """
+    left_out = {
+        *("output-dir", "limit", "batch-size", "num-devices", "visual-gpu-ratio", "metric"),
+        *("image-cache", "image-cache-gib", "max-image-pixels", "max-images-per-sample"),
+        *("device-memory", "plan-length", "plan-images", "num-replicas"),
+        *("compare-with", "bootstrap-resamples", "bootstrap-seed", "skip-bad-rows"),
+        *("prompts", "text", "print-answers"),  # the samples themselves are compared
+        *(typed(item.name)[2:] for item in dataclasses.fields(DecodeOptions)),
+    }
+    run = arguments.run
+    if not getattr(run, "num_fewshot", 0):
+        left_out |= set(NAMES)
+    if run.max_length is not None:  # the only one of these that may end an answer
+        left_out.discard("max-length")
+    if run.engine in ("device_map", "api") or run.temperature == 0:
+        left_out.add("engine")
+    for name, chosen in arguments.parts.items():
+        without_effect = chosen.facts.get("without_effect", ())
+        left_out |= {typed(f"{name}.{option}")[2:] for option in without_effect}
+    config = arguments.as_config()
+    return {name: value for name, value in config.items() if name not in left_out}
+
+
+def answer_rows(
+    arguments: Arguments,
+    dataset: Any,
+    rows: range,
+    *,
+    path: Path,
+    settings_key: str,
+    images: ImageSettings,
+    replicas: EvaluationReplicas,
+) -> tuple[Outcome, PredictionFile]:
+    """Answers what the file of predictions does not hold yet, each replica its share.
+
+    Returns in every process; the file is whole in the main one.
+    """
+    if replicas.is_main:
+        merge_shards(path)  # of a run that was killed
+        replicas.tell("merged")
+    replicas.wait_for_main("merged")
+    file = PredictionFile(path, settings_key=settings_key)
+    samples = {row: dataset[row][1] for row in rows}
+    check_same_samples(file.records, list(samples.values()), path=file.path)
+    missing = [row for row in rows if str(samples[row]["id"]) not in file.records]
+    if not missing:
+        if replicas.is_main:
+            print(f"{file.path} holds all {len(rows)} predictions already")
+        return Outcome(), file
+    several = replicas.count > 1
+    share = replicas.share(missing) if several else rows
+    own, outcome = file, Outcome()
+    if several and share:
+        own = PredictionFile(shard_path(path, replicas.index), settings_key=settings_key)
+    if share or arguments.run.engine == "pipeline":  # its processes come together
+        with opened(arguments, replicas) as found:
+            if found is not None:
+                write_engine(arguments, found, replicas, path.parent / ENGINE_FILE)
+                outcome = ask(arguments, dataset, share, own, found, images, replicas)
+    if not several:
+        return outcome, file
+    replicas.tell("answered")
+    if not replicas.is_main:
+        return outcome, own
+    replicas.wait_for_all("answered")
+    merge_shards(path)
+    file = PredictionFile(path, settings_key=settings_key)
+    return outcome_of(file, [str(samples[row]["id"]) for row in missing]), file
+
+
+def outcome_of(file: PredictionFile, sample_ids: list[str]) -> Outcome:
+    """What became of samples that several replicas were asked."""
+    left = [sample_id for sample_id in sample_ids if sample_id not in file.records]
+    failed = {sample_id: file.errors[sample_id] for sample_id in left if sample_id in file.errors}
+    return Outcome([sample_id for sample_id in left if sample_id not in failed], failed)
+
+
+def ask(
+    arguments: Arguments,
+    dataset: Any,
+    rows: Any,
+    file: PredictionFile,
+    found: Opened,
+    images: ImageSettings,
+    replicas: EvaluationReplicas,
+) -> Outcome:
+    """Asks the model part for the given rows."""
+    run, parts = arguments.run, arguments.parts
+    processor, part = found.processor, parts["model"].part
+    tiling = Tiling(**run.tiling())
+    prepare_images(processor, images, tiling)
+    if tiling.is_given and found.config is not None:
+        match_config(found.config, processor)
+    texts = {
+        "prompt": parts["prompt"].part,
+        "prompt_fn": fill_function(arguments),
+        "image_token": functools.partial(parts["image_token"].part, **parts["image_token"].kwargs),
+    }
+    answer = functools.partial(
+        part,
+        found.model,
+        processor,
+        max_new_tokens=run.max_new_tokens,
+        temperature=run.temperature,
+        seed=run.seed,
+        **parts["model"].kwargs,
+    )
+    is_measured = processor is not None and not found.has_own_batches
+    asking = Asking(
+        run.batch_size,
+        length_of=functools.partial(num_tokens, processor=processor) if is_measured else None,
+        has_own_batches=found.has_own_batches,
+        for_generation=parts["model"].facts["for_generation"],
+        hands_over=frozenset(name for name in HANDED_OVER if takes(part, name) != "no"),
+        is_shown=replicas.is_main,
+    )
+    return predict(
+        dataset, rows, answer=answer, texts=texts, processor=processor, file=file, asking=asking
+    )
+
+
+def fill_function(arguments: Arguments) -> Callable:
+    """The prompt_fn part with its options, and with examples for each sample where asked for.
+
+    Raises:
+        UserError: a part shows no examples, or the dataset part has no splits.
+    """
+    run, parts = arguments.run, arguments.parts
+    chosen = parts["prompt_fn"]
+    fill = functools.partial(chosen.part, **chosen.kwargs)
+    if not getattr(run, "num_fewshot", 0):
+        return fill
+    for name, argument in (("prompt_fn", "examples"), ("dataset", "split")):
+        if takes(parts[name].part, argument) == "no":
+            raise UserError(
+                f"--num-fewshot {run.num_fewshot} came with --{typed(name)[2:]} {parts[name].key}, "
+                f"which takes no {argument}. A part with it was expected, because examples are "
+                "drawn from a split and written by the prompt_fn: choose such a part, or leave "
+                "--num-fewshot out."
+            )
+    kwargs = {**parts["dataset"].kwargs, "split": run.fewshot_split}
+    fewshot = FewShot(
+        parts["dataset"].part(dataset_path=run.dataset_path, **kwargs),
+        count=run.num_fewshot,
+        seed=run.fewshot_seed,
+        per_sample=run.fewshot_per_sample,
+    )
+
+    def fill_with_examples(sample: Any, prompt: str, **options: Any) -> Any:
+        return fill(sample, prompt, examples=fewshot.of(sample), **options)
+
+    return fill_with_examples
+
+
+def num_tokens(rendered: Any, images: Any, *, processor: Any) -> int:
+    """The length of a prompt, its pictures included."""
+    return len(encode_sample(rendered, images, processor=processor, name=rendered.name))
+
+
+def write_engine(
+    arguments: Arguments, found: Opened, replicas: EvaluationReplicas, path: Path
+) -> dict[str, Any]:
+    """Says what answers, in engine.json and on the screen of the main process."""
+    run = arguments.run
+    facts = {
+        "engine": run.engine,
+        "dtype": run.precision,
+        "num_replicas": replicas.count,
+        **found.facts,
+    }
+    if replicas.is_main:
+        path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        devices = found.facts.get("device_map")
+        if devices is not None:
+            print(f"devices: {sorted(set(devices.values()))}")
+    return facts
+
+
+def is_complete(outcome: Outcome, rows: range, file: PredictionFile, *, engine: str) -> bool:
+    """Whether every row has its answer; says so where some come later.
+
+    Raises:
+        RemoteError, DataError: some could not be had, from elsewhere or here.
+    """
+    if outcome.failed:
+        sample_id, why = next(iter(outcome.failed.items()))
+        kind = DataError if engine in ("pipeline", "vllm") else RemoteError
+        raise kind(
+            f"{len(outcome.failed)} of {len(rows)} samples got no answer, such as {sample_id}: "
+            f"{why}. The answers that came are in {file.path}: start again with the same options "
+            "and only the others are asked for."
+        )
+    if outcome.pending:
+        print(
+            f"{len(outcome.pending)} of {len(rows)} samples wait for their answers: hand the "
+            "request files in, and run again with --model.answers_path and what comes back"
+        )
+    return not outcome.pending

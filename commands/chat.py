@@ -1,0 +1,125 @@
+"""Talks with a model in the terminal; answers appear as they are made.
+
+python chat.py --model-path my_model
+python chat.py --server http://127.0.0.1:8000
+
+A line is a message; one that ends with a backslash goes on, and so does a block of ```. /help
+lists the commands, /exit or the end of the input ends. Ctrl-C stops an answer; at the prompt it
+ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+from options.answer import ChatConfig
+from options.answer_args import ChatArguments, parse_chat_args
+from options.fields import check_limits
+from register import freeze_registers, import_shelf
+from stageline.distributed.stop import release_signals
+from stageline.errors import INTERRUPTED, UserError
+
+if TYPE_CHECKING:
+    from stageline.inference.dialogue import LocalModel, Server
+
+SHELF = ("models", "prompt_fn")
+SETTINGS = ("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed")
+
+
+def main() -> int:
+    """Talks until the input ends; returns the exit code."""
+    import_shelf(*(() if "--list" in sys.argv else SHELF))  # the list shows everything
+    arguments = parse_chat_args()
+    freeze_registers()
+    from commands.answer_run import check_model_path, plan_model  # after the options: --help
+    from stageline.inference.dialogue import HELP, Dialogue, note, read_message
+
+    if not arguments.run.server:
+        check_model_path(arguments.run.model_path, arguments.parts["builder"].part)
+        if arguments.run.plan:
+            return plan_model(arguments)
+    engine = open_server(arguments.run) if arguments.run.server else open_model(arguments)
+    answering = {name: getattr(arguments.run, name) for name in SETTINGS}
+    dialogue = Dialogue(
+        engine,
+        write=functools.partial(print, end="", flush=True),
+        change=functools.partial(changed, arguments.run),
+        **answering,
+    )
+    release_signals()  # nothing is saved that a stop would have to wait for
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        import readline  # noqa: F401 - lets input() edit a line
+
+        note(HELP)
+    while True:
+        try:
+            message = read_message(input, prompt="> " if is_terminal else "")
+        except EOFError:
+            return 0
+        except KeyboardInterrupt:
+            return INTERRUPTED
+        if message and not dialogue.respond(message):
+            return 0
+
+
+def open_model(arguments: ChatArguments) -> LocalModel:
+    """Loads the model.
+
+    Raises:
+        UserError: the builder part loads none here.
+    """
+    import torch
+    import transformers
+
+    from commands.answer_run import build_model
+    from stageline.inference.dialogue import LocalModel
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    model, processor, _ = build_model(arguments)
+    if processor is None or not isinstance(model, torch.nn.Module):
+        raise UserError(
+            f"--builder {arguments.parts['builder'].key} loads no model here. One with a tokenizer "
+            "was expected, because its answers are shown token by token: use --builder auto."
+        )
+    render, image_token = (
+        functools.partial(arguments.parts[name].part, **arguments.parts[name].kwargs)
+        for name in ("prompt_fn", "image_token")
+    )
+    return LocalModel(model, processor, render=render, image_token=image_token)
+
+
+def open_server(run: ChatConfig) -> Server:
+    """Looks whether the server is there, and which model it has."""
+    from stageline.inference.dialogue import Server, note, server_url
+    from stageline.inference.remote import Endpoint
+
+    endpoint = Endpoint(
+        name=run.server_model or "",
+        base_url=server_url(run.server or ""),
+        api_key_env=run.api_key_env,
+        max_retries=1,  # a person waits
+    )
+    server = Server(endpoint)
+    note(f"{endpoint.name} at {endpoint.base_url}")
+    return server
+
+
+def changed(run: ChatConfig, settings: dict[str, Any], name: str, text: str) -> dict[str, Any]:
+    """The settings with one of them changed.
+
+    Raises:
+        ValueError: there is none of this name, or the value is none for it.
+    """
+    if name not in settings:
+        raise ValueError(f"no setting {name!r}; there are {', '.join(settings)}")
+    value = type(settings[name])(text)
+    check_limits(dataclasses.replace(run, **{name: value}))
+    return {**settings, name: value}

@@ -1,0 +1,218 @@
+"""The `stageline` command: `stageline train run.yaml total_steps=5` runs a command of this folder.
+
+A command that has a file of its own at the root runs as `python train_pp.py` would. Options and
+exit codes are the command's; this file knows none of its options, and loads neither torch nor a
+command to list what there is.
+"""
+
+import difflib
+import importlib
+import importlib.metadata
+import os
+import platform
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stageline.errors import INTERRUPTED, UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG_NAMES = (".yaml", ".yml", ".json")
+ACTION = re.compile("[a-z][a-z-]*")
+OVERRIDE = re.compile(r"([A-Za-z][\w-]*)((?:\.[\w.-]+)?)=(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a word after `stageline` stands for.
+
+    Attributes:
+        module: what runs it, below `commands`.
+        holds: one line for the list.
+        door: its file at the root, which workers are started with; empty: it has none.
+        words: what is added to its options.
+        has_actions: its first word says what to do, before files and options.
+        has_plain_words: its words are taken as they are.
+    """
+
+    module: str
+    holds: str
+    door: str = ""
+    words: tuple[str, ...] = ()
+    has_actions: bool = False
+    has_plain_words: bool = False
+
+
+TRAIN = "train_pp.py"
+COMMANDS = {
+    "train": Command("train", "train, the stages of the model on one or several processes", TRAIN),
+    "plan": Command(
+        "train", "times, memory and bubble of a training, which is not started", TRAIN, ("--plan",)
+    ),
+    "validate": Command(
+        "train", "check options and data of a training, then stop", TRAIN, ("--check-only",)
+    ),
+    "check": Command("check", "compare a split model with the whole one, on the CPU"),
+    "eval": Command("evaluate", "answer a dataset, score the answers, report", "evaluate.py"),
+    "infer": Command("infer", "answer prompts of a file or of the command line"),
+    "lm-eval": Command("lm_eval", "run tasks of lm-evaluation-harness"),
+    "chat": Command("chat", "talk with a model in the terminal"),
+    "export": Command("export", "make one Hugging Face folder of a checkpoint", "export.py"),
+    "corpus": Command(
+        "corpus",
+        "build, merge, check and show a corpus for pre-training",
+        "corpus.py",
+        has_actions=True,
+    ),
+    "serve": Command("serve", "answer over HTTP as OpenAI's API does", "serve.py"),
+    "tiny": Command(
+        "tiny", "write the folder of a tiny model, to try things on a CPU", has_plain_words=True
+    ),
+    "list": Command(
+        "train", "every part that can be chosen, with file and line", TRAIN, ("--list",)
+    ),
+}
+ENVIRONMENT = "env"
+ENVIRONMENT_HOLDS = "versions and devices, for a report of a bug"
+
+
+def main() -> int:
+    """Runs what the command line says.
+
+    Returns:
+        The exit code, unless the command ends the process by itself.
+    """
+    name, *words = sys.argv[1:] or ["--help"]
+    try:
+        if name in ("-h", "--help", "help"):
+            print(overview(), end="")
+            return 0
+        if name == ENVIRONMENT:
+            print(describe())
+            return 0
+        command = find_command(name)
+        num_own = int(command.has_actions and bool(words) and bool(ACTION.fullmatch(words[0])))
+        if not command.has_plain_words:
+            words = [*words[:num_own], *rewritten(words[num_own:]), *command.words]
+        # workers are started with these words again
+        if command.door:
+            sys.argv = [str(ROOT / command.door), *words]
+        else:
+            sys.argv = [str(ROOT / "stageline" / "__main__.py"), name, *words]
+    except UserError as error:
+        print(f"error[{error.kind}]: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:  # before the command could take care of it
+        return INTERRUPTED
+    from stageline.distributed.failure import run_entry
+
+    run_entry(importlib.import_module(f"commands.{command.module}").main)
+
+
+def overview() -> str:
+    """All commands of this version, a line each."""
+    there = {name: command.holds for name, command in COMMANDS.items()}
+    lines = [
+        f"  {name:<10}{holds}" for name, holds in [*there.items(), (ENVIRONMENT, ENVIRONMENT_HOLDS)]
+    ]
+    return "\n".join(
+        [
+            "stageline COMMAND [CONFIG.yaml ...] [NAME=VALUE ...] [--option VALUE ...]",
+            "",
+            *lines,
+            "",
+            "`stageline COMMAND --help` lists its options. What comes later wins: the config files",
+            "in order, NAME=VALUE (learning_rate=1e-4, dataset.test_size=0.2), then options.",
+            "",
+        ]
+    )
+
+
+def find_command(name: str) -> Command:
+    """The command of a name.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name in COMMANDS:
+        return COMMANDS[name]
+    known = [*COMMANDS, ENVIRONMENT]
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    raise UserError(
+        f"{name!r} is no command of stageline.{hint} One of {', '.join(known)} was expected, "
+        "because it says what is to be done; `stageline --help` has a line on each."
+    )
+
+
+def rewritten(words: Sequence[str]) -> list[str]:
+    """The words of an entry file: config files and NAME=VALUE in front become options.
+
+    From the first option on words are left as they are, since they may be values.
+    """
+    front: list[str] = []
+    for place, word in enumerate(words):
+        match = OVERRIDE.fullmatch(word)
+        if word.startswith("-"):
+            return [*front, *words[place:]]
+        if match:
+            front.append(f"--{match[1].replace('_', '-')}{match[2]}={match[3]}")
+        elif word.endswith(CONFIG_NAMES):
+            front += ["--config", word]
+        else:
+            raise UserError(
+                f"{word!r} belongs to no option. Config files ({', '.join(CONFIG_NAMES)}), "
+                "NAME=VALUE or options, --name value, were expected, because every value has a "
+                "name. Put the name before it."
+            )
+    return front
+
+
+# -- what a report of a bug should say: versions, devices, cores and memory of this machine -------
+
+PACKAGES = ("torch", "transformers", "datasets", "peft", "accelerate")
+
+
+def describe() -> str:
+    """A line each."""
+    lines = [("stageline", _version("stageline")), ("python", platform.python_version())]
+    lines += [(name, _version(name)) for name in PACKAGES]
+    lines += [("system", platform.platform()), *_devices()]
+    lines += [("cores", _cores()), ("memory", _memory())]
+    return "\n".join(f"{name:<14}{value}" for name, value in lines)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _devices() -> list[tuple[str, str]]:
+    try:
+        import torch
+    except ImportError as error:
+        return [("CUDA", f"torch can't be imported: {error}")]
+    if not torch.cuda.is_available():
+        return [("CUDA", f"no device; torch was built for CUDA {torch.version.cuda or 'none'}")]
+    found = [("CUDA", str(torch.version.cuda))]
+    for index in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(index)
+        found.append((f"device {index}", f"{about.name}, {about.total_memory / 2**30:.1f} GiB"))
+    return found
+
+
+def _cores() -> str:
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    return f"{os.cpu_count()}" + (f", {allowed} for this process" if allowed else "")
+
+
+def _memory() -> str:
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return "unknown"
+    return f"{total / 2**30:.1f} GiB"

@@ -1,0 +1,208 @@
+"""A pipelined decoding engine from the options of a run: for evaluate, infer, chat and serve.
+
+with open_decoding(run) as decoding:
+    if decoding is not None:      # the first rank of a replica; the others have followed it
+        for answer in decoding.engine.answer(requests): ...
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commands.stages import AnsweringModel
+from options.engine import DecodeOptions
+from stageline.checkpoint.host_memory import available_memory
+from stageline.checkpoint.layout import Ranks
+from stageline.data.text.processor import get_tokenizer, load_processor
+from stageline.distributed.failure import name_stages
+from stageline.distributed.launch import launch_if_needed
+from stageline.distributed.process_group import DistributedContext, distributed_context
+from stageline.errors import UserError
+from stageline.inference.decoding.chain import LocalChain, RankChain, follow, make_wire
+from stageline.inference.decoding.engine import DecodingEngine
+from stageline.inference.decoding.grammars import Matchers
+from stageline.inference.decoding.scheduler import Limits
+from stageline.inference.decoding.stage_decoder import StageDecoder, cache_budget, cells_within
+from stageline.inference.decoding.stop_ids import stop_ids_of
+from stageline.model_folder import find_folder
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """An engine and where it stands.
+
+    Attributes:
+        config: of the model.
+    """
+
+    engine: DecodingEngine
+    processor: Any
+    config: Any
+
+
+def num_processes(run: DecodeOptions, device: str, *, num_replicas: int | None = 1) -> int:
+    """Processes of a run; fills in the number of stages where it was left open.
+
+    Args:
+        num_replicas: copies of the pipeline that share the work; None: as many as the GPUs allow.
+
+    Raises:
+        UserError: torchrun started another number.
+    """
+    started = int(os.environ.get("WORLD_SIZE", "0"))
+    have = started or (torch.cuda.device_count() if device != "cpu" else 0)
+    if run.num_stages is None:
+        run.num_stages = max(1, have // (num_replicas or 1))
+    if num_replicas is None:
+        num_replicas = max(1, have // run.num_stages)
+    wanted = run.num_stages * num_replicas
+    if started and started != wanted:
+        times = f" times --num-replicas {num_replicas}" if num_replicas > 1 else ""
+        raise UserError(
+            f"{started} processes were started for --num-stages {run.num_stages}{times}. {wanted} "
+            "were expected, because each stage has a process of its own: leave torchrun out, or "
+            "correct the numbers."
+        )
+    return wanted
+
+
+def launch_decoding(run: Any) -> None:
+    """Starts the processes, where there are to be several; returns in each of them."""
+    launch_if_needed(num_processes(run, run.device))
+
+
+@contextlib.contextmanager
+def open_decoding(run: Any, *, model_path: str | None = None) -> Iterator[Decoding | None]:
+    """Builds this rank's stage; the first rank of each replica gets an engine.
+
+    Args:
+        run: has the options of `DecodeOptions`, and model_path, adapter_path, precision, device,
+            trust_remote_code; the number of stages is known (`num_processes`).
+
+    Yields:
+        None on the other ranks, when they have followed the engine to its end.
+    """
+    model = answering_model(run, model_path or run.model_path)
+    with distributed_context(num_ranks=run.num_stages, device=run.device) as context:
+        name_stages([context.pp_rank])
+        model.prove(run.prove_split, Ranks.of(None))
+        model.check_names(context.pp_rank, Ranks.of(context.pp_group))
+        stage = model.build(context.pp_rank, context.device)
+        decoder = StageDecoder(
+            stage, device=context.device, matchers=Matchers(lambda: load_tokenizer(run, model))
+        )
+        limits = make_limits(run, model, decoder, context)
+        wire = None
+        if context.num_ranks > 1:
+            wire = make_wire(
+                context.rank,
+                num_stages=context.num_ranks,
+                num_replicas=context.num_replicas,
+                device=context.device,
+            )
+        if context.pp_rank > 0:
+            follow(decoder, wire, num_stages=context.num_ranks)
+            yield None
+            return
+        chain = (
+            LocalChain([decoder])
+            if wire is None
+            else RankChain(decoder, wire, num_stages=context.num_ranks)
+        )
+        engine, processor = make_engine(
+            run, model, chain, limits, decoder=decoder, device=context.device
+        )
+        yield Decoding(engine, processor, model.config)
+        # not in a `finally`: after an exception the other ranks hear of it, and end
+        engine.close()
+
+
+def answering_model(run: Any, model_path: str) -> AnsweringModel:
+    """What the options say of the model.
+
+    Raises:
+        UserError: adapters are weighted, which stages don't do.
+    """
+    if getattr(run, "adapter_weights", None):
+        raise UserError(
+            "--adapter-weights came with pipelined decoding. Adapters at their full weight were "
+            "expected, because stages add them as they are: merge them with scripts/export.sh "
+            "--merge --adapter-weights first, or use --engine device_map."
+        )
+    return AnsweringModel(
+        folder=find_folder(model_path),
+        num_stages=run.num_stages,
+        dtype=DTYPES[run.precision],
+        adapters=tuple(run.adapter_path or ()),
+        merges=run.merge_adapters,
+        key=run.train_model,
+        partition=tuple(run.partition) if run.partition else None,
+        trust_remote_code=run.trust_remote_code,
+    )
+
+
+def make_limits(
+    run: Any, model: AnsweringModel, decoder: StageDecoder, context: DistributedContext
+) -> Limits:
+    """What is done at a time: as much as the fullest stage has room for."""
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    known = [length for length in (positions, run.max_length) if length is not None]
+    budget = cache_budget(
+        context.device,
+        gib=run.cache_gib,
+        processes=int(os.environ.get("LOCAL_WORLD_SIZE", context.world_size)),
+        host_bytes=available_memory(),
+    )
+    cells = torch.tensor(cells_within(budget, decoder))
+    if context.world_size > 1:
+        dist.all_reduce(cells, op=dist.ReduceOp.MIN, group=dist.new_group(backend="gloo"))
+    return Limits(
+        max_rows=run.max_running,
+        prefill_tokens=run.prefill_tokens,
+        max_cells=int(cells),
+        max_length=min(known, default=2**20),
+        num_groups=run.num_groups,
+    )
+
+
+def make_engine(
+    run: Any,
+    model: AnsweringModel,
+    chain: Any,
+    limits: Limits,
+    *,
+    decoder: StageDecoder,
+    device: torch.device,
+) -> tuple[DecodingEngine, Any]:
+    """The engine of one replica, and the processor that prompts are encoded with."""
+    folder = model.processor_folder()
+    processor = load_processor(folder, trust_remote_code=run.trust_remote_code)
+    tokenizer = get_tokenizer(processor)
+    engine = DecodingEngine(
+        chain,
+        tokenizer=tokenizer,
+        processor=processor,
+        limits=limits,
+        stop_ids=stop_ids_of(model.base, model.config, tokenizer),
+        device=device,
+        model_name=Path(model.folder).name,
+        prompt_cells=decoder.stage.fixed_cells,
+        has_cache=decoder.has_cache,
+        reads_in_pieces=decoder.reads_in_pieces,
+        matchers=decoder.matchers,
+    )
+    return engine, processor
+
+
+def load_tokenizer(run: Any, model: AnsweringModel) -> Any:
+    """The tokenizer of the processor."""
+    folder = model.processor_folder()
+    return get_tokenizer(load_processor(folder, trust_remote_code=run.trust_remote_code))

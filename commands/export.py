@@ -1,0 +1,244 @@
+"""Entry file: makes one plain Hugging Face folder of a checkpoint that a run saved.
+
+python export.py --model-path runs/x/checkpoints/step-100 --output-path my_model --merge
+
+`checkpoints/best` in place of a step is the best evaluation's, of a run with --save-best.
+"""
+
+import argparse
+import functools
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from commands.stages import lora_options, stage_key
+from register import import_shelf, train_model_register
+from stageline.errors import UserError
+
+if TYPE_CHECKING:
+    from stageline.checking.proof_record import ProveMode
+    from stageline.stage import Stage
+
+DTYPES = ("float32", "bfloat16", "float16")
+NUM_STAGES = 2  # that an export is compared with
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def num_bytes(text: str) -> int:
+    """A number of bytes, alone or with a unit: 5GB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    unit = match[2].upper() if match else ""
+    if match is None or unit not in UNITS or float(match[1]) * UNITS[unit] < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size, a number of bytes such as 5000000000, 5GB or 4.5GiB was "
+            "expected: no file of weights gets greater than it"
+        )
+    return int(float(match[1]) * UNITS[unit])
+
+
+def folders(text: str) -> tuple[Path, ...]:
+    """Folders between commas, all of which exist."""
+    found = tuple(Path(one).expanduser() for one in text.split(","))
+    missing = [path for path in found if not path.is_dir()]
+    if missing:
+        raise argparse.ArgumentTypeError(
+            f"{missing[0]} is no folder, an adapter folder was expected: check the path"
+        )
+    return found
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """Numbers between commas."""
+    try:
+        return tuple(float(one) for one in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has {error}, numbers between commas were expected, 1,0.5: one an adapter"
+        ) from error
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options of this entry."""
+    parser = argparse.ArgumentParser(
+        prog="export.py",
+        description="Makes one plain Hugging Face folder of a checkpoint that a run saved.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model-path", type=Path, required=True, help="a checkpoint or any Hugging Face folder")
+    add("--output-path", type=Path, required=True, help="a new folder")
+    add(
+        "--merge",
+        action="store_true",
+        help="add an adapter to its base model; else it is exported as an adapter for peft",
+    )
+    add(
+        "--adapter-path",
+        type=folders,
+        metavar="A,B",
+        help="adapter folders that are added to the model at --model-path, one after the other",
+    )
+    add(
+        "--adapter-weights",
+        type=numbers,
+        metavar="X,Y",
+        help="how much of each adapter is added (default: all of it)",
+    )
+    add("--dtype", choices=DTYPES, help="of the exported weights (default: as they are)")
+    add(
+        "--max-shard-size",
+        type=num_bytes,
+        default=num_bytes("5GB"),
+        metavar="SIZE",
+        help="largest file of weights, in bytes or as 5GB (default: 5GB)",
+    )
+    add(
+        "--verify",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="load the result in plain transformers and compare logits and generated tokens with "
+        "the stages' (default: on, where the host's memory is enough)",
+    )
+    add(
+        "--prove-split",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="compare the stages with the whole model first, on a cut-down copy (default: auto: "
+        "unless that is recorded of this model)",
+    )
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace the model folder at --output-path, once the new one is complete",
+    )
+    add(
+        "--trust-remote-code",
+        action="store_true",
+        help="run the Python code that a model folder brings along, and copy it",
+    )
+    return parser
+
+
+def main() -> None:
+    """Exports and says what was written."""
+    options = make_parser().parse_args()
+    # after the options: --help answers at once
+    import torch
+    import transformers
+
+    from stageline.checkpoint.adapter_start import Adapters
+    from stageline.checkpoint.plain_folder import export_folder
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if options.verify:
+        import_shelf("pp_models")
+    paths = options.adapter_path
+    if options.adapter_weights and not paths:
+        raise UserError(
+            "--adapter-weights came without --adapter-path, the adapters were expected: it says "
+            "how much of each is added. Add them, or leave it out."
+        )
+    report = export_folder(
+        options.model_path,
+        options.output_path,
+        merge=options.merge,
+        adapters=Adapters(paths, options.adapter_weights) if paths else None,
+        dtype=getattr(torch, options.dtype) if options.dtype else None,
+        max_shard_bytes=options.max_shard_size,
+        verifies=options.verify,
+        overwrites=options.overwrite,
+        make_stages=functools.partial(
+            make_stages,
+            trust_remote_code=options.trust_remote_code,
+            prove_split=options.prove_split,
+        ),
+        trust_remote_code=options.trust_remote_code,
+    )
+    print(f"exported the {'adapter' if report.is_adapter else 'model'} to {report.folder}")
+    verdict = report.verdict
+    if verdict is not None:
+        print(
+            f"compared with {verdict.reference} ({' and '.join(verdict.probes)}): logits differ by "
+            f"{verdict.difference:.1e} of the largest, {verdict.tolerance} is allowed; generated "
+            "tokens agree"
+        )
+    for note in report.notes:
+        print(f"note: {note}")
+
+
+def make_stages(
+    folder: Path, *, trust_remote_code: bool = False, prove_split: "ProveMode" = "auto"
+) -> "list[Stage] | str":
+    """The stages of a checkpoint as training builds them, or why there are none.
+
+    In float32 on the CPU, in evaluation mode.
+
+    Args:
+        prove_split: auto, always or never.
+
+    Raises:
+        UserError: a checkpoint that a run saved does not fit its stages, or these compute
+            something else than the whole model.
+    """
+    from stageline.checkpoint.adapter import config_folder
+    from stageline.checkpoint.files import ADAPTER_CONFIG
+    from stageline.checkpoint.layout import MANIFEST
+    from stageline.checkpoint.plain_model import is_scored
+    from stageline.model_folder import load_config
+    from stageline.modules.stage_names import check_names, names_of_stage
+
+    is_adapter = (folder / ADAPTER_CONFIG).exists()
+    base = config_folder(folder)
+    config = load_config(base, trust_remote_code=trust_remote_code)
+    key = "reward" if is_adapter and is_scored(folder) else stage_key(config)
+    if key is None:
+        return f"no train_model part is made for {(config.architectures or ['it'])[0]}"
+    build = functools.partial(
+        train_model_register[key],
+        config_path=str(base),
+        processor_path=None,
+        num_stages=min(NUM_STAGES, config.get_text_config(decoder=True).num_hidden_layers),
+        is_piece=True,  # needs no processor
+        trust_remote_code=trust_remote_code,
+    )
+    gives_scores = train_model_register.entry(key).facts["gives_scores"]
+    prove(build, str(base), mode=prove_split, gives_scores=gives_scores)
+    try:
+        options = lora_options(folder, build) if is_adapter else {}
+        stages = fill_stages(folder, functools.partial(build, **options))
+    except (UserError, ValueError) as error:
+        if (folder / MANIFEST).exists():
+            raise
+        return str(error)  # a folder from elsewhere may hold what no run would save
+    check_names([names_of_stage(stage) for stage in stages])
+    return stages
+
+
+def prove(
+    build: functools.partial, config_path: str, *, mode: str, gives_scores: bool = False
+) -> None:
+    """Compares a cut-down copy of the model, split and whole."""
+    from stageline.checking.proof_record import SplitToProve, prove_split
+    from stageline.checkpoint.layout import Ranks
+
+    split = SplitToProve(
+        build.func,
+        config_path,
+        build.keywords["num_stages"],
+        trust_remote_code=build.keywords["trust_remote_code"],
+        gives_scores=gives_scores,
+    )
+    prove_split(split, mode=mode, ranks=Ranks.of(None), say=print)
+
+
+def fill_stages(folder: Path, build: functools.partial) -> "list[Stage]":
+    """Builds each stage with the weights of a checkpoint."""
+    import torch
+
+    num_stages = build.keywords["num_stages"]
+    built = [
+        build(checkpoint_path=str(folder), stage=stage, dtype=torch.float32, device="cpu")
+        for stage in range(num_stages)
+    ]
+    return [model.eval() for model, _, _ in built]

@@ -1,0 +1,55 @@
+"""Runs tasks of lm-evaluation-harness through a model that is spread over stages.
+
+python lm_eval_run.py --model-path my_model --num-stages 2 --tasks arc_easy,hellaswag
+
+The first rank runs lm_eval; the others follow its engine.
+"""
+
+import os
+
+from options.answer_args import LmEvalConfig, parse_lm_eval_args, task_names
+from register import freeze_registers, import_shelf
+
+
+def main() -> int:
+    """Runs the tasks; returns the exit code."""
+    import_shelf("pp_models")
+    run: LmEvalConfig = parse_lm_eval_args().run
+    freeze_registers()
+    from commands.decode_run import launch_decoding, open_decoding  # after the options: --help
+    from stageline.evaluation.lm_eval import check_lm_eval, find_tasks
+
+    check_lm_eval()
+    launch_decoding(run)
+    manager = None
+    if os.environ.get("RANK", "0") == "0":  # before a model is loaded
+        manager = find_tasks(task_names(run), include_path=run.include_path)
+    if run.check_only:
+        return 0
+    with open_decoding(run) as decoding:
+        if decoding is not None:
+            report(run, decoding.engine, manager)
+    return 0
+
+
+def report(run: LmEvalConfig, engine: object, manager: object) -> None:
+    """Runs the tasks and prints their figures."""
+    from stageline.evaluation.lm_eval import TaskSettings, results_table, run_tasks
+
+    results = run_tasks(
+        engine,
+        task_names(run),
+        manager=manager,
+        settings=TaskSettings(**{name: getattr(run, name) for name in vars(TaskSettings())}),
+        add_bos_token=run.add_bos_token,
+        seed=run.seed,
+        described={
+            "pretrained": run.model_path,
+            "dtype": run.precision,
+            "num_stages": run.num_stages,
+        },
+        output_path=run.output_path,
+    )
+    print(results_table(results))
+    if run.output_path:
+        print(f"the results are in {run.output_path}")

@@ -1,0 +1,164 @@
+"""Answers over HTTP as OpenAI's API does: chats, texts, tools, pictures, streams; with a web page.
+
+python serve.py --model-path my_model --num-stages 2
+
+The stages are processes of their own and decode together; the first one listens. SIGTERM and Ctrl-C
+let what is under way finish for --shutdown-seconds, a second signal ends at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from options.serve import ServeArguments, ServeConfig, parse_serve_args, read_api_keys
+from register import freeze_registers, import_shelf
+from stageline.distributed.stop import stop_requested
+from stageline.errors import UserError
+
+if TYPE_CHECKING:
+    from stageline.serving.service import Service
+    from stageline.serving.settings import HttpSettings, ServerSettings
+
+SHELF = ("pp_models", "prompt_fn")
+PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+SECONDS_TO_END = 30.0  # beside --shutdown-seconds
+MIB = 2**20
+
+
+def main() -> int:
+    """Serves until a signal comes; returns the exit code."""
+    import_shelf(*(() if "--list" in sys.argv else SHELF))  # the list shows everything
+    arguments = parse_serve_args()
+    freeze_registers()
+    run = arguments.run
+    check_packages()
+    api_keys = read_api_keys(run)
+    import transformers  # after the options: --help answers at once
+
+    from commands.decode_run import num_processes, open_decoding
+    from stageline.distributed.guard import GuardRules
+    from stageline.distributed.launch import launch_if_needed
+
+    rules = GuardRules(stop_deadline=run.shutdown_seconds + SECONDS_TO_END)
+    launch_if_needed(num_processes(run, run.device), rules=rules)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    stop_requested()  # on each rank: the first one sees to it that all end in order
+    with open_decoding(run) as decoding:
+        if decoding is not None:
+            serve(arguments, decoding, api_keys)
+    return 0
+
+
+def serve(arguments: ServeArguments, decoding: Any, api_keys: tuple[str, ...]) -> None:
+    """Serves with an engine until a signal comes.
+
+    Args:
+        decoding: what `open_decoding` gives.
+    """
+    from stageline.serving.app import is_local, make_app, serve_until
+
+    run = arguments.run
+    settings = make_settings(run, api_keys, name=decoding.engine.model_name)
+    if not api_keys and not is_local(run.host):
+        print(
+            f"warning: --host {run.host} lets other machines ask, and no API key is asked for. "
+            "Give --api-key-env or --api-key-file.",
+            file=sys.stderr,
+        )
+    service = make_service(arguments, decoding, settings)
+    decoding.engine.prepare()  # who gets through to the server is answered at once
+    serve_until(
+        service,
+        make_app(service),
+        host=run.host,
+        port=run.port,
+        should_stop=stop_requested,
+        shutdown_seconds=run.shutdown_seconds,
+        tell=functools.partial(print, flush=True),
+        http=make_http_settings(run),
+    )
+
+
+def make_service(arguments: ServeArguments, decoding: Any, settings: ServerSettings) -> Service:
+    """The server without HTTP; tries the chat template once."""
+    from stageline.data.images.image_settings import make_image_settings
+    from stageline.data.images.tiling import Tiling, match_config, prepare_images
+    from stageline.serving.prompts import PromptMaker
+    from stageline.serving.service import Service
+
+    run, parts = arguments.run, arguments.parts
+    tiling = Tiling(**run.tiling())
+    prepare_images(decoding.processor, make_image_settings(**run.image_limits()), tiling)
+    if tiling.is_given:
+        match_config(decoding.config, decoding.processor)
+    prompts = PromptMaker(
+        decoding.processor,
+        **{
+            name: functools.partial(parts[register].part, **parts[register].kwargs)
+            for name, register in (("render", "prompt_fn"), ("image_token", "image_token"))
+        },
+        max_length=decoding.engine.max_length,
+        max_images=settings.max_images,
+        max_pixels=run.max_image_pixels,
+        max_bytes=settings.max_body_bytes,
+        may_fetch=settings.fetches_images,
+    )
+    prompts.warm_up()
+    return Service(decoding.engine, prompts, settings)
+
+
+def make_http_settings(run: ServeConfig) -> HttpSettings:
+    """How the server listens."""
+    from stageline.serving.settings import HttpSettings
+
+    return HttpSettings(
+        certfile=run.ssl_certfile,
+        keyfile=run.ssl_keyfile,
+        max_connections=run.max_connections,
+        keep_alive_seconds=run.keep_alive_timeout,
+    )
+
+
+def make_settings(run: ServeConfig, api_keys: tuple[str, ...], *, name: str) -> ServerSettings:
+    """What the server is told.
+
+    Args:
+        name: of the model, where the options give none.
+    """
+    from stageline.serving.settings import ServerSettings
+
+    return ServerSettings(
+        model_name=run.served_model_name or name,
+        api_keys=api_keys,
+        max_queue=run.max_queue,
+        max_body_bytes=int(run.max_body_mib * MIB),
+        max_tokens_limit=run.max_tokens_limit,
+        max_n=run.max_n,
+        max_images=run.max_images,
+        max_echo_tokens=run.max_echo_tokens,
+        request_seconds=run.request_timeout,
+        read_seconds=run.read_timeout,
+        default_max_tokens=run.max_new_tokens,
+        default_temperature=run.temperature,
+        fetches_images=run.fetch_images,
+        cors_origins=tuple(run.cors_origins or ()),
+    )
+
+
+def check_packages() -> None:
+    """Refuses where the packages of a server are not installed; asked once, by the launcher.
+
+    Raises:
+        UserError: names what is missing.
+    """
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing and os.environ.get("RANK", "0") == "0":
+        raise UserError(
+            f"{', '.join(missing)} is not installed. fastapi, uvicorn and prometheus_client were "
+            "expected, because the server is made of them: pip install --editable '.[serve]'."
+        )

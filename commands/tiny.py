@@ -1,0 +1,95 @@
+"""Writes the folder of a tiny model: configuration, and a tokenizer or processor that fits it.
+
+`stageline tiny qwen3 FOLDER`: it trains in seconds on a CPU and has all of its family's code. There
+are no weights: a run starts at random, with --config-path FOLDER.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from options.command_line import command_words
+from stageline.errors import UserError
+
+NUM_POSITIONS = 512
+NUM_LAYERS = 4
+
+
+def main() -> None:
+    """Reads the command line, and writes the folder.
+
+    Raises:
+        UserError: the family is unknown, or the folder is not empty.
+    """
+    parser = argparse.ArgumentParser(prog="stageline tiny", description=__doc__)
+    parser.add_argument("family", help="a model type of transformers, or a key of --train-model")
+    parser.add_argument("folder", type=Path, help="a new or an empty folder")
+    given = parser.parse_args(command_words())
+    if given.folder.exists() and (not given.folder.is_dir() or any(given.folder.iterdir())):
+        raise UserError(
+            f"{given.folder} is there already. A new or an empty folder was expected, because "
+            "nothing is written over: name another one."
+        )
+    write(given.family, given.folder)
+    print(f"{given.folder}: a tiny {given.family}; train it with --config-path {given.folder}")
+
+
+def write(family: str, folder: Path) -> None:
+    """Writes configuration and tokenizer or processor of a family."""
+    from stageline.data.text.processor import save_processor
+
+    config, processor = make(family)
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
+    save_processor(processor, folder)
+
+
+def make(family: str) -> tuple[Any, Any]:
+    """(configuration, tokenizer or processor) of a family.
+
+    Raises:
+        UserError: the library has no such decoder, or there is no processor for its pictures.
+    """
+    from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
+    from stageline.checking.tiny_processors import (
+        PROCESSOR_FAMILIES,
+        tiny_mllama_config,
+        tiny_mllama_processor,
+        tiny_processor,
+        tiny_tokenizer,
+    )
+
+    sizes = {"max_position_embeddings": NUM_POSITIONS}
+    if family == "mllama":
+        processor = tiny_mllama_processor()
+        return tiny_mllama_config(vocab_size=len(processor.tokenizer)), processor
+    pictured = [one for one in PROCESSOR_FAMILIES if one in VISION_LANGUAGE]
+    if family in pictured:
+        processor = tiny_processor(family)
+        return tiny_config(family, vocab_size=len(processor.tokenizer), **sizes), processor
+    tokenizer = tiny_tokenizer()
+    if family in DECODERS:
+        return tiny_config(family, vocab_size=len(tokenizer), **sizes), tokenizer
+    return _shrunk(family, tokenizer, pictured=[*pictured, "mllama"]), tokenizer
+
+
+def _shrunk(family: str, tokenizer: Any, *, pictured: list[str]) -> Any:
+    import transformers
+
+    from stageline.checking.family_configs import family_config
+    from stageline.checking.shrink import layer_period, shrink_config
+
+    known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if family not in known:
+        raise UserError(
+            f"{family!r} came. A model type that transformers {transformers.__version__} has a "
+            f"decoder for was expected (llama, granite, ...), or one of {', '.join(pictured)}, "
+            "because configuration and processor are made to fit: see docs/models.md for names."
+        )
+    config = family_config(family)
+    config = shrink_config(config, num_layers=max(NUM_LAYERS, layer_period(config)))
+    text = config.get_text_config(decoder=True)
+    text.vocab_size = max(text.vocab_size, len(tokenizer))
+    if hasattr(text, "vocab_size_per_layer_input"):
+        text.vocab_size_per_layer_input = text.vocab_size
+    return config

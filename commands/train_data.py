@@ -1,0 +1,480 @@
+"""The data of a training run: datasets and processor, checked before a model is loaded; batches.
+
+Knows the options and the contract of each register; train_pp.py puts the objects together.
+"""
+
+import contextlib
+import functools
+import os
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset, Subset
+
+from commands.train_vocabulary import add_tokens, check_tied_head, num_rows_of
+from options.data import check_corpus_run
+from options.parts import ChosenPart
+from options.train import RunConfig
+from parse_args import TrainArguments
+from stageline.data.batches.check_batch import CheckedCollate
+from stageline.data.batches.collate import encode_sft
+from stageline.data.batches.collate_part import as_collate_part
+from stageline.data.batches.groups import (
+    check_batch_sizes,
+    full_groups,
+    group_size_of,
+    some_rows,
+    whole_groups,
+)
+from stageline.data.batches.loader import MicroBatchLoader
+from stageline.data.batches.preference import WithOthers
+from stageline.data.batches.preflight import MOST_CHECKED, check_vocabulary, preflight
+from stageline.data.batches.preview import preview
+from stageline.data.batches.sampler import StepSampler, has_sampler, is_stream
+from stageline.data.batches.step_maker import make_dataset, padding_argument
+from stageline.data.batches.token_cache import (
+    TokenCache,
+    fill_token_cache,
+    token_key,
+    use_token_cache,
+)
+from stageline.data.images.image_settings import make_image_settings, using_images
+from stageline.data.images.tiling import Tiling, prepare_images
+from stageline.data.rows.bad_rows import BadRows, leaving_out
+from stageline.data.rows.readers import data_fingerprint
+from stageline.data.text.processor import get_pad_token_id, load_processor
+from stageline.distributed.process_group import DistributedContext
+from stageline.errors import DataError, UserError
+from stageline.model_folder import load_config
+from stageline.pipeline.schedules import Schedule
+from stageline.training.replicas import LargestOfReplicas
+
+# -- what a training run does with a pre-training corpus ------------------------------------------
+# Its mixture, its checks, what it says of it.
+#
+# Knows the options; train_data.py uses it. Asks datasets for what they offer, not for their class.
+
+
+def mix_types(run: RunConfig, dataset_key: str, dataset: Dataset) -> None:
+    """Tells a dataset that draws its own rows how to mix types.
+
+    Raises:
+        OptionError: a mixture was given, and the dataset has no types.
+    """
+    mixing = getattr(dataset, "mixing", None)
+    check_corpus_run(run, dataset_key=dataset_key, has_types=mixing is not None)
+    if mixing is not None:
+        mixing["counts"] = run.global_batch_distributed
+        mixing["weights"] = run.mixture_weights
+        mixing["drop_mode"] = run.drop_mode
+
+
+def has_tokens(dataset: Dataset) -> bool:
+    """Whether the samples of a dataset are token ids already."""
+    inner = dataset.dataset if isinstance(dataset, Subset) else dataset
+    return bool(getattr(inner, "has_tokens", False))
+
+
+def check_tokens_taken(arguments: TrainArguments, dataset: Dataset) -> None:
+    """Refuses to tokenize or render what is token ids already.
+
+    Raises:
+        UserError: says which option to change.
+    """
+    if not has_tokens(dataset):
+        return
+    run, parts = arguments.run, arguments.parts
+    collate, came = parts["collate_fn"], f"came with --dataset {parts['dataset'].key}"
+    if not collate.facts["takes_tokens"]:
+        raise UserError(
+            f"--collate-fn {collate.key} {came}, whose samples are token ids. A collate_fn part "
+            "that takes them was expected, because there is no text to fill a template with: use "
+            "--collate-fn pt."
+        )
+    if run.token_cache is not None:
+        raise UserError(
+            f"--token-cache {came}, whose samples are token ids. Text was expected, because there "
+            "is nothing to keep: leave it out."
+        )
+    if run.packing and getattr(dataset, "packed", None) is not None:
+        raise UserError(
+            f"--packing {came} and --dataset.rows packed. One of them was expected, because such "
+            "rows are full already: leave --packing out."
+        )
+
+
+def check_tokens(
+    arguments: TrainArguments, processor: Any, dataset: Dataset, vocab_size: int | None
+) -> None:
+    """Lets a dataset of tokens compare itself with the run; prints what it says of itself."""
+    run = arguments.run
+    inner = dataset.dataset if isinstance(dataset, Subset) else dataset
+    line = inner.check(
+        processor=processor,
+        max_token_num=run.max_token_num,
+        vocab_size=vocab_size,
+        overlong=arguments.parts["collate_fn"].kwargs.get("overlong", "error"),
+    )
+    if os.environ.get("RANK", "0") == "0":
+        print(line, flush=True)
+
+
+def mixture_report(run: RunConfig, dataset: Any) -> str:
+    """What an epoch has of each type, of a dataset that draws its own rows.
+
+    Raises:
+        UserError: the options of the mixture do not go together.
+    """
+    assert has_sampler(dataset)
+    sampler = dataset.make_sampler(
+        batch_size=run.batch_size,
+        step_samples=run.batch_size * run.accumulate_steps,
+        dp_rank=0,
+        dp_degree=run.dp_degree or 1,
+        seed=run.seed,
+        shuffle=True,
+        start_step=0,
+        position=None,
+    )
+    told = getattr(sampler, "report", None)
+    return "" if told is None else told()
+
+
+# -------------------------------------------------------------------------------------------------
+
+
+class Data:
+    """Datasets, processor and collate function of a run, checked before any model is loaded."""
+
+    def __init__(self, arguments: TrainArguments) -> None:
+        run, parts = arguments.run, arguments.parts
+        path = run.processor_path or run.model_path or run.config_path
+        if path is None:
+            raise UserError(
+                "neither --model-path nor --config-path came: a folder with config.json and a "
+                "tokenizer was expected; --model-path continues from its weights, --config-path "
+                "starts at random."
+            )
+        self.processor = load_processor(path, trust_remote_code=run.trust_remote_code)
+        self.new_tokens = add_tokens(arguments, self.processor, path)
+        images = make_image_settings(**run.image_limits())
+        prepare_images(self.processor, images, Tiling(**run.tiling()))
+        self.pad_token_id = get_pad_token_id(self.processor)
+        dataset = parts["dataset"]
+        part = functools.partial(dataset.part, **dataset.kwargs)
+        make = functools.partial(make_dataset, part, dataset_path=run.dataset_path)
+        self.bad_rows = BadRows(run.skip_bad_rows)
+        self.vocab_size: int | None = None
+        with leaving_out(self.bad_rows), using_images(images):
+            self.train = make(split="train")
+            self.test = make(split="test") if run.eval_samples else None
+        mix_types(run, dataset.key, self.train)
+        if self.test is not None and run.eval_samples != "all":
+            self.test = some_rows(self.test, run.eval_samples)
+        check_groups(arguments, self.train, self.test)
+        collate, prompt_fn = parts["collate_fn"], parts["prompt_fn"]
+        image_token = parts["image_token"]
+        self.texts = {
+            "prompt": parts["prompt"].part,
+            "prompt_fn": functools.partial(prompt_fn.part, **prompt_fn.kwargs),
+            "image_token": functools.partial(image_token.part, **image_token.kwargs),
+        }
+        options = {
+            **self.texts,
+            "processor": self.processor,
+            "pad_token_id": self.pad_token_id,
+            "max_token_num": run.max_token_num,
+            "num_stages": run.num_stages,
+            **padding_argument(collate.part, run.pad_to_multiple_of),
+            **collate.kwargs,
+        }
+        self.collate = as_collate_part(collate.part).bind(**options)
+        # a plain function limits lengths as collate_sft does, or judges its rows by itself
+        encode = self.collate.encode
+        self.knows_rows = encode is not None or "overlong" in collate.kwargs
+        if encode is None:
+            encode = functools.partial(encode_sft, **options)
+        # not of stage 0: that one warns of samples that are cut
+        self.encode = functools.partial(encode, stage=1)
+        self.tokens = TokenCache(**self.texts)
+        use_token_cache(self.processor, self.tokens)
+
+
+def check_groups(arguments: TrainArguments, *datasets: Dataset | None) -> None:
+    """Refuses batches that would cut groups, and a collate part without the groups it needs."""
+    run, parts = arguments.run, arguments.parts
+    for dataset in filter(None, datasets):
+        size = group_size_of(dataset)
+        check_batch_sizes(
+            batch_size=run.batch_size,
+            micro_batch_size=run.micro_batch_size,
+            group_size=size,
+            is_packed=run.packing,
+        )
+        if size == 1 and parts["collate_fn"].facts["needs_groups"]:
+            raise UserError(
+                f"--collate-fn {parts['collate_fn'].key} came with --dataset "
+                f"{parts['dataset'].key}, which has no groups. A dataset with group_size was "
+                "expected, because the samples of a group are compared: use --dataset groups, a "
+                "dataset of your own with groups (docs/add_a_part.md), or --collate-fn sft."
+            )
+
+
+def check_data(arguments: TrainArguments) -> Data:
+    """Builds the datasets and refuses bad rows, images and tokenizers; loads no model."""
+    run = arguments.run
+    if run.logits_chunk:
+        check_token_sum(arguments.parts["loss_fn"])
+    check_scores(arguments)
+    data = Data(arguments)
+    check_tokens_taken(arguments, data.train)
+    if run.token_cache is not None:
+        keep_tokens(arguments, data)
+    config = load_config(run.config_path or run.model_path, trust_remote_code=run.trust_remote_code)
+    check_tied_head(run, config)
+    vocab_size = num_rows_of(run, config, new_tokens=data.new_tokens)
+    if vocab_size is not None:
+        check_vocabulary(data.processor, vocab_size)
+    data.vocab_size = vocab_size
+    data.collate = CheckedCollate(data.collate, vocab_size)
+    if data.knows_rows:
+        data.train = check_rows(arguments, data, data.train, vocab_size)
+        if data.test is not None:
+            with telling_of("held-out rows"):
+                data.test = check_rows(arguments, data, data.test, vocab_size)
+    if asks_for(arguments.parts["loss_fn"], "needs_kl"):
+        data.train = WithOthers(data.train)
+        data.test = None if data.test is None else WithOthers(data.test)
+    report = left_over_rows(run, data.train)
+    if data.bad_rows.reasons:
+        report += f"{len(data.bad_rows)} bad rows are left out:\n{data.bad_rows.listed()}\n"
+    if os.environ.get("RANK", "0") == "0":
+        print(report, end="", flush=True)
+    return data
+
+
+def keep_tokens(arguments: TrainArguments, data: Data) -> None:
+    """Encodes all rows, or finds them encoded; from then on they are looked up.
+
+    Before any process group exists: no other rank times out while this one works.
+    """
+    run, part = arguments.run, arguments.parts["collate_fn"]
+    for dataset in filter(None, (data.train, data.test)):
+        fill_token_cache(
+            run.token_cache,
+            data.tokens,
+            dataset,
+            encode=data.encode,
+            key=token_key(
+                **data.texts,
+                processor=data.processor,
+                collate=functools.partial(part.part, **part.kwargs),
+                fingerprint=data_fingerprint(dataset),
+            ),
+            num_workers=run.token_cache_workers,
+            say=print if os.environ.get("RANK", "0") == "0" else lambda line: None,
+        )
+
+
+def asks_for(part: ChosenPart, fact: str) -> bool:
+    """Whether a fact holds: yes or no, or a function of the part's options."""
+    answer = part.facts[fact]
+    return bool(answer(**part.kwargs) if callable(answer) else answer)
+
+
+def check_token_sum(loss: ChosenPart) -> None:
+    """Refuses to cut a loss into chunks that does not say that it is a sum over target tokens.
+
+    Raises:
+        UserError: says how the part can say so.
+    """
+    if not loss.facts["is_token_sum"]:
+        raise UserError(
+            f"--logits-chunk came with --loss-fn {loss.key}, which does not say that it is a sum "
+            "over target tokens. Only such a loss can be added up from chunks of tokens; one that "
+            "compares samples, or returns figures, needs all tokens at once. If it is such a sum, "
+            f'register it as @loss_fn_register("{loss.key}", is_token_sum=True); if not, leave '
+            "--logits-chunk out."
+        )
+
+
+def check_scores(arguments: TrainArguments) -> None:
+    """Refuses a loss that predicts tokens on a model that scores them, and its accuracy.
+
+    Raises:
+        UserError: says which key or option to change.
+    """
+    model, loss = arguments.parts["train_model"], arguments.parts["loss_fn"]
+    if loss.facts["predicts_tokens"]:
+        if model.facts["gives_scores"]:
+            raise UserError(
+                f"--loss-fn {loss.key} came with --train-model {model.key}, which gives a score "
+                "for each token and no logits. A loss over scores was expected: use --collate-fn "
+                "rm with --loss-fn rm, or --train-model causal_lm."
+            )
+    elif arguments.run.save_best == "token_accuracy":
+        raise UserError(
+            f"--save-best token_accuracy came with --loss-fn {loss.key}, which predicts no tokens. "
+            "Another figure was expected, because there is no such accuracy: use --save-best "
+            "loss or reward_accuracy."
+        )
+
+
+def check_rows(
+    arguments: TrainArguments, data: Data, dataset: Dataset, vocab_size: int | None
+) -> Dataset:
+    """The dataset without rows that are bad or too long and may be left out."""
+    run = arguments.run
+    if has_tokens(dataset):  # too many to walk; each micro-batch is looked at when it is made
+        check_tokens(arguments, data.processor, dataset, vocab_size)
+        return dataset
+    with data.tokens.keeping(MOST_CHECKED):  # for the first steps
+        report = preflight(
+            dataset,
+            **data.texts,
+            processor=data.processor,
+            max_token_num=run.max_token_num,
+            overlong=arguments.parts["collate_fn"].kwargs.get("overlong", "error"),
+            vocab_size=vocab_size,
+            bad_rows=data.bad_rows,
+            seed=run.seed,
+            encode=data.encode,
+        )
+    size = group_size_of(dataset)
+    bad = set(whole_groups(report.bad, size))
+    with_them = len(bad) - len(report.bad)
+    # a group that is dropped in part stays: its other rows are learnt
+    dropped = [] if is_stream(dataset) else full_groups(report.dropped, size)
+    left_out = bad | set(dropped)
+    text = f"{report}, {with_them} more of their groups" if with_them else str(report)
+    if dropped:
+        text += f"\n{len(dropped)} rows are dropped, {len(dataset) - len(left_out)} are left"
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)
+    if not left_out:
+        return dataset
+    return Subset(dataset, [row for row in range(len(dataset)) if row not in left_out])
+
+
+@contextlib.contextmanager
+def telling_of(rows: str) -> Iterator[None]:
+    """Says in the error of a row to which rows it belongs."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{rows}: {error}") from error
+
+
+def left_over_rows(run: RunConfig, dataset: Dataset) -> str:
+    """Says how many rows an epoch leaves out because steps are whole.
+
+    Raises:
+        UserError: there are too few rows for one step.
+    """
+    num_rows = len(dataset)
+    if is_stream(dataset):
+        return ""
+    if has_sampler(dataset):
+        return mixture_report(run, dataset)
+    sampler = StepSampler(
+        num_rows,
+        step_samples=run.batch_size * run.accumulate_steps,
+        dp_degree=run.dp_degree or 1,
+        seed=run.seed,
+        group_size=group_size_of(dataset),
+    )
+    rest = num_rows % (sampler.step_samples * sampler.dp_degree)
+    if rest == 0:
+        return ""
+    return f"{rest} of {num_rows} rows are left over in each epoch (others each time)\n"
+
+
+def show_samples(arguments: TrainArguments, data: Data, schedule: Schedule) -> None:
+    """Prints the first samples of training as they are trained on, in one process of the run."""
+    run = arguments.run
+    if not run.preview or os.environ.get("RANK", "0") != "0":
+        return
+    loader = make_loader(
+        arguments,
+        data,
+        _first_rank(run),
+        schedule,
+        data.train,
+        is_evaluation=False,
+    )
+
+    def full_length(row: int) -> int:
+        encoded = data.encode(*data.train[row])
+        return max(map(len, encoded.whole)) if encoded.is_cut else 0
+
+    may_cut = data.knows_rows and not has_tokens(data.train)
+    preview(
+        loader,
+        data.train,
+        data.processor,
+        count=run.preview,
+        full_length=full_length if may_cut else None,
+    )
+
+
+def _first_rank(run: RunConfig) -> DistributedContext:
+    """Where the first process of a run stands, before the processes have met."""
+    counts = {"num_replicas": run.dp_degree or 1, "num_ranks": 1, "world_size": 1}
+    places = dict.fromkeys(("rank", "local_rank", "dp_rank", "pp_rank"), 0)
+    return DistributedContext(**counts, **places, mesh=None, device=torch.device("cpu"))
+
+
+def make_loader(
+    arguments: TrainArguments,
+    data: Data,
+    context: DistributedContext,
+    schedule: Schedule,
+    dataset: object,
+    *,
+    is_evaluation: bool,
+    start_step: int = 0,
+    position: object = None,
+) -> MicroBatchLoader:
+    """Batches of micro-batches; the same samples on every stage, pixels on the first one.
+
+    Args:
+        position: what the loader of an earlier run said of `start_step`, by `state_after`.
+    """
+    run = arguments.run
+    return MicroBatchLoader(
+        dataset,
+        collate=functools.partial(data.collate, stage=context.pp_rank),
+        batch_size=run.batch_size,
+        micro_batch_size=run.micro_batch_size,
+        accumulate_steps=1 if is_evaluation else run.accumulate_steps,
+        dp_rank=context.dp_rank,
+        dp_degree=context.num_replicas,
+        seed=run.seed,
+        num_workers=run.num_workers,
+        pins=context.device.type == "cuda",
+        start_step=start_step,
+        position=position,
+        shuffle=not is_evaluation,
+        eval=is_evaluation,
+        order=run.micro_batch_order,
+        packing=run.max_token_num if run.packing and not is_evaluation else None,
+        legal_counts=schedule.legal_micro_batches,
+        agree=largest_of_replicas(run, context) if run.packing and not is_evaluation else None,
+    )
+
+
+def largest_of_replicas(run: RunConfig, context: DistributedContext) -> LargestOfReplicas | None:
+    """Asks the other replicas for their numbers; None where there are none to ask."""
+    if context.num_replicas == 1 or context.mesh is None:
+        return None
+    name = [uuid.uuid4().hex]
+    dist.broadcast_object_list(name, src=0, device=context.device)
+    return LargestOfReplicas(
+        name[0],
+        rank=context.dp_rank,
+        size=context.num_replicas,
+        seconds=max(600.0, run.hang_timeout + 120.0),
+    )

@@ -1,0 +1,372 @@
+"""What a training run is made of: each chosen part, called with what it wants of the options.
+
+Knows the options and the contract of each register; train_pp.py puts the objects together.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from commands.train_data import Data, asks_for
+from commands.train_vocabulary import rows_option
+from options.memory import attention_arguments, check_attention_device
+from options.model import learning_rate_scales, lora_arguments, method_arguments, part_options
+from options.parts import ChosenPart
+from options.train import RunConfig
+from parse_args import TrainArguments
+from register import load_target
+from stageline.checking.outline import check_filled_stages, check_outlines
+from stageline.checking.proof_record import SplitToProve, options_of_proof, prove_split
+from stageline.checkpoint.layout import Ranks
+from stageline.contracts import call, check_call
+from stageline.data.batches.check_batch import check_encode
+from stageline.data.batches.groups import group_size_of
+from stageline.data.batches.loader import example_micro_batch
+from stageline.data.batches.step_maker import read_row
+from stageline.data.images.tiling import Tiling, match_config
+from stageline.data.text.processor import get_tokenizer
+from stageline.data.text.tokenizers import NewTokens
+from stageline.distributed.process_group import DistributedContext
+from stageline.modules.chunked_loss import ChunkedLoss
+from stageline.modules.lora_layer import PISSA
+from stageline.modules.losses import without_reference
+from stageline.pipeline.borders import check_stage, check_values_kept
+from stageline.pipeline.schedules import Schedule
+from stageline.pipeline.topology import Topology
+from stageline.planner.planner import PlannedRun, Planner
+from stageline.seeds import host_state_kept
+from stageline.stages.packing import check_packing
+from stageline.training.loss_part import LossPart, StepLoss
+from stageline.training.optimizers import optimizer_groups
+from stageline.training.part_checks import (
+    check_learning_rate,
+    check_loss,
+    check_optimizer,
+    check_sim_fn,
+    check_tracker,
+)
+from stageline.training.resume import ResumePoint
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def prove_stages(arguments: TrainArguments) -> None:
+    """Compares a cut-down copy of the model, split and whole, before the stages are built."""
+    run, part = arguments.run, arguments.parts["train_model"]
+    attention = attention_arguments(run).get("attn_implementation")
+    prove_split(
+        SplitToProve(
+            part.part,
+            run.config_path or run.model_path,
+            run.num_stages,
+            partition=run.partition if isinstance(run.partition, list) else None,
+            visual_gpu_ratio=run.visual_gpu_ratio,
+            vision_stages=run.vision_stages,
+            trust_remote_code=run.trust_remote_code,
+            gives_scores=part.facts["gives_scores"],
+            options=options_of_proof(part.kwargs, attention),
+        ),
+        mode=run.prove_split,
+        ranks=Ranks.of(None),
+        say=functools.partial(print, flush=True),
+    )
+
+
+def build_stages(
+    arguments: TrainArguments,
+    context: DistributedContext,
+    schedule: Schedule,
+    *,
+    images: object = None,
+    point: ResumePoint | None = None,
+    new_tokens: NewTokens | None = None,
+    is_packed: bool = False,
+) -> list[torch.nn.Module]:
+    """Calls the train_model part for each stage of this rank.
+
+    Args:
+        is_packed: rows of the data hold several samples.
+        new_tokens: what `Data` added to the tokenizer.
+        images: the processor of the data.
+        point: a checkpoint in which whole models are. What is trained besides the weights of an
+            adapter's base comes later, by `resume_step`.
+    """
+    run = arguments.run
+    check_attention_device(run, context.device.type)
+    weights, processor = run.model_path, run.processor_path
+    if point is not None:
+        weights = str(point.folder) if point.base is None else run.model_path or point.base
+        processor = processor or run.model_path or run.config_path
+    is_known = check_names_of_stages(arguments, context, schedule, weights, images=images)
+    stages = [
+        build_part(
+            arguments,
+            images=images,
+            stage=stage,
+            num_stages=run.num_stages,
+            partition=run.partition if isinstance(run.partition, list) else None,
+            checkpoint_path=weights,
+            processor_path=processor,
+            device=context.device,
+            **rows_option(run, new_tokens, is_known=point is not None and point.base is None),
+            **taken_option(run, point),
+        )
+        for stage in schedule.stages_of(context.pp_rank)
+    ]
+    if not is_known:
+        check_filled_stages(stages, ranks=Ranks.of(context.pp_group), checkpoint=weights)
+    check_values_kept(stages)
+    for stage in stages:
+        for note in getattr(stage, "notes", ()):
+            print(note, flush=True)
+        if point is not None and point.base is not None:
+            stage.loaded_from = getattr(stage, "loaded_from", None) or point.base
+        if stage.stage == 0:
+            for line in getattr(getattr(stage, "start", None), "notes", ()):
+                print(line, flush=True)
+        note = getattr(stage, "cast_note", None)
+        if note and stage.stage == 0:
+            print(f"{run.model_path}: {note}", flush=True)
+    if run.packing or is_packed:
+        for stage in stages:
+            if not getattr(stage, "is_tower", False):  # no row crosses a tower
+                check_packing(stage, rows=run.micro_batch_size, device=context.device)
+    return stages
+
+
+def check_parts(arguments: TrainArguments, data: Data) -> None:
+    """Refuses parts that do not keep what their registers ask, on the first rows; loads no model.
+
+    Raises:
+        ContractError: part, file and line, and what came are named.
+    """
+    parts = arguments.parts
+    given = {"learning_rate": 0.0, "weight_decay": 0.0}
+    check_call("optimizer", _bound(parts["optimizer"]), [], **given)
+    check_call("tracker", _bound(parts["tracker"]), folder=Path(), config={}, start_step=0)
+    stage = {"config_path": None, "processor_path": None, "checkpoint_path": None}
+    stage |= {"dtype": None, "device": None, "stage": 0, "num_stages": 1, "seed": 0}
+    check_call("train_model", parts["train_model"].part, **stage)
+    make_learning_rate(arguments)
+    if "sim_fn" in parts:
+        check_sim_fn(_bound(parts["sim_fn"]))
+    size = group_size_of(data.train)
+    with host_state_kept():
+        samples = [read_row(data.train, row) for row in range(min(2 * size, len(data.train)))]
+        collate = functools.partial(data.collate, stage=min(1, arguments.run.num_stages - 1))
+        samples = [check_encode(collate, sample) for sample in samples]
+        batch = collate(samples)
+        halves = [collate(samples[:size]), collate(samples[size:])] if samples[size:] else []
+    problem = check_loss(
+        bind_loss(arguments),
+        batch,
+        halves,
+        vocab_size=data.vocab_size or len(get_tokenizer(data.processor)),
+    )
+    if problem is not None and os.environ.get("RANK", "0") == "0":
+        print(problem, flush=True)
+
+
+def check_names_of_stages(
+    arguments: TrainArguments,
+    context: DistributedContext,
+    schedule: Schedule,
+    weights: str | None,
+    *,
+    images: object,
+) -> bool:
+    """Compares what all stages will hold with the whole model, before anything is read.
+
+    Args:
+        weights: the checkpoint that fills the stages.
+
+    Returns:
+        Whether that was possible without weights.
+    """
+    run = arguments.run
+
+    def outline(stage: int, num_stages: int) -> torch.nn.Module:
+        is_given = num_stages == run.num_stages and isinstance(run.partition, list)
+        alone = {"vision_stages": 0} if run.vision_stages and num_stages == 1 else {}
+        return build_part(
+            arguments,
+            images=images,
+            stage=stage,
+            num_stages=num_stages,
+            partition=run.partition if is_given else None,
+            checkpoint_path=None,
+            device="meta",
+            is_piece=True,
+            **({"methods": None} if method_arguments(run) else {}),  # they change no name
+            **alone,
+        )
+
+    return check_outlines(
+        outline,
+        stages=list(schedule.stages_of(context.pp_rank)),
+        num_stages=run.num_stages,
+        ranks=Ranks.of(context.pp_group),
+        checkpoint=weights,
+    )
+
+
+def taken_option(run: RunConfig, point: ResumePoint | None) -> dict[str, str]:
+    """The checkpoint that knows what PiSSA took out of the weights, of a run that goes on."""
+    is_wanted = point is not None and point.base is not None and run.lora_init.startswith(PISSA)
+    return {"lora_taken_from": str(point.folder)} if is_wanted else {}
+
+
+def build_part(
+    arguments: TrainArguments, *, images: object = None, **changes: object
+) -> torch.nn.Module:
+    """Calls the train_model part with the options of the run, and `changes` of them.
+
+    Args:
+        images: the processor of the data, where the model has to know of its tiles.
+    """
+    run, part = arguments.run, arguments.parts["train_model"]
+    names = (
+        "frozen_vit frozen_mlp frozen_llm frozen_lm_head vit_lora_num mlp_lora_num llm_lora_num "
+        "lora_rank lora_alpha lora_dropout lora_target visual_gpu_ratio seed "
+        "gradient_checkpointing checkpoint_every checkpoint_mode offload_activations "
+        "compile_layers logits_chunk trust_remote_code"
+    )
+    if run.vision_stages:  # parts without a tower need not know the names
+        names += " vision_stages vision_partition"
+    options = {
+        "config_path": run.config_path or run.model_path,
+        "processor_path": run.processor_path,
+        "checkpoint_path": run.model_path,
+        "dtype": DTYPES[run.precision],
+        **{name: getattr(run, name) for name in names.split()},
+        **part_options(run),
+        **lora_arguments(run),
+        **method_arguments(run),
+        **part.kwargs,
+        **attention_arguments(run),
+    }
+    made = call("train_model", part.part, **{**options, **changes})
+    model = check_stage(made, part=part.part)
+    if Tiling(**run.tiling()).is_given:
+        match_config(model.config, images)
+    return model
+
+
+def bind_loss(arguments: TrainArguments) -> LossPart:
+    """The loss_fn part with its options and facts, and the sim_fn part where it takes one."""
+    sim_fn = arguments.parts.get("sim_fn")
+    similar = {} if sim_fn is None else {"sim_fn": _bound(sim_fn)}
+    return make_loss_part(arguments.parts["loss_fn"], **similar)
+
+
+def make_loss_part(part: ChosenPart, **similar: Callable) -> LossPart:
+    """What the engine calls for a loss_fn part: its facts are plain arguments there."""
+    counts = {name: load_target(count) for name, count in part.facts["counts"].items()}
+    asked = {name: asks_for(part, name) for name in ("needs_reference", "needs_kl")}
+    loss_fn = functools.partial(part.part, **part.kwargs, **similar)
+    return LossPart(loss_fn, **{**part.facts, **asked, "counts": counts})
+
+
+def _bound(part: ChosenPart) -> Callable:
+    return functools.partial(part.part, **part.kwargs)
+
+
+def make_loss(arguments: TrainArguments, model: torch.nn.Module) -> LossPart:
+    """The loss_fn part; where `model` is a last stage that keeps its logits back, over chunks."""
+    loss = bind_loss(arguments)
+    chunk = arguments.run.logits_chunk
+    if chunk and model.is_last:
+        return loss.over(ChunkedLoss(loss.loss_fn, whole=model.whole, chunk=chunk))
+    return loss
+
+
+def make_optimizer(
+    arguments: TrainArguments,
+    parameters: dict[str, torch.nn.Parameter],
+    *,
+    part_of: Callable[[str], str | None] = lambda name: None,
+) -> torch.optim.Optimizer | None:
+    """The optimizer part over this stage's trainable parameters; None where there are none.
+
+    Args:
+        part_of: a parameter's name -> the part of the model, which may have a rate of its own.
+    """
+    if not parameters:
+        return None
+    run, part = arguments.run, arguments.parts["optimizer"]
+    scales = learning_rate_scales(run)
+    groups = optimizer_groups(
+        parameters,
+        weight_decay=run.weight_decay,
+        lr_scale_of=lambda name: scales.get(part_of(name), 1.0) if scales else 1.0,
+    )
+    given = {"learning_rate": run.learning_rate, "weight_decay": run.weight_decay}
+    optimizer = call("optimizer", _bound(part), groups, **given)
+    check_optimizer(optimizer, parameters, part=part.part)
+    return optimizer
+
+
+def make_tracker(arguments: TrainArguments, folder: Path, *, start_step: int) -> object | None:
+    """The tracker part, which starts to follow the run."""
+    part = arguments.parts["tracker"]
+    config = arguments.as_config()
+    given = {"folder": folder, "config": config, "start_step": start_step}
+    tracker = call("tracker", _bound(part), **given)
+    check_tracker(tracker, part=part.part)
+    return tracker
+
+
+def make_learning_rate(arguments: TrainArguments) -> Callable[[int], float]:
+    """The lr_scheduler part: step -> learning rate."""
+    run, part = arguments.run, arguments.parts["lr_scheduler"]
+    names = "learning_rate min_lr warmup_steps warmup_start_lr total_steps"
+    given = {name: getattr(run, name) for name in names.split()}
+    rate_of = call("lr_scheduler", _bound(part), **given)
+    check_learning_rate(rate_of, total_steps=run.total_steps, part=part.part)
+    return rate_of
+
+
+def make_planner(
+    arguments: TrainArguments, data: Data, topology: Topology, device: torch.device
+) -> Planner:
+    """The planner of this run; it measures on `device`."""
+    run = arguments.run
+
+    def loss_for(model: torch.nn.Module) -> StepLoss:
+        return StepLoss(
+            make_loss(arguments, model),
+            num_targets=1,
+            num_micro_batches=1,
+            scale=1.0,
+            device=device,
+        )
+
+    return Planner(
+        functools.partial(
+            build_part,
+            arguments,
+            images=data.processor,
+            checkpoint_path=None,
+            is_piece=True,
+            **rows_option(run, data.new_tokens),
+        ),
+        PlannedRun(
+            topology.schedule,
+            num_samples=run.batch_size * run.accumulate_steps,
+            micro_batch_size=run.micro_batch_size,
+            shards=topology.dp_degree if run.dp_shard else 1,
+            visual_gpu_ratio=run.visual_gpu_ratio,
+            group_size=group_size_of(data.train),
+        ),
+        micro_batch_of=lambda num_rows: without_reference(
+            example_micro_batch(
+                data.train, functools.partial(data.collate, stage=0), num_rows, seed=run.seed
+            )
+        ),
+        loss_for=loss_for,
+        make_optimizer=functools.partial(make_optimizer, arguments),
+        device=device,
+    )

@@ -1,0 +1,466 @@
+"""One training run: its folder, where it goes on, its loop and its checkpoints.
+
+train_pp.py builds the stages; the chosen parts are called in train_parts.py.
+"""
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from commands.train_data import Data, make_loader
+from commands.train_parts import bind_loss, make_learning_rate, make_loss, make_optimizer
+from options.memory import check_streaming
+from options.train import RunConfig, leaves_course
+from parse_args import TrainArguments
+from stageline import chaos, progress
+from stageline.checkpoint.layout import Ranks
+from stageline.checkpoint.save import save_split_model
+from stageline.checkpoint.writer import CheckpointWriter
+from stageline.data.rows.readers import data_fingerprint
+from stageline.distributed.process_group import DistributedContext
+from stageline.distributed.stop import stop_requested
+from stageline.errors import UserError
+from stageline.model_folder import load_config
+from stageline.pipeline.runner import PipelineRunner
+from stageline.pipeline.topology import Topology
+from stageline.streaming.host_memory import check_host_memory, host_bytes
+from stageline.streaming.lanes import Lane
+from stageline.streaming.runner import StreamingRunner, even_plan, streaming_schedule
+from stageline.training.evaluation import evaluate
+from stageline.training.nonfinite import Skips
+from stageline.training.precision import LossScaler, MasterWeights
+from stageline.training.reference import (
+    FromColumns,
+    Reference,
+    TableMaker,
+    choose_mode,
+    make_reference,
+    weights_fingerprint,
+)
+from stageline.training.replicas import Replicas
+from stageline.training.resume import (
+    ResumePoint,
+    check_same_run,
+    claim_run_folder,
+    clear_way,
+    find_resume_point,
+)
+from stageline.training.run_log import RunReport
+from stageline.training.sharding import share_rows
+from stageline.training.step import StepResult, TrainStep
+from stageline.training.step_timeline import StepTimeline
+from stageline.training.trainer import BestCheckpoint, EarlyStop, Trainer, TrainOptions, figure_of
+
+# options that change what steps do, and not what the start model says
+ONLY_OF_STEPS = frozenset(
+    "learning-rate min-lr warmup-steps warmup-start-lr total-steps weight-decay max-grad-norm "
+    "vit-learning-rate mlp-learning-rate llm-learning-rate lm-head-learning-rate "
+    "optimizer lr-scheduler loss-fn micro-batch-size micro-batch-order reference".split()
+)
+LONGEST_SAVE = timedelta(hours=2)  # that a rank waits for the others while they write
+
+
+def open_run_folder(
+    arguments: TrainArguments, data: Data, context: DistributedContext
+) -> ResumePoint | None:
+    """Takes the run folder for this run; finds where it goes on, if it does."""
+    run = arguments.run
+    folder = Path(run.output_dir).absolute()
+    say = functools.partial(print, flush=True) if context.is_main else lambda line: None
+    ranks = Ranks.of(None)
+    ranks.together(lambda: claim_run_folder(folder, say=say) if context.is_main else None)
+    point = find_resume_point(run.resume, folder / "checkpoints", ranks=ranks, say=say)
+    if point is None:
+        return None
+    check_same_run(
+        point.state.facts["settings"],
+        settings(arguments, data),
+        may_change=leaves_course,
+        allows_changes=run.allow_changes,
+        say=say,
+    )
+    if context.is_main:
+        clear_way(point, folder / "checkpoints", say=say)
+    say(f"resumed from {point.folder}: {point.step} of {run.total_steps} steps are done")
+    return point
+
+
+def settings(arguments: TrainArguments, data: Data) -> dict[str, object]:
+    """What decides the course of training; saved with a checkpoint, compared when it is resumed."""
+    run = arguments.run
+    return {
+        **arguments.as_config(),
+        "samples of a step": run.batch_size * run.accumulate_steps * (run.dp_degree or 1),
+        "training samples": len(data.train),
+        "training data": data_fingerprint(data.train),
+    }
+
+
+def make_writer(
+    arguments: TrainArguments, data: Data, context: DistributedContext, train_step: TrainStep
+) -> CheckpointWriter:
+    """What saves the checkpoints of the run, over a process group of its own."""
+    run, weights = arguments.run, train_step.weights
+    return CheckpointWriter(
+        Path(run.output_dir) / "checkpoints",
+        stages=train_step.runner.local.models,
+        processor=data.processor,
+        optimizer=train_step.optimizer,
+        parameters=weights.parameters,
+        rows=share_rows(weights),
+        with_weights=run.precision != "fp32",
+        group=dist.new_group(backend="gloo", timeout=LONGEST_SAVE),
+        dp_rank=context.dp_rank,
+        keep=run.keep_last,
+        waits=run.sync_save,
+    )
+
+
+def resume_step(train_step: TrainStep, point: ResumePoint) -> None:
+    """Gives optimizer, masters and adapters back what the checkpoint knows of them."""
+    weights = train_step.weights
+    names = Ranks.of(train_step.runner.group).gather(list(weights.parameters))
+    point.state.check_names(name for rank_names in names for name in rank_names)
+    point.state.restore(train_step.optimizer, weights.parameters, rows=share_rows(weights))
+    weights.write_back()
+    train_step.load_state_dict(point.state.facts["numbers"])
+
+
+def make_references(
+    arguments: TrainArguments,
+    data: Data,
+    context: DistributedContext,
+    runner: PipelineRunner,
+    replicas: Replicas,
+    report: RunReport,
+    start_step: int,
+) -> dict[str, Reference]:
+    """What tells the loss of the start model, for training and held-out rows, if it wants to know.
+
+    Computes what has to be computed before the first step.
+    """
+    run, loss = arguments.run, bind_loss(arguments)
+    make = functools.partial(make_reference, runner, loss=loss, replicas=replicas)
+    plain = make()
+    sets = {"train": data.train, "test": data.test}
+    if not plain.needs_reference:
+        return dict.fromkeys(sets, plain)
+    columns = {"ref_chosen_logps", "ref_logps"}
+    mode, why = choose_mode(
+        run.reference,
+        runner,
+        has_columns=not columns.isdisjoint(data.train[0][1]) and not plain.needs_kl,
+        is_resumed=start_step > 0,
+    )
+    report.say(f"reference of the loss: {mode} ({why})")
+    if mode != "precompute":
+        return dict.fromkeys(sets, make(source=FromColumns(runner)) if mode == "columns" else plain)
+    found = dict.fromkeys(sets, plain)
+    for name, dataset in sets.items():
+        if dataset is None:
+            continue
+        table = TableMaker(
+            runner,
+            path=Path(run.output_dir).absolute() / "reference" / f"{name}.safetensors",
+            key=reference_key(arguments, dataset),
+            needs_kl=plain.needs_kl,
+            replicas=replicas,
+            say=report.say,
+        )
+        loader = make_loader(arguments, data, context, runner.schedule, dataset, is_evaluation=True)
+        source = table(
+            loader,
+            num_samples=len(dataset),
+            num_batches=len(loader),
+            is_start=start_step == 0,
+        )
+        found[name] = make(source=source)
+    return found
+
+
+def reference_key(arguments: TrainArguments, dataset: object) -> str:
+    """Tells apart what the log-probabilities of a dataset under the start model depend on."""
+    config = arguments.as_config()
+    told: Mapping[str, object] = {
+        name: value
+        for name, value in config.items()
+        if not leaves_course(name) and name.partition(".")[0] not in ONLY_OF_STEPS
+    }
+    run = arguments.run
+    words = (data_fingerprint(dataset), weights_fingerprint(run.model_path), run.max_token_num)
+    return hashlib.sha256(json.dumps([told, words], default=str).encode()).hexdigest()
+
+
+class TrainingRun:
+    """The loop of a run, and what happens beside its steps."""
+
+    def __init__(
+        self,
+        arguments: TrainArguments,
+        data: Data,
+        context: DistributedContext,
+        runner: PipelineRunner,
+        replicas: Replicas,
+        report: RunReport,
+        point: ResumePoint | None,
+    ) -> None:
+        run = self.options = arguments.run
+        self.settings = settings(arguments, data)
+        self.data, self.runner, self.replicas, self.report = data, runner, replicas, report
+        self.start_step = point.step if point else 0
+        self.loss_fn = make_loss(arguments, runner.local.models[-1])
+        self.timeline = StepTimeline(runner, step=min(run.timeline_step, run.total_steps) - 1)
+        self.train_step = TrainStep(
+            runner,
+            make_optimizer=functools.partial(
+                make_optimizer, arguments, part_of=runner.local.part_of
+            ),
+            loss_fn=self.loss_fn,
+            learning_rate=make_learning_rate(arguments),
+            max_grad_norm=run.max_grad_norm,
+            scaler=LossScaler(enabled=run.fp16),
+            timeline=self.timeline,
+            replicas=replicas,
+            skips=Skips(
+                max_in_a_row=run.max_skipped_steps,
+                spike_sigma=run.spike_sigma,
+                spike_action=run.spike_action,
+            ),
+            make_weights=getattr(runner, "make_weights", MasterWeights),
+        )
+        loader = functools.partial(make_loader, arguments, data, context, runner.schedule)
+        self.batches = loader(
+            data.train,
+            is_evaluation=False,
+            start_step=self.start_step,
+            position=point.state.facts.get("position") if point else None,
+        )
+        self.held_out = None if data.test is None else loader(data.test, is_evaluation=True)
+        self.checkpoints = Path(run.output_dir).absolute() / "checkpoints"
+        self.writer = make_writer(arguments, data, context, self.train_step)
+        if point is not None:
+            resume_step(self.train_step, point)
+        # behind the optimizer: passes put shared-out weights together, which it must not see
+        references = make_references(
+            arguments, data, context, runner, replicas, report, self.start_step
+        )
+        self.train_step.prepare, self.reference = references["train"], references["test"]
+        self.judge_evaluations(context)
+
+    def judge_evaluations(self, context: DistributedContext) -> None:
+        """Prepares what held-out figures decide: the best weights, and whether it goes on."""
+        run = self.options
+        save = functools.partial(
+            save_split_model,
+            self.runner.local.models,
+            self.data.processor,
+            group=context.pp_group,
+            replicas=context.dp_group,
+        )
+        self.best = BestCheckpoint(
+            self.checkpoints, metric=run.save_best, save=save, start_step=self.start_step
+        )
+        self.early_stop = EarlyStop(
+            run.early_stop, metric=run.early_stop_metric, delta=run.early_stop_delta
+        )
+        if run.early_stop and self.start_step:
+            self.early_stop.see_log(self.report.evaluations(), until=self.start_step)
+
+    def run(self) -> None:
+        """Trains to the end, or until somebody asks to stop."""
+        run = self.options
+        if self.early_stop.is_over:
+            self.report.say(str(self.early_stop))
+            return
+        trainer = Trainer(
+            self.train_step,
+            batches=iter(self.batches),
+            options=TrainOptions(run.total_steps, run.eval_steps, run.save_steps, self.start_step),
+            on_step=self.after_step,
+            evaluate=self.evaluate_now if self.held_out is not None else None,
+            save=self.save_now,
+            stop_requested=stop_requested,
+        )
+        stop_requested()  # from here on Ctrl-C ends the run after a step, with a checkpoint
+        is_done = trainer.run()
+        self.writer.finish()
+        self.tell_saved()
+        if not is_done:
+            self.report.say("stopped before the last step; --resume auto goes on from there")
+
+    def after_step(self, step: int, result: StepResult, seconds: float) -> None:
+        """Logs a step; draws the one that was timed."""
+        with progress.doing("log"):
+            chaos.point("log")
+            self.report.stepped(step, result, seconds)
+            self.tell_saved()
+        if step == self.start_step + 1:
+            self.report.transfers(self.runner.sent_bytes, self.runner.num_micro_batches)
+        if step == self.timeline.step + 1:
+            self.report.timeline(step, *self.timeline.gather())
+
+    def evaluate_now(self, step: int) -> bool:
+        """Evaluates on the held-out set; keeps the weights if they are the best.
+
+        Returns:
+            Whether the run is to end, because it no longer improves.
+        """
+        with progress.doing("evaluation"):
+            chaos.point("evaluation")
+            result = evaluate(
+                self.runner,
+                self.held_out,
+                loss_fn=self.loss_fn,
+                step=step,
+                keep=self.report.num_pictures,
+                replicas=self.replicas,
+                prepare=self.reference,
+            )
+        is_best = self.best.improves(result)
+        self.report.evaluated(
+            step, result, dataset=self.data.test, processor=self.data.processor, is_best=is_best
+        )
+        if is_best:
+            self.report.say(self.best.keep(step, result))
+        if self.options.early_stop:
+            self.early_stop.see(step, figure_of(result, self.early_stop.metric))
+            if self.early_stop.is_over:
+                self.report.say(str(self.early_stop))
+        return self.early_stop.is_over
+
+    def save_now(self, step: int) -> None:
+        """Copies a checkpoint; it is written while training goes on."""
+        self.train_step.weights.settle()
+        facts = {
+            "settings": self.settings,
+            "numbers": self.train_step.state_dict(),
+            "position": self.batches.state_after(step),
+        }
+        self.writer.save(step, facts)
+        self.tell_saved()
+
+    def tell_saved(self) -> None:
+        """Says what was saved since the last call; raises if it could not be."""
+        for line in self.writer.news():
+            self.report.say(line)
+
+
+# -- the streaming engine for a training run: its stages in host memory, and what it refuses ------
+# train_pp.py registers it; the loop is that of every engine.
+
+GIB = 2**30
+SHARE_OF_FREE = 0.5  # of a GPU, for weights and gradients; activations take what they need
+SHARE_OF_INPUTS = 0.1  # for layers' inputs that wait for the backward pass
+
+
+def streaming_topology(arguments: TrainArguments) -> Topology:
+    """One process with all stages, a decoder layer each unless the user says otherwise.
+
+    Raises:
+        UserError: options that streaming cannot follow.
+    """
+    run = arguments.run
+    check_streaming(run, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    if run.num_stages is None:
+        run.num_stages = _count_layers(run) + run.vision_stages
+    run.dp_degree = 1
+    run.timeline_step = 0  # backward passes are not those of single stages
+    return Topology(streaming_schedule(run.num_stages), dp_degree=1)
+
+
+def make_streaming_runner(
+    arguments: TrainArguments, models: list[torch.nn.Module], context: DistributedContext
+) -> StreamingRunner:
+    """The runner over the stages; says what they take."""
+    run = arguments.run
+    lanes = make_lanes(run.device, budget=run.streaming_budget)
+    plan = None
+    if run.streaming_stages:
+        plan = even_plan(len(models), min(run.streaming_stages, len(models)))
+    runner = StreamingRunner(
+        models,
+        lanes=lanes,
+        group=context.pp_group,
+        seed=run.seed,
+        plan=plan,
+        by_layer=run.recompute_grain == "layer",
+        stale=run.stale_step,
+        pin_model=run.pin_model,
+    )
+    _check_budget(runner, run.num_micro_batches)
+    try:
+        check_host_memory(runner.pipe._shelves, torch.float32)
+    except MemoryError as error:
+        raise UserError(f"the model does not fit the host's memory: {error}") from None
+    host = host_bytes(runner.pipe._shelves, torch.float32) / GIB
+    names = ", ".join(str(lane.device) for lane in lanes)
+    budget = lanes[0].pool.budget
+    limit = "all that is there" if budget is None else f"{budget / GIB:.2f} GiB"
+    print(
+        f"streaming: {len(models)} stages in host memory through {names}; {limit} for weights and "
+        f"gradients of each; {host:.2f} GiB of host memory without the optimizer's state",
+        flush=True,
+    )
+    return runner
+
+
+def _check_budget(runner: StreamingRunner, num_micro_batches: int) -> None:
+    try:
+        runner.check_plan(num_micro_batches)
+    except ValueError as error:
+        raise UserError(
+            f"the budget of a device (--streaming-budget) is too small: {error}. Raise it, or "
+            "cut the model into more stages (--num-stages), a large tower into some of its own "
+            "(--vision-stages)."
+        ) from None
+
+
+def make_lanes(device: str, *, budget: float | None) -> list[Lane]:
+    """The devices that stages stream through.
+
+    Args:
+        device: auto, cpu or cuda.
+        budget: GiB for weights and gradients on each; None: half of what is free on a GPU.
+
+    Raises:
+        UserError: there is no GPU.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cuda" and not count:
+        raise UserError(
+            "--device cuda came, and this machine has no GPU that torch can use. Use --device cpu "
+            "or auto, or a machine with a GPU."
+        )
+    num_bytes = None if budget is None else int(budget * GIB)
+    if device == "cpu" or not count:
+        return [Lane.cpu(budget=num_bytes)]
+    free = [torch.cuda.mem_get_info(index)[0] for index in range(count)]
+    return [
+        Lane.cuda(
+            index,
+            budget=num_bytes or int(free[index] * SHARE_OF_FREE),
+            inputs_budget=int(free[index] * SHARE_OF_INPUTS),
+        )
+        for index in range(count)
+    ]
+
+
+def _count_layers(run: RunConfig) -> int:
+    path = run.config_path or run.model_path
+    config = None if path is None else load_config(path, trust_remote_code=run.trust_remote_code)
+    text = None if config is None else config.get_text_config(decoder=True)
+    count = getattr(text, "num_hidden_layers", None)
+    if count is None:
+        raise UserError(
+            f"{path or 'no --model-path and no --config-path'} does not say how many decoder "
+            "layers the model has; --engine streaming cuts it into stages of one layer each. Give "
+            "--num-stages."
+        )
+    return count

@@ -1,0 +1,111 @@
+"""The vocabulary of a training run: new tokens, the rows they need, and a head that is tied.
+
+Knows the options; train_data.py uses it.
+"""
+
+import os
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from options.train import RunConfig
+from parse_args import TrainArguments
+from stageline.checkpoint.adapter import num_rows_on_disk, rows_of_adapter
+from stageline.checkpoint.files import find_checkpoint
+from stageline.data.batches.preflight import check_vocabulary
+from stageline.data.text.tokenizers import (
+    NewTokens,
+    add_new_tokens,
+    processor_of_weights,
+    with_rowless,
+)
+from stageline.errors import UserError
+from stageline.model_folder import load_config
+from stageline.modules.new_rows import NewRows, vocab_size_of
+
+
+def add_tokens(arguments: TrainArguments, processor: object, path: str) -> NewTokens | None:
+    """Adds the run's new tokens to its processor, which came from `path`.
+
+    Returns:
+        Them and, with --resize-vocab, all tokens that the weights have no row for.
+    """
+    run = arguments.run
+    if not run.new_tokens and not run.resize_vocab:
+        return None
+    config = load_config(run.config_path or run.model_path, trust_remote_code=run.trust_remote_code)
+    num_rows = num_rows_of(run, config)
+    tokens = _add_tokens(run, processor, path, num_rows) if run.new_tokens else None
+    if run.resize_vocab and num_rows is not None:
+        return with_rowless(processor, tokens, num_rows)
+    return tokens
+
+
+def _add_tokens(run: RunConfig, processor: object, path: str, num_rows: int | None) -> NewTokens:
+    # tokens that others forgot to make room for have no start, unless --resize-vocab gives one
+    if num_rows is not None and not run.resize_vocab:
+        check_vocabulary(processor, num_rows)
+    is_other = run.model_path is not None and Path(run.model_path) != Path(path)
+    other = processor_of_weights(
+        run.model_path if is_other else None, trust_remote_code=run.trust_remote_code
+    )
+    return add_new_tokens(processor, run.new_tokens, weights_processor=other)
+
+
+def num_rows_of(
+    run: RunConfig, config: PretrainedConfig, *, new_tokens: NewTokens | None = None
+) -> int | None:
+    """Rows of embedding and head as the weights have them, and new ones; None: not known."""
+    known = vocab_size_of(config)
+    if known is None:
+        return None
+    found = [known, *(token + 1 for token in (new_tokens.ids if new_tokens else ()))]
+    if run.model_path is not None:
+        folder = find_checkpoint(run.model_path)
+        found.append(num_rows_on_disk(folder, trust_remote_code=run.trust_remote_code))
+    width = getattr(config.get_text_config(decoder=True), "hidden_size", None)
+    for path in run.adapter_path or ():
+        found += rows_of_adapter(Path(path), width)
+    return max(found)
+
+
+def check_tied_head(run: RunConfig, config: PretrainedConfig) -> None:
+    """Refuses a learning rate for a head that is the embedding; tells that freezing it is none.
+
+    Raises:
+        UserError: --lm-head-learning-rate came for a tied head.
+    """
+    if not getattr(config, "tie_word_embeddings", False):
+        return
+    why = "the head shares the weight of the embedding, which is of the language model"
+    if run.lm_head_learning_rate is not None:
+        raise UserError(
+            f"--lm-head-learning-rate {run.lm_head_learning_rate:g} came, and {why}; a head of its "
+            "own was expected: one weight has one rate. Use --llm-learning-rate."
+        )
+    trains = not (run.frozen_llm or run.llm_lora_num or run.train_new_tokens)
+    if run.frozen_lm_head and trains and os.environ.get("RANK", "0") == "0":
+        print(f"--frozen-lm-head freezes nothing: {why}. --frozen-llm does.", flush=True)
+
+
+def rows_option(
+    run: RunConfig, new_tokens: NewTokens | None, *, is_known: bool = False
+) -> dict[str, NewRows]:
+    """What a stage is told about new tokens; without any, nothing.
+
+    Args:
+        is_known: the weights have their rows, as those of a checkpoint of this run.
+    """
+    if new_tokens is None:
+        return {}
+    fresh = frozenset() if is_known else new_tokens.fresh
+    rows = NewRows(
+        new_tokens.ids,
+        new_tokens.pieces,
+        fresh,
+        train_alone=run.train_new_tokens,
+        noisy=new_tokens.rowless,
+        seed=run.seed,
+        multiple=run.vocab_multiple if run.resize_vocab else 1,
+    )
+    return {"new_rows": rows}

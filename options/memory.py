@@ -1,0 +1,247 @@
+"""The options that trade time for memory, and what they must be together."""
+
+import importlib.util
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from options.fields import OptionError, option
+
+if TYPE_CHECKING:
+    from options.train import RunConfig
+
+
+@dataclass(kw_only=True)
+class MemoryOptions:
+    """Memory"""
+
+    gradient_checkpointing: bool = option(False, "recompute activations in the backward pass")
+    checkpoint_every: int = option(
+        1, "of the layers of the whole model, every n-th is recomputed", at_least=1
+    )
+    checkpoint_mode: Literal["full", "operators"] = option(
+        "full", "operators keeps the outputs of matrix products and attention"
+    )
+    offload_activations: bool = option(
+        False, "keep saved activations in pinned host memory until the backward pass"
+    )
+    logits_chunk: int = option(
+        0, "make logits and loss of so many tokens at a time; 0: of all at once", at_least=0
+    )
+    compile_layers: bool = option(False, "torch.compile each decoder layer")
+
+
+def check_memory(run: MemoryOptions, *, splits_backward: bool = False) -> None:
+    """Refuses levers that do nothing or cannot work together.
+
+    Args:
+        splits_backward: whether the schedule makes the gradients of inputs and of weights apart,
+            as zero-bubble schedules do.
+    """
+    is_set = [
+        name
+        for name, default in (("checkpoint_every", 1), ("checkpoint_mode", "full"))
+        if getattr(run, name) != default
+    ]
+    if is_set and not run.gradient_checkpointing:
+        name = is_set[0]
+        raise OptionError(
+            f"--{name.replace('_', '-')} {getattr(run, name)} came without "
+            f"--gradient-checkpointing. It says which activations are recomputed, and nothing is "
+            f"without that option. Add --gradient-checkpointing."
+        )
+    if run.compile_layers and run.gradient_checkpointing and run.checkpoint_mode == "operators":
+        raise OptionError(
+            "--compile-layers and --checkpoint-mode operators were both given. A compiled layer "
+            "hides its operators, so none could be kept. Use --checkpoint-mode full, or leave "
+            "--compile-layers out."
+        )
+    if run.compile_layers and splits_backward:
+        raise OptionError(
+            "--compile-layers was given with a schedule that makes the gradients of weights later "
+            "than those of inputs. A compiled layer makes both at once. Use --schedule 1f1b, or "
+            "leave --compile-layers out."
+        )
+
+
+def memory_remedies(run: "RunConfig", *, has_gpu: bool) -> list[str]:
+    """What a run without memory can still change, the cheapest first; no option that is on."""
+    is_of_every = run.gradient_checkpointing and run.checkpoint_every == 1
+    candidates = {
+        f"a smaller --micro-batch-size (now {run.micro_batch_size})": run.micro_batch_size > 1,
+        "--gradient-checkpointing": not run.gradient_checkpointing,
+        "--checkpoint-every 1": run.gradient_checkpointing and not is_of_every,
+        "--checkpoint-mode full": run.checkpoint_mode != "full",
+        "--dp-shard": (run.dp_degree or 1) > 1 and not run.dp_shard,
+        "--logits-chunk 1024": not run.logits_chunk,
+        "--offload-activations": has_gpu and not run.offload_activations,
+        f"more --num-stages (now {run.num_stages})": True,
+        f"a smaller --max-token-num (now {run.max_token_num})": True,
+        "--bf16": not (run.bf16 or run.fp16),
+    }
+    return [what for what, is_open in candidates.items() if is_open]
+
+
+# -- which kernel computes attention; every stage is built with it, and so is a packed row's mask -
+
+# as typed here -> as transformers calls it
+KERNELS = {
+    "eager": "eager",
+    "sdpa": "sdpa",
+    "flex": "flex_attention",
+    "flash": "flash_attention_2",
+}
+
+
+@dataclass(kw_only=True)
+class AttentionOptions:
+    """Attention"""
+
+    attention: Literal["auto", "eager", "sdpa", "flex", "flash"] = option(
+        "auto",
+        "kernel of attention; auto: what the model has by default (sdpa, eager where it has none); "
+        "flex and flash need a GPU, flash also the package flash-attn and --bf16 or --fp16",
+    )
+
+
+def attention_arguments(run: Any) -> dict[str, str]:
+    """What a train_model part gets of it: nothing where it was left open."""
+    return {} if run.attention == "auto" else {"attn_implementation": KERNELS[run.attention]}
+
+
+def check_attention(run: Any, part: Any = None) -> None:
+    """Refuses a kernel that cannot run here, before a model is loaded.
+
+    Args:
+        part: the chosen train_model part with its `kwargs`.
+
+    Raises:
+        OptionError: says what is missing, and what to do.
+    """
+    if run.attention == "auto":
+        return
+    given = f"--attention {run.attention}"
+    own = None if part is None else part.kwargs.get("attn_implementation")
+    if own not in (None, KERNELS[run.attention]):
+        raise OptionError(
+            f"{given} came with --train-model.attn_implementation {own}. One of the two was "
+            "expected, because both choose the kernel of attention. Leave one out."
+        )
+    check_attention_device(run, run.device)
+    if run.attention != "flash":
+        return
+    if not (run.bf16 or run.fp16):
+        raise OptionError(
+            f"{given} came with float32. A half type was expected, because flash attention "
+            "computes in no other. Add --bf16 (or --fp16), or use --attention sdpa."
+        )
+    if importlib.util.find_spec("flash_attn") is None:
+        raise OptionError(
+            f"{given} came, and the package flash_attn is not installed. It was expected, because "
+            "it has the kernel. Install it (pip install flash-attn --no-build-isolation), or use "
+            "--attention sdpa."
+        )
+
+
+def check_attention_device(run: Any, device: str) -> None:
+    """Refuses a kernel that cannot train on a kind of device: auto (not known yet), cpu or cuda.
+
+    Raises:
+        OptionError: says what to do.
+    """
+    if device == "cpu" and run.attention in ("flex", "flash"):
+        raise OptionError(
+            f"--attention {run.attention} came for a run on the CPU. A GPU was expected, because "
+            "this kernel has no backward pass on a CPU. Use --attention sdpa, or --device cuda."
+        )
+
+
+# -- the options of `--engine streaming`, and what it does not do ---------------------------------
+
+
+@dataclass(kw_only=True)
+class StreamingOptions:
+    """Streaming (--engine streaming)"""
+
+    streaming_budget: float | None = option(
+        None,
+        "GiB of each device for weights and gradients; default: half of a GPU's free memory, "
+        "no limit on the CPU",
+        at_least=0,
+    )
+    streaming_stages: int = option(
+        0, "stages on a device together; 0: as many as the budget allows", at_least=0
+    )
+    recompute_grain: Literal["stage", "layer"] = option(
+        "stage",
+        "what is recomputed at once: all stages on a device together (stage), or one after the "
+        "other (layer), which keeps more inputs and fewer activations",
+    )
+    stale_step: bool = option(
+        False, "the optimizer runs beside the next step's passes, whose weights are a step older"
+    )
+    pin_model: Literal["alloc", "register", "off"] = option(
+        "alloc", "how GPUs reach the weights: a pinned copy, pinned in place, or as they lie"
+    )
+
+
+def check_streaming(run: "RunConfig", *, world_size: int) -> None:
+    """Refuses what the streaming engine cannot follow.
+
+    Args:
+        world_size: processes that were started.
+
+    Raises:
+        OptionError: names the option, and what to do.
+    """
+    if world_size > 1:
+        raise OptionError(
+            f"{world_size} processes were started with --engine streaming, one was expected: it "
+            "streams through all GPUs of this machine from one process. Start train_pp.py with "
+            "python, or torchrun --nproc-per-node 1."
+        )
+    for name, value, wanted, why in _refused(run):
+        if value not in (wanted, None, False):
+            told = "" if value is True else f" {value}"
+            raise OptionError(
+                f"--{name.replace('_', '-')}{told} came with --engine streaming, which {why}. "
+                "Leave the option out, or use --engine pipeline."
+            )
+
+
+def check_streaming_engine(run: "StreamingOptions", engine: str) -> None:
+    """Refuses options of the streaming engine with another one.
+
+    Raises:
+        OptionError: names the option.
+    """
+    if engine == "streaming":
+        return
+    default = StreamingOptions()
+    for name, value in vars(default).items():
+        if getattr(run, name) != value:
+            raise OptionError(
+                f"--{name.replace('_', '-')} {getattr(run, name)} came with --engine {engine}, "
+                "--engine streaming was expected: the option says how stages stream. Add --engine "
+                "streaming, or leave it out."
+            )
+
+
+def _refused(run: "RunConfig") -> list[tuple[str, Any, Any, str]]:
+    """(option, its value, the value that is all right, why no other one is)."""
+    closed = "gives layers other weights for each pass, and cannot reach into this one"
+    return [
+        ("schedule", run.schedule, "1f1b", "has an order of its own"),
+        ("stages_per_rank", run.stages_per_rank, None, "has all stages in one process"),
+        ("dp_degree", run.dp_degree, 1, "has no replicas: more GPUs share the stages"),
+        ("dp_shard", run.dp_shard, False, "has no replicas to share weights"),
+        ("partition", _by_cost(run.partition), None, "places no stage on a device of its own"),
+        ("logits_chunk", run.logits_chunk, 0, "streams the head, which the chunks would bypass"),
+        ("compile_layers", run.compile_layers, False, closed),
+        ("offload_activations", run.offload_activations, False, closed),
+        ("quantization", run.quantization, None, "cannot send packed weights yet"),
+        ("plan", run.plan, False, "chooses its plan by what is on the device, not by this table"),
+    ]
+
+
+def _by_cost(partition: object) -> object:
+    return partition if partition in ("parameters", "measured") else None

@@ -1,0 +1,303 @@
+"""A part's own options: its signature, less what the run supplies.
+
+Turns the signature and docstring of a part into options such as `--dataset.split_type`. Knows the
+contract of each register (which arguments come from the run), never a key.
+"""
+
+import contextlib
+import functools
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from jsonargparse import ArgumentParser
+
+from options.command_line import program_name
+from register import ALL_REGISTERS, ROOT, Register
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What a run hands to a part: so many positional arguments, and keyword arguments by name."""
+
+    num_positional: int = 0
+    names: frozenset[str] = frozenset()
+
+
+def _contract(num_positional: int, names: str = "") -> Contract:
+    return Contract(num_positional, frozenset(names.split()))
+
+
+CONTRACTS: dict[str, Contract] = {
+    "model": _contract(2, "images prompts samples batch_size max_new_tokens temperature seed"),
+    "train_model": _contract(
+        0,
+        "config_path processor_path checkpoint_path stage num_stages frozen_vit frozen_mlp "
+        "frozen_llm frozen_lm_head vit_lora_num mlp_lora_num llm_lora_num lora_rank lora_alpha "
+        "lora_dropout lora_target visual_gpu_ratio vision_stages vision_partition partition dtype "
+        "device seed "
+        "gradient_checkpointing checkpoint_every checkpoint_mode offload_activations "
+        "compile_layers logits_chunk trust_remote_code model_types new_rows vit_lora_rank "
+        "mlp_lora_rank llm_lora_rank vit_lora_alpha mlp_lora_alpha llm_lora_alpha "
+        "vit_lora_target mlp_lora_target llm_lora_target use_rslora use_dora lora_init "
+        "lora_exclude modules_to_save adapter_path create_new_adapter lora_taken_from "
+        "neftune_alpha",
+    ),
+    "builder": _contract(
+        1,
+        "visual_gpu_ratio dtype num_devices device adapter_path adapter_weights trust_remote_code "
+        "placement",
+    ),
+    "prompt": Contract(),
+    "prompt_fn": _contract(2, "processor for_generation examples"),
+    "image_token": _contract(2, "processor"),
+    "dataset": _contract(0, "dataset_path split"),
+    "collate_fn": _contract(
+        1,
+        "prompt prompt_fn image_token processor pad_token_id max_token_num stage num_stages "
+        "pad_to_multiple_of",
+    ),
+    "loss_fn": _contract(2, "num_targets step sim_fn"),
+    "sim_fn": _contract(2),
+    "metric": _contract(2),
+    "optimizer": _contract(1, "learning_rate weight_decay"),
+    "lr_scheduler": _contract(0, "learning_rate min_lr warmup_steps warmup_start_lr total_steps"),
+    "tracker": _contract(0, "folder config start_step"),
+    "engine": Contract(),
+    "document": _contract(1),
+    "splitter": _contract(1),
+}
+
+
+@dataclass
+class ChosenPart:
+    """A part that was chosen by its key, and the values of its own options."""
+
+    register: str
+    key: str
+    part: Any
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.facts = {**ALL_REGISTERS[self.register].facts, **self.facts}
+
+
+def chosen_part(register: str, key: str, kwargs: Mapping[str, Any] = {}) -> ChosenPart:
+    """The part of a key, which is imported now, with its facts."""
+    facts = ALL_REGISTERS[register].entry(key).facts
+    return ChosenPart(register, key, ALL_REGISTERS[register][key], dict(kwargs), facts)
+
+
+def add_part_options(
+    parser: Any, register: Register, key: str, *, listed: frozenset[str] = frozenset()
+) -> None:
+    """Adds the options of one part to a jsonargparse parser, as a group of their own.
+
+    Args:
+        parser: a `jsonargparse.ArgumentParser`.
+        listed: names that the run supplies, but that are options here all the same.
+    """
+    part = register[key]
+    if isinstance(part, str):
+        return
+    target, method, bound = _target(part)
+    supplied = _supplied(register, target, method, bound=bound)
+    supplied.update(register.entry(key).facts.get("counts", ()))  # the run counts, and hands over
+    skipped = (supplied | set(bound)) - listed
+    group = parser.add_argument_group(f"{register.option} {key}", register.summary(key))
+    adding: dict[str, Any] = {"as_group": False, "skip": skipped, "fail_untyped": False}
+    with _types_in_place(_functions(target, method)):
+        if inspect.isclass(target):
+            group.add_class_arguments(target, register.name, **adding)
+        elif method is not None:
+            group.add_method_arguments(target.__class__, method, register.name, **adding)
+        elif inspect.isroutine(target) and _parameters(target):
+            group.add_function_arguments(target, register.name, **adding)
+    if not group._group_actions:  # nothing to list: no empty heading in --help
+        parser._action_groups.remove(group)
+
+
+def takes(part: Any, name: str) -> Literal["needs", "may have", "no"]:
+    """Whether a part has an argument of this name, and whether it can do without."""
+    target, method, bound = _target(part)
+    for function in _functions(target, method):
+        for item in _parameters(function):
+            if item.name == name and name not in bound:
+                return "needs" if item.default is item.empty else "may have"
+    return "no"
+
+
+def short_home(home: str) -> str:
+    """`file:line` relative to the repository where it lies inside."""
+    file, _, line = home.rpartition(":")
+    path = Path(file)
+    if path.is_relative_to(ROOT):
+        path = path.relative_to(ROOT)
+    return f"{path}:{line}"
+
+
+def _target(part: Any) -> tuple[Any, str | None, dict[str, Any]]:
+    """Unwraps partials: (class, function or object, its method that is called, bound names)."""
+    bound: dict[str, Any] = {}
+    while isinstance(part, functools.partial):
+        positional = [item.name for item in _parameters(part.func)][: len(part.args)]
+        bound = {**dict(zip(positional, part.args, strict=False)), **part.keywords, **bound}
+        part = part.func
+    if not inspect.isclass(part) and not inspect.isroutine(part):
+        part = inspect.unwrap(part)  # an object that was made of a function, to call like it
+    is_object = not inspect.isclass(part) and not inspect.isroutine(part)
+    return part, "__call__" if is_object else None, bound
+
+
+def _parameters(function: Callable) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # built-in functions have no signature to read
+        return []
+
+
+def _supplied(
+    register: Register, target: Any, method: str | None, *, bound: dict[str, Any]
+) -> set[str]:
+    """Names of the arguments that are no options: supplied by the run, or no plain values."""
+    contract = CONTRACTS[register.name]
+    positional = [
+        item.name
+        for item in _parameters(target)
+        if item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD)
+        and item.name not in bound
+    ]
+    names = set(contract.names) | set(positional[: contract.num_positional])
+    for function in _functions(target, method):
+        hints = _hints(function)
+        for item in _parameters(function):
+            is_engine_input = register.name == "engine" and item.default is item.empty
+            if is_engine_input or not _is_plain(hints.get(item.name, item.annotation)):
+                names.add(item.name)
+    return names
+
+
+def _functions(target: Any, method: str | None) -> Iterator[Callable]:
+    """The functions whose arguments a call can reach: of a class, also its bases' `__init__`."""
+    if inspect.isclass(target):
+        yield from (vars(base)["__init__"] for base in target.__mro__ if "__init__" in vars(base))
+    else:
+        yield getattr(target, method) if method else target
+
+
+def _hints(function: Callable) -> dict[str, Any]:
+    """Argument -> type; `object` where the text of an annotation names what nobody imported."""
+    function, found = _innermost(function), {}
+    for name, hint in getattr(function, "__annotations__", {}).items():
+        if isinstance(hint, str):
+            try:
+                alone = types.SimpleNamespace(__annotations__={name: hint})
+                hint = typing.get_type_hints(alone, getattr(function, "__globals__", {}))[name]
+            except (NameError, TypeError, AttributeError):
+                hint = object
+        found[name] = hint
+    return found
+
+
+def _innermost(function: Callable) -> Callable:
+    """What the annotations belong to: not a bound method, nor a wrapper."""
+    return inspect.unwrap(getattr(function, "__func__", function))
+
+
+@contextlib.contextmanager
+def _types_in_place(functions: Iterable[Callable]) -> Iterator[None]:
+    """Annotations that are text are types meanwhile.
+
+    To find a type, jsonargparse would run the imports below TYPE_CHECKING: torch, for a --help.
+    """
+    before = []
+    for function in map(_innermost, functions):
+        hints = _hints(function)
+        if hints != getattr(function, "__annotations__", {}):
+            before.append((function, function.__annotations__))
+            function.__annotations__ = hints
+    try:
+        yield
+    finally:
+        for function, annotations in before:
+            function.__annotations__ = annotations
+
+
+def _is_plain(hint: Any) -> bool:
+    """Whether values of this type can be written on a command line or in a YAML file."""
+    if hint in (int, float, str, bool, type(None), Path, Any, inspect.Parameter.empty):
+        return True
+    if hint in (list, tuple, dict, set):
+        return True
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        return True
+    if origin in (typing.Union, types.UnionType, list, tuple, dict, set):
+        return all(_is_plain(item) for item in typing.get_args(hint) if item is not Ellipsis)
+    return False
+
+
+# -- what `--help` and `--list` print -------------------------------------------------------------
+
+
+def list_parts() -> str:
+    """Every register, key, first docstring line and home, as text."""
+    lines = []
+    for name, register in ALL_REGISTERS.items():
+        lines.append(f"{name} ({register.option}): {register.holds}")
+        width = max((len(key) for key in register), default=0)
+        for key in sorted(register):
+            home = short_home(register.home(key))
+            lines.append(f"  {key:<{width}}  {register.summary(key)}  [{home}]")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def help_text(
+    parser: ArgumentParser,
+    keys: Mapping[str, str | None],
+    chosen: Mapping[str, str],
+    *,
+    action: str = "",
+    num_left: int = 0,
+) -> str:
+    """What `--help` prints.
+
+    Args:
+        keys: the registers of this program, with their default keys.
+        chosen: register -> key, where one is known.
+        action: the word behind the program's name.
+        num_left: options that the parser does not know, since most people do not need them.
+    """
+    program = " ".join([program_name(), *([action] if action else [])])
+    lines = [f"usage: {program} {'--KEY-OPTION KEY ... ' if keys else ''}[options]", ""]
+    if keys:
+        lines.append("Parts, chosen by key (--help after choosing keys lists their own options):")
+    for name in keys:
+        register = ALL_REGISTERS[name]
+        shown = f"{register.option} {chosen.get(name, 'KEY')}"
+        if name in chosen:
+            place = short_home(register.home(chosen[name]))
+            lines.append(f"  {shown:<32} {register.summary(chosen[name])} [{place}]")
+        else:
+            lines.append(f"  {shown:<32} {register.holds}")
+            lines.append(f"  {'':<32} one of: {', '.join(sorted(register)) or '(none)'}")
+    lines += [
+        *([""] if keys else []),
+        "  --import FILE.py | package.module | entry point    parts of your own; repeatable",
+        "  --config FILE.yaml    options from a file; the command line wins",
+        "  --list                every part with its key, first docstring line and file:line",
+        *([f"  --help all            {num_left} more options, by group"] if num_left else []),
+        "",
+        "",
+    ]
+    text = re.sub(r", --\S+\+ \S+", "", parser.format_help())  # appending is not our way
+    for name in keys:
+        text = text.replace(f"--{name}.", ALL_REGISTERS[name].option + ".")
+    return "\n".join(lines) + text

@@ -1,0 +1,189 @@
+"""The options of serve.py: where it listens, who may ask, how much of what."""
+
+import os
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from options.data import ImageOptions, check_images
+from options.engine import DecodeOptions, ModelOptions, check_has_model
+from options.fields import OptionError, check_limits, option
+from options.train import check_precision
+from parse_args import Arguments, read_arguments
+
+# -- the options of connections to a server: encryption, how many, how long they are kept ---------
+
+
+@dataclass(kw_only=True)
+class HttpOptions:
+    """Connections"""
+
+    ssl_certfile: str | None = option(
+        None, "certificate with its chain (PEM); the server then speaks https", is_path=True
+    )
+    ssl_keyfile: str | None = option(
+        None, "private key (PEM), where the certificate's file does not hold it", is_path=True
+    )
+    max_connections: int = option(
+        512, "open connections; requests of further ones are refused (503)", at_least=1
+    )
+    keep_alive_timeout: float = option(
+        5.0, "seconds that a connection is kept for the next request", at_least=0.01
+    )
+
+
+def check_certificate(run: HttpOptions) -> None:
+    """Refuses a certificate that no server could show, before a model is loaded.
+
+    Raises:
+        OptionError: names the files and what is wrong.
+    """
+    if run.ssl_certfile is None:
+        if run.ssl_keyfile is not None:
+            raise OptionError(
+                f"--ssl-keyfile {run.ssl_keyfile} came without --ssl-certfile. A certificate was "
+                "expected, because clients trust that and not the key: give both."
+            )
+        return
+    files = f"--ssl-certfile {run.ssl_certfile}"
+    if run.ssl_keyfile is not None:
+        files += f" --ssl-keyfile {run.ssl_keyfile}"
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(run.ssl_certfile, run.ssl_keyfile, password=_refuse_password)
+    except (OSError, ValueError) as error:  # an SSLError is an OSError
+        raise OptionError(
+            f"{files} can't be used ({error}). A certificate and its private key in PEM form were "
+            "expected, the key without a password, because the server shows the one and proves it "
+            "with the other: look whether they belong together, and which file holds which."
+        ) from error
+
+
+def _refuse_password() -> str:
+    """Else OpenSSL would ask at the terminal, each process."""
+    raise ValueError("the key is encrypted")
+
+
+# -------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class ListenOptions:
+    """Server"""
+
+    host: str = option(
+        "127.0.0.1", "address to listen at; 0.0.0.0: all of this machine", is_common=True
+    )
+    port: int = option(8000, "port; 0 takes a free one", at_least=0, at_most=65535, is_common=True)
+    served_model_name: str | None = option(
+        None, "what clients ask for; default: the name of the model's folder", is_common=True
+    )
+    api_key_env: str | None = option(
+        None, "environment variable that holds an API key", is_common=True
+    )
+    api_key_file: str | None = option(
+        None,
+        "file of API keys, one a line; each of them lets a request in",
+        is_path=True,
+        is_common=True,
+    )
+    cors_origins: list[str] | None = option(
+        None, "pages elsewhere that may ask, https://page.example; default: none"
+    )
+    shutdown_seconds: float = option(
+        30.0, "after a signal, what is under way may take so long to finish", at_least=0
+    )
+
+
+@dataclass(kw_only=True)
+class RequestOptions:
+    """Limits and defaults of requests"""
+
+    max_queue: int = option(256, "answers that may wait; more are refused (429)", at_least=0)
+    max_body_mib: float = option(
+        20.0, "largest body of a request, pictures included", at_least=0.001, at_most=4096
+    )
+    max_tokens_limit: int = option(8192, "longest answer that may be asked for", at_least=1)
+    max_n: int = option(8, "most answers of one request", at_least=1, at_most=128)
+    max_echo_tokens: int = option(
+        8192, "longest prompt whose log-probabilities may be asked for", at_least=1
+    )
+    max_images: int = option(8, "most pictures of one request; 0: none", at_least=0)
+    fetch_images: bool = option(
+        False, "get pictures from http(s) addresses of the public internet that requests name"
+    )
+    request_timeout: float = option(
+        600.0, "seconds from a request to the end of its answer", at_least=0.1
+    )
+    read_timeout: float = option(60.0, "seconds for a body to arrive", at_least=0.1)
+    max_new_tokens: int = option(
+        512, "longest answer of a chat that names no length, in tokens", at_least=1
+    )
+    temperature: float = option(
+        1.0, "of a request that names none; 0 takes the likeliest token", at_least=0, at_most=2
+    )
+
+
+@dataclass(kw_only=True)
+class ServeConfig(
+    ListenOptions, HttpOptions, RequestOptions, ImageOptions, DecodeOptions, ModelOptions
+):
+    """Every option of serve.py."""
+
+
+# -- the options of serve.py -> its run config, the kwargs of each chosen part, and the API keys --
+
+# register -> key that is taken when none is given; as in parse_args.py
+SERVE_KEYS: dict[str, str | None] = {"prompt_fn": "chat", "image_token": "auto"}
+LEAST_LETTERS = 8
+
+
+@dataclass
+class ServeArguments(Arguments):
+    """What `serve.py` runs."""
+
+    run: ServeConfig
+
+
+def parse_serve_args(argv: Sequence[str] | None = None) -> ServeArguments:
+    """Reads the options of a server; raises as `parse_train_args` does."""
+    run, parts, imports = read_arguments(argv, ServeConfig, keys=SERVE_KEYS)
+    check_limits(run)
+    check_precision(run)
+    check_images(run)
+    check_has_model(run)
+    check_certificate(run)
+    return ServeArguments(run=run, parts=parts, imports=imports)
+
+
+def read_api_keys(run: ServeConfig) -> tuple[str, ...]:
+    """The keys that let requests in; none: everybody may ask.
+
+    Raises:
+        OptionError: what was named holds none, or one that is easily guessed.
+    """
+    keys: list[str] = []
+    if run.api_key_env is not None:
+        keys += _of(os.environ.get(run.api_key_env, ""), f"--api-key-env {run.api_key_env}")
+    if run.api_key_file is not None:
+        text = Path(run.api_key_file).read_text(encoding="utf-8")
+        keys += _of(text, f"--api-key-file {run.api_key_file}")
+    return tuple(dict.fromkeys(keys))
+
+
+def _of(text: str, source: str) -> list[str]:
+    keys = [line.strip() for line in text.splitlines() if line.strip()]
+    if not keys:
+        raise OptionError(
+            f"{source} holds no key. At least one was expected, because without one everybody "
+            "could ask: set it, or leave the option out if that is meant."
+        )
+    for number, key in enumerate(keys):
+        if len(key) < LEAST_LETTERS or not key.isascii() or not key.isprintable() or " " in key:
+            raise OptionError(
+                f"{source}: key {number + 1} has {len(key)} letters. At least {LEAST_LETTERS} of "
+                "ASCII without spaces were expected, because it is sent in a header and must not "
+                "be guessed: make one with `openssl rand -hex 24`."
+            )
+    return keys

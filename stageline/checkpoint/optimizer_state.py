@@ -1,0 +1,339 @@
+"""What an optimizer knows of each parameter, as tensors by the parameter's name.
+
+Each rank writes one safetensors file with the names `<what>/<parameter>`, such as
+`exp_avg/model.layers.0.mlp.up_proj.weight`; of a parameter that is shared out among replicas it
+writes its rows. Nothing depends on which stage or rank a parameter was on. No pickled objects.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from stageline.checkpoint.files import inside, list_names, open_tensors, write_tensors
+from stageline.checkpoint.shards import HostCopies
+from stageline.errors import CheckpointError, UserError
+from stageline.model_folder import read_json
+
+WEIGHT = "weight"  # a parameter's own value, where the files of weights do not hold it to the bit
+# numbers that an optimizer keeps beside its tensors
+_NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """Which rows of a parameter a rank holds: `count` from `start` on, of a whole of `shape`."""
+
+    start: int
+    count: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StateShare:
+    """What one rank saves besides weights.
+
+    Attributes:
+        tensors: by name in the file.
+        index: parameter -> its whole shape and, for each value, which piece of it this is.
+        extras: parameter -> settings that its optimizer group got during training.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    index: dict[str, dict[str, Any]]
+    extras: dict[str, dict[str, Any]]
+
+    def write(self, path: Path) -> dict[str, dict[str, Any]]:
+        """Writes the file, if there is anything; returns the index with its name in it."""
+        if self.tensors:
+            write_tensors(self.tensors, path)
+        for entry in self.index.values():
+            for piece in entry["values"].values():
+                piece["file"] = path.name
+        return self.index
+
+
+def state_share(
+    optimizer: torch.optim.Optimizer | None,
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    rows: Mapping[str, RowRange],
+    left_out: Collection[str],
+    is_first: bool,
+    with_weights: bool,
+    copies: HostCopies | None,
+) -> StateShare:
+    """Collects what this rank saves.
+
+    Args:
+        parameters: those that the optimizer updates, by name.
+        rows: of parameters of which this rank holds a share.
+        left_out: names that another stage saves.
+        is_first: of the replicas; others save their rows of shares alone.
+        with_weights: the parameters themselves too.
+        copies: on the host and apart from training, which may go on; None: the tensors themselves.
+
+    Raises:
+        UserError: the optimizer keeps something that is neither tensor nor number.
+    """
+    share = StateShare({}, {}, {})
+    places: set[int] = set()
+    extras = {} if optimizer is None else _group_extras(optimizer)
+    for name, parameter in parameters.items():
+        if name in left_out or not (is_first or name in rows):
+            continue
+        state = {} if optimizer is None else optimizer.state.get(parameter, {})
+        values = {key: _as_tensor(key, value, optimizer) for key, value in state.items()}
+        if with_weights:
+            values[WEIGHT] = (parameter.detach(), None)
+        shape = rows[name].shape if name in rows else tuple(parameter.shape)
+        entry: dict[str, Any] = {"shape": list(shape), "values": {}}
+        for key, (tensor, number) in values.items():
+            if tensor is None:
+                continue
+            piece = _piece(tensor, parameter, rows.get(name), key)
+            if not piece and not is_first:
+                continue
+            entry["values"][key] = {**piece, **({"number": number} if number else {})}
+            full_name = f"{key}/{name}"
+            if copies is None and tensor.data_ptr() in places:
+                tensor = tensor.clone()  # a table that several parameters share: files have it each
+            places.add(tensor.data_ptr())
+            share.tensors[full_name] = copies.copy(full_name, tensor) if copies else tensor.cpu()
+        share.index[name] = entry
+        if extras.get(id(parameter)):
+            share.extras[name] = extras[id(parameter)]
+    return share
+
+
+def _as_tensor(
+    key: str, value: object, optimizer: torch.optim.Optimizer | None
+) -> tuple[torch.Tensor | None, str | None]:
+    """A value as a tensor, and the name of its type if it was a number."""
+    if value is None:
+        return None, None
+    if isinstance(value, torch.Tensor):
+        return value.detach(), None
+    if type(value) in _NUMBERS:
+        return torch.tensor(value, dtype=_NUMBERS[type(value)]), type(value).__name__
+    raise UserError(
+        f"the optimizer {type(optimizer).__name__} keeps {key} as {type(value).__name__}, tensors "
+        "and numbers were expected: others cannot be saved without pickled code. Use another "
+        "`optimizer`."
+    )
+
+
+def _piece(
+    tensor: torch.Tensor, parameter: nn.Parameter, rows: RowRange | None, key: str
+) -> dict[str, Any]:
+    """Where a value belongs: rows of a share, or all of it."""
+    if rows is None:
+        return {}
+    if tensor.shape == parameter.shape:
+        return {"start": rows.start, "rows": rows.count}
+    if tensor.numel() == 1:
+        return {}  # a count, the same for all rows
+    raise UserError(
+        f"the optimizer keeps {key} of shape {list(tensor.shape)} for a share of shape "
+        f"{list(parameter.shape)}, the same shape was expected: otherwise it cannot be shared out "
+        "anew. Leave `dp_shard` out or use another `optimizer`."
+    )
+
+
+def _group_extras(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    """id of a parameter -> what its group holds beyond the optimizer's own settings."""
+    # lr_scale is a setting of the run: resumed with another one, that one counts
+    known = {"params", "lr", "lr_scale", "param_names", *optimizer.defaults}
+    extras: dict[int, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        more = {
+            key: value
+            for key, value in group.items()
+            if key not in known and isinstance(value, bool | int | float | str)
+        }
+        extras |= {id(parameter): more for parameter in group["params"]}
+    return extras
+
+
+# -- gives an optimizer back what a checkpoint knows of each parameter, however the model is cut now
+# Values are found by the parameter's name. Rows of parameters that were shared out are put
+# together, or cut anew, as this run needs them.
+
+STATE_FOLDER = "training_state"
+STATE_FILE = "state.json"
+
+
+class SavedState:
+    """The training state of a checkpoint; reads a tensor when it is asked for.
+
+    Args:
+        folder: of the checkpoint, which is known to be whole.
+
+    Attributes:
+        facts: what the run noted besides: steps done, counters, options.
+
+    Raises:
+        CheckpointError: it holds weights alone.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / STATE_FOLDER
+        path = self.folder / STATE_FILE
+        if not path.is_file():
+            raise CheckpointError(
+                f"{folder} holds weights alone, {STATE_FOLDER}/{STATE_FILE} was expected beside "
+                "them: without the optimizer's state a run does not go on as it would have. "
+                "Resume from a folder checkpoints/step-...; to start anew from these weights give "
+                "them as `model_path`."
+            )
+        saved = read_json(path)
+        self.facts: dict[str, Any] = saved["facts"]
+        self.index: dict[str, dict[str, Any]] = saved["parameters"]
+        self.extras: dict[str, dict[str, Any]] = saved["extras"]
+        self.optimizer: str | None = saved["optimizer"]
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Compares with the names that all ranks train now.
+
+        Raises:
+            CheckpointError: they are not those of this run.
+        """
+        names = set(names)
+        missing, unknown = names - set(self.index), set(self.index) - names
+        problems = []
+        if missing:
+            problems.append(f"lacks {len(missing)} that train now ({list_names(missing, 5)})")
+        if unknown:
+            problems.append(f"has {len(unknown)} that do not ({list_names(unknown, 5)})")
+        if problems:
+            raise CheckpointError(
+                f"the state in {self.folder} {' and '.join(problems)}; the same parameters were "
+                "expected: a moment without its weight is worth nothing. Resume with the model, "
+                "--frozen-* and --*-lora-num of that run."
+            )
+
+    @torch.no_grad()
+    def restore(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        rows: Mapping[str, RowRange],
+    ) -> None:
+        """Fills this rank's parameters, if their values are here, and its optimizer's state.
+
+        Raises:
+            CheckpointError: another optimizer's state, or another shape.
+        """
+        if optimizer is None:
+            return
+        _check_optimizer(self.optimizer, optimizer, self.folder)
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        with ExitStack() as stack:
+            files = _Files(self.folder, stack)
+            for name, parameter in parameters.items():
+                group = groups[id(parameter)]
+                state = self._values(name, parameter, rows.get(name), files, group)
+                value = state.pop(WEIGHT, None)
+                if value is not None:
+                    parameter.copy_(value)
+                if state:
+                    optimizer.state[parameter] = state
+                group.update(self.extras.get(name, {}))
+
+    def _values(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        rows: RowRange | None,
+        files: "_Files",
+        group: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        entry = self.index[name]
+        shape = rows.shape if rows is not None else tuple(parameter.shape)
+        if tuple(entry["shape"]) != shape:
+            raise CheckpointError(
+                f"{self.folder} knows {name} with shape {entry['shape']}, {list(shape)} was "
+                "expected: it is the state of another model. Resume with the model of that run."
+            )
+        values: dict[str, Any] = {}
+        for key, pieces in entry["values"].items():
+            value = files.read(f"{key}/{name}", pieces, rows=rows, shape=shape)
+            number = pieces[0].get("number")
+            if number is not None:
+                values[key] = value.item()
+                continue
+            # as torch: the count of steps stays on the host, unless a fused kernel reads it
+            stays = key == "step" and not (group.get("fused") or group.get("capturable"))
+            values[key] = value if stays else value.to(parameter.device)
+        return values
+
+
+class _Files:
+    """The files of a state, each opened once."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder = folder
+        self.stack = stack
+        self.opened: dict[str, safe_open] = {}
+
+    def read(
+        self,
+        key: str,
+        pieces: list[dict[str, Any]],
+        *,
+        rows: RowRange | None,
+        shape: tuple[int, ...],
+    ) -> torch.Tensor:
+        """A whole value, or the rows of it that are wanted.
+
+        Raises:
+            CheckpointError: a file was changed since it was verified.
+        """
+        try:
+            if "start" in pieces[0]:
+                first, count = (0, shape[0]) if rows is None else (rows.start, rows.count)
+                return self._join(key, pieces, first, first + count)
+            file = self._open(pieces[0])
+            value = file.get_slice(key)
+            if rows is not None and tuple(value.get_shape()) == shape:
+                return value[rows.start : rows.start + rows.count]
+            return file.get_tensor(key)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{self.folder / pieces[0]['file']} cannot be read ({error}), {key} was expected "
+                "in it: it was changed while it was read, or the disk fails. Use another one."
+            ) from error
+
+    def _join(self, key: str, pieces: list[dict[str, Any]], first: int, end: int) -> torch.Tensor:
+        parts = []
+        for piece in sorted(pieces, key=lambda piece: piece["start"]):
+            start = max(first, piece["start"])
+            stop = min(end, piece["start"] + piece["rows"])
+            if start < stop:
+                values = self._open(piece).get_slice(key)
+                parts.append(values[start - piece["start"] : stop - piece["start"]])
+        if parts:
+            return torch.cat(parts)
+        return self._open(pieces[0]).get_slice(key)[:0]
+
+    def _open(self, piece: Mapping[str, Any]) -> safe_open:
+        name = piece["file"]
+        if name not in self.opened:
+            path = inside(self.folder, name, told_by=self.folder / STATE_FILE, is_plain=True)
+            self.opened[name] = self.stack.enter_context(open_tensors(path))
+        return self.opened[name]
+
+
+def _check_optimizer(saved: str | None, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    here = type(optimizer).__name__
+    if saved is not None and saved != here:
+        raise CheckpointError(
+            f"{folder} holds the state of {saved}, that of {here} was expected: one cannot go on "
+            "with the moments of the other. Resume with the `optimizer` of that run."
+        )

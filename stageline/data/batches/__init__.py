@@ -1,0 +1,1 @@
+"""From encoded samples to micro-batches."""

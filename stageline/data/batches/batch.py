@@ -1,0 +1,221 @@
+"""From samples to one micro-batch: render, tokenize, limit the length, pad, add image inputs.
+
+What the `sft` collate part and the model parts of inference share. Knows no register.
+Shapes: B samples, T tokens of the longest one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from stageline.contracts import broken, call, shown
+from stageline.data.images.images import ImageExpander, by_rows, expand_images, image_size
+from stageline.data.text.encode import Encoded, encode_rendered
+from stageline.data.text.rendered import Piece, Rendered
+
+IGNORE = -100
+Sample = dict[str, Any]
+Images = Sequence[Any] | None
+
+
+def sample_name(sample: Sample) -> str:
+    """What errors call a sample: its source (file and line) and its id."""
+    name = f"sample {sample.get('id', '?')}"
+    return f"{sample['source']}: {name}" if sample.get("source") else name
+
+
+def render_sample(
+    images: Images,
+    sample: Sample,
+    *,
+    prompt: str,
+    prompt_fn: Callable[..., Rendered],
+    image_token: Callable[..., Rendered],
+    processor: Any,
+    for_generation: bool = False,
+) -> Rendered:
+    """Fills the template and puts the model's image text where the images belong.
+
+    The prompt_fn finds the number of images in `sample["num_images"]`.
+    """
+    counted = {**sample, "num_images": len(images or ())}
+    given = {"processor": processor, "for_generation": for_generation}
+    rendered = call("prompt_fn", prompt_fn, counted, prompt, **given)
+    _check_rendered("prompt_fn", prompt_fn, rendered)
+    placed = call("image_token", image_token, rendered, images, processor=processor)
+    _check_rendered("image_token", image_token, placed)
+    return replace(placed, name=sample_name(sample))
+
+
+def _check_rendered(register: str, part: Callable[..., Any], found: object) -> None:
+    is_rendered = isinstance(found, Rendered)
+    wrong = [piece for piece in found if not isinstance(piece, Piece)] if is_rendered else []
+    if not is_rendered or wrong:
+        raise broken(
+            register,
+            part,
+            f"returned {'a Rendered that holds ' if wrong else ''}{shown((wrong or [found])[0])}",
+            why="A Rendered was expected, because it knows which text is learnt, which came from "
+            "the data and where images go",
+            cure="return Rendered((Piece(question, is_user=True), Piece(answer, is_target=True))) "
+            "of stageline.data.text.rendered, or what `prompt_fn` fill makes",
+        )
+
+
+def encode_sample(rendered: Rendered, images: Images, *, processor: Any, name: str) -> Encoded:
+    """Token ids of a rendered sample with all image tokens written out; decodes no pixels."""
+    return encode_rendered(expand_images(rendered, images, processor, name=name), processor)
+
+
+def row_width(longest: int, *, multiple_of: int = 1, max_width: int | None = None) -> int:
+    """The width of rows: the longest, rounded up to a multiple where `max_width` allows it.
+
+    Kernels are fastest at multiples of 8 to 128, and few widths make few compiled versions.
+
+    Args:
+        max_width: longest legal row; a longer sample is not cut here.
+    """
+    rounded = -(-longest // multiple_of) * multiple_of
+    return rounded if max_width is None else max(longest, min(rounded, max_width))
+
+
+def pad_rows(
+    rows: Sequence[Encoded],
+    *,
+    pad_token_id: int,
+    side: Literal["right", "left"] = "right",
+    with_labels: bool = True,
+    multiple_of: int = 1,
+    max_width: int | None = None,
+) -> dict[str, torch.Tensor]:
+    """input_ids, attention_mask and labels, each [B, T] long.
+
+    Args:
+        multiple_of, max_width: as in `row_width`.
+    """
+    longest = max(len(row) for row in rows)
+    width = row_width(longest, multiple_of=multiple_of, max_width=max_width)
+    shape = (len(rows), width)
+    ids_BT = torch.full(shape, pad_token_id, dtype=torch.long)
+    mask_BT = torch.zeros(shape, dtype=torch.long)
+    labels_BT = torch.full(shape, IGNORE, dtype=torch.long)
+    for index, row in enumerate(rows):
+        place = slice(0, len(row)) if side == "right" else slice(width - len(row), width)
+        row_ids = torch.tensor(row.input_ids, dtype=torch.long)
+        ids_BT[index, place] = row_ids
+        mask_BT[index, place] = 1
+        is_target = torch.tensor(row.is_target, dtype=torch.bool)
+        labels_BT[index, place] = torch.where(is_target, row_ids, IGNORE)
+    batch = {"input_ids": ids_BT, "attention_mask": mask_BT}
+    return {**batch, "labels": labels_BT} if with_labels else batch
+
+
+def add_image_inputs(
+    batch: dict[str, torch.Tensor],
+    images: Sequence[Images],
+    *,
+    processor: Any,
+    names: Sequence[str],
+    with_pixels: bool,
+) -> None:
+    """Adds what the model wants besides token ids, in place.
+
+    Args:
+        images: of each row.
+        names: of each row, for errors.
+        with_pixels: also decode the images; only the first stage needs that.
+
+    Raises:
+        DataError: an image does not decode.
+    """
+    expander = ImageExpander.of(processor)
+    if expander is None:
+        return
+    batch.update(expander.token_types(batch["input_ids"]))
+    sizes = [image_size(image) for row in images for image in row or ()]
+    batch.update(expander.side_inputs(sizes))
+    if with_pixels:
+        _add_pixels(batch, images, expander=expander, names=names)
+    if expander.lies_in_rows:
+        counts = [len(row or ()) for row in images]
+        batch.update(by_rows(batch, counts, processor=processor))
+
+
+def _add_pixels(
+    batch: dict[str, torch.Tensor],
+    images: Sequence[Images],
+    *,
+    expander: ImageExpander,
+    names: Sequence[str],
+) -> None:
+    for key, value in expander.decode_pixels([row or () for row in images], names).items():
+        if key in batch:  # the other ranks believe the sizes: make sure that they may
+            assert torch.equal(batch[key], value), f"{key} depends on pixels, not on sizes alone"
+        batch[key] = value
+
+
+# -- packed micro-batches: several samples behind each other in one row, none of which sees another
+# Attention is block-diagonal by small integers: positions restart at each sample, and each stage
+# builds its mask from them. Shapes: B rows, T tokens of the fullest one.
+
+NO_SAMPLE = -1
+_EMPTY_ROW = 2  # one token has no next one to predict, which not every loss allows for
+
+
+def pack_rows(
+    rows: Sequence[Sequence[Encoded]],
+    *,
+    pad_token_id: int,
+    multiple_of: int = 1,
+    max_width: int | None = None,
+) -> dict[str, torch.Tensor]:
+    """input_ids, attention_mask, labels, position_ids and sample_ids, each [B, T] long.
+
+    `sample_ids` counts the samples of a row, -1 is padding; their presence tells a stage that the
+    batch is packed. Padding has position 0 throughout: each such token is a sample of its own, so
+    it sees itself alone. An empty row is padding only.
+
+    Args:
+        multiple_of, max_width: as in `row_width`.
+    """
+    longest = max(max((sum(map(len, row)) for row in rows), default=0), _EMPTY_ROW)
+    shape = (len(rows), row_width(longest, multiple_of=multiple_of, max_width=max_width))
+    ids_BT = torch.full(shape, pad_token_id, dtype=torch.long)
+    mask_BT = torch.zeros(shape, dtype=torch.long)
+    labels_BT = torch.full(shape, IGNORE, dtype=torch.long)
+    positions_BT = torch.zeros(shape, dtype=torch.long)
+    samples_BT = torch.full(shape, NO_SAMPLE, dtype=torch.long)
+    for index, row in enumerate(rows):
+        end = 0
+        for number, sample in enumerate(row):
+            place, end = slice(end, end + len(sample)), end + len(sample)
+            sample_ids = torch.tensor(sample.input_ids, dtype=torch.long)
+            ids_BT[index, place] = sample_ids
+            mask_BT[index, place] = 1
+            is_target = torch.tensor(sample.is_target, dtype=torch.bool)
+            is_target[0] = False  # the token before it belongs to another sample
+            labels_BT[index, place] = torch.where(is_target, sample_ids, IGNORE)
+            positions_BT[index, place] = torch.arange(len(sample))
+            samples_BT[index, place] = number
+    return {
+        "input_ids": ids_BT,
+        "attention_mask": mask_BT,
+        "labels": labels_BT,
+        "position_ids": positions_BT,
+        "sample_ids": samples_BT,
+    }
+
+
+def count_samples(micro_batch: dict[str, torch.Tensor]) -> int:
+    """Samples with something to learn: rows, pairs of them, or the samples in packed ones."""
+    is_target_BT = micro_batch["labels"] != IGNORE
+    if "loss_pairs" in micro_batch:
+        is_target_BT = is_target_BT[::2]
+    if "sample_ids" not in micro_batch:
+        return int(is_target_BT.any(dim=1).sum())
+    samples_BT = micro_batch["sample_ids"]
+    rows_BT = torch.arange(len(samples_BT), device=samples_BT.device)[:, None].expand_as(samples_BT)
+    pairs = torch.stack((rows_BT[is_target_BT], samples_BT[is_target_BT]))
+    return pairs.unique(dim=1).shape[1]

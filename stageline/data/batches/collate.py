@@ -1,0 +1,288 @@
+"""Encodes samples and makes one micro-batch of them: the bodies of the `sft` collate part.
+
+Token ids are the same on every rank; pixels are decoded on the first stage alone.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from stageline.data.batches.batch import (
+    Images,
+    Sample,
+    add_image_inputs,
+    encode_sample,
+    pack_rows,
+    pad_rows,
+    render_sample,
+    sample_name,
+)
+from stageline.data.batches.collate_part import EncodedSample, all_encoded
+from stageline.data.batches.token_cache import token_cache_of
+from stageline.data.text.encode import Encoded, check_targets
+from stageline.data.text.limit import Overlong, limit_length
+from stageline.data.text.rendered import Rendered
+from stageline.data.text.template import MarkedWords
+from stageline.errors import DataError
+
+Item = EncodedSample | tuple[Images, Sample]
+TEXTS = ("prompt", "prompt_fn", "image_token", "processor")
+
+
+def encode_for_training(
+    images: Images,
+    sample: Sample,
+    *,
+    prompt: str,
+    prompt_fn: Callable[..., Rendered],
+    image_token: Callable[..., Rendered],
+    processor: Any,
+    words: MarkedWords | None = None,
+) -> Encoded:
+    """Token ids and labels of one sample, of any length.
+
+    Args:
+        words: to be marked in what is learnt.
+
+    Raises:
+        DataError: it has no supervised token.
+    """
+    name = sample_name(sample)
+    cache = token_cache_of(processor)
+    texts = {"prompt": prompt, "prompt_fn": prompt_fn, "image_token": image_token}
+    kept_as = None
+    if cache is not None and cache.is_used:
+        kept_as = cache.name_of(images, sample, words=words, **texts)
+    kept = None if kept_as is None else cache.get(kept_as)
+    if kept is not None:
+        return kept
+    rendered = render_sample(images, sample, processor=processor, **texts)
+    if words is not None:
+        rendered = words.mark(rendered)
+    encoded = encode_sample(rendered, images, processor=processor, name=name)
+    check_targets(encoded, name=name)
+    if kept_as is not None:
+        cache.note(kept_as, encoded)
+    return encoded
+
+
+def encode_sft(
+    images: Images,
+    sample: Sample,
+    *,
+    pad_token_id: int,
+    max_token_num: int,
+    stage: int,
+    overlong: Overlong = "error",
+    encode: Callable[..., Encoded] = encode_for_training,
+    **texts: Any,
+) -> EncodedSample:
+    """One sample that becomes one row, of at most `max_token_num` tokens.
+
+    Args:
+        encode: makes token ids and labels of any length.
+        texts: prompt, prompt_fn, image_token and processor; others are not looked at.
+    """
+    whole = encode(images, sample, **{name: texts[name] for name in TEXTS})
+    row = limit_length(
+        whole,
+        max_token_num=max_token_num,
+        overlong=overlong,
+        name=sample_name(sample),
+        pad_token_id=pad_token_id,
+        warn=stage == 0,
+    )
+    return EncodedSample(images, sample, [row], len(row), [whole])
+
+
+def collate_sft(
+    samples: Sequence[Item],
+    *,
+    prompt: str,
+    prompt_fn: Callable[..., Rendered],
+    image_token: Callable[..., Rendered],
+    processor: Any,
+    pad_token_id: int,
+    max_token_num: int,
+    stage: int,
+    overlong: Overlong = "error",
+    pad_to_multiple_of: int = 1,
+) -> dict[str, torch.Tensor]:
+    """One micro-batch: ids, mask and labels [B, T], side inputs, and pixels on stage 0.
+
+    Args:
+        samples: encoded ones, or (images, sample).
+    """
+    common = {
+        "prompt": prompt,
+        "prompt_fn": prompt_fn,
+        "image_token": image_token,
+        "processor": processor,
+        "pad_token_id": pad_token_id,
+        "max_token_num": max_token_num,
+        "stage": stage,
+        "overlong": overlong,
+    }
+    encoded = all_encoded(samples, encode_sft, **common)
+    return collate_encoded(encoded, pad_to_multiple_of=pad_to_multiple_of, **common)
+
+
+def collate_encoded(
+    samples: Sequence[EncodedSample],
+    *,
+    processor: Any,
+    pad_token_id: int,
+    max_token_num: int,
+    stage: int,
+    pad_to_multiple_of: int = 1,
+    **common: Any,
+) -> dict[str, torch.Tensor]:
+    """As `collate_sft`, of samples that are encoded and may have several rows each."""
+    batch = pad_rows(
+        [row for sample in samples for row in sample.rows],
+        pad_token_id=pad_token_id,
+        multiple_of=pad_to_multiple_of,
+        max_width=max_token_num,
+    )
+    _add_images(batch, samples, processor=processor, stage=stage)
+    return batch
+
+
+def collate_packed_sft(
+    rows: Sequence[Sequence[Item]],
+    *,
+    processor: Any,
+    pad_token_id: int,
+    max_token_num: int,
+    stage: int,
+    pad_to_multiple_of: int = 1,
+    **common: Any,
+) -> dict[str, torch.Tensor]:
+    """One micro-batch of rows that hold several samples; as `collate_sft` otherwise."""
+    shared = {
+        "processor": processor,
+        "pad_token_id": pad_token_id,
+        "max_token_num": max_token_num,
+        "stage": stage,
+        **common,
+    }
+    encoded = [all_encoded(row, encode_sft, **shared) for row in rows]
+    batch = pack_rows(
+        [[one for sample in row for one in sample.rows] for row in encoded],
+        pad_token_id=pad_token_id,
+        multiple_of=pad_to_multiple_of,
+        max_width=max_token_num,
+    )
+    # images lie in the order of the samples, as their tokens do
+    samples = [sample for row in encoded for sample in row]
+    _add_images(batch, samples, processor=processor, stage=stage)
+    return batch
+
+
+def _add_images(
+    batch: dict[str, torch.Tensor],
+    samples: Sequence[EncodedSample],
+    *,
+    processor: Any,
+    stage: int,
+) -> None:
+    """Adds image inputs in place; a dropped sample has no image token, so no image either."""
+    rows = [(row, sample) for sample in samples for row in sample.rows]
+    add_image_inputs(
+        batch,
+        [sample.images if any(row.is_target) else () for row, sample in rows],
+        processor=processor,
+        names=[sample_name(sample.sample) for _, sample in rows],
+        with_pixels=stage == 0,
+    )
+
+
+# -- makes one micro-batch of whole groups; the body of the `contrastive` collate part ------------
+# A group is an anchor, its positive and one or more negatives: neighbouring samples with the same
+# `contrast_group`, each with its `role`. Shapes: B samples, T tokens.
+
+ROLES = ("anchor", "positive", "negative")
+_LEAST = 3  # samples of a group
+
+
+def encode_marked(
+    images: Images, sample: Sample, *, words: MarkedWords, **common: Any
+) -> EncodedSample:
+    """As `encode_sft`, with the tokens of some words marked."""
+    encode = functools.partial(encode_for_training, words=words)
+    return encode_sft(images, sample, encode=encode, **common)
+
+
+def collate_contrastive(
+    samples: Sequence[Item], *, words: MarkedWords, **common: Any
+) -> dict[str, torch.Tensor]:
+    """As `collate_sft`, with `loss_marks` and `loss_groups`.
+
+    `loss_marks` [B, T] bool: supervised tokens that cover a character of one of the words.
+    `loss_groups` [B] int64: number of the group within the micro-batch; its rows are the anchor,
+    the positive and the negatives, in this order.
+
+    Raises:
+        DataError: a group is not whole.
+    """
+    groups = group_numbers([sample for _, sample in samples])
+    encoded = all_encoded(samples, encode_marked, words=words, **common)
+    batch = collate_encoded(encoded, **common)
+    batch["loss_marks"] = _marks([one.rows[0] for one in encoded], batch["labels"].shape)
+    batch["loss_groups"] = torch.tensor(groups, dtype=torch.int64)
+    return batch
+
+
+def group_numbers(samples: Sequence[Sample]) -> list[int]:
+    """The number of each sample's group, from 0 on.
+
+    Raises:
+        DataError: a group is not whole: names the sample, and what was expected in its place.
+    """
+    # a group may come twice: one fills up the last steps of an evaluation
+    starts = [index for index, sample in enumerate(samples) if sample.get("role") == "anchor"]
+    size = _size(samples, starts)
+    for index, sample in enumerate(samples):
+        place = index % size
+        anchor = samples[index - place]
+        group, role = sample.get("contrast_group"), sample.get("role")
+        expected = ROLES[min(place, 2)]
+        if role != expected or group is None or group != anchor.get("contrast_group"):
+            wanted = f"{anchor.get('contrast_group')!r}" if place else "a new group"
+            raise _not_whole(sample, f"the {expected} (sample {place + 1} of {size}) of {wanted}")
+    if len(samples) % size:
+        raise _not_whole(
+            samples[-1],
+            f"{size - len(samples) % size} more behind it, since groups have {size} samples",
+        )
+    return [index // size for index in range(len(samples))]
+
+
+def _size(samples: Sequence[Sample], starts: Sequence[int]) -> int:
+    """Samples of a group, as the first one has them."""
+    if not starts or starts[0] != 0:
+        raise _not_whole(samples[0], "the anchor (sample 1) of a new group")
+    size = starts[1] if len(starts) > 1 else len(samples)
+    if size < _LEAST:
+        raise _not_whole(samples[size - 1], "an anchor, a positive and at least one negative")
+    return size
+
+
+def _not_whole(sample: Sample, expected: str) -> DataError:
+    return DataError(
+        f"{sample_name(sample)}: group not whole: it has contrast_group "
+        f"{sample.get('contrast_group')!r} and role {sample.get('role')!r}, expected was "
+        f"{expected}. The samples of a group are compared with each other, so they have to come "
+        "one behind the other: anchor, positive, negatives. Use a dataset with group_size "
+        "(`dataset` groups), and correct its rows."
+    )
+
+
+def _marks(rows: Sequence[Encoded], shape: Sequence[int]) -> torch.Tensor:
+    marks_BT = torch.zeros(tuple(shape), dtype=torch.bool)
+    for index, row in enumerate(rows):
+        marked = torch.tensor(row.is_marked, dtype=torch.bool)  # empty for a dropped sample
+        marks_BT[index, : len(marked)] = marked
+    return marks_BT

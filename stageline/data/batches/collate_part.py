@@ -1,0 +1,137 @@
+"""What a collate_fn part is: `encode` makes token ids of a sample, `collate` a micro-batch of many.
+
+Rendering and tokenizing happen in `encode` alone, once a sample: sorting by length, packing,
+preflight, preview and collating all work on what it gave. Knows neither templates nor tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stageline.data.batches.batch import Images, Sample
+    from stageline.data.text.encode import Encoded
+
+
+@dataclass(frozen=True)
+class EncodedSample:
+    """A sample and its token ids. It unpacks as (images, sample), like what it was made of.
+
+    Attributes:
+        images: to come: decoded where pixels are needed, when the micro-batch is made.
+        sample: its fields.
+        rows: the rows that it becomes, of legal length; or the segments of its one row.
+        length: tokens of its longest row, by which samples are sorted and packed.
+        whole: `rows` before they were cut or dropped.
+        others: rows beside `rows`, which a loss asks for.
+    """
+
+    images: Images
+    sample: Sample
+    rows: Sequence[Encoded]
+    length: int
+    whole: Sequence[Encoded]
+    others: Sequence[Encoded] = ()
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it was longer: cut, or dropped."""
+        return sum(map(len, self.rows)) < sum(map(len, self.whole))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.images, self.sample))
+
+
+@dataclass(frozen=True)
+class LateImport:
+    """A function that is imported when it is called.
+
+    Attributes:
+        target: module:name.
+    """
+
+    target: str
+
+    def __call__(self, *given: Any, **options: Any) -> Any:
+        """What the function gives."""
+        module, _, name = self.target.partition(":")
+        return getattr(importlib.import_module(module), name)(*given, **options)
+
+
+class CollatePart:
+    """Name, docstring and options (the signature) are those of `collate`.
+
+    Each of the three gets all that the run supplies and the part's options, by name.
+
+    Args:
+        collate: (samples) -> micro-batch.
+        encode: (images, sample) -> EncodedSample; samples then come to `collate` encoded. None:
+            they come as (images, sample), and their lengths are not known.
+        pack: (rows), each a list of encoded samples -> micro-batch. None: the part can't pack.
+    """
+
+    def __init__(
+        self,
+        collate: Callable[..., Any],
+        *,
+        encode: Callable[..., EncodedSample] | None = None,
+        pack: Callable[..., Any] | None = None,
+    ) -> None:
+        functools.update_wrapper(self, collate)
+        self.collate = collate
+        self.encode = encode
+        self.pack = pack
+
+    def __call__(self, samples: Sequence[Any], **options: Any) -> Any:
+        """A micro-batch of samples; of those that are not encoded yet too, where it can."""
+        return self.collate(samples, **options)
+
+    def bind(self, **options: Any) -> CollatePart:
+        """The part with some of its arguments."""
+
+        def bound(function: Callable | None) -> Callable | None:
+            return None if function is None else functools.partial(function, **options)
+
+        return CollatePart(
+            functools.partial(self.collate, **options),
+            encode=bound(self.encode),
+            pack=bound(self.pack),
+        )
+
+
+def collate_part(
+    *, encode: Callable[..., EncodedSample] | str, pack: Callable[..., Any] | str | None = None
+) -> Callable[[Callable[..., Any]], CollatePart]:
+    """Decorator: makes a part of a function that collates encoded samples; see `CollatePart`.
+
+    Args:
+        encode: or "module:name", which is imported when it is needed.
+        pack: as `encode`.
+    """
+    return functools.partial(
+        CollatePart,
+        encode=LateImport(encode) if isinstance(encode, str) else encode,
+        pack=LateImport(pack) if isinstance(pack, str) else pack,
+    )
+
+
+def as_collate_part(collate: Callable[..., Any]) -> CollatePart:
+    """The part, with the arguments of partials around it; a plain function is wrapped."""
+    if isinstance(collate, CollatePart):
+        return collate
+    if isinstance(collate, functools.partial):
+        inner = as_collate_part(collate.func)
+        if inner.encode is not None:
+            return inner.bind(**collate.keywords)
+    return CollatePart(collate)
+
+
+def all_encoded(
+    samples: Sequence[Any], encode: Callable[..., EncodedSample], **options: Any
+) -> list[EncodedSample]:
+    """The samples encoded: those that are not yet, (images, sample), now."""
+    return [one if isinstance(one, EncodedSample) else encode(*one, **options) for one in samples]

@@ -1,0 +1,239 @@
+"""Yields, for each optimizer step, the list of its micro-batches; each is made by the collate part.
+
+Micro-batches are never cut out of a larger tensor: image tensors have other first dimensions.
+"""
+
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import DataLoader
+
+from stageline import chaos
+from stageline.data.batches.groups import check_batch_sizes, group_size_of, some_rows
+from stageline.data.batches.sampler import StepSampler, StreamSampler, has_sampler, is_stream
+from stageline.data.batches.step_maker import MicroBatch, PackedStepMaker, StepMaker, end_with_rank
+from stageline.errors import UserError
+from stageline.seeds import derive_seed
+
+_CAN_FORK = sys.platform == "linux"
+
+
+class MicroBatchLoader:
+    """Loads the micro-batches of a replica; the same on all ranks of its pipeline.
+
+    In training it goes on without end; in evaluation it ends after each row came once. The last
+    steps of an evaluation are filled up with rows whose labels are all -100, so that each step
+    has the same number of micro-batches. Packed steps have numbers of their own.
+
+    Args:
+        dataset: map-style, `dataset[i] -> (images, sample)`. With a `group_size` so many
+            consecutive rows stay together in one micro-batch, in their order. With a true
+            `is_stream` its indices are positions, which are taken in order and without end. With
+            a `make_sampler` it draws the rows of training itself; see sampler.py.
+        collate: a list of those -> one micro-batch. A part with an `encode` can be sorted, one
+            with a `pack` too can be packed; see stageline/data/batches/collate_part.py.
+        batch_size, accumulate_steps: rows of one optimizer step are their product.
+        num_workers: processes that load ahead, a step each; 0 loads in this one. They start
+            when the first step is asked for, once.
+        pins: puts tensors where a GPU fetches them while it computes; needs CUDA.
+        start_step: the first optimizer step of training, counted over all epochs.
+        position: what `state_after` said of the step before, where it is known.
+        eval: each row once, in the order of the dataset unless `shuffle`.
+        order: `sorted` puts rows of near-equal length together, and cheap micro-batches first
+            and last; `given` keeps the order in which rows were drawn.
+        packing: tokens of a row that holds several samples; None for one sample a row.
+        legal_counts: for packing: the least number of micro-batches that the schedule can run
+            and that is not below the given one.
+        agree: for packing: (step, number) -> the largest number of any replica; see
+            `PackedStepMaker`.
+
+    Raises:
+        UserError: rows of a step do not fall into micro-batches or would cut groups, or the part
+            cannot pack.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        collate: Callable[[Sequence[Any]], MicroBatch],
+        batch_size: int,
+        micro_batch_size: int,
+        accumulate_steps: int = 1,
+        dp_rank: int = 0,
+        dp_degree: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        num_workers: int = 0,
+        pins: bool = False,
+        start_step: int = 0,
+        position: Any = None,
+        eval: bool = False,
+        order: Literal["sorted", "given"] = "sorted",
+        packing: int | None = None,
+        legal_counts: Callable[[int], int] = int,
+        agree: Callable[[int, int], int] | None = None,
+    ) -> None:
+        step_samples = batch_size * accumulate_steps
+        _check_step(batch_size, accumulate_steps, micro_batch_size)
+        group_size = group_size_of(dataset)
+        check_batch_sizes(
+            batch_size=batch_size,
+            micro_batch_size=micro_batch_size,
+            group_size=group_size,
+            is_packed=packing is not None,
+        )
+        self.sampler = _make_sampler(
+            dataset,
+            batch_size=batch_size,
+            step_samples=step_samples,
+            dp_rank=dp_rank,
+            dp_degree=dp_degree,
+            seed=seed,
+            shuffle=shuffle,
+            eval=eval,
+            start_step=start_step,
+            position=position,
+        )
+        options = {"collate": collate, "micro_batch_size": micro_batch_size, "dp_rank": dp_rank}
+        options["is_sorted"] = order == "sorted"
+        options["seed"] = derive_seed(seed, "held out" if eval else "rows")
+        options["group_size"] = group_size
+        self.step_maker = (
+            StepMaker(dataset, **options)
+            if packing is None
+            else PackedStepMaker(
+                dataset, capacity=packing, legal_counts=legal_counts, agree=agree, **options
+            )
+        )
+        self.num_workers = num_workers
+        self.pins = pins and torch.cuda.is_available()
+        self.start_step = start_step
+        self.eval = eval
+
+    def __len__(self) -> int:
+        """Optimizer steps of one epoch."""
+        return len(self.sampler)
+
+    def state_after(self, step: int) -> Any:
+        """Where rows are drawn from after so many steps; None where the step says all."""
+        told = getattr(self.sampler, "state_after", None)
+        return None if told is None else told(step)
+
+    def __iter__(self) -> Iterator[list[MicroBatch]]:
+        for made in self._steps:
+            if isinstance(made, Exception):
+                try:
+                    raise made
+                finally:
+                    del made  # its traceback holds this frame, and so it would hold itself
+            yield made
+
+    @functools.cached_property
+    def _steps(self) -> DataLoader:
+        """Loads steps; kept, so that the workers of one evaluation serve the next."""
+        return DataLoader(
+            self.step_maker,
+            batch_size=None,
+            sampler=_Shares(self.sampler, None if self.eval else self.start_step),
+            collate_fn=_as_it_is,
+            num_workers=self.num_workers,
+            worker_init_fn=end_with_rank,
+            # some processors cannot be pickled; Python 3.14 would no longer fork by itself
+            multiprocessing_context="fork" if self.num_workers and _CAN_FORK else None,
+            # a step is made while the one before is computed; more would hold more pixels
+            prefetch_factor=1 if self.num_workers else None,
+            persistent_workers=self.num_workers > 0,
+            pin_memory=self.pins,
+            # of its own: drawing from the global generator would shift dropout
+            generator=torch.Generator(),
+        )
+
+
+def _check_step(batch_size: int, accumulate_steps: int, micro_batch_size: int) -> None:
+    step_samples = batch_size * accumulate_steps
+    if step_samples % micro_batch_size:
+        raise UserError(
+            f"{step_samples} rows of a step (`batch_size` {batch_size} x `accumulate_steps` "
+            f"{accumulate_steps}) do not fall into micro-batches of {micro_batch_size}. Equal "
+            "ones were expected, because each travels through the stages alone: choose a "
+            "`micro_batch_size` that divides it."
+        )
+
+
+def _make_sampler(
+    dataset: Any,
+    *,
+    batch_size: int,
+    eval: bool,
+    start_step: int,
+    position: Any,
+    **common: Any,
+) -> Any:
+    """The dataset's own for training, if it has one."""
+    if has_sampler(dataset) and not eval:
+        place = {"start_step": start_step, "position": position}
+        return dataset.make_sampler(batch_size=batch_size, **place, **common)
+    sampler = StreamSampler if is_stream(dataset) else StepSampler
+    return sampler(len(dataset), eval=eval, group_size=group_size_of(dataset), **common)
+
+
+class _Shares:
+    """Number and rows of each step, of all replicas: the sampler of a DataLoader.
+
+    It does not know the loader: in a cycle of references the queues of workers are finalised
+    before the DataLoader can tell the workers to end, and it waits five seconds for each.
+
+    Args:
+        start_step: None: of one evaluation.
+    """
+
+    def __init__(self, sampler: Any, start_step: int | None) -> None:
+        self._sampler = sampler
+        self._start_step = start_step
+
+    def __iter__(self) -> Iterator[tuple[int, list[list[int | None]]]]:
+        if self._start_step is None:
+            return enumerate(self._sampler.epoch_shares())
+        return enumerate(self._sampler.shares(self._start_step), self._start_step)
+
+
+def _as_it_is(step: Any) -> Any:
+    chaos.point("loader")  # where it is loaded: here, or in a helper
+    return step
+
+
+# -- a micro-batch to look at before a run: what the planner measures with ------------------------
+
+NUM_EXAMPLES = 4
+
+
+def example_micro_batch(
+    dataset: Any,
+    collate: Callable[[Sequence[Any]], MicroBatch],
+    num_rows: int,
+    *,
+    seed: int = 0,
+) -> MicroBatch:
+    """The longest of the first few micro-batches that a run with this seed would see.
+
+    Where some have images, the longest of those: a tower takes time and memory for them alone.
+
+    Args:
+        collate: of stage 0, so that pixels are in.
+    """
+    if has_sampler(dataset):  # whose batches may have to be of one size
+        dataset = some_rows(dataset, NUM_EXAMPLES * num_rows)
+    loader = MicroBatchLoader(
+        dataset, collate=collate, batch_size=num_rows, micro_batch_size=num_rows, seed=seed
+    )
+    examples = [step[0] for step in itertools.islice(loader, NUM_EXAMPLES)]
+    return max(examples, key=lambda batch: (_has_pixels(batch), batch["input_ids"].shape[1]))
+
+
+def _has_pixels(batch: MicroBatch) -> bool:
+    return any(name.startswith("pixel") for name in batch)

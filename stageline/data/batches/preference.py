@@ -1,0 +1,326 @@
+"""Makes one micro-batch of preferences; the bodies of the `dpo` and `kto` collate parts.
+
+A sample of `dpo` becomes two rows next to each other, [c0, r0, c1, r1, ...]: the prompt with the
+chosen and with the rejected answer. A sample of `kto` is one answer that is wanted or not; beside
+the rows go others, the same prompts with answers that belong elsewhere, from which the step
+estimates how far the model is from the reference. Shapes: B rows, T tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import Subset
+
+from stageline.data.batches.batch import Images, Sample, sample_name
+from stageline.data.batches.collate import (
+    TEXTS,
+    Item,
+    collate_encoded,
+    encode_for_training,
+    encode_sft,
+)
+from stageline.data.batches.collate_part import EncodedSample, all_encoded
+from stageline.data.text.encode import Encoded
+from stageline.data.text.limit import Overlong, limit_length
+from stageline.errors import DataError
+
+# -- two answers to one question, of which one was chosen: a sample becomes two of the usual kind -
+
+ANSWERS = ("chosen", "rejected")
+
+
+def both_answers(sample: Sample) -> list[Sample]:
+    """The question with the chosen answer, and with the rejected one; nothing else is learnt.
+
+    `chosen` and `rejected` are lists of messages that go on from `messages`; texts stand for one
+    message of the assistant or, in a row without messages, for the field `answer`.
+
+    Raises:
+        DataError: one is missing or of another kind.
+    """
+    return [_with_answer(sample, name) for name in ANSWERS]
+
+
+def _with_answer(sample: Sample, name: str) -> Sample:
+    answer = sample.get(name)
+    rest = {key: value for key, value in sample.items() if key not in ANSWERS}
+    messages = sample.get("messages")
+    if messages is None:
+        text = _text_of(answer)
+        if text is None:
+            raise bad_row(sample, name, answer, "text, or one assistant message")
+        return {**rest, "answer": text}
+    told = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    if not isinstance(told, list) or not any(map(is_answer, told)):
+        raise bad_row(sample, name, answer, "text, or a list of messages with an assistant's")
+    if not isinstance(messages, list):
+        raise bad_row(sample, "messages", messages, "a list of messages, the prompt")
+    return {**rest, "messages": [*map(unlearnt, messages), *told]}
+
+
+def _text_of(answer: Any) -> str | None:
+    if isinstance(answer, list) and len(answer) == 1 and is_answer(answer[0]):
+        answer = answer[0].get("content")
+    return answer if isinstance(answer, str) else None
+
+
+def is_answer(message: Any) -> bool:
+    """Whether a message is the assistant's."""
+    return isinstance(message, dict) and message.get("role") == "assistant"
+
+
+def unlearnt(message: Any) -> Any:
+    """The message; of the assistant as one that is not learnt."""
+    return {**message, "weight": 0} if is_answer(message) else message
+
+
+def bad_row(sample: Sample, name: str, value: Any, expected: str) -> DataError:
+    """The error for a field that is missing or of another kind."""
+    what = "is missing" if value is None else f"is {str(value)[:200]!r}"
+    return DataError(
+        f"{sample_name(sample)}: {name!r} {what}. Expected is {expected}, because a preference "
+        "says which answer to a prompt is better: correct the row, or use a `collate_fn` that "
+        "fits it (dpo, rm: messages or question, chosen, rejected; kto: messages or question "
+        "and answer, label)."
+    )
+
+
+# -------------------------------------------------------------------------------------------------
+
+OTHER = "other_row"  # field with (images, sample) of another row, whose answer is borrowed
+KL_PREFIX = "loss_kl_"
+PAIR_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
+ANSWER_COLUMN = "ref_logps"
+
+
+# -- pairs -----------------------------------------------------------------------------------
+
+
+def encode_pair(
+    images: Images,
+    sample: Sample,
+    *,
+    pad_token_id: int,
+    max_token_num: int,
+    stage: int,
+    overlong: Overlong = "error",
+    **texts: Any,
+) -> EncodedSample:
+    """The chosen and the rejected row of a sample, of at most `max_token_num` tokens.
+
+    Both are changed alike: the same tokens of the prompt are cut from both, or both are dropped.
+
+    Raises:
+        DataError: an answer is missing, or has no supervised token; or the pair is too long.
+    """
+    texts = {name: texts[name] for name in TEXTS}
+    pair = [encode_for_training(images, one, **texts) for one in both_answers(sample)]
+    longest = max(map(len, pair))
+    if longest <= max_token_num:
+        return EncodedSample(images, sample, pair, longest, pair)
+    limited = list(map(_cuttable_in_prompt, pair))
+    # the longer one first: if it is refused, the numbers are those of the limit
+    for index in sorted((0, 1), key=lambda index: -len(pair[index])):
+        limited[index] = limit_length(
+            limited[index],
+            max_token_num=len(pair[index]) - (longest - max_token_num),
+            overlong=overlong,
+            name=sample_name(sample),
+            pad_token_id=pad_token_id,
+            warn=stage == 0,
+        )
+    return EncodedSample(images, sample, limited, max(map(len, limited)), pair)
+
+
+def collate_pairs(
+    samples: Sequence[Item], *, pad_to_multiple_of: int = 1, **common: Any
+) -> dict[str, torch.Tensor]:
+    """As `collate_sft`, of pairs, with `loss_pairs` and `loss_is_chosen`, both [B].
+
+    Rows that bring their log-probabilities under the reference, as trl writes them, give
+    `loss_reference` [B].
+    """
+    pairs = all_encoded(samples, encode_pair, **common)
+    batch = collate_encoded(pairs, pad_to_multiple_of=pad_to_multiple_of, **common)
+    numbers = torch.arange(2 * len(pairs))
+    batch["loss_pairs"] = numbers // 2
+    batch["loss_is_chosen"] = numbers % 2 == 0
+    return _add_columns(batch, [sample for _, sample in samples], PAIR_COLUMNS)
+
+
+def _cuttable_in_prompt(row: Encoded) -> Encoded:
+    """Nothing behind the first supervised token may go: it differs between the two answers."""
+    start = row.is_target.index(True)
+    is_cuttable = [may_go and place < start for place, may_go in enumerate(row.is_cuttable)]
+    return Encoded(row.input_ids, row.is_target, is_cuttable, row.is_marked)
+
+
+# -- single answers --------------------------------------------------------------------------
+
+
+class WithOthers(Subset):
+    """A dataset whose samples bring the row before them, the first one the last row.
+
+    So each prompt has an answer that belongs elsewhere, always the same one, however rows fall
+    into steps, micro-batches and replicas.
+
+    Raises:
+        DataError: there is one row only.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        if len(dataset) < 2:
+            raise DataError(
+                f"the dataset has {len(dataset)} row. Two at least were expected, because KTO "
+                "estimates its baseline from prompts with the answers of other rows: give more "
+                "rows, or use `loss_fn.use_kl` false."
+            )
+        super().__init__(dataset, range(len(dataset)))
+
+    def __getitem__(self, row: int) -> tuple[Images, Sample]:
+        images, sample = self.dataset[row]
+        return images, {**sample, OTHER: self.dataset[(row - 1) % len(self)]}
+
+    def __getitems__(self, rows: list[int]) -> list[tuple[Images, Sample]]:
+        return [self[row] for row in rows]
+
+    def describe(self, row: int) -> str:
+        """File and line of a row."""
+        return self.dataset.describe(row) if hasattr(self.dataset, "describe") else f"row {row}"
+
+
+def encode_answer(images: Images, sample: Sample, **common: Any) -> EncodedSample:
+    """One answer; `common` as of `encode_sft`.
+
+    With a sample that brings another row (`WithOthers`), its prompt with that row's answer is
+    among `others`.
+    """
+    encoded = encode_sft(images, sample, encode=_encode_last, **common)
+    if OTHER not in sample:
+        return encoded
+    return replace(encoded, others=[_borrowing(encoded.rows[0], sample, **common)])
+
+
+def _encode_last(images: Images, sample: Sample, **texts: Any) -> Encoded:
+    """The row of a sample, of any length; of several answers the last one is learnt.
+
+    Raises:
+        DataError: it does not say whether the answer is wanted, or has no supervised token.
+    """
+    if not isinstance(sample.get("label"), bool):
+        raise bad_row(sample, "label", sample.get("label"), "true (wanted) or false")
+    messages = sample.get("messages")
+    if isinstance(messages, list) and messages:
+        last = max((i for i, message in enumerate(messages) if is_answer(message)), default=-1)
+        history = list(map(unlearnt, messages[:last])) if last > 0 else messages[:last]
+        sample = {**sample, "messages": [*history, *messages[last:]] if last >= 0 else messages}
+    return encode_for_training(images, sample, **texts)
+
+
+def collate_answers(
+    samples: Sequence[Item], *, pad_to_multiple_of: int = 1, **common: Any
+) -> dict[str, torch.Tensor]:
+    """As `collate_sft`, with `loss_is_wanted` [B] bool.
+
+    Samples that bring another row (`WithOthers`) give `loss_kl_input_ids` and what else a
+    micro-batch has, of the same prompts with the other rows' answers; pixels are not repeated.
+    """
+    encoded = all_encoded(samples, encode_answer, **common)
+    shape = {**common, "pad_to_multiple_of": pad_to_multiple_of}
+    batch = collate_encoded(encoded, **shape)
+    if all(one.others for one in encoded):
+        mixed = [replace(one, rows=one.others) for one in encoded]
+        others = collate_encoded(mixed, **{**shape, "stage": max(1, common["stage"])})
+        batch.update({KL_PREFIX + name: value for name, value in others.items()})
+    batch["loss_is_wanted"] = torch.tensor([sample["label"] for _, sample in samples])
+    return _add_columns(batch, [sample for _, sample in samples], (ANSWER_COLUMN,))
+
+
+def _borrowing(row: Encoded, sample: Sample, *, max_token_num: int, **common: Any) -> Encoded:
+    """A row's prompt with the answer of another row, cut at the end where it is too long."""
+    if not any(row.is_target):
+        return row  # dropped
+    other = _encode_last(*sample[OTHER], **{name: common[name] for name in TEXTS})
+    start, other_start = row.is_target.index(True), other.is_target.index(True)
+    return Encoded(
+        (row.input_ids[:start] + other.input_ids[other_start:])[:max_token_num],
+        (row.is_target[:start] + other.is_target[other_start:])[:max_token_num],
+        (row.is_cuttable[:start] + other.is_cuttable[other_start:])[:max_token_num],
+    )
+
+
+# -- both ------------------------------------------------------------------------------------
+
+
+def _add_columns(
+    batch: dict[str, torch.Tensor], samples: Sequence[Sample], names: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """Adds log-probabilities under the reference where every sample brings them."""
+    if all(name in sample for sample in samples for name in names):
+        values = [float(sample[name]) for sample in samples for name in names]
+        batch["loss_reference"] = torch.tensor(values)
+    return batch
+
+
+# -- makes micro-batches of pairs for a reward model; the bodies of the `rm` collate part ---------
+# Rows come as chosen, rejected, chosen, rejected ... so that a pair is in one micro-batch whatever
+# its size. The one token of a row that has a label is where its reward is read: the last one. Rows
+# end before trailing padding tokens (where EOS is the padding token): the library's classifiers
+# read there, and what comes behind a token does not change it.
+
+
+def encode_scored_pair(
+    images: Images, sample: Sample, *, pad_token_id: int, **common: Any
+) -> EncodedSample:
+    """Both rows, the last token of each marked; no mark where one was dropped.
+
+    Args:
+        common: as of `encode_sft`.
+    """
+    pair = [
+        encode_sft(images, one, pad_token_id=pad_token_id, **common) for one in both_answers(sample)
+    ]
+    limited = [row for one in pair for row in one.rows]
+    is_whole = all(any(row.is_target) for row in limited)
+    rows = [_read_at_end(row, pad_token_id, is_whole, sample) for row in limited]
+    whole = [row for one in pair for row in one.whole]
+    return EncodedSample(images, sample, rows, max(map(len, rows)), whole)
+
+
+def collate_rewards(
+    samples: Sequence[Item], *, pad_to_multiple_of: int = 1, **common: Any
+) -> dict[str, torch.Tensor]:
+    """One micro-batch of two rows a sample, and `loss_margins` [P] of the pairs."""
+    pairs = all_encoded(samples, encode_scored_pair, **common)
+    batch = collate_encoded(pairs, pad_to_multiple_of=pad_to_multiple_of, **common)
+    batch["loss_margins"] = torch.tensor([_margin(sample) for _, sample in samples])
+    return batch
+
+
+def _read_at_end(row: Encoded, pad_token_id: int, is_whole: bool, sample: Sample) -> Encoded:
+    if not is_whole:
+        return replace(row, is_target=[False] * len(row))
+    length = len(row)
+    while length and row.input_ids[length - 1] == pad_token_id:
+        length -= 1
+    if length < 2:
+        raise DataError(
+            f"{sample_name(sample)}: a row of {length} tokens is left of a question and an answer. "
+            "Two or more were expected, because a reward is read at the last one: correct the row."
+        )
+    kept = row.keep(list(range(length)))
+    return replace(kept, is_target=[False] * (length - 1) + [True])
+
+
+def _margin(sample: Sample) -> float:
+    margin = sample.get("margin")
+    if margin is None:
+        return 0.0
+    if isinstance(margin, bool) or not isinstance(margin, int | float):
+        raise DataError(
+            f"{sample_name(sample)}: `margin` is {margin!r:.100}. A number was expected, because "
+            "the chosen answer's reward is to be greater by it: correct the row, or leave it out."
+        )
+    return float(margin)

@@ -1,0 +1,182 @@
+"""Shows samples as a run trains on them: the tokens of a micro-batch, coloured by what is learnt.
+
+Looks at input_ids and labels alone, so that any collate part may be looked at, packed or not.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, TextIO
+
+import torch
+
+from stageline.data.batches.batch import IGNORE, sample_name
+from stageline.data.batches.loader import MicroBatchLoader
+from stageline.data.batches.step_maker import MicroBatch
+from stageline.data.text.processor import get_tokenizer
+
+_LEARNT = ("\x1b[1;32m", "\x1b[1;4;32m")  # in turn, so that tokens can be told from each other
+_OTHER = ("\x1b[2m", "\x1b[0;90m")
+_PLAIN = "\x1b[0m"
+_MOST_ALIKE = 4  # added tokens in a row, as images have
+_LONGEST_CHARACTER = 8  # tokens
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One sample of a micro-batch.
+
+    Attributes:
+        row: of the dataset; -1 if it isn't known.
+    """
+
+    row: int
+    input_ids: list[int]
+    is_learnt: list[bool]
+
+
+def use_colour(stream: TextIO) -> bool:
+    """Whether the stream is a terminal whose user has nothing against colours."""
+    return stream.isatty() and not os.environ.get("NO_COLOR")
+
+
+def preview(
+    loader: MicroBatchLoader,
+    dataset: Any,
+    processor: Any,
+    *,
+    count: int,
+    full_length: Callable[[int], int] | None = None,
+    stream: TextIO | None = None,
+) -> None:
+    """Prints the first `count` samples of training, in the order in which they are trained on.
+
+    Args:
+        full_length: tokens of a row before it was cut or dropped.
+        stream: standard output by default.
+    """
+    stream = stream or sys.stdout
+    tokenizer = get_tokenizer(processor)
+    has_colour = use_colour(stream)
+    names = _Names(dataset, full_length)
+    for number, shown in zip(range(count), samples_of(loader), strict=False):
+        print(f"-- sample {number + 1} of {count}: {names(shown)}", file=stream)
+        text = paint(shown, tokenizer) if has_colour else bracket(shown, tokenizer)
+        print(_encodable(text, stream), file=stream)
+    how = "in colour is learnt" if has_colour else "in [[ ]] is learnt"
+    print(f"-- {how}", file=stream, flush=True)
+
+
+def samples_of(loader: MicroBatchLoader) -> Iterator[Shown]:
+    """The samples of a run, in their order; decodes them in this process."""
+    for step, shares in enumerate(loader.sampler.shares(loader.start_step), loader.start_step):
+        made = loader.step_maker[(step, shares)]
+        if isinstance(made, Exception):
+            raise made
+        for batch in made:
+            yield from split(batch)
+
+
+def split(batch: MicroBatch) -> Iterator[Shown]:
+    """The samples of a micro-batch, without padding."""
+    if "input_ids" not in batch or "labels" not in batch:
+        return
+    ids_BT, labels_BT = batch["input_ids"], batch["labels"]
+    mask_BT = batch.get("attention_mask", torch.ones_like(ids_BT)).bool()
+    samples_BT = batch.get("sample_ids", torch.zeros_like(ids_BT))
+    known = batch.get("loss_packed_rows", batch.get("loss_rows", torch.tensor([]))).tolist()
+    found = []
+    for ids_T, labels_T, mask_T, samples_T in zip(
+        ids_BT, labels_BT, mask_BT, samples_BT, strict=True
+    ):
+        for sample in samples_T[mask_T].unique().tolist():
+            place_T = mask_T & (samples_T == sample)
+            found.append((ids_T[place_T].tolist(), (labels_T[place_T] != IGNORE).tolist()))
+    rows = _rows(known, len(found))
+    for row, (ids, is_learnt) in zip(rows, found, strict=True):
+        yield Shown(row, ids, is_learnt)
+
+
+def _rows(known: Sequence[int], count: int) -> list[int]:
+    """The row of each sample. Pairs come twice, as [chosen ..., rejected ...]: a row for each."""
+    if known and count % len(known) == 0:
+        return list(known) * (count // len(known))
+    return [-1] * count
+
+
+class _Names:
+    """Says of a sample where it came from, and how much of it is learnt."""
+
+    def __init__(self, dataset: Any, full_length: Callable[[int], int] | None) -> None:
+        self.dataset = dataset
+        self.full_length = full_length
+
+    def __call__(self, shown: Shown) -> str:
+        length, learnt = len(shown.input_ids), sum(shown.is_learnt)
+        share = 100 * learnt / max(length, 1)
+        text = f"{length} tokens, {learnt} learnt ({share:.0f} %)"
+        if shown.row < 0:
+            return text
+        _, sample = self.dataset[shown.row]
+        if self.full_length is not None:
+            full = self.full_length(shown.row)
+            if full > length:
+                text += f", {'cut from' if learnt else 'dropped: it has'} {full} tokens"
+        return f"{sample_name(sample)}, row {shown.row}, {text}"
+
+
+def bracket(shown: Shown, tokenizer: Any) -> str:
+    """The text with [[ ]] around what is learnt."""
+    text = ""
+    for is_learnt, units in groupby(_units(shown, tokenizer), key=lambda unit: unit[1]):
+        run = "".join(piece for piece, _ in units)
+        text += f"[[{run}]]" if is_learnt else run
+    return text
+
+
+def paint(shown: Shown, tokenizer: Any) -> str:
+    """The text in colours of a terminal; neighbouring tokens look different."""
+    text = ""
+    for number, (piece, is_learnt) in enumerate(_units(shown, tokenizer)):
+        text += (_LEARNT if is_learnt else _OTHER)[number % 2] + piece + _PLAIN
+    return text
+
+
+def _units(shown: Shown, tokenizer: Any) -> Iterator[tuple[str, bool]]:
+    """(text, learnt) of each token, or of the tokens that make one character together."""
+    added = set(tokenizer.added_tokens_decoder)
+    for (text, is_learnt, token_id), alike in groupby(_read(shown, tokenizer)):
+        count = len(list(alike))
+        if count > _MOST_ALIKE and token_id in added:
+            yield f"{text}(x{count})", is_learnt
+        else:
+            yield from [(text, is_learnt)] * count
+
+
+def _read(shown: Shown, tokenizer: Any) -> Iterator[tuple[str, bool, int]]:
+    """(text, learnt, last id); each is read after the one before it, for the spaces between."""
+    ids, before, read = shown.input_ids, 0, 0
+    for end in range(1, len(ids) + 1):
+        text = _decode(ids[before:end], tokenizer)
+        if text.endswith("\ufffd") and end < len(ids) and end - read < _LONGEST_CHARACTER:
+            continue
+        known = _decode(ids[before:read], tokenizer) if read else ""
+        yield _harmless(text[len(known) :]), any(shown.is_learnt[read:end]), ids[end - 1]
+        before, read = read, end
+
+
+def _decode(ids: list[int], tokenizer: Any) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _harmless(text: str) -> str:
+    """Without what would steer a terminal."""
+    shown = (char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
+    return "".join(shown)
+
+
+def _encodable(text: str, stream: TextIO) -> str:
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)

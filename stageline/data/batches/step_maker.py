@@ -1,0 +1,518 @@
+"""Makes all micro-batches of one optimizer step: reads rows, arranges them by length, collates.
+
+Runs in a worker process of the loader, and draws the same random numbers in any. Knows no epochs.
+"""
+
+import copy
+import ctypes
+import inspect
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence, Sized
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, Subset, get_worker_info
+
+from stageline.contracts import broken, call, shown
+from stageline.data.batches.batch import IGNORE
+from stageline.data.batches.collate_part import EncodedSample, as_collate_part
+from stageline.data.batches.groups import expand
+from stageline.data.batches.sampler import has_sampler, is_stream
+from stageline.errors import DataError, UserError
+from stageline.seeds import HostState, derive_seed, host_state_kept, seed_host
+
+# -- reads the rows of a dataset, each with random numbers of its own, and knows their lengths ----
+# What a dataset part gives is looked at here: a row that is no (images, sample) is refused by name.
+
+Item = tuple[Any, Any]  # images, sample
+
+
+def make_dataset(part: Callable[..., Any], *, dataset_path: str | None, **given: Any) -> Any:
+    """Calls a dataset part.
+
+    Args:
+        given: what else it gets, such as the split.
+
+    Raises:
+        ContractError: it takes other arguments, fails where no path came, or is no dataset.
+    """
+    try:
+        dataset = call("dataset", part, dataset_path=dataset_path, **given)
+    except (TypeError, AttributeError, OSError) as error:
+        if dataset_path is not None or isinstance(error, UserError):
+            raise
+        raise broken(
+            "dataset",
+            part,
+            f"failed without `dataset_path` ({type(error).__name__}: {error})",
+            why="A path was expected, because dataset_path is None without the option",
+            cure="give `dataset_path`, or let the part do without: dataset_path=None",
+        ) from error
+    lacks = "__len__" if not isinstance(dataset, Sized) else "__getitem__"
+    if lacks == "__len__" or not hasattr(dataset, lacks):
+        raise broken(
+            "dataset",
+            part if dataset is None else dataset,
+            f"returned {shown(None)}" if dataset is None else f"has no {lacks}",
+            why="Rows with numbers were expected, because each rank takes its rows by number",
+            cure="give it __len__(self) and __getitem__(self, index)",
+        )
+    return dataset
+
+
+def read_row(dataset: Any, row: int) -> Item:
+    """The (images, sample) of a row.
+
+    Raises:
+        DataError: the row is something else; part, row and what came are named.
+    """
+    item = dataset[row]
+    problem = _problem_of(item)
+    if problem is None:
+        images, sample = item
+        return images, sample
+    came, cure = problem
+    while isinstance(dataset, Subset):
+        dataset, row = dataset.dataset, dataset.indices[row]
+    raise broken(
+        "dataset",
+        dataset,
+        f"gave for row {row} {came}",
+        why="A pair (images, sample) was expected, because images and text go different ways",
+        cure=cure,
+        kind=DataError,
+    )
+
+
+def _problem_of(item: object) -> tuple[str, str] | None:
+    """What is wrong with a row, and the cure."""
+    if not isinstance(item, tuple | list) or len(item) != 2:
+        cure = "return (None, sample) for a row of text, (images, sample) for one with images"
+        return shown(item), cure
+    images, sample = item
+    if not isinstance(sample, Mapping):
+        if isinstance(images, Mapping):
+            return "the sample before the images", "return (images, sample), the dict second"
+        cure = "put the fields of the row into a dict, {'question': ..., 'answer': ...}"
+        return f"{shown(sample)} as its sample", cure
+    if images is None:
+        return None
+    if hasattr(images, "convert"):
+        return f"one image ({type(images).__name__}) in the place of a list", "return [image]"
+    if isinstance(images, str | bytes | Mapping | torch.Tensor) or not hasattr(images, "__len__"):
+        cure = "return a list of PIL images, [Image.open(path)], or None"
+        return f"{shown(images)} as its images", cure
+    for place, image in enumerate(images):
+        if not (hasattr(image, "convert") and hasattr(image, "size")):
+            what = f"{shown(image)} as image {place} of its images"
+            return what, "return PIL images, Image.open(path); the processor makes tensors of them"
+    return None
+
+
+class Rows:
+    """The rows of a dataset, as steps ask for them: encoded once, where the collate part encodes.
+
+    What a row draws (an augmentation) follows from seed, step and its place in the step: not from
+    the worker that reads it, the number of replicas, or what was read before. A dataset with a
+    true `is_fixed` says that its rows draw nothing, and is read without seeding.
+
+    Args:
+        encode: (images, sample) -> EncodedSample; None: rows stay as they are.
+    """
+
+    def __init__(
+        self, dataset: Any, encode: Callable[..., EncodedSample] | None, *, seed: int
+    ) -> None:
+        self._dataset = dataset
+        self._encode = encode
+        self._seed = seed
+        # no position of a stream comes again, and what has a sampler may have a billion rows
+        self._forgets = is_stream(dataset) or has_sampler(dataset)
+        self._is_fixed = getattr(dataset, "is_fixed", False)
+        self._known: dict[int, int] = {}
+        self._drawing: set[int] = set()
+
+    def read(self, row: int, step: int, place: int) -> Any:
+        """A row: an encoded sample, or (images, sample).
+
+        Args:
+            place: in the step, over all replicas.
+        """
+        if self._is_fixed:
+            return self._encoded(self._dataset[row])
+        seed_host(derive_seed(self._seed, "row", step, place))
+        before = HostState()
+        item = self._encoded(self._dataset[row])
+        if not before.is_current():
+            self._drawing.add(row)
+        return item
+
+    def length(self, row: int, step: int, place: int) -> int:
+        """The length of a row that another replica trains on.
+
+        Computed once, unless the row draws and may come out otherwise.
+        """
+        if row in self._known:
+            return self._known[row]
+        length = self.read(row, step, place).length
+        if row not in self._drawing and not self._forgets:
+            self._known[row] = length
+        return length
+
+    def _encoded(self, item: Item) -> Any:
+        if self._encode is None:
+            return item
+        images, sample = item
+        return self._encode(images, sample)
+
+
+# -- which samples of a step travel together, and in which order. Pure integers: lengths in tokens
+# A micro-batch costs its rows times the longest of them, for padding is computed too. Nothing here
+# changes what belongs to a step, so the gradient is that of any other arrangement.
+
+
+def group_by_length(lengths: Sequence[int], num_groups: int) -> list[list[int]]:
+    """Indices in groups of near-equal length and near-equal cost; none is empty.
+
+    Rows are cut in order of length, long ones into small groups and short ones into large groups,
+    so that the costliest group is as cheap as any such cut allows. So no micro-batch is larger,
+    in tokens, than the longest rows would be in groups of equal number.
+    """
+    assert 1 <= num_groups <= len(lengths)
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    low, high = lengths[order[0]], lengths[order[0]] * len(lengths)
+    while low < high:
+        middle = (low + high) // 2
+        if len(_cut(order, lengths, most=middle)) <= num_groups:
+            high = middle
+        else:
+            low = middle + 1
+    groups = _cut(order, lengths, most=low)
+    while len(groups) < num_groups:
+        costliest = max(
+            (group for group in groups if len(group) > 1),
+            key=lambda group: padded_cost([lengths[index] for index in group]),
+        )
+        place = groups.index(costliest)
+        half = len(costliest) // 2
+        groups[place : place + 1] = [costliest[:half], costliest[half:]]
+    return groups
+
+
+def _cut(order: Sequence[int], lengths: Sequence[int], *, most: int) -> list[list[int]]:
+    """The fewest groups, each of at most that cost; `order` begins with the longest row."""
+    groups: list[list[int]] = []
+    for index in order:
+        if groups and lengths[groups[-1][0]] * (len(groups[-1]) + 1) <= most:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+def padded_cost(lengths: Sequence[int]) -> int:
+    """Tokens of a micro-batch with its padding."""
+    return len(lengths) * max(lengths, default=0)
+
+
+def order_by_cost(costs: Sequence[int]) -> list[int]:
+    """Indices so that costs rise to the middle and fall again.
+
+    The first micro-batch alone fills the pipeline and the last alone drains it, so both are cheap
+    ones; in between stages work on neighbours at the same time, and wait for each other by the
+    difference of their costs (simulated in tests/unit/test_arrange.py).
+    """
+    rising = sorted(range(len(costs)), key=lambda index: (costs[index], index))
+    return rising[::2] + rising[1::2][::-1]
+
+
+def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Indices in rows of at most `capacity` tokens, by best fit: the fullest row that has room.
+
+    Raises:
+        UserError: one is longer than a row.
+    """
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for index in _longest_first(lengths):
+        length = lengths[index]
+        if length > capacity:
+            raise UserError(
+                f"a sample of {length} tokens does not fit a row of `max_token_num` {capacity}. "
+                "Samples are packed whole, because no token may see another sample: raise "
+                "`max_token_num`, or let the collate_fn part limit the length."
+            )
+        fits = [place for place in range(len(rows)) if room[place] >= length]
+        if fits:
+            place = min(fits, key=lambda place: (room[place], place))
+        else:
+            place = len(rows)
+            rows.append([])
+            room.append(capacity)
+        rows[place].append(index)
+        room[place] -= length
+    return rows
+
+
+def pack_into(lengths: Sequence[int], capacity: int, num_rows: int) -> list[list[int]]:
+    """As `pack`, but in exactly `num_rows` rows, which must be enough; some may be empty.
+
+    More rows than are needed are filled evenly, so that none is computed for nothing.
+    """
+    packed = pack(lengths, capacity)
+    assert len(packed) <= num_rows
+    if len(packed) == num_rows:
+        return packed
+    rows: list[list[int]] = [[] for _ in range(num_rows)]
+    filled = [0] * num_rows
+    for index in _longest_first(lengths):
+        place = min(range(num_rows), key=lambda place: (filled[place], place))
+        if filled[place] + lengths[index] > capacity:  # rare: even rows left no gap large enough
+            return packed + [[] for _ in range(num_rows - len(packed))]
+        rows[place].append(index)
+        filled[place] += lengths[index]
+    return rows
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+
+
+# -- data workers end with the rank they load for, however that one ends --------------------------
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_rank(worker: int) -> None:
+    """Lets the kernel kill this worker when its rank is gone. Linux only; called in the worker.
+
+    It was forked, so it holds the rank's connections open: until it ends, the other ranks do not
+    learn of a killed one. By itself it looks for its rank every five seconds.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() == 1:  # gone before it was asked for
+        os._exit(1)
+
+
+def portable(error: Exception) -> Exception:
+    """The error, or one with its words where it would not come out of a worker as it went in."""
+    if get_worker_info() is None:
+        return error
+    try:
+        # tried here: what the queue cannot send it drops, and the rank would wait for ever
+        ForkingPickler.dumps(error)
+        if str(copy.copy(error)) == str(error):  # it is made again as the other side will
+            return error
+    except Exception:  # what a class of anybody does when it is made again
+        pass
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def padding_argument(collate: Callable, multiple_of: int) -> dict[str, int]:
+    """`pad_to_multiple_of` for a collate part; empty where rows are not rounded.
+
+    Raises:
+        UserError: rows are to be rounded, and the part does not take the argument.
+    """
+    if multiple_of == 1:
+        return {}
+    taken = inspect.signature(collate).parameters
+    if "pad_to_multiple_of" in taken or any(
+        item.kind is item.VAR_KEYWORD for item in taken.values()
+    ):
+        return {"pad_to_multiple_of": multiple_of}
+    raise UserError(
+        f"`pad_to_multiple_of` {multiple_of} was given, and the chosen `collate_fn` does not take "
+        "pad_to_multiple_of. It was expected to, because it pads the rows: add the argument and "
+        "hand it to collate_sft or pad_rows, use `collate_fn` sft, or leave the option out."
+    )
+
+
+# -------------------------------------------------------------------------------------------------
+
+MicroBatch = dict[str, torch.Tensor]
+Shares = Sequence[Sequence[int | None]]  # the rows of each replica; None only fills up
+
+
+class StepMaker(Dataset):
+    """One sample a row, padded to the longest of its micro-batch.
+
+    A collate part without an `encode` gets the rows in the given order.
+
+    Args:
+        micro_batch_size: rows of a micro-batch; of sorted ones the mean.
+        dp_rank: whose share is made.
+        seed: of what rows and the collate part draw at random.
+        group_size: so many consecutive rows of a share stay together, in their order.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        collate: Callable[[Sequence[Any]], MicroBatch],
+        micro_batch_size: int,
+        dp_rank: int = 0,
+        is_sorted: bool = True,
+        seed: int = 0,
+        group_size: int = 1,
+    ) -> None:
+        self.part = as_collate_part(collate)
+        self.micro_batch_size = micro_batch_size
+        self.dp_rank = dp_rank
+        self.is_sorted = is_sorted
+        self.seed = seed
+        self.group_size = group_size
+        self.rows = Rows(dataset, self.part.encode, seed=seed)
+
+    def __getitem__(self, request: tuple[int, Shares]) -> list[MicroBatch] | Exception:
+        try:
+            with host_state_kept():
+                return self.make(*request)
+        except Exception as error:
+            return portable(error)  # raised in a worker, its traceback would bury the message
+
+    def make(self, step: int, shares: Shares) -> list[MicroBatch]:
+        """The micro-batches of this replica."""
+        rows = shares[self.dp_rank]
+        items = self._read(step, shares)
+        groups = self._groups(items)
+        made = []
+        for place, group in enumerate(groups):
+            self._seed_micro_batch(step, place, of=len(groups))
+            made.append(
+                self._collate([items[index] for index in group], [rows[index] for index in group])
+            )
+        return made
+
+    def _read(self, step: int, shares: Shares) -> list[Any]:
+        first = _first_place(shares, self.dp_rank)
+        return [
+            self.rows.read(self._row(row, index), step, first + index)
+            for index, row in enumerate(shares[self.dp_rank])
+        ]
+
+    def _row(self, row: int | None, index: int) -> int:
+        """The row to read; what only fills up is the dataset's first group, a whole one."""
+        return index % self.group_size if row is None else row
+
+    def _seed_micro_batch(self, step: int, place: int, *, of: int) -> None:
+        """For what the collate part draws; all replicas make `of` micro-batches."""
+        seed_host(derive_seed(self.seed, "micro-batch", step, self.dp_rank * of + place))
+
+    def _groups(self, items: Sequence[Any]) -> list[list[int]]:
+        if not self.is_sorted or self.part.encode is None:
+            return _consecutive(range(len(items)), self.micro_batch_size)
+        lengths = [item.length for item in items]
+        # a group moves as one, as long as its longest row
+        longest = [max(unit) for unit in _consecutive(lengths, self.group_size)]
+        made = group_by_length(longest, len(items) // self.micro_batch_size)
+        return [expand(units, self.group_size) for units in _in_order(made, longest)]
+
+    def _collate(self, items: list[Any], rows: list[int | None]) -> MicroBatch:
+        """A micro-batch; rows that only fill up get labels of -100.
+
+        `loss_rows` says which row of the dataset each one is (-1: none); stages do not get it. Of
+        rows that hold several samples `loss_packed_rows` says it of each sample. A collate part
+        may make several rows of each sample, next to each other.
+        """
+        batch = self.part.collate(items)
+        times, rest = divmod(len(batch["labels"]), len(rows))
+        assert times and not rest, f"{len(rows)} samples became {len(batch['labels'])} rows"
+        rows = [row for row in rows for _ in range(times)]
+        batch["labels"][torch.tensor([row is None for row in rows])] = IGNORE
+        numbers = torch.tensor([-1 if row is None else row for row in rows])
+        if "sample_ids" not in batch:
+            return {**batch, "loss_rows": numbers}
+        counts = batch["sample_ids"].amax(dim=1) + 1  # samples of each row, which was packed so
+        return {**batch, "loss_packed_rows": numbers.repeat_interleave(counts)}
+
+
+class PackedStepMaker(StepMaker):
+    """Several samples a row. All replicas make the same number of micro-batches.
+
+    `loss_packed_rows` says which rows of the dataset are in a micro-batch; stages do not get it.
+
+    Args:
+        capacity: tokens of a row.
+        legal_counts: rounds a number of micro-batches up to one that the schedule can run.
+        agree: (step, number) -> the largest number of any replica. None: nobody can be asked, and
+            the lengths of all replicas' rows are computed here, for which each is encoded once.
+
+    Raises:
+        UserError: the collate part cannot pack.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        capacity: int,
+        legal_counts: Callable[[int], int],
+        agree: Callable[[int, int], int] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(dataset, **options)
+        self.capacity = capacity
+        self.legal_counts = legal_counts
+        self.agree = agree
+        if self.part.encode is None or self.part.pack is None:
+            raise UserError(
+                "`packing` was given, and the chosen `collate_fn` has no `encode` and `pack`. "
+                "Both were expected, because it decides how samples become rows: use `collate_fn` "
+                "sft, add the two functions (docs/add_a_part.md), or leave `packing` out."
+            )
+
+    def make(self, step: int, shares: Shares) -> list[MicroBatch]:
+        assert not any(None in share for share in shares), "evaluation is not packed"
+        assert self.part.pack is not None
+        rows, items = shares[self.dp_rank], self._read(step, shares)
+        own = [item.length for item in items]
+        most_rows = self._most_rows(step, shares, own)
+        count = self.legal_counts(-(-most_rows // self.micro_batch_size))
+        bins = pack_into(own, self.capacity, count * self.micro_batch_size)
+        fill = [sum(own[index] for index in members) for members in bins]
+        by_fill = sorted(range(len(bins)), key=lambda place: -fill[place])
+        groups = _consecutive(by_fill, self.micro_batch_size)
+        if self.is_sorted:
+            groups = _in_order(groups, fill)
+        made = []
+        for place, group in enumerate(groups):
+            self._seed_micro_batch(step, place, of=count)
+            batch = self.part.pack([[items[index] for index in bins[row]] for row in group])
+            members = [rows[index] for row in group for index in bins[row]]
+            made.append({**batch, "loss_packed_rows": torch.tensor(members, dtype=torch.int64)})
+        return made
+
+    def _most_rows(self, step: int, shares: Shares, own: Sequence[int]) -> int:
+        """How many rows the replica needs that needs most."""
+        most = len(pack(own, self.capacity))
+        if self.agree is not None:
+            return self.agree(step, most)
+        others = [replica for replica in range(len(shares)) if replica != self.dp_rank]
+        lengths = [self._lengths(step, shares, replica) for replica in others]
+        return max([most, *(len(pack(share, self.capacity)) for share in lengths)])
+
+    def _lengths(self, step: int, shares: Shares, replica: int) -> list[int]:
+        first = _first_place(shares, replica)
+        return [
+            self.rows.length(self._row(row, index), step, first + index)
+            for index, row in enumerate(shares[replica])
+        ]
+
+
+def _first_place(shares: Shares, replica: int) -> int:
+    return sum(len(share) for share in shares[:replica])
+
+
+def _consecutive(indices: Sequence[int], size: int) -> list[list[int]]:
+    return [list(indices[start : start + size]) for start in range(0, len(indices), size)]
+
+
+def _in_order(groups: Sequence[list[int]], lengths: Sequence[int]) -> list[list[int]]:
+    costs = [padded_cost([lengths[index] for index in group]) for group in groups]
+    return [groups[place] for place in order_by_cost(costs)]

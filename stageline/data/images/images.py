@@ -1,0 +1,410 @@
+"""Image text and image tensors of any processor of the library, without pixels where none exist.
+
+What an image becomes in the text (how many tokens) depends on its size alone. So every rank runs
+the processor once per distinct size on a blank image, and gets the expanded text and the small
+integer inputs (image_grid_thw ...); the first stage alone decodes and processes true pixels.
+"""
+
+import copy
+import functools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image, ImageFile, ImageOps
+
+from stageline.data.images.image_cache import CachedPixels, processor_settings
+from stageline.data.images.image_settings import MAX_PIXELS, ImageSettings
+from stageline.data.images.picture_file import (
+    PictureFile,
+    bad_image,
+    check_shape,
+    file_of,
+    has_orientation,
+    is_turned,
+)
+from stageline.data.text.processor import get_image_processor, get_image_token
+from stageline.data.text.rendered import Rendered
+from stageline.errors import DataError, UserError
+
+# -- the mask of which token sees which image, of models whose layers attend to images ------------
+# Shapes: B rows, T tokens, M images of the fullest row, S tiles an image.
+
+CROSS_MASK = "cross_attention_mask"
+
+
+def grow_cross_mask(mask_BTMS: torch.Tensor, count: int = 1) -> torch.Tensor:
+    """The mask with `count` more tokens at the end, which see what the last one sees."""
+    more = mask_BTMS[:, -1:].expand(-1, count, -1, -1)
+    return torch.cat([mask_BTMS, more], dim=1)
+
+
+# -- image inputs that lie by rows: of models whose layers attend to images (Mllama) --------------
+# Their processor gives [rows, images of the fullest row, ...] and a mask of which token sees which
+# image. Rows and token places are known on every rank, so both are made here, without pixels.
+#
+# Shapes: N images of a micro-batch, B rows, M images of the fullest row, T tokens, S tiles an
+# image.
+
+TILES = "aspect_ratio_mask"
+
+
+def lies_in_rows(processor: Any) -> bool:
+    """Whether this processor lays images out by rows."""
+    return CROSS_MASK in getattr(processor, "model_input_names", ())
+
+
+def by_image(output: dict[str, Any]) -> dict[str, Any]:
+    """The processor's output of one row, with dim 0 for images in the place of rows."""
+    if CROSS_MASK not in output:
+        return output
+    return {
+        name: value[0] if isinstance(value, torch.Tensor) else value
+        for name, value in output.items()
+        if name != CROSS_MASK
+    }
+
+
+def by_rows(
+    batch: dict[str, torch.Tensor], counts: Sequence[int], *, processor: Any
+) -> dict[str, torch.Tensor]:
+    """The image inputs [B, M, ...] of a micro-batch that has them [N, ...], and the mask of tokens.
+
+    Args:
+        batch: with input_ids and what is there of images.
+        counts: images of each row.
+    """
+    if TILES not in batch:
+        return {}
+    from transformers.models.mllama import processing_mllama as library  # not for other models
+
+    names = [name for name in batch if name.startswith(("pixel", "aspect_ratio"))]
+    laid = {name: _lay(batch[name], counts) for name in names}
+    # the library lets images that are not there have one tile, so that no softmax is over nothing
+    laid[TILES][:, :, 0] = 1
+    tiles = batch[TILES].sum(-1).split(list(counts))
+    dense = library.convert_sparse_cross_attention_mask_to_dense(
+        [
+            library.get_cross_attention_token_mask(row, processor.image_token_id)
+            for row in batch["input_ids"].tolist()
+        ],
+        num_tiles=[row.tolist() for row in tiles],
+        max_num_tiles=batch[TILES].shape[-1],
+        length=batch["input_ids"].shape[1],
+    )
+    return {**laid, CROSS_MASK: torch.from_numpy(dense)}
+
+
+def _lay(value_N: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    laid_BM = value_N.new_zeros(len(counts), max(counts), *value_N.shape[1:])
+    for row, images in enumerate(value_N.split(list(counts))):
+        laid_BM[row, : len(images)] = images
+    return laid_BM
+
+
+# -------------------------------------------------------------------------------------------------
+
+Size = tuple[int, int]  # width, height
+_TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+_TYPE_INPUTS = ("mm_token_type_ids", "token_type_ids")
+# what follows from the size alone is made five times as fast without the arithmetic on pixels
+_SIZE_ALONE: dict[str, Any] = {
+    "do_rescale": False,
+    "do_normalize": False,
+    "resample": Image.Resampling.NEAREST,
+}
+
+
+@dataclass(frozen=True)
+class ImageFacts:
+    """What follows from the size of an image.
+
+    Attributes:
+        text: what stands for the image in the text, all its tokens written out.
+        side_inputs: small integer tensors of this image, dim 0 is images.
+        type_input: name of the input that marks image tokens, if the model wants one.
+        type_of_id: token id -> its mark; other ids have 0.
+    """
+
+    text: str
+    side_inputs: dict[str, torch.Tensor]
+    type_input: str | None
+    type_of_id: dict[int, int]
+
+
+class ImageExpander:
+    """Asks one processor about images; use `ImageExpander.of`, which keeps one for each."""
+
+    _known: "weakref.WeakKeyDictionary[Any, ImageExpander]" = weakref.WeakKeyDictionary()
+
+    def __init__(self, processor: Any) -> None:
+        self.processor = processor
+        self.image_token = get_image_token(processor)
+        self.lies_in_rows = lies_in_rows(processor)
+        self.settings = ImageSettings()
+        self._facts: dict[Size, ImageFacts] = {}
+
+    @classmethod
+    def of(cls, processor: Any) -> "ImageExpander | None":
+        """The expander of this processor; None for a tokenizer."""
+        if get_image_processor(processor) is None:
+            return None
+        if processor not in cls._known:
+            cls._known[processor] = cls(processor)
+        return cls._known[processor]
+
+    def use(self, settings: ImageSettings) -> None:
+        """Takes limits and a cache; call it after the processor was changed, too."""
+        self.settings = settings
+        self._facts.clear()
+        self.__dict__.pop("_kept", None)
+
+    def facts(self, size: Size) -> ImageFacts:
+        """What an image of this size becomes."""
+        if size not in self._facts:
+            self._facts[size] = self._ask(size)
+        return self._facts[size]
+
+    def expand(self, rendered: Rendered, sizes: Sequence[Size]) -> Rendered:
+        """Writes out the image tokens of each image piece; one size for each.
+
+        A piece without the processor's image token is left as it is.
+        """
+        token = self.image_token
+        if token is None or not sizes:
+            return rendered
+        pieces = [piece.text for piece in rendered if piece.is_image]
+        return rendered.with_image_texts(
+            text.replace(token, self.facts(size).text, 1)
+            for text, size in zip(pieces, sizes, strict=True)
+        )
+
+    def side_inputs(self, sizes: Sequence[Size]) -> dict[str, torch.Tensor]:
+        """The small integer inputs of all images of a micro-batch."""
+        if not sizes:
+            return {}
+        facts = [self.facts(size) for size in sizes]
+        return {
+            name: torch.cat([fact.side_inputs[name] for fact in facts])
+            for name in facts[0].side_inputs
+        }
+
+    def token_types(self, input_ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The input that marks image tokens [B, T], if the model wants one."""
+        facts = next(iter(self._facts.values()), None) or self.facts((64, 64))
+        if facts.type_input is None:
+            return {}
+        types_BT = torch.zeros_like(input_ids_BT)
+        for token_id, mark in facts.type_of_id.items():
+            types_BT[input_ids_BT == token_id] = mark
+        return {facts.type_input: types_BT}
+
+    def pixels(self, images: Sequence[Sequence[Image.Image]]) -> dict[str, torch.Tensor]:
+        """All image inputs of a micro-batch, from the true pixels.
+
+        Args:
+            images: decoded RGB images, a list per row; rows may be empty.
+        """
+        if not any(images):
+            return {}
+        if self.lies_in_rows:  # rows come later, from image_rows.py
+            images = [[image for row in images for image in row]]
+        texts = [(self.image_token or "") * len(row) for row in images]
+        output, _ = self._run(texts, images)
+        return {name: value for name, value in output.items() if name not in _TEXT_INPUTS}
+
+    def decode_pixels(
+        self, images: Sequence[Sequence[Any]], names: Sequence[str]
+    ) -> dict[str, torch.Tensor]:
+        """As `pixels`, from images as datasets give them; by way of the cache, if there is one.
+
+        Args:
+            names: of each row, for errors.
+
+        Raises:
+            DataError: an image does not decode.
+        """
+        if not any(images):
+            return {}
+        decode = functools.partial(decode_image, max_pixels=self.settings.max_pixels)
+        if self._kept is not None and self._kept.layout is not None:
+            return self._kept(images, names, decode)
+        return self.pixels(
+            [
+                [decode(image, name=name) for image in row]
+                for row, name in zip(images, names, strict=True)
+            ]
+        )
+
+    @functools.cached_property
+    def _kept(self) -> CachedPixels | None:
+        cache = self.settings.cache
+        if cache is None:
+            return None
+        return CachedPixels(cache, self.pixels, settings=processor_settings(self.processor))
+
+    def _ask(self, size: Size) -> ImageFacts:
+        blank = [self.image_token or ""], [[Image.new("RGB", size)]]
+        try:
+            output, texts = self._run(*blank, **_SIZE_ALONE)
+        except (TypeError, AttributeError):  # a processor of one's own without these options
+            output, texts = self._run(*blank)
+        side_inputs = {
+            name: value
+            for name, value in output.items()
+            if name not in _TEXT_INPUTS and not name.startswith("pixel")
+        }
+        type_input, type_of_id = None, {}
+        for name in _TYPE_INPUTS:
+            marks = zip(output["input_ids"][0], output.get(name, [[]])[0], strict=False)
+            type_of_id = {int(token_id): int(mark) for token_id, mark in marks if mark}
+            if type_of_id:
+                type_input = name
+                break
+        # Mllama's puts the first token of a text into each text that lacks it
+        text = texts[0].replace(getattr(self.processor, "bos_token", None) or "\0", "")
+        return ImageFacts(text, side_inputs, type_input, type_of_id)
+
+    def _run(
+        self, texts: list[str], images: Sequence[Sequence[Image.Image]], **options: Any
+    ) -> tuple[dict[str, Any], list[str]]:
+        """The processor's output and the texts that it gave to its tokenizer.
+
+        Args:
+            options: for its image processor.
+        """
+        recorder = _Recorder(self.processor.tokenizer)
+        processor = copy.copy(self.processor)
+        processor.tokenizer = recorder
+        output = processor(
+            text=list(texts),
+            images=[list(row) for row in images],
+            # ragged rows of ids stay lists, pixels become tensors
+            text_kwargs={"add_special_tokens": False, "padding": False, "return_tensors": None},
+            images_kwargs={"return_tensors": "pt", **options},
+        )
+        return by_image(dict(output)), recorder.texts
+
+
+class _Recorder:
+    """A tokenizer that remembers the texts it was given."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.texts: list[str] = []
+
+    def __call__(self, text: list[str], *args: Any, **kwargs: Any) -> Any:
+        self.texts = [text] if isinstance(text, str) else list(text)
+        return self._tokenizer(text, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_tokenizer"], name)
+
+
+def image_size(image: Image.Image) -> Size:
+    """(width, height) as people see the image; reads the header only."""
+    if isinstance(image, PictureFile):
+        return image.upright_size
+    width, height = image.size
+    return (height, width) if is_turned(image) else (width, height)
+
+
+def decode_image(image: Image.Image, *, name: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """The pixels in RGB, upright; of an animation the first frame.
+
+    Args:
+        name: the row that it belongs to, for the error.
+
+    Raises:
+        DataError: names row, file and reason.
+    """
+    check_image(image, name=name, max_pixels=max_pixels, decodes=True)
+    try:
+        upright = ImageOps.exif_transpose(image) if has_orientation(image) else image
+        if upright.mode.startswith("I;16"):  # convert() takes all above 255 for white
+            upright = upright.convert("I").point(lambda value: value * (1 / 256)).convert("L")
+        return upright.convert("RGB")
+    except Exception as error:  # decoders raise anything
+        raise bad_image(file_of(image), error, name=name) from error
+
+
+def check_image(
+    image: Image.Image, *, name: str, max_pixels: int = MAX_PIXELS, decodes: bool = False
+) -> None:
+    """Decodes an image, so that one that cannot be is found; not a file that was once decoded.
+
+    Args:
+        decodes: in any case.
+
+    Raises:
+        DataError: names row, file and reason.
+    """
+    check_shape(image, name=name, max_pixels=max_pixels)
+    if image.mode in ("I", "F"):
+        raise DataError(
+            f"{name}: the image {file_of(image)} has pixels of 32 bits (mode {image.mode}). 8 or "
+            "16 bits were expected, because it isn't known which of its values is white: save it "
+            "as a picture of 8 bits, or take the row out."
+        )
+    if isinstance(image, PictureFile) and image.facts.is_whole and not decodes:
+        return
+    try:
+        # where a part has switched it on, missing pixels would be gray without a word
+        ImageFile.LOAD_TRUNCATED_IMAGES = False
+        image.load()  # no draft(): a dataset that keeps its images would train on small ones
+    except Exception as error:  # decoders raise anything
+        raise bad_image(file_of(image), error, name=name) from error
+
+
+def _check_token(rendered: Rendered, expander: ImageExpander, name: str) -> None:
+    """Refuses image text that the model would not find."""
+    token = expander.image_token
+    for piece in rendered:
+        if piece.is_image and token is not None and token not in piece.text:
+            raise UserError(
+                f"{name}: the text for its image is {piece.text!r}. {token!r} was expected in it, "
+                f"because {type(expander.processor).__name__} writes that out and the model puts "
+                "the image's features there: use `image_token` auto, which takes what the "
+                "processor has, or the key that belongs to the model."
+            )
+
+
+def expand_images(
+    rendered: Rendered, images: Sequence[Image.Image] | None, processor: Any, *, name: str
+) -> Rendered:
+    """Writes out the tokens of all images of one sample.
+
+    Raises:
+        DataError: the number of image places differs from the number of images, or the processor
+            does not take an image of that size.
+        UserError: the text for an image is not that of the processor.
+    """
+    sizes = [image_size(image) for image in images or ()]
+    expander = ImageExpander.of(processor)
+    most = expander.settings.max_images if expander is not None else None
+    if most is not None and len(sizes) > most:
+        raise DataError(
+            f"{name}: it came with {len(sizes)} images; at most {most} were expected "
+            "(`max_images_per_sample`), because all of them are processed together. Take some "
+            "out, split the row, or raise the limit."
+        )
+    if rendered.num_images != len(sizes):
+        raise DataError(
+            f"{name}: its text has {rendered.num_images} places for images, it came with "
+            f"{len(sizes)} images. One place for each was expected, because image features are "
+            "put where the places are: use one [IMAGE] in the `prompt` (it stands for all images "
+            "of a sample) or as many as there are images."
+        )
+    if expander is None:
+        return rendered
+    _check_token(rendered, expander, name)
+    try:
+        return expander.expand(rendered, sizes)
+    except ValueError as error:  # processors have limits of their own
+        raise DataError(
+            f"{name}: {type(expander.processor).__name__} does not take images of "
+            f"{', '.join(f'{width} x {height}' for width, height in sizes)} ({error}). Scale the "
+            "pictures, or take the row out."
+        ) from error

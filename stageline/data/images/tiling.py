@@ -1,0 +1,177 @@
+"""Into how many tiles, or to how many pixels, a processor cuts or scales an image.
+
+One place knows how each kind of image processor spells it. The processor itself is changed, so
+that one that is saved with a model does the same.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from stageline.data.images.image_settings import ImageSettings
+from stageline.data.images.images import ImageExpander
+from stageline.data.text.processor import get_image_processor, get_tokenizer
+from stageline.errors import UserError
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """What is asked for; None leaves the processor's own.
+
+    Attributes:
+        min_tiles, max_tiles: tiles of an image, a thumbnail of all of it not counted.
+        min_pixels, max_pixels: of the scaled image.
+    """
+
+    min_tiles: int | None = None
+    max_tiles: int | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+    @property
+    def is_given(self) -> bool:
+        """Whether anything is asked for."""
+        return self != Tiling()
+
+    def __str__(self) -> str:
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
+
+
+def apply_tiling(processor: Any, tiling: Tiling) -> None:
+    """Changes the image processor of a processor, in place.
+
+    Raises:
+        UserError: it has nothing of the kind, or its other limit excludes the given one.
+    """
+    if not tiling.is_given:
+        return
+    images = get_image_processor(processor)
+    if images is None:
+        raise _refusal(tiling, processor, "takes no images")
+    for fits, change in _KINDS:
+        if fits(images):
+            change(processor, images, tiling)
+            return
+    raise _refusal(
+        tiling, processor, "makes of every image the same number of tiles, or decides it by itself"
+    )
+
+
+def match_config(config: Any, processor: Any) -> None:
+    """Tells a model the grids of its processor, in place: LLaVA-Next's works them out again."""
+    grids = getattr(get_image_processor(processor), "image_grid_pinpoints", None)
+    if grids is not None and hasattr(config, "image_grid_pinpoints"):
+        config.image_grid_pinpoints = [list(grid) for grid in grids]
+
+
+def _refusal(
+    tiling: Tiling, processor: Any, why: str, instead: str = "leave the option out"
+) -> UserError:
+    name = type(get_image_processor(processor) or processor).__name__
+    return UserError(
+        f"{tiling} was given, and {name} {why}. A processor with that setting was expected, "
+        f"because the number of an image's tokens follows from it: {instead}."
+    )
+
+
+def _needs_tiles(processor: Any, tiling: Tiling) -> None:
+    if tiling.min_pixels is not None or tiling.max_pixels is not None:
+        raise _refusal(tiling, processor, "cuts images into tiles", "use `max_tiles`")
+
+
+def _bounds(
+    tiling: Tiling, processor: Any, names: tuple[str, str], own: tuple[int, int]
+) -> tuple[int, int]:
+    """Both limits; one that was not given is the processor's own."""
+    low, high = getattr(tiling, names[0]), getattr(tiling, names[1])
+    low, high = own[0] if low is None else low, own[1] if high is None else high
+    if low > high:
+        both = " and ".join(f"--{name.replace('_', '-')}" for name in names)
+        raise _refusal(
+            tiling, processor, f"has from {own[0]} to {own[1]} of itself", f"give both, {both}"
+        )
+    return low, high
+
+
+def _patches(processor: Any, images: Any, tiling: Tiling) -> None:
+    """InternVL, GOT-OCR2, Ovis2."""
+    _needs_tiles(processor, tiling)
+    own = (images.min_patches, images.max_patches)
+    names = ("min_tiles", "max_tiles")
+    images.min_patches, images.max_patches = _bounds(tiling, processor, names, own)
+    images.crop_to_patches = images.max_patches > 1
+
+
+def _grids(processor: Any, images: Any, tiling: Tiling) -> None:
+    """LLaVA-Next and LLaVA-OneVision: those of the processor's grids that have so many tiles."""
+    _needs_tiles(processor, tiling)
+    sizes = [*dict(images.crop_size or {}).values(), *dict(images.size).values()]
+    side = next(size for size in sizes if size)
+    tiles = {(h, w): (h // side) * (w // side) for h, w in images.image_grid_pinpoints}
+    own = (min(tiles.values()), max(tiles.values()))
+    low, high = _bounds(tiling, processor, ("min_tiles", "max_tiles"), own)
+    kept = [list(grid) for grid, count in tiles.items() if low <= count <= high]
+    if not kept:
+        raise _refusal(
+            tiling,
+            processor,
+            f"has grids of {', '.join(map(str, sorted(set(tiles.values()))))} tiles",
+            "choose limits with one of these between them",
+        )
+    images.image_grid_pinpoints = kept
+
+
+def _splits(processor: Any, images: Any, tiling: Tiling) -> None:
+    """Idefics3 and SmolVLM: the longest edge, in tiles, so that its square is not too many."""
+    _needs_tiles(processor, tiling)
+    if tiling.min_tiles is not None:
+        raise _refusal(tiling, processor, "has no least number of tiles")
+    edge = math.isqrt(tiling.max_tiles or 1)
+    vocabulary = get_tokenizer(processor).get_vocab()
+    while edge > 1 and f"<row_{edge}_col_{edge}>" not in vocabulary:
+        edge -= 1
+    longest = edge * images.max_image_size["longest_edge"]
+    images.size = type(images.size)(longest_edge=longest)
+
+
+def _scaled(processor: Any, images: Any, tiling: Tiling) -> None:
+    """Qwen-VL: no tiles; the number of patches follows from the pixels."""
+    if tiling.min_tiles is not None or tiling.max_tiles is not None:
+        raise _refusal(
+            tiling, processor, "has no tiles: it scales images", "use `min_pixels`, `max_pixels`"
+        )
+    own = (images.size["shortest_edge"], images.size["longest_edge"])
+    low, high = _bounds(tiling, processor, ("min_pixels", "max_pixels"), own)
+    least = (images.patch_size * images.merge_size) ** 2
+    if high < least:
+        raise _refusal(tiling, processor, f"makes one token of {least} pixels", "allow as many")
+    images.size = type(images.size)(shortest_edge=low, longest_edge=high)
+
+
+def _has(*names: str) -> Callable[[Any], bool]:
+    return lambda images: all(hasattr(images, name) for name in names)
+
+
+_KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Any, Any, Tiling], None]], ...] = (
+    (_has("crop_to_patches", "min_patches", "max_patches"), _patches),
+    (_has("image_grid_pinpoints"), _grids),
+    (_has("do_image_splitting", "max_image_size"), _splits),
+    (lambda images: type(images).__name__.startswith("Qwen2VL"), _scaled),
+)
+
+
+# -- makes a processor ready for a run: its tiles, its limits, its cache --------------------------
+
+
+def prepare_images(processor: Any, settings: ImageSettings, tiling: Tiling) -> None:
+    """Changes the processor in place; one without images is left alone.
+
+    Raises:
+        UserError: it cannot do what `tiling` asks for.
+    """
+    apply_tiling(processor, tiling)
+    expander = ImageExpander.of(processor)
+    if expander is not None:
+        expander.use(settings)

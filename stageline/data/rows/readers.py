@@ -1,0 +1,196 @@
+"""What dataset parts share: finding files, rows of files, splitting rows, opening images lazily."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from stageline.data.images.image_files import ImageFolders
+from stageline.data.rows.bad_rows import current_bad_rows
+from stageline.data.rows.read_json import Row, read_rows
+from stageline.data.rows.row_files import RowFile
+from stageline.errors import DataError, UserError
+
+__all__ = ["Row", "read_rows"]  # and what is defined here
+
+
+def find_file(folder: Path, names: Iterable[str]) -> Path:
+    """The first of several places below a folder where a file is.
+
+    Raises:
+        UserError: it is in none of them.
+    """
+    names = list(names)
+    for name in names:
+        if (folder / name).is_file():
+            return folder / name
+    there = sorted(item.name for item in folder.iterdir())[:8] if folder.is_dir() else []
+    raise UserError(
+        f"none of {', '.join(names)} lies in {folder}. One of them was expected, because the rows "
+        f"of the dataset are in it; the folder has {', '.join(there) or 'nothing'}. Point "
+        "`dataset_path` to the folder of the dataset."
+    )
+
+
+def dataset_folder(dataset_path: str | None, *, name: str) -> Path:
+    """The folder or file that `dataset_path` names.
+
+    Raises:
+        UserError: none was given, or it does not exist.
+    """
+    if not dataset_path or not Path(dataset_path).exists():
+        raise UserError(
+            f"`dataset_path` {dataset_path or '(not given)'}: there is no such file or folder. "
+            f"The dataset {name} was expected there, because it does not come with this program: "
+            "download it and give its folder."
+        )
+    return Path(dataset_path)
+
+
+def split_rows(
+    rows: Sequence[Row],
+    *,
+    split: str,
+    test_size: int | float,
+    key: Callable[[Row], str] | None = None,
+) -> list[Row]:
+    """The rows of "train" or "test", by a fixed draw that does not depend on their order.
+
+    Args:
+        test_size: held-out rows as a number, or below 1 (or 1.0: all) as a share.
+        key: rows of one key, such as an image, go to the same side.
+
+    Raises:
+        UserError: no row is left on the wanted side.
+    """
+    check_split(split)
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        try:
+            groups.setdefault(key(row) if key else str(row.number), []).append(row)
+        except DataError as error:
+            current_bad_rows().take(row.source, error)
+    rows = [row for row in rows if row.source not in current_bad_rows().reasons]
+    wanted = test_size if isinstance(test_size, int) else round(test_size * len(rows))
+    test: set[int] = set()
+    for name in sorted(groups, key=_draw):
+        if len(test) >= wanted:
+            break
+        test.update(row.number for row in groups[name])
+    chosen = [row for row in rows if (row.number in test) == (split == "test")]
+    if not chosen:
+        raise UserError(
+            f"test_size {test_size} leaves no row for the split {split!r} of {len(rows)} rows. At "
+            "least one was expected on each side that is used: choose another test_size."
+        )
+    return chosen
+
+
+def check_split(split: str) -> None:
+    """Refuses any split but train and test."""
+    if split not in ("train", "test"):
+        raise UserError(f"the split {split!r} is not known: it must be 'train' or 'test'.")
+
+
+def _draw(key: str) -> str:
+    return hashlib.sha256(f"split {key}".encode()).hexdigest()
+
+
+class RowsDataset:
+    """A dataset over rows of files; a subclass says what a row means.
+
+    Every row is looked at once in the beginning, so that a bad one is found before a model is
+    loaded; it ends the run, unless bad rows may be left out. Images are only opened when a row is
+    asked for, and not decoded. A row of a file that has changed since is refused.
+
+    Args:
+        rows: of this split.
+        image_roots: folders that image names are relative to; the first that has the file wins.
+    """
+
+    def __init__(self, rows: Sequence[Row], *, image_roots: Sequence[Path]) -> None:
+        self.image_roots = list(image_roots)
+        self._folders = ImageFolders(self.image_roots)
+        self.rows = [row for row in rows if self._is_good(row)]
+        if rows and not self.rows:
+            raise DataError(
+                f"none of {len(rows)} rows is left, because all are bad. At least one was "
+                f"expected:\n{current_bad_rows().listed(5)}"
+            )
+
+    def _is_good(self, row: Row) -> bool:
+        try:
+            names, sample = self.convert(row)
+            for name in names or ():
+                self._folders.check_name(name, source=_place(row, sample))
+        except DataError as error:
+            current_bad_rows().take(row.source, error)
+            return False
+        return True
+
+    def convert(self, row: Row) -> tuple[list[str] | None, dict[str, Any]]:
+        """Names of the row's images, or None, and its sample with at least an `id`.
+
+        Raises:
+            DataError: names the row's source.
+        """
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[list[Image.Image] | None, dict[str, Any]]:
+        row = self.rows[index]
+        if row.file is not None:
+            row.file.check_unchanged()
+        names, sample = self.convert(row)
+        sample["source"] = row.source
+        if names is None:
+            return None, sample
+        place = _place(row, sample)
+        return [self._folders.open(name, source=place) for name in names], sample
+
+    def describe(self, index: int) -> str:
+        """File and line of a row."""
+        return self.rows[index].source
+
+    def fingerprint(self) -> str:
+        """Tells whether another dataset has the same rows, wherever its files lie."""
+        digest = hashlib.sha256(type(self).__name__.encode())
+        last: RowFile | None = None
+        for row in self.rows:
+            if row.file is not last and row.file is not None:
+                digest.update(f"file {row.file.digest} ".encode())
+            last = row.file
+            digest.update(f"{row.number} ".encode())
+        return digest.hexdigest()
+
+
+def _place(row: Row, sample: dict[str, Any]) -> str:
+    """File, line and sample, for errors about a row's images."""
+    return f"{row.source}: sample {sample.get('id')}"
+
+
+# -- one text that tells whether a dataset still is what it was, so that a run may go on with it --
+
+
+def data_fingerprint(dataset: Any) -> str | None:
+    """The fingerprint of a dataset; None where its part offers none.
+
+    A dataset part may offer `fingerprint() -> str`: equal for equal rows in the same order, in
+    whatever folder, and another one when a row or a file changes. Keep it cheap: readers have
+    hashed the files already, while they read them.
+    """
+    from torch.utils.data import Subset  # here: an option is read before torch is needed
+
+    if isinstance(dataset, Subset):
+        inner = data_fingerprint(dataset.dataset)
+        return None if inner is None else _digest(inner, *map(str, dataset.indices))
+    offered = getattr(dataset, "fingerprint", None)
+    return None if offered is None else _digest(offered(), str(len(dataset)))
+
+
+def _digest(*words: str) -> str:
+    return hashlib.sha256(" ".join(words).encode()).hexdigest()

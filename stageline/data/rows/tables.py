@@ -1,0 +1,467 @@
+"""A file of rows as a table of the `datasets` library, mapped into memory and not read into it.
+
+A file that people write (JSON, CSV, text) is read once, strictly, into an Arrow file of a cache
+folder; every process that opens it later finds it there. Parquet and Arrow files are the
+library's to load.
+"""
+
+import csv
+import difflib
+import functools
+import glob
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from filelock import FileLock
+
+from stageline.data.rows.bad_rows import BadRows, current_bad_rows, leaving_out
+from stageline.data.rows.read_json import decode_line, each_row
+from stageline.data.rows.row_files import MAX_LINE_BYTES, RowFileReader
+from stageline.errors import DataError, UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# -- finds the files of a data set: one, those of a folder, or those of a pattern; all of one kind
+# Knows names of files only, never what is in them.
+
+Kind = Literal["json", "jsonl", "csv", "text", "parquet", "arrow", "hub"]
+KIND_OF_SUFFIX: dict[str, Kind] = {
+    ".json": "json",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".txt": "text",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+HUB = "hub:"
+_NO_ROWS = ("dataset_info.json", "dataset_infos.json", "state.json")  # beside files of rows
+_PATTERN = "*?["
+
+
+@dataclass(frozen=True)
+class SetFiles:
+    """The files of a set, sorted.
+
+    Attributes:
+        kind: of all of them; hub: `names` holds one name of a set of the hub.
+        folder: that names of images are relative to.
+    """
+
+    kind: Kind
+    names: tuple[str, ...]
+    folder: Path
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files; none of a set of the hub."""
+        return [] if self.kind == "hub" else [Path(name) for name in self.names]
+
+
+def find_files(place: str, *, option: str = "`dataset_path`") -> SetFiles:
+    """The files that a path, a folder, a pattern or `hub:owner/name` names.
+
+    Args:
+        option: what named it, for errors.
+
+    Raises:
+        UserError: there is none, or they are of several kinds or of one that is not read.
+    """
+    if place.startswith(HUB):
+        return SetFiles("hub", (place.removeprefix(HUB),), Path.cwd())
+    path = Path(place).expanduser()
+    if path.is_file():
+        kind = _kind_of(path)
+        if kind is None:
+            raise _no_kind(path, option)
+        return SetFiles(kind, (str(path),), path.parent)
+    if path.is_dir():
+        return _of_one_kind(place, sorted(path.iterdir()), folder=path, option=option)
+    if any(sign in place for sign in _PATTERN):
+        found = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
+        fixed = next(index for index, sign in enumerate(str(path)) if sign in _PATTERN)
+        folder = Path(str(path)[:fixed] + "x").parent
+        return _of_one_kind(place, found, folder=folder, option=option)
+    raise UserError(
+        f"{option} {place}: there is no such file or folder.{_near(path)} A file, a folder, a "
+        f"pattern such as data/*.jsonl, or {HUB}owner/name was expected, because the rows of the "
+        f"data set are there. Correct the path; it is relative to {Path.cwd()}."
+    )
+
+
+def _of_one_kind(place: str, found: Sequence[Path], *, folder: Path, option: str) -> SetFiles:
+    files = [path for path in found if path.is_file() and _may_hold_rows(path)]
+    kinds = {kind for path in files if (kind := _kind_of(path)) is not None}
+    if len(kinds) > 1:
+        examples = [next(path for path in files if _kind_of(path) == kind) for kind in kinds]
+        raise UserError(
+            f"{option} {place} has files of {len(kinds)} kinds: "
+            f"{', '.join(sorted(path.name for path in examples))}. One kind was expected, because "
+            "files of a set are read one like the other: give a pattern such as "
+            f"{folder / ('*' + sorted(kinds)[0])}, or name each file as a set of its own."
+        )
+    if not kinds:
+        there = ", ".join(path.name for path in found[:8]) or "nothing"
+        raise UserError(
+            f"{option} {place} names no file of rows; it has {there}. At least one file was "
+            f"expected that ends in {' '.join(KIND_OF_SUFFIX)}. Correct the path."
+        )
+    kind = kinds.pop()
+    names = tuple(str(path) for path in files if _kind_of(path) == kind)
+    return SetFiles(kind, names, folder)
+
+
+def _kind_of(path: Path) -> Kind | None:
+    return KIND_OF_SUFFIX.get(path.suffix.lower())
+
+
+def _may_hold_rows(path: Path) -> bool:
+    return not path.name.startswith((".", "_")) and path.name not in _NO_ROWS
+
+
+def _no_kind(path: Path, option: str) -> UserError:
+    return UserError(
+        f"{option} {path} ends in {path.suffix or 'nothing'}. One of "
+        f"{' '.join(KIND_OF_SUFFIX)} was expected, because the ending says how a file is read: "
+        "rename or convert it."
+    )
+
+
+def _near(path: Path) -> str:
+    if not path.parent.is_dir():
+        return ""
+    near = difflib.get_close_matches(path.name, [item.name for item in path.parent.iterdir()])
+    return f" Did you mean {path.parent / near[0]}?" if near else ""
+
+
+# -- rows of files that people write: JSON, JSON lines, CSV, text. One after the other, strictly --
+# Not read with `datasets.load_dataset`: of "2020-01-01" it makes a date, of "007" in a table 7, of
+# "NA" nothing, and its errors name no line. Here text stays text, and a bad row has its line. Bad
+# rows go to `current_bad_rows`.
+
+NumberedRow = tuple[dict[str, Any], str, int]  # row, its source, its line or number
+
+
+def text_rows(reader: RowFileReader, kind: Kind) -> Iterator[NumberedRow]:
+    """All rows of a file.
+
+    Raises:
+        DataError: for a row that may not be left out.
+    """
+    return _READERS[kind](reader)
+
+
+def _csv_rows(reader: RowFileReader) -> Iterator[NumberedRow]:
+    lines = _Lines(reader)
+    csv.field_size_limit(MAX_LINE_BYTES)  # of this process; the library's 128 KiB cut long texts
+    delimiter = "\t" if reader.path.suffix.lower() == ".tsv" else ","
+    table = csv.reader(lines, strict=True, delimiter=delimiter)
+    names = _header(reader.path, table)
+    number = 0
+    while True:
+        first = lines.number + 1
+        source = f"{reader.path}:{first}"
+        try:
+            cells = next(table)
+            if not cells:
+                continue  # a blank line
+            number += 1
+            yield _named(cells, names, source=source, number=number), source, first
+        except StopIteration:
+            return
+        except csv.Error as error:
+            number += 1
+            current_bad_rows().take(source, _no_csv(source, number, str(error)))
+        except DataError as error:
+            current_bad_rows().take(source, error)
+
+
+class _Lines:
+    """The lines of a file as text, and how many were handed out."""
+
+    def __init__(self, reader: RowFileReader) -> None:
+        self._lines = reader.lines()
+        self._path = reader.path
+        self.number = 0
+
+    def __iter__(self) -> "_Lines":
+        return self
+
+    def __next__(self) -> str:
+        self.number, start, line = next(self._lines)
+        return decode_line(line, start, f"{self._path}:{self.number}")
+
+
+def _header(path: Path, table: Iterator[list[str]]) -> list[str]:
+    try:
+        names = [name.strip() for name in next(table, [])]
+    except csv.Error as error:
+        raise _no_csv(f"{path}:1", 0, str(error)) from None
+    if not names:
+        return []
+    if "" in names or len(set(names)) < len(names):
+        raise DataError(
+            f"{path}:1: the columns are {', '.join(map(repr, names))}. A name for each column, and "
+            "each name once, was expected in the first line, because a sample's fields are called "
+            "by it: write a first line of names."
+        )
+    return names
+
+
+def _named(cells: list[str], names: list[str], *, source: str, number: int) -> dict[str, str]:
+    if len(cells) == len(names):
+        return dict(zip(names, cells, strict=True))
+    raise DataError(
+        f"{source}: row {number} has {len(cells)} cells, and there are {len(names)} columns: "
+        f"{', '.join(names)}. As many were expected: put a text that holds the separator or a "
+        "line break between double quotes."
+    )
+
+
+def _no_csv(source: str, number: int, what: str) -> DataError:
+    return DataError(
+        f"{source}: row {number} is no CSV ({what}). Cells between separators were expected, with "
+        'double quotes around a text and "" for a quote in it: correct the row.'
+    )
+
+
+def _lines_of_text(reader: RowFileReader) -> Iterator[NumberedRow]:
+    for number, start, line in reader.lines():
+        source = f"{reader.path}:{number}"
+        try:
+            text = decode_line(line, start, source).rstrip("\r\n")
+        except DataError as error:
+            current_bad_rows().take(source, error)
+            continue
+        if text.strip():
+            yield {"text": text}, source, number
+
+
+_READERS: dict[str, Callable[[RowFileReader], Iterator[NumberedRow]]] = {
+    "json": each_row,
+    "jsonl": each_row,
+    "csv": _csv_rows,
+    "text": _lines_of_text,
+}
+
+
+# -------------------------------------------------------------------------------------------------
+
+VERSION = 1  # of what is kept of a file
+_MOST_BAD = 100_000  # rows of one file; more, and it is none
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of one file.
+
+    Attributes:
+        name: of the file, as it was given.
+        digest: SHA-256 of the file's bytes, or what the library calls a set of the hub.
+        is_text: `rows` holds rows as JSON, with their lines; else the rows themselves.
+        has_lines: a row's number is its line.
+        bad: source -> reason of rows that could not be read.
+    """
+
+    name: str
+    rows: "Dataset"
+    digest: str
+    is_text: bool = False
+    has_lines: bool = False
+    bad: dict[str, str] = field(default_factory=dict)
+
+    @functools.cached_property
+    def _columns(self) -> dict[str, Any]:
+        # the library takes twenty times as long to hand out a row
+        return {name: self.rows.data.column(name) for name in self.rows.column_names}
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[dict[str, Any], str]:
+        """(row, source) of a row."""
+        if not self.is_text:
+            return without_none(self.rows[index]), self.source(index)
+        return json.loads(self._columns["row"][index].as_py()), self.source(index)
+
+    def source(self, index: int) -> str:
+        """File and line, or file and number from 1."""
+        number = self._columns["number"][index].as_py() if self.is_text else index + 1
+        return f"{self.name}:{number}" if self.has_lines else f"{self.name}: row {number}"
+
+
+def open_tables(
+    files: SetFiles, *, cache: str | Path | None = None, hub_split: str = "train"
+) -> list[Table]:
+    """A table for each file of a set; bad rows go to `current_bad_rows`.
+
+    Args:
+        cache: folder of what is made of files; default: that of the library.
+
+    Raises:
+        DataError: a file or a row of it cannot be read.
+    """
+    import datasets
+
+    folder = Path(cache or datasets.config.HF_DATASETS_CACHE)
+    if files.kind == "hub":
+        return [_hub_table(files.names[0], folder, split=hub_split)]
+    tables = [
+        _text_table(path, files.kind, folder)
+        if files.kind in ("json", "jsonl", "csv", "text")
+        else _library_table(path, files.kind, folder)
+        for path in files.paths
+    ]
+    for table in tables:
+        for source, reason in table.bad.items():
+            current_bad_rows().take(source, DataError(reason))
+    return tables
+
+
+def without_none(value: Any) -> Any:
+    """A value without the keys that are None, at any depth.
+
+    In tables all rows have the same keys, so a tool's arguments would get those of all others.
+    """
+    if isinstance(value, dict):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_none(item) for item in value]
+    return value
+
+
+def stream_library(path: Path, kind: Kind) -> Iterator[tuple[dict[str, Any], str]]:
+    """(row, source) of a Parquet or Arrow file, a few rows in memory at a time."""
+    rows = _load(kind, path, streaming=True)
+    for number, row in enumerate(rows, 1):
+        yield without_none(row), f"{path}: row {number}"
+
+
+def _text_table(path: Path, kind: Kind, folder: Path) -> Table:
+    now = path.stat()
+    facts = (VERSION, kind, str(path.absolute()), now.st_size, now.st_mtime_ns)
+    key = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+    place = folder / "stageline-rows" / f"{key}.arrow"
+    found = _known(place)
+    if found is None:
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{place}.lock"):  # other ranks wait for what the first one makes
+                found = _known(place) or _make(path, kind, place)
+        except OSError as error:
+            raise _no_room(place.parent, error) from error
+    rows, kept = found
+    return Table(
+        str(path),
+        rows,
+        kept["digest"],
+        is_text=True,
+        has_lines=kind != "json",
+        # their file may have been named in another way then
+        bad={source.replace(kept["name"], str(path)): why for source, why in kept["bad"]},
+    )
+
+
+def _known(place: Path) -> "tuple[Dataset, dict[str, Any]] | None":
+    """What was made of a file, if it is whole."""
+    import datasets
+
+    try:
+        kept = json.loads(place.with_suffix(".json").read_text(encoding="utf-8"))
+        if place.stat().st_size != kept["bytes"]:
+            return None
+        rows = datasets.Dataset.from_file(str(place))
+        return (rows, kept) if len(rows) == kept["num_rows"] else None
+    except (OSError, ValueError, KeyError, TypeError):  # not there, or damaged
+        return None
+
+
+def _make(path: Path, kind: Kind, place: Path) -> "tuple[Dataset, dict[str, Any]]":
+    import datasets
+    from datasets.arrow_writer import ArrowWriter
+
+    features = {"row": datasets.Value("large_string"), "number": datasets.Value("int64")}
+    unfinished = place.with_name(f"{uuid.uuid4().hex}.unfinished")
+    reader, bad = RowFileReader(path), BadRows(_MOST_BAD)
+    try:
+        num_rows = 0
+        with leaving_out(bad):
+            writer = ArrowWriter(path=str(unfinished), features=datasets.Features(features))
+            for data, _, number in text_rows(reader, kind):
+                writer.write({"row": json.dumps(data, ensure_ascii=False), "number": number})
+                num_rows += 1
+        file = reader.done()
+        if num_rows == 0:
+            raise DataError(
+                f"{path} has no {'good ' if bad.reasons else ''}rows in its {file.size} bytes. At "
+                f"least one was expected: check the file.\n{bad.listed(5)}".rstrip()
+            )
+        writer.finalize()
+        kept = {
+            "name": str(path),
+            "digest": file.digest,
+            "num_rows": num_rows,
+            "bytes": unfinished.stat().st_size,
+            "bad": list(bad.reasons.items()),
+        }
+        os.replace(unfinished, place)
+        note = unfinished.with_suffix(".note")
+        note.write_text(json.dumps(kept), encoding="utf-8")
+        os.replace(note, place.with_suffix(".json"))  # last: without it nothing is believed
+    finally:
+        unfinished.unlink(missing_ok=True)
+    found = _known(place)
+    assert found is not None, f"{place} was just written"
+    return found
+
+
+def _library_table(path: Path, kind: Kind, folder: Path) -> Table:
+    rows = _load(kind, path, cache_dir=str(folder))
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if len(rows) == 0:
+        raise DataError(f"{path} has no rows. At least one was expected: check the file.")
+    return Table(str(path), rows, digest)
+
+
+def _load(kind: Kind, path: Path, **options: Any) -> Any:
+    import datasets
+
+    try:
+        return datasets.load_dataset(kind, data_files=[str(path)], split="train", **options)
+    except Exception as error:  # the readers of the library raise what they like
+        cause = error.__cause__ or error
+        raise DataError(
+            f"{path} cannot be read as {kind} ({type(cause).__name__}: {cause}). A whole {kind} "
+            "file was expected, as its name says: check how it was written, or copy it again."
+        ) from error
+
+
+def _hub_table(name: str, folder: Path, *, split: str) -> Table:
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(name, split=split, cache_dir=str(folder))
+    except Exception as error:
+        raise UserError(
+            f"{HUB}{name} cannot be loaded ({type(error).__name__}: {error}). A data set of the "
+            "hub was expected, or one in the library's cache where there is no network: check the "
+            "name, download it first, or give a file, a folder or a pattern."
+        ) from error
+    return Table(f"{HUB}{name}", rows, str(rows._fingerprint))
+
+
+def _no_room(folder: Path, error: OSError) -> UserError:
+    return UserError(
+        f"what is made of the data files cannot be kept in {folder} ({error.strerror or error}). A "
+        "folder that can be written to was expected, because rows are mapped into memory from "
+        "there: name another one with `dataset.cache`, or make room."
+    )

@@ -1,1 +1,0 @@
-"""Data sets of the user: files of any common kind, a register of sets, mixing, splits, streams."""

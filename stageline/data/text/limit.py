@@ -1,0 +1,265 @@
+"""What happens to a sample that is longer than the context: refuse it, cut it, drop it.
+
+Image tokens are never cut, and answers only where prompt and answer share the room. A plain text,
+which has no answer, may lose its end.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from stageline.data.text.encode import Encoded
+from stageline.errors import DataError
+
+# -- shares a number of tokens between prompts and answers, as LLaMA-Factory's cutoff_len does ----
+# The rule is that tool's, number for number: a short answer stays whole and its prompt is cut, or
+# the other way round, else both in proportion, each keeping its left part; one pair of prompt and
+# answer after the other takes from what is left. Other than there, only text from the data is cut:
+# never what the template writes before an answer, nor a token of an image.
+
+
+def share_budget(num_source: int, num_target: int, budget: int) -> tuple[int, int]:
+    """How many tokens of a prompt and of its answer are kept.
+
+    The rule of `infer_seqlen` in LLaMA-Factory: what is kept may be nothing of the answer.
+    """
+    if 2 * num_target < budget:
+        most_target = budget
+    elif 2 * num_source < budget:
+        most_target = budget - num_source
+    else:
+        most_target = int(budget * (num_target / (num_source + num_target)))
+    kept_target = min(most_target, num_target)
+    return min(max(budget - kept_target, 0), num_source), kept_target
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Tokens from `start` on are the prompt, from `answer` on the answer, up to `end`."""
+
+    start: int
+    answer: int
+    end: int
+
+
+def share_places(encoded: Encoded, budget: int) -> list[int] | None:
+    """Which tokens are kept of a sample that is longer than `budget`.
+
+    Pairs come in order; where only the last answer is learnt, from the last one backwards, and
+    earlier ones get what is left. A cut answer loses the token that ends its turn, as there.
+
+    Returns:
+        Places in order; None where no supervised token or not all images would be left.
+    """
+    if not encoded.is_text:  # made elsewhere: its answers are not known to be text
+        encoded = replace(encoded, is_text=encoded.is_cuttable)
+    pairs = _pairs(encoded)
+    learnt = [any(encoded.is_target[pair.answer : pair.end]) for pair in pairs]
+    if len(pairs) > 1 and learnt == [False] * (len(pairs) - 1) + [True]:
+        pairs = pairs[::-1]
+    kept = _first_tokens(encoded, pairs)
+    budget -= len(kept)
+    for pair in pairs:
+        chosen = _kept_of(encoded, pair, budget, without=kept)
+        if not chosen:
+            break
+        kept += chosen
+        budget -= len(chosen)
+    kept.sort()
+    has_target = any(encoded.is_target[place] for place in kept[1:])
+    gone = set(range(len(encoded))).difference(kept) if encoded.is_image else ()
+    has_images = not any(encoded.is_image[place] for place in gone)
+    return kept if has_target and has_images else None
+
+
+def _pairs(encoded: Encoded) -> list[_Pair]:
+    """Each answer with all before it; what comes after the last one belongs to it."""
+    marks = encoded.is_answer or encoded.is_target
+    pairs: list[_Pair] = []
+    start = 0
+    for place in range(1, len(marks) + 1):
+        is_end = place == len(marks) or not marks[place]
+        if is_end and marks[place - 1]:
+            answer = place - 1
+            while answer > start and marks[answer - 1]:
+                answer -= 1
+            pairs.append(_Pair(start, answer, place))
+            start = place
+    if pairs:
+        pairs[-1] = _Pair(pairs[-1].start, pairs[-1].answer, len(marks))
+    return pairs
+
+
+def _first_tokens(encoded: Encoded, pairs: Sequence[_Pair]) -> list[int]:
+    """A token that begins the text and comes nowhere else stays, also without the first pair."""
+    is_first = bool(pairs) and pairs[-1].start == 0 and len(pairs) > 1
+    ids = encoded.input_ids
+    is_own = is_first and not encoded.is_text[0] and ids.count(ids[0]) == 1
+    return [0] if is_own else []
+
+
+def _kept_of(encoded: Encoded, pair: _Pair, budget: int, *, without: Sequence[int]) -> list[int]:
+    """The kept tokens of a pair; none where what cannot be cut does not fit."""
+    source = [place for place in range(pair.start, pair.answer) if place not in without]
+    target = list(range(pair.answer, pair.end))
+    if len(source) + len(target) <= budget:
+        return source + target
+    num_source, num_target = share_budget(len(source), len(target), budget)
+    fixed = sum(not encoded.is_text[place] for place in source)
+    num_source = max(num_source, fixed)
+    num_target = min(num_target, budget - num_source)
+    least = _least_answer(encoded, target)
+    if num_target < least:
+        num_source -= least - num_target
+        num_target = least
+    if num_source < fixed or num_target <= 0:
+        return []
+    return _cut(encoded, source, num_source) + _cut_answer(encoded, target, num_target)
+
+
+def _text_end(encoded: Encoded, target: Sequence[int]) -> int:
+    """Tokens of an answer up to its last one from the data; behind it is the end of the turn."""
+    last = [number for number, place in enumerate(target) if encoded.is_text[place]]
+    return last[-1] + 1 if last else len(target)
+
+
+def _least_answer(encoded: Encoded, target: Sequence[int]) -> int:
+    """What the template writes inside an answer."""
+    inside = target[: _text_end(encoded, target)]
+    return sum(not encoded.is_text[place] for place in inside)
+
+
+def _cut_answer(encoded: Encoded, target: Sequence[int], length: int) -> list[int]:
+    inside = target[: _text_end(encoded, target)]
+    return list(target[:length]) if length >= len(inside) else _cut(encoded, inside, length)
+
+
+def _cut(encoded: Encoded, places: Sequence[int], length: int) -> list[int]:
+    """Without so many tokens of text that `length` is left; the last ones go."""
+    surplus = len(places) - length
+    if surplus <= 0:
+        return list(places)
+    text = [place for place in places if encoded.is_text[place]]
+    gone = set(text[len(text) - surplus :])
+    return [place for place in places if place not in gone]
+
+
+# -------------------------------------------------------------------------------------------------
+
+ChatOverlong = Literal["error", "cut_prompt", "share", "drop"]
+PairOverlong = Literal["error", "cut_prompt", "drop"]  # both rows of a pair keep the same prompt
+TextOverlong = Literal["error", "cut", "drop"]
+Overlong = ChatOverlong | TextOverlong
+DROPPING = ("drop", "share")  # what may leave nothing of a sample
+_has_warned: set[str] = set()
+
+
+def limit_length(
+    encoded: Encoded,
+    *,
+    max_token_num: int,
+    overlong: Overlong,
+    name: str,
+    pad_token_id: int = 0,
+    warn: bool = True,
+) -> Encoded:
+    """Brings one sample to at most `max_token_num` tokens.
+
+    Args:
+        overlong: `error` refuses a longer sample. `cut_prompt` takes text from the data out of
+            the prompt, its beginning first; the template's text, images and answers stay. `share`
+            cuts the ends of prompts and answers, by the rule of share.py; what would have nothing
+            to learn then is dropped. `drop` puts a row without labels in its place, so that the
+            number of rows stays. `cut` keeps the beginning, for plain text: what it was cut at is
+            no end, so EOS goes with the rest.
+        name: of the sample, for errors.
+        warn: say so (once per way) when a sample is changed.
+
+    Raises:
+        DataError: the sample is too long and may not, or cannot, be cut.
+    """
+    surplus = len(encoded) - max_token_num
+    if surplus <= 0:
+        return encoded
+    kept = share_places(encoded, max_token_num) if overlong == "share" else None
+    if kept is not None:
+        if warn:
+            _warn_once("share", _shared(encoded, kept, max_token_num, name))
+        return encoded.keep(kept)
+    if overlong in DROPPING:
+        if warn:
+            why = ", and with a share for each nothing to learn would be left"
+            _warn_once(
+                f"{overlong}, drop",
+                f"{name} is dropped: {_lengths(encoded, max_token_num)}"
+                f"{why if overlong == 'share' else ''}",
+            )
+        return Encoded([pad_token_id], [False], [False])
+    if overlong == "cut":
+        if warn:
+            lengths = _lengths(encoded, max_token_num)
+            _warn_once("cut", f"{name} keeps its first {max_token_num} tokens: {lengths}")
+        return encoded.keep(list(range(max_token_num)))
+    cuttable = [place for place, may_go in enumerate(encoded.is_cuttable) if may_go]
+    if overlong == "cut_prompt" and len(cuttable) >= surplus:
+        if warn:
+            _warn_once(
+                "cut_prompt",
+                f"{name}: the first {surplus} tokens of its prompt's {len(cuttable)} from the data "
+                f"are cut: {_lengths(encoded, max_token_num)}",
+            )
+        gone = set(cuttable[:surplus])
+        return encoded.keep([place for place in range(len(encoded)) if place not in gone])
+    raise DataError(_too_long(encoded, max_token_num, name, len(cuttable), overlong))
+
+
+def _lengths(encoded: Encoded, max_token_num: int) -> str:
+    return (
+        f"{len(encoded)} tokens, {sum(encoded.is_target)} of them the answer, do not fit "
+        f"`max_token_num` {max_token_num}"
+    )
+
+
+def _shared(encoded: Encoded, kept: list[int], max_token_num: int, name: str) -> str:
+    targets = sum(encoded.is_target[place] for place in kept)
+    is_cut = targets < sum(encoded.is_target)
+    end = ", so it has lost its end, and the model learns none there" if is_cut else ""
+    return (
+        f"{name} is cut to {len(kept)} tokens, {targets} of them the answer{end}: "
+        f"{_lengths(encoded, max_token_num)}"
+    )
+
+
+def _too_long(
+    encoded: Encoded, max_token_num: int, name: str, num_cuttable: int, overlong: Overlong
+) -> str:
+    if num_cuttable == 0 and overlong == "error":
+        cure = (
+            "`collate_fn.overlong` drop leaves such samples out, and with `collate_fn` pt "
+            "`collate_fn.overlong` cut keeps the beginning of a text"
+        )
+        return _refusal(encoded, max_token_num, name, cure)
+    cure = (
+        f"`collate_fn.overlong` cut_prompt would cut up to {num_cuttable} tokens from the "
+        "beginning of its prompt's text, `collate_fn.overlong` share cuts prompt and answer, "
+        "`collate_fn.overlong` drop leaves such samples out"
+        if overlong == "error"
+        else f"only {num_cuttable} tokens of its prompt may be cut, `collate_fn.overlong` drop "
+        "leaves such samples out"
+    )
+    return _refusal(encoded, max_token_num, name, cure)
+
+
+def _refusal(encoded: Encoded, max_token_num: int, name: str, cure: str) -> str:
+    return (
+        f"{name}: {_lengths(encoded, max_token_num)}. A sample has to fit as a whole, because a "
+        f"cut answer would teach a wrong end and cut image tokens break the model. Raise "
+        f"`max_token_num` to {len(encoded)}, or shorten the row; {cure}."
+    )
+
+
+def _warn_once(kind: str, message: str) -> None:
+    if kind not in _has_warned:
+        _has_warned.add(kind)
+        warnings.warn(f"{message}. Further ones are not reported.", stacklevel=4)

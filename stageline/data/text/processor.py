@@ -1,0 +1,232 @@
+"""Loads and saves tokenizers and processors, also where torchvision is not installed.
+
+Some processors of vision-language models demand a video processor, which exists with torchvision
+only. Here they are composed without it: images and text work as in the library, videos do not.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
+
+from stageline.errors import CheckpointError, UserError
+from stageline.model_folder import check_bulky, check_folder, read_json
+
+# model_type -> processor class, for folders that do not name it
+_PROCESSOR_OF_MODEL = {
+    "internvl": "InternVLProcessor",
+    "qwen2_vl": "Qwen2VLProcessor",
+    "qwen2_5_vl": "Qwen2_5_VLProcessor",
+    "qwen3_vl": "Qwen3VLProcessor",
+    "smolvlm": "SmolVLMProcessor",
+}
+# what a folder saved here names as video processor, for machines that have torchvision
+_VIDEO_TYPES = {
+    "InternVLProcessor": "InternVLVideoProcessor",
+    "Qwen2VLProcessor": "Qwen2VLVideoProcessor",
+    "Qwen2_5_VLProcessor": "Qwen2VLVideoProcessor",
+    "Qwen3VLProcessor": "Qwen3VLVideoProcessor",
+    "SmolVLMProcessor": "SmolVLMVideoProcessor",
+}
+_CONFIG_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+
+
+class _WithoutVideo(transformers.ProcessorMixin):
+    """Mixed into a processor class: its video processor may be None, also when it is saved."""
+
+    video_config: dict[str, Any] | None = None
+
+    def check_argument_for_proper_class(self, argument_name: str, argument: object) -> type:
+        if argument_name == "video_processor" and argument is None:
+            return type(None)
+        return super().check_argument_for_proper_class(argument_name, argument)
+
+    def to_dict(self) -> dict[str, Any]:
+        output = super().to_dict()
+        if output.get("video_processor") is None:
+            kind = _VIDEO_TYPES.get(type(self).__name__)
+            output["video_processor"] = self.video_config or {"video_processor_type": kind}
+        return output
+
+    def save_pretrained(
+        self, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any
+    ) -> list[str]:
+        names = [name for name in type(self).get_attributes() if name != "video_processor"]
+        # the library's loop does not expect None
+        self.__dict__["get_attributes"] = lambda: names
+        try:
+            return super().save_pretrained(save_directory, push_to_hub, **kwargs)
+        finally:
+            del self.__dict__["get_attributes"]
+
+
+def compose_processor(
+    class_name: str,
+    *,
+    image_processor: Any,
+    tokenizer: Any,
+    chat_template: str | None = None,
+    video_config: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """A processor of the library's class `class_name`, without a video processor.
+
+    Args:
+        video_config: settings of the video processor, to be kept when saving.
+        options: further arguments of the class, such as image_seq_length.
+    """
+    base = getattr(transformers, class_name)
+    if class_name == "SmolVLMProcessor":
+        _allow_missing_num2words()
+    processor_class = type(class_name, (_WithoutVideo, base), {})
+    parts = {"image_processor": image_processor, "tokenizer": tokenizer}
+    if "video_processor" in base.get_attributes():
+        parts["video_processor"] = None
+    processor = processor_class(**parts, chat_template=chat_template, **options)
+    processor.video_config = video_config
+    return processor
+
+
+def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """The processor of a vision-language model, or the tokenizer of a text model.
+
+    Args:
+        path: a folder that `save_pretrained` of the library or `save_processor` wrote.
+
+    Raises:
+        UserError: the folder holds neither, or what it holds cannot be loaded, or it would run
+            code that nobody allowed.
+        CheckpointError: a file of it is broken.
+    """
+    path = check_folder(path, trust_remote_code=trust_remote_code)
+    options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+    try:
+        processor = AutoProcessor.from_pretrained(str(path), **options)
+    except Exception as error:
+        processor = _load_without_video(path, error, **options)
+    if hasattr(processor, "convert_tokens_to_ids") or hasattr(processor, "tokenizer"):
+        return processor
+    try:  # an image processor alone is what AutoProcessor finds where the tokenizer is broken
+        return AutoTokenizer.from_pretrained(str(path), **options)
+    except Exception as error:
+        raise _cannot_load(path, error) from error
+
+
+def save_processor(processor: Any, path: str | Path) -> None:
+    """Saves a processor or tokenizer so that `load_processor` and the library can load it."""
+    Path(path).mkdir(parents=True, exist_ok=True)
+    processor.save_pretrained(str(path))
+
+
+def get_tokenizer(processor: Any) -> Any:
+    """The tokenizer of a processor; a tokenizer is its own."""
+    return getattr(processor, "tokenizer", processor)
+
+
+def get_image_processor(processor: Any) -> Any | None:
+    """The image processor, or None for a text model."""
+    return getattr(processor, "image_processor", None)
+
+
+def get_pad_token_id(processor: Any) -> int:
+    """The id that fills up rows: of the padding token, else the end-of-sequence token, else 0.
+
+    Padding is masked by position, so the id only has to exist.
+    """
+    tokenizer = get_tokenizer(processor)
+    for name in ("pad_token_id", "eos_token_id"):
+        value = getattr(tokenizer, name, None)
+        if value is not None:
+            return int(value)
+    return 0
+
+
+def get_image_token(processor: Any) -> str | None:
+    """The text that stands for one image in a prompt of this processor; None for a text model."""
+    if get_image_processor(processor) is None:
+        return None
+    return getattr(processor, "image_token", None)
+
+
+def _load_without_video(path: Path, error: Exception, **options: bool) -> Any:
+    """Composes the processor where the library refused to, or raises `UserError`."""
+    settings = _read_settings(path)
+    class_name = settings.pop("processor_class", None) or _processor_of_model(path)
+    base = getattr(transformers, class_name or "", None)
+    if class_name is None or base is None or "video_processor" not in base.get_attributes():
+        raise _cannot_load(path, error) from error
+    try:
+        image_processor = _load_image_processor(path, settings, **options)
+        tokenizer = AutoTokenizer.from_pretrained(str(path), **options)
+        template_file = path / "chat_template.jinja"
+        template = template_file.read_text(encoding="utf-8") if template_file.is_file() else None
+        return compose_processor(
+            class_name,
+            image_processor=image_processor,
+            tokenizer=tokenizer,
+            chat_template=template or tokenizer.chat_template,
+            video_config=settings.pop("video_processor", None),
+            **{
+                name: settings[name]
+                for name in ("image_seq_length", "image_seq_len")
+                if name in settings
+            },
+        )
+    except Exception as second:
+        raise _cannot_load(path, second) from second
+
+
+def _load_image_processor(path: Path, settings: dict[str, Any], **options: bool) -> Any:
+    """The image processor of a folder, the Pillow one where torchvision is missing."""
+    try:
+        return AutoImageProcessor.from_pretrained(str(path), **options)
+    except ImportError:  # in transformers 5.17 the choice itself needs torchvision
+        own = settings.get("image_processor")
+        if own is None:
+            own = json.loads((path / "preprocessor_config.json").read_text(encoding="utf-8"))
+        name = own["image_processor_type"].removesuffix("Fast").removesuffix("Pil")
+        return getattr(transformers, f"{name}Pil").from_dict(own)
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """Settings of the processor; its class may be named in any of the files."""
+    settings: dict[str, Any] = {}
+    for name in _CONFIG_FILES:
+        file = path / name
+        if not file.is_file():
+            continue
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if name == _CONFIG_FILES[0]:
+            settings = found
+        elif found.get("processor_class"):
+            settings.setdefault("processor_class", found["processor_class"])
+    return settings
+
+
+def _processor_of_model(path: Path) -> str | None:
+    try:
+        return _PROCESSOR_OF_MODEL.get(read_json(path / "config.json").get("model_type", ""))
+    except CheckpointError:
+        return None
+
+
+def _allow_missing_num2words() -> None:
+    """SmolVLM wants the package num2words, for the prompts of videos alone."""
+    from transformers.models.smolvlm import processing_smolvlm
+
+    if getattr(processing_smolvlm, "num2words", None) is None:
+        processing_smolvlm.num2words = str
+
+
+def _cannot_load(path: Path, error: Exception) -> UserError:
+    check_bulky(path)
+    files = sorted(item.name for item in path.glob("*")) if path.is_dir() else []
+    return UserError(
+        f"no tokenizer or processor could be loaded from {path} "
+        f"({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}). "
+        f"A folder with tokenizer.json (and processor_config.json for images) was expected, it "
+        f"holds: {', '.join(files) or 'nothing'}. Token ids can't be made without it: point "
+        "`processor_path` to such a folder."
+    )

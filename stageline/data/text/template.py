@@ -1,0 +1,285 @@
+"""Templates such as "[IMAGE]
+[QUESTION]
+[ANSWER]": cut up once, then filled.
+
+Filling is one pass over the template's own text, so a placeholder in text from the data stays
+text. A pair of double brackets is literal: "[[INST]]" means "[INST]".
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from stageline.data.text.rendered import Piece, Rendered
+from stageline.errors import DataError, UserError
+
+_PATTERN = re.compile(r"\[\[([A-Z][A-Z0-9_]*)\]\]|\[([A-Z][A-Z0-9_]*)\]")
+# the answer; where a template has none, what it ends with
+_TARGETS = ("ANSWER", "CAPTION", "TEXT")
+IMAGE = "IMAGE"
+
+
+@dataclass(frozen=True)
+class TemplatePart:
+    """Literal text of a template, or a slot to fill.
+
+    Attributes:
+        text: the literal text; "" for a slot.
+        slot: the placeholder's name; "" for text.
+        is_target: what fills the slot is learnt.
+    """
+
+    text: str = ""
+    slot: str = ""
+    is_target: bool = False
+
+
+def parse_template(prompt: str) -> list[TemplatePart]:
+    """Cuts a template into text and slots.
+
+    Raises:
+        UserError: it has no slot to learn, or [ANSWER] twice.
+    """
+    parts: list[TemplatePart] = []
+    end = 0
+    for match in _PATTERN.finditer(prompt):
+        parts.append(TemplatePart(text=prompt[end : match.start()]))
+        end = match.end()
+        parts.append(
+            TemplatePart(text=f"[{match[1]}]") if match[1] else TemplatePart(slot=match[2])
+        )
+    parts.append(TemplatePart(text=prompt[end:]))
+    target = _target_slot(prompt, [part.slot for part in parts if part.slot])
+    return [
+        TemplatePart(part.text, part.slot, bool(part.slot) and part.slot == target)
+        for part in parts
+        if part.text or part.slot
+    ]
+
+
+def _target_slot(prompt: str, slots: list[str]) -> str:
+    filled = [slot for slot in slots if slot != IMAGE]
+    if slots.count("ANSWER") > 1:
+        raise UserError(
+            f"the template {prompt!r} has [ANSWER] {slots.count('ANSWER')} times. It was expected "
+            "once, because it is what the model learns to write: leave one."
+        )
+    if "ANSWER" in filled:
+        return "ANSWER"
+    if filled and filled[-1] in _TARGETS and filled.count(filled[-1]) == 1:
+        return filled[-1]
+    raise UserError(
+        f"the template {prompt!r} has nothing to learn. [ANSWER] was expected, or [CAPTION] or "
+        f"[TEXT] at its end, because training needs supervised text: add it to the `prompt`."
+    )
+
+
+def count_images(parts: list[TemplatePart], num_images: int | None) -> list[int]:
+    """How many images stand at each [IMAGE] of the template, in order.
+
+    One [IMAGE] stands for all images of a sample; several for one each.
+
+    Args:
+        num_images: of the sample; None if it is not known: one for each [IMAGE].
+    """
+    num_places = sum(part.slot == IMAGE for part in parts)
+    if num_places == 1 and num_images is not None:
+        return [num_images]
+    if num_images == 0:
+        return [0] * num_places
+    return [1] * num_places
+
+
+def fill_parts(
+    parts: list[TemplatePart], sample: Mapping[str, Any], *, for_generation: bool = False
+) -> Iterator[Piece]:
+    """The pieces of one sample.
+
+    An image place without an image goes, together with one line break after it. Text of the
+    template after the answer is learnt too, so that the model gets through it to the end.
+
+    Args:
+        for_generation: stop before the answer; spaces before it go too, since tokenizers put a
+            space and the word after it into one token.
+    """
+    counts = iter(count_images(parts, sample.get("num_images")))
+    is_after_target = skips_break = False
+    for index, part in enumerate(parts):
+        if part.is_target and for_generation:
+            return
+        if part.slot == IMAGE:
+            count = next(counts)
+            yield from [Piece("", is_image=True)] * count
+            skips_break = count == 0
+            continue
+        text = part.text or slot_value(sample, part.slot)
+        if not part.slot:
+            text = text.removeprefix("\n") if skips_break else text
+            lead = _trailing_spaces(text) if _is_target(parts, index + 1) else ""
+            yield Piece(text.removesuffix(lead), is_target=is_after_target)
+            if lead and not for_generation:
+                yield Piece(lead, is_target=True)
+        else:
+            yield Piece(text, is_user=True, is_target=part.is_target)
+        skips_break = False
+        is_after_target = is_after_target or part.is_target
+
+
+def _is_target(parts: list[TemplatePart], index: int) -> bool:
+    return index < len(parts) and parts[index].is_target
+
+
+def _trailing_spaces(text: str) -> str:
+    return text[len(text.rstrip(" ")) :]
+
+
+def slot_value(sample: Mapping[str, Any], slot: str) -> str:
+    """The sample's text for a slot; choices become lines "A. ...".
+
+    Raises:
+        DataError: the sample has no such field, or it is empty of text.
+    """
+    value = sample.get(slot.lower())
+    if isinstance(value, list | tuple) and slot == "CHOICES":
+        return "\n".join(f"{chr(ord('A') + i)}. {choice}" for i, choice in enumerate(value))
+    if isinstance(value, str | int | float):
+        return str(value)
+    name = sample.get("source") or sample.get("id", "?")
+    fields = ", ".join(sorted(sample)) or "none"
+    raise DataError(
+        f"sample {name}: the template's [{slot}] needs text in the field {slot.lower()!r}, which "
+        f"{'is missing' if value is None else f'is a {type(value).__name__}'}; the fields are: "
+        f"{fields}. Correct the row or the template; [[{slot}]] is the literal text [{slot}]."
+    )
+
+
+# -- finds words of interest in what is learnt, by characters: whole words, the longest first -----
+# Knows neither tokens nor batches; a token is marked where it covers a character of a marked piece.
+
+BuiltIn = Literal["directions", "clock", "none"]
+
+_SIDES = "left right front back rear behind ahead above below under over beneath underneath".split()
+_PLACES = "up down top bottom upper lower middle center centre".split()
+_WAYS = "forward forwards backward backwards upward upwards downward downwards".split()
+_TURNS = "leftward leftwards rightward rightwards leftmost rightmost".split()
+_WINDS = "north south east west northeast northwest southeast southwest".split()
+_FIRST = "upper lower top bottom front back rear".split()
+_NUMBERS = "one two three four five six seven eight nine ten eleven twelve".split()
+
+
+def _directions() -> list[str]:
+    compounds = [f"{first} {side}" for first in _FIRST for side in ("left", "right")]
+    compounds += [f"{side} {first}" for first in _FIRST for side in ("left", "right")]
+    compounds += [f"{ns} {ew}" for ns in ("north", "south") for ew in ("east", "west")]
+    return [*_SIDES, *_PLACES, *_WAYS, *_TURNS, *_WINDS, *compounds, "in front"]
+
+
+def _clock() -> list[str]:
+    numbers = [*map(str, range(1, 13)), *(f"0{n}" for n in range(1, 10)), *_NUMBERS]
+    return [f"{number} {hour}" for number in numbers for hour in ("o'clock", "oclock", "o clock")]
+
+
+BUILT_IN: dict[str, list[str]] = {"directions": _directions(), "clock": _clock(), "none": []}
+
+# scripts that write no space between words, or hang endings on them: no boundary is asked there
+_UNSPACED = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Burmese, Khmer
+    "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uac00-\ud7af"  # kana, Han, Hangul
+    "\U00020000-\U0003ffff"  # further Han
+)
+_SPACED_LETTER = rf"[^\W{_UNSPACED}]"  # of a word, in a script that has spaces
+_APOSTROPHES = "'\u2018\u2019\u02bc\uff07"
+
+
+class MarkedWords:
+    """A list of words and phrases.
+
+    Letters match in either case. A space or hyphen in a phrase matches any run of spaces and
+    hyphens, so "upper left" finds "upper-left". A word that begins or ends with a letter of a
+    script with spaces has to be a whole word there; a Chinese one is found anywhere.
+
+    Args:
+        words: a name of `BUILT_IN`, or words; names among them stand for their lists.
+
+    Raises:
+        UserError: a word holds no letter or digit.
+    """
+
+    def __init__(self, words: BuiltIn | Sequence[str]) -> None:
+        given = [words] if isinstance(words, str) else list(words)
+        self.words = [word for name in given for word in BUILT_IN.get(name, [name])]
+        for word in self.words:
+            if not any(character.isalnum() for character in word):
+                raise UserError(
+                    f"`collate_fn.marked` has the word {word!r}. A letter or a digit was expected "
+                    f"in each, because words are looked for in the answers: give words, or "
+                    f"{', '.join(BUILT_IN)}."
+                )
+        longest_first = sorted(set(self.words), key=lambda word: (-len(word), word))
+        self._pattern = re.compile("|".join(map(_pattern, longest_first)) or "(?!)", re.IGNORECASE)
+
+    def spans(self, text: str) -> Iterator[tuple[int, int]]:
+        """Character spans of all matches, from left to right; none overlaps another."""
+        return (match.span() for match in self._pattern.finditer(text))
+
+    def mark(self, rendered: Rendered) -> Rendered:
+        """The same text; matches inside what is learnt are pieces of their own, and marked.
+
+        Neighbouring learnt pieces are read as one text, so a match may cross from one to the next,
+        never from the prompt into the answer.
+        """
+        matches = [
+            (start + first, start + last)
+            for start, end in _joined(rendered.target_spans())
+            for first, last in self.spans(rendered.text[start:end])
+        ]
+        if not matches:
+            return rendered
+        return rendered.with_pieces(
+            part
+            for start, _, piece in rendered.spans()
+            for part in (_cut(piece, start, matches) if piece.is_target else [piece])
+        )
+
+
+def _pattern(word: str) -> str:
+    """One word as a pattern; boundaries are asked for where its own edge has them."""
+    words = [part for part in re.split(r"[\s\-\u2010-\u2013]+", word) if part]
+    escaped = [
+        "".join(f"[{_APOSTROPHES}]" if c in _APOSTROPHES else re.escape(c) for c in part)
+        for part in words
+    ]
+    body = r"[\s\-\u2010-\u2013]+".join(escaped)
+    first, last = words[0][0], words[-1][-1]
+    before = f"(?<!{_SPACED_LETTER})" if re.match(_SPACED_LETTER, first) else ""
+    if first.isdigit():  # 1.3 o'clock and 12:3 o'clock are no 3 o'clock
+        before += r"(?<!\d[.,:])"
+    after = f"(?!{_SPACED_LETTER})" if re.match(_SPACED_LETTER, last) else ""
+    return before + body + after
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans that touch become one."""
+    joined: list[tuple[int, int]] = []
+    for start, end in spans:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _cut(piece: Piece, start: int, matches: Sequence[tuple[int, int]]) -> Iterator[Piece]:
+    """The piece in parts, those inside a match marked."""
+    end, place = start + len(piece.text), start
+    for first, last in matches:
+        first, last = max(first, start), min(last, end)
+        if first >= last:
+            continue
+        if place < first:
+            yield replace(piece, text=piece.text[place - start : first - start])
+        yield replace(piece, text=piece.text[first - start : last - start], is_marked=True)
+        place = last
+    if place < end or not piece.text:
+        yield replace(piece, text=piece.text[place - start :])

@@ -1,0 +1,209 @@
+"""A copy of a fast tokenizer to which special tokens are plain text.
+
+For text from the data: "<|im_end|>" in it becomes the characters < | i m ..., never the token.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from stageline.data.text.processor import get_tokenizer, load_processor
+from stageline.errors import CheckpointError, UserError
+
+# stands for "a special token came before": parsed by the copy alone, then dropped
+ANCHOR = "\ue0f0anchor\ue0f1"
+
+
+class PlainTokenizer:
+    """Encodes runs of text between special tokens as the tokenizer would, less special tokens.
+
+    Args:
+        tokenizer: a fast tokenizer of the library.
+        reserved: text -> id of the tokens that must not be made from text.
+    """
+
+    def __init__(self, tokenizer: Any, reserved: dict[str, int]) -> None:
+        self._reserved = reserved
+        flags = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
+        self._pattern = _reserved_pattern(reserved, flags)
+        state = json.loads(tokenizer.backend_tokenizer.to_str())
+        state["post_processor"] = state["truncation"] = state["padding"] = None
+        _hide_reserved(state, reserved)
+        self._backend = Tokenizer.from_str(json.dumps(state))
+        self._backend.add_special_tokens([AddedToken(ANCHOR, normalized=False, special=True)])
+
+    def encode(self, run: str, *, is_first: bool) -> list[tuple[int, int, int]]:
+        """(id, start, end) of each token of a run of text.
+
+        Args:
+            is_first: the run begins the text. Tokenizers that mark the beginnings of words
+                (Metaspace) treat it differently from a run after a special token.
+        """
+        lead = "" if is_first else ANCHOR
+        encoding = self._backend.encode(lead + run, add_special_tokens=False)
+        pairs = list(zip(encoding.ids, encoding.offsets, strict=True))[int(not is_first) :]
+        return [
+            (token_id, max(start - len(lead), 0), max(end - len(lead), 0))
+            for token_id, (start, end) in pairs
+        ]
+
+    def split_reserved(self, text: str) -> list[str]:
+        """Cuts the template's text at its reserved tokens; the parts join to the text."""
+        return [part for part in self._pattern.split(text) if part] if self._reserved else [text]
+
+    def reserved_id(self, part: str) -> int | None:
+        """The id, if a part of `split_reserved` is a reserved token."""
+        exact = self._reserved.get(part)
+        if exact is not None or not self._pattern.fullmatch(part):
+            return exact
+        return self._reserved.get(part.strip())
+
+
+def _reserved_pattern(reserved: dict[str, int], flags: dict[str, AddedToken]) -> re.Pattern[str]:
+    """Matches a reserved token with the space that it swallows; the longest token wins."""
+    choices = []
+    for text in sorted(reserved, key=len, reverse=True):
+        token = flags.get(text)
+        before = r"\s*" if token is not None and token.lstrip else ""
+        after = r"\s*" if token is not None and token.rstrip else ""
+        choices.append(before + re.escape(text) + after)
+    return re.compile("(" + "|".join(choices) + ")") if choices else re.compile("(?!)")
+
+
+def _hide_reserved(state: dict[str, Any], reserved: dict[str, int]) -> None:
+    """Renames reserved tokens to what no text holds; every other token keeps its id.
+
+    In the list of added tokens, and in the model's vocabulary as well: Unigram and word tables
+    match any entry of theirs.
+    """
+    model = state["model"]
+    hidden = {text: f"\ue0f2{token_id}\ue0f3" for text, token_id in reserved.items()}
+    in_merges = _words_of_merges(model)
+    # an id in the list follows from the place, so nothing may be taken out of it, but for tokens
+    # whose id is that of a vocabulary entry which merges hold in place
+    state["added_tokens"] = [
+        token | {"content": hidden.get(token["content"], token["content"])}
+        for token in state["added_tokens"]
+        if not (token["content"] in hidden and token["content"] in in_merges)
+    ]
+    renamed = {text: name for text, name in hidden.items() if text not in in_merges}
+    if model.get("unk_token") in renamed:
+        model["unk_token"] = renamed[model["unk_token"]]
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, list):
+        model["vocab"] = [[renamed.get(word, word), score] for word, score in vocabulary]
+    else:
+        model["vocab"] = {renamed.get(word, word): number for word, number in vocabulary.items()}
+
+
+def _words_of_merges(model: dict[str, Any]) -> set[str]:
+    words: set[str] = set()
+    for merge in model.get("merges", []):
+        left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
+        words.update((left, right, left + right))
+    return words
+
+
+# -- adds tokens to a tokenizer: ordinary ones, that text from the data may hold ------------------
+# They are added tokens, not special and not normalised: a text is cut at them before anything
+# else, and they stay in decoded text. Not here: their rows in the model
+# (`stageline/modules/new_rows.py`).
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """New tokens, and what they were before.
+
+    Attributes:
+        pieces: for each the ids that its text was split into without it.
+        fresh: ids of those that the weights' own tokenizer lacks.
+        rowless: ids of those that the tokenizer had, and the weights have no row for.
+    """
+
+    ids: tuple[int, ...]
+    pieces: tuple[tuple[int, ...], ...]
+    fresh: frozenset[int]
+    rowless: frozenset[int] = frozenset()
+
+
+def add_new_tokens(
+    processor: Any, texts: Sequence[str], *, weights_processor: Any | None = None
+) -> NewTokens:
+    """Adds tokens to a processor, in place; one that is there already stays what it is.
+
+    Args:
+        weights_processor: of the folder with the weights, if it is another one.
+
+    Raises:
+        UserError: a text is a special token, or a part of the vocabulary that was learnt.
+    """
+    tokenizer = get_tokenizer(processor)
+    known = _known(tokenizer, texts)
+    trained = known
+    if weights_processor is not None:
+        trained = _known(get_tokenizer(weights_processor), texts)
+    pieces = tuple(_pieces(tokenizer, text, known) for text in texts)
+    tokenizer.add_tokens(
+        [AddedToken(text, special=False, normalized=False) for text in texts if text not in known]
+    )
+    ids = tuple(tokenizer.convert_tokens_to_ids(list(texts)))
+    fresh = {token for token, text in zip(ids, texts, strict=True) if trained.get(text) != token}
+    return NewTokens(ids, pieces, frozenset(fresh))
+
+
+def with_rowless(processor: Any, tokens: NewTokens | None, num_rows: int) -> NewTokens | None:
+    """The tokens and all others of the tokenizer for which an embedding of `num_rows` is too small.
+
+    What these were before is not known: nothing is split into pieces for them.
+    """
+    known = () if tokens is None else tokens.ids
+    ids = {token for token in get_tokenizer(processor).get_vocab().values() if token >= num_rows}
+    rowless = tuple(sorted(ids.difference(known)))
+    if not rowless:
+        return tokens
+    pieces = ((),) * len(rowless)
+    before = tokens or NewTokens((), (), frozenset())
+    return NewTokens(
+        before.ids + rowless,
+        before.pieces + pieces,
+        before.fresh | set(rowless),
+        frozenset(rowless),
+    )
+
+
+def processor_of_weights(folder: str | None, *, trust_remote_code: bool = False) -> Any | None:
+    """The processor in a folder with weights; None: it has none."""
+    if folder is None:
+        return None
+    try:
+        return load_processor(folder, trust_remote_code=trust_remote_code)
+    except (UserError, CheckpointError):
+        return None
+
+
+def _known(tokenizer: Any, texts: Sequence[str]) -> dict[str, int]:
+    """Text -> id of those that are added tokens already."""
+    added = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
+    vocabulary = tokenizer.get_vocab()
+    for text in texts:
+        is_special = text in tokenizer.all_special_tokens or (text in added and added[text].special)
+        if is_special or (text in vocabulary and text not in added):
+            what = "a special token" if is_special else "a word of its own vocabulary"
+            raise UserError(
+                f"`new_tokens` has {text!r}, which the tokenizer has as {what} (id "
+                f"{vocabulary[text]}); a text that it splits was expected: a new token gets a row "
+                "of its own. Choose another text, such as one in angle brackets."
+            )
+    return {text: vocabulary[text] for text in texts if text in added}
+
+
+def _pieces(tokenizer: Any, text: str, known: dict[str, int]) -> tuple[int, ...]:
+    """The ids that a text is split into where none of the new tokens is known."""
+    if known:
+        plain = PlainTokenizer(tokenizer, known)
+        return tuple(token for token, _, _ in plain.encode(text, is_first=True))
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])

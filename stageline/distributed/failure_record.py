@@ -1,0 +1,403 @@
+"""What is told of one failure: the line, the file `failure.json`, what ranks tell each other."""
+
+import contextlib
+import errno
+import faulthandler
+import json
+import os
+import re
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import IO, Any
+
+from stageline.distributed.machines import this_machine
+from stageline.errors import CRASH, MemoryFull, StorageError, UserError, spelled
+from stageline.progress import place
+
+# -- what an exception means: its kind and exit code, and whether it only echoes another's end ----
+
+_KINDS = {2: "usage", 3: "data", 4: "checkpoint", 5: "storage", 6: "non-finite"}
+_KINDS |= {7: "memory", 8: "hang", CRASH: "crash"}
+_LOST_CONNECTION = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|socket (timeout|closed)|"
+    r"timed out|ncclremoteerror|ncclsystemerror|nccl communicator was aborted|"
+    r"failed to (recv|send)|recvvalue failed|sendbytes failed",
+    re.IGNORECASE,
+)
+_NO_MEMORY = re.compile(
+    r"out of memory|can't allocate memory|not enough memory|bad_alloc|ALLOC_FAILED", re.IGNORECASE
+)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_ASKED = re.compile(r"(?:tried|unable) to allocate ([\d.]+) (bytes|[KMGT]iB)", re.IGNORECASE)
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """The exception and what it was raised from, outermost first."""
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__
+
+
+def classify(error: BaseException) -> tuple[BaseException, str, int]:
+    """(the exception that tells most, its kind, the exit code that follows)."""
+    for cause in chain(error):
+        code = getattr(cause, "exit_code", None)
+        if isinstance(code, int):
+            return cause, getattr(cause, "kind", _KINDS.get(code, "crash")), code
+    for cause in chain(error):
+        if is_out_of_memory(cause):
+            return cause, MemoryFull.kind, MemoryFull.exit_code
+        if isinstance(cause, OSError) and cause.errno in _NO_SPACE:
+            return cause, StorageError.kind, StorageError.exit_code
+    # torch's own schedules wrap what a stage raised
+    is_wrapped = str(error).lstrip().startswith("[Stage")
+    return list(chain(error))[-1] if is_wrapped else error, "crash", CRASH
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether an exception tells of a neighbour's death, not of a cause."""
+    if any(isinstance(getattr(cause, "exit_code", None), int) for cause in chain(error)):
+        return False  # somebody found out what it means
+    return any(
+        isinstance(cause, ConnectionError)
+        or type(cause).__name__ in ("DistBackendError", "DistNetworkError")
+        or (isinstance(cause, RuntimeError) and _LOST_CONNECTION.search(str(cause)))
+        for cause in chain(error)
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the host had no memory left; knows torch's errors by their words."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
+
+
+def bytes_asked(error: BaseException) -> int | None:
+    """What the text of an error of memory says that was asked for."""
+    found = _ASKED.search(str(error))
+    if found is None:
+        return None
+    unit = found[2].lower()
+    return int(float(found[1]) * 1024 ** ("bkmgt".index(unit[0])))
+
+
+# -------------------------------------------------------------------------------------------------
+
+MAX_TRACEBACK = 20_000  # characters, their end
+_stages: list[int] = []
+_describers: list[Callable[[], str]] = []
+
+
+@dataclass(frozen=True)
+class FailureRecord:
+    """One failure.
+
+    Attributes:
+        kind: the word in brackets; "" for words that are told as they are.
+        message: what happened and what to do; may have several lines.
+        stages: of the rank.
+        stage, step, micro_batch, operation: what it did; see `stageline.progress.Place`.
+        time_ns: when, on the clock of the host.
+        is_secondary: it follows from another rank's end; told only where no rank tells more.
+        log: a file that holds the traceback; "": it is told with the message.
+        attempt: which start of which run this was.
+    """
+
+    kind: str
+    code: int
+    message: str
+    rank: int = 0
+    num_ranks: int = 1
+    stages: tuple[int, ...] = ()
+    stage: int | None = None
+    step: int | None = None
+    micro_batch: int | None = None
+    operation: str = ""
+    machine: int = 0
+    host: str = ""
+    time_ns: int = 0
+    is_secondary: bool = False
+    traceback: str = ""
+    log: str = ""
+    attempt: str = ""
+
+    @property
+    def headline(self) -> str:
+        """`error[crash] rank=1 stage=1 step=3: what`, the first line of the message."""
+        what = self.message.splitlines()[0] if self.message else ""
+        if not self.kind:
+            return what
+        more = f" (traceback: {self.log})" if self.log and self.code == CRASH else ""
+        return f"error[{self.kind}]{self._where()}: {what}{more}"
+
+    def _where(self) -> str:
+        # an option is wrong on all ranks, a lost connection of this one is not where the fault was
+        if self.kind == UserError.kind or self.is_secondary:
+            return ""
+        stages = self.stages if self.num_ranks > 1 or len(self.stages) > 1 else ()
+        parts = {
+            "rank": self.rank if self.num_ranks > 1 else None,
+            "stage": ",".join(map(str, stages)) or None,
+            "step": self.step,
+        }
+        if self.stage is not None and stages:
+            parts["stage"] = self.stage
+        return "".join(f" {name}={value}" for name, value in parts.items() if value is not None)
+
+    def report(self) -> str:
+        """All lines; the headline is the first, and the last of several."""
+        lines = [self.headline, *self.message.splitlines()[1:]]
+        if self.traceback and not self.log and self.kind and self.code == CRASH:
+            lines += self.traceback.rstrip().splitlines()
+        if len(lines) > 1 and self.kind:
+            lines.append(self.headline)
+        return "\n".join(lines) + "\n"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def read_record(told: Mapping[str, Any]) -> FailureRecord:
+    """A record from JSON; what it does not know is left out."""
+    known = {field.name for field in fields(FailureRecord)}
+    given = {name: value for name, value in told.items() if name in known}
+    return FailureRecord(**{**given, "stages": tuple(given.get("stages", ()))})
+
+
+def first_of(records: Sequence[FailureRecord]) -> FailureRecord:
+    """The cause: the earliest one; of those that only follow from others none, if possible."""
+    return min(records, key=lambda record: (record.is_secondary, record.time_ns))
+
+
+def tell_stages(stages: Sequence[int]) -> None:
+    """Tells which stages of the model this rank runs."""
+    _stages[:] = stages
+
+
+def own_stages() -> tuple[int, ...]:
+    """What `tell_stages` told."""
+    return tuple(_stages)
+
+
+def on_full_memory(describe: Callable[[], str]) -> None:
+    """Registers what tells, where memory is full, what fills it and what to do; the last wins."""
+    _describers[:] = [describe]
+
+
+def this_attempt() -> str:
+    """Which start of which run this process belongs to, as far as the environment tells."""
+    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    return "/".join(os.environ.get(name, "") for name in names)
+
+
+def record_here(kind: str, code: int, message: str, *, is_secondary: bool = False) -> FailureRecord:
+    """A record of this rank, now."""
+    here, machine = place(), this_machine()
+    return FailureRecord(
+        kind=kind,
+        code=code,
+        message=spelled(message),
+        rank=int(os.environ.get("RANK", "0")),
+        num_ranks=int(os.environ.get("WORLD_SIZE", "1")),
+        stages=tuple(_stages),
+        stage=here.stage if here.stage is not None or len(_stages) != 1 else _stages[0],
+        step=here.step,
+        micro_batch=here.micro_batch,
+        operation=here.operation,
+        machine=machine.index,
+        host=machine.host,
+        time_ns=time.time_ns(),
+        is_secondary=is_secondary,
+        attempt=this_attempt(),
+    )
+
+
+def record_of(error: BaseException, *, is_secondary: bool = False) -> FailureRecord:
+    """The record of an exception on this rank."""
+    now = time.time_ns()
+    cause, kind, code = classify(error)
+    message = str(cause)
+    if code == CRASH and not hasattr(cause, "exit_code"):
+        message = f"{_first_line(cause)}{_location(cause)}{_during()}"
+    elif code == MemoryFull.exit_code and is_out_of_memory(cause):
+        message = _full_memory(cause)
+    elif isinstance(cause, OSError) and not hasattr(cause, "exit_code"):
+        message = f"{_first_line(cause)}{_during()}"
+    trace = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
+    record = record_here(kind, code, message, is_secondary=is_secondary)
+    return replace(record, time_ns=now, traceback=trace)
+
+
+def _full_memory(error: BaseException) -> str:
+    asked = bytes_asked(error)
+    many = "" if asked is None else f"; {_gib(asked)} more ({asked} bytes) were asked for"
+    said = "".join(filter(None, (_say(describe) for describe in _describers)))
+    return f"out of memory{_during()}{many}. {said or _first_line(error)}"
+
+
+def _say(describe: Callable[[], str]) -> str:
+    try:
+        return describe()
+    except Exception as error:  # the report of a failure must not fail
+        return f"What fills it could not be found out ({_first_line(error)})."
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _location(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+
+
+def _during() -> str:
+    here = place()
+    if here.operation == "start":
+        return ""
+    of = "" if here.micro_batch is None else f" of micro-batch {here.micro_batch}"
+    return f" in {here.operation}{of}"
+
+
+# -- files that tell of a failure, in the run folder: failure.json, failures/rank-1.json and .log -
+# The log of a rank holds its traceback, or what Python wrote of its threads when a signal ended it.
+# Nothing is made before something fails, but for logs of no length that a good end takes away.
+
+FILE = "failure.json"
+FOLDER = "failures"
+SECONDS_OF_A_START = 120  # ranks that were started together come up within
+_STARTED_AT = time.time_ns()
+
+
+class _Run:
+    """The folder of this run, if it is known, and the log that signals write to."""
+
+    folder: Path | None = None
+    log: IO[str] | None = None
+
+
+_run = _Run()
+
+
+def tell_run_folder(path: str | Path) -> None:
+    """Tells where files may go; what an earlier start left there is taken away by one process."""
+    _run.folder = Path(path)
+    rank = os.environ.get("RANK")
+    if rank in (None, "0"):
+        with contextlib.suppress(OSError):
+            # a rank's log before the file that tells its age
+            files = sorted((_run.folder / FOLDER).glob("rank-*"), reverse=True)
+            for file in (_run.folder / FILE, *files):
+                # a rank that is quicker than this one may have failed already
+                if file.is_file() and (rank is None or _is_stale(file)):
+                    _remove(file)
+
+
+def _is_stale(file: Path) -> bool:
+    if file.stat().st_mtime_ns < _STARTED_AT - SECONDS_OF_A_START * 10**9:
+        return True
+    if file.suffix == ".log":
+        return _is_stale(file.with_suffix(".json")) if file.with_suffix(".json").exists() else False
+    try:
+        return json.loads(file.read_text()).get("attempt") != this_attempt()
+    except ValueError:
+        return True
+
+
+def _remove(file: Path) -> None:
+    if file.stat().st_size:  # a log of no length may be another process's, still open
+        file.unlink(missing_ok=True)
+
+
+def open_log() -> None:
+    """Opens the log of this rank, so that a signal like SIGSEGV leaves the lines of its threads."""
+    if _run.folder is None:
+        return
+    with contextlib.suppress(OSError):
+        path = _log_of(int(os.environ.get("RANK", "0")))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _run.log = path.open("a", encoding="utf-8")
+        faulthandler.enable(file=_run.log)
+
+
+def close_log() -> None:
+    """Ends `open_log`; an empty log goes, and the folder if it is the last one."""
+    log, _run.log = _run.log, None
+    if log is None:
+        return
+    with contextlib.suppress(OSError, ValueError):
+        faulthandler.disable()
+        log.close()
+        path = Path(log.name)
+        if path.stat().st_size == 0:
+            path.unlink()
+            path.parent.rmdir()
+
+
+def write_record(record: FailureRecord) -> FailureRecord:
+    """Writes the files of a rank before anything else; the record with its log, if that stands."""
+    if _run.folder is None or record.kind in ("", UserError.kind):
+        return record  # a wrong option is not of this folder's run
+    try:
+        log = _log_of(record.rank)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        if record.traceback:
+            with log.open("a", encoding="utf-8") as file:
+                file.write(record.traceback)
+            record = replace(record, log=str(log))
+        _write(log.with_suffix(".json"), record)
+    except OSError:
+        return replace(record, log="")
+    return record
+
+
+def write_first(record: FailureRecord) -> None:
+    """Writes failure.json: the failure that ended the run."""
+    if _run.folder is not None and record.kind not in ("", UserError.kind):
+        with contextlib.suppress(OSError):
+            _run.folder.mkdir(parents=True, exist_ok=True)
+            _write(_run.folder / FILE, record)
+
+
+def read_first() -> FailureRecord | None:
+    """What failure.json tells of this start of the run; None if nothing was told yet."""
+    if _run.folder is None:
+        return None
+    try:
+        told = read_record(json.loads((_run.folder / FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return None
+    return told if told.attempt == this_attempt() else None
+
+
+def log_with_words(rank: int) -> str:
+    """The path of a rank's log if there is something in it."""
+    if _run.folder is None:
+        return ""
+    path = _log_of(rank)
+    return str(path) if path.is_file() and path.stat().st_size else ""
+
+
+def _log_of(rank: int) -> Path:
+    assert _run.folder is not None  # the callers looked
+    return _run.folder / FOLDER / f"rank-{rank}.log"
+
+
+def _write(path: Path, record: FailureRecord) -> None:
+    draft = path.with_suffix(f".{os.getpid()}_{threading.get_ident()}")
+    draft.write_text(json.dumps(record.as_dict(), indent=1) + "\n", encoding="utf-8")
+    draft.replace(path)

@@ -1,0 +1,340 @@
+"""A request that runs: its text so far, and what its listener was told.
+
+Nothing that happens to one request ends another: a listener that raises, or a token that can't be
+written, ends its own.
+"""
+
+import functools
+import re
+import sys
+import traceback
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from stageline.inference.decoding.request import (
+    AnswerPiece,
+    EngineError,
+    Failed,
+    Finished,
+    Listener,
+    PassOrder,
+    Request,
+    TokenLogprob,
+    error_of,
+    logprob_of_json,
+)
+
+if TYPE_CHECKING:
+    from stageline.inference.decoding.engine import DecodingEngine
+
+# -- decodes an answer token by token, in time linear in its length -------------------------------
+# All that is given out together is, to the character, what the tokenizer makes of all tokens at
+# once. Only a window of the last tokens is decoded. What counts is what its text grows by: so the
+# window may begin inside a character, or with a token that the tokenizer writes in a way of its
+# own.
+
+# what a decoder writes for bytes that are not, or not yet, a character
+REPLACEMENT = "\ufffd"
+# a longer window is cut to the shorter length, in which a character lies whole
+_LONGEST_WINDOW = 24
+_SHORT_WINDOW = 8
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+# a tail that the clean-up of spaces may still join with what comes, as in " n" + "'t" or " ' "
+_OPEN_SPACES = re.compile(r" [ '.?!,nvr]*\Z")
+
+
+class GrowingText:
+    """The text of tokens that come one by one; special tokens are left out of it.
+
+    Attributes:
+        last_byte: the byte that the last token stands for, with tokenizers that fall back to bytes.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.last_byte: int | None = None
+        self._tokenizer = tokenizer
+        self._skipped, self._cleans_up = _habits(tokenizer)
+        self._window: list[int] = []
+        self._num_given = 0  # characters of the window's text
+        self._open_spaces = ""
+
+    def add(self, token_id: int) -> str:
+        """The text that is certain now: no later token can change it."""
+        if token_id in self._skipped:
+            return ""
+        self._window.append(token_id)
+        self.last_byte = _byte_of(self._tokenizer, token_id)
+        if self.last_byte is not None:
+            # such a decoder writes a run of bytes as characters only if the whole run is right
+            return ""
+        text = self._decode(self._window)
+        num_certain = len(text) - text.endswith(REPLACEMENT)
+        new = text[self._num_given : num_certain]
+        self._num_given = max(self._num_given, num_certain)
+        if len(self._window) > _LONGEST_WINDOW:
+            self._shorten(text)
+        return self._clean(new, is_end=False)
+
+    def rest(self) -> str:
+        """What the text ends with if no token comes any more; may be asked again."""
+        new = self._decode(self._window)[self._num_given :]
+        spaces = self._open_spaces
+        rest = self._clean(new, is_end=True)
+        self._open_spaces = spaces
+        return rest
+
+    def _shorten(self, text: str) -> None:
+        num_uncertain = len(text) - self._num_given
+        end = self._decode(self._window[-_SHORT_WINDOW:])
+        # an empty text hasn't begun: its next token would be written as a first one
+        if len(end) > num_uncertain:
+            self._window = self._window[-_SHORT_WINDOW:]
+            self._num_given = len(end) - num_uncertain
+
+    def _clean(self, new: str, *, is_end: bool) -> str:
+        """The clean-up that some tokenizers do on the whole text: " ." to "." and the like."""
+        if not self._cleans_up:
+            return new
+        text = self._open_spaces + new
+        tail = None if is_end else _OPEN_SPACES.search(text)
+        certain = text[: tail.start()] if tail else text
+        self._open_spaces = text[len(certain) :]
+        return self._tokenizer.clean_up_tokenization(certain)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(
+            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+
+def _byte_of(tokenizer: Any, token_id: int) -> int | None:
+    token = tokenizer.convert_ids_to_tokens(token_id)
+    match = _BYTE_TOKEN.fullmatch(token) if isinstance(token, str) else None
+    return int(match[1], 16) if match else None
+
+
+@functools.lru_cache(maxsize=8)  # some have thousands of special tokens, and requests are many
+def _habits(tokenizer: Any) -> tuple[frozenset[int], bool]:
+    """The ids that it leaves out, and whether it cleans up spaces."""
+    if getattr(tokenizer, "is_fast", False):
+        added = tokenizer.added_tokens_decoder
+        skipped = frozenset(token_id for token_id, token in added.items() if token.special)
+    else:
+        skipped = frozenset(tokenizer.all_special_ids)
+    if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        return skipped, False
+    # some set it and don't do it, byte-level BPE since transformers 5
+    probe = tokenizer.encode("a . b ? c ! d , e 's", add_special_tokens=False)
+    plain, cleaned = (
+        tokenizer.decode(probe, skip_special_tokens=True, **options)
+        for options in ({"clean_up_tokenization_spaces": False}, {})
+    )
+    return skipped, plain != cleaned
+
+
+# -- the text of an answer while its tokens come: what may be written now, and where it stops -----
+
+
+class AnswerText:
+    """Text and tokens of one answer.
+
+    What `add` and `finish` return makes, put together, `text`: what the tokenizer makes of
+    `token_ids`, up to the stop string if there is one. Of several stop strings that one counts
+    which is complete first, of two complete at the same character the longer one.
+
+    Attributes:
+        token_ids: without the stop token; those that a stop string lies in are among them.
+        is_stopped: a stop token or a stop string came: no token may be added any more.
+        stopped_by: it, if so.
+    """
+
+    def __init__(
+        self, tokenizer: Any, stop: Collection[str], stop_token_ids: Collection[int]
+    ) -> None:
+        self.token_ids: list[int] = []
+        self.is_stopped = False
+        self.stopped_by: str | int | None = None
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._stop = tuple(stop)
+        self._stop_ends = {text.encode()[-1] for text in stop}
+        self._growing = GrowingText(tokenizer)
+        self._pieces: list[str] = []
+        self._held = ""  # the beginning of a stop string, perhaps
+        self._is_finished = False
+
+    @property
+    def text(self) -> str:
+        """What was returned so far."""
+        return "".join(self._pieces)
+
+    def add(self, token_id: int) -> str:
+        """Takes a token; returns the text that may be written now."""
+        assert not self.is_stopped, "a token came after the answer's end"
+        if token_id in self._stop_token_ids:
+            self.is_stopped, self.stopped_by = True, token_id
+            return ""
+        self.token_ids.append(token_id)
+        piece = self._release(self._growing.add(token_id), is_end=False)
+        if not self.is_stopped and self._growing.last_byte in self._stop_ends:
+            # the byte's text is not certain yet; but a stop string in it makes it the end
+            rest = self._growing.rest()
+            if REPLACEMENT not in rest and self._find_stop(self._held + rest):
+                piece += self._release(rest, is_end=True)
+        return piece
+
+    def finish(self) -> str:
+        """The rest of the text, once no token comes any more.
+
+        It may end in a stop string, which becomes certain only now: ask `is_stopped` after it.
+        """
+        if self._is_finished or isinstance(self.stopped_by, str):
+            return ""
+        self._is_finished = True
+        return self._release(self._growing.rest(), is_end=True)
+
+    def _release(self, new: str, *, is_end: bool) -> str:
+        text = self._held + new
+        found = self._find_stop(text)
+        if found is not None:
+            self.is_stopped, self.stopped_by = True, found[1]
+            certain, self._held = text[: found[0]], ""
+        else:
+            num_held = 0 if is_end else self._num_begun(text)
+            certain, self._held = text[: len(text) - num_held], text[len(text) - num_held :]
+        if certain:
+            self._pieces.append(certain)
+        return certain
+
+    def _find_stop(self, text: str) -> tuple[int, str] | None:
+        """Where the stop string begins that is complete first, and which it is."""
+        places = [(text.find(stop), stop) for stop in self._stop]
+        found = [(start + len(stop), start, stop) for start, stop in places if start >= 0]
+        return min(found)[1:] if found else None
+
+    def _num_begun(self, text: str) -> int:
+        """How many characters of the end may be the beginning of a stop string."""
+        longest = max(map(len, self._stop), default=0) - 1
+        for count in range(min(longest, len(text)), 0, -1):
+            end = text[-count:]
+            if any(stop.startswith(end) for stop in self._stop):
+                return count
+        return 0
+
+
+# -------------------------------------------------------------------------------------------------
+
+
+class Running:
+    """One request between `submit` and its end.
+
+    Attributes:
+        last_token: what its next step reads.
+        is_cancelled: it ends when its pass is back.
+        is_over: its listener has got the last event.
+        num_tokens: of the answer, one that ends it included.
+    """
+
+    def __init__(self, request: Request, listener: Listener, text: AnswerText) -> None:
+        self.request = request
+        self.listener = listener
+        self.text = text
+        self.last_token = 0
+        self.is_cancelled = self.is_over = False
+        self.num_tokens = 0
+        self._logprobs: list[TokenLogprob] = []
+        self._stop_logprob: TokenLogprob | None = None
+        self._is_deaf = False  # the listener raised
+        self._num_told = 0  # tokens that went out with a piece
+
+    @classmethod
+    def of(cls, request: Request, listener: Listener, *, engine: "DecodingEngine") -> "Running":
+        sampling = request.sampling
+        own = sampling.stop_token_ids
+        stop_ids = engine.stop_ids if own is None else own
+        return cls(request, listener, AnswerText(engine.tokenizer, sampling.stop, stop_ids))
+
+    @property
+    def key(self) -> str:
+        return self.request.key
+
+    def row_ids(self) -> list[int]:
+        """The prompt and the answer so far."""
+        return self.request.prompt["input_ids"][0].tolist() + self.text.token_ids
+
+    def take_from(self, order: PassOrder, place: int) -> None:
+        """What a pass has brought: a token, or an error."""
+        error = error_of(order, place)
+        try:
+            if not self.is_cancelled and error is None:
+                logprob = logprob_of_json(order.logprobs[place]) if order.logprobs else None
+                self.take(order.tokens[place], logprob, is_last=place in order.over)
+            if self.is_cancelled and not self.is_over:
+                self.finish("cancelled")
+        except Exception as found:
+            traceback.print_exc(file=sys.stderr)
+            error = EngineError(f"token {self.num_tokens} of the answer can't be written: {found}")
+        if error is not None and not self.is_over:
+            self.fail(error)
+
+    def take(self, token_id: int, logprob: TokenLogprob | None, *, is_last: bool = False) -> None:
+        """One more token.
+
+        Args:
+            is_last: the answer's grammar lets nothing follow it.
+        """
+        self.last_token = token_id
+        self.num_tokens += 1
+        text = self.text.add(token_id)
+        if logprob is not None and len(self.text.token_ids) > len(self._logprobs):
+            self._logprobs.append(logprob)
+        elif self.text.is_stopped:
+            self._stop_logprob = logprob
+        if self.text.is_stopped or is_last:
+            self._tell(text)
+            self.finish("stop")
+        elif self.num_tokens >= self.request.sampling.max_new_tokens:
+            self._tell(text)
+            self.finish("length")
+        elif text:
+            self._tell(text)
+
+    def _tell(self, text: str) -> None:
+        ids = tuple(self.text.token_ids[self._num_told :])
+        if text or ids:
+            logprobs = tuple(self._logprobs[self._num_told :])
+            self._num_told = len(self.text.token_ids)
+            self._call(AnswerPiece(self.key, text, ids, logprobs))
+
+    def finish(self, reason: Literal["stop", "length", "cancelled"]) -> None:
+        """Tells the rest and the end."""
+        self._tell(self.text.finish())
+        if reason == "length" and self.text.is_stopped:  # the rest ended in a stop string
+            reason = "stop"
+        self.is_over = True
+        self._call(
+            Finished(
+                key=self.key,
+                reason=reason,
+                prompt_tokens=self.request.prompt["input_ids"].shape[1],
+                completion_tokens=self.num_tokens,
+                text=self.text.text,
+                token_ids=tuple(self.text.token_ids),
+                stopped_by=self.text.stopped_by,
+                logprobs=tuple(self._logprobs),
+                stop_logprob=self._stop_logprob,
+            )
+        )
+
+    def _call(self, event: AnswerPiece | Finished | Failed) -> None:
+        if self._is_deaf:
+            return
+        try:
+            self.listener(event)
+        except Exception:  # nobody listens any more: the answer ends with the next token
+            traceback.print_exc(file=sys.stderr)
+            self._is_deaf = self.is_cancelled = True
+
+    def fail(self, error: Exception) -> None:
+        """Tells that there is no answer."""
+        self.is_over = True
+        self._call(Failed(self.key, error))

@@ -1,0 +1,1 @@
+"""What a run will cost: seconds, memory, and where the layers are best placed."""

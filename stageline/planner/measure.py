@@ -1,0 +1,454 @@
+"""Times and weighs the items of a model on a device, piece by piece, with random weights.
+
+No checkpoint is read, and at no time does more of the model exist than one item.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from stageline.modules.recompute import recomputes
+from stageline.pipeline.borders import batch_input, batch_output
+from stageline.pipeline.live_bytes import PeakBytes, SavedBytes, tensor_bytes
+from stageline.pipeline.plan import Kind
+from stageline.pipeline.stage_passes import MicroBatch, StagePasses, Tensors, model_inputs
+from stageline.planner.cost import Cost, ModelCosts, hand_over_seconds
+from stageline.stage import Stage
+
+# -- what a model consists of, seen on the meta device: parameters, kinds of layers, what trains --
+# No weight is made. A model is asked for in pieces: `make_piece(stage=1, num_stages=3,
+# partition=[i, 1, n - i - 1], device=...)` is layer i alone, with zeros for layers first or last.
+
+MakePiece = Callable[..., Stage]
+FIRST, MIDDLE, LAST = range(3)
+MASTER_BYTES = GRADIENT_BYTES = 4  # float32, whatever the weights are
+
+
+@dataclass(frozen=True)
+class ExamplePasses:
+    """What is known of activations without running anything.
+
+    Attributes:
+        border: (rows, tokens) -> bytes that travel between two stages.
+        widths: for each layer, numbers saved for each token; 0 where they are recomputed.
+        last_width: the same of head and norm.
+    """
+
+    border: Callable[[int, int], int]
+    widths: tuple[int, ...]
+    last_width: int
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The items of a model without their seconds and activations.
+
+    Attributes:
+        make_piece: builds a piece, see above.
+        first, layers, last: parameters of the items.
+        kinds: for each layer the first one that is like it.
+        tied: what first and last item both hold.
+        example: what passes keep, roughly.
+        front: what the first item holds, for people.
+    """
+
+    make_piece: MakePiece
+    first: Cost
+    layers: tuple[Cost, ...]
+    last: Cost
+    kinds: tuple[int, ...]
+    tied: Cost
+    example: ExamplePasses
+    front: str = "embedding"
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @cached_property
+    def trains(self) -> list[bool]:
+        """Of all items: first, layers, last."""
+        return [item.trains for item in (self.first, *self.layers, self.last)]
+
+    def computes(self, item: int) -> bool:
+        """Whether an item has a backward pass."""
+        return any(self.trains[: item + 1])
+
+    def sends(self, item: int) -> bool:
+        """Whether an item passes a gradient on to the one before."""
+        return any(self.trains[:item])
+
+    def piece(self, item: int, device: torch.device) -> Stage:
+        """The item alone, on a device."""
+        if item == 0:
+            return self._make(FIRST, [0, self.num_layers, 0], device)
+        if item == self.num_layers + 1:
+            return self._make(LAST, [0, self.num_layers, 0], device)
+        return self._make(MIDDLE, [item - 1, 1, self.num_layers - item], device)
+
+    def empty_piece(self, device: torch.device) -> Stage:
+        """A stage between others without a layer: what each stage does besides its layers."""
+        return self._make(MIDDLE, [0, 0, self.num_layers], device)
+
+    def _make(self, stage: int, partition: list[int], device: torch.device) -> Stage:
+        return self.make_piece(stage=stage, num_stages=3, partition=partition, device=device)
+
+
+def outline_of(make_piece: MakePiece) -> Outline:
+    """Looks at a model on the meta device."""
+    meta = torch.device("meta")
+    whole = make_piece(stage=0, num_stages=1, partition=None, device=meta)
+    num_layers = whole.num_layers()
+    ends = [
+        make_piece(stage=stage, num_stages=3, partition=[0, num_layers, 0], device=meta)
+        for stage in (FIRST, LAST)
+    ]
+    first, last = (dict(end.named_parameters()) for end in ends)
+    layers = [_below(whole, whole.layer_name(index)) for index in range(num_layers)]
+    is_recomputed = recomputes(whole)
+    return Outline(
+        make_piece=make_piece,
+        first=parameter_cost(first.values()),
+        layers=tuple(parameter_cost(layer.values()) for layer in layers),
+        last=parameter_cost(last.values()),
+        kinds=_kinds(whole, layers, is_after_trained=any(p.requires_grad for p in first.values())),
+        tied=parameter_cost(last[name] for name in first.keys() & last.keys()),
+        example=ExamplePasses(
+            border=lambda *shape: tensor_bytes(ends[1].get_example_input(*shape)),
+            widths=tuple(0 if is_recomputed else token_width(layer) for layer in layers),
+            last_width=token_width(last),
+        ),
+        front="tower+embedding" if _has_tower(whole) else "embedding",
+    )
+
+
+def _has_tower(whole: nn.Module) -> bool:
+    return bool(getattr(getattr(whole, "paths", None), "vision_tower", ""))
+
+
+def token_width(parameters: Mapping[str, torch.Tensor]) -> int:
+    """Numbers that matrices take and give for each token: about what their layer saves.
+
+    Experts count once each token, whatever their number.
+    """
+    plain = {name: p for name, p in parameters.items() if ".lora." not in name}
+    return sum(sum(p.shape[-2:]) for p in plain.values() if p.dim() in (2, 3))
+
+
+def parameter_cost(parameters: Iterable[torch.Tensor]) -> Cost:
+    """Counts and lasting bytes of some parameters."""
+    found = list(parameters)
+    trained = [parameter for parameter in found if parameter.requires_grad]
+    num_trainable = sum(parameter.numel() for parameter in trained)
+    num_half = sum(parameter.numel() for parameter in trained if parameter.element_size() == 2)
+    return Cost(
+        num_parameters=sum(parameter.numel() for parameter in found),
+        num_trainable=num_trainable,
+        weights=tensor_bytes(found),
+        gradients=num_trainable * GRADIENT_BYTES,
+        masters=num_half * MASTER_BYTES,
+        trains=bool(trained),
+    )
+
+
+def _below(whole: nn.Module, path: str) -> dict[str, torch.Tensor]:
+    return dict(whole.get_submodule(path).named_parameters())
+
+
+def _kinds(
+    whole: Stage, layers: list[dict[str, torch.Tensor]], *, is_after_trained: bool
+) -> tuple[int, ...]:
+    """Layers are alike if shapes, settings and what is trained in and before them are."""
+    first_of: dict[Hashable, int] = {}
+    kinds = []
+    for index, layer in enumerate(layers):
+        shapes = tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in layer.items())
+        key = (shapes, whole.layer_kind(index), is_after_trained)
+        kinds.append(first_of.setdefault(key, index))
+        is_after_trained = is_after_trained or any(p.requires_grad for p in layer.values())
+    return tuple(kinds)
+
+
+# -------------------------------------------------------------------------------------------------
+
+MOST_REPEATS, SHORT_SECONDS = 30, 0.1  # short passes are repeated more often
+LossOf = Callable[[torch.Tensor | Tensors, MicroBatch], torch.Tensor]
+LossFor = Callable[[nn.Module], LossOf]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the items are run on.
+
+    Attributes:
+        batch: a micro-batch as stage 0 gets it, pixels included.
+        loss_for: the last stage -> its loss, (output, micro-batch) -> scalar.
+        repeats: timed passes at least; their median counts.
+    """
+
+    batch: MicroBatch
+    loss_for: LossFor
+    device: torch.device
+    repeats: int = 5
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and tokens."""
+        rows, tokens = self.batch["input_ids"].shape
+        return rows, tokens
+
+
+def measure(outline: Outline, workload: Workload) -> ModelCosts:
+    """Measures every item once; layers of one kind are measured as one."""
+    overhead, border = _measure_overhead(outline, workload)
+    ends = {item: _measure_item(outline, item, workload) for item in (0, outline.num_layers + 1)}
+    kinds = {kind: _measure_item(outline, kind + 1, workload) for kind in set(outline.kinds)}
+    shared = max((found.shared for found in kinds.values()), default=0)
+    return ModelCosts(
+        overhead=replace(overhead, saved=shared),
+        first=_less(ends[0].cost, overhead, outline.first),
+        layers=tuple(
+            _less(kinds[kind].cost, overhead, facts)
+            for kind, facts in zip(outline.kinds, outline.layers, strict=True)
+        ),
+        last=_less(ends[outline.num_layers + 1].cost, overhead, outline.last),
+        tied=outline.tied,
+        border=border,
+        hand_over=hand_over_seconds(workload.device.type, border),
+        batch=tensor_bytes(iter(workload.batch.values())),
+        shape=workload.shape,
+        front=outline.front,
+    )
+
+
+def measure_stage(model: Stage, workload: Workload, *, computes: bool = True, sends: bool) -> Cost:
+    """The seconds of a stage as a whole, for comparison with the sum of its items."""
+    with _Run(model, workload, computes=computes, sends=sends) as run:
+        return _cost_of(run.time())
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Attributes: shared: bytes saved that all layers of a stage have in common."""
+
+    cost: Cost
+    shared: int = 0
+
+
+def _measure_overhead(outline: Outline, workload: Workload) -> tuple[Cost, int]:
+    """A stage without layers has a forward pass only: its masks need no gradient."""
+    with _Run(outline.empty_piece(workload.device), workload) as run:
+        border = tensor_bytes(batch_input(run.model, workload.batch))
+        return Cost(forward=run.time()[Kind.FORWARD]), border
+
+
+def _measure_item(outline: Outline, item: int, workload: Workload) -> _Found:
+    piece = outline.piece(item, workload.device)
+    computes, sends = outline.computes(item), outline.sends(item)
+    with _Run(piece, workload, computes=computes, sends=sends) as run:
+        times = run.time()
+        saved, shared, transient = run.weigh()
+    return _Found(replace(_cost_of(times), saved=saved, transient=transient), shared)
+
+
+def _cost_of(times: dict[Kind, float]) -> Cost:
+    backward = times.get(Kind.BACKWARD, 0.0)
+    return Cost(
+        forward=times[Kind.FORWARD],
+        backward=backward,
+        input_grad=times.get(Kind.INPUT_GRAD, 0.0),
+        # without an input gradient all of the backward pass is weight gradients
+        weight_grad=times.get(Kind.WEIGHT_GRAD, backward),
+    )
+
+
+def _less(cost: Cost, overhead: Cost, facts: Cost) -> Cost:
+    """The item without what its stage does anyway, and with its parameters."""
+    forward = max(cost.forward - overhead.forward, 0.0)
+    return facts + replace(cost, forward=forward)
+
+
+class _Run:
+    """Passes of one piece over one micro-batch; a context manager that frees it all.
+
+    Args:
+        computes, sends: see `StagePasses`.
+    """
+
+    def __init__(
+        self,
+        model: Stage,
+        workload: Workload,
+        *,
+        computes: bool = False,
+        sends: bool = False,
+    ) -> None:
+        self.model = model
+        self.device = workload.device
+        self.repeats = workload.repeats
+        self.computes, self.sends = computes, sends
+        self.passes = StagePasses(
+            model, computes_grad=computes, sends_grad=sends, saving=nullcontext
+        )
+        batch = {name: value.to(self.device) for name, value in workload.batch.items()}
+        # pixels are where the images are
+        self.batch = {
+            name: value
+            for name, value in model_inputs(batch).items()
+            if model.is_first or not name.startswith("pixel")
+        }
+        self.inputs = self._random(batch_input(model, batch))
+        if model.is_first:
+            self.inputs = (batch["input_ids"],)
+        self.grads = self._random(batch_output(model, batch)) or None
+        self.loss_of = None
+        if model.is_last:
+            loss_of = workload.loss_for(model)
+            self.loss_of = lambda output: loss_of(output, batch)
+
+    def __enter__(self) -> "_Run":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.passes.clear()
+        del self.model, self.passes, self.inputs, self.grads
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def time(self) -> dict[Kind, float]:
+        """Median seconds of each pass that this piece has."""
+        times: dict[Kind, list[float]] = {}
+        start = time.perf_counter()
+        for index in range(MOST_REPEATS + 1):
+            if index > self.repeats and time.perf_counter() - start > SHORT_SECONDS:
+                break
+            for kinds in self._sequences():
+                for kind in kinds:
+                    seconds = self._timed(kind)
+                    if index:  # the first round warms up
+                        times.setdefault(kind, []).append(seconds)
+        return {kind: statistics.median(values) for kind, values in times.items()}
+
+    def _sequences(self) -> Sequence[Sequence[Kind]]:
+        if not self.computes:
+            return [[Kind.FORWARD]]
+        whole = [Kind.FORWARD, Kind.BACKWARD]
+        parted = [Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD]
+        return [whole, parted] if self.sends else [whole]
+
+    def weigh(self) -> tuple[int, int, int]:
+        """Bytes saved of its own, saved and shared with other layers, and transient.
+
+        Gradients must be there already, as in all but the first micro-batch of a step.
+        """
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        saved = SavedBytes(iter(tensors))
+        hooks = self._mark_shared(saved)
+        meter = PeakBytes(self.device)
+        with meter.watch():
+            with saved.hooks():
+                self._forward()
+            forward_peak = meter.lap()
+            if self.computes:
+                self._backward(Kind.BACKWARD)
+        for hook in hooks:
+            hook.remove()
+        if not self.computes:
+            return 0, 0, forward_peak
+        for value in self.inputs:  # kept until the backward pass, saved or not
+            saved.add(value)
+        # the input was there before, so it is in no peak
+        made = saved.own_bytes + saved.shared_bytes - tensor_bytes(self.inputs)
+        transient = max(forward_peak, meter.peak) - made
+        return saved.own_bytes, saved.shared_bytes, max(transient, 0)
+
+    def _mark_shared(self, saved: SavedBytes) -> list[torch.utils.hooks.RemovableHandle]:
+        """What a layer gets by name (masks, rotary tables) all layers of a stage get."""
+        layers = [self.model.get_submodule(self.model.layer_name(i)) for i in self.model.layers]
+        is_recomputed = recomputes(self.model)
+
+        def mark(module: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
+            saved.share((args[1:], _but_hidden(kwargs)), is_held=is_recomputed)
+
+        return [layer.register_forward_pre_hook(mark, with_kwargs=True) for layer in layers]
+
+    def _timed(self, kind: Kind) -> float:
+        # on a CPU the time of this thread: what other programs take does not count
+        clock = time.perf_counter if self.device.type == "cuda" else time.thread_time
+        self._synchronize()
+        start = clock()
+        self._forward() if kind == Kind.FORWARD else self._backward(kind)
+        self._synchronize()
+        return clock() - start
+
+    def _forward(self) -> None:
+        self.passes.forward(0, self.inputs, self.batch, loss_of=self.loss_of)
+
+    def _backward(self, kind: Kind) -> None:
+        self.passes.backward(0, kind, self.grads)
+        for value in self.inputs:
+            value.grad = None
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _random(self, metas: Tensors) -> Tensors:
+        return tuple(
+            torch.randn(meta.shape, dtype=meta.dtype, device=self.device)
+            for meta in metas
+            if meta.is_floating_point()
+        )
+
+
+def _but_hidden(kwargs: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in kwargs.items() if name != "hidden_states"}
+
+
+# -- costs without running anything: exact bytes of weights and their state, rough activations ----
+# For the check at the start of a run: no seconds, and activations rather too small than too large,
+# so that nothing is refused that would have fitted. `measure` knows better.
+
+BYTES_OF_SCORES = 4  # the loss is computed in float32
+
+
+def estimate(outline: Outline, *, shape: tuple[int, int]) -> ModelCosts:
+    """The costs for micro-batches of `shape` (rows, tokens)."""
+    rows, tokens = shape
+    example = outline.example
+    border = example.border(rows, tokens)
+    # weights and hidden states have one type: bytes of an element of either
+    item_size = _item_size(outline)
+    last_item = outline.num_layers + 1
+    saved_last = rows * tokens * example.last_width * BYTES_OF_SCORES
+    layers = tuple(
+        replace(facts, saved=border + rows * tokens * width * item_size)
+        if outline.computes(index + 1)
+        else facts
+        for index, (facts, width) in enumerate(zip(outline.layers, example.widths, strict=True))
+    )
+    return ModelCosts(
+        overhead=Cost(),
+        first=outline.first,
+        layers=layers,
+        last=replace(outline.last, saved=saved_last if outline.computes(last_item) else 0),
+        tied=outline.tied,
+        border=border,
+        batch=0,
+        shape=shape,
+        is_measured=False,
+        front=outline.front,
+    )
+
+
+def _item_size(outline: Outline) -> int:
+    total = sum((*outline.layers, outline.first), Cost())
+    return max(1, total.weights // max(1, total.num_parameters))

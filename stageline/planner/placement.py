@@ -1,0 +1,361 @@
+"""Which split of the layers is best for a run: by bytes, or by seconds within each memory."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+from stageline.errors import spelled
+from stageline.pipeline.schedules import SCHEDULES, Schedule, ScheduleKind, make_schedule
+from stageline.planner.cost import Cost, ModelCosts
+from stageline.planner.memory_plan import MemoryRules, RankMemory, most_in_flight, stage_peak
+from stageline.planner.simulate import Expectation, expect, rank_seconds
+
+# -- the best of all ways to place layers on stages. Pure numbers: knows no model and no device ---
+
+StageCost = Callable[[int, int, int], float]  # (stage, first layer, last layer + 1)
+
+
+def smallest_maximum(num_layers: int, num_stages: int, cost: StageCost) -> list[int] | None:
+    """Minimises the dearest stage, exactly; among the best, the sum of squares of the others.
+
+    Args:
+        cost: of a stage with these layers; infinite where it must not be.
+
+    Returns:
+        Layers per stage, at least one each; None where every split has an infinite cost.
+    """
+    known = cache(cost)
+    limit = _best_chain(num_layers, num_stages, known, combine=max)[0]
+    if math.isinf(limit):
+        return None
+    above = math.nextafter(limit, math.inf)
+
+    def squared(stage: int, start: int, end: int) -> float:
+        value = known(stage, start, end)
+        return value * value if value <= above else math.inf
+
+    return _best_chain(num_layers, num_stages, squared, combine=float.__add__)[1]
+
+
+def _best_chain(
+    num_layers: int,
+    num_stages: int,
+    cost: StageCost,
+    *,
+    combine: Callable[[float, float], float],
+) -> tuple[float, list[int]]:
+    """Dynamic programming over (stages used, layers placed)."""
+    best: list[float] = [0.0] + [math.inf] * num_layers
+    choices: list[list[int]] = []
+    for stage in range(num_stages):
+        behind = num_stages - 1 - stage  # stages that still need a layer
+        row = [math.inf] * (num_layers + 1)
+        chosen = [stage] * (num_layers + 1)
+        ends = [num_layers] if behind == 0 else range(stage + 1, num_layers - behind + 1)
+        for end in ends:
+            for start in range(stage, end):
+                if math.isinf(best[start]):
+                    continue
+                value = combine(best[start], float(cost(stage, start, end)))
+                if value < row[end]:
+                    row[end], chosen[end] = value, start
+        best = row
+        choices.append(chosen)
+    return best[num_layers], _walk_back(choices, num_layers)
+
+
+def _walk_back(choices: Sequence[Sequence[int]], num_layers: int) -> list[int]:
+    partition, end = [], num_layers
+    for chosen in reversed(choices):
+        partition.append(end - chosen[end])
+        end = chosen[end]
+    return partition[::-1]
+
+
+def num_splits(num_layers: int, num_stages: int) -> int:
+    """How many ways there are."""
+    return math.comb(num_layers - 1, num_stages - 1)
+
+
+def every_split(num_layers: int, num_stages: int) -> Iterator[list[int]]:
+    """All ways, at least one layer a stage."""
+    for cuts in itertools.combinations(range(1, num_layers), num_stages - 1):
+        places = (0, *cuts, num_layers)
+        yield [end - start for start, end in itertools.pairwise(places)]
+
+
+def best_split(
+    starts: Sequence[Sequence[int]],
+    value: Callable[[Sequence[int]], tuple[float, float]],
+    *,
+    bound: Callable[[Sequence[int]], tuple[float, float]],
+    most_splits: int = 3000,
+    most_values: int = 300,
+) -> list[int]:
+    """The split of the smallest value where no rule makes the stages independent.
+
+    Exact where there are at most `most_splits` splits: all are looked at, the dear value of each
+    being asked for only where its bound leaves hope. Else, from the best start, single layers are
+    moved between any two stages as long as that helps.
+
+    Args:
+        starts: splits to begin with.
+        value: what is minimised.
+        bound: never above `value`, and quick.
+        most_values: how often `value` may be asked for when not all splits are tried.
+    """
+    best = min(starts, key=value)
+    best_value = value(best)
+    if num_splits(sum(best), len(best)) <= most_splits:
+        for split in sorted(every_split(sum(best), len(best)), key=bound):
+            if bound(split) >= best_value:
+                break  # sorted: none behind it is better
+            if (found := value(split)) < best_value:
+                best, best_value = split, found
+        return list(best)
+    asked = 0
+    improved = True
+    while improved and asked < most_values:
+        improved = False
+        for split in sorted(_neighbours(best), key=bound):
+            if bound(split) >= best_value or asked >= most_values:
+                break
+            asked += 1
+            if (found := value(split)) < best_value:
+                best, best_value, improved = split, found, True
+                break
+    return list(best)
+
+
+def _neighbours(split: Sequence[int]) -> Iterator[list[int]]:
+    """One layer fewer on one stage, one more on another."""
+    for giver, taker in itertools.permutations(range(len(split)), 2):
+        if split[giver] > 1:
+            moved = list(split)
+            moved[giver] -= 1
+            moved[taker] += 1
+            yield moved
+
+
+# -------------------------------------------------------------------------------------------------
+
+StageValue = Callable[[int, Cost], float]  # (stage, its cost)
+MOST_SPLITS = 3000  # up to so many are all looked at
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A run whose layers are to be placed.
+
+    Attributes:
+        capacities: bytes of each rank's device; None: not known, so all fits.
+        most_splits, most_steps: how long to look where stages depend on each other.
+    """
+
+    costs: ModelCosts
+    schedule: Schedule
+    num_micro_batches: int
+    rules: MemoryRules = MemoryRules()
+    capacities: tuple[int, ...] | None = None
+    most_splits: int = MOST_SPLITS
+    most_steps: int = 300
+
+    def expect(self, partition: Sequence[int]) -> Expectation:
+        """What a step takes with this partition."""
+        return expect(
+            self.costs,
+            partition,
+            self.schedule,
+            num_micro_batches=self.num_micro_batches,
+            rules=self.rules,
+        )
+
+    def overshoot(self, memory: Sequence[RankMemory]) -> int:
+        """Bytes that do not fit, over all ranks."""
+        if self.capacities is None:
+            return 0
+        pairs = zip(memory, self.capacities, strict=True)
+        return sum(max(0, rank.peak - capacity) for rank, capacity in pairs)
+
+    def by_parameters(self) -> list[int]:
+        """The split whose largest stage has the fewest bytes of weights."""
+        return self._chain(lambda stage, cost: cost.weights)
+
+    def by_seconds(self) -> list[int]:
+        """The best split by measured times.
+
+        With one stage a rank the slowest stage is the smallest possible under the memory of each
+        device. With several the simulated step is the shortest: exactly for a few thousand
+        possible splits, else as far as moving single layers leads. Where nothing fits, the split
+        that comes nearest.
+        """
+        if self.schedule.num_stages > self.schedule.num_ranks:
+            starts = [self._chain(self._seconds), self.by_parameters()]
+            return best_split(
+                starts,
+                self._step_value,
+                bound=self._step_bound,
+                most_splits=self.most_splits,
+                most_values=self.most_steps,
+            )
+        fitting = self._chain_or_none(
+            lambda stage, cost: self._seconds(stage, cost) if self._fits(stage, cost) else math.inf
+        )
+        return fitting or self._chain(self._fullness)
+
+    # -- one stage a rank: each stage by itself --------------------------------------------
+
+    def _chain_or_none(self, value: StageValue) -> list[int] | None:
+        return smallest_maximum(
+            self.costs.num_layers,
+            self.schedule.num_stages,
+            lambda stage, start, end: value(stage, self.costs.stage(start, end)),
+        )
+
+    def _chain(self, value: StageValue) -> list[int]:
+        found = self._chain_or_none(value)
+        assert found is not None
+        return found
+
+    def _seconds(self, stage: int, cost: Cost) -> float:
+        return cost.seconds(splits_backward=self.schedule.splits_backward)
+
+    def _fits(self, stage: int, cost: Cost) -> bool:
+        return self._fullness(stage, cost) <= 1
+
+    def _fullness(self, stage: int, cost: Cost) -> float:
+        if self.capacities is None:
+            return 0.0
+        peak = stage_peak(
+            self.costs,
+            cost,
+            stage=stage,
+            num_stages=self.schedule.num_stages,
+            in_flight=self._in_flight[stage],
+            num_micro_batches=self.num_micro_batches,
+            rules=self.rules,
+        )
+        return peak / self.capacities[self.schedule.rank_of_stage[stage]]
+
+    @cached_property
+    def _in_flight(self) -> list[int]:
+        return most_in_flight(self.schedule, self.num_micro_batches)
+
+    # -- several stages a rank: the step as a whole ----------------------------------------
+
+    def _step_value(self, partition: Sequence[int]) -> tuple[float, float]:
+        expectation = self.expect(partition)
+        return (self.overshoot(expectation.memory), expectation.seconds)
+
+    def _step_bound(self, partition: Sequence[int]) -> tuple[float, float]:
+        """No step is shorter than the work of its slowest rank."""
+        slowest = max(rank_seconds(self.costs.stages(partition), self.schedule))
+        return (0, self.num_micro_batches * slowest * (1 - 1e-9))
+
+
+# -- which schedule, number of stages a rank, micro-batches and split promise the shortest step ---
+# By simulation, for a fixed number of ranks and of samples in a step. Pure arithmetic.
+
+MOST_STAGES_PER_RANK = 4
+AS_GOOD = 1.01  # times closer than this are a tie: less memory and fewer stages decide
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run.
+
+    Attributes:
+        overshoot: bytes that do not fit.
+    """
+
+    micro_batch_size: int
+    expectation: Expectation
+    overshoot: int
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.expectation.schedule
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the fullest rank."""
+        return max(rank.peak for rank in self.expectation.memory)
+
+    @property
+    def stages_per_rank(self) -> int:
+        return self.schedule.num_stages // self.schedule.num_ranks
+
+    def options(self) -> str:
+        """As it is typed."""
+        words = [f"`schedule` {self.schedule.name}", f"`num_stages` {self.schedule.num_stages}"]
+        if self.stages_per_rank > 1:
+            words.append(f"`stages_per_rank` {self.stages_per_rank}")
+        words.append(f"`micro_batch_size` {self.micro_batch_size}")
+        words.append(f"`partition` {','.join(map(str, self.expectation.partition))}")
+        return spelled(" ".join(words))
+
+
+def advise(
+    costs_of_size: Mapping[int, ModelCosts],
+    *,
+    num_ranks: int,
+    num_samples: int,
+    rules: MemoryRules,
+    capacities: tuple[int, ...] | None = None,
+    most_splits: int = 200,
+    most_steps: int = 40,
+) -> list[Choice]:
+    """All ways, the most promising first.
+
+    Args:
+        costs_of_size: micro-batch size -> measured costs.
+        num_samples: of one step on one pipeline.
+    """
+    choices = []
+    for size, costs in costs_of_size.items():
+        for schedule in legal_schedules(num_ranks, num_samples // size, costs.num_layers):
+            placement = Placement(
+                costs,
+                schedule,
+                num_samples // size,
+                rules=rules,
+                capacities=capacities,
+                most_splits=most_splits,
+                most_steps=most_steps,
+            )
+            found = placement.expect(placement.by_seconds())
+            choices.append(Choice(size, found, placement.overshoot(found.memory)))
+    return _ranked(choices)
+
+
+def legal_schedules(num_ranks: int, num_micro_batches: int, num_layers: int) -> Iterator[Schedule]:
+    """Every schedule that can be run, with every number of stages."""
+    for name, kind in SCHEDULES.items():
+        for stages_per_rank in _numbers_of_stages(kind):
+            if num_ranks * stages_per_rank > num_layers:
+                continue
+            schedule = make_schedule(name, num_ranks=num_ranks, stages_per_rank=stages_per_rank)
+            if schedule.legal_micro_batches(num_micro_batches) == num_micro_batches:
+                yield schedule
+
+
+def _numbers_of_stages(kind: ScheduleKind) -> Sequence[int]:
+    if kind.is_v:
+        return [2]
+    return range(2, MOST_STAGES_PER_RANK + 1) if kind.is_multi else [1]
+
+
+def _ranked(choices: Sequence[Choice]) -> list[Choice]:
+    """By time; those as good as the best by simplicity. What does not fit comes last."""
+    by_time = sorted(choices, key=lambda c: (c.overshoot, c.expectation.seconds))
+    if not by_time:
+        return []
+    limit = by_time[0].expectation.seconds * AS_GOOD
+    is_good = [
+        c.overshoot == by_time[0].overshoot and c.expectation.seconds <= limit for c in by_time
+    ]
+    good = [c for c, keep in zip(by_time, is_good, strict=True) if keep]
+    rest = [c for c, keep in zip(by_time, is_good, strict=True) if not keep]
+    return sorted(good, key=lambda c: (c.stages_per_rank, c.peak)) + rest

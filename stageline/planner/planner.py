@@ -1,0 +1,438 @@
+"""Places the layers of a run on its stages, refuses what cannot fit, and says what to expect.
+
+Everything comes as plain objects; no checkpoint is read. The arithmetic is in pipeline/.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from stageline.errors import PlanError, UserError, spelled
+from stageline.pipeline.live_bytes import PeakBytes
+from stageline.pipeline.schedules import Schedule
+from stageline.pipeline.stage_passes import MicroBatch
+from stageline.pipeline.topology import explicit_partition, uniform_partition
+from stageline.planner.cost import ModelCosts
+from stageline.planner.measure import (
+    LossFor,
+    MakePiece,
+    Outline,
+    Workload,
+    estimate,
+    measure,
+    outline_of,
+)
+from stageline.planner.memory_plan import MemoryRules, RankMemory, most_in_flight
+from stageline.planner.placement import Choice, Placement, advise
+from stageline.planner.simulate import Expectation
+from stageline.planner.stage_table import human_bytes, human_count
+
+# -- what `plan` prints, and the refusal of a run that cannot fit. Pure formatting --------------
+
+MOST_CHOICES = 3
+
+_STAGES = (
+    *("stage", "rank", "layers", "with", "parameters", "trainable", "weights"),
+    *("kept", "forward", "backward", "of slowest"),
+)
+_RANKS = ("rank", "weights", "state", "activations", "inputs", "peak", "device", "used")
+
+
+def format_plan(
+    expectation: Expectation,
+    costs: ModelCosts,
+    *,
+    kind: str,
+    capacities: Sequence[int] | None,
+    choices: Sequence[Choice] = (),
+) -> str:
+    """Tables of stages and ranks, the expected step, and advice."""
+    rows, tokens = costs.shape
+    count = expectation.num_micro_batches
+    schedule = expectation.schedule
+    lines = [
+        spelled(f"plan: `schedule` {schedule.name}, {schedule.num_stages} stages on ")
+        + f"{schedule.num_ranks} ranks, {count} micro-batches, measured with {rows} x {tokens} "
+        + "tokens",
+        f"partition ({kind}): {','.join(map(str, expectation.partition))}",
+        "",
+        format_table([_STAGES, *_stage_rows(expectation, costs.front)], first_number=4),
+        "",
+        format_table([_RANKS, *_rank_rows(expectation.memory, capacities)], first_number=1),
+        "",
+        f"expected: {seconds_text(expectation.seconds)} for forward and backward of a step, "
+        f"bubble {expectation.bubble:.1%}, slowest rank {seconds_text(expectation.slowest)} a "
+        f"micro-batch, peak {human_bytes(max(rank.peak for rank in expectation.memory))}",
+    ]
+    if overshoots(expectation.memory, capacities):
+        lines += ["", refusal(expectation, capacities or ())]
+    return "\n".join([*lines, *_advice(expectation, choices)])
+
+
+def refusal(expectation: Expectation, capacities: Sequence[int]) -> str:
+    """Why a run cannot be started, with the figures of each rank that is too full."""
+    figures = [
+        f"rank {rank} needs {human_bytes(memory.peak)} (weights {human_bytes(memory.weights)}, "
+        f"gradients and optimizer {human_bytes(_state(memory))}, activations "
+        f"{human_bytes(memory.activations)}) and has {human_bytes(capacity)}"
+        for rank, (memory, capacity) in enumerate(zip(expectation.memory, capacities, strict=True))
+        if memory.peak > capacity
+    ]
+    return (
+        f"this run can't fit: {'; '.join(figures)}. It was expected to fit, because a run that is "
+        "ended in the middle of a step loses its work. Use more stages, `partition` measured, a "
+        "smaller `micro_batch_size` or `max_token_num`, `gradient_checkpointing`, `bf16` or LoRA; "
+        "`plan` shows all figures, and `device_memory` corrects what a device has."
+    )
+
+
+def overshoots(memory: Sequence[RankMemory], capacities: Sequence[int] | None) -> bool:
+    """Whether some rank needs more than it has."""
+    pairs = zip(memory, capacities or (), strict=bool(capacities))
+    return any(rank.peak > capacity for rank, capacity in pairs)
+
+
+def seconds_text(seconds: float) -> str:
+    """0.0123 -> "12.3 ms"."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def format_table(rows: Sequence[Sequence[str]], *, first_number: int) -> str:
+    """Aligned columns under a rule; from `first_number` on to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if column >= first_number else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def _stage_rows(expectation: Expectation, front: str) -> list[tuple[str, ...]]:
+    schedule = expectation.schedule
+    kept = most_in_flight(schedule, expectation.num_micro_batches)
+    splits = schedule.splits_backward
+    times = [cost.seconds(splits_backward=splits) for cost in expectation.stages]
+    rows: list[tuple[str, ...]] = []
+    start = 0
+    for stage, (count, cost) in enumerate(
+        zip(expectation.partition, expectation.stages, strict=True)
+    ):
+        rows.append(
+            (
+                str(stage),
+                str(schedule.rank_of_stage[stage]),
+                f"{start}-{start + count - 1} ({count})",
+                _ends(stage, schedule.num_stages, front),
+                human_count(cost.num_parameters),
+                human_count(cost.num_trainable),
+                human_bytes(cost.weights),
+                f"{kept[stage] if cost.saved else 0} x {human_bytes(cost.saved)}",
+                seconds_text(cost.forward),
+                seconds_text(times[stage] - cost.forward),
+                f"{times[stage] / max(max(times), 1e-12):.0%}",
+            )
+        )
+        start += count
+    return rows
+
+
+def _ends(stage: int, num_stages: int, front: str) -> str:
+    ends = [front] if stage == 0 else []
+    return "+".join([*ends, *(["head"] if stage == num_stages - 1 else [])])
+
+
+def _rank_rows(
+    memory: Sequence[RankMemory], capacities: Sequence[int] | None
+) -> list[tuple[str, ...]]:
+    return [
+        (
+            str(rank),
+            human_bytes(held.weights),
+            human_bytes(_state(held)),
+            human_bytes(held.activations),
+            human_bytes(held.inputs),
+            human_bytes(held.peak),
+            human_bytes(capacities[rank]) if capacities else "?",
+            f"{held.peak / max(capacities[rank], 1):.0%}" if capacities else "?",
+        )
+        for rank, held in enumerate(memory)
+    ]
+
+
+def _state(memory: RankMemory) -> int:
+    return memory.gradients + memory.masters + memory.optimizer
+
+
+def _advice(expectation: Expectation, choices: Sequence[Choice]) -> list[str]:
+    """The best ways with their gain over the planned one."""
+    lines = ["", "the same step on these ranks, by simulation (hand-overs assumed):"]
+    for choice in choices[:MOST_CHOICES]:
+        gain = expectation.seconds / max(choice.expectation.seconds, 1e-12)
+        fits = "" if not choice.overshoot else ", DOES NOT FIT"
+        lines.append(
+            f"  {seconds_text(choice.expectation.seconds)} ({gain:.2f} x as fast), bubble "
+            f"{choice.expectation.bubble:.1%}, peak {human_bytes(choice.peak)}{fits}: "
+            f"{choice.options()}"
+        )
+    return lines if choices else []
+
+
+# -- what an optimizer holds and needs for each element, found by a step on small parameters ------
+
+MakeOptimizer = Callable[[dict[str, torch.nn.Parameter]], torch.optim.Optimizer | None]
+_COUNT, _SIDE = 8, 128  # parameters to try on
+
+
+@dataclass(frozen=True)
+class OptimizerBytes:
+    """For each trained element.
+
+    Attributes:
+        state: stays.
+        update: more than that, during a step.
+    """
+
+    state: float
+    update: float
+
+
+def probe_optimizer(make_optimizer: MakeOptimizer, device: torch.device) -> OptimizerBytes:
+    """Lets an optimizer make one step and counts.
+
+    Args:
+        make_optimizer: gets {name: parameter}.
+    """
+    parameters = {
+        f"layers.{index}.weight": torch.nn.Parameter(torch.ones(_SIDE, _SIDE, device=device))
+        for index in range(_COUNT)
+    }
+    optimizer = make_optimizer(parameters)
+    if optimizer is None:
+        return OptimizerBytes(0.0, 0.0)
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    meter = PeakBytes(device)
+    with meter.watch():
+        optimizer.step()
+    count = _COUNT * _SIDE * _SIDE
+    state = sum(
+        value.numel() * value.element_size()
+        for values in optimizer.state.values()
+        for value in values.values()
+        if isinstance(value, torch.Tensor) and value.dim() > 0
+    )
+    return OptimizerBytes(state / count, max(0, meter.peak - state) / count)
+
+
+# -------------------------------------------------------------------------------------------------
+
+PartitionKind = Literal["uniform", "parameters", "measured"] | list[int]
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """What a run is to be.
+
+    Attributes:
+        num_samples: of one optimizer step on one pipeline.
+        shards: replicas that share weights and their state.
+        visual_gpu_ratio: see `uniform_partition`.
+        group_size: samples that stay in one micro-batch.
+    """
+
+    schedule: Schedule
+    num_samples: int
+    micro_batch_size: int
+    shards: int = 1
+    visual_gpu_ratio: float = 0.0
+    group_size: int = 1
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.num_samples // self.micro_batch_size
+
+
+class Planner:
+    """Plans one run.
+
+    Args:
+        make_piece: see `stageline.planner.measure`.
+        micro_batch_of: a number of rows -> a micro-batch of the run's data, as stage 0 gets it.
+        loss_for: the last stage -> its loss, (output, micro-batch) -> scalar.
+        make_optimizer: {name: parameter} -> the optimizer of the run.
+        device: where to measure.
+    """
+
+    def __init__(
+        self,
+        make_piece: MakePiece,
+        run: PlannedRun,
+        *,
+        micro_batch_of: Callable[[int], MicroBatch],
+        loss_for: LossFor,
+        make_optimizer: MakeOptimizer,
+        device: torch.device,
+        repeats: int = 5,
+    ) -> None:
+        self.make_piece = make_piece
+        self.run = run
+        self.micro_batch_of = micro_batch_of
+        self.loss_for = loss_for
+        self.make_optimizer = make_optimizer
+        self.device = device
+        self.repeats = repeats
+        self._measured: dict[int, ModelCosts] = {}
+
+    @cached_property
+    def outline(self) -> Outline:
+        """The items of the model.
+
+        Raises:
+            PlanError: the model's part cannot be built in pieces.
+        """
+        try:
+            return outline_of(self.make_piece)
+        except (TypeError, AttributeError, NotImplementedError) as error:
+            raise PlanError(
+                f"this `train_model` can't be built in pieces ({error}), so it can't be measured: "
+                "its part must pass on is_piece and device as StageModel.build takes them. Use "
+                "`partition` uniform or numbers."
+            ) from error
+
+    @cached_property
+    def rules(self) -> MemoryRules:
+        """Memory that does not follow from the model."""
+        found = probe_optimizer(self.make_optimizer, self.device)
+        return MemoryRules(
+            optimizer_bytes=found.state, update_bytes=found.update, shards=self.run.shards
+        )
+
+    def measured(self, micro_batch_size: int) -> ModelCosts:
+        """The costs on this device, measured once for each size."""
+        if micro_batch_size not in self._measured:
+            workload = Workload(
+                self.micro_batch_of(micro_batch_size), self.loss_for, self.device, self.repeats
+            )
+            # dropout and random inputs must not shift the run's own draws
+            devices = [self.device] if self.device.type == "cuda" else []
+            with torch.random.fork_rng(devices=devices):
+                self._measured[micro_batch_size] = measure(self.outline, workload)
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.device)
+        return self._measured[micro_batch_size]
+
+    def place(
+        self, kind: PartitionKind, capacities: tuple[int, ...] | None = None
+    ) -> list[int] | None:
+        """Layers per stage; None where a model that needs no plan cannot be taken to pieces.
+
+        Args:
+            capacities: bytes of each rank's device; None: not known, so all fits.
+
+        Raises:
+            UserError: a rank would need more memory than its device has.
+        """
+        if kind == "uniform" or isinstance(kind, list):
+            try:
+                _ = self.outline
+            except PlanError:
+                return None
+        needs_times = kind == "measured"
+        costs = self.measured(self.run.micro_batch_size) if needs_times else self._estimated()
+        placement = self._placement(costs, capacities)
+        partition = self._partition(kind, placement)
+        expectation = placement.expect(partition)
+        if placement.overshoot(expectation.memory):
+            raise UserError(refusal(expectation, capacities or ()))
+        return partition
+
+    def plan(self, kind: PartitionKind, capacities: tuple[int, ...] | None = None) -> str:
+        """The table of a run: layers, bytes, expected seconds, bubble, memory, and advice."""
+        placement = self._placement(self.measured(self.run.micro_batch_size), capacities)
+        partition = self._partition(kind, placement)
+        return format_plan(
+            placement.expect(partition),
+            placement.costs,
+            kind=kind if isinstance(kind, str) else "as given",
+            capacities=capacities,
+            choices=self.advice(capacities),
+        )
+
+    def advice(
+        self, capacities: tuple[int, ...] | None = None, sizes: list[int] | None = None
+    ) -> list[Choice]:
+        """Ways to run the same step on as many ranks, the most promising first.
+
+        Args:
+            sizes: of micro-batches; by default the run's, its half and its double.
+        """
+        size = self.run.micro_batch_size
+        if sizes is None:
+            near = {size, 2 * size, *([size // 2] if size % 2 == 0 else [])}
+            whole = (s for s in near if s % self.run.group_size == 0)
+            sizes = sorted(s for s in whole if self.run.num_samples % s == 0)
+        return advise(
+            {size: self.measured(size) for size in sizes},
+            num_ranks=self.run.schedule.num_ranks,
+            num_samples=self.run.num_samples,
+            rules=self.rules,
+            capacities=capacities,
+        )
+
+    def expect(self, kind: PartitionKind) -> Expectation:
+        """What follows from measured costs for one way to split."""
+        placement = self._placement(self.measured(self.run.micro_batch_size), None)
+        return placement.expect(self._partition(kind, placement))
+
+    def _estimated(self) -> ModelCosts:
+        rows, tokens = self.micro_batch_of(self.run.micro_batch_size)["input_ids"].shape
+        return estimate(self.outline, shape=(rows, tokens))
+
+    def _placement(self, costs: ModelCosts, capacities: tuple[int, ...] | None) -> Placement:
+        return Placement(
+            costs,
+            self.run.schedule,
+            self.run.num_micro_batches,
+            rules=self.rules,
+            capacities=capacities,
+        )
+
+    def _partition(self, kind: PartitionKind, placement: Placement) -> list[int]:
+        num_layers, num_stages = placement.costs.num_layers, self.run.schedule.num_stages
+        # also where it is not wanted: it refuses more stages than layers
+        uniform = uniform_partition(
+            num_layers, num_stages, visual_gpu_ratio=self.run.visual_gpu_ratio
+        )
+        if isinstance(kind, list):
+            return explicit_partition(kind, num_layers=num_layers, num_stages=num_stages)
+        if kind == "uniform":
+            return uniform
+        return placement.by_parameters() if kind == "parameters" else placement.by_seconds()
+
+
+def place_together(
+    make_planner: Callable[[], Planner], kind: PartitionKind, *, capacity: int
+) -> list[int] | None:
+    """The partition of a run, the same on all ranks: rank 0 measures, the others take it over.
+
+    Every rank calls this, with the capacity of its own device.
+
+    Args:
+        make_planner: called on rank 0 alone.
+    """
+    gathered: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(gathered, capacity)
+    found: list[list[int] | None] = [None]
+    if dist.get_rank() == 0:
+        planner = make_planner()
+        # of the first pipeline; its replicas are taken to be alike
+        found = [planner.place(kind, tuple(gathered[: planner.run.schedule.num_ranks]))]
+    dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
+    return found[0]

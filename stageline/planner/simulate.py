@@ -1,0 +1,216 @@
+"""Plays a schedule through with given times: the ideal timeline, its bubble, what is kept alive.
+
+Without `hand_over` no time passes between ranks and none is lost on the host: none can be faster.
+Pure arithmetic.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from stageline.pipeline.plan import Action, GradFlow, Kind, drop_dead_backward, grad_flow, needs
+from stageline.pipeline.recorder import TimelineEvent, bubble
+from stageline.pipeline.schedules import Schedule
+from stageline.planner.cost import Cost, ModelCosts, durations_of, flow_of
+from stageline.planner.memory_plan import MemoryRules, RankMemory, rank_memory
+
+Durations = Mapping[tuple[int, Kind], float]  # (stage, kind) -> seconds of one pass
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What came out.
+
+    Attributes:
+        events: every pass with its times.
+        seconds: of the whole step.
+        peak_alive: for each stage, the most micro-batches whose activations it held at once.
+        fullest: for each rank, at its fullest moment, stage -> micro-batches alive.
+    """
+
+    events: list[TimelineEvent]
+    seconds: float
+    peak_alive: list[int]
+    fullest: list[dict[int, int]]
+
+    @property
+    def bubble(self) -> float:
+        """The idle share of the ranks' time."""
+        return bubble(self.events)
+
+
+def simulate(
+    orders: Sequence[Sequence[Action]],
+    durations: Durations,
+    *,
+    num_stages: int,
+    flow: GradFlow | None = None,
+    hand_over: float = 0.0,
+) -> Simulation:
+    """Plays one step.
+
+    Args:
+        orders: what each rank does, in order.
+        durations: seconds of F, and of B or I and W, for each stage; a missing B is I + W.
+        flow: which stages have a backward pass; None: all.
+        hand_over: seconds from the end of a pass to the start of one on another rank that needs
+            its result.
+    """
+    flow = flow or grad_flow([True] * num_stages)
+    kept = drop_dead_backward(orders, flow)
+    rank_of_stage = {action.stage: rank for rank, order in enumerate(kept) for action in order}
+    ends: dict[Action, float] = {}
+    clocks = [0.0] * len(kept)
+    places = [0] * len(kept)
+    events: list[TimelineEvent] = []
+    progress = True
+    while progress:
+        progress = False
+        for rank, order in enumerate(kept):
+            while places[rank] < len(order):
+                action = order[places[rank]]
+                ready = _ready_time(action, ends, rank_of_stage, hand_over)
+                if ready is None:
+                    break
+                start = max(clocks[rank], ready)
+                clocks[rank] = ends[action] = start + seconds_of(action, durations)
+                events.append(
+                    TimelineEvent(
+                        rank,
+                        action.stage,
+                        action.kind.value,
+                        action.micro_batch,
+                        start,
+                        ends[action],
+                    )
+                )
+                places[rank] += 1
+                progress = True
+    assert all(place == len(order) for place, order in zip(places, kept, strict=True))
+    peaks, fullest = _alive(kept, num_stages, flow)
+    return Simulation(events, max(clocks), peaks, fullest)
+
+
+def seconds_of(action: Action, durations: Durations) -> float:
+    """The time of one pass."""
+    stage, kind = action.stage, action.kind
+    if kind == Kind.BACKWARD and (stage, kind) not in durations:
+        return durations[stage, Kind.INPUT_GRAD] + durations[stage, Kind.WEIGHT_GRAD]
+    return durations[stage, kind]
+
+
+def _ready_time(
+    action: Action,
+    ends: Mapping[Action, float],
+    rank_of_stage: Mapping[int, int],
+    hand_over: float,
+) -> float | None:
+    """When the last thing that an action needs is there; None: not yet known."""
+    ready = 0.0
+    for ways in needs(action, len(rank_of_stage)):
+        found = [way for way in ways if way in ends]
+        if not found:
+            return None
+        is_near = rank_of_stage[found[0].stage] == rank_of_stage[action.stage]
+        ready = max(ready, ends[found[0]] + (0.0 if is_near else hand_over))
+    return ready
+
+
+def _alive(
+    orders: Sequence[Sequence[Action]], num_stages: int, flow: GradFlow
+) -> tuple[list[int], list[dict[int, int]]]:
+    """The most micro-batches alive on each stage; and per rank, at its fullest, on which stages.
+
+    A stage without a backward pass keeps nothing.
+    """
+    peaks = [0] * num_stages
+    fullest: list[dict[int, int]] = []
+    for order in orders:
+        alive: dict[int, int] = {}
+        best: dict[int, int] = {}
+        for action in order:
+            stage = action.stage
+            if not flow.computes[stage]:
+                continue
+            if action.kind == Kind.FORWARD:
+                alive[stage] = alive.get(stage, 0) + 1
+                peaks[stage] = max(peaks[stage], alive[stage])
+                if sum(alive.values()) > sum(best.values()):
+                    best = dict(alive)
+            elif action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD):
+                alive[stage] -= 1
+        fullest.append(best)
+    return peaks, fullest
+
+
+# -- what a step is expected to take on given stages: seconds, bubble, memory. Pure arithmetic ----
+
+
+def expected(durations: Durations, schedule: Schedule, num_micro_batches: int) -> Simulation:
+    """The ideal step with given pass times: its `seconds` and its `bubble`."""
+    orders = schedule.orders(num_micro_batches)
+    return simulate(orders, durations, num_stages=schedule.num_stages)
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """A partition with what follows from it.
+
+    Attributes:
+        stages: the cost of each stage.
+        seconds: of a step without its update; 0 where nothing was measured.
+        bubble: the idle share of the ranks.
+        memory: of each rank.
+    """
+
+    partition: list[int]
+    schedule: Schedule
+    num_micro_batches: int
+    stages: list[Cost]
+    seconds: float
+    bubble: float
+    memory: list[RankMemory]
+
+    @property
+    def slowest(self) -> float:
+        """Seconds of a micro-batch on the slowest rank."""
+        return max(rank_seconds(self.stages, self.schedule))
+
+
+def expect(
+    costs: ModelCosts,
+    partition: Sequence[int],
+    schedule: Schedule,
+    *,
+    num_micro_batches: int,
+    rules: MemoryRules,
+) -> Expectation:
+    """Simulates a step with this partition."""
+    stages = costs.stages(partition)
+    step = simulate(
+        schedule.orders(num_micro_batches),
+        durations_of(stages),
+        num_stages=len(stages),
+        flow=flow_of(stages),
+        hand_over=costs.hand_over,
+    )
+    memory = rank_memory(
+        costs, partition, schedule, num_micro_batches=num_micro_batches, rules=rules
+    )
+    return Expectation(
+        partition=list(partition),
+        schedule=schedule,
+        num_micro_batches=num_micro_batches,
+        stages=stages,
+        seconds=step.seconds,
+        bubble=step.bubble,
+        memory=memory,
+    )
+
+
+def rank_seconds(stages: Sequence[Cost], schedule: Schedule) -> list[float]:
+    """The least that each rank computes for one micro-batch."""
+    splits = schedule.splits_backward
+    return [
+        sum(stages[stage].seconds(splits_backward=splits) for stage in schedule.stages_of(rank))
+        for rank in range(schedule.num_ranks)
+    ]

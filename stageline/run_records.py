@@ -1,0 +1,34 @@
+"""Reads the log of a run, `log.jsonl`: what curves, model cards and a resumed run begin with."""
+
+import json
+from pathlib import Path
+
+
+def read_log(path: str | Path) -> tuple[list[dict], list[dict]]:
+    """The training and the evaluation records of a JSON-lines log, in order of steps.
+
+    A line that a crash cut off is left out. Where a run was continued from an earlier step, what
+    the log holds beyond that step belongs to weights that are gone: the later lines replace it.
+    """
+    records: list[dict] = []
+    with Path(path).open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if not isinstance(record, dict) or "step" not in record:
+                continue
+            while records and _order(records[-1]) >= _order(record):
+                records.pop()
+            records.append(record)
+    steps = [record for record in records if not _is_eval(record)]
+    return steps, [record for record in records if _is_eval(record)]
+
+
+def _order(record: dict) -> tuple[int, bool]:
+    return record["step"], _is_eval(record)  # a step's evaluation comes after the step
+
+
+def _is_eval(record: dict) -> bool:
+    return record.get("kind") == "eval"

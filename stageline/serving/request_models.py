@@ -1,0 +1,305 @@
+"""What the request models are made of: strict types, and fields that have to be left out."""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+INT64 = 2**63
+MAX_CHOICES = 128
+MAX_STOPS = 16
+
+
+class Strict(BaseModel):
+    """A JSON object whose fields are all known, and of just the types they have."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
+
+
+def _as_integer(value: Any) -> Any:
+    """1.0 is an integer in JSON schema, and in JavaScript."""
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < INT64
+    return int(value) if is_whole else value
+
+
+def refusing(why: str) -> Callable[[Any], Any]:
+    """A check that takes null alone.
+
+    Args:
+        why: what the message says.
+    """
+
+    def refuse(value: Any) -> Any:
+        if value is not None:
+            raise ValueError(f"this server does not support it: {why}. Leave it out")
+        return value
+
+    return refuse
+
+
+def unsupported(why: str) -> BeforeValidator:
+    """Of a field that would change the answer, and cannot be honoured."""
+    return BeforeValidator(refusing(why))
+
+
+_WHOLE = BeforeValidator(_as_integer)
+
+
+def finite(least: float, most: float) -> Any:
+    """Of a finite number of this range."""
+    return Field(ge=least, le=most, allow_inf_nan=False)
+
+
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+Stops = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1), BeforeValidator(_as_integer)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+# pydantic writes down the pattern of the keys, and not that there are no others
+_MAP = Field(max_length=1024, json_schema_extra={"additionalProperties": False})
+BiasKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
+
+
+class StreamOptions(Strict):
+    """How a stream is to be."""
+
+    include_usage: bool | None = None
+    # noise against listeners on encrypted lines: without effect here
+    include_obfuscation: bool | None = None
+
+
+class SamplingFields(Strict):
+    """What chat and completions have in common; the last three are this server's own."""
+
+    model: Annotated[str, Field(max_length=500)]
+    temperature: Annotated[float, finite(0, 2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    frequency_penalty: Annotated[float, finite(-2, 2)] | None = None
+    presence_penalty: Annotated[float, finite(-2, 2)] | None = None
+    logit_bias: Annotated[dict[BiasKey, Bias], _MAP] | None = None
+    seed: Annotated[int, Field(ge=-INT64, le=INT64 - 1), _WHOLE] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), _WHOLE] | None = None
+    stop: Stops = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    top_k: Annotated[int, Field(ge=0, le=2**31 - 1), _WHOLE] | None = None
+    min_p: Annotated[float, finite(0, 1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] | None = None
+    # they change no answer
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+# -- the body of a chat request, as strict as its document says -----------------------------------
+
+MAX_MESSAGES = 4096
+MAX_PARTS = 256
+MAX_TOOLS = 128
+
+Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")]
+Text = str
+
+
+class TextPart(Strict):
+    """A stretch of text."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class ImageUrl(Strict):
+    """Where a picture is: `data:image/png;base64,...`, or an address if the server fetches."""
+
+    url: Annotated[str, Field(min_length=1)]
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class ImagePart(Strict):
+    """A picture."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+TextParts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)]
+Parts = Annotated[list[Part], Field(min_length=1, max_length=MAX_PARTS)]
+
+
+class SystemMessage(Strict):
+    """What the operator of a chat says."""
+
+    role: Literal["system", "developer"]
+    content: Text | TextParts
+    name: Name | None = None
+
+
+class UserMessage(Strict):
+    """What a person says, with pictures."""
+
+    role: Literal["user"]
+    content: Text | Parts
+    name: Name | None = None
+
+
+class CalledFunction(Strict):
+    """A function and its arguments, JSON text of an object."""
+
+    name: Name
+    arguments: Text
+
+
+class ToolCall(Strict):
+    """A call that an answer held."""
+
+    id: Annotated[str, Field(min_length=1, max_length=256)]
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(Strict):
+    """An earlier answer."""
+
+    role: Literal["assistant"]
+    content: Text | TextParts | None = None
+    name: Name | None = None
+    reasoning_content: Text | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    # clients send back what they were given
+    refusal: Annotated[None, unsupported("answers here have none")] = None
+    audio: Annotated[None, unsupported("answers here are text")] = None
+    function_call: Annotated[None, unsupported("use tool_calls")] = None
+
+
+class ToolMessage(Strict):
+    """What a tool said."""
+
+    role: Literal["tool"]
+    content: Text | TextParts
+    tool_call_id: Annotated[str, Field(min_length=1, max_length=256)]
+    name: Name | None = None
+
+
+Message = Annotated[
+    SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
+]
+
+
+class Function(Strict):
+    """What a tool is called with; `strict`: arguments keep to the schema in every call."""
+
+    name: Name
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    """A tool that may be called."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Strict):
+    """Which function is to be called."""
+
+    name: Name
+
+
+class NamedTool(Strict):
+    """Which tool is to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class TextFormat(Strict):
+    """The answer is any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Strict):
+    """The answer is a JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(Strict):
+    """What the JSON has to be; not strict: but for keywords that can't be kept to."""
+
+    name: Name
+    description: Text | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Strict):
+    """The answer is JSON of a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
+]
+
+
+class ChatRequest(SamplingFields):
+    """A chat that is to be gone on with."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), _WHOLE] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), _WHOLE] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), _WHOLE] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
+    # what is known of the answer before: it would change the time alone
+    prediction: dict[str, Any] | None = None
+    functions: Annotated[None, unsupported("use tools")] = None
+    function_call: Annotated[None, unsupported("use tool_choice")] = None
+    audio: Annotated[None, unsupported("answers are text")] = None
+    reasoning_effort: Annotated[None, unsupported("the model has no such setting")] = None
+    verbosity: Annotated[None, unsupported("the model has no such setting")] = None
+    web_search_options: Annotated[None, unsupported("there is no search")] = None
+    chat_template: Annotated[None, unsupported("the template is the model's")] = None
+    chat_template_kwargs: Annotated[None, unsupported("the template is the model's")] = None
+
+
+# -- the body of a request to go on with a text, as strict as its document says -------------------
+
+MAX_PROMPTS = 64
+Ids = Annotated[list[TokenId], Field(min_length=1, max_length=2**20)]
+Prompt = (
+    str
+    | Ids
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
+)
+
+
+def _one_try(value: Any) -> Any:
+    if isinstance(value, int) and value > 1:
+        raise ValueError("this server does not support it: ask for n answers and choose yourself")
+    return value
+
+
+class CompletionRequest(SamplingFields):
+    """A text that is to be gone on with."""
+
+    prompt: Prompt
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1), _WHOLE] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=5), _WHOLE] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=1), BeforeValidator(_one_try)] | None = None
+    suffix: Annotated[None, unsupported("a text is gone on with at its end")] = None

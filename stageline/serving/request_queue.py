@@ -1,0 +1,179 @@
+"""Between the event loop and the engine's thread: hands requests in, brings events back.
+
+What a client leaves behind is cancelled; its place counts until the engine says that it is free.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from stageline.inference.decoding.grammars import Matchers
+from stageline.inference.decoding.request import (
+    AnswerPiece,
+    Failed,
+    Finished,
+    Listener,
+    Request,
+    Scored,
+    ScoreRequest,
+)
+from stageline.serving.errors import bad_request, too_busy
+from stageline.serving.metrics import Metrics
+
+Event = AnswerPiece | Finished | Scored | Failed
+
+
+class AnsweringEngine(Protocol):
+    """What the server needs of a `DecodingEngine`."""
+
+    processor: Any
+    max_length: int | None
+    matchers: Matchers
+
+    def submit(self, request: Request | ScoreRequest, listener: Listener) -> None:
+        """Takes a request; any thread."""
+
+    def cancel(self, key: str) -> None:
+        """Ends a request; any thread."""
+
+    def run(self) -> None:
+        """Works until `stop`."""
+
+    def stop(self) -> None:
+        """Ends `run`."""
+
+    def stats(self) -> Any:
+        """Numbers of this moment, such as `running` and `is_healthy`."""
+
+
+class RequestQueue:
+    """Counts what is under way, refuses what is too much.
+
+    Args:
+        max_queue: answers that may wait besides those the engine works on.
+
+    Attributes:
+        num_places: answers that are promised, be their prompts still read.
+        is_closed: nothing more is taken, as the server ends.
+    """
+
+    def __init__(self, engine: AnsweringEngine, *, max_queue: int, metrics: Metrics) -> None:
+        self.engine = engine
+        self.max_queue = max_queue
+        self.metrics = metrics
+        self.num_places = 0
+        self.is_closed = False
+        self._open: set[str] = set()
+
+    @property
+    def most_places(self) -> int:
+        """As many answers can be under way."""
+        return int(self.engine.stats().max_running) + self.max_queue
+
+    @contextlib.contextmanager
+    def place(self, count: int) -> Iterator["Reservation"]:
+        """Room for some answers of one request.
+
+        Raises:
+            ApiError: there is none, or the server can't answer now.
+        """
+        self.check_open()
+        if count > self.most_places:
+            raise bad_request(
+                f"{count} answers were asked for at once; at most {self.most_places} are ever "
+                "under way. Ask for fewer.",
+                param="n",
+            )
+        if self.num_places + count > self.most_places:
+            raise too_busy(
+                f"{self.num_places} answers are under way, and at most {self.most_places} may be. "
+                "Ask again later.",
+                status=429,
+                code="queue_full",
+            )
+        place = Reservation(self, count)
+        self.num_places += count
+        try:
+            yield place
+        finally:
+            place.leave()
+
+    def check_open(self) -> None:
+        """Refuses where the engine is not well or the server ends.
+
+        Raises:
+            ApiError: 503.
+        """
+        if self.is_closed:
+            raise too_busy("The server is ending.", code="shutting_down")
+        if not self.engine.stats().is_healthy:
+            raise too_busy("The engine is not healthy.", code="unhealthy")
+
+    def cancel_all(self) -> None:
+        """Ends everything that is under way."""
+        for key in list(self._open):
+            self.engine.cancel(key)
+
+
+class Reservation:
+    """Room for the answers of one request; see `Desk.place`."""
+
+    def __init__(self, desk: RequestQueue, count: int) -> None:
+        self.desk = desk
+        self._loop = asyncio.get_running_loop()
+        self._num_unused = count
+        self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._open: set[str] = set()
+
+    async def events(
+        self, requests: Sequence[Request | ScoreRequest]
+    ) -> AsyncIterator[tuple[int, Event]]:
+        """Hands the requests in; (number of the request, event) as they come, until all ended."""
+        self._start(requests)
+        num_left = len(requests)
+        while num_left:
+            number, event = await self._queue.get()
+            num_left -= not isinstance(event, AnswerPiece)
+            yield number, event
+
+    def leave(self) -> None:
+        """Gives the room back: at once what was not used, the rest when the engine ended it."""
+        self.desk.num_places -= self._num_unused
+        self._num_unused = 0
+        for key in list(self._open):
+            self.desk.engine.cancel(key)
+
+    def _start(self, requests: Sequence[Request | ScoreRequest]) -> None:
+        asked_at = time.monotonic()
+        for number, request in enumerate(requests):
+            key = f"{request.key}-{secrets.token_hex(8)}"  # clients choose no keys
+            self._num_unused -= 1
+            self._open.add(key)
+            self.desk._open.add(key)
+            listener = self._listener(number, key, asked_at)
+            try:
+                self.desk.engine.submit(replace(request, key=key), listener)
+            except Exception as error:  # as if it had failed later
+                self._take(number, key, asked_at, Failed(key, error))
+
+    def _listener(self, number: int, key: str, asked_at: float) -> Listener:
+        def listen(event: Event) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._take, number, key, asked_at, event)
+
+        return listen
+
+    def _take(self, number: int, key: str, asked_at: float, event: Event) -> None:
+        metrics = self.desk.metrics
+        if isinstance(event, AnswerPiece):
+            metrics.see_piece(key, asked_at)
+        elif key in self._open:
+            self._open.discard(key)
+            self.desk._open.discard(key)
+            self.desk.num_places -= 1
+            metrics.see_end(key, event, asked_at)
+        self._queue.put_nowait((number, event))

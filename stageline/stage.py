@@ -1,0 +1,134 @@
+"""What the rooms of the engine know of a stage model, whose code is in `stages`.
+
+Shapes: B rows of a group or of a micro-batch, T tokens.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+Tensors = tuple[torch.Tensor, ...]
+Batch = dict[str, torch.Tensor]
+
+
+class AnsweringStage:
+    """The part of a stage model that answering asks; a decoder of text needs none of its own.
+
+    Attributes:
+        can_decode: the forward hands `past_key_values` and `position_ids` to the layers; without it
+            each token of an answer reads its whole row anew.
+        only_answers: nothing trains any more.
+    """
+
+    can_decode = False
+    only_answers = False
+
+    @property
+    def reads_in_pieces(self) -> bool:
+        """Whether a prompt of text can be read in several passes, each on the cache so far.
+
+        Only where that gives the same as one pass: masks and positions of a piece follow from how
+        many tokens came before it, and nothing but keys and values is kept.
+        """
+        return False
+
+    def answer_only(self) -> None:
+        """Leaves out what a forward does for training alone."""
+        self.only_answers = True
+
+    def decode_positions(self, batch: Batch) -> torch.Tensor:
+        """Positions of the tokens of prompts that are padded on the left.
+
+        Returns:
+            [B, T], or [axes, B, T]; the token behind a prompt has the largest one's successor.
+        """
+        return (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+
+    def fixed_layers(self) -> frozenset[int]:
+        """Layers whose keys and values are those of a prompt's images: no step adds any."""
+        return frozenset()
+
+    def kept_inputs(self, batch: Batch) -> Batch:
+        """What the steps of an answer read of its prompts, besides the cache; dim 0 is the row."""
+        return {}
+
+    def decode_inputs(self, kept: Sequence[Batch], num_columns: int) -> Batch:
+        """What the forward of one step takes for this.
+
+        Args:
+            kept: of each row of the group: its part of `kept_inputs`.
+            num_columns: of the group's cache, the step's own included.
+        """
+        return {}
+
+    def fixed_cells(self, batch: Batch) -> int:
+        """Memory of a prompt's fixed keys and values, in tokens that take as much."""
+        return 0
+
+
+class Stage(AnsweringStage, nn.Module):
+    """The contract of a stage model; `StageModel` says what each of these is, and keeps it."""
+
+    config: PretrainedConfig
+    whole: PreTrainedModel | None
+    stage: int
+    num_stages: int
+    layers: range
+    parameter_order: list[str]
+    vocabulary: tuple[str, ...]
+    # what loading leaves behind; nothing is there before
+    loaded_from: str | None
+    keys_read: set[str]
+    keys_fresh: set[str]
+    cast_note: str | None
+    token_ids: tuple[int, ...]
+    carried: frozenset[str]
+
+    @property
+    def is_first(self) -> bool:
+        raise NotImplementedError
+
+    @property
+    def is_last(self) -> bool:
+        raise NotImplementedError
+
+    def num_layers(self) -> int:
+        raise NotImplementedError
+
+    def layer_name(self, index: int) -> str:
+        raise NotImplementedError
+
+    def layer_kind(self, index: int) -> object:
+        raise NotImplementedError
+
+    def layer_list(self) -> list[tuple[int, nn.Module]]:
+        raise NotImplementedError
+
+    def modules_to_shard(self) -> list[nn.Module]:
+        raise NotImplementedError
+
+    def parts(self) -> dict[str, list[str]]:
+        raise NotImplementedError
+
+    def part_of(self, name: str) -> str | None:
+        raise NotImplementedError
+
+    def get_example_input(self, micro_batch_size: int, max_token_num: int) -> Tensors:
+        raise NotImplementedError
+
+    def get_example_output(self, micro_batch_size: int, max_token_num: int) -> Tensors:
+        raise NotImplementedError
+
+    def get_batch_input(self, batch: Batch) -> Tensors:
+        raise NotImplementedError
+
+    def get_batch_output(self, batch: Batch) -> Tensors:
+        raise NotImplementedError
+
+    def get_key_map_without_last_lora(self) -> dict[str, str]:
+        raise NotImplementedError
+
+    def prune(self, whole: PreTrainedModel) -> None:
+        raise NotImplementedError

@@ -1,0 +1,495 @@
+"""The contract of a stage model and what every stage of a transformers model shares.
+
+A stage is the whole model, built on the meta device, without what other stages own. It knows its
+stage and the number of stages, and no process group.
+
+Shapes: B samples of a micro-batch, T tokens, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from stageline.checkpoint.adapter import num_rows_on_disk
+from stageline.checkpoint.adapter_start import AdapterStart
+from stageline.checkpoint.init import init_split_model
+from stageline.checkpoint.load import load_split_model
+from stageline.data.text.processor import get_pad_token_id, load_processor
+from stageline.errors import PlanError, UserError
+from stageline.model_folder import load_config
+from stageline.modules import recompute
+from stageline.modules import recompute as offload
+from stageline.modules.lora import key_map_without_last_lora
+from stageline.modules.methods import LANGUAGE, Methods, find_whole_modules, is_inside
+from stageline.modules.new_rows import (
+    NewRows,
+    add_noise,
+    put_new_rows,
+    set_vocab_size,
+    vocabulary_paths,
+)
+from stageline.modules.part_lora import find_targets, lora_of_parts, wrap_parts
+from stageline.modules.recompute import CheckpointMode, checkpoint_layers, tower_layers
+from stageline.modules.stage_names import Names, names_in
+from stageline.pipeline.topology import layer_range, stage_layers
+from stageline.stage import Stage
+
+# -- where a stage's configuration and weights come from ------------------------------------------
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """Where weights come from.
+
+    Attributes:
+        checkpoint_path: None: they are drawn.
+    """
+
+    checkpoint_path: str | None
+    seed: int
+    device: torch.device | str
+    dtype: torch.dtype
+
+
+def fill_stage(
+    model: "StageModel",
+    source: WeightSource | None,
+    *,
+    new_rows: NewRows | None,
+    neftune_alpha: float = 0.0,
+) -> None:
+    """Gives a stage on meta its weights, and says which of them train.
+
+    Args:
+        source: None: it stays on meta.
+        neftune_alpha: noise on the embeddings in training; 0: none.
+    """
+    if source is not None:
+        # whole weights wait on the host, one layer at a time goes on
+        device = "cpu" if model.methods.quantization else source.device
+        seed, path = source.seed, source.checkpoint_path
+        if path is None:
+            init_split_model(model, seed=seed, device=device, dtype=source.dtype)
+        else:
+            load_split_model(model, path, seed=seed, device=device, dtype=source.dtype)
+    model.methods.quantise(model, device="meta" if source is None else source.device)
+    model.frozen()
+    if new_rows is not None:
+        put_new_rows(model, new_rows)
+    if neftune_alpha:  # behind the rows of new tokens, which take the places of what was looked up
+        add_noise(model, model.vocabulary, neftune_alpha)
+    model.train()
+
+
+def read_config(
+    path: str | None,
+    model_types: tuple[str, ...] | None,
+    *,
+    weights: str | None,
+    trust_remote_code: bool,
+) -> PretrainedConfig:
+    """The config of the model.
+
+    Args:
+        model_types: the architectures that the chosen key serves; None: any.
+        weights: a checkpoint that may have more rows than the config that its run began with.
+
+    Raises:
+        UserError: no path, no config there, or one of another architecture.
+    """
+    if path is None:
+        raise UserError(
+            "neither `model_path` nor `config_path` came: the model's config.json must lie in "
+            "one of them; `model_path` continues from weights, `config_path` starts at random."
+        )
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    if model_types is not None and config.model_type not in model_types:
+        raise UserError(
+            f"{path} holds a model of type {config.model_type!r}, the chosen "
+            f"`train_model` serves {' or '.join(model_types)}: choose the key of that "
+            "architecture, or a generic one (causal_lm, vision_language)."
+        )
+    if weights is not None:
+        saved = num_rows_on_disk(Path(weights), of_base=True, trust_remote_code=trust_remote_code)
+        if saved:
+            set_vocab_size(config, saved)
+    return config
+
+
+def processor_of(path: str | None, *, trust_remote_code: bool) -> tuple[Any, int]:
+    """A processor and the id of its padding token."""
+    if path is None:
+        return None, 0
+    processor = load_processor(path, trust_remote_code=trust_remote_code)
+    return processor, get_pad_token_id(processor)
+
+
+# -------------------------------------------------------------------------------------------------
+
+PARTS = ("vit", "mlp", "llm", "lm_head")
+
+
+class StageModel(Stage):
+    """One stage of a model; subclass it for an architecture of your own.
+
+    Parameter names are those of the whole model: a stage shares the registries of `whole`, the
+    pruned transformers model, instead of wrapping it under a prefix.
+
+    Attributes:
+        whole: the pruned transformers model, or None for a subclass that builds its own modules.
+        partition: layers per stage.
+        layers: the global indices of this stage's layers.
+        start: adapters that are there already, and modules trained whole, of the arguments `lora`.
+        whole_modules: paths of these modules, of all stages.
+        lora: part -> its LoRA, of the arguments `lora`: see `lora_of_parts`.
+        logits_chunk: above 0 the last stage returns hidden states in the place of logits, and
+            the loss makes logits of so many tokens at a time (stageline/modules/chunked_loss.py).
+        vocabulary: module paths of embedding and head in the whole model.
+        cached_configs: parts of the configuration, "" for all of it, whose `use_cache` is off here
+            and on in what is saved.
+        fresh_names: weights that a checkpoint may lack: they start by the seed, as without one.
+        unused_names: beginnings of names in a checkpoint that the model has no use for.
+        shared_names: weights that several stages hold on purpose, under one name: their gradients
+            are summed, one of them is saved. Those that `adopt` finds tied are added.
+        whole_names: the weights of the whole model; None: a subclass builds its own modules.
+        methods: what is done in another way than training the whole model.
+        notes: lines about it to print.
+        changes_config: the configuration is not that of the weights' folder.
+    """
+
+    cached_configs: tuple[str, ...] = ()
+    fresh_names: frozenset[str] = frozenset()
+    unused_names: tuple[str, ...] = ()
+    shared_names: frozenset[str] = frozenset()
+    whole_names: Names | None = None
+    logits_chunk = 0
+    checkpoint_every = 1
+    changes_config = False
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        *,
+        stage: int,
+        num_stages: int,
+        partition: list[int] | None = None,
+        visual_gpu_ratio: float = 0.0,
+        vision_stages: int = 0,
+        frozen_vit: bool = False,
+        frozen_mlp: bool = False,
+        frozen_llm: bool = False,
+        frozen_lm_head: bool = False,
+        dtype: torch.dtype = torch.float32,
+        is_piece: bool = False,
+        methods: Methods | None = None,
+        **lora: Any,
+    ) -> None:
+        super().__init__()
+        self.methods = methods or Methods()
+        self.notes: tuple[str, ...] = ()
+        self.config = config
+        self.stage = stage
+        self.num_stages = num_stages
+        self.dtype = dtype
+        self.frozen_parts = {
+            "vit": frozen_vit,
+            "mlp": frozen_mlp,
+            "llm": frozen_llm,
+            "lm_head": frozen_lm_head,
+        }
+        self.start = AdapterStart.of(lora)
+        self.whole_modules: frozenset[str] = frozenset()
+        self.lora = lora_of_parts(**lora)
+        if vision_stages and not hasattr(self, "tower_partition"):
+            raise UserError(
+                f"`vision_stages` {vision_stages} came with a {config.model_type} model, which has "
+                "no vision tower. The option places a tower: leave it out."
+            )
+        self.vision_stages = vision_stages
+        self.partition = stage_layers(
+            partition,
+            num_layers=self.num_layers(),
+            num_stages=num_stages,
+            vision_stages=vision_stages,
+            visual_gpu_ratio=visual_gpu_ratio,
+            least=0 if is_piece else 1,
+        )
+        self.layers = layer_range(self.partition, stage)
+        self.whole: PreTrainedModel | None = None
+        self.parameter_order: list[str] = []
+        self.vocabulary: tuple[str, ...] = ()
+
+    # -- what a subclass gives -------------------------------------------------------------
+
+    def forward(
+        self, hidden_or_ids: torch.Tensor, *extras: torch.Tensor, **batch: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Runs the stage.
+
+        Args:
+            hidden_or_ids: token ids [B, T] on stage 0, else the hidden states [B, T, H] of the
+                stage before.
+            extras: what else the stage before sends: small float tensors.
+            batch: the micro-batch without labels; pixels are there on stage 0 only.
+
+        Returns:
+            Hidden states [B, T, H], or a tuple of them and of extras, as `get_example_output` says;
+            on the last stage logits [B, T, V], or a tuple of them and of an extra loss: a scalar
+            of this micro-batch, weighted, that is trained on top of the loss_fn part.
+        """
+        raise NotImplementedError
+
+    def get_example_input(
+        self, micro_batch_size: int, max_token_num: int
+    ) -> tuple[torch.Tensor, ...]:
+        """What this stage receives, as tensors on the meta device; dtypes must be the true ones.
+
+        The shapes of every micro-batch follow from this, so nothing is asked over the network.
+        """
+        if self.is_first:
+            return (torch.empty(micro_batch_size, max_token_num, dtype=torch.long, device="meta"),)
+        hidden_size = self.text_config.hidden_size
+        return (
+            torch.empty(
+                micro_batch_size, max_token_num, hidden_size, dtype=self.dtype, device="meta"
+            ),
+        )
+
+    def parts(self) -> dict[str, list[str]]:
+        """Module path prefixes of the parts `vit`, `mlp` (projector), `llm` and `lm_head`."""
+        raise NotImplementedError
+
+    def modules_to_shard(self) -> list[nn.Module]:
+        """Modules with weights that are called one after the other: decoder layers.
+
+        With `dp_shard` their weights are sent one by one, and all others in one piece.
+        """
+        return []
+
+    # -- what follows from it --------------------------------------------------------------
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+    @property
+    def text_config(self) -> PretrainedConfig:
+        """The configuration of the language model, which for a text model is the whole one."""
+        return self.config.get_text_config(decoder=True)
+
+    def num_layers(self) -> int:
+        """How many layers are split over the stages."""
+        return self.text_config.num_hidden_layers
+
+    def layer_name(self, index: int) -> str:
+        """The module path of a layer, for the planner."""
+        count = self.num_layers()
+        lists = [
+            name
+            for name, module in self.named_modules()
+            if isinstance(module, nn.ModuleList) and len(module) == count
+        ]
+        if len(lists) != 1:
+            raise PlanError(
+                f"{type(self).__name__} has {len(lists)} lists of {count} layers, the planner "
+                "looks for one: override layer_name(index) in the stage model, or give "
+                "`partition` as numbers."
+            )
+        return f"{lists[0]}.{index}"
+
+    def layer_kind(self, index: int) -> object:
+        """What sets a layer apart from others with parameters of the same shapes."""
+        types = getattr(self.text_config, "layer_types", None)
+        return types[index] if types else None, index % self.checkpoint_every == 0
+
+    def get_example_output(
+        self, micro_batch_size: int, max_token_num: int
+    ) -> tuple[torch.Tensor, ...]:
+        """What this stage sends on: what the next stage expects. Empty on the last stage."""
+        if self.is_last:
+            return ()
+        return self._successor().get_example_input(micro_batch_size, max_token_num)
+
+    def _successor(self) -> "StageModel":
+        # not copy.copy: FSDP, which shards stages, gives a class another __new__
+        successor = object.__new__(type(self))
+        successor.__dict__.update(self.__dict__)
+        successor.stage = self.stage + 1
+        return successor
+
+    def get_batch_input(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """What this stage receives for one micro-batch, as tensors on the meta device.
+
+        Override it where shapes depend on more than rows and tokens: on the images of the
+        micro-batch. Only the first stage has pixels, so ask its small integers alone.
+        """
+        return self.get_example_input(*batch["input_ids"].shape)
+
+    def get_batch_output(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """What this stage sends on for one micro-batch. Empty on the last stage."""
+        return () if self.is_last else self._successor().get_batch_input(batch)
+
+    def part_of(self, name: str) -> str | None:
+        """The part that a parameter belongs to; the longest prefix wins. None: in no part."""
+        plain = name.replace(".lora_module", "")
+        matches = [
+            (len(prefix), part)
+            for part, prefixes in self.parts().items()
+            for prefix in prefixes
+            if plain == prefix or plain.startswith(prefix + ".")
+        ]
+        return max(matches)[1] if matches else None
+
+    def frozen(self) -> None:
+        """Sets `requires_grad` on every parameter by part.
+
+        A part with LoRA trains its outermost adapter alone, and modules that are to be trained
+        whole; above a quantised base nothing else trains. A tied head follows the embeddings,
+        whose weight it is.
+        """
+        chosen = self.methods.trained_names(self)
+        for name, parameter in self.named_parameters():
+            part = self.part_of(name)
+            is_last_lora = ".lora.lora_" in name and ".lora_module." not in name
+            has_lora = part in self.lora and self.lora[part].num > 0
+            if is_inside(name, self.whole_modules):
+                parameter.requires_grad_(True)
+            elif has_lora or self.methods.quantization is not None:
+                parameter.requires_grad_(has_lora and is_last_lora)
+            elif chosen is not None and part in LANGUAGE:
+                parameter.requires_grad_(name in chosen)
+            else:
+                parameter.requires_grad_(not self.frozen_parts.get(part or "", False))
+
+    def get_key_map_without_last_lora(self) -> dict[str, str]:
+        """Parameter name here -> its name in a checkpoint without the outermost LoRA.
+
+        Parameters of the outermost LoRA are not in the map: they start fresh.
+        """
+        return key_map_without_last_lora(list(self.state_dict()))
+
+    def train(self, mode: bool = True) -> "StageModel":
+        if self.whole is not None:
+            self.whole.training = mode
+        return super().train(mode)
+
+    def adopt(self, whole: PreTrainedModel) -> None:
+        """Prunes `whole` to this stage and shares its modules; then puts LoRA on."""
+        self.parameter_order = [name for name, _ in whole.named_parameters()]
+        self.whole_names = names_in(whole)
+        # a buffer outside of the layers lies on every stage
+        self.shared_names |= self.whole_names.tied | self.whole_names.buffers
+        self.vocabulary = vocabulary_paths(whole)
+        lora = self.start.lora_of(self.lora, self.part_of)
+        self.whole_modules = find_whole_modules(whole, self.start.modules_to_save)
+        self.lora = find_targets(whole, self.parts(), lora, kept=self.whole_modules)
+        self.prune(whole)
+        self.__dict__["whole"] = whole  # not a child: its children are ours
+        self.__dict__["_modules"] = whole._modules
+        self.__dict__["_parameters"] = whole._parameters
+        self.__dict__["_buffers"] = whole._buffers
+        self.__dict__["_non_persistent_buffers_set"] = whole._non_persistent_buffers_set
+        self.wrap_lora()
+
+    def prune(self, whole: PreTrainedModel) -> None:
+        """Drops from a whole model, in place, what other stages own."""
+        raise NotImplementedError
+
+    def wrap_lora(self) -> None:
+        """Wraps the linear layers of each part as often as its `*_lora_num` says."""
+        wrap_parts(self, self.parts(), self.lora)
+
+    def layer_list(self) -> list[tuple[int, nn.Module]]:
+        """(index in the whole model, layer) of the split layers; others' may be among them."""
+        raise UserError(
+            f"{type(self).__name__} has no layer_list(), which `gradient_checkpointing` and "
+            "`compile_layers` change layer by layer: return [(index, layer), ...] from it, or "
+            "leave these options out."
+        )
+
+    def enable_gradient_checkpointing(
+        self, *, every: int = 1, mode: CheckpointMode = "full"
+    ) -> None:
+        """Recomputes layers in the backward pass instead of keeping their activations.
+
+        The layers of a vision tower too.
+
+        Args:
+            every: layers 0, n, 2 n, ... of the whole model, the same for every split.
+            mode: "operators" keeps the outputs of matrix products and attention.
+        """
+        self.checkpoint_every = every
+        layers = self.layer_list()
+        layers += tower_layers(self, but=[layer for _, layer in layers])
+        checkpoint_layers(layers, every=every, mode=mode)
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        config_path: str | None,
+        processor_path: str | None,
+        checkpoint_path: str | None,
+        stage: int,
+        num_stages: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        gradient_checkpointing: bool = False,
+        checkpoint_every: int = 1,
+        checkpoint_mode: CheckpointMode = "full",
+        offload_activations: bool = False,
+        compile_layers: bool = False,
+        logits_chunk: int = 0,
+        trust_remote_code: bool = False,
+        model_types: tuple[str, ...] | None = None,
+        is_piece: bool = False,
+        new_rows: NewRows | None = None,
+        neftune_alpha: float = 0.0,
+        methods: Methods | Mapping[str, object] | None = None,
+        **model_kwargs: Any,
+    ) -> tuple["StageModel", Any, int]:
+        """Builds one stage and fills it; the body of most train_model parts.
+
+        Without a checkpoint the start is random, and the same for every number of stages.
+
+        Args:
+            model_types: the architectures that the chosen key serves; None: any.
+            is_piece: for the planner: it needs no layers, no processor, on meta no weights.
+            new_rows: tokens that the tokenizer got for this run.
+            neftune_alpha: noise on the embeddings in training, see `neftune.py`; 0: none.
+            methods: `Methods`, or what `Methods.of` takes.
+
+        Returns:
+            The stage on `device`, the processor, and the id of the padding token.
+        """
+        config_path, code = config_path or checkpoint_path, trust_remote_code
+        weights = None if new_rows is None else checkpoint_path
+        config = read_config(config_path, model_types, weights=weights, trust_remote_code=code)
+        facts = (methods := Methods.of(methods)).prepare(config)
+        asked = {"is_piece": is_piece, "methods": methods.is_asked and methods}
+        model_kwargs |= {name: value for name, value in asked.items() if value}
+        model = cls(config, stage=stage, num_stages=num_stages, dtype=dtype, **model_kwargs)
+        is_bare = is_piece and torch.device(device).type == "meta"
+        source = None if is_bare else WeightSource(checkpoint_path, seed, device, dtype)
+        fill_stage(model, source, new_rows=new_rows, neftune_alpha=neftune_alpha)
+        methods.finish(model, facts)
+        model.logits_chunk = logits_chunk
+        # from the inside out: what is compiled can be recomputed, what that keeps be offloaded
+        if compile_layers:
+            recompute.compile_layers(model.layer_list())
+        if gradient_checkpointing:
+            model.enable_gradient_checkpointing(every=checkpoint_every, mode=checkpoint_mode)
+        if offload_activations:
+            offload.offload_activations(model)
+        path = None if is_piece else processor_path or checkpoint_path or config_path
+        return model, *processor_of(path, trust_remote_code=code)

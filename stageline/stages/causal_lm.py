@@ -1,0 +1,339 @@
+"""Stages of decoder-only language models: one class for every decoder of transformers.
+
+The model's own forward runs on every stage, on the token ids: masks, rotary embeddings and the loop
+over layers stay the library's, and no model code is copied (stageline/stages/splice.py).
+
+Shapes: B rows, T tokens, H hidden size, V vocabulary.
+"""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
+from stageline.errors import UserError
+from stageline.model_folder import has_trusted_code
+from stageline.modules.router_records import recording_routers, watch_routers
+from stageline.pipeline.topology import layer_range
+from stageline.stages.base import StageModel
+from stageline.stages.discover import ModelPaths, find_paths, is_pixel, plan_of, sizes_of
+from stageline.stages.packing import FLAG, RouterLoss, find_router_loss, is_packed, without_masks
+from stageline.stages.splice import Spliced
+from stageline.stages.split_plan import SplitPlan
+
+# -- what a stage settles of attention before it is built: the kernel, and that nothing is cached -
+
+
+def cache_off(config: PretrainedConfig) -> tuple[str, ...]:
+    """Turns the cache off in a model's configuration and in those of its parts.
+
+    With a cache the library takes a packed row for one sample, and keeps keys and values that
+    training has no use for.
+
+    Returns:
+        Which had it on, "" for the configuration itself: a saved model is to have it again.
+    """
+    found = []
+    for name in ("", *config.sub_configs):
+        one = getattr(config, name, None) if name else config
+        if one is not None and getattr(one, "use_cache", None):
+            one.use_cache = False
+            found.append(name)
+    return tuple(found)
+
+
+def refused_attention(
+    config: PretrainedConfig, attn_implementation: str | None, error: Exception
+) -> Exception:
+    """The library's refusal of a kernel as the user's error; another error as it is."""
+    text = str(error)
+    if not attn_implementation or not ("attention" in text.lower() or "flash" in text.lower()):
+        return error
+    return UserError(
+        f"{config.model_type} cannot be built with the attention {attn_implementation} "
+        f"({text.splitlines()[0][:300]}). A kernel that this architecture has and this machine can "
+        "run was expected: leave `attention` (or `train_model.attn_implementation`) out for the "
+        "one that the library chooses, or use `attention` eager."
+    )
+
+
+# -- which models answer on a cache, and which may read a prompt of text in pieces ----------------
+# Pieces are each read on the keys and values of those before.
+#
+# The list names what the tests compare with the library, piece by piece. Any other decoder reads
+# its prompts whole: a class may keep more than keys and values between passes, or look ahead, and
+# nothing in its configuration need say so.
+
+READ_IN_PIECES = frozenset(
+    {
+        *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"),
+        *("gpt2", "gpt_neox", "mixtral", "qwen3_moe"),
+        *("internvl", "llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
+        *("idefics3", "smolvlm"),
+    }
+)
+# what a token sees then depends on the tokens before it alone
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+def keeps_keys_and_values(whole: PreTrainedModel, plan: SplitPlan) -> bool:
+    """Whether keys and values are all that a stage has to remember of the tokens so far.
+
+    Not where layers keep a state (Mamba, convolutions), take no positions, or where stages need
+    more of each other than hidden states: a token of an answer then reads its whole row anew.
+    """
+    takes = inspect.signature(type(whole.base_model).forward).parameters
+    kinds = set(getattr(whole.config.get_text_config(decoder=True), "layer_types", None) or ())
+    return (
+        not getattr(whole, "_is_stateful", False)
+        and {"past_key_values", "position_ids"} <= set(takes)
+        and kinds <= LAYER_TYPES
+        and all(len(slots) == 1 for slots in plan.borders)
+    )
+
+
+def can_be_cut(config: PretrainedConfig) -> bool:
+    """Whether a piece is read as it would be in the whole prompt."""
+    text = config.get_text_config(decoder=True)
+    layer_types = getattr(text, "layer_types", None) or ()
+    return (
+        config.model_type in READ_IN_PIECES
+        and LAYER_TYPES.issuperset(layer_types)
+        and not getattr(text, "use_bidirectional_attention", None)
+        and not any(_follows_length(kind) for kind in _rope_types(text))
+    )
+
+
+def _follows_length(rope_type: str) -> bool:
+    """Whether its frequencies are those of the longest row of a pass: a piece's are others."""
+    return "dynamic" in rope_type or rope_type == "longrope"
+
+
+def _rope_types(text: PretrainedConfig) -> list[str]:
+    found = getattr(text, "rope_parameters", None) or {}
+    by_layers = [value for value in found.values() if isinstance(value, dict)]
+    return [one.get("rope_type", "default") for one in by_layers or [found]]
+
+
+# -------------------------------------------------------------------------------------------------
+
+Batch = dict[str, torch.Tensor]
+Tensors = tuple[torch.Tensor, ...]
+
+
+class CausalLMStage(Spliced, StageModel):
+    """A stage of a decoder. What differs for an architecture is overridden in a subclass.
+
+    Attributes:
+        plan: how the whole model is split.
+        router_loss: the load-balancing loss of a mixture of experts; None: there is none, or it
+            was not asked for.
+    """
+
+    auto_class: type[_BaseAutoModelClass] = AutoModelForCausalLM
+    plan: SplitPlan
+    paths: ModelPaths
+    can_decode = True
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        *,
+        attn_implementation: str | None = None,
+        output_router_logits: bool | None = None,
+        router_aux_loss_coef: float | None = None,
+        dtype: torch.dtype = torch.float32,
+        **stage_kwargs: Any,
+    ) -> None:
+        self.__dict__["config"] = config  # asked before the base class sets it
+        whole = self.build_whole(config, dtype=dtype, attn_implementation=attn_implementation)
+        self.cached_configs = cache_off(whole.config)
+        self.plan = self.find_plan(whole)
+        super().__init__(config, dtype=dtype, **stage_kwargs)
+        self.paths = self.find_paths(whole)
+        self.can_decode = self.can_decode and keeps_keys_and_values(whole, self.plan)
+        config_asks = bool(getattr(self.text_config, FLAG, False))
+        asks = config_asks if output_router_logits is None else output_router_logits
+        self.router_loss: RouterLoss | None = None
+        if asks:
+            self.router_loss = find_router_loss(whole, coefficient=router_aux_loss_coef)
+        # the library would compute a loss of its own, and of all layers
+        self.flags: dict[str, bool] = {FLAG: False} if asks or config_asks else {}
+        self.adopt(whole)
+
+    def build_whole(
+        self, config: PretrainedConfig, *, dtype: torch.dtype, attn_implementation: str | None
+    ) -> PreTrainedModel:
+        """The whole model on the meta device."""
+        kwargs: dict[str, object] = {"trust_remote_code": has_trusted_code(config)}
+        if attn_implementation:
+            kwargs["attn_implementation"] = attn_implementation
+        with torch.device("meta"):
+            try:
+                return self.auto_class.from_config(config, dtype=dtype, **kwargs)
+            except (ValueError, ImportError) as error:
+                raise refused_attention(config, attn_implementation, error) from error
+
+    def find_plan(self, whole: PreTrainedModel) -> SplitPlan:
+        """How the whole model is split, by a rehearsal."""
+        return plan_of(whole, run_whole, kind="logits", sizes=self.sizes)
+
+    def find_paths(self, whole: PreTrainedModel) -> ModelPaths:
+        """Where the parts of the whole model lie."""
+        return find_paths(whole, self.plan)
+
+    def num_layers(self) -> int:
+        return self.plan.size
+
+    def parts(self) -> dict[str, list[str]]:
+        paths = self.paths
+        return {
+            "vit": [paths.vision_tower] if paths.vision_tower else [],
+            "mlp": [path for path in (paths.projector, *paths.beside_projector) if path],
+            "llm": [paths.text_model],
+            "lm_head": [path for path in (paths.head, *paths.behind) if path],
+        }
+
+    def modules_to_shard(self) -> list[torch.nn.Module]:
+        return [layer for index, layer in self.layer_list() if index in self.layers]
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of inputs come apart from those of weights in zero-bubble schedules.
+
+        Where several tensors cross a border, paths to them share nodes, which torch's split
+        backward pass frees too early: such a stage does all of its backward pass at once.
+        """
+        return all(len(slots) == 1 for slots in self.plan.borders)
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether embedding and head share their weight."""
+        return bool(getattr(self.config, "tie_word_embeddings", False))
+
+    def layer_name(self, index: int) -> str:
+        return f"{self.paths.layers}.{index}"
+
+    def adopt(self, whole: PreTrainedModel) -> None:
+        super().adopt(whole)
+        self.shared_names |= self.plan.shared_names
+        self.intercept()
+        if self.router_loss is not None:
+            watch_routers(whole.base_model, self.modules_to_shard())
+
+    def prune(self, whole: PreTrainedModel) -> None:
+        self.splice(whole)
+
+    def layer_list(self) -> list[tuple[int, torch.nn.Module]]:
+        return list(enumerate(cast(torch.nn.ModuleList, self.get_submodule(self.plan.layers))))
+
+    def model_inputs(self, batch: Batch) -> dict[str, Any]:
+        """What of the micro-batch the model's forward takes, besides its token ids."""
+        inputs = {name: value for name, value in batch.items() if name != "input_ids"}
+        return without_masks(inputs) if is_packed(batch) else inputs
+
+    def get_example_input(self, micro_batch_size: int, max_token_num: int) -> Tensors:
+        if self.is_first:
+            return super().get_example_input(micro_batch_size, max_token_num)
+        ids_BT = torch.empty(micro_batch_size, max_token_num, dtype=torch.long, device="meta")
+        return self._border(sizes_of(None, {"input_ids": ids_BT}), has_pictures=False)
+
+    def get_batch_input(self, batch: Batch) -> Tensors:
+        if self.is_first or not self.has_pictures(batch):
+            return super().get_batch_input(batch)
+        return self._border(self.sizes(batch), has_pictures=True)
+
+    def sizes(self, batch: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """What the letters in the shapes of borders stand for in a micro-batch."""
+        return sizes_of(self.config, batch)
+
+    def _border(self, sizes: dict[str, int], *, has_pictures: bool) -> Tensors:
+        # a stage is asked about the one behind it by its number alone
+        border = layer_range(self.partition, self.stage).start
+        slots = self.plan.slots(border, has_pictures=has_pictures)
+        floats = [slot.meta(sizes) for slot in slots if slot.dtype.is_floating_point]
+        others = [slot.meta(sizes) for slot in slots if not slot.dtype.is_floating_point]
+        routers = [] if self.router_loss is None else [self.router_loss.example()]
+        return (*floats, *routers, *others)
+
+    def has_pictures(self, batch: Batch) -> bool:
+        """Whether the micro-batch has a picture; by its token ids, which all stages have."""
+        return False
+
+    def _brings_pictures(self, came: Tensors, batch: Batch) -> bool:
+        """By what is there, where that tells: an answer may hold the token of a picture."""
+        if self.is_first:
+            return any(is_pixel(name) for name in batch)
+        counts = [
+            len(self.plan.slots(self.layers.start, has_pictures=has)) for has in (False, True)
+        ]
+        if came and counts[0] != counts[1]:
+            return len(came) == counts[1]
+        return self.has_pictures(batch)
+
+    def answer_only(self) -> None:
+        super().answer_only()
+        self.router_loss, self.logits_chunk = None, 0
+
+    @property
+    def reads_in_pieces(self) -> bool:
+        return can_be_cut(self.config)
+
+    @property
+    def runs_head(self) -> bool:
+        """On the last stage the class's own forward runs: it may scale or cap the logits."""
+        return not (self.is_last and self.logits_chunk)
+
+    def finish(self, hidden_BTH: torch.Tensor) -> torch.Tensor:
+        """What the last stage gives where it does not run the model's own head."""
+        return hidden_BTH
+
+    def forward(
+        self, hidden_or_ids: torch.Tensor, *extras: torch.Tensor, **batch: torch.Tensor
+    ) -> torch.Tensor | Tensors:
+        ids, came = hidden_or_ids, Tensors()
+        statistics: torch.Tensor | None = None
+        if not self.is_first:
+            came = (hidden_or_ids, *extras)
+            if "input_ids" in batch:
+                ids = batch["input_ids"]
+            else:  # a stage that is measured by itself
+                ids = hidden_or_ids.new_zeros(hidden_or_ids.shape[:2], dtype=torch.long)
+            if self.router_loss is not None:
+                place = sum(tensor.is_floating_point() for tensor in came) - 1
+                statistics = came[place]
+                came = (*came[:place], *came[place + 1 :])
+        has_pictures = self._brings_pictures(came, {**batch, "input_ids": ids})
+        inputs = self.model_inputs(batch)
+        # keys and values are kept where someone brings a place for them, and made nowhere else
+        inputs |= {**self.flags, "use_cache": inputs.get("past_key_values") is not None}
+
+        def run() -> torch.Tensor:
+            return self.run(ids, inputs)
+
+        with recording_routers(self.router_loss is not None) as router_logits:
+            made = self.run_spliced(run, came, has_pictures=has_pictures, ids=ids)
+        if self.router_loss is None:
+            return made if self.is_last or len(made) > 1 else made[0]
+        first = made if self.is_last else made[0]
+        mask = batch.get("attention_mask")
+        statistics = self.router_loss.add(statistics, router_logits, mask, device=first.device)
+        if self.is_last:
+            return made, self.router_loss.loss(statistics)
+        count = sum(tensor.is_floating_point() for tensor in made)
+        return (*made[:count], statistics, *made[count:])
+
+    def run(self, ids_BT: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+        """The model's own forward, up to logits [B, T, V] or what `finish` makes."""
+        if self.runs_head:
+            return self.whole(input_ids=ids_BT, **inputs).logits
+        return self.finish(self.whole.base_model(input_ids=ids_BT, **inputs).last_hidden_state)
+
+
+def run_whole(whole: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> object:
+    """A forward pass of a whole model, as a rehearsal runs it."""
+    asks = getattr(whole.config.get_text_config(decoder=True), FLAG, False)
+    return whole(**batch, use_cache=False, **({FLAG: False} if asks else {}))

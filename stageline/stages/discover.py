@@ -1,0 +1,294 @@
+"""Where the parts of a transformers model lie, found by what is called when.
+
+The names that people speak of (vision tower, projector, language model, head) are made of the split
+plan: what is read for pictures alone is tower and projector. Works for every model of transformers
+whose layers are called in a row.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from stageline.errors import UserError
+from stageline.stages.example_batch import image_token, picture_batch
+from stageline.stages.rehearsal import stand_ins
+from stageline.stages.split_plan import SplitPlan, longer, make_plan
+
+
+@dataclass(frozen=True)
+class ModelPaths:
+    """Where the parts of a model lie: module paths, empty when the model has no such part.
+
+    Attributes:
+        text_model: what holds layers and embeddings, and no part of the others.
+        beside_projector: what else turns features into embeddings: projectors of features that
+            go to deeper layers, and parameters that lie on the base model itself (the line end
+            of LLaVA-NeXT). Like the projector, the first stage alone has them.
+        behind: what lies behind the layers beside the head.
+    """
+
+    text_model: str
+    layers: str
+    head: str
+    vision_tower: str
+    projector: str
+    beside_projector: tuple[str, ...] = ()
+    behind: tuple[str, ...] = ()
+
+
+Batch = Mapping[str, torch.Tensor]
+Run = Callable[[PreTrainedModel, Batch], object]
+Sizes = Callable[[Batch], dict[str, int]]
+_PLANS: dict[str, SplitPlan] = {}
+_ROWS = range(7, 500)  # a few times the length is not to be taken for all tokens
+_TOKENS = range(17, 500)
+
+
+def plan_of(
+    whole: PreTrainedModel, run: Run, *, kind: str, sizes: Sizes, takes_pictures: bool = False
+) -> SplitPlan:
+    """The split plan of a model on meta; found once for each configuration.
+
+    Args:
+        run: (whole, batch) -> its forward pass.
+        kind: tells apart what is run of the same model.
+        sizes: batch -> what the letters in the shapes of borders stand for.
+        takes_pictures: it is rehearsed with pictures, too.
+
+    Raises:
+        UserError: the model cannot be split, or not be rehearsed.
+    """
+    config = whole.config
+    facts = [kind, type(whole).__qualname__, str(whole.dtype), takes_pictures]
+    key = json.dumps(facts) + config.to_json_string(use_diff=False)
+    if key not in _PLANS:
+        _PLANS[key] = _rehearsed(whole, run, sizes, takes_pictures)
+    return _PLANS[key]
+
+
+def _rehearsed(whole: PreTrainedModel, run: Run, sizes: Sizes, takes_pictures: bool) -> SplitPlan:
+    dtype = whole.dtype
+    try:
+        with stand_ins(whole, dtype=dtype) as used, _plain_attention(whole):
+            plan = make_plan(
+                whole,
+                functools.partial(run, whole),
+                text_batch(whole.config),
+                pictures=pictured_batch(whole, sizes) if takes_pictures else None,
+                is_pixel=is_pixel,
+                sizes=sizes,
+                depth=getattr(
+                    whole.config.get_text_config(decoder=True), "num_hidden_layers", None
+                ),
+                numbers=frozenset(_numbers(whole.config.to_dict())),
+            )
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{type(whole).__name__} ({whole.config.model_type}) cannot be split over stages: "
+            f"a forward pass without weights ended in {type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else ''}. One was expected to run, "
+            "because by it layers and what crosses borders are found. Train it on one GPU, or "
+            "write a subclass of StageModel (docs/add_a_model.md)."
+        ) from error
+    return plan.in_dtype(dtype, used)
+
+
+@contextmanager
+def _plain_attention(whole: PreTrainedModel) -> Iterator[None]:
+    """While open, attention is the library's eager code: a kernel may need a GPU or a compiler."""
+    configs = {id(m.config): m.config for m in whole.modules() if isinstance(m, PreTrainedModel)}
+    before = [(config, config._attn_implementation_internal) for config in configs.values()]
+    for config, _ in before:
+        config._attn_implementation_internal = "eager"
+    try:
+        yield
+    finally:
+        for config, chosen in before:
+            config._attn_implementation_internal = chosen
+
+
+def is_pixel(name: str) -> bool:
+    """Whether an input of the model goes to the first stage alone."""
+    return name.startswith("pixel_")
+
+
+def sizes_of(config: PretrainedConfig | None, batch: Batch) -> dict[str, int]:
+    """Rows, tokens, their product and image tokens of a micro-batch."""
+    rows, tokens = batch["input_ids"].shape
+    sizes = {"B": rows, "T": tokens, "BT": rows * tokens}
+    token = None if config is None else image_token(config)
+    if token is not None:
+        sizes["N"] = int((batch["input_ids"] == token).sum())
+    return sizes
+
+
+def text_batch(config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    """A micro-batch of text whose numbers of rows and tokens stand nowhere in the configuration."""
+    numbers = set(_numbers(config.to_dict()))
+    rows = next(one for one in _ROWS if one not in numbers)
+    tokens = next(one for one in _TOKENS if one != rows and not numbers & {one, rows * one})
+    text = config.get_text_config(decoder=True)
+    special = {
+        value
+        for name, value in config.to_dict().items()
+        if name.endswith(("token_id", "token_index")) and isinstance(value, int)
+    }
+    ids = [one for one in range(min(text.vocab_size, 4 * tokens)) if one not in special]
+    places = torch.arange(rows * tokens) * 7 % len(ids)
+    mask = torch.ones(rows, tokens, dtype=torch.long)
+    mask[-1, -3:] = 0
+    return {"input_ids": torch.tensor(ids)[places].view(rows, tokens), "attention_mask": mask}
+
+
+def pictured_batch(whole: PreTrainedModel, sizes: Sizes) -> Batch:
+    """A micro-batch with pictures in its first row; its sizes stand nowhere in the configuration.
+
+    Raises:
+        UserError: it is not known what pictures the model takes, or sizes can't be told apart.
+    """
+    numbers = set(_numbers(whole.config.to_dict()))
+    rows = next(one for one in _ROWS if one not in numbers)
+    for count in range(2, 9):
+        pictures = (count, *[0] * (rows - 1))
+        batch: Batch
+        with torch.no_grad():
+            batch = picture_batch(whole.config, whole, rows=pictures, dtype=whole.dtype)
+        for _ in range(32):
+            found = list(sizes(batch).values())
+            if len(set(found)) == len(found) and numbers.isdisjoint(found):
+                return batch
+            batch = longer(batch)
+    raise UserError(
+        f"{type(whole).__name__} ({whole.config.model_type}) cannot be split over stages: every "
+        "number of image tokens that a small micro-batch can have stands in its configuration, "
+        "too. Another one was expected, because by it the sizes of what crosses borders are told "
+        "apart. Train it on one GPU, or write a subclass of StageModel (docs/add_a_model.md)."
+    )
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for one in value:
+            yield from _numbers(one)
+    elif isinstance(value, int):
+        yield value
+
+
+def find_paths(whole: PreTrainedModel, plan: SplitPlan) -> ModelPaths:
+    """The parts of a model, by its plan and by what the library says of heads and towers."""
+    names = {id(module): name for name, module in whole.named_modules()}
+    head = names.get(id(whole.get_output_embeddings()), "")
+    tower = _find_tower(whole)
+    ancestors = _ancestors(plan.layers)
+    # the outermost that holds the layers, and neither head nor what makes embeddings of pictures
+    text_model = next(
+        (path for path in ancestors if not any(_is_in(one, path) for one in (head, tower) if one)),
+        plan.layers,
+    )
+    rest = [path for path in _outermost(whole, (text_model, tower, head)) if path]
+    behind = tuple(path for path in rest if _places(plan, path) == {plan.size})
+    projectors = [path for path in rest if path not in behind] if tower else []
+    if tower:
+        projectors += _mergers(whole, plan, tower)
+    return ModelPaths(
+        text_model=text_model,
+        layers=plan.layers,
+        head=head,
+        vision_tower=tower,
+        projector=next(iter(projectors), ""),
+        beside_projector=tuple(projectors[1:]),
+        behind=behind,
+    )
+
+
+def _ancestors(path: str) -> list[str]:
+    steps = path.split(".")
+    return [".".join(steps[:count]) for count in range(1, len(steps))]
+
+
+def _is_in(path: str, parent: str) -> bool:
+    return path == parent or path.startswith(parent + ".")
+
+
+def _find_tower(whole: PreTrainedModel) -> str:
+    """The outermost model inside whose configuration is that of the vision tower."""
+    vision = getattr(whole.config, "vision_config", None)
+    for name, module in whole.named_modules():
+        is_model = isinstance(module, PreTrainedModel) and module is not whole
+        if vision is not None and is_model and type(module.config) is type(vision):
+            return name
+    return ""
+
+
+def _outermost(whole: nn.Module, known: tuple[str, ...]) -> list[str]:
+    """Paths of modules and lone parameters with weights beside those that are known."""
+    found: list[str] = []
+
+    def visit(module: nn.Module, path: str) -> None:
+        prefix = f"{path}." if path else ""
+        for name, child in module.named_children():
+            here = prefix + name
+            if here in known or next(child.parameters(), None) is None:
+                continue
+            if any(_is_in(one, here) for one in known if one):
+                visit(child, here)
+            elif not isinstance(child, PreTrainedModel):  # an audio tower, say
+                found.append(here)
+        found.extend(
+            prefix + name for name in module._parameters if module._parameters[name] is not None
+        )
+
+    visit(whole, "")
+    return found
+
+
+def _places(plan: SplitPlan, path: str) -> set[int]:
+    owned = [places for name, places in plan.owners.items() if _is_in(name, path)]
+    return set().union(*owned)
+
+
+def _mergers(whole: PreTrainedModel, plan: SplitPlan, tower: str) -> list[str]:
+    """Modules of a tower that make features of the language model's width behind its blocks.
+
+    Behind the first block at least: mergers of Qwen-VL and those of deepstack features.
+    """
+    config = whole.config
+    width = config.get_text_config(decoder=True).hidden_size
+    blocks = tower_blocks(whole.get_submodule(tower), config)
+    is_begun, found = False, list[str]()
+    for name, last in plan.seen.items():
+        is_begun = is_begun or name.startswith(f"{tower}.{blocks}.")
+        is_outside = name.startswith(tower + ".") and not _is_in(name, f"{tower}.{blocks}")
+        if not (is_begun and is_outside and last == width) or _is_known(found, name):
+            continue
+        if any(weight.ndim > 1 for weight in whole.get_submodule(name).parameters()):
+            found.append(name)
+    lists = {name.rpartition(".")[0] for name in found if name.rpartition(".")[2].isdigit()}
+    return [*(one for one in found if one.rpartition(".")[0] not in lists), *sorted(lists)]
+
+
+def _is_known(found: list[str], name: str) -> bool:
+    return any(_is_in(name, one) for one in found)
+
+
+def tower_blocks(tower: nn.Module, config: PretrainedConfig) -> str:
+    """Path of the list of a tower's blocks; empty where there is none."""
+    vision = getattr(config, "vision_config", None)
+    count = getattr(vision, "num_hidden_layers", None) or getattr(vision, "depth", None)
+    lists = (
+        path
+        for path, module in tower.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count
+    )
+    return next(lists, "")

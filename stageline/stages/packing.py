@@ -1,0 +1,336 @@
+"""What a stage makes of a packed micro-batch: the library's own way to keep samples apart.
+
+A decoder of the library that gets no attention mask reads the borders of samples off the position
+ids, which restart there, and builds the mask of its attention kernel itself: whole rows for sdpa
+and eager, cumulative lengths for flash attention (rows of one micro-batch: one). So only small
+integers are in the micro-batch, and no mask crosses a border.
+
+Shapes: B rows, T tokens, S samples of all rows, L tokens of the longest sample.
+"""
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from stageline.errors import UserError
+
+Batch = dict[str, torch.Tensor]
+_PACKED_INPUTS = ("attention_mask", "sample_ids")
+
+
+def is_packed(batch: Batch) -> bool:
+    """Whether rows hold several samples."""
+    return "sample_ids" in batch
+
+
+def without_masks(batch: Batch) -> Batch:
+    """The inputs without the mask that would hide the borders."""
+    return {name: value for name, value in batch.items() if name not in _PACKED_INPUTS}
+
+
+def multimodal_positions(
+    batch: Batch, get_rope_index: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+) -> torch.Tensor:
+    """Position ids [4, B, T]: of the text, which show the borders, then time, height, width.
+
+    Args:
+        get_rope_index: the model's own; it is asked about the samples as rows of their own.
+    """
+    samples_BT, text_BT = batch["sample_ids"], batch["position_ids"]
+    axes_3BT = torch.zeros(3, *text_BT.shape, dtype=text_BT.dtype, device=text_BT.device)
+    is_real_BT = samples_BT >= 0
+    if bool(is_real_BT.any()):
+        row_N = is_real_BT.nonzero()[:, 0]
+        _, sample_N = torch.stack((row_N, samples_BT[is_real_BT])).unique(
+            dim=1, return_inverse=True
+        )
+        place_N = text_BT[is_real_BT]
+        shape_SL = (int(sample_N.max()) + 1, int(place_N.max()) + 1)
+
+        def unpack(values_BT: torch.Tensor) -> torch.Tensor:
+            values_SL = values_BT.new_zeros(shape_SL)
+            values_SL[sample_N, place_N] = values_BT[is_real_BT]
+            return values_SL
+
+        grids = {name: batch[name] for name in ("image_grid_thw",) if name in batch}
+        alone_3SL, _ = get_rope_index(
+            unpack(batch["input_ids"]),
+            mm_token_type_ids=unpack(batch.get("mm_token_type_ids", torch.zeros_like(text_BT))),
+            attention_mask=unpack(torch.ones_like(samples_BT)),
+            **grids,
+        )
+        axes_3BT[:, is_real_BT] = alone_3SL[:, sample_N, place_N].to(axes_3BT)
+    return torch.cat((text_BT[None], axes_3BT))
+
+
+# -- the load-balancing loss of mixture-of-experts decoders, exact although no stage sees all route
+# transformers takes its averages over the real tokens of all layers at once, so the loss of a model
+# is not the mean of its layers' losses. Its ingredients are sums, though: they travel beside the
+# hidden states as one small float32 tensor, each stage adds its own layers, and the last one
+# computes the loss. The gradient of the probabilities comes back through the same tensor.
+#
+# Shapes: E experts, K experts per token, N = B x T rows of a micro-batch.
+
+FLAG = "output_router_logits"
+LIBRARY_NAME = "load_balancing_loss_func"
+LIBRARY_ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+
+
+@dataclass(frozen=True)
+class RouterLoss:
+    """What the loss of one architecture needs.
+
+    Statistics are a vector [2E + 1] in float32: how often each expert was chosen, the sum of each
+    expert's probabilities, and the number of rows, all over the layers so far. Counts stay exact
+    up to 2^24 per expert and micro-batch.
+
+    Attributes:
+        num_experts: E.
+        top_k: K.
+        coefficient: what the loss is multiplied by.
+    """
+
+    num_experts: int
+    top_k: int
+    coefficient: float
+
+    def example(self) -> torch.Tensor:
+        """Shape and dtype of the statistics, on the meta device."""
+        return torch.empty(2 * self.num_experts + 1, dtype=torch.float32, device="meta")
+
+    def add(
+        self,
+        statistics: torch.Tensor | None,
+        router_logits: Sequence[torch.Tensor],
+        attention_mask_BT: torch.Tensor | None,
+        *,
+        device: torch.device,
+    ) -> torch.Tensor:
+        """Adds the layers of one stage, in their order; sums and casts are the library's.
+
+        Args:
+            statistics: of the stage before; None on the first one.
+            router_logits: [N, E] of each layer with experts; may be empty.
+            attention_mask_BT: 0 for padding, which does not count; None: no padding.
+        """
+        if statistics is None:
+            statistics = torch.zeros(2 * self.num_experts + 1, device=device)
+        counts, probabilities, num_rows = self._parts(statistics)
+        for logits_NE in router_logits:
+            weights_NE = functional.softmax(logits_NE, dim=-1)
+            chosen_NK = torch.topk(weights_NE, self.top_k, dim=-1).indices
+            is_real = _is_real(attention_mask_BT, logits_NE)
+            counts = counts + torch.zeros_like(counts).scatter_add_(
+                0, chosen_NK.reshape(-1), is_real.repeat_interleave(self.top_k)
+            )
+            probabilities = probabilities + (weights_NE.float() * is_real.unsqueeze(-1)).sum(dim=0)
+            num_rows = num_rows + is_real.sum()
+        return torch.cat([counts, probabilities, num_rows])
+
+    def loss(self, statistics: torch.Tensor) -> torch.Tensor:
+        """The loss of a micro-batch, a scalar: E x sum over e of f_e x P_e, times coefficient.
+
+        f_e is the share of rows that chose expert e, P_e its mean probability.
+        """
+        counts, probabilities, num_rows = self._parts(statistics)
+        shares = counts / num_rows
+        means = probabilities / num_rows
+        return (shares * means).sum() * self.num_experts * self.coefficient
+
+    def _parts(self, statistics: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        counts, probabilities, num_rows = statistics.split([self.num_experts, self.num_experts, 1])
+        # only probabilities have a gradient; the vector as a whole asks for one
+        return counts.detach(), probabilities, num_rows.detach()
+
+
+def _is_real(attention_mask_BT: torch.Tensor | None, logits_NE: torch.Tensor) -> torch.Tensor:
+    """1.0 for rows that count, 0.0 for padding, [N]."""
+    if attention_mask_BT is None:
+        return torch.ones(logits_NE.shape[0], device=logits_NE.device)
+    return attention_mask_BT.reshape(-1).to(device=logits_NE.device, dtype=torch.float32)
+
+
+def find_router_loss(whole: PreTrainedModel, *, coefficient: float | None = None) -> RouterLoss:
+    """The router loss of a whole model, read from the model and checked against its own function.
+
+    Args:
+        coefficient: replaces the one of the configuration.
+
+    Raises:
+        UserError: the model has no such loss, or one of another form.
+    """
+    library = getattr(sys.modules[type(whole).__module__], LIBRARY_NAME, None)
+    names = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
+    values = [getattr(whole, name, None) for name in names]
+    is_text_model = whole.config.get_text_config(decoder=True) is whole.config
+    if library is None or None in values or not is_text_model or not _router_types(whole):
+        raise UserError(
+            f"{FLAG} is true for {type(whole).__name__} ({whole.config.model_type}), a text "
+            f"decoder with experts and transformers' {LIBRARY_NAME} was expected: other models "
+            f"have no router loss, or one that stages cannot carry yet. Set {FLAG} to false."
+        )
+    num_experts, top_k, default = (value for value in values if value is not None)
+    if not _agrees(RouterLoss(num_experts, top_k, coefficient=1.0), library):
+        raise UserError(
+            f"{LIBRARY_NAME} of {whole.config.model_type} gives another number than E x sum of "
+            f"f_e x P_e over all layers, which is what stages can carry: set {FLAG} to false."
+        )
+    return RouterLoss(num_experts, top_k, default if coefficient is None else coefficient)
+
+
+def _router_types(whole: PreTrainedModel) -> tuple[type[nn.Module], ...]:
+    """The classes whose outputs the library records as router logits."""
+    known = getattr(whole.base_model, "_can_record_outputs", None) or {}
+    recorders = known.get("router_logits", [])
+    recorders = recorders if isinstance(recorders, list) else [recorders]
+    classes = [getattr(recorder, "target_class", recorder) for recorder in recorders]
+    return tuple(item for item in classes if isinstance(item, type))
+
+
+def _agrees(router_loss: RouterLoss, library: Callable[..., torch.Tensor]) -> bool:
+    """Tries both on two small layers: a new version of the library may change its formula."""
+    if list(inspect.signature(library).parameters) != LIBRARY_ARGUMENTS:
+        return False
+    device = torch.device("cpu")  # whatever the default is
+    generator = torch.Generator(device).manual_seed(0)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]], device=device)
+    shape = (mask.numel(), router_loss.num_experts)
+    layers = tuple(torch.randn(shape, generator=generator, device=device) for _ in range(2))
+    theirs = library(layers, router_loss.num_experts, router_loss.top_k, mask)
+    ours = router_loss.loss(router_loss.add(None, layers, mask, device=device))
+    return torch.allclose(ours, theirs, rtol=1e-5)
+
+
+# -- tries, before training, whether a stage keeps packed samples apart. Asks no model for its name
+# Two samples lie in one row. The gradient of the second one's output with respect to the first
+# one's input must be exactly zero (and the other way round), and the second must come out as it
+# does alone. Catches models that build no mask from positions, mix neighbours by convolutions or
+# recurrences, or know no position ids, and attention kernels that see one row only.
+#
+# Shapes: B rows, T tokens, H hidden size.
+
+_LENGTH = 5  # of each of the two samples
+# largest relative difference between packed and alone that rounding explains
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+
+
+def check_packing(model: Any, *, rows: int, device: torch.device | str = "cpu") -> None:
+    """Refuses a stage in which a packed sample depends on another one.
+
+    Runs the stage forward on a few tokens, as many rows as a micro-batch has; no gradient is kept.
+
+    Raises:
+        UserError: says what goes wrong and what to do.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        packed_BTH, source_BTH = _run(model, rows, 2, device)
+        _check_apart(model, packed_BTH, source_BTH, rows)
+        alone_BTH, _ = _run(model, rows, 1, device)
+        _check_equal(model, packed_BTH, alone_BTH)
+    except TypeError as error:
+        raise _refusal(model, f"its forward does not take position ids ({error})") from error
+    finally:
+        model.train(was_training)
+
+
+def _run(
+    model: Any, rows: int, num_samples: int, device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and (embedded) input of rows of that many samples; the last one is always the same."""
+    batch = _batch(rows, num_samples, device)
+    with torch.enable_grad():
+        if model.is_first:
+            with _embedded(model) as found:
+                output = model(batch["input_ids"], **batch)
+            source = found[0]
+        else:
+            source = _hidden(model, rows, num_samples, device)
+            extras = model.get_example_input(rows, _LENGTH * num_samples)[1:]
+            zeros = [torch.zeros(meta.shape, dtype=meta.dtype, device=device) for meta in extras]
+            output = model(source, *zeros, **batch)
+    return output[0] if isinstance(output, tuple) else output, source
+
+
+def _batch(rows: int, num_samples: int, device: torch.device | str) -> dict[str, torch.Tensor]:
+    ids = torch.arange(3, 3 + 2 * _LENGTH)[-num_samples * _LENGTH :]
+    sample_ids = torch.arange(num_samples).repeat_interleave(_LENGTH)
+    batch = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "position_ids": torch.arange(_LENGTH).repeat(num_samples),
+        "sample_ids": sample_ids,
+    }
+    return {name: value.expand(rows, -1).to(device) for name, value in batch.items()}
+
+
+def _hidden(model: Any, rows: int, num_samples: int, device: torch.device | str) -> torch.Tensor:
+    meta = model.get_example_input(rows, 2 * _LENGTH)[0]
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(meta.shape, generator=generator)[:, -num_samples * _LENGTH :]
+    return drawn.to(device=device, dtype=meta.dtype).requires_grad_()
+
+
+@contextlib.contextmanager
+def _embedded(model: Any) -> Iterator[list[torch.Tensor]]:
+    """Catches what the embedding of the first stage gives, as a leaf of the graph."""
+    found: list[torch.Tensor] = []
+
+    def catch(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        found.append(output.detach().requires_grad_())
+        return found[-1]
+
+    inner = model if getattr(model, "whole", None) is None else model.whole
+    if not hasattr(inner, "get_input_embeddings"):
+        raise _refusal(model, "it has no get_input_embeddings, so that this can't be tried")
+    handle = inner.get_input_embeddings().register_forward_hook(catch)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def _check_apart(model: Any, output_BTH: torch.Tensor, source_BTH: torch.Tensor, rows: int) -> None:
+    parts = (slice(0, _LENGTH), slice(_LENGTH, 2 * _LENGTH))
+    for own, other in (parts, parts[::-1]):
+        weights = torch.arange(1, output_BTH.shape[-1] + 1, device=output_BTH.device).cos()
+        total = (output_BTH[:, own].float() * weights).sum()
+        (grad_BTH,) = torch.autograd.grad(total, source_BTH, retain_graph=True)
+        if bool(grad_BTH[:, other].any()):
+            one_row = f" with {rows} rows a micro-batch" if rows > 1 else ""
+            raise _refusal(model, f"a token sees tokens of another sample{one_row}")
+
+
+def _check_equal(model: Any, packed_BTH: torch.Tensor, alone_BTH: torch.Tensor) -> None:
+    packed, alone = packed_BTH[:, _LENGTH:].float(), alone_BTH.float()
+    difference = ((packed - alone).norm() / alone.norm()).item()
+    if not difference <= _TOLERANCE.get(packed_BTH.dtype, 0.05):
+        raise _refusal(
+            model, f"a packed sample comes out differently than alone (by {difference:.1e})"
+        )
+
+
+def _refusal(model: Any, reason: str) -> UserError:
+    inner = getattr(model, "whole", None)
+    config = getattr(inner, "config", None)
+    kernel = getattr(config, "_attn_implementation", None)
+    return UserError(
+        f"`packing`: stage {model.stage} of {type(inner or model).__name__} (attention {kernel}) "
+        f"cannot hold several samples in one row: {reason}. Each sample was expected to come out "
+        "as it does alone, because packing must not change what is learnt: leave `packing` out "
+        "(samples of similar length travel together anyway)"
+        + (
+            ", set `micro_batch_size` 1, or choose `train_model.attn_implementation` sdpa."
+            if "flash" in str(kernel)
+            else "."
+        )
+    )

@@ -1,0 +1,263 @@
+"""Cleans a model's text and says where in it the answer is looked for, most telling place first."""
+
+import re
+import unicodedata
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+# -- puts the Chinese words that answers are made of into English ones, so that one reader does both
+# Not a translation: what is no word of an answer stays as it is.
+
+_DIGITS = {
+    **{"十二": "12", "十一": "11", "十": "10", "一": "1", "二": "2", "两": "2", "三": "3"},
+    **{"四": "4", "五": "5", "六": "6", "七": "7", "八": "8", "九": "9"},
+}
+_HOURS = "|".join(_DIGITS)
+_ANGLES = {
+    "一百八十": "180",
+    "二百七十": "270",
+    "两百七十": "270",
+    "九十": "90",
+    "四十五": "45",
+    "零": "0",
+}
+_END = r"(?=的?\s*(?:[,.。!;]|$))"
+
+# in this order: longer words and those that hold others come first
+_WORDS: tuple[tuple[str, str], ...] = (
+    (r"以上|以下|然后|最后|之后|目前|上述|如下|综上|东西|前提|之前|对面|对于|面对", " "),
+    (
+        r"无法(?:判断|确定|回答|看出|辨别|得知)|不确定|不知道|不清楚|看不出来?|难以判断",
+        " cannot tell ",
+    ),
+    (r"正确答案|最终答案|答案|结论", " answer "),
+    (r"(?<=answer )\s*(?:应该|应当)?(?:是|为)", " is "),
+    (r"(?:应该|正确的?)?(?:选择|选项|选)\s*(?=\(?[a-z]\b)", " option "),
+    (r"(?<=[a-z])\s*选项", " is correct "),
+    (r"(?:哦|啊|等等|等一下|更正|纠正一下|准确地?说)[,:,。.]?", ". wait, "),
+    (r"(?<=[,.。;])\s*(?:不对|不,)[,.。]?\s*(?:应该)?(?:是|在)?", " . wait, "),
+    (r"所以|因此|综上所述|总之|由此可见", " . therefore "),
+    (r"因为|由于", " because "),
+    (r"既不|既非", " neither "),
+    (r"也不", " nor "),
+    (r"而是|但是|但|不过", " but "),
+    (r"还是|或者|或", " or "),
+    (r"和|与|以及", " and "),
+    (r"逆时针", " counterclockwise "),
+    (r"顺时针", " clockwise "),
+    (r"上下颠倒|颠倒|倒置|倒过来", " upside down "),
+    (r"正立|正放", " upright "),
+    (r"旋转|转动", " rotated "),
+    (r"是不是|对不对|是否", " yes or no "),
+    (r"没错|不错", " correct "),
+    (r"不正确|不对|不成立|不属实|不准确", " incorrect "),
+    (r"错误|错的|错了|错|假的|假", " false "),
+    (r"正确|属实|成立|准确|真的|真|对的|对(?=[,.。!\s]|$)", " true "),
+    (rf"^\s*(?:不是|不在|没有|不|否|没有?){_END}", " no "),
+    (r"并不是|并非|不是|不在|并不|没有|不", " not "),
+    (rf"^\s*是{_END}", " yes "),
+    (r"^\s*否", " no "),
+    (r"左", " left "),
+    (r"右", " right "),
+    (r"上|顶部?", " above "),
+    (r"下|底部?", " below "),
+    (r"前", " front "),
+    (r"[后後]", " behind "),
+    (r"正?中[间央心]|中部", " middle "),
+    (r"东", " east "),
+    (r"西", " west "),
+    (r"南", " south "),
+    (r"北", " north "),
+)
+_RULES = tuple((re.compile(pattern, re.M), word) for pattern, word in _WORDS)
+_IS_CHINESE = re.compile(r"[\u4e00-\u9fff]")
+
+
+def to_english(text: str) -> str:
+    """Chinese directions, clock positions, angles, verdicts and connectives in English."""
+    if not _IS_CHINESE.search(text):
+        return text
+    text = re.sub(rf"({_HOURS}|\d+)\s*点半", r" half past \1 ", text)
+    text = re.sub(rf"({_HOURS}|\d+)\s*点(?:钟|整)?", lambda f: f" {_number(f[1])} o'clock ", text)
+    angles = "|".join(_ANGLES)
+    text = re.sub(rf"({angles}|\d+)\s*度", lambda f: f" {_ANGLES.get(f[1], f[1])} degrees ", text)
+    text = text.replace("、", " and ")
+    for pattern, word in _RULES:
+        text = pattern.sub(word, text)
+    text = text.replace("。", ". ")
+    return re.sub(r"[\u4e00-\u9fff]+", lambda found: f" {found[0]} ", text)
+
+
+def _number(word: str) -> str:
+    return _DIGITS.get(word, word)
+
+
+# -------------------------------------------------------------------------------------------------
+
+Said = TypeVar("Said")
+
+MOST = 4000  # characters that are read of an answer, half of them from its end
+SHORT = 4  # words of a first or last sentence that is an answer by itself
+
+_QUOTES = str.maketrans(
+    {**dict.fromkeys("\u2018\u2019\u02bc\u00b4`", "'"), "º": "°", "\u00bd": " half "}
+)
+_QUOTES |= str.maketrans(dict.fromkeys("\u201c\u201d\u201e\u00ab\u00bb\u300c\u300d", '"'))
+_TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|$)|\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}", re.S)
+_LATEX_TEXT = re.compile(r"\\(?:text|mathrm|textbf)\s*\{([^{}]*)\}")
+# "the answer is", "answer:", "the correct option would be", "the answer to ... is:"
+_ANSWER = re.compile(
+    r"\b(?:answer|conclusion|(?:correct|right|best|final|my) (?:option|choice|caption))\b"
+    r"(?: to [^.?!;\n]*?| here)?\s*(?:(?:is|was|would be|should be|must be)\b\s*:?|:|=)"
+)
+# only where a clause begins: "it isn't actually true" corrects nothing
+_CORRECTION = re.compile(
+    r"(?:^|[.,;:!?)\n\u2014\u2013-])\s*(?:(?:oh|but|or|no|hmm|well),?\s+)*"
+    r"(?:actually|wait|hold on|correction|sorry|i mean|scratch that|on second thoughts?|rather|"
+    r"let me correct (?:myself|that))\b(?!\s+than)[\s,:.!\u2014\u2013-]*"
+)
+_NO_FIRST = re.compile(r"(?:^|[.;!?\n])\s*no\s*[,.;:!\u2014\u2013-]+\s*(?=\w)")
+_CONCLUSION = re.compile(
+    r"\b(?:therefore|thus|hence|so(?!\s+(?:that|far|on|much|many|as)\b)|in conclusion|"
+    r"in summary|to conclude|overall)\b[\s,:]*"
+)
+_NEGATED_BEFORE = re.compile(r"(?:\bnot\b|n't\b|\bnever\b|\bdoubt\b)[^.;!?\n]*$")
+_SEGMENT_END = re.compile(r"[.;!](?=\s|$)|\n|\b(?:because|since|as it|given that|due to)\b")
+_SENTENCE_END = re.compile(r"[.;!](?=\s|$)|\n")
+_HAS_NO_SPACES = re.compile(r"[\u4e00-\u9fff]")
+_REASON = re.compile(r"\b(?:because|since|given that|due to)\b[^.;!?\n]*")
+_QUESTION = re.compile(r"(?:^|(?<=[.!?;\n]))[^.!?;\n]*\?+")
+_CANNOT = (
+    r"(?:cannot|can't|can not|couldn't|could not|unable to|not able to|impossible to|hard to|"
+    r"difficult to|not possible to|don't|do not)"
+)
+_REFUSAL = re.compile(
+    r"(?:\b(?:it|this|that|i|we)(?:'s|'m| is| am| are)?\s+)?"
+    rf"(?:\b{_CANNOT}\s+(?:\w+ly\s+)?(?:determine|tell|say|see|know|answer|identify|be determined|"
+    r"be sure|decide|assist|help|provide|view|process|judge)\b|"
+    r"\b(?:not|isn't|aren't) (?:sure|certain|clear|visible|enough)\b|\bas an ai\b|\bunsure\b|"
+    r"\bunclear\b|\bi refuse\b|\bundetermined\b|\bno idea\b|\bunknown\b)[^,.;!?\n]*"
+)
+
+
+def plain(text: str) -> str:
+    """Lower case, plain quotes and widths, no markup; lines are kept.
+
+    What a model thought aloud is left out; a thought without an end says nothing.
+    """
+    text = unicodedata.normalize("NFKC", _without_thoughts(text.translate(_QUOTES)))
+    if "\\" in text:
+        text = _LATEX_TEXT.sub(r"\1", text.replace("$", " "))
+    text = _TAGGED.sub(lambda found: f"\nanswer is {found[1] or found[2]}\n", text).lower()
+    text = re.sub(r"[*_]+|^#+", " ", text, flags=re.M)
+    text = re.sub(r"[^\S\n]+", " ", text)
+    return re.sub(r" ?\n[ \n]*", "\n", text).strip()
+
+
+def clean(text: str) -> str:
+    """`plain` with the Chinese words of answers in English, and "[b]" as "(b)"."""
+    text = re.sub(r"\[([a-z])\]", r"(\1)", to_english(plain(text)))
+    return re.sub(r"[^\S\n]+", " ", text).strip()
+
+
+def normalize(text: str) -> str:
+    """`plain` on one line and without outer punctuation."""
+    return tidy(plain(text))
+
+
+def tidy(text: str) -> str:
+    """On one line and without outer punctuation."""
+    return re.sub(r"\s+", " ", text).strip(" .,;:!?\"'。，！？")
+
+
+def contains_words(text: str, words: str) -> bool:
+    """Whether normalized `words` stand in normalized `text` as whole words."""
+    if _HAS_NO_SPACES.search(words):
+        return words in text
+    return bool(words) and re.search(rf"(?<!\w){re.escape(words)}(?!\w)", text) is not None
+
+
+def says_nothing(text: str) -> bool:
+    """Whether a text is empty or only says that it does not know."""
+    return re.search(r"\w", _REFUSAL.sub(" ", clean(text)).replace("but", "")) is None
+
+
+def without_question(text: str, question: str | None) -> str:
+    """The cleaned text without the question that it begins with, said again word by word.
+
+    Of a very long text the beginning and the end are kept.
+    """
+    if len(text) > MOST:
+        text = f"{text[: MOST // 2]}\n{text[-MOST // 2 :]}"
+    said, asked = clean(text), clean(question or "")
+    if asked and said.startswith(asked):
+        return said[len(asked) :].strip()
+    return said
+
+
+def read_answer(
+    text: str, read: Callable[[str], Said | None], *, is_verdict: bool = False
+) -> Said | None:
+    """What the first telling place of a cleaned text says (rules 3 to 7).
+
+    Args:
+        read: a place -> what it says, or None.
+        is_verdict: it reads yes and no: then "no" corrects nothing, and `read` itself knows what
+            the first and the last word count.
+    """
+    text = _without_questions(text)
+    for rest in _marked(text, is_verdict):
+        for place in (first_segment(rest), rest):
+            said = read(without_refusals(place))
+            if said is not None:
+                return said
+        if _REFUSAL.search(rest):
+            return None  # "left... actually, I can't tell"
+    text = _REASON.sub(" ", without_refusals(text))
+    found = [] if is_verdict else [said for said in map(read, _ends(text)) if said is not None]
+    if found:
+        return found[0] if all(said == found[0] for said in found) else None
+    return read(text)
+
+
+def _ends(text: str) -> list[str]:
+    """The first and the last sentence, where they are short."""
+    sentences = [part.strip() for part in _SENTENCE_END.split(text) if re.search(r"\w", part)]
+    return [part for part in sentences[:1] + sentences[1:][-1:] if len(part.split()) <= SHORT]
+
+
+def first_segment(text: str) -> str:
+    """Up to the end of the first sentence or line, or to "because"."""
+    return _SEGMENT_END.split(text.lstrip(" \n:"), maxsplit=1)[0]
+
+
+def without_refusals(text: str) -> str:
+    """Takes out "I can't tell whether ...", up to the next comma."""
+    return _REFUSAL.sub(" ", text)
+
+
+def _marked(text: str, is_verdict: bool) -> Iterator[str]:
+    """What follows "the answer is" or "actually", the last one first; then "therefore"."""
+    strong = [*_ANSWER.finditer(text), *_CORRECTION.finditer(text)]
+    strong += [] if is_verdict else _NO_FIRST.finditer(text)
+    places = sorted((found.end() for found in strong if _is_meant(text, found)), reverse=True)
+    places += [found.end() for found in [*_CONCLUSION.finditer(text)][-1:]]
+    for place in places:
+        if re.search(r"\w", text[place:]):
+            yield text[place:]
+
+
+def _is_meant(text: str, found: re.Match[str]) -> bool:
+    """Whether it isn't denied: "I don't think the answer is ..."."""
+    return found.re is not _ANSWER or not _NEGATED_BEFORE.search(text[: found.start()])
+
+
+def _without_questions(text: str) -> str:
+    rest = _QUESTION.sub(" ", text)
+    return rest if re.search(r"\w", rest) else text
+
+
+def _without_thoughts(text: str) -> str:
+    text = re.sub(r"<think>.*?</think>", " ", text, flags=re.S)
+    text = text.rpartition("</think>")[2]
+    return text.partition("<think>")[0]

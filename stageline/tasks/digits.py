@@ -1,0 +1,153 @@
+"""scikit-learn's 1,797 real handwritten digits as pictures with a question and an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from stageline.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+QUESTIONS = (
+    "Which digit is this?",
+    "What digit do you see?",
+    "Which number is written here?",
+    "Read the digit in the picture.",
+)
+NUM_TEST = 360
+
+
+class Digits:
+    """Handwritten digits, 8x8 pixels enlarged; 1,437 to train, 360 held out.
+
+    The split is fixed and keeps the share of each digit. The wording of the question follows from
+    the row, so it is the same in each epoch.
+
+    Args:
+        dataset_path: not used; the images come with scikit-learn.
+        image_size: width and height of the pictures.
+    """
+
+    def __init__(
+        self,
+        *,
+        dataset_path: str | None = None,
+        split: Literal["train", "test"] = "train",
+        image_size: int = 32,
+    ) -> None:
+        pixels, labels, train, test = _load()
+        if split not in ("train", "test"):
+            raise UserError(
+                f"digits has the splits train and test, not {split!r}: use one of them."
+            )
+        self.rows = train if split == "train" else test
+        self._pixels, self._labels = pixels, labels
+        self._image_size = image_size
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[list[Image.Image], dict[str, Any]]:
+        row = int(self.rows[index])
+        small = Image.fromarray(self._pixels[row]).convert("RGB")
+        size = (self._image_size, self._image_size)
+        digit = str(self._labels[row])
+        sample = {
+            "id": f"digits-{row}",
+            "question": QUESTIONS[row % len(QUESTIONS)],
+            "answer": digit,
+            "group": digit,
+        }
+        return [small.resize(size, Image.Resampling.BICUBIC)], sample
+
+    def describe(self, index: int) -> str:
+        return f"digits row {self.rows[index]}"
+
+    def fingerprint(self) -> str:
+        """Of the pixels as scikit-learn has them, the size and the rows of this split."""
+        digest = sha256(f"digits {self._image_size} ".encode())
+        for array in (self._pixels, self._labels, self.rows):
+            digest.update(array.tobytes())
+        return digest.hexdigest()
+
+
+@lru_cache(maxsize=1)
+def _load() -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray, numpy.ndarray]:
+    """Pixels [1797, 8, 8] as bytes, labels [1797], rows of both splits."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise UserError(
+            "`dataset` digits needs scikit-learn, which holds the images, and it is not "
+            "installed: pip install scikit-learn."
+        ) from error
+    digits = load_digits()
+    pixels = (digits.images * (255 / 16)).round().astype(numpy.uint8)
+    test = _draw_test(digits.target)
+    train = numpy.setdiff1d(numpy.arange(len(pixels)), test)
+    return pixels, digits.target, train, test
+
+
+def _draw_test(labels: numpy.ndarray) -> numpy.ndarray:
+    """Rows of the test, sorted: of each digit its share, drawn by the hash of the row's number.
+
+    Written out, so that the split is the same with every version of every library.
+    """
+    counts = numpy.bincount(labels)
+    shares = counts * NUM_TEST / len(labels)
+    wanted = numpy.floor(shares).astype(int)
+    largest_remainders = numpy.argsort(wanted - shares, kind="stable")
+    wanted[largest_remainders[: NUM_TEST - wanted.sum()]] += 1
+    chosen: list[int] = []
+    for digit, number in enumerate(wanted):
+        rows = numpy.flatnonzero(labels == digit).tolist()
+        chosen += sorted(rows, key=lambda row: sha256(f"digits {row}".encode()).digest())[:number]
+    return numpy.sort(numpy.array(chosen))
+
+
+# -- a small tokenizer for an InternVL of our own, trained on the text of its task ----------------
+
+NAMES = ("<|pad|>", "<|bos|>", "<|eos|>", "<IMG_CONTEXT>", "<img>", "</img>", "<video>")
+
+
+def train_internvl_tokenizer(
+    texts: Iterable[str], *, pre_tokenizer: Any, vocab_size: int
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE with the names of InternVL's processor; other text is read by its bytes.
+
+    Args:
+        pre_tokenizer: cuts a text into words, and these into bytes.
+        vocab_size: at most so many tokens.
+    """
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizer
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(NAMES),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=NAMES[0],
+        bos_token=NAMES[1],
+        eos_token=NAMES[2],
+        extra_special_tokens={
+            "context_image_token": NAMES[3],
+            "start_image_token": NAMES[4],
+            "end_image_token": NAMES[5],
+            "video_token": NAMES[6],
+        },
+    )

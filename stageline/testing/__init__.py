@@ -1,1 +1,0 @@
-"""What tests share: ranks on gloo, tiny models, tokenizers and processors made here."""

@@ -1,5 +1,0 @@
-"""The chain of stages of `stageline/checking/chain.py`, by the name that tests know."""
-
-from stageline.checking.chain import LossFn, drop_pixels, evaluate_chain, run_chain
-
-__all__ = ["LossFn", "drop_pixels", "evaluate_chain", "run_chain"]

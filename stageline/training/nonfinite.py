@@ -1,0 +1,363 @@
+"""Finds where a step's numbers went wrong: micro-batch, rows of the dataset, stage, parameter.
+
+Called on all ranks, and only for a step that is skipped, so it may talk and run passes again.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import fmean, pstdev
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from stageline.checkpoint.init import is_finite
+from stageline.errors import NonFiniteError
+from stageline.pipeline.plan import Action, Kind
+from stageline.pipeline.recorder import Recorder
+from stageline.pipeline.runner import MicroBatch, PipelineRunner
+from stageline.training.grad_norm import Owner
+from stageline.training.replicas import Replicas
+
+MOST_NAMED = 8
+
+
+@dataclass(frozen=True)
+class NonFiniteValue:
+    """What a skipped step is told with.
+
+    Attributes:
+        text: where it went wrong, as far as that can be found out.
+        rows: rows of the dataset that the step took, of all replicas; empty where the loader does
+            not say.
+    """
+
+    text: str
+    rows: tuple[int, ...] = ()
+
+
+@dataclass
+class _Found:
+    """What one rank saw, as plain values.
+
+    Attributes:
+        losses: (micro-batch, value) of those that are no numbers.
+        passes: (is_backward, stage, micro-batch, parameter) of the first bad passes, when the step
+            was run again.
+    """
+
+    losses: list[tuple[int, str]] = field(default_factory=list)
+    passes: list[tuple[bool, int, int, str]] = field(default_factory=list)
+
+
+class NonFiniteLocator:
+    """Asks all ranks about one step.
+
+    Args:
+        owners: of all trained parameters, in the order of the norms.
+    """
+
+    def __init__(
+        self, runner: PipelineRunner, *, owners: Sequence[Owner], replicas: Replicas
+    ) -> None:
+        self.runner = runner
+        self.owners = owners
+        self.replicas = replicas
+
+    def find(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        problem: str,
+        *,
+        losses: Sequence[torch.Tensor],
+        norms: Sequence[float],
+        run_again: Callable[[Recorder], object] | None,
+        gradients: dict[str, nn.Parameter],
+    ) -> NonFiniteValue:
+        """Every rank calls this, and gets the same.
+
+        Args:
+            problem: what is known already.
+            losses: of the micro-batches, in the order of `runner.loss_order`; empty but on the
+                last stage.
+            norms: of all gradients.
+            run_again: runs the passes of the step once more; None where that cannot be done.
+            gradients: the parameters of this rank that get gradients.
+        """
+        found = _Found(losses=_bad_losses(losses, self.runner.loss_order))
+        if run_again is not None:
+            recorder = _Watch(self.runner, gradients)
+            with recorder.watching_outputs():
+                run_again(recorder)
+            found.passes = recorder.found
+        told = self.replicas.gather((_rows_of(micro_batches), self._gather(found)))
+        rows = tuple(row for own_rows, _ in told for rows in own_rows for row in rows if row >= 0)
+        text = self._text(told, problem, norms, ran_again=run_again is not None)
+        return NonFiniteValue(text, rows)
+
+    def _gather(self, found: _Found) -> _Found:
+        """Of all ranks of this pipeline."""
+        gathered: list[Any] = [None] * self.runner.schedule.num_ranks
+        dist.all_gather_object(gathered, (found.losses, found.passes), group=self.runner.group)
+        return _Found(
+            losses=[item for losses, _ in gathered for item in losses],
+            passes=[item for _, passes in gathered for item in passes],
+        )
+
+    def _text(
+        self,
+        told: Sequence[tuple[list[list[int]], _Found]],
+        problem: str,
+        norms: Sequence[float],
+        *,
+        ran_again: bool,
+    ) -> str:
+        parts = []
+        for replica, (rows, found) in enumerate(told):
+            where = f" of replica {replica}" if len(told) > 1 else ""
+            if found.losses:
+                _, value = found.losses[0]
+                numbers = [number for number, _ in found.losses]
+                parts.append(f"the loss is {value} in {_name_batches(numbers, rows)}{where}")
+        gradient = self._first_gradient(norms)
+        if not parts:
+            parts.append(gradient or problem)
+        if ran_again:
+            parts += self._passes(told)
+        return "; ".join(parts)
+
+    def _first_gradient(self, norms: Sequence[float]) -> str:
+        """The first bad gradient that the backward pass comes to, which is the model's last."""
+        bad = [place for place, norm in enumerate(norms) if not math.isfinite(norm)]
+        if not bad:
+            return ""
+        owner = self.owners[bad[-1]]
+        rank = f", rank {owner.rank}" if self.replicas.size == 1 else ""
+        return (
+            f"the gradient of {owner.name} (stage {owner.stage}{rank}) has the norm "
+            f"{norms[bad[-1]]}; {len(bad)} of {len(norms)} are not finite"
+        )
+
+    def _passes(self, told: Sequence[tuple[list[list[int]], _Found]]) -> list[str]:
+        parts = []
+        for replica, (rows, found) in enumerate(told):
+            if not found.passes:
+                continue
+            where = f" of replica {replica}" if len(told) > 1 else ""
+            # forward goes wrong at the first stage, backward at the last one
+            is_backward, stage, number, name = min(
+                found.passes, key=lambda item: (item[0], -item[1] if item[0] else item[1])
+            )
+            what = f"the gradient of {name}" if is_backward else "what the stage returned"
+            which = _name_batches([number], rows)
+            parts.append(f"run again, {what} on stage {stage}{where} was first bad in {which}")
+        return parts or ["run again, all was finite; if that happens often, test the machine"]
+
+
+class _Watch(Recorder):
+    """Looks at gradients behind each backward pass, and at outputs; slow.
+
+    Attributes:
+        found: the first bad passes of this rank, at most one forward and one backward for a stage.
+    """
+
+    def __init__(self, runner: PipelineRunner, gradients: dict[str, nn.Parameter]) -> None:
+        super().__init__(runner.device, rank=runner.pp_rank)
+        self.runner = runner
+        self.found: list[tuple[bool, int, int, str]] = []
+        self._names = {
+            model.stage: [name for name, _ in model.named_parameters() if name in gradients]
+            for model in runner.local
+        }
+        self._gradients = gradients
+        self._action: Action | None = None
+
+    @contextmanager
+    def span(self, action: Action) -> Iterator[None]:
+        """Looks behind a pass."""
+        self._action = action
+        yield
+        if action.kind == Kind.FORWARD or self._has_found(True, action.stage):
+            return
+        for name in reversed(self._names[action.stage]):
+            grad = self._gradients[name].grad
+            if grad is not None and not is_finite(grad):
+                self.found.append((True, action.stage, action.micro_batch, name))
+                return
+
+    @contextmanager
+    def wait(self, action: Action) -> Iterator[None]:
+        """Nothing to look at."""
+        yield
+
+    @contextmanager
+    def watching_outputs(self) -> Iterator[None]:
+        """Looks at what stages return, too."""
+        hooks = [model.register_forward_hook(self._look) for model in self.runner.local]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _look(self, model: nn.Module, _: Any, output: Any) -> None:
+        action = self._action
+        outputs = output if isinstance(output, tuple) else (output,)
+        if action is None or self._has_found(False, action.stage):
+            return
+        if not all(map(is_finite, outputs)):
+            self.found.append((False, action.stage, action.micro_batch, ""))
+
+    def _has_found(self, is_backward: bool, stage: int) -> bool:
+        return any(item[:2] == (is_backward, stage) for item in self.found)
+
+
+def _bad_losses(losses: Sequence[torch.Tensor], order: Sequence[int]) -> list[tuple[int, str]]:
+    if not losses:
+        return []
+    values = torch.stack([loss.float() for loss in losses]).tolist()
+    return sorted(
+        (number, str(value))
+        for number, value in zip(order, values, strict=True)
+        if not math.isfinite(value)
+    )
+
+
+def _rows_of(micro_batches: Sequence[MicroBatch]) -> list[list[int]]:
+    names = ("loss_rows", "loss_packed_rows")
+    return [
+        # each once: a sample may be several rows
+        list(dict.fromkeys(row for name in names if name in batch for row in batch[name].tolist()))
+        for batch in micro_batches
+    ]
+
+
+def _name_batches(numbers: Sequence[int], rows: Sequence[Sequence[int]]) -> str:
+    if len(numbers) == len(rows) > 1:
+        return f"all {len(rows)} micro-batches"
+    shown = ", ".join(map(str, numbers[:MOST_NAMED])) + ("..." if len(numbers) > MOST_NAMED else "")
+    known = [row for number in numbers for row in rows[number] if row >= 0]
+    return f"micro-batch{'es' * (len(numbers) > 1)} {shown}" + (
+        f" (rows {name_rows(known)})" if known else ""
+    )
+
+
+def name_rows(rows: Sequence[int]) -> str:
+    """Rows for a line of text: 3, 7, 12."""
+    shown = ", ".join(map(str, rows[:MOST_NAMED]))
+    return shown + (f" ... {len(rows)} in all" if len(rows) > MOST_NAMED else "")
+
+
+# -- which steps change no weight, and how many did: infinite losses or gradients, nan, spikes ----
+# Decides from figures that every rank has, and remembers only what a checkpoint can hold, so that
+# all ranks, and a resumed run, decide the same.
+
+SPIKE_WINDOW = 64
+SPIKE_LEAST = 16  # of fewer losses the deviation says little
+
+
+@dataclass(frozen=True)
+class StepVerdict:
+    """What is wrong with a step.
+
+    Attributes:
+        problem: in words; None: nothing.
+        is_skipped: no weight may change.
+        is_finite: the loss and the gradients are numbers.
+    """
+
+    problem: str | None = None
+    is_skipped: bool = False
+    is_finite: bool = True
+
+
+class Skips:
+    """Judges steps and counts those that are skipped.
+
+    Args:
+        max_in_a_row: so many skipped ones in a row end a run; 1: the first one does.
+        spike_sigma: a loss so many standard deviations above the mean of the last
+            `SPIKE_WINDOW` finite ones is a spike; 0: none is.
+        spike_action: whether a step with a spike is skipped, or only told of.
+
+    Attributes:
+        total: steps that were skipped since the start of the run.
+        in_a_row: those since the last good step.
+        losses: the last finite ones, also of spikes: a level that lasts is no spike for long.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_in_a_row: int = 20,
+        spike_sigma: float = 0.0,
+        spike_action: Literal["warn", "skip"] = "warn",
+    ) -> None:
+        self.max_in_a_row = max_in_a_row
+        self.spike_sigma = spike_sigma
+        self.spike_action = spike_action
+        self.total = 0
+        self.in_a_row = 0
+        self.losses: list[float] = []
+
+    def judge(self, loss: float, extra_loss: float, grad_norm: float) -> StepVerdict:
+        """Decides about one step and counts it; every rank calls this once a step."""
+        verdict = self._judge(loss, extra_loss, grad_norm)
+        self.total += verdict.is_skipped
+        self.in_a_row = self.in_a_row + 1 if verdict.is_skipped else 0
+        if math.isfinite(loss):
+            self.losses = [*self.losses, loss][-SPIKE_WINDOW:]
+        return verdict
+
+    def check(self, problem: str | None, *, step: int) -> None:
+        """Ends a run that only skips.
+
+        Args:
+            problem: of the last step.
+            step: its number, from 1.
+
+        Raises:
+            NonFiniteError: as many steps in a row were skipped as are allowed.
+        """
+        if self.in_a_row < self.max_in_a_row:
+            return
+        which = (
+            f"step {step} was skipped"
+            if self.max_in_a_row == 1
+            else f"{self.in_a_row} steps in a row up to step {step} were skipped, the last one"
+        )
+        raise NonFiniteError(
+            f"{which} because {problem}. Finite numbers were expected: no weight has changed, and "
+            "checkpoints are as they were. Look at these rows, lower `learning_rate`, use `bf16` "
+            "instead of `fp16`, or allow more skipped steps with `max_skipped_steps` (now "
+            f"{self.max_in_a_row})."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers; with them a resumed run decides as the uninterrupted one."""
+        return {"total": self.total, "in_a_row": self.in_a_row, "losses": list(self.losses)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_dict` gave."""
+        self.total = int(state["total"])
+        self.in_a_row = int(state["in_a_row"])
+        self.losses = [float(loss) for loss in state["losses"]]
+
+    def _judge(self, loss: float, extra_loss: float, grad_norm: float) -> StepVerdict:
+        named = {"loss": loss, "router loss": extra_loss, "gradient norm": grad_norm}
+        for name, value in named.items():
+            if not math.isfinite(value):
+                return StepVerdict(f"the {name} is {value}", is_skipped=True, is_finite=False)
+        if self.spike_sigma == 0 or len(self.losses) < SPIKE_LEAST:
+            return StepVerdict()
+        mean, deviation = fmean(self.losses), pstdev(self.losses)
+        if loss <= mean + self.spike_sigma * deviation:
+            return StepVerdict()
+        return StepVerdict(
+            f"the loss {loss:.4f} is a spike, more than {self.spike_sigma:g} standard deviations "
+            f"({deviation:.4f}) above the mean {mean:.4f} of the last {len(self.losses)}",
+            is_skipped=self.spike_action == "skip",
+        )

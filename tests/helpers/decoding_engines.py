@@ -1,0 +1,130 @@
+"""Decoding engines over stages in this process, or over one on each rank, for tests."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stageline.checkpoint.load import quiet
+from stageline.data.text.processor import get_tokenizer
+from stageline.inference.decoding.chain import LocalChain, RankChain, follow, make_wire
+from stageline.inference.decoding.engine import DecodingEngine
+from stageline.inference.decoding.grammars import Matchers
+from stageline.inference.decoding.request import Failed, PassOrder, Request, Sampling
+from stageline.inference.decoding.scheduler import Limits
+from stageline.inference.decoding.stage_decoder import StageDecoder
+
+CPU = torch.device("cpu")
+
+
+def built_stages(
+    build: Callable[..., Any], folder: Path, num_stages: int, **options: Any
+) -> list[nn.Module]:
+    """All stages of a model folder, by a train_model part."""
+    with quiet():
+        return [
+            build(
+                config_path=None,
+                processor_path=None,
+                checkpoint_path=str(folder),
+                stage=stage,
+                num_stages=num_stages,
+                **options,
+            )[0]
+            for stage in range(num_stages)
+        ]
+
+
+def local_engine(stages: Sequence[nn.Module], processor: Any, **limits: Any) -> DecodingEngine:
+    """All stages in this process, one after the other."""
+    matchers = Matchers(lambda: get_tokenizer(processor))
+    chain = LocalChain([StageDecoder(stage, matchers=matchers) for stage in stages])
+    return DecodingEngine(
+        chain,
+        tokenizer=get_tokenizer(processor),
+        processor=processor,
+        limits=Limits(**limits),
+        reads_in_pieces=chain.decoders[0].reads_in_pieces,
+    )
+
+
+def noted_orders(engine: DecodingEngine) -> list[PassOrder]:
+    """A list to which each order is added that the engine starts from now on."""
+    orders, start = [], engine.chain.start
+
+    def noted(order: PassOrder, tensors: dict[str, Tensor]) -> None:
+        orders.append(order)
+        start(order, tensors)
+
+    engine.chain.start = noted
+    return orders
+
+
+def pieces_read(orders: Sequence[PassOrder]) -> list[list[tuple[int, int]]]:
+    """Of each prompt in turn: (first, end) of its pieces; () where it was read in one pass."""
+    found: dict[int, list] = {}
+    for order in orders:
+        for row in order.rows if order.kind == "prefill" else ():
+            found.setdefault(row, []).append(tuple(order.piece))
+    return list(found.values())
+
+
+def on_ranks(
+    stage: nn.Module,
+    processor: Any,
+    work: Callable[[DecodingEngine], Any],
+    *,
+    device: torch.device = CPU,
+    decoder_class: type[StageDecoder] = StageDecoder,
+    **limits: Any,
+) -> Any:
+    """Has each rank run its stage; the first one does `work` with the engine.
+
+    Args:
+        decoder_class: a stage that does something else in a test.
+
+    Returns:
+        What `work` returns; on other ranks None.
+    """
+    rank, num_stages = dist.get_rank(), dist.get_world_size()
+    matchers = Matchers(lambda: get_tokenizer(processor))
+    decoder = decoder_class(stage, device=device, matchers=matchers)
+    wire = make_wire(rank, num_stages=num_stages, device=device)
+    if rank > 0:
+        follow(decoder, wire, num_stages=num_stages)
+        return None
+    chain = RankChain(decoder, wire, num_stages=num_stages)
+    engine = DecodingEngine(
+        chain,
+        tokenizer=get_tokenizer(processor),
+        processor=processor,
+        limits=Limits(**limits),
+        device=device,
+        reads_in_pieces=decoder.reads_in_pieces,
+    )
+    found = work(engine)
+    engine.close()
+    return found
+
+
+def answers_of(
+    engine: DecodingEngine, prompts: Sequence[Mapping[str, Tensor]], **sampling: Any
+) -> list[tuple[int, ...]]:
+    """Token ids of each answer, which by default no end token cuts short.
+
+    Raises:
+        Exception: what a request failed with.
+    """
+    sampling.setdefault("stop_token_ids", ())
+    requests = (
+        Request(str(place), prompt, Sampling(**sampling)) for place, prompt in enumerate(prompts)
+    )
+    found = {}
+    for event in engine.answer(requests):
+        if isinstance(event, Failed):
+            raise event.error
+        found[int(event.key)] = event.token_ids
+    return [found[place] for place in range(len(prompts))]

@@ -1,0 +1,111 @@
+"""Runs an entry file in a fork of this process, which has imported everything.
+
+A start of its own costs each process six seconds of imports; what is tested through here is all
+but that start and our launcher, in whose place the process forks its ranks. Tests of launchers,
+signals and exit codes of killed ranks start real processes.
+"""
+
+import functools
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from stageline.training import run_log
+from tests.helpers.house import untouched_house
+from tests.helpers.small_run import run_and_exit
+
+HEAVY = (  # what entry files import; whatever else they need they import as always
+    "transformers",
+    "stageline.planner.planner",
+    "stageline.training.trainer",
+    "stageline.training.run_log",
+    "stageline.training.evaluation",
+    "stageline.pipeline.runner",
+    "stageline.plotting.pictures",
+    "stageline.plotting.timeline",
+)
+
+
+def run_entry(
+    words: Sequence[str | Path | int],
+    *,
+    cwd: Path | None = None,
+    env: Mapping[str, str] = {},
+    timeout: float = 120,
+) -> subprocess.CompletedProcess:
+    """Runs `python WORDS` to the end, without a new Python; text is captured.
+
+    Args:
+        words: the entry file, its options.
+        env: added to the environment.
+
+    Raises:
+        AssertionError: it still runs after `timeout` seconds; it and its ranks are killed.
+    """
+    for name in HEAVY:
+        importlib.import_module(name)
+    untouched_house()
+    words = list(map(str, words))
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, kind) for kind in ("out", "err")]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            run_and_exit(words, files, functools.partial(_prepare, cwd, env))
+        code = _wait(pid, timeout)
+        out, err = (file.read_text() for file in files)
+    assert code is not None, f"still running after {timeout} s:\n{out}\n{err}"
+    return subprocess.CompletedProcess(words, code, out, err)
+
+
+def _wait(pid: int, timeout: float) -> int | None:
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
+
+
+def _prepare(cwd: Path | None, env: Mapping[str, str]) -> None:
+    os.setsid()  # so that ranks can be killed with it
+    if cwd is not None:
+        os.chdir(cwd)
+    os.environ.update(env)
+    run_log.plot_loss = lambda *_: None  # as small_run does: nobody looks at it
+    _fork_instead_of_launching()
+
+
+def _fork_instead_of_launching() -> None:
+    from stageline.distributed import launch
+
+    launch._launch = lambda num_processes, **_: _fork_ranks(num_processes)
+
+
+def _fork_ranks(num_ranks: int) -> None:
+    """Returns in each rank, with torchrun's environment; ends this process when all have ended.
+
+    The code is that of the first rank that failed.
+    """
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    os.environ.update(WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks))
+    for rank in range(num_ranks):
+        if os.fork() == 0:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            return
+    codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(num_ranks)]
+    # one that was killed because it hung tells less than the others
+    sys.exit(next((c for c in codes if c > 0), next(filter(None, codes), 0)))

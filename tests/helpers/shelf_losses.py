@@ -1,0 +1,15 @@
+"""A loss_fn part of the shelf as the engine gets it: with its options and its facts."""
+
+from typing import Any
+
+from commands.train_parts import make_loss_part
+from options.parts import chosen_part
+from register import import_shelf
+from stageline.training.loss_part import LossPart
+
+import_shelf("loss_fn")
+
+
+def shelf_loss(key: str, **options: Any) -> LossPart:
+    """The part of a key that is registered."""
+    return make_loss_part(chosen_part("loss_fn", key, options))

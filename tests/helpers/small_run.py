@@ -1,0 +1,312 @@
+"""A small training run through the real entry file, for fault tests.
+
+`Job.run` starts it as a user does, which takes ten seconds: for what launchers have a part in.
+`Job.fork` forks ranks of this process, which has imported everything, and takes two.
+"""
+
+import gc
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from stageline import progress
+from stageline.chaos import VARIABLE, arm
+from stageline.checking.tiny_models import tiny_config
+from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checkpoint.layout import verify
+from stageline.training import run_log
+from tests.helpers.house import ROOT, enter_house, untouched_house
+
+OPTIONS = (
+    "--dataset jsonl --prompt question --prompt-fn fill --image-token none "
+    "--collate-fn sft --batch-size 8 --micro-batch-size 2 --total-steps 12 --device cpu "
+    "--max-token-num 64 --learning-rate 1e-2 --eval-samples 0 --save-steps 2 --timeline-step 0"
+).split()
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a process ended.
+
+    Attributes:
+        seconds: from its start to its end.
+    """
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+class Job:
+    """A folder with a tiny model, its tokenizer and 40 rows of unequal lengths.
+
+    Args:
+        make_model: otherwise a caller puts a model with its processor into `model`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        family: str = "llama",
+        tied: bool = False,
+        num_rows: int = 40,
+        make_model: bool = True,
+    ) -> None:
+        self.folder = folder
+        self.family = family
+        self.model = folder / "model"
+        self.rows = folder / "rows.jsonl"
+        if make_model:
+            _save_model(self.model, family, tied=tied)
+        rows = [
+            {"id": str(i), "question": f"{i}?", "answer": "!" * (1 + i % 7)}
+            for i in range(num_rows)
+        ]
+        self.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def command(
+        self, name: str, *options: str | Path | int, torchrun: tuple[str | int, ...] = ()
+    ) -> list[str]:
+        """The command line of a run into folder `name`.
+
+        Args:
+            torchrun: number of processes and further options of torchrun; by default our launcher
+                starts them.
+        """
+        launcher = (*TORCHRUN, *torchrun) if torchrun else ()
+        paths = ("--model-path", self.model, "--dataset-path", self.rows)
+        model = ("--train-model", self.family)
+        words = [sys.executable, *launcher, ROOT / "train_pp.py", *model, *OPTIONS, *paths]
+        return list(map(str, [*words, "--output-dir", self.folder / name, *options]))
+
+    def start(
+        self,
+        name: str,
+        *options: str | Path | int,
+        chaos: str = "",
+        torchrun: tuple[str | int, ...] = (),
+    ) -> subprocess.Popen:
+        """Starts a run in a process group of its own; `finish` ends it."""
+        environment = {**os.environ, VARIABLE: chaos, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            self.command(name, *options, torchrun=torchrun),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        process.started_at = time.monotonic()
+        return process
+
+    def run(
+        self,
+        name: str,
+        *options: str | Path | int,
+        chaos: str = "",
+        torchrun: tuple[str | int, ...] = (),
+        timeout: float = 120,
+    ) -> Finished:
+        """Runs to the end."""
+        return finish(self.start(name, *options, chaos=chaos, torchrun=torchrun), timeout=timeout)
+
+    def fork(
+        self,
+        name: str,
+        *options: str | Path | int,
+        ranks: int = 2,
+        chaos: str = "",
+        waits: bool = False,
+        timeout: float = 60,
+    ) -> Finished:
+        """Runs to the end in forked ranks, with one stage each unless `options` say otherwise.
+
+        Args:
+            waits: for saves, so that a fault in a later step finds them published.
+
+        Its code is that of the first rank that failed; 0 if none did.
+        """
+        more = ("--sync-save",) if waits else ()
+        run = self.start_forked(name, *options, *more, ranks=ranks, chaos=chaos)
+        return run.wait(timeout)
+
+    def start_forked(
+        self, name: str, *options: str | Path | int, ranks: int = 2, chaos: str = ""
+    ) -> "ForkedRun":
+        """As `fork`, without waiting."""
+        words = self.command(name, "--num-stages", ranks, *options)[1:]
+        return ForkedRun(words, ranks=ranks, chaos=chaos)
+
+    def losses(self, name: str) -> dict[int, float]:
+        """Step -> loss as the log says it; of a step that was run again the last."""
+        lines = (self.folder / name / "log.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        return {r["step"]: r["loss"] for r in records if r["kind"] == "train"}
+
+    def checkpoints(self, name: str) -> list[str]:
+        """Names of what is called a checkpoint, in order."""
+        return sorted(p.name for p in (self.folder / name / "checkpoints").glob("step-????????"))
+
+
+def _save_model(folder: Path, family: str, *, tied: bool) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(1)
+    config = tiny_config(family, tied=tied, vocab_size=len(tokenizer))
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Everything in the safetensors files of a checkpoint, which verifies; of any number of ranks.
+
+    Names begin with the folder below the checkpoint.
+    """
+    verify(folder)
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.rglob("*.safetensors")):
+        kind = path.parent.name if path.parent != folder else ""
+        for name, value in load_file(path).items():
+            assert f"{kind}/{name}" not in found, "saved twice"
+            found[f"{kind}/{name}"] = value
+    return found
+
+
+class ForkedRun:
+    """A run in forked ranks, without a launcher.
+
+    Attributes:
+        pids: rank -> process, of those that have not ended.
+        codes: exit codes in the order in which ranks ended; a signal is negative.
+    """
+
+    def __init__(self, words: list[str], *, ranks: int, chaos: str = "") -> None:
+        self.num_ranks = ranks
+        self.started_at = time.monotonic()
+        self.codes: list[int] = []
+        self._files = tempfile.TemporaryDirectory()
+        folder = Path(self._files.name)
+        with socket.create_server(("", 0)) as server:
+            port = server.getsockname()[1]
+        untouched_house()  # before the fork, so that ranks share it
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pids = {
+            rank: _fork_rank(words, rank, ranks, port, chaos, folder) for rank in range(ranks)
+        }
+
+    def is_running(self) -> bool:
+        """Whether some rank has not ended."""
+        for rank, pid in list(self.pids.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del self.pids[rank]
+                self.codes.append(os.waitstatus_to_exitcode(status))
+        return bool(self.pids)
+
+    def wait(self, timeout: float = 60) -> Finished:
+        """Waits until all ranks have ended; its code is that of the first that failed.
+
+        Raises:
+            AssertionError: some still run after `timeout` seconds; they are killed.
+        """
+        deadline = time.monotonic() + timeout
+        while self.is_running() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        late = dict(self.pids)
+        for pid in late.values():
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        seconds = time.monotonic() - self.started_at
+        out, err = (self.text(kind) for kind in ("out", "err"))
+        self._files.cleanup()
+        assert not late, f"ranks {sorted(late)} still run after {timeout} s:\n{out}\n{err}"
+        # one that was killed because it hung tells less than the others
+        code = next((c for c in self.codes if c > 0), next(filter(None, self.codes), 0))
+        return Finished(code, out, err, seconds)
+
+    def text(self, kind: str) -> str:
+        """What the ranks have written so far, in their order; of kind "out" or "err"."""
+        files = [Path(self._files.name, f"{rank}.{kind}") for rank in range(self.num_ranks)]
+        return "".join(file.read_text() for file in files if file.exists())
+
+
+def _fork_rank(words: list[str], rank: int, ranks: int, port: int, chaos: str, folder: Path) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+
+    def prepare() -> None:
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        os.environ.update({key: str(value) for key, value in names.items()})
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+        os.environ[VARIABLE] = chaos
+        tempfile.tempdir = str(folder)  # ranks of the next run must not read what these leave
+        run_log.plot_loss = lambda *_: None  # a third of a short run, and nobody looks at it
+        arm()
+
+    run_and_exit(words, [folder / f"{rank}.{kind}" for kind in ("out", "err")], prepare)
+
+
+def run_and_exit(words: list[str], files: Sequence[Path], prepare: Callable[[], None]) -> NoReturn:
+    """Runs an entry file in a process that was just forked, and ends it.
+
+    Args:
+        words: the file, its options; or `-m`, a module, its options.
+        files: take what it writes to stdout and stderr.
+        prepare: called first, its output goes to them too.
+    """
+    # looking through all of torch again costs a third of a second, and copies its pages
+    gc.freeze()
+    code = 70
+    try:
+        for number, file in enumerate(files, start=1):
+            os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), number)
+        sys.stdout = open(1, "w", buffering=1, closefd=False)
+        sys.stderr = open(2, "w", buffering=1, closefd=False)
+        prepare()
+        progress.begin()  # a test may have trained in this process before
+        sys.argv = words[1:] if words[0] == "-m" else words
+        torch.set_num_threads(1)  # threads of before are not in the fork
+        enter_house()
+        if words[0] == "-m":
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(words[0], run_name="__main__")
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def finish(process: subprocess.Popen, *, timeout: float = 120) -> Finished:
+    """Waits for a process that `Job.start` began; kills its group when it takes too long."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        raise AssertionError(f"still running after {timeout} s:\n{out}\n{err}") from None
+    return Finished(process.returncode, out, err, time.monotonic() - process.started_at)

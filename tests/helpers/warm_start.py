@@ -1,0 +1,139 @@
+"""Runs an entry file below its real launcher or torchrun, with forks in place of new Pythons.
+
+The launcher's own code runs as it is: it starts workers, waits for them, passes signals on, judges.
+Only that a worker begins with what this process has imported is not as a user has it: a run so
+takes three seconds of a core in place of fifteen. One real start of each kind is tested besides.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from stageline.chaos import VARIABLE
+from stageline.distributed.stop import PR_SET_PDEATHSIG
+from tests.helpers.house import untouched_house
+from tests.helpers.small_run import Finished, Job, run_and_exit
+
+
+class WarmLauncher:
+    """A launcher that was just forked, in a process group of its own.
+
+    Args:
+        words: what would stand behind `python`: a file or `-m` and a module, its options.
+        environment: added to this process's.
+    """
+
+    def __init__(self, words: list[str], environment: Mapping[str, str] = {}) -> None:
+        untouched_house()
+        self.code: int | None = None
+        self._files = tempfile.TemporaryDirectory()
+        self._texts = [Path(self._files.name, kind) for kind in ("out", "err")]
+        self._started_at = time.monotonic()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            run_and_exit(words, self._texts, lambda: _prepare(environment))
+
+    def poll(self) -> int | None:
+        """Its exit code, a signal negative; None while it runs."""
+        if self.code is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if ended else None
+        return self.code
+
+    def wait(self, timeout: float = 120) -> int:
+        """Waits until it has ended.
+
+        Raises:
+            AssertionError: it still runs after `timeout` seconds; its group is killed.
+        """
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                os.killpg(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+                raise AssertionError(f"still running after {timeout} s: {self._told()}")
+            time.sleep(0.02)
+        return self.code
+
+    def finish(self, timeout: float = 120) -> Finished:
+        """As `wait`, with what it and its workers have printed."""
+        code = self.wait(timeout)
+        finished = Finished(code, *self._told(), time.monotonic() - self._started_at)
+        self._files.cleanup()
+        return finished
+
+    def _told(self) -> list[str]:
+        return [path.read_text() for path in self._texts]
+
+
+def launch(
+    job: Job,
+    name: str,
+    *options: str | Path | int,
+    chaos: str = "",
+    torchrun: tuple[str | int, ...] = (),
+) -> WarmLauncher:
+    """As `job.start`, from a fork."""
+    words = job.command(name, *options, torchrun=torchrun)[1:]
+    return WarmLauncher(words, {VARIABLE: chaos, "OMP_NUM_THREADS": "1"})
+
+
+class _Worker(subprocess.Popen):
+    """What torch's launcher takes for a process that it has started: a fork of this one."""
+
+    def __init__(self, words: list[str], environment: Mapping[str, str], imported: set) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.args, self.returncode = words, None
+        self.stdin = self.stdout = self.stderr = None
+        self._waitpid_lock = subprocess.threading.Lock()
+        self._child_created = True
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become_worker(words, environment, imported)
+
+
+def _prepare(environment: Mapping[str, str]) -> None:
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    from stageline import chaos
+
+    os.setsid()
+    os.environ.update(environment)
+    chaos.arm()
+    imported = set(sys.modules)
+    SubprocessHandler._popen = lambda self, words, env: _Worker(list(words), env, imported)
+
+
+def _become_worker(words: list[str], environment: Mapping[str, str], imported: set) -> NoReturn:
+    def prepare() -> None:
+        from stageline import chaos
+
+        os.setsid()
+        # a fork of a process that listens for signals has asked for this already; a new one has not
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
+        os.environ.clear()
+        os.environ.update(environment)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.set_wakeup_fd(-1)
+        for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGALRM):
+            signal.signal(signum, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+        for name in set(sys.modules) - imported:  # parts of a user, which fill registers
+            file = getattr(sys.modules[name], "__file__", None)
+            if file in words:
+                del sys.modules[name]
+        chaos.arm()
+
+    words = words[words.index("-u") + 1 :]
+    run_and_exit(words, (), prepare)

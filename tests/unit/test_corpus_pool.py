@@ -1,0 +1,21 @@
+"""Worker processes of a corpus build: their end is the end of what waits for them."""
+
+import os
+import struct
+import time
+
+from stageline.corpus.pool import Processes, Task
+from tests.helpers.byte_cutter import ByteCutter
+
+
+def test_a_result_that_was_cut_off_is_not_waited_for():
+    task = Task((), ByteCutter, document=None, max_document_bytes=1 << 20)
+    pool = Processes(task, num_workers=1)
+    try:
+        future = pool._executor.submit(time.sleep, 60)
+        waiting = pool._executor._executor_manager_thread
+        os.write(pool._results._writer.fileno(), struct.pack("!i", 100) + b"half")
+    finally:
+        pool.close()
+    waiting.join(20)
+    assert not waiting.is_alive() and future.done()

@@ -1,0 +1,142 @@
+"""Each sample of a step is rendered and tokenized once, whatever part, order and packing."""
+
+import functools
+import itertools
+import os
+import socket
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+import dataset as parts
+from commands.train import SHELF, pipeline
+from commands.train_data import check_data
+from parse_args import parse_train_args
+from prompt_fn import fill, none
+from register import import_shelf
+from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.data.batches import collate as bodies
+from stageline.data.batches.collate_part import CollatePart, as_collate_part
+from stageline.data.batches.loader import MicroBatchLoader
+from stageline.training.replicas import LargestOfReplicas
+from tests.helpers.small_run import Job
+from tests.helpers.tiny_sets import write_chat
+
+import_shelf(*SHELF)
+assert pipeline  # importing it registered the engine
+NUM_ROWS = 24
+ROLES = ("anchor", "positive", "negative")
+
+
+class Rows:
+    """Row i is as long as it likes."""
+
+    def __len__(self):
+        return NUM_ROWS
+
+    def __getitem__(self, row):
+        answers = {"chosen": "yes " * (1 + row % 3), "rejected": "no " * (1 + row % 4)}
+        sample = {"id": str(row), "question": "Why? " * (1 + row * 7 % 11), "answer": "7 " * 3}
+        group = {"contrast_group": str(row // 3), "role": ROLES[row % 3]}
+        return None, {**sample, **answers, **group, "text": sample["question"], "label": True}
+
+
+class Groups(Rows):
+    """The same in groups of three."""
+
+    group_size = 3
+
+
+def counting(part, counts, **options):
+    """The part, bound; counts how often each sample is encoded."""
+    bound = as_collate_part(part).bind(
+        **{"prompt": "[QUESTION] [ANSWER]", "prompt_fn": fill, "image_token": none, "stage": 0},
+        **{"processor": tiny_tokenizer(), "pad_token_id": 0, "max_token_num": 96, "num_stages": 1},
+    )
+
+    def encode(images, sample):
+        counts[sample["id"]] += 1
+        return bound.encode(images, sample)
+
+    return CollatePart(bound.collate, encode=encode, pack=bound.pack)
+
+
+KINDS = {
+    "sft": (parts.sft, Rows, 1),
+    "dpo": (parts.dpo, Rows, 2),
+    "kto": (parts.kto, Rows, 1),
+    "rm": (parts.rm, Rows, 2),
+    "pt": (parts.pt, Rows, 1),
+    "contrastive": (parts.contrastive, Groups, 1),
+}
+ORDERS = {"plain": {"order": "given"}, "sorted": {}, "packed": {"packing": 96}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "order"),
+    [(k, o) for k in KINDS for o in ORDERS if o != "packed" or KINDS[k][0].pack],
+)
+def test_a_sample_of_an_epoch_is_encoded_once(kind, order, monkeypatch):
+    part, rows, times = KINDS[kind]
+    counts, rendered = Counter(), Counter()
+    render = bodies.render_sample
+
+    def counted(images, sample, **texts):
+        rendered[sample["id"]] += 1
+        return render(images, sample, **texts)
+
+    monkeypatch.setattr(bodies, "render_sample", counted)
+    loader = MicroBatchLoader(
+        rows(), collate=counting(part, counts), batch_size=12, micro_batch_size=3, **ORDERS[order]
+    )
+    steps = list(itertools.islice(loader, len(loader)))
+    assert len(steps) == 2 and all(steps)
+    assert counts == {str(row): 1 for row in range(NUM_ROWS)}
+    assert rendered == {str(row): times for row in range(NUM_ROWS)}
+
+
+def test_packed_replicas_that_can_ask_encode_their_own_rows_alone(monkeypatch):
+    """Through the store, as data workers do; the micro-batches are those of replicas alone."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    monkeypatch.setitem(os.environ, "MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setitem(os.environ, "MASTER_PORT", str(port))
+    options = {"batch_size": 6, "micro_batch_size": 1, "packing": 96, "dp_degree": 2}
+
+    def steps(rank, counts, agree):
+        loader = MicroBatchLoader(
+            Rows(), collate=counting(parts.sft, counts), dp_rank=rank, agree=agree, **options
+        )
+        return list(itertools.islice(loader, len(loader)))
+
+    counts = [Counter(), Counter()]
+    asking = [LargestOfReplicas("a", rank=rank, size=2, seconds=30) for rank in range(2)]
+    # one after the other would wait for ever; rows draw nothing, so threads do no harm
+    with ThreadPoolExecutor(2) as threads:
+        made = list(threads.map(steps, range(2), counts, asking))
+    assert set((counts[0] + counts[1]).values()) == {1}
+    assert not counts[0].keys() & counts[1].keys()
+    for rank, own in enumerate(made):
+        alone = steps(rank, Counter(), None)
+        for batch, other in zip(itertools.chain(*own), itertools.chain(*alone), strict=True):
+            assert batch.keys() == other.keys()
+            assert all(torch.equal(batch[name], other[name]) for name in batch)
+    del store
+
+
+def test_rows_that_were_checked_before_a_run_are_not_encoded_again(tmp_path, monkeypatch):
+    job = Job(tmp_path)
+    write_chat(job.rows, [f"{i}?" + "!" * (i % 7) for i in range(40)])
+    words = job.command("a", "--dataset", "jsonl", "--prompt-fn", "chat")
+    words = words[words.index("--train-model") :]
+    data = check_data(parse_train_args(words))
+    collate = functools.partial(data.collate, stage=0)
+    loader = MicroBatchLoader(data.train, collate=collate, batch_size=8, micro_batch_size=2)
+    monkeypatch.setattr(bodies, "render_sample", None)
+    step = next(iter(loader))
+    assert len(step) == 4
