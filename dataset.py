@@ -35,7 +35,8 @@ PAIR_KEYS = {"prompt": "chat", "prompt_fn": "chat", "image_token": "auto", "loss
 dataset_register["digits"] = "stageline.tasks.digits:Digits"
 dataset_register["jsonl"] = "stageline.data.rows.json_lines:JsonLines"
 dataset_register["groups"] = "stageline.data.rows.json_lines:Groups"
-dataset_register["sets"] = "stageline.data.rows.sets:Sets"
+# what is kept of files changes no row
+dataset_register.register("sets", "stageline.data.rows.sets:Sets", without_effect=("cache",))
 dataset_register["scenes"] = "stageline.tasks.scenes:Scenes"
 dataset_register["vsr"] = "stageline.tasks.spatial_sets:VSR"
 dataset_register["spatial_mm"] = "stageline.tasks.spatial_sets:SpatialMM"

@@ -10,11 +10,24 @@ from argparse import SUPPRESS
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import yaml
 from jsonargparse import ArgumentParser
 
+from options.answer import (
+    ChatConfig,
+    EvaluateConfig,
+    InferConfig,
+    LmEvalConfig,
+    check_engine,
+    check_has_model,
+    check_placement,
+    check_prompts,
+    check_server,
+    check_tasks,
+    with_engine_keys,
+)
 from options.command_line import (
     Given,
     by_name,
@@ -27,15 +40,24 @@ from options.command_line import (
     read_words,
     typed,
 )
-from options.data import check_images, check_token_cache
-from options.engine import check_engine, check_placement, with_engine_keys
+from options.corpus import (
+    ACTIONS,
+    VerifyConfig,
+    check_needed,
+    no_action,
+    overview,
+    split_action,
+    with_run,
+)
+from options.data import check_batches, check_images
 from options.fields import (
     OptionError,
     absolute,
     check_limits,
+    check_together,
     check_words,
     common_options,
-    expand_paths,
+    expanded,
     option_groups,
 )
 from options.memory import check_attention, check_memory
@@ -47,17 +69,15 @@ from options.model import (
     check_vision,
 )
 from options.parts import ChosenPart, add_part_options, chosen_part, help_text, list_parts, takes
+from options.serve import ServeConfig, check_certificate
 from options.train import (
     CheckConfig,
-    EvaluateConfig,
     RunConfig,
-    check_batches,
     check_best,
     check_learning_rate,
-    check_numbers,
     check_partition,
-    check_precision,
     check_stop,
+    settled,
 )
 from register import ALL_REGISTERS, import_parts
 
@@ -86,16 +106,31 @@ EVALUATE_KEYS: dict[str, str | None] = {
     "image_token": None,
     "metric": None,
 }
+INFER_KEYS: dict[str, str | None] = {
+    "model": "generate",
+    "builder": "auto",
+    "prompt": "chat",
+    "prompt_fn": "chat",
+    "image_token": "auto",
+}
+CHAT_KEYS: dict[str, str | None] = {
+    "builder": "auto",
+    "prompt_fn": "chat",
+    "image_token": "auto",
+}
+SERVE_KEYS: dict[str, str | None] = {"prompt_fn": "chat", "image_token": "auto"}
 # parts of these registers may name keys that suit them, {"loss_fn": "rm"}, where none are given
 SUGGESTING = ("collate_fn", "model")
 # of a training run's keys, those that a check does without unless it gets a dataset
 DATA_KEYS = ("dataset", "prompt", "prompt_fn", "image_token", "collate_fn")
 SPECIAL = ("import", "config", "list", "help")  # answered before the options are known
-NOT_SAVED = ("check_only", "plan", "resume", "allow_changes")
 
 
-@dataclass
-class Arguments:
+Run = TypeVar("Run", covariant=True)
+
+
+@dataclass(frozen=True)
+class Arguments(Generic[Run]):
     """A resolved command line.
 
     Attributes:
@@ -104,7 +139,7 @@ class Arguments:
         imports: what `--import` named, in order.
     """
 
-    run: Any
+    run: Run
     parts: dict[str, ChosenPart]
     imports: list[str]
 
@@ -116,7 +151,7 @@ class Arguments:
         for name, chosen in self.parts.items():
             config[typed(name)[2:]] = chosen.key
         for item in fields(self.run):
-            if item.name in NOT_SAVED:
+            if not item.metadata["is_saved"]:
                 continue
             config[typed(item.name)[2:]] = absolute(item, getattr(self.run, item.name))
         for name, chosen in self.parts.items():
@@ -125,25 +160,19 @@ class Arguments:
         return config
 
 
-@dataclass
-class TrainArguments(Arguments):
-    """What `train_pp.py` runs."""
-
-    run: RunConfig
-
-
-@dataclass
-class EvaluateArguments(Arguments):
-    """What `evaluate.py` runs."""
-
-    run: EvaluateConfig
+TrainArguments: TypeAlias = Arguments[RunConfig]
+EvaluateArguments: TypeAlias = Arguments[EvaluateConfig]
+CheckArguments: TypeAlias = Arguments[CheckConfig]
+InferArguments: TypeAlias = Arguments[InferConfig]
+ChatArguments: TypeAlias = Arguments[ChatConfig]
+ServeArguments: TypeAlias = Arguments[ServeConfig]
 
 
-@dataclass
-class CheckArguments(TrainArguments):
-    """What `check_model.py` runs: a training run's arguments and its own options."""
+@dataclass(frozen=True)
+class CorpusArguments(Arguments[Any]):
+    """What `corpus.py` does: an action, and its options."""
 
-    run: CheckConfig
+    action: str
 
 
 def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
@@ -157,8 +186,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
         SystemExit: after `--help` and `--list`.
     """
     run, parts, imports = read_arguments(argv, RunConfig, keys=TRAIN_KEYS)
-    check_limits(run)
-    check_precision(run)
+    run = settled(run)
     check_vision(run)
     check_partition(run)
     check_batches(run)
@@ -166,14 +194,12 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
     check_stop(run)
     check_learning_rate(run)
     check_memory(run)
-    check_numbers(run)
     check_part_training(run)
     check_lora(run)
     check_methods(run)
     check_images(run)
-    check_token_cache(run)
     check_attention(run, parts["train_model"])
-    return TrainArguments(run=run, parts=parts, imports=imports)
+    return Arguments(run, parts, imports)
 
 
 def parse_evaluate_args(argv: Sequence[str] | None = None) -> EvaluateArguments:
@@ -183,13 +209,11 @@ def parse_evaluate_args(argv: Sequence[str] | None = None) -> EvaluateArguments:
     run, parts, imports = read_arguments(
         words, EvaluateConfig, keys=keys, listed={"dataset": {"split": "test"}}
     )
-    check_limits(run)
-    check_precision(run)
     check_images(run)
     check_engine(run)
     adapter_arguments(run)
     check_placement(run)
-    return EvaluateArguments(run=run, parts=parts, imports=imports)
+    return Arguments(run, parts, imports)
 
 
 def parse_check_args(argv: Sequence[str] | None = None) -> CheckArguments:
@@ -205,14 +229,78 @@ def parse_check_args(argv: Sequence[str] | None = None) -> CheckArguments:
         if name not in DATA_KEYS or name in given or {"dataset", "help"} & set(given)
     }
     run, parts, imports = read_arguments(words, CheckConfig, keys=keys)
-    check_limits(run)
-    check_precision(run)
+    run = settled(run)
     check_partition(run)
     check_part_training(run)
     check_attention(run, parts["train_model"])
     check_lora(run)
     check_methods(run)
-    return CheckArguments(run=run, parts=parts, imports=imports)
+    return Arguments(run, parts, imports)
+
+
+def parse_infer_args(argv: Sequence[str] | None = None) -> InferArguments:
+    """Reads the options of a run that answers; raises as `parse_train_args` does."""
+    words = command_words(argv)
+    given = by_name(with_configs(read_words(words)))
+    asks_dataset = "dataset" in given
+    keys = {**with_engine_keys(INFER_KEYS, given), **({"dataset": None} if asks_dataset else {})}
+    run, parts, imports = read_arguments(
+        words, InferConfig, keys=keys, listed={"dataset": {"split": "test"}}, repeated=("text",)
+    )
+    check_images(run)
+    check_placement(run)
+    check_engine(run)
+    check_prompts(run, has_dataset=asks_dataset)
+    return Arguments(run, parts, imports)
+
+
+def parse_chat_args(argv: Sequence[str] | None = None) -> ChatArguments:
+    """Reads the options of a chat; raises as `parse_train_args` does."""
+    run, parts, imports = read_arguments(argv, ChatConfig, keys=CHAT_KEYS)
+    check_placement(run)
+    check_server(run)
+    return Arguments(run, parts, imports)
+
+
+def parse_lm_eval_args(argv: Sequence[str] | None = None) -> Arguments[LmEvalConfig]:
+    """Reads the options of lm_eval; raises as `parse_train_args` does."""
+    run, parts, imports = read_arguments(argv, LmEvalConfig, keys={})
+    check_tasks(run)
+    return Arguments(run, parts, imports)
+
+
+def parse_serve_args(argv: Sequence[str] | None = None) -> ServeArguments:
+    """Reads the options of a server; raises as `parse_train_args` does."""
+    run, parts, imports = read_arguments(argv, ServeConfig, keys=SERVE_KEYS)
+    check_images(run)
+    check_has_model(run)
+    check_certificate(run)
+    return Arguments(run, parts, imports)
+
+
+def parse_corpus_args(argv: Sequence[str] | None = None) -> CorpusArguments:
+    """Reads an action of the corpus and its options; raises as `parse_train_args` does.
+
+    Raises:
+        OptionError: no such action, or an option that it needs is missing.
+        SystemExit: after `--help` and `--list`.
+    """
+    name, words = split_action(command_words(argv))
+    if name == "find-trained":
+        words = with_run(words)
+    if name is None and words in (["--help"], ["-h"], []):
+        print(overview())
+        raise SystemExit(0 if words else OptionError.exit_code)
+    action = ACTIONS.get(name or "")
+    if action is None and words != ["--list"]:
+        raise OptionError(no_action(name or words[0]))
+    config = action.config if action else VerifyConfig
+    run, parts, imports = read_arguments(
+        words, config, keys=action.keys if action else {}, action=name or ""
+    )
+    assert action is not None and name is not None  # the list has ended this
+    check_needed(run)
+    return CorpusArguments(run, parts, imports, action=name)
 
 
 def save_config(arguments: Arguments, path: str | Path) -> None:
@@ -270,8 +358,11 @@ def read_arguments(
         name: item for name, item in options.items() if name not in keys and name not in SPECIAL
     }
     values = convert(parser, settings, also_known=[*map(_spelled, keys), *SPECIAL])
-    run = config_class(**{item.name: values[item.name] for item in fields(config_class)})
-    expand_paths(run)
+    run = config_class(
+        **{item.name: expanded(item, values[item.name]) for item in fields(config_class)}
+    )
+    check_limits(run)
+    check_together(run)
     parts = {name: chosen_part(name, key, values.get(name) or {}) for name, key in chosen.items()}
     return run, parts, list(dict.fromkeys(imports))
 

@@ -343,7 +343,11 @@ builder_register = Register(
 prompt_register = Register("prompt", "template text with [PLACEHOLDERS]", part_type=str)
 prompt_fn_register = Register("prompt_fn", "fills a template: (sample, prompt) -> Rendered")
 image_token_register = Register("image_token", "puts the model's own image text into a Rendered")
-dataset_register = Register("dataset", "map-style dataset of (images | None, sample dict)")
+dataset_register = Register(
+    "dataset",
+    "map-style dataset of (images | None, sample dict)",
+    facts={"without_effect": ()},  # options that change no row: a resumed run may change them
+)
 collate_fn_register = Register(
     "collate_fn",
     "samples -> tensors of one micro-batch",

@@ -2,24 +2,35 @@
 
 import dataclasses
 import functools
+import sys
 
+from register import ALL_REGISTERS, import_shelf
 from stageline.errors import name_options
+
+
+def open_shelf(*names: str) -> None:
+    """Imports the shelf modules of a command; all of them where `--list` is to show them."""
+    import_shelf(*(() if "--list" in sys.argv else names))
+
+
+@functools.cache
+def run_configs() -> tuple[type, ...]:
+    """The options class of every command."""
+    from options.answer import ChatConfig, EvaluateConfig, InferConfig, LmEvalConfig
+    from options.corpus import ACTIONS
+    from options.serve import ServeConfig
+    from options.train import CheckConfig
+
+    answering = (EvaluateConfig, InferConfig, ChatConfig, LmEvalConfig, ServeConfig)
+    return (CheckConfig, *answering, *(action.config for action in ACTIONS.values()))
 
 
 @functools.cache
 def option_names() -> frozenset[str]:
     """Every option of every command, as the engine calls it: `num_stages`."""
     from commands.export import make_parser
-    from options.answer import ChatConfig, InferConfig
-    from options.answer_args import LmEvalConfig
-    from options.corpus import ACTIONS
-    from options.serve import ServeConfig
-    from options.train import CheckConfig, EvaluateConfig
-    from register import ALL_REGISTERS
 
-    configs = [CheckConfig, EvaluateConfig, InferConfig, ChatConfig, LmEvalConfig, ServeConfig]
-    configs += [action.config for action in ACTIONS.values()]
-    fields = {field.name for config in configs for field in dataclasses.fields(config)}
+    fields = {field.name for config in run_configs() for field in dataclasses.fields(config)}
     exports = {action.dest for action in make_parser()._actions}
     keys = {register.option[2:].replace("-", "_") for register in ALL_REGISTERS.values()}
     # `num_expand` is the option of scripts/expand_blocks.sh

@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from commands.decode_run import DTYPES, num_processes, open_decoding
+from commands.decode_run import DTYPES, open_decoding, place_stages
+from options.answer import ENGINE_KEYS, device_memory
 from options.command_line import typed
-from options.data import NAMES
-from options.engine import ENGINE_KEYS, DecodeOptions, device_memory
+from options.fields import handed_to, option_fields
 from options.model import adapter_arguments
 from options.parts import takes
 from parse_args import Arguments
@@ -68,6 +68,7 @@ def show_plan(builder: Any, model_path: str, **given: Any) -> None:
 # All give the model parts something to ask, and the run a processor; which one it was is in
 # engine.json beside the predictions, and changes no greedy answer but for rounding.
 
+AnyArguments = TypeVar("AnyArguments", bound=Arguments)
 SECONDS_TO_MEET = 600.0
 EXPORTED = "~/.cache/stageline/exported"  # what vLLM reads
 
@@ -90,8 +91,11 @@ class Opened:
     config: Any = None
 
 
-def find_place(arguments: Arguments) -> EvaluationReplicas:
+def find_place(arguments: AnyArguments) -> tuple[AnyArguments, EvaluationReplicas]:
     """Starts the processes of the run, if it needs several; returns in each of them.
+
+    Returns:
+        The arguments with the numbers of stages and replicas, and which replica this one is.
 
     Raises:
         UserError: processes and replicas do not fit, or there are too few GPUs.
@@ -99,10 +103,11 @@ def find_place(arguments: Arguments) -> EvaluationReplicas:
     run = arguments.run
     _check_builder(arguments)
     if run.engine == "pipeline":
-        wanted = num_processes(run, run.device, num_replicas=run.num_replicas)
-        run.num_replicas = wanted // run.num_stages
+        run, wanted = place_stages(run, num_replicas=run.num_replicas)
+        num_replicas = wanted // run.num_stages
     else:
-        wanted = run.num_replicas = run.num_replicas or 1
+        num_replicas = wanted = run.num_replicas or 1
+    run = dataclasses.replace(run, num_replicas=num_replicas)
     launch_if_needed(wanted)
     rank = int(os.environ.get("RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -113,12 +118,13 @@ def find_place(arguments: Arguments) -> EvaluationReplicas:
             "correct the numbers."
         )
     num_stages = wanted // run.num_replicas
-    return EvaluationReplicas(
+    replicas = EvaluationReplicas(
         index=rank // num_stages,
         count=run.num_replicas,
         is_first=rank % num_stages == 0,
         store=_store(rank, world_size),
     )
+    return dataclasses.replace(arguments, run=run), replicas
 
 
 def _check_builder(arguments: Arguments) -> None:
@@ -189,12 +195,10 @@ def plan_model(arguments: Arguments) -> int:
 def _builder_arguments(arguments: Arguments) -> dict[str, Any]:
     run, builder = arguments.run, arguments.parts["builder"]
     return {
+        **handed_to("builder", run),
         **placement_arguments(run, builder.part),
         "dtype": DTYPES[run.precision],
-        "num_devices": run.num_devices,
-        "device": run.device,
         **adapter_arguments(run),
-        "trust_remote_code": run.trust_remote_code,
         **builder.kwargs,
     }
 
@@ -281,19 +285,13 @@ def answer_settings(arguments: Arguments) -> dict[str, Any]:
 
     Nor does the engine, as long as the likeliest tokens are taken.
     """
-    left_out = {
-        *("output-dir", "limit", "batch-size", "num-devices", "visual-gpu-ratio", "metric"),
-        *("image-cache", "image-cache-gib", "max-image-pixels", "max-images-per-sample"),
-        *("device-memory", "plan-length", "plan-images", "num-replicas"),
-        *("compare-with", "bootstrap-resamples", "bootstrap-seed", "skip-bad-rows"),
-        *("prompts", "text", "print-answers"),  # the samples themselves are compared
-        *(typed(item.name)[2:] for item in dataclasses.fields(DecodeOptions)),
-    }
     run = arguments.run
-    if not getattr(run, "num_fewshot", 0):
-        left_out |= set(NAMES)
-    if run.max_length is not None:  # the only one of these that may end an answer
-        left_out.discard("max-length")
+    left_out = {
+        typed(name)[2:]
+        for name, item in option_fields(run).items()
+        if not item.metadata["shapes_answers"]
+    }
+    left_out.add("metric")
     if run.engine in ("device_map", "api") or run.temperature == 0:
         left_out.add("engine")
     for name, chosen in arguments.parts.items():
@@ -382,9 +380,7 @@ def ask(
         part,
         found.model,
         processor,
-        max_new_tokens=run.max_new_tokens,
-        temperature=run.temperature,
-        seed=run.seed,
+        **handed_to("model", run),
         **parts["model"].kwargs,
     )
     is_measured = processor is not None and not found.has_own_batches

@@ -16,10 +16,11 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from options.answer import ChatConfig
-from options.answer_args import ChatArguments, parse_chat_args
-from options.fields import check_limits
-from register import freeze_registers, import_shelf
+from commands import open_shelf
+from options.answer import ChatConfig, ChatSettings
+from options.fields import check_limits, option_fields
+from parse_args import ChatArguments, parse_chat_args
+from register import freeze_registers
 from stageline.distributed.stop import release_signals
 from stageline.errors import INTERRUPTED, UserError
 
@@ -27,12 +28,11 @@ if TYPE_CHECKING:
     from stageline.inference.dialogue import LocalModel, Server
 
 SHELF = ("models", "prompt_fn")
-SETTINGS = ("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed")
 
 
 def main() -> int:
     """Talks until the input ends; returns the exit code."""
-    import_shelf(*(() if "--list" in sys.argv else SHELF))  # the list shows everything
+    open_shelf(*SHELF)
     arguments = parse_chat_args()
     freeze_registers()
     from commands.answer_run import check_model_path, plan_model  # after the options: --help
@@ -43,7 +43,7 @@ def main() -> int:
         if arguments.run.plan:
             return plan_model(arguments)
     engine = open_server(arguments.run) if arguments.run.server else open_model(arguments)
-    answering = {name: getattr(arguments.run, name) for name in SETTINGS}
+    answering = {name: getattr(arguments.run, name) for name in option_fields(ChatSettings)}
     dialogue = Dialogue(
         engine,
         write=functools.partial(print, end="", flush=True),

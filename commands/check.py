@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from commands import open_shelf
 from commands.train import SHELF  # which registers the engine that a training command names
-from options.model import check_vision, without_methods
+from options.fields import given_options, option_fields
+from options.model import check_vision
 from options.parts import ChosenPart, chosen_part
+from options.train import for_check
 from parse_args import CheckArguments, parse_check_args
-from register import freeze_registers, import_shelf
+from register import freeze_registers
 from stageline.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ DEFAULT_PICTURE_SIZE = 112
 
 def main() -> int:
     """Runs the check; returns the exit code."""
-    import_shelf(*(() if "--list" in sys.argv else SHELF))  # the list shows everything
+    open_shelf(*SHELF)
     arguments = parse_check_args()
     freeze_registers()
     import transformers  # after the options: --help answers at once
@@ -45,7 +47,7 @@ def main() -> int:
     from stageline.distributed.launch import launch_if_needed
     from stageline.distributed.process_group import distributed_context
 
-    schedule = resolve_schedule(arguments)
+    arguments, schedule = resolve_schedule(arguments)
     launch_if_needed(schedule.num_ranks)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -55,16 +57,16 @@ def main() -> int:
         return check(arguments, context, schedule)
 
 
-def resolve_schedule(arguments: CheckArguments) -> Schedule:
-    """The pipeline of the run, without replicas; two ranks where no number is given."""
+def resolve_schedule(arguments: CheckArguments) -> tuple[CheckArguments, Schedule]:
+    """The options with the number of stages, and their pipeline: two ranks where none is given."""
     from stageline.pipeline.schedules import default_stages_per_rank
     from stageline.pipeline.topology import resolve_topology
 
     run = arguments.run
-    if run.num_stages is None and not run.schedule.endswith(".csv"):
-        per_rank = run.stages_per_rank or default_stages_per_rank(run.schedule)
-        run.num_stages = 2 * per_rank
-    check_vision(run)
+    num_stages = run.num_stages
+    if num_stages is None and not run.schedule.endswith(".csv"):
+        num_stages = 2 * (run.stages_per_rank or default_stages_per_rank(run.schedule))
+    check_vision(dataclasses.replace(run, num_stages=num_stages))
     if isinstance(run.partition, list) and run.check_layers not in (None, sum(run.partition)):
         raise UserError(
             f"--partition {','.join(map(str, run.partition))} names {sum(run.partition)} layers, "
@@ -73,12 +75,12 @@ def resolve_schedule(arguments: CheckArguments) -> Schedule:
         )
     topology = resolve_topology(
         schedule=run.schedule,
-        num_stages=run.num_stages,
+        num_stages=num_stages,
         stages_per_rank=run.stages_per_rank,
         dp_degree=1,
     )
-    run.num_stages = topology.num_stages
-    return topology.schedule
+    run = dataclasses.replace(run, num_stages=topology.num_stages)
+    return dataclasses.replace(arguments, run=run), topology.schedule
 
 
 def check(arguments: CheckArguments, context: DistributedContext, schedule: Schedule) -> int:
@@ -126,7 +128,8 @@ def check(arguments: CheckArguments, context: DistributedContext, schedule: Sche
 def notes_of(arguments: CheckArguments) -> list[str]:
     """What of the training command is done otherwise here."""
     run = arguments.run
-    notes = []
+    notes, fields = [], option_fields(run)
+    told = ("bf16", "fp16", "lora_dropout")
     if run.precision != "fp32":
         notes.append(
             f"compared in float32: --{run.precision} rounds more than a mistake may change"
@@ -137,8 +140,8 @@ def notes_of(arguments: CheckArguments) -> list[str]:
         notes.append("--dp-degree: one replica was checked")
     notes += [
         f"--{name.replace('_', '-')} was left out: it was checked where it is tested, not here"
-        for name in ("packing", "logits_chunk", "compile_layers")
-        if getattr(run, name)
+        for name in given_options(run)
+        if not fields[name].metadata["in_check"] and name not in told
     ]
     if "dataset" in arguments.parts and arguments.parts["dataset"].kwargs.get("rows") == "packed":
         notes.append("--dataset.rows packed: a segment a row was checked, as --packing would be")
@@ -156,32 +159,18 @@ def build(
     source: ModelSource,
 ) -> object:
     """A stage as train_pp.py builds it; with `num_stages` of 1 the part as a whole."""
-    from commands.train_parts import build_part
+    from commands.train_parts import stage_builder
 
     run = arguments.run
-    changed = dataclasses.replace(
+    changed = for_check(
         run,
         config_path=source.config_path,
         model_path=source.model_path,
         processor_path=source.processor_path,
-        logits_chunk=0,
-        compile_layers=False,
         gradient_checkpointing=run.gradient_checkpointing and num_stages == run.num_stages,
-        bf16=False,
-        fp16=False,
-        lora_dropout=0.0,
-        **without_methods(),
     )
-    is_given = num_stages == run.num_stages and isinstance(run.partition, list)
-    if num_stages != run.num_stages:  # on one stage, to compare with
-        changed.vision_stages = 0
-    return build_part(
-        dataclasses.replace(arguments, run=changed),
-        stage=stage,
-        num_stages=num_stages,
-        partition=run.partition if is_given else None,
-        device=context.device,
-    )
+    builder = stage_builder(dataclasses.replace(arguments, run=changed))
+    return builder.build(stage, num_stages=num_stages, device=context.device)
 
 
 def make_batches(
@@ -202,18 +191,17 @@ def make_batches(
         return functools.cache(
             lambda step: random_batches(config, num_micro_batches=count, seed=seed + step)
         )
-    # a split is as right without new tokens, whose rows no library model would have
-    changes = {"eval_samples": 0, "accumulate_steps": 1, "packing": False, "new_tokens": None}
-    changes |= {"resize_vocab": False, "global_batch_distributed": None}  # of other batches
-    run = dataclasses.replace(arguments.run, **changes)
-    if "dataset" in arguments.parts:
+    changes: dict[str, object] = {"eval_samples": 0, "processor_path": source.processor_path}
+    parts, micro_batch_size = arguments.parts, arguments.run.micro_batch_size
+    if "dataset" in parts:
         wanted = min(arguments.run.num_micro_batches, MOST_MICRO_BATCHES)
-        parts = arguments.parts
     else:
-        wanted, run.micro_batch_size, run.max_token_num = LEAST_MICRO_BATCHES, 2, 1 << 16
-        parts = {**arguments.parts, **picture_parts(arguments, config)}
-    run.batch_size = schedule.legal_micro_batches(wanted) * run.micro_batch_size
-    run.processor_path = source.processor_path
+        wanted, micro_batch_size = LEAST_MICRO_BATCHES, 2
+        changes["max_token_num"] = 1 << 16
+        parts = {**parts, **picture_parts(arguments, config)}
+    changes["micro_batch_size"] = micro_batch_size
+    changes["batch_size"] = schedule.legal_micro_batches(wanted) * micro_batch_size
+    run = for_check(arguments.run, **changes)
     changed = dataclasses.replace(arguments, run=run, parts=parts)
     data = Data(changed)
     if getattr(data.train, "packed", None) is not None:

@@ -23,13 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from options.command_line import command_words
-from options.corpus import (
-    CorpusArguments,
-    FindTrainedConfig,
-    parse_corpus_args,
-    run_folder,
-    split_action,
-)
+from options.corpus import FindTrainedConfig, run_folder, split_action
+from parse_args import CorpusArguments, parse_corpus_args
 from register import freeze_registers, import_shelf, load_target
 from stageline.corpus.header import BEGINS, ENDS, HAS_BOS, HAS_EOS, CutRules
 from stageline.distributed.stop import release_signals

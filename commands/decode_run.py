@@ -6,6 +6,7 @@ with open_decoding(run) as decoding:
 """
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,12 +17,10 @@ import torch
 import torch.distributed as dist
 
 from commands.stages import AnsweringModel
-from options.engine import DecodeOptions
 from stageline.checkpoint.host_memory import available_memory
 from stageline.checkpoint.layout import Ranks
 from stageline.data.text.processor import get_tokenizer, load_processor
 from stageline.distributed.failure import name_stages
-from stageline.distributed.launch import launch_if_needed
 from stageline.distributed.process_group import DistributedContext, distributed_context
 from stageline.errors import UserError
 from stageline.inference.decoding.chain import LocalChain, RankChain, follow, make_wire
@@ -48,35 +47,30 @@ class Decoding:
     config: Any
 
 
-def num_processes(run: DecodeOptions, device: str, *, num_replicas: int | None = 1) -> int:
-    """Processes of a run; fills in the number of stages where it was left open.
+def place_stages(run: Any, *, num_replicas: int | None = 1) -> tuple[Any, int]:
+    """The options with the number of stages, and how many processes they take.
 
     Args:
+        run: has the options of `DecodeOptions` and device.
         num_replicas: copies of the pipeline that share the work; None: as many as the GPUs allow.
 
     Raises:
         UserError: torchrun started another number.
     """
     started = int(os.environ.get("WORLD_SIZE", "0"))
-    have = started or (torch.cuda.device_count() if device != "cpu" else 0)
-    if run.num_stages is None:
-        run.num_stages = max(1, have // (num_replicas or 1))
+    have = started or (torch.cuda.device_count() if run.device != "cpu" else 0)
+    num_stages = run.num_stages or max(1, have // (num_replicas or 1))
     if num_replicas is None:
-        num_replicas = max(1, have // run.num_stages)
-    wanted = run.num_stages * num_replicas
+        num_replicas = max(1, have // num_stages)
+    wanted = num_stages * num_replicas
     if started and started != wanted:
         times = f" times --num-replicas {num_replicas}" if num_replicas > 1 else ""
         raise UserError(
-            f"{started} processes were started for --num-stages {run.num_stages}{times}. {wanted} "
+            f"{started} processes were started for --num-stages {num_stages}{times}. {wanted} "
             "were expected, because each stage has a process of its own: leave torchrun out, or "
             "correct the numbers."
         )
-    return wanted
-
-
-def launch_decoding(run: Any) -> None:
-    """Starts the processes, where there are to be several; returns in each of them."""
-    launch_if_needed(num_processes(run, run.device))
+    return dataclasses.replace(run, num_stages=num_stages), wanted
 
 
 @contextlib.contextmanager
@@ -85,7 +79,7 @@ def open_decoding(run: Any, *, model_path: str | None = None) -> Iterator[Decodi
 
     Args:
         run: has the options of `DecodeOptions`, and model_path, adapter_path, precision, device,
-            trust_remote_code; the number of stages is known (`num_processes`).
+            trust_remote_code; the number of stages is known (`place_stages`).
 
     Yields:
         None on the other ranks, when they have followed the engine to its end.

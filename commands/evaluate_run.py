@@ -44,7 +44,9 @@ def evaluate(arguments: EvaluateArguments) -> int:
     check_model_path(run.model_path, parts["builder"].part)
     if run.plan:
         return plan_model(arguments)
-    replicas = EvaluationReplicas() if run.check_only else find_place(arguments)
+    replicas = EvaluationReplicas()
+    if not run.check_only:
+        arguments, replicas = find_place(arguments)
     images = make_image_settings(**run.image_limits())
     with using_images(images), leaving_out(BadRows(run.skip_bad_rows)) as bad_rows:
         part = functools.partial(parts["dataset"].part, **parts["dataset"].kwargs)

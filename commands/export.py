@@ -11,8 +11,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commands.stages import lora_options, stage_key
-from register import import_shelf, train_model_register
+from commands.stages import StageBuilder, lora_options, stage_key
+from options.parts import chosen_part
+from register import import_shelf
 from stageline.errors import UserError
 
 if TYPE_CHECKING:
@@ -181,9 +182,11 @@ def make_stages(
         UserError: a checkpoint that a run saved does not fit its stages, or these compute
             something else than the whole model.
     """
+    import torch
+
     from stageline.checkpoint.adapter import config_folder
     from stageline.checkpoint.files import ADAPTER_CONFIG
-    from stageline.checkpoint.layout import MANIFEST
+    from stageline.checkpoint.layout import MANIFEST, Ranks
     from stageline.checkpoint.plain_model import is_scored
     from stageline.model_folder import load_config
     from stageline.modules.stage_names import check_names, names_of_stage
@@ -194,51 +197,24 @@ def make_stages(
     key = "reward" if is_adapter and is_scored(folder) else stage_key(config)
     if key is None:
         return f"no train_model part is made for {(config.architectures or ['it'])[0]}"
-    build = functools.partial(
-        train_model_register[key],
-        config_path=str(base),
-        processor_path=None,
-        num_stages=min(NUM_STAGES, config.get_text_config(decoder=True).num_hidden_layers),
-        is_piece=True,  # needs no processor
+    builder = StageBuilder(
+        chosen_part("train_model", key),
+        str(base),
+        min(NUM_STAGES, config.get_text_config(decoder=True).num_hidden_layers),
+        checkpoint_path=str(folder),
         trust_remote_code=trust_remote_code,
+        options={"is_piece": True},  # needs no processor
     )
-    gives_scores = train_model_register.entry(key).facts["gives_scores"]
-    prove(build, str(base), mode=prove_split, gives_scores=gives_scores)
+    builder.prove(prove_split, ranks=Ranks.of(None), say=print)
     try:
-        options = lora_options(folder, build) if is_adapter else {}
-        stages = fill_stages(folder, functools.partial(build, **options))
+        options = lora_options(folder, builder) if is_adapter else {}
+        stages = [
+            builder.build(stage, dtype=torch.float32, device="cpu", **options).eval()
+            for stage in range(builder.num_stages)
+        ]
     except (UserError, ValueError) as error:
         if (folder / MANIFEST).exists():
             raise
         return str(error)  # a folder from elsewhere may hold what no run would save
     check_names([names_of_stage(stage) for stage in stages])
     return stages
-
-
-def prove(
-    build: functools.partial, config_path: str, *, mode: str, gives_scores: bool = False
-) -> None:
-    """Compares a cut-down copy of the model, split and whole."""
-    from stageline.checking.proof_record import SplitToProve, prove_split
-    from stageline.checkpoint.layout import Ranks
-
-    split = SplitToProve(
-        build.func,
-        config_path,
-        build.keywords["num_stages"],
-        trust_remote_code=build.keywords["trust_remote_code"],
-        gives_scores=gives_scores,
-    )
-    prove_split(split, mode=mode, ranks=Ranks.of(None), say=print)
-
-
-def fill_stages(folder: Path, build: functools.partial) -> "list[Stage]":
-    """Builds each stage with the weights of a checkpoint."""
-    import torch
-
-    num_stages = build.keywords["num_stages"]
-    built = [
-        build(checkpoint_path=str(folder), stage=stage, dtype=torch.float32, device="cpu")
-        for stage in range(num_stages)
-    ]
-    return [model.eval() for model, _, _ in built]

@@ -8,13 +8,12 @@ printed as well.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from options.answer_args import InferArguments, parse_infer_args
-from parse_args import save_config
-from register import freeze_registers, import_shelf
+from commands import open_shelf
+from parse_args import InferArguments, parse_infer_args, save_config
+from register import freeze_registers
 
 if TYPE_CHECKING:
     from stageline.evaluation.predictions import PredictionFile
@@ -24,7 +23,7 @@ SHELF = ("models", "pp_models", "prompt", "prompt_fn", "dataset")
 
 def main() -> int:
     """Answers; returns the exit code."""
-    import_shelf(*(() if "--list" in sys.argv else SHELF))  # the list shows everything
+    open_shelf(*SHELF)
     arguments = parse_infer_args()
     freeze_registers()
     # after the options: --help answers at once
@@ -46,7 +45,9 @@ def main() -> int:
     check_model_path(run.model_path, arguments.parts["builder"].part)
     if run.plan:
         return plan_model(arguments)
-    replicas = EvaluationReplicas() if run.check_only else find_place(arguments)
+    replicas = EvaluationReplicas()
+    if not run.check_only:
+        arguments, replicas = find_place(arguments)
     images = make_image_settings(**run.image_limits())
     with using_images(images), leaving_out(BadRows(run.skip_bad_rows)) as bad_rows:
         dataset = open_prompts(arguments)

@@ -7,7 +7,8 @@ The first rank runs lm_eval; the others follow its engine.
 
 import os
 
-from options.answer_args import LmEvalConfig, parse_lm_eval_args, task_names
+from options.answer import LmEvalConfig, task_names
+from parse_args import parse_lm_eval_args
 from register import freeze_registers, import_shelf
 
 
@@ -16,11 +17,13 @@ def main() -> int:
     import_shelf("pp_models")
     run: LmEvalConfig = parse_lm_eval_args().run
     freeze_registers()
-    from commands.decode_run import launch_decoding, open_decoding  # after the options: --help
+    from commands.decode_run import open_decoding, place_stages  # after the options: --help
+    from stageline.distributed.launch import launch_if_needed
     from stageline.evaluation.lm_eval import check_lm_eval, find_tasks
 
     check_lm_eval()
-    launch_decoding(run)
+    run, num_processes = place_stages(run)
+    launch_if_needed(num_processes)
     manager = None
     if os.environ.get("RANK", "0") == "0":  # before a model is loaded
         manager = find_tasks(task_names(run), include_path=run.include_path)

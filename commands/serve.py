@@ -14,8 +14,10 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from options.serve import ServeArguments, ServeConfig, parse_serve_args, read_api_keys
-from register import freeze_registers, import_shelf
+from commands import open_shelf
+from options.serve import ServeConfig, read_api_keys
+from parse_args import ServeArguments, parse_serve_args
+from register import freeze_registers
 from stageline.distributed.stop import stop_requested
 from stageline.errors import UserError
 
@@ -31,7 +33,7 @@ MIB = 2**20
 
 def main() -> int:
     """Serves until a signal comes; returns the exit code."""
-    import_shelf(*(() if "--list" in sys.argv else SHELF))  # the list shows everything
+    open_shelf(*SHELF)
     arguments = parse_serve_args()
     freeze_registers()
     run = arguments.run
@@ -39,12 +41,13 @@ def main() -> int:
     api_keys = read_api_keys(run)
     import transformers  # after the options: --help answers at once
 
-    from commands.decode_run import num_processes, open_decoding
+    from commands.decode_run import open_decoding, place_stages
     from stageline.distributed.guard import GuardRules
     from stageline.distributed.launch import launch_if_needed
 
     rules = GuardRules(stop_deadline=run.shutdown_seconds + SECONDS_TO_END)
-    launch_if_needed(num_processes(run, run.device), rules=rules)
+    run, num_processes = place_stages(run)
+    launch_if_needed(num_processes, rules=rules)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     stop_requested()  # on each rank: the first one sees to it that all end in order

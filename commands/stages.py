@@ -1,4 +1,4 @@
-"""Stages that answer, from a model folder, a checkpoint of a run or an adapter: built by key.
+"""The one builder of stages, for training, answering, export and checks; and stages that answer.
 
 The train_model part of the model's architecture builds them, so a checkpoint answers as it was
 trained, without an export.
@@ -6,10 +6,13 @@ trained, without an export.
 
 import functools
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from options.model import PARTS
+from options.parts import ChosenPart, chosen_part
 from register import train_model_register
 from stageline.errors import UserError
 
@@ -19,6 +22,126 @@ if TYPE_CHECKING:
 
     from stageline.checking.proof_record import ProveMode
     from stageline.checkpoint.layout import Ranks
+
+# what says where a tower lies: the whole model on one stage has no such choice
+_OF_A_CUT = ("vision_stages", "vision_partition")
+
+
+@dataclass(frozen=True)
+class StageBuilder:
+    """Builds the stages of one model by its train_model part.
+
+    Attributes:
+        config_path: the folder of config.json, or the file; None: the part says what is missing.
+        num_stages: into how many the model is cut.
+        checkpoint_path: what fills the stages; None: they start at random.
+        partition: layers of each stage; None: as even as can be.
+        options: what the part gets besides its own options, by name.
+        images: the processor of the data, where options change how it cuts images into tiles.
+    """
+
+    part: ChosenPart
+    config_path: str | None
+    num_stages: int
+    checkpoint_path: str | None = None
+    partition: Sequence[int] | None = None
+    trust_remote_code: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    images: Any = None
+
+    def build(self, stage: int, *, num_stages: int | None = None, **changes: Any) -> Any:
+        """One stage.
+
+        Args:
+            num_stages: another number than that of the run; its partition is left out then.
+            changes: of what the part gets.
+
+        Raises:
+            ContractError: the part takes other arguments, or returns no stage.
+        """
+        from stageline.contracts import call
+        from stageline.data.images.tiling import match_config
+        from stageline.pipeline.borders import check_stage
+
+        is_cut = num_stages in (None, self.num_stages)
+        given = {
+            **{"processor_path": None, **self.options},
+            "config_path": self.config_path,
+            "checkpoint_path": self.checkpoint_path,
+            "stage": stage,
+            "num_stages": self.num_stages if is_cut else num_stages,
+            "partition": list(self.partition) if self.partition and is_cut else None,
+            "trust_remote_code": self.trust_remote_code,
+            **self.part.kwargs,
+            **changes,
+        }
+        if not is_cut and num_stages == 1:
+            given = {name: value for name, value in given.items() if name not in _OF_A_CUT}
+        made = call("train_model", self.part.part, **given)
+        model = check_stage(made, part=self.part.part)
+        if self.images is not None:
+            match_config(model.config, self.images)
+        return model
+
+    def outline(self, stage: int, num_stages: int | None = None) -> Any:
+        """A stage without weights or values, for its names: methods that change none are off."""
+        return self.build(
+            stage,
+            num_stages=num_stages,
+            checkpoint_path=None,
+            device="meta",
+            is_piece=True,
+            **({"methods": None} if "methods" in self.options else {}),
+        )
+
+    def check_names(self, stages: Sequence[int], *, ranks: "Ranks", checkpoint: str | None) -> bool:
+        """Compares what all stages will hold with the whole model, before anything is read.
+
+        Args:
+            stages: those of this rank.
+            ranks: of the pipeline, which call this together.
+            checkpoint: what will fill the stages.
+
+        Returns:
+            Whether that was possible without weights.
+
+        Raises:
+            UserError: says which names, and why.
+        """
+        from stageline.checking.outline import check_outlines
+
+        return check_outlines(
+            self.outline,
+            stages=stages,
+            num_stages=self.num_stages,
+            ranks=ranks,
+            checkpoint=checkpoint,
+        )
+
+    def prove(self, mode: "ProveMode", *, ranks: "Ranks", say: Callable[[str], None]) -> None:
+        """Compares a cut-down copy of the model, split and whole; all ranks call this.
+
+        Args:
+            mode: auto, always or never.
+            ranks: of the whole run.
+
+        Raises:
+            UserError: they differ; says where.
+        """
+        from stageline.checking.proof_record import SplitToProve, options_of_proof, prove_split
+
+        split = SplitToProve(
+            self.part.part,
+            self.config_path,
+            self.num_stages,
+            partition=self.partition,
+            visual_gpu_ratio=self.options.get("visual_gpu_ratio", 0.0),
+            vision_stages=self.options.get("vision_stages", 0),
+            trust_remote_code=self.trust_remote_code,
+            gives_scores=self.part.facts["gives_scores"],
+            options=options_of_proof(self.part.kwargs, self.options.get("attn_implementation")),
+        )
+        prove_split(split, mode=mode, ranks=ranks, say=say)
 
 
 @dataclass(frozen=True)
@@ -65,84 +188,47 @@ class AnsweringModel:
 
         return load_config(self.config_folder, trust_remote_code=self.trust_remote_code)
 
-    def check_names(self, stage: int, ranks: "Ranks") -> None:
-        """Refuses stages that do not add up to the whole model, before weights are read.
-
-        Args:
-            ranks: of the pipeline, which call this together.
+    @functools.cached_property
+    def builder(self) -> StageBuilder:
+        """What builds its stages.
 
         Raises:
-            UserError: says which names, and why.
+            UserError: no part serves this architecture.
         """
-        from stageline.checking.outline import check_outlines
-
-        def outline(stage: int, num_stages: int) -> Any:
-            layers = self.layers() if num_stages == self.num_stages else None
-            build = self._part(num_stages)
-            return build(checkpoint_path=None, stage=stage, device="meta", partition=layers)[0]
-
-        check_outlines(
-            outline,
-            stages=[stage],
-            num_stages=self.num_stages,
-            ranks=ranks,
-            checkpoint=str(self.folder),
-        )
-
-    def prove(self, mode: "ProveMode", ranks: "Ranks") -> None:
-        """Compares a cut-down copy of the model, split and whole; all ranks call this.
-
-        Args:
-            mode: auto, always or never.
-            ranks: of the whole run.
-
-        Raises:
-            UserError: they differ; says where.
-        """
-        from stageline.checking.proof_record import SplitToProve, options_of_proof, prove_split
-
-        layers = self.layers() if self.num_stages > 1 else None
-        split = SplitToProve(
-            train_model_register[self.part_key()],
+        options: dict[str, Any] = {"is_piece": True}  # the processor is loaded apart
+        if self.attn_implementation:
+            options["attn_implementation"] = self.attn_implementation
+        return StageBuilder(
+            chosen_part("train_model", self.part_key()),
             str(self.config_folder),
             self.num_stages,
-            partition=layers,
+            checkpoint_path=str(self.folder),
+            partition=self.layers(),
             trust_remote_code=self.trust_remote_code,
-            gives_scores=train_model_register.entry(self.part_key()).facts["gives_scores"],
-            options=options_of_proof({}, self.attn_implementation),
+            options=options,
         )
-        say = functools.partial(print, file=sys.stderr, flush=True)  # stdout is for answers
-        prove_split(split, mode=mode, ranks=ranks, say=say)
 
-    def _part(self, num_stages: int) -> functools.partial:
-        return functools.partial(
-            train_model_register[self.part_key()],
-            config_path=str(self.config_folder),
-            processor_path=None,
-            num_stages=num_stages,
-            is_piece=True,  # its processor is loaded apart
-            trust_remote_code=self.trust_remote_code,
-        )
+    def check_names(self, stage: int, ranks: "Ranks") -> None:
+        """Refuses stages that do not add up to the whole model; see `StageBuilder.check_names`."""
+        self.builder.check_names([stage], ranks=ranks, checkpoint=str(self.folder))
+
+    def prove(self, mode: "ProveMode", ranks: "Ranks") -> None:
+        """Compares a cut-down copy of the model, split and whole; see `StageBuilder.prove`."""
+        say = functools.partial(print, file=sys.stderr, flush=True)  # stdout is for answers
+        self.builder.prove(mode, ranks=ranks, say=say)
 
     def build(self, stage: int, device: "torch.device | str") -> Any:
         """One stage with its weights, as the part makes it."""
         from stageline.checkpoint.files import ADAPTER_CONFIG
         from stageline.modules.lora import merge_lora
 
-        build = self._part(self.num_stages)
-        options: dict[str, object] = {}
-        if (self.folder / ADAPTER_CONFIG).exists():
-            options = lora_options(self.folder, build)
-        if self.attn_implementation:
-            options["attn_implementation"] = self.attn_implementation
-        model, _, _ = build(
-            checkpoint_path=str(self.folder),
-            stage=stage,
+        is_adapter = (self.folder / ADAPTER_CONFIG).exists()
+        model = self.builder.build(
+            stage,
             dtype=self.dtype,
             device=device,
-            partition=self.layers(),
             adapter_path=list(self.adapters) or None,
-            **options,
+            **(lora_options(self.folder, self.builder) if is_adapter else {}),
         )
         if self.merges:
             merge_lora(model)
@@ -155,7 +241,7 @@ class AnsweringModel:
             UserError: no part serves this architecture.
         """
         key = self.key or stage_key(self.config)
-        if key in (None, "reward"):
+        if key is None or key == "reward":
             raise UserError(
                 f"{self.folder} holds {(self.config.architectures or ['a model'])[0]}, which no "
                 "train_model part is made for. A language or vision-language model was expected: "
@@ -214,14 +300,14 @@ def stage_key(config: "PretrainedConfig") -> str | None:
     return None
 
 
-def lora_options(folder: Path, build: functools.partial) -> dict[str, object]:
+def lora_options(folder: Path, builder: StageBuilder) -> dict[str, Any]:
     """How many adapters each part has in an adapter folder, and on which layers.
 
     Ranks and scales are not among them: filling a stage sets those.
     """
     from stageline.checkpoint.adapter import read_stack
 
-    whole, _, _ = build(checkpoint_path=None, stage=0, device="meta")
+    whole = builder.build(0, checkpoint_path=None, device="meta")
     counts: dict[str, int] = {}
     adapters = read_stack(folder)
     for adapter in adapters:
@@ -231,7 +317,7 @@ def lora_options(folder: Path, build: functools.partial) -> dict[str, object]:
     for name, count in counts.items():
         part = whole.part_of(name)
         depths[f"{part}_lora_num"] = max(count, depths.get(f"{part}_lora_num", 0))
-    unknown = depths.keys() - {"vit_lora_num", "mlp_lora_num", "llm_lora_num"}
+    unknown = depths.keys() - {f"{part}_lora_num" for part in PARTS}
     if unknown:
         raise UserError(
             f"{folder} has LoRA outside of vision tower, projector and language model: stages "

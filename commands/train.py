@@ -6,20 +6,21 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
-from parse_args import TrainArguments, parse_train_args
-from register import engine_register, freeze_registers, import_shelf
+from commands import open_shelf
+from parse_args import parse_train_args
+from register import engine_register, freeze_registers
 
 if TYPE_CHECKING:
+    from commands.run_plan import RunPlan
     from commands.train_data import Data
 
 SHELF = ("pp_models", "prompt", "prompt_fn", "dataset", "loss_fn", "optimizer", "tracker")
 
 
 def main() -> int:
-    import_shelf(*(() if "--list" in sys.argv else SHELF))  # the list shows everything
+    open_shelf(*SHELF)
     arguments = parse_train_args()
     freeze_registers()
     from commands.train_engines import run_training  # after the options: it imports torch
@@ -28,16 +29,16 @@ def main() -> int:
 
 
 @engine_register("pipeline")
-def pipeline(arguments: TrainArguments, data: Data) -> int:
+def pipeline(plan: RunPlan, data: Data) -> int:
     """Stages on a schedule, forward and backward in turn; one process and device per rank."""
     from commands.train_engines import run_pipeline
 
-    return run_pipeline(arguments, data)
+    return run_pipeline(plan, data)
 
 
 @engine_register("streaming", topology="commands.train_run:streaming_topology")
-def streaming(arguments: TrainArguments, data: Data) -> int:
+def streaming(plan: RunPlan, data: Data) -> int:
     """Stages in host memory, streamed through the devices of this machine by one process."""
     from commands.train_engines import run_streaming
 
-    return run_streaming(arguments, data)
+    return run_streaming(plan, data)

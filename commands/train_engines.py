@@ -10,40 +10,34 @@ from pathlib import Path
 
 import torch
 
+from commands.run_plan import RunPlan, make_plan, place_layers
 from commands.train_data import Data, check_data, show_samples
 from commands.train_parts import (
     build_stages,
     check_parts,
     make_planner,
     make_tracker,
-    prove_stages,
+    stage_builder,
 )
 from commands.train_run import (
     TrainingRun,
     make_streaming_runner,
     open_run_folder,
-    streaming_topology,
 )
-from options.memory import check_memory, check_streaming_engine, memory_remedies
-from options.model import check_vision, learning_rate_scales
-from options.train import RunConfig
+from options.memory import memory_remedies
+from options.model import learning_rate_scales
 from parse_args import TrainArguments, save_config
-from register import load_target
+from stageline.checkpoint.layout import Ranks
 from stageline.distributed.failure import name_stages
 from stageline.distributed.failure_record import on_full_memory, open_log, tell_run_folder
-from stageline.distributed.guard import GuardRules
 from stageline.distributed.launch import launch_if_needed
 from stageline.distributed.process_group import (
     DistributedContext,
     choose_device,
     distributed_context,
 )
-from stageline.errors import UserError
 from stageline.pipeline.runner import PipelineRunner
-from stageline.pipeline.schedules import Schedule
-from stageline.pipeline.topology import Topology, resolve_topology
 from stageline.planner.memory_plan import device_capacity
-from stageline.planner.planner import place_together
 from stageline.seeds import seed_everything
 from stageline.training.memory import MemoryAccount
 from stageline.training.replicas import Replicas
@@ -54,143 +48,64 @@ from stageline.training.sharding import ShardedReplicas
 
 def run_training(arguments: TrainArguments) -> int:
     """Checks what can be checked before a model is loaded, then runs the engine."""
-    topology = check_topology(arguments)
-    if not (arguments.run.plan or arguments.run.check_only):
-        tell_run_folder(arguments.run.output_dir)
-    if not arguments.run.plan:
-        launch_if_needed(topology.num_processes, rules=guard_rules(arguments.run))
-    data = check_data(arguments)
-    check_parts(arguments, data)
-    show_samples(arguments, data, topology.schedule)
-    if arguments.run.check_only:
+    plan = make_plan(arguments)
+    run = plan.run
+    if not (run.plan or run.check_only):
+        tell_run_folder(run.output_dir)
+    if not run.plan:
+        launch_if_needed(plan.topology.num_processes, rules=plan.guard_rules)
+    data = check_data(plan)
+    check_parts(plan, data)
+    show_samples(plan, data, plan.topology.schedule)
+    if run.check_only:
         return 0
-    if arguments.run.plan:
-        return show_plan(arguments, data, topology)
-    return arguments.parts["engine"].part(arguments, data)
+    if run.plan:
+        return show_plan(plan, data)
+    return plan.parts["engine"].part(plan, data)
 
 
-def guard_rules(run: RunConfig) -> GuardRules:
-    """When the guard of a rank ends the run."""
-    return GuardRules(
-        hang_timeout=run.hang_timeout,
-        stop_deadline=run.stop_deadline,
-        lost_after=run.lost_after,
-        folder=Path(run.output_dir),
-    )
-
-
-def check_topology(arguments: TrainArguments) -> Topology:
-    """Stages, ranks and replicas of the run; refuses what the schedule cannot do.
-
-    What was left open is filled in, so that the saved config says it.
-    """
-    run = arguments.run
-    engine = arguments.parts["engine"]
-    check_streaming_engine(run, engine.key)
-    if engine.facts["topology"] is not None:
-        return load_target(engine.facts["topology"])(arguments)
-    world_size = os.environ.get("WORLD_SIZE")
-    topology = resolve_topology(
-        schedule=run.schedule,
-        num_stages=run.num_stages,
-        stages_per_rank=run.stages_per_rank,
-        dp_degree=run.dp_degree,
-        world_size=int(world_size) if world_size else None,
-    )
-    topology.schedule.check(
-        run.num_micro_batches,
-        micro_batch_size=run.micro_batch_size,
-        accumulate_steps=run.accumulate_steps,
-    )
-    check_memory(run, splits_backward=topology.schedule.splits_backward)
-    if run.dp_shard and topology.dp_degree == 1:
-        raise UserError(
-            "--dp-shard came with one replica, two or more were expected: replicas share the "
-            "weights out among them. Add --dp-degree 2, or leave --dp-shard out."
-        )
-    check_sharding(arguments)
-    run.num_stages = topology.num_stages
-    check_vision(run)
-    if not run.schedule.endswith(".csv"):  # a file may place other numbers on each rank
-        run.stages_per_rank = topology.num_stages // topology.num_ranks
-    run.dp_degree = topology.dp_degree
-    return topology
-
-
-def check_sharding(arguments: TrainArguments) -> None:
-    """Refuses optimizers whose state belongs to whole matrices where matrices are shared out."""
-    optimizer = arguments.parts["optimizer"]
-    if arguments.run.dp_shard and optimizer.facts["needs_whole"]:
-        raise UserError(
-            f"--optimizer {optimizer.key} came with --dp-shard. An optimizer that works element by "
-            "element was expected, because each replica updates its rows of a matrix alone and "
-            f"{optimizer.key} needs the whole one: use --optimizer adamw, or leave --dp-shard out."
-        )
-
-
-def run_pipeline(arguments: TrainArguments, data: Data) -> int:
+def run_pipeline(plan: RunPlan, data: Data) -> int:
     """Stages on a schedule, forward and backward in turn; one process and device per rank."""
-    topology = check_topology(arguments)
+    schedule = plan.topology.schedule
     with distributed_context(
-        num_ranks=topology.num_ranks,
-        device=arguments.run.device,
+        num_ranks=schedule.num_ranks,
+        device=plan.run.device,
         # the guard tells better what hangs than an exchange that ran out of time
-        timeout=max(600.0, arguments.run.hang_timeout + 120.0),
+        timeout=max(600.0, plan.run.hang_timeout + 120.0),
     ) as context:
-        name_stages(topology.schedule.stages_of(context.pp_rank))
-        point = open_run_folder(arguments, data, context)
-        place_layers(arguments, data, context, topology)
-        train(arguments, data, context, topology.schedule, point)
+        name_stages(schedule.stages_of(context.pp_rank))
+        point = open_run_folder(plan, data, context)
+        train(place_layers(plan, data, context), data, context, point)
     return 0
 
 
-def run_streaming(arguments: TrainArguments, data: Data) -> int:
+def run_streaming(plan: RunPlan, data: Data) -> int:
     """Stages in host memory, streamed through the devices of this machine by one process."""
-    topology = streaming_topology(arguments)
     with distributed_context(num_ranks=1, device="cpu") as context:
-        name_stages(topology.schedule.stages_of(0))
-        point = open_run_folder(arguments, data, context)
-        make_runner = functools.partial(make_streaming_runner, arguments, context=context)
-        train(arguments, data, context, topology.schedule, point, make_runner=make_runner)
+        name_stages(plan.topology.schedule.stages_of(0))
+        point = open_run_folder(plan, data, context)
+        make_runner = functools.partial(make_streaming_runner, plan, context=context)
+        train(plan, data, context, point, make_runner=make_runner)
     return 0
 
 
-def show_plan(arguments: TrainArguments, data: Data, topology: Topology) -> int:
+def show_plan(plan: RunPlan, data: Data) -> int:
     """Prints what a run would be like; measures on this process's device, starts no other."""
     if os.environ.get("RANK", "0") == "0":
-        device = choose_device(arguments.run.device, local_rank=0, local_world_size=1)
-        gib = arguments.run.device_memory
-        capacity = device_capacity(device, num_local_ranks=topology.num_processes, gib=gib)
-        planner = make_planner(arguments, data, topology, device)
-        capacities = (capacity,) * topology.num_ranks
-        print(planner.plan(arguments.run.partition, capacities), flush=True)
+        run, topology = plan.run, plan.topology
+        device = choose_device(run.device, local_rank=0, local_world_size=1)
+        capacity = device_capacity(
+            device, num_local_ranks=topology.num_processes, gib=run.device_memory
+        )
+        planner = make_planner(plan, data, topology, device)
+        print(planner.plan(run.partition, (capacity,) * topology.num_ranks), flush=True)
     return 0
-
-
-def place_layers(
-    arguments: TrainArguments, data: Data, context: DistributedContext, topology: Topology
-) -> None:
-    """Settles the layers of each stage on all ranks; refuses a run that cannot fit."""
-    run = arguments.run
-    if run.vision_stages:
-        return  # the planner knows no tower but one on stage 0
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    partition = place_together(
-        functools.partial(make_planner, arguments, data, topology, context.device),
-        run.partition,
-        capacity=device_capacity(
-            context.device, num_local_ranks=local_ranks, gib=run.device_memory
-        ),
-    )
-    if run.partition in ("parameters", "measured"):
-        run.partition = partition
 
 
 def train(
-    arguments: TrainArguments,
+    plan: RunPlan,
     data: Data,
     context: DistributedContext,
-    schedule: Schedule,
     point: ResumePoint | None,
     *,
     make_runner: Callable[[list[torch.nn.Module]], PipelineRunner] | None = None,
@@ -200,14 +115,16 @@ def train(
     Args:
         make_runner: gets the stages; None: a PipelineRunner.
     """
-    run = arguments.run
+    run, schedule = plan.run, plan.topology.schedule
     remedies = memory_remedies(run, has_gpu=context.device.type == "cuda")
     account = MemoryAccount(context.device, remedies)
     on_full_memory(account.describe)
-    prove_stages(arguments)
+    stage_builder(plan).prove(
+        run.prove_split, ranks=Ranks.of(None), say=functools.partial(print, flush=True)
+    )
     seed_everything(run.seed)
     models = build_stages(
-        arguments,
+        plan,
         context,
         schedule,
         images=data.processor,
@@ -228,7 +145,7 @@ def train(
     folder = Path(run.output_dir)
     start = point.step if point else 0
     if context.is_main:
-        save_config(arguments, folder / "config.yaml")
+        save_config(plan, folder / "config.yaml")
         data.bad_rows.write(folder / "bad_rows.jsonl")
     open_log()
     report = RunReport(
@@ -238,11 +155,11 @@ def train(
         start_step=start,
         log_steps=run.log_steps,
         lr_scales=learning_rate_scales(run),
-        tracker=make_tracker(arguments, folder, start_step=start) if context.is_main else None,
+        tracker=make_tracker(plan, folder, start_step=start) if context.is_main else None,
     )
     with report:
         report.show_plan(summaries)
-        training = TrainingRun(arguments, data, context, runner, replicas, report, point)
+        training = TrainingRun(plan, data, context, runner, replicas, report, point)
         account.train_step = training.train_step
         training.run()
 

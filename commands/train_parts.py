@@ -7,33 +7,35 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from commands.stages import StageBuilder
 from commands.train_data import Data, asks_for
 from commands.train_vocabulary import rows_option
+from options.fields import handed_to
 from options.memory import attention_arguments, check_attention_device
-from options.model import learning_rate_scales, lora_arguments, method_arguments, part_options
+from options.model import learning_rate_scales, method_arguments
 from options.parts import ChosenPart
 from options.train import RunConfig
 from parse_args import TrainArguments
 from register import load_target
-from stageline.checking.outline import check_filled_stages, check_outlines
-from stageline.checking.proof_record import SplitToProve, options_of_proof, prove_split
+from stageline.checking.outline import check_filled_stages
 from stageline.checkpoint.layout import Ranks
 from stageline.contracts import call, check_call
 from stageline.data.batches.check_batch import check_encode
 from stageline.data.batches.groups import group_size_of
 from stageline.data.batches.loader import example_micro_batch
 from stageline.data.batches.step_maker import read_row
-from stageline.data.images.tiling import Tiling, match_config
+from stageline.data.images.tiling import Tiling
 from stageline.data.text.processor import get_tokenizer
 from stageline.data.text.tokenizers import NewTokens
 from stageline.distributed.process_group import DistributedContext
 from stageline.modules.chunked_loss import ChunkedLoss
 from stageline.modules.lora_layer import PISSA
 from stageline.modules.losses import without_reference
-from stageline.pipeline.borders import check_stage, check_values_kept
+from stageline.pipeline.borders import check_values_kept
 from stageline.pipeline.schedules import Schedule
 from stageline.pipeline.topology import Topology
 from stageline.planner.planner import PlannedRun, Planner
@@ -53,25 +55,28 @@ from stageline.training.resume import ResumePoint
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def prove_stages(arguments: TrainArguments) -> None:
-    """Compares a cut-down copy of the model, split and whole, before the stages are built."""
-    run, part = arguments.run, arguments.parts["train_model"]
-    attention = attention_arguments(run).get("attn_implementation")
-    prove_split(
-        SplitToProve(
-            part.part,
-            run.config_path or run.model_path,
-            run.num_stages,
-            partition=run.partition if isinstance(run.partition, list) else None,
-            visual_gpu_ratio=run.visual_gpu_ratio,
-            vision_stages=run.vision_stages,
-            trust_remote_code=run.trust_remote_code,
-            gives_scores=part.facts["gives_scores"],
-            options=options_of_proof(part.kwargs, attention),
-        ),
-        mode=run.prove_split,
-        ranks=Ranks.of(None),
-        say=functools.partial(print, flush=True),
+def stage_builder(arguments: TrainArguments, *, images: Any = None) -> StageBuilder:
+    """What builds the stages of a run.
+
+    Args:
+        images: the processor of the data.
+    """
+    run = arguments.run
+    options = {
+        **handed_to("train_model", run),
+        **method_arguments(run),
+        **attention_arguments(run),
+        "dtype": DTYPES[run.precision],
+    }
+    return StageBuilder(
+        arguments.parts["train_model"],
+        run.config_path or run.model_path,
+        run.num_stages or 1,
+        checkpoint_path=run.model_path,
+        partition=run.partition if isinstance(run.partition, list) else None,
+        trust_remote_code=run.trust_remote_code,
+        options=options,
+        images=images if Tiling(**run.tiling()).is_given else None,
     )
 
 
@@ -100,21 +105,21 @@ def build_stages(
     if point is not None:
         weights = str(point.folder) if point.base is None else run.model_path or point.base
         processor = processor or run.model_path or run.config_path
-    is_known = check_names_of_stages(arguments, context, schedule, weights, images=images)
+    builder = stage_builder(arguments, images=images)
+    stages_here = list(schedule.stages_of(context.pp_rank))
+    is_known = builder.check_names(
+        stages_here, ranks=Ranks.of(context.pp_group), checkpoint=weights
+    )
     stages = [
-        build_part(
-            arguments,
-            images=images,
-            stage=stage,
-            num_stages=run.num_stages,
-            partition=run.partition if isinstance(run.partition, list) else None,
+        builder.build(
+            stage,
             checkpoint_path=weights,
             processor_path=processor,
             device=context.device,
             **rows_option(run, new_tokens, is_known=point is not None and point.base is None),
             **taken_option(run, point),
         )
-        for stage in schedule.stages_of(context.pp_rank)
+        for stage in stages_here
     ]
     if not is_known:
         check_filled_stages(stages, ranks=Ranks.of(context.pp_group), checkpoint=weights)
@@ -170,89 +175,10 @@ def check_parts(arguments: TrainArguments, data: Data) -> None:
         print(problem, flush=True)
 
 
-def check_names_of_stages(
-    arguments: TrainArguments,
-    context: DistributedContext,
-    schedule: Schedule,
-    weights: str | None,
-    *,
-    images: object,
-) -> bool:
-    """Compares what all stages will hold with the whole model, before anything is read.
-
-    Args:
-        weights: the checkpoint that fills the stages.
-
-    Returns:
-        Whether that was possible without weights.
-    """
-    run = arguments.run
-
-    def outline(stage: int, num_stages: int) -> torch.nn.Module:
-        is_given = num_stages == run.num_stages and isinstance(run.partition, list)
-        alone = {"vision_stages": 0} if run.vision_stages and num_stages == 1 else {}
-        return build_part(
-            arguments,
-            images=images,
-            stage=stage,
-            num_stages=num_stages,
-            partition=run.partition if is_given else None,
-            checkpoint_path=None,
-            device="meta",
-            is_piece=True,
-            **({"methods": None} if method_arguments(run) else {}),  # they change no name
-            **alone,
-        )
-
-    return check_outlines(
-        outline,
-        stages=list(schedule.stages_of(context.pp_rank)),
-        num_stages=run.num_stages,
-        ranks=Ranks.of(context.pp_group),
-        checkpoint=weights,
-    )
-
-
 def taken_option(run: RunConfig, point: ResumePoint | None) -> dict[str, str]:
     """The checkpoint that knows what PiSSA took out of the weights, of a run that goes on."""
     is_wanted = point is not None and point.base is not None and run.lora_init.startswith(PISSA)
     return {"lora_taken_from": str(point.folder)} if is_wanted else {}
-
-
-def build_part(
-    arguments: TrainArguments, *, images: object = None, **changes: object
-) -> torch.nn.Module:
-    """Calls the train_model part with the options of the run, and `changes` of them.
-
-    Args:
-        images: the processor of the data, where the model has to know of its tiles.
-    """
-    run, part = arguments.run, arguments.parts["train_model"]
-    names = (
-        "frozen_vit frozen_mlp frozen_llm frozen_lm_head vit_lora_num mlp_lora_num llm_lora_num "
-        "lora_rank lora_alpha lora_dropout lora_target visual_gpu_ratio seed "
-        "gradient_checkpointing checkpoint_every checkpoint_mode offload_activations "
-        "compile_layers logits_chunk trust_remote_code"
-    )
-    if run.vision_stages:  # parts without a tower need not know the names
-        names += " vision_stages vision_partition"
-    options = {
-        "config_path": run.config_path or run.model_path,
-        "processor_path": run.processor_path,
-        "checkpoint_path": run.model_path,
-        "dtype": DTYPES[run.precision],
-        **{name: getattr(run, name) for name in names.split()},
-        **part_options(run),
-        **lora_arguments(run),
-        **method_arguments(run),
-        **part.kwargs,
-        **attention_arguments(run),
-    }
-    made = call("train_model", part.part, **{**options, **changes})
-    model = check_stage(made, part=part.part)
-    if Tiling(**run.tiling()).is_given:
-        match_config(model.config, images)
-    return model
 
 
 def bind_loss(arguments: TrainArguments) -> LossPart:
@@ -303,8 +229,7 @@ def make_optimizer(
         weight_decay=run.weight_decay,
         lr_scale_of=lambda name: scales.get(part_of(name), 1.0) if scales else 1.0,
     )
-    given = {"learning_rate": run.learning_rate, "weight_decay": run.weight_decay}
-    optimizer = call("optimizer", _bound(part), groups, **given)
+    optimizer = call("optimizer", _bound(part), groups, **handed_to("optimizer", run))
     check_optimizer(optimizer, parameters, part=part.part)
     return optimizer
 
@@ -322,9 +247,7 @@ def make_tracker(arguments: TrainArguments, folder: Path, *, start_step: int) ->
 def make_learning_rate(arguments: TrainArguments) -> Callable[[int], float]:
     """The lr_scheduler part: step -> learning rate."""
     run, part = arguments.run, arguments.parts["lr_scheduler"]
-    names = "learning_rate min_lr warmup_steps warmup_start_lr total_steps"
-    given = {name: getattr(run, name) for name in names.split()}
-    rate_of = call("lr_scheduler", _bound(part), **given)
+    rate_of = call("lr_scheduler", _bound(part), **handed_to("lr_scheduler", run))
     check_learning_rate(rate_of, total_steps=run.total_steps, part=part.part)
     return rate_of
 
@@ -346,9 +269,7 @@ def make_planner(
 
     return Planner(
         functools.partial(
-            build_part,
-            arguments,
-            images=data.processor,
+            stage_builder(arguments, images=data.processor).build,
             checkpoint_path=None,
             is_piece=True,
             **rows_option(run, data.new_tokens),

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from commands.train_data import Data, make_loader
 from commands.train_parts import bind_loss, make_learning_rate, make_loss, make_optimizer
 from options.memory import check_streaming
-from options.train import RunConfig, leaves_course
+from options.train import RunConfig, on_resume
 from parse_args import TrainArguments
 from stageline import chaos, progress
 from stageline.checkpoint.layout import Ranks
@@ -58,12 +58,6 @@ from stageline.training.step import StepResult, TrainStep
 from stageline.training.step_timeline import StepTimeline
 from stageline.training.trainer import BestCheckpoint, EarlyStop, Trainer, TrainOptions, figure_of
 
-# options that change what steps do, and not what the start model says
-ONLY_OF_STEPS = frozenset(
-    "learning-rate min-lr warmup-steps warmup-start-lr total-steps weight-decay max-grad-norm "
-    "vit-learning-rate mlp-learning-rate llm-learning-rate lm-head-learning-rate "
-    "optimizer lr-scheduler loss-fn micro-batch-size micro-batch-order reference".split()
-)
 LONGEST_SAVE = timedelta(hours=2)  # that a rank waits for the others while they write
 
 
@@ -82,7 +76,7 @@ def open_run_folder(
     check_same_run(
         point.state.facts["settings"],
         settings(arguments, data),
-        may_change=leaves_course,
+        may_change=lambda name: on_resume(name, arguments.parts) == "free",
         allows_changes=run.allow_changes,
         say=say,
     )
@@ -191,7 +185,7 @@ def reference_key(arguments: TrainArguments, dataset: object) -> str:
     told: Mapping[str, object] = {
         name: value
         for name, value in config.items()
-        if not leaves_course(name) and name.partition(".")[0] not in ONLY_OF_STEPS
+        if on_resume(name, arguments.parts) == "course"
     }
     run = arguments.run
     words = (data_fingerprint(dataset), weights_fingerprint(run.model_path), run.max_token_num)
@@ -368,11 +362,8 @@ def streaming_topology(arguments: TrainArguments) -> Topology:
     """
     run = arguments.run
     check_streaming(run, world_size=int(os.environ.get("WORLD_SIZE", "1")))
-    if run.num_stages is None:
-        run.num_stages = _count_layers(run) + run.vision_stages
-    run.dp_degree = 1
-    run.timeline_step = 0  # backward passes are not those of single stages
-    return Topology(streaming_schedule(run.num_stages), dp_degree=1)
+    num_stages = run.num_stages or _count_layers(run) + run.vision_stages
+    return Topology(streaming_schedule(num_stages), dp_degree=1)
 
 
 def make_streaming_runner(

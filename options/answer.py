@@ -1,14 +1,315 @@
-"""The options of infer.py: what is asked."""
+"""The options of what answers: evaluate, infer, chat and lm_eval, and where their model lies."""
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
-from options.data import ImageOptions
-from options.engine import AnswerOptions, EngineOptions, ModelOptions, PlacementOptions
-from options.fields import OptionError, option
-from options.train import EvaluateConfig, SharedOptions
+from options.data import FewshotOptions, ImageOptions, ReportOptions
+from options.fields import OptionError, option, spelled
+from options.train import SharedOptions, precision_of
+
+# -- the options of pipelined decoding: how a model is spread over processes that answer together -
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
+class DecodeOptions:
+    """Pipelined decoding (--engine pipeline)"""
+
+    num_stages: int | None = option(
+        None,
+        "stages, one process and device each; default: all GPUs, 1 on the CPU",
+        at_least=1,
+        is_common=True,
+        shapes_answers=False,
+    )
+    partition: list[int] | None = option(
+        None,
+        "layers of each stage, 12,10; default: what evens out a decoding step",
+        shapes_answers=False,
+    )
+    prove_split: Literal["auto", "always", "never"] = option(
+        "auto",
+        "compare the stages with the whole model first, on a cut-down copy; auto: unless that is "
+        "recorded of this model, these versions and options",
+        shapes_answers=False,
+    )
+    train_model: str | None = option(
+        None,
+        "key of the stages' train_model part; default: that of the model's architecture",
+        shapes_answers=False,
+    )
+    max_running: int = option(
+        64, "sequences that are answered at a time", at_least=1, shapes_answers=False
+    )
+    num_groups: int | None = option(
+        None,
+        "groups that these are divided into, so that all stages work; default: what short "
+        "measurements at the start advise",
+        at_least=1,
+        shapes_answers=False,
+    )
+    prefill_tokens: int = option(
+        2048,
+        "tokens of prompts that are read in one pass; longer ones are read in pieces",
+        at_least=1,
+        shapes_answers=False,
+    )
+    max_length: int | None = option(
+        None,
+        "longest prompt with its answer, in tokens; default: the model's positions",
+        at_least=2,
+    )
+    cache_gib: float | None = option(
+        None,
+        "GiB on each device for keys and values; default: 0.8 of what is free on a GPU, 0.25 of "
+        "the host's free memory",
+        at_least=0,
+        shapes_answers=False,
+    )
+    merge_adapters: bool = option(
+        False,
+        "add adapters to the weights: fewer operations, rounded differently",
+        shapes_answers=False,
+    )
+
+
+# engine -> the keys that go with it where none are given
+ENGINE_KEYS: dict[str, dict[str, str | None]] = {
+    "device_map": {"builder": "auto", "model": "generate"},
+    "pipeline": {"builder": "auto", "model": "generate"},
+    "vllm": {"builder": "auto", "model": "generate"},
+    "api": {"builder": "remote", "model": "remote"},
+}
+# engines that several processes of a run may have copies of
+WITH_REPLICAS = ("device_map", "pipeline")
+# options of pipelined decoding that another engine has too
+SHARED = {"max_length": ("pipeline", "vllm")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(DecodeOptions):
+    """Engine"""
+
+    engine: Literal["device_map", "pipeline", "vllm", "api"] = option(
+        "device_map",
+        "device_map: one process over all devices; pipeline: a process a stage, all at work; "
+        "vllm: an exported folder in vLLM; api: a model behind an endpoint (--builder.name)",
+        is_common=True,
+    )
+    num_replicas: int | None = option(
+        None,
+        "copies of the model that share the work; default: of a pipeline as many as the GPUs "
+        "allow, else 1",
+        at_least=1,
+        shapes_answers=False,
+    )
+
+
+def with_engine_keys(
+    keys: Mapping[str, str | None], given: Mapping[str, Any]
+) -> dict[str, str | None]:
+    """The keys of a run with those that suit its --engine, where one was given."""
+    item = given.get("engine")
+    own = ENGINE_KEYS.get(item.values[0], {}) if item is not None and item.values else {}
+    return {**keys, **own}
+
+
+def check_engine(run: EngineOptions) -> None:
+    """Refuses numbers that the engine has no use for."""
+    for item in fields(DecodeOptions):
+        value = getattr(run, item.name)
+        engines = SHARED.get(item.name, ("pipeline",))
+        if value != item.default and run.engine not in engines:
+            raise OptionError(
+                f"{spelled(item.name)} {value} came with --engine {run.engine}. It was expected "
+                f"with --engine {' or '.join(engines)}, because no other has a use for it: leave "
+                "it out, or choose that engine (--num-devices spreads a model without a pipeline)."
+            )
+    if (run.num_replicas or 1) > 1 and run.engine not in WITH_REPLICAS:
+        raise OptionError(
+            f"--num-replicas {run.num_replicas} came with --engine {run.engine}. It was expected "
+            f"with {' or '.join(WITH_REPLICAS)}, because {run.engine} has many requests on their "
+            "way by itself: leave it out."
+        )
+
+
+# -- the options of where a model lies that answers: evaluate.py, infer.py and chat.py ------------
+
+_UNITS = {"": 1024**3, "g": 1024**3, "gib": 1024**3, "gb": 10**9, "mib": 1024**2, "mb": 10**6}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementOptions:
+    """Devices"""
+
+    visual_gpu_ratio: float | None = option(
+        None,
+        "share of the first device that the vision tower takes: layers are dealt out by number; "
+        "default: by measured bytes",
+        at_least=0,
+        shapes_answers=False,
+    )
+    plan: bool = option(
+        False, "show what would lie on which device, load nothing, and stop", is_saved=False
+    )
+    device_memory: list[str] | None = option(
+        None,
+        "free memory of each device, 24GiB,48GiB, or of all of them, 24GiB; default: they are "
+        "asked. With --plan they need not exist",
+        shapes_answers=False,
+    )
+    plan_length: int = option(
+        2048,
+        "tokens of the longest prompt with its answer, for --plan and the cut",
+        at_least=2,
+        shapes_answers=False,
+    )
+    plan_images: int = option(
+        1,
+        "images of a row (tiles count each) for --plan and the cut",
+        at_least=0,
+        shapes_answers=False,
+    )
+
+
+def check_placement(run: Any) -> None:
+    """Refuses sizes that cannot be read, and a number of them that fits no machine."""
+    device_memory(run)
+
+
+def device_memory(run: Any) -> tuple[int, ...] | None:
+    """Bytes of each device; None where the devices are to be asked."""
+    if not run.device_memory:
+        return None
+    sizes = tuple(_bytes(text) for text in run.device_memory)
+    count = run.num_devices or len(sizes)
+    if len(sizes) not in (1, count):
+        raise OptionError(
+            f"--device-memory {','.join(run.device_memory)} names {len(sizes)} devices, and "
+            f"--num-devices {count} came. One size for all or one for each was expected, because "
+            "layers are dealt out by them: change one of the two."
+        )
+    return sizes if len(sizes) == count else sizes * count
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    unit = _UNITS.get(match[2]) if match else None
+    if match is None or unit is None or float(match[1]) <= 0:
+        raise OptionError(
+            f"--device-memory {text} cannot be read. A size such as 24GiB, 80GB or 24 (GiB) was "
+            "expected, because layers are dealt out by it: write a number above 0 and its unit."
+        )
+    return int(float(match[1]) * unit)
+
+
+# -- the options of a model that answers, where there is no run with data around it ---------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Model and machine"""
+
+    model_path: str | None = option(
+        None, "model folder, checkpoint of a run, or adapter folder", is_path=True, is_common=True
+    )
+    adapter_path: list[str] | None = option(
+        None,
+        "LoRA adapter folder in peft's format; several are merged one after the other",
+        is_path=True,
+        is_common=True,
+    )
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto takes GPUs where there are any")
+    bf16: bool = option(False, "compute in bfloat16", is_common=True)
+    fp16: bool = option(False, "compute in float16")
+    trust_remote_code: bool = option(False, "run Python code that lies in the model folder")
+
+    @property
+    def precision(self) -> Literal["fp32", "bf16", "fp16"]:
+        """The compute type by its short name."""
+        return precision_of(self)
+
+
+def check_has_model(config: ModelOptions) -> None:
+    """Refuses options that name no model."""
+    if config.model_path is None:
+        raise OptionError(
+            "--model-path is missing. A folder with config.json and weights, or an adapter folder, "
+            "was expected, because it is what answers: give the checkpoint of a run, such as "
+            "runs/digits/checkpoints/step-00000400."
+        )
+
+
+# -- the options of a run that answers: evaluate.py and infer.py ----------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions:
+    """Answers"""
+
+    adapter_path: list[str] | None = option(
+        None,
+        "LoRA adapter folder in peft's format; several are merged one after the other",
+        is_path=True,
+        is_common=True,
+    )
+    adapter_weights: list[float] | None = option(
+        None, "how much of each adapter is added; default: all of it"
+    )
+    batch_size: int = option(
+        8, "samples generated together", at_least=1, is_common=True, shapes_answers=False
+    )
+    max_new_tokens: int = option(
+        64, "longest answer, in tokens", at_least=1, is_common=True, to="model"
+    )
+    temperature: float = option(
+        0.0,
+        "0 takes the likeliest token, more samples",
+        at_least=0,
+        is_common=True,
+        to="model",
+    )
+    num_devices: int | None = option(
+        None,
+        "devices that the model is spread over; default: all",
+        at_least=1,
+        is_common=True,
+        to="builder",
+        shapes_answers=False,
+    )
+    limit: int | None = option(
+        None, "answer only the first samples", at_least=1, is_common=True, shapes_answers=False
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig(
+    FewshotOptions,
+    PlacementOptions,
+    ReportOptions,
+    EngineOptions,
+    AnswerOptions,
+    ImageOptions,
+    SharedOptions,
+):
+    """Evaluation"""
+
+    output_dir: str = option(
+        "runs/evaluate",
+        "folder of predictions.jsonl, report.json and plots",
+        is_output=True,
+        is_common=True,
+        shapes_answers=False,
+    )
+
+    @property
+    def precision(self) -> Literal["fp32", "bf16", "fp16"]:
+        """The compute type by its short name."""
+        return precision_of(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PromptOptions:
     """What is asked; one of --prompts, --text and --dataset"""
 
@@ -18,27 +319,39 @@ class PromptOptions:
         "image, which need no answer (.jsonl, .json)",
         is_path=True,
         is_common=True,
+        shapes_answers=False,
     )
     text: list[str] | None = option(
-        None, "prompts themselves; repeat it, or give a list in a config file", is_common=True
+        None,
+        "prompts themselves; repeat it, or give a list in a config file",
+        is_common=True,
+        shapes_answers=False,
     )
     print_answers: int = option(
-        20, "up to so many answers are printed; more stand in the file alone", at_least=0
+        20,
+        "up to so many answers are printed; more stand in the file alone",
+        at_least=0,
+        shapes_answers=False,
     )
     skip_bad_rows: int = option(
         0, "bad rows that are left out and listed in bad_rows.jsonl; one more ends the run",
         at_least=0,
+        shapes_answers=False,
     )  # fmt: skip
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class InferConfig(
     PlacementOptions, PromptOptions, EngineOptions, AnswerOptions, ImageOptions, SharedOptions
 ):
     """Every option of infer.py."""
 
     output_dir: str = option(
-        "runs/infer", "folder of predictions.jsonl", is_output=True, is_common=True
+        "runs/infer",
+        "folder of predictions.jsonl",
+        is_output=True,
+        is_common=True,
+        shapes_answers=False,
     )
     max_new_tokens: int = option(256, "longest answer, in tokens", at_least=1, is_common=True)
 
@@ -62,7 +375,7 @@ def check_prompts(run: InferConfig, *, has_dataset: bool) -> None:
 # -- the options of chat.py -----------------------------------------------------------------------
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ChatServerOptions:
     """A server that answers"""
 
@@ -77,13 +390,10 @@ class ChatServerOptions:
     )
 
 
-@dataclass(kw_only=True)
-class ChatConfig(ChatServerOptions, PlacementOptions, ModelOptions):
-    """Chat"""
+@dataclass(frozen=True, kw_only=True)
+class ChatSettings:
+    """Answers; /set changes them"""
 
-    adapter_weights: list[float] | None = option(
-        None, "how much of each adapter is added; default: all of it"
-    )
     max_new_tokens: int = option(512, "longest answer, in tokens", at_least=1, is_common=True)
     temperature: float = option(
         0.0, "0 takes the likeliest token, more samples", at_least=0, is_common=True
@@ -96,6 +406,15 @@ class ChatConfig(ChatServerOptions, PlacementOptions, ModelOptions):
         1.0, "above 1 makes tokens that were there before less likely", at_least=0.01
     )
     seed: int = option(0, "seed of sampling", at_least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig(ChatSettings, ChatServerOptions, PlacementOptions, ModelOptions):
+    """Chat"""
+
+    adapter_weights: list[float] | None = option(
+        None, "how much of each adapter is added; default: all of it"
+    )
     num_devices: int | None = option(
         None, "devices that the model is spread over; default: all", at_least=1, is_common=True
     )
@@ -117,3 +436,80 @@ def check_server(run: ChatConfig) -> None:
             f"--server-model {run.server_model} came without --server. The name belongs to a model "
             "of a server: give its address, or leave the name out."
         )
+
+
+# -- the options of lm_eval: which tasks of lm-evaluation-harness a model is given, and how --------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions:
+    """Tasks of lm_eval"""
+
+    tasks: str | None = option(
+        None, "names of tasks, groups or tags, between commas", is_common=True
+    )
+    include_path: str | None = option(
+        None, "folder with tasks of your own (YAML), which come before those of lm_eval",
+        is_path=True,
+    )  # fmt: skip
+    num_fewshot: int | None = option(
+        None, "examples before each question; default: as the task says", at_least=0, is_common=True
+    )
+    limit: float | None = option(
+        None,
+        "only so many questions of each task; below 1: such a share of them",
+        at_least=0,
+        is_common=True,
+    )
+    apply_chat_template: bool = option(
+        False, "ask in the chat template of the model", is_common=True
+    )
+    system_instruction: str | None = option(None, "what the model is told first")
+    fewshot_as_multiturn: bool = option(
+        True, "with the chat template: examples as earlier turns, not as one text"
+    )
+    gen_kwargs: str | None = option(
+        None, "in place of the tasks' own: do_sample=True,temperature=0.7,max_gen_toks=64"
+    )
+    add_bos_token: bool | None = option(
+        None, "begin each text with that token; default: as the tokenizer does"
+    )
+    confirm_run_unsafe_code: bool = option(False, "run tasks that execute what the model wrote")
+    output_path: str | None = option(
+        None, "folder of results_DATE.json, as lm_eval writes it", is_output=True, is_common=True
+    )
+    log_samples: bool = option(False, "write each question with its answer there as well")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LmEvalConfig(TaskOptions, DecodeOptions, ModelOptions):
+    """Run"""
+
+    seed: int = option(0, "seed of sampled answers", at_least=0)
+    check_only: bool = option(
+        False, "check everything that can be checked, then stop", is_saved=False
+    )
+
+
+def check_tasks(run: LmEvalConfig) -> None:
+    """Refuses options that name no model or no task.
+
+    Raises:
+        OptionError: names the option.
+    """
+    check_has_model(run)
+    if not task_names(run):
+        raise OptionError(
+            "--tasks is missing. Names between commas were expected, such as --tasks arc_easy,"
+            "hellaswag, because they say what is asked: `lm_eval ls tasks` lists them."
+        )
+    if run.log_samples and run.output_path is None:
+        raise OptionError(
+            "--log-samples came without --output-path. A folder was expected, because the samples "
+            "are written there: add it."
+        )
+
+
+def task_names(run: TaskOptions) -> list[str]:
+    """What stands between the commas."""
+    return [name.strip() for name in (run.tasks or "").split(",") if name.strip()]

@@ -150,8 +150,6 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-# -------------------------------------------------------------------------------------------------
-
 HOW = "Write one option a line, as on the command line without the dashes: 'batch-size: 8'."
 COMMAND_LINE = "command line"  # an origin
 SHOWN = 200  # characters of a value in a message

@@ -1,15 +1,14 @@
 """The options of corpus.py, a class an action; the names are those of the founding notes."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from options.command_line import by_name, command_words, read_config, read_words, typed
+from options.command_line import by_name, read_config, read_words, typed
 from options.data import CorpusRunOptions
-from options.fields import OptionError, check_limits, option, spelled
-from parse_args import Arguments, read_arguments
+from options.fields import OptionError, option, option_fields, spelled
 
 PREFIX = "path of a corpus without its suffix (.bin, .idx ...)"
 TOKENIZER = "folder with a tokenizer, or its tokenizer.json"
@@ -19,7 +18,7 @@ def _overwrite() -> bool:
     return option(False, "replace a finished corpus of that name")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class WriteConfig:
     """Build a corpus"""
 
@@ -29,10 +28,13 @@ class WriteConfig:
         "folders or patterns",
         is_path=True,
         is_pattern=True,
+        is_needed=True,
     )
     save_path: str = option(".", "folder of the corpus", is_output=True)
-    save_prefix: str | None = option(None, "name of the corpus in --save-path, without suffix")
-    tokenizer_path: str | None = option(None, TOKENIZER, is_path=True)
+    save_prefix: str | None = option(
+        None, "name of the corpus in --save-path, without suffix", is_needed=True
+    )
+    tokenizer_path: str | None = option(None, TOKENIZER, is_path=True, is_needed=True)
     encoder: Literal["auto", "tiktoken", "tokenizers"] = option(
         "auto", "auto: tiktoken, several times as fast, where it gives the same ids"
     )
@@ -71,23 +73,25 @@ class WriteConfig:
     overwrite: bool = _overwrite()
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MergeConfig:
     """Merge corpora"""
 
-    merge_path_prefix: list[str] | None = option(None, f"several times: {PREFIX}")
+    merge_path_prefix: list[str] | None = option(None, f"several times: {PREFIX}", is_needed=True)
     merge_path_type: list[int] | None = option(
-        None, "a number for each: equal ones become one type, others stay apart for the mixture"
+        None,
+        "a number for each: equal ones become one type, others stay apart for the mixture",
+        is_needed=True,
     )
-    new_path_prefix: str | None = option(None, PREFIX, is_output=True)
+    new_path_prefix: str | None = option(None, PREFIX, is_output=True, is_needed=True)
     overwrite: bool = _overwrite()
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ReadConfig:
     """Show a corpus"""
 
-    read_path_prefix: str | None = option(None, PREFIX, is_output=True)
+    read_path_prefix: str | None = option(None, PREFIX, is_output=True, is_needed=True)
     tokenizer_path: str | None = option(
         None, f"{TOKENIZER}, that the corpus was made with; without it ids are shown",
         is_path=True,
@@ -107,60 +111,67 @@ class ReadConfig:
     type: int | None = option(None, "only of the type of this number", at_least=0)
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RemoveConfig:
     """Copy a corpus without some segments"""
 
-    read_data_path_prefix: str | None = option(None, PREFIX, is_output=True)
+    read_data_path_prefix: str | None = option(None, PREFIX, is_output=True, is_needed=True)
     write_data_path_prefix: str | None = option(
-        None, "the new corpus: path without suffix", is_output=True
+        None,
+        "the new corpus: path without suffix",
+        is_output=True,
+        is_needed=True,
     )
     remove_idx_path: str | None = option(
         None, "numbers of segments, as find-trained writes them: .npy, or text, one a line",
         is_path=True,
+        is_needed=True,
     )  # fmt: skip
     overwrite: bool = _overwrite()
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StatsConfig:
     """Figures of a corpus"""
 
-    read_path_prefix: str | None = option(None, PREFIX, is_output=True)
+    read_path_prefix: str | None = option(None, PREFIX, is_output=True, is_needed=True)
     plot_path: str | None = option(
         None, "picture of the lengths; default: PREFIX.stats.png", is_output=True
     )
     json: bool = option(False, "print the figures as JSON")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class VerifyConfig:
     """Check the files of a corpus"""
 
-    read_path_prefix: str | None = option(None, PREFIX, is_output=True)
+    read_path_prefix: str | None = option(None, PREFIX, is_output=True, is_needed=True)
     tokenizer_path: str | None = option(
         None, f"{TOKENIZER}: whether it is the one of the corpus", is_path=True
     )
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PackConfig:
     """Pack segments into rows"""
 
-    read_path_prefix: str | None = option(None, PREFIX, is_output=True)
+    read_path_prefix: str | None = option(None, PREFIX, is_output=True, is_needed=True)
     seq_length: int | None = option(
         None, "tokens of a row; default: those of a segment at most", at_least=8, at_most=2**30
     )
     overwrite: bool = option(False, "replace packed rows of another length")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ConvertConfig:
     """Convert from and to Megatron-core's files"""
 
-    read_path_prefix: str | None = option(None, PREFIX, is_output=True)
+    read_path_prefix: str | None = option(None, PREFIX, is_output=True, is_needed=True)
     new_path_prefix: str | None = option(
-        None, "the copy, in Megatron-core's form, or in ours if it is in that", is_output=True
+        None,
+        "the copy, in Megatron-core's form, or in ours if it is in that",
+        is_output=True,
+        is_needed=True,
     )
     tokenizer_path: str | None = option(
         None, f"of Megatron-core's files, which do not say it: {TOKENIZER}", is_path=True
@@ -175,7 +186,7 @@ class ConvertConfig:
     overwrite: bool = _overwrite()
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class FindTrainedOptions:
     """What a run has seen"""
 
@@ -184,9 +195,12 @@ class FindTrainedOptions:
         "run folder: its options and its last checkpoint say what follows; or one checkpoint of it",
         is_path=True,
     )
-    read_path_prefix: str | None = option(None, PREFIX, is_output=True)
+    read_path_prefix: str | None = option(None, PREFIX, is_output=True, is_needed=True)
     save_path: str | None = option(
-        None, "new file of numbers of segments, for remove: .npy, else text", is_output=True
+        None,
+        "new file of numbers of segments, for remove: .npy, else text",
+        is_output=True,
+        is_needed=True,
     )
     steps: int | None = option(
         None, "optimizer steps done; of a run folder by default those of the checkpoint", at_least=0
@@ -200,7 +214,7 @@ class FindTrainedOptions:
     seed: int = option(0, "of the run", at_least=0)
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class FindTrainedConfig(CorpusRunOptions, FindTrainedOptions):
     """Every option of corpus.py find-trained."""
 
@@ -215,13 +229,11 @@ class CorpusAction:
     Attributes:
         holds: one line for the list.
         config: its options.
-        needed: those without a default.
         keys: registers that it chooses from, with the keys that are taken when none is given.
     """
 
     holds: str
     config: type
-    needed: tuple[str, ...]
     keys: Mapping[str, str | None] = field(default_factory=dict)
 
 
@@ -229,50 +241,30 @@ ACTIONS = {
     "write": CorpusAction(
         "build a corpus from text, JSON lines or Parquet",
         WriteConfig,
-        ("file_path", "save_prefix", "tokenizer_path"),
         {"splitter": "auto", "document": "text"},
     ),
-    "read": CorpusAction(
-        "show segments, or write the documents back", ReadConfig, ("read_path_prefix",)
-    ),
+    "read": CorpusAction("show segments, or write the documents back", ReadConfig),
     "merge": CorpusAction(
         "join corpora; equal types become one, others stay apart",
         MergeConfig,
-        ("merge_path_prefix", "merge_path_type", "new_path_prefix"),
     ),
     "remove": CorpusAction(
         "copy a corpus without some segments",
         RemoveConfig,
-        ("read_data_path_prefix", "write_data_path_prefix", "remove_idx_path"),
     ),
     "find-trained": CorpusAction(
         "list the segments that a training run has seen",
         FindTrainedConfig,
-        ("save_path", "read_path_prefix"),
         {"dataset": "corpus"},
     ),
-    "stats": CorpusAction(
-        "lengths, padding and tokens a type, with a picture", StatsConfig, ("read_path_prefix",)
-    ),
-    "verify": CorpusAction(
-        "check all sums and counts of the files", VerifyConfig, ("read_path_prefix",)
-    ),
-    "pack": CorpusAction(
-        "arrange segments into rows of equal length", PackConfig, ("read_path_prefix",)
-    ),
+    "stats": CorpusAction("lengths, padding and tokens a type, with a picture", StatsConfig),
+    "verify": CorpusAction("check all sums and counts of the files", VerifyConfig),
+    "pack": CorpusAction("arrange segments into rows of equal length", PackConfig),
     "convert": CorpusAction(
         "from and to the files of Megatron-core",
         ConvertConfig,
-        ("read_path_prefix", "new_path_prefix"),
     ),
 }
-
-
-@dataclass
-class CorpusArguments(Arguments):
-    """What `corpus.py` does."""
-
-    action: str
 
 
 def overview() -> str:
@@ -289,32 +281,6 @@ def overview() -> str:
     )
 
 
-def parse_corpus_args(argv: Sequence[str] | None = None) -> CorpusArguments:
-    """Reads an action and its options; raises as `parse_train_args` does.
-
-    Raises:
-        OptionError: no such action, or an option that it needs is missing.
-        SystemExit: after `--help` and `--list`.
-    """
-    name, words = split_action(command_words(argv))
-    if name == "find-trained":
-        words = with_run(words)
-    if name is None and words in (["--help"], ["-h"], []):
-        print(overview())
-        raise SystemExit(0 if words else OptionError.exit_code)
-    action = ACTIONS.get(name or "")
-    if action is None and words != ["--list"]:
-        raise OptionError(_no_action(name or words[0]))
-    config = action.config if action else VerifyConfig
-    run, parts, imports = read_arguments(
-        words, config, keys=action.keys if action else {}, action=name or ""
-    )
-    check_limits(run)
-    assert action is not None and name is not None  # the list has ended this
-    _check_needed(run, action.needed)
-    return CorpusArguments(run=run, parts=parts, imports=imports, action=name)
-
-
 def split_action(words: list[str]) -> tuple[str | None, list[str]]:
     """The action and the other words; the notes' --mode=write is the word write."""
     if words and not words[0].startswith("-"):
@@ -327,7 +293,8 @@ def split_action(words: list[str]) -> tuple[str | None, list[str]]:
     return None, words
 
 
-def _no_action(name: str) -> str:
+def no_action(name: str) -> str:
+    """The error of a word that is no action."""
     near = difflib.get_close_matches(name, ACTIONS, n=2, cutoff=0.5)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     return (
@@ -336,8 +303,17 @@ def _no_action(name: str) -> str:
     )
 
 
-def _check_needed(run: Any, names: Sequence[str]) -> None:
-    missing = [spelled(name) for name in names if getattr(run, name) in (None, [])]
+def check_needed(run: Any) -> None:
+    """Refuses options without a value.
+
+    Raises:
+        OptionError: names them.
+    """
+    missing = [
+        spelled(name)
+        for name, item in option_fields(run).items()
+        if item.metadata["is_needed"] and getattr(run, name) in (None, [])
+    ]
     if missing:
         raise OptionError(
             f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing. A value was "

@@ -1,12 +1,12 @@
-"""The options of a run about bad data."""
+"""The options about data: rows, batches, images, caches, corpora, examples and reports."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from options.fields import OptionError, option, spelled
+from options.fields import OptionError, given_options, option, option_fields, spelled
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DataOptions:
     """Data"""
 
@@ -18,10 +18,63 @@ class DataOptions:
     )
 
 
-# -- the option that shows samples before a run ---------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """Batches"""
+
+    batch_size: int = option(
+        16,
+        "samples of one schedule step, per replica",
+        at_least=1,
+        is_common=True,
+        resume="free",
+    )
+    micro_batch_size: int = option(
+        2,
+        "rows that travel together; of sorted ones the mean",
+        at_least=1,
+        is_common=True,
+        resume="steps",
+    )
+    accumulate_steps: int = option(
+        1, "batches of one optimizer step", at_least=1, resume="free", in_check=False
+    )
+    max_token_num: int = option(512, "longest sample, in tokens", at_least=1, is_common=True)
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
+class ShapeOptions:
+    """Shapes"""
+
+    micro_batch_order: Literal["sorted", "given"] = option(
+        "sorted",
+        "sorted: samples of near-equal length travel together; given: as drawn",
+        resume="steps",
+    )
+    pad_to_multiple_of: int = option(
+        1, "round the length of rows up to this, within --max-token-num", at_least=1
+    )
+    packing: bool = option(
+        False,
+        "several samples a row of --max-token-num tokens; none sees another",
+        in_check=False,
+    )
+
+
+def check_batches(run: BatchOptions) -> None:
+    """Checks that a batch falls into whole micro-batches."""
+    if run.batch_size % run.micro_batch_size:
+        fits = run.batch_size // run.micro_batch_size * run.micro_batch_size
+        better = sorted({fits, fits + run.micro_batch_size} - {0})
+        raise OptionError(
+            f"--batch-size {run.batch_size} is not divisible by --micro-batch-size "
+            f"{run.micro_batch_size}. Whole micro-batches were expected, because a batch is cut "
+            f"into equal ones. Set --batch-size to {' or '.join(map(str, better))}, or choose a "
+            f"--micro-batch-size that divides {run.batch_size}."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class PreviewOptions:
     """Preview"""
 
@@ -30,32 +83,14 @@ class PreviewOptions:
         "training samples to show before a model is loaded, coloured by what is learnt; with "
         "--check-only nothing else happens",
         at_least=0,
+        resume="free",
     )
 
 
-# -- the options about images, of training and evaluation alike, and what they must be together ---
+@dataclass(frozen=True, kw_only=True)
+class TilingOptions:
+    """How images are cut and scaled"""
 
-
-@dataclass(kw_only=True)
-class ImageOptions:
-    """Images"""
-
-    image_cache: str | None = option(
-        None,
-        "folder that keeps processed images for later epochs and runs; default: none is kept",
-        is_output=True,
-    )
-    image_cache_gib: float = option(
-        20.0, "size at which nothing more is added to --image-cache", at_least=0
-    )
-    # more than this Pillow takes for an attack
-    max_image_pixels: int = option(
-        50_000_000, "largest image, width x height; one more is refused", at_least=1,
-        at_most=178_000_000,
-    )  # fmt: skip
-    max_images_per_sample: int | None = option(
-        None, "most images of a sample; default: any number", at_least=1
-    )
     min_tiles: int | None = option(
         None, "least tiles of an image (InternVL, LLaVA-Next); default: the processor's", at_least=1
     )
@@ -72,6 +107,44 @@ class ImageOptions:
         None, "larger images are scaled down to so many pixels (Qwen-VL)", at_least=1
     )
 
+    def tiling(self) -> dict[str, int | None]:
+        """What the processor is to do with images; None leaves it its own way."""
+        return {name: getattr(self, name) for name in option_fields(TilingOptions)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageOptions(TilingOptions):
+    """Images"""
+
+    image_cache: str | None = option(
+        None,
+        "folder that keeps processed images for later epochs and runs; default: none is kept",
+        is_output=True,
+        resume="free",
+        shapes_answers=False,
+    )
+    image_cache_gib: float = option(
+        20.0,
+        "size at which nothing more is added to --image-cache",
+        at_least=0,
+        needs=("--image-cache FOLDER", "it is the size of that folder"),
+        resume="free",
+        shapes_answers=False,
+    )
+    # more than this Pillow takes for an attack
+    max_image_pixels: int = option(
+        50_000_000, "largest image, width x height; one more is refused", at_least=1,
+        at_most=178_000_000,
+        resume="free", shapes_answers=False,
+    )  # fmt: skip
+    max_images_per_sample: int | None = option(
+        None,
+        "most images of a sample; default: any number",
+        at_least=1,
+        resume="free",
+        shapes_answers=False,
+    )
+
     def image_limits(self) -> dict[str, Any]:
         """What holds for all images, by the engine's names."""
         return {
@@ -81,14 +154,9 @@ class ImageOptions:
             "cache_gib": self.image_cache_gib,
         }
 
-    def tiling(self) -> dict[str, int | None]:
-        """What the processor is to do with images; None leaves it its own way."""
-        names = ("min_tiles", "max_tiles", "min_pixels", "max_pixels")
-        return {name: getattr(self, name) for name in names}
-
 
 def check_images(run: ImageOptions) -> None:
-    """Refuses limits that exclude each other and a size of no cache."""
+    """Refuses limits that exclude each other."""
     for least, most in (("min_tiles", "max_tiles"), ("min_pixels", "max_pixels")):
         low, high = getattr(run, least), getattr(run, most)
         if low is not None and high is not None and low > high:
@@ -96,18 +164,9 @@ def check_images(run: ImageOptions) -> None:
                 f"{spelled(least)} {low} is more than {spelled(most)} {high}. At most as much was "
                 "expected, because an image must fit both: exchange them, or leave one out."
             )
-    default = type(run).__dataclass_fields__["image_cache_gib"].default
-    if run.image_cache is None and run.image_cache_gib != default:
-        raise OptionError(
-            f"--image-cache-gib {run.image_cache_gib:g} came without --image-cache. It is the size "
-            "of that folder, and nothing is kept without one. Add --image-cache FOLDER."
-        )
 
 
-# -- the options of a run about token ids that are kept -------------------------------------------
-
-
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TokenCacheOptions:
     """Token cache"""
 
@@ -116,34 +175,26 @@ class TokenCacheOptions:
         "folder that keeps the token ids of all rows for later epochs and runs; default: none is "
         "kept",
         is_output=True,
+        resume="free",
     )
     token_cache_workers: int = option(
-        0, "processes that fill --token-cache before training; 0: the run's own", at_least=0
+        0,
+        "processes that fill --token-cache before training; 0: the run's own",
+        at_least=0,
+        needs=("--token-cache FOLDER", "they fill that folder"),
+        resume="free",
     )
 
 
-def check_token_cache(run: TokenCacheOptions) -> None:
-    """Refuses processes that would fill nothing."""
-    if run.token_cache_workers and run.token_cache is None:
-        raise OptionError(
-            f"--token-cache-workers {run.token_cache_workers} came without --token-cache. They "
-            "fill that folder, and nothing is kept without one. Add --token-cache FOLDER."
-        )
-
-
-# -- the options of a run on a pre-training corpus: what a batch has of each type of text ---------
-
-# of all other datasets, rows are drawn evenly
-_ONLY_CORPUS = ("global_batch_distributed", "mixture_weights", "drop_mode")
-
-
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CorpusRunOptions:
     """Corpus"""
 
     global_batch_distributed: list[int] | None = option(
         None,
         "rows of each type in a global batch, 64,64; default: in proportion to the types' sizes",
+        excludes={"--mixture-weights": "both say how much of each type is drawn"},
+        in_check=False,
     )
     mixture_weights: list[float] | None = option(
         None, "share of each type in all that is drawn, 0.7,0.3, instead of whole rows a batch"
@@ -156,32 +207,21 @@ class CorpusRunOptions:
 
 
 def check_corpus_run(run: CorpusRunOptions, *, dataset_key: str, has_types: bool) -> None:
-    """Refuses a mixture of a dataset without types, and two mixtures at once.
+    """Refuses a mixture of a dataset without types, of which rows are drawn evenly.
 
     Raises:
         OptionError: names the option.
     """
-    given = [name for name in _ONLY_CORPUS if getattr(run, name) is not None]
-    if given and not has_types:
-        option_name = "--" + given[0].replace("_", "-")
-        raise OptionError(
-            f"{option_name} came with --dataset {dataset_key}. --dataset corpus was expected, "
-            f"because rows of other datasets have no types to choose from: leave {option_name} "
-            "out; --dataset sets has ways of its own to mix (--dataset.mix)."
-        )
-    if run.global_batch_distributed is not None and run.mixture_weights is not None:
-        raise OptionError(
-            "--global-batch-distributed and --mixture-weights were both given. One of them was "
-            "expected, because both say how much of each type is drawn: leave one out."
-        )
+    for name in given_options(run, of=CorpusRunOptions):
+        if not has_types:
+            raise OptionError(
+                f"{spelled(name)} came with --dataset {dataset_key}. --dataset corpus was "
+                "expected, because rows of other datasets have no types to choose from: leave "
+                f"{spelled(name)} out; --dataset sets has ways of its own to mix (--dataset.mix)."
+            )
 
 
-# -- the options of examples that a model is shown before each question of an evaluation ----------
-
-NAMES = ("num-fewshot", "fewshot-split", "fewshot-seed", "fewshot-per-sample")
-
-
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class FewshotOptions:
     """Examples in the prompt"""
 
@@ -189,28 +229,42 @@ class FewshotOptions:
         0, "solved samples before each question: turns of a chat, or filled templates", at_least=0
     )
     fewshot_split: Literal["train", "test"] = option(
-        "train", "split that they are drawn from; a sample is never its own example"
+        "train",
+        "split that they are drawn from; a sample is never its own example",
+        needs=("--num-fewshot 2", "it says where examples come from"),
     )
-    fewshot_seed: int = option(0, "seed of the draw", at_least=0)
-    fewshot_per_sample: bool = option(False, "draw for each sample anew; else all have the same")
+    fewshot_seed: int = option(
+        0,
+        "seed of the draw",
+        at_least=0,
+        needs=("--num-fewshot 2", "it says how examples are drawn"),
+    )
+    fewshot_per_sample: bool = option(
+        False,
+        "draw for each sample anew; else all have the same",
+        needs=("--num-fewshot 2", "it says how examples are drawn"),
+    )
 
 
-# -- the options of an evaluation's report --------------------------------------------------------
-
-
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ReportOptions:
     """Report"""
 
     compare_with: str | None = option(
         None, "predictions.jsonl of another run on the same samples: paired differences",
         is_path=True,
+        shapes_answers=False,
     )  # fmt: skip
     bootstrap_resamples: int = option(
-        10_000, "draws of a bootstrap interval; 0: none", at_least=0, at_most=1_000_000
+        10_000,
+        "draws of a bootstrap interval; 0: none",
+        at_least=0,
+        at_most=1_000_000,
+        shapes_answers=False,
     )
-    bootstrap_seed: int = option(0, "seed of these draws", at_least=0)
+    bootstrap_seed: int = option(0, "seed of these draws", at_least=0, shapes_answers=False)
     skip_bad_rows: int = option(
         0, "bad rows that are left out and listed in bad_rows.jsonl; one more ends the run",
         at_least=0,
+        shapes_answers=False,
     )  # fmt: skip

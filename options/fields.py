@@ -8,7 +8,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -33,8 +33,17 @@ def option(
     is_pattern: bool = False,
     is_output: bool = False,
     is_common: bool = False,
+    is_needed: bool = False,
+    is_saved: bool = True,
+    needs: tuple[str, str] | None = None,
+    excludes: Mapping[str, str] = {},
+    not_streamed: str = "",
+    to: str = "",
+    resume: Literal["course", "steps", "free"] = "course",
+    shapes_answers: bool = True,
+    in_check: bool = True,
 ) -> Any:
-    """A field of an options class: default, help text, and the limits that are checked.
+    """A field of an options class: its default, its help text, and what holds for it.
 
     Args:
         is_path: a file or folder that has to exist, or several.
@@ -42,11 +51,95 @@ def option(
             has an .idx file is the prefix of a corpus.
         is_output: a folder that the run makes.
         is_common: most people need it: `--help` shows it, and not in `--help all` alone.
+        is_needed: a value has to be given.
+        is_saved: the saved config has it; a repeated run then does the same.
+        needs: another option as it is typed, "--quantization nf4", and why this one is of no use
+            without it.
+        excludes: other options as they are typed -> why both cannot be given.
+        not_streamed: why `--engine streaming` cannot follow it.
+        to: registers whose parts get it by its name; with a ? behind, only if it is not the
+            default, so that parts need not know it.
+        resume: course: it decides what is trained and stays as it is; steps: so it does, but not
+            what the start model says of a row; free: a resumed run may have another value.
+        shapes_answers: an evaluation with another value gives other answers.
+        in_check: it holds while a split is checked; else its default does.
     """
-    limits = {"at_least": at_least, "at_most": at_most, "below": below}
-    kind = {"is_path": is_path, "is_pattern": is_pattern, "is_output": is_output}
-    kind |= {"is_common": is_common}
-    return field(default=default, metadata={"help": help_text, "limits": limits, **kind})
+    facts = {
+        name: value for name, value in locals().items() if name not in ("default", "help_text")
+    }
+    return field(default=default, metadata={"help": help_text, **facts})
+
+
+def option_fields(config: Any) -> dict[str, dataclasses.Field]:
+    """The fields of an options class or of an instance, by name."""
+    return {item.name: item for item in dataclasses.fields(config)}
+
+
+def given_options(config: Any, *, of: type | None = None) -> dict[str, Any]:
+    """The options that have another value than their default.
+
+    Args:
+        of: a class that declares some of them; None: all.
+    """
+    found = {name: getattr(config, name) for name in option_fields(of or config)}
+    fields = option_fields(config)
+    return {name: value for name, value in found.items() if value != fields[name].default}
+
+
+def handed_to(register: str, config: Any) -> dict[str, Any]:
+    """The options that a part of a register gets, by name."""
+    found = {}
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        targets = item.metadata["to"].split()
+        if register in targets or (f"{register}?" in targets and value != item.default):
+            found[item.name] = value
+    return found
+
+
+def check_together(config: Any) -> None:
+    """Refuses options without the one they need, and two that exclude each other.
+
+    Raises:
+        OptionError: names both, says why, and what to do.
+    """
+    fields = option_fields(config)
+    for name, value in given_options(config).items():
+        facts = fields[name].metadata
+        shown = _shown(name, value)
+        if facts["needs"] is not None:
+            needed, why = facts["needs"]
+            if not _is_given(config, needed):
+                told = needed if _is_value(needed) else needed.split()[0]
+                raise OptionError(
+                    f"{shown} came without {told}. It was expected, because {why}. Add {needed}, "
+                    f"or leave {spelled(name)} out."
+                )
+        for other, why in facts["excludes"].items():
+            if _is_given(config, other):
+                raise OptionError(
+                    f"{shown} and {other} were both given. One of them was expected, because "
+                    f"{why}. Leave one out."
+                )
+
+
+def _is_given(config: Any, text: str) -> bool:
+    """Whether an option was given; `text` is as it is typed, with its value or an example of it."""
+    name, _, wanted = text[2:].replace("-", "_").partition(" ")
+    value = getattr(config, name)
+    return value == wanted if _is_value(text) else value != option_fields(config)[name].default
+
+
+def _is_value(text: str) -> bool:
+    """Whether the word behind an option is the one value that is meant: not `FOLDER`, nor `2`."""
+    return text.partition(" ")[2][:1].islower()
+
+
+def _shown(name: str, value: Any) -> str:
+    if value is True:
+        return spelled(name)
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return f"{spelled(name)} {text}"
 
 
 def option_groups(config_class: type) -> list[tuple[str, list[dataclasses.Field]]]:
@@ -74,15 +167,13 @@ def spelled(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def expand_paths(config: Any) -> None:
-    """Replaces `~`, and takes an empty path (an empty shell variable) for none."""
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        if isinstance(value, str) and (item.metadata["is_path"] or item.metadata["is_output"]):
-            expanded = str(Path(value).expanduser()) if value else item.default
-            setattr(config, item.name, expanded)
-        elif isinstance(value, list) and item.metadata["is_path"]:
-            setattr(config, item.name, [str(Path(one).expanduser()) for one in value])
+def expanded(item: dataclasses.Field, value: Any) -> Any:
+    """A path without `~`; an empty one (an empty shell variable) is none; others as they are."""
+    if isinstance(value, str) and (item.metadata["is_path"] or item.metadata["is_output"]):
+        return str(Path(value).expanduser()) if value else item.default
+    if isinstance(value, list) and item.metadata["is_path"]:
+        return [str(Path(one).expanduser()) for one in value]
+    return value
 
 
 def check_limits(config: Any) -> None:
@@ -128,8 +219,7 @@ def _is_pattern(item: dataclasses.Field, value: str) -> bool:
 
 
 def _check_number(item: dataclasses.Field, value: float) -> None:
-    limits: Mapping[str, float | None] = item.metadata["limits"]
-    least, most, below = limits["at_least"], limits["at_most"], limits["below"]
+    least, most, below = (item.metadata[name] for name in ("at_least", "at_most", "below"))
     is_right = (
         math.isfinite(value)
         and (least is None or value >= least)

@@ -4,51 +4,67 @@ import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from options.fields import OptionError, option
+from options.fields import OptionError, given_options, option, option_fields, spelled
 
 if TYPE_CHECKING:
     from options.train import RunConfig
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryOptions:
     """Memory"""
 
-    gradient_checkpointing: bool = option(False, "recompute activations in the backward pass")
+    gradient_checkpointing: bool = option(
+        False, "recompute activations in the backward pass", to="train_model", resume="free"
+    )
     checkpoint_every: int = option(
-        1, "of the layers of the whole model, every n-th is recomputed", at_least=1
+        1,
+        "of the layers of the whole model, every n-th is recomputed",
+        at_least=1,
+        needs=("--gradient-checkpointing", "it says which activations are recomputed"),
+        to="train_model",
+        resume="free",
     )
     checkpoint_mode: Literal["full", "operators"] = option(
-        "full", "operators keeps the outputs of matrix products and attention"
+        "full",
+        "operators keeps the outputs of matrix products and attention",
+        needs=("--gradient-checkpointing", "it says which activations are recomputed"),
+        to="train_model",
+        resume="free",
     )
     offload_activations: bool = option(
-        False, "keep saved activations in pinned host memory until the backward pass"
+        False,
+        "keep saved activations in pinned host memory until the backward pass",
+        not_streamed="gives layers other weights for each pass, and cannot reach into this one",
+        to="train_model",
+        resume="free",
     )
     logits_chunk: int = option(
-        0, "make logits and loss of so many tokens at a time; 0: of all at once", at_least=0
+        0,
+        "make logits and loss of so many tokens at a time; 0: of all at once",
+        at_least=0,
+        not_streamed="streams the head, which the chunks would bypass",
+        to="train_model",
+        resume="free",
+        in_check=False,
     )
-    compile_layers: bool = option(False, "torch.compile each decoder layer")
+    compile_layers: bool = option(
+        False,
+        "torch.compile each decoder layer",
+        not_streamed="gives layers other weights for each pass, and cannot reach into this one",
+        to="train_model",
+        resume="free",
+        in_check=False,
+    )
 
 
 def check_memory(run: MemoryOptions, *, splits_backward: bool = False) -> None:
-    """Refuses levers that do nothing or cannot work together.
+    """Refuses what cannot work together.
 
     Args:
         splits_backward: whether the schedule makes the gradients of inputs and of weights apart,
             as zero-bubble schedules do.
     """
-    is_set = [
-        name
-        for name, default in (("checkpoint_every", 1), ("checkpoint_mode", "full"))
-        if getattr(run, name) != default
-    ]
-    if is_set and not run.gradient_checkpointing:
-        name = is_set[0]
-        raise OptionError(
-            f"--{name.replace('_', '-')} {getattr(run, name)} came without "
-            f"--gradient-checkpointing. It says which activations are recomputed, and nothing is "
-            f"without that option. Add --gradient-checkpointing."
-        )
     if run.compile_layers and run.gradient_checkpointing and run.checkpoint_mode == "operators":
         raise OptionError(
             "--compile-layers and --checkpoint-mode operators were both given. A compiled layer "
@@ -92,7 +108,7 @@ KERNELS = {
 }
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
     """Attention"""
 
@@ -158,7 +174,7 @@ def check_attention_device(run: Any, device: str) -> None:
 # -- the options of `--engine streaming`, and what it does not do ---------------------------------
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StreamingOptions:
     """Streaming (--engine streaming)"""
 
@@ -167,20 +183,27 @@ class StreamingOptions:
         "GiB of each device for weights and gradients; default: half of a GPU's free memory, "
         "no limit on the CPU",
         at_least=0,
+        resume="free",
     )
     streaming_stages: int = option(
-        0, "stages on a device together; 0: as many as the budget allows", at_least=0
+        0,
+        "stages on a device together; 0: as many as the budget allows",
+        at_least=0,
+        resume="free",
     )
     recompute_grain: Literal["stage", "layer"] = option(
         "stage",
         "what is recomputed at once: all stages on a device together (stage), or one after the "
         "other (layer), which keeps more inputs and fewer activations",
+        resume="free",
     )
     stale_step: bool = option(
         False, "the optimizer runs beside the next step's passes, whose weights are a step older"
     )
     pin_model: Literal["alloc", "register", "off"] = option(
-        "alloc", "how GPUs reach the weights: a pinned copy, pinned in place, or as they lie"
+        "alloc",
+        "how GPUs reach the weights: a pinned copy, pinned in place, or as they lie",
+        resume="free",
     )
 
 
@@ -199,12 +222,15 @@ def check_streaming(run: "RunConfig", *, world_size: int) -> None:
             "streams through all GPUs of this machine from one process. Start train_pp.py with "
             "python, or torchrun --nproc-per-node 1."
         )
-    for name, value, wanted, why in _refused(run):
-        if value not in (wanted, None, False):
-            told = "" if value is True else f" {value}"
+    fields = option_fields(run)
+    for name, value in given_options(run).items():
+        why = fields[name].metadata["not_streamed"]
+        has_one_replica = name == "dp_degree" and value == 1
+        if why and not has_one_replica and not isinstance(value, list):
+            given = "" if value is True else f" {value}"
             raise OptionError(
-                f"--{name.replace('_', '-')}{told} came with --engine streaming, which {why}. "
-                "Leave the option out, or use --engine pipeline."
+                f"{spelled(name)}{given} came with --engine streaming, which {why}. Leave the "
+                "option out, or use --engine pipeline."
             )
 
 
@@ -216,32 +242,8 @@ def check_streaming_engine(run: "StreamingOptions", engine: str) -> None:
     """
     if engine == "streaming":
         return
-    default = StreamingOptions()
-    for name, value in vars(default).items():
-        if getattr(run, name) != value:
-            raise OptionError(
-                f"--{name.replace('_', '-')} {getattr(run, name)} came with --engine {engine}, "
-                "--engine streaming was expected: the option says how stages stream. Add --engine "
-                "streaming, or leave it out."
-            )
-
-
-def _refused(run: "RunConfig") -> list[tuple[str, Any, Any, str]]:
-    """(option, its value, the value that is all right, why no other one is)."""
-    closed = "gives layers other weights for each pass, and cannot reach into this one"
-    return [
-        ("schedule", run.schedule, "1f1b", "has an order of its own"),
-        ("stages_per_rank", run.stages_per_rank, None, "has all stages in one process"),
-        ("dp_degree", run.dp_degree, 1, "has no replicas: more GPUs share the stages"),
-        ("dp_shard", run.dp_shard, False, "has no replicas to share weights"),
-        ("partition", _by_cost(run.partition), None, "places no stage on a device of its own"),
-        ("logits_chunk", run.logits_chunk, 0, "streams the head, which the chunks would bypass"),
-        ("compile_layers", run.compile_layers, False, closed),
-        ("offload_activations", run.offload_activations, False, closed),
-        ("quantization", run.quantization, None, "cannot send packed weights yet"),
-        ("plan", run.plan, False, "chooses its plan by what is on the device, not by this table"),
-    ]
-
-
-def _by_cost(partition: object) -> object:
-    return partition if partition in ("parameters", "measured") else None
+    for name, value in given_options(run, of=StreamingOptions).items():
+        raise OptionError(
+            f"{spelled(name)} {value} came with --engine {engine}, --engine streaming was "
+            "expected: the option says how stages stream. Add --engine streaming, or leave it out."
+        )

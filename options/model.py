@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from options.fields import OptionError, option
+from options.fields import OptionError, given_options, option, spelled
 
 if TYPE_CHECKING:
     from options.train import RunConfig
@@ -14,51 +14,55 @@ STARTS = "default, gaussian, orthogonal, pissa or pissa_niter_N (N rounds of a q
 _KNOWN = re.compile(r"default|gaussian|orthogonal|pissa(_niter_[1-9]\d*)?")
 PISSA = "pissa"
 PARTS = ("vit", "mlp", "llm")
-_PLAIN: dict[str, object] = {  # as options have them that nobody gave
-    "use_rslora": False,
-    "use_dora": False,
-    "lora_init": "default",
-    "lora_exclude": None,
-    "modules_to_save": None,
-    "adapter_path": None,
-    "create_new_adapter": False,
-    "neftune_alpha": 0.0,
-}
-_NEED_LORA = ("use_rslora", "use_dora", "lora_init", "lora_exclude", "modules_to_save")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LoRAOptions:
-    """LoRA and noise"""
+    """LoRA"""
 
-    use_rslora: bool = option(False, "scale an adapter by alpha / sqrt(rank)")
-    use_dora: bool = option(False, "learn a magnitude for each output beside LoRA (DoRA)")
-    lora_init: str = option("default", f"start of a new adapter: {STARTS}")
+    use_rslora: bool = option(False, "scale an adapter by alpha / sqrt(rank)", to="train_model?")
+    use_dora: bool = option(
+        False, "learn a magnitude for each output beside LoRA (DoRA)", to="train_model?"
+    )
+    lora_init: str = option("default", f"start of a new adapter: {STARTS}", to="train_model?")
     lora_exclude: list[str] | None = option(
-        None, "layers without LoRA, told as in --lora-target; for all parts"
+        None,
+        "layers without LoRA, told as in --lora-target; for all parts",
+        to="train_model?",
     )
     modules_to_save: list[str] | None = option(
-        None, "modules trained whole beside LoRA and saved with it: embed_tokens,lm_head"
+        None,
+        "modules trained whole beside LoRA and saved with it: embed_tokens,lm_head",
+        to="train_model?",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterOptions:
+    """Adapters to begin with, and noise"""
+
     adapter_path: list[str] | None = option(
         None,
         "adapter folders that the run begins with, on --model-path: all but the last are merged "
         "into it, the last is trained on",
         is_path=True,
+        to="train_model?",
     )
     create_new_adapter: bool = option(
-        False, "merge the last of --adapter-path, too, and train a new adapter"
+        False,
+        "merge the last of --adapter-path, too, and train a new adapter",
+        needs=(
+            "--adapter-path FOLDER",
+            "without an adapter to begin with, each run makes a new one",
+        ),
+        to="train_model?",
     )
     neftune_alpha: float = option(
-        0.0, "noise on token embeddings in training (NEFTune); 5 is usual, 0: none", at_least=0
+        0.0,
+        "noise on token embeddings in training (NEFTune); 5 is usual, 0: none",
+        at_least=0,
+        to="train_model?",
     )
-
-
-def lora_arguments(run: Any) -> dict[str, object]:
-    """What was given of these options, by name."""
-    return {
-        name: getattr(run, name) for name, plain in _PLAIN.items() if getattr(run, name) != plain
-    }
 
 
 def check_lora(run: Any) -> None:
@@ -67,15 +71,14 @@ def check_lora(run: Any) -> None:
     Raises:
         OptionError: it names the option and what it needs.
     """
-    given = lora_arguments(run)
     has_new = any(getattr(run, f"{part}_lora_num") for part in PARTS)
     resumes = run.adapter_path is not None and not run.create_new_adapter
-    for name in _NEED_LORA:
-        if name in given and not (has_new or (resumes and name == "modules_to_save")):
+    for name in given_options(run, of=LoRAOptions):
+        if not (has_new or (resumes and name == "modules_to_save")):
             raise OptionError(
-                f"--{name.replace('_', '-')} came without LoRA. --llm-lora-num 1 (or "
-                "--vit-lora-num, --mlp-lora-num) was expected, because the option is about "
-                "adapters. Add it, or leave the option out."
+                f"{spelled(name)} came without LoRA. --llm-lora-num 1 (or --vit-lora-num, "
+                "--mlp-lora-num) was expected, because the option is about adapters. Add it, or "
+                "leave the option out."
             )
     if not _KNOWN.fullmatch(run.lora_init):
         raise OptionError(
@@ -108,11 +111,6 @@ def _check_quantised(run: Any) -> None:
 
 def _check_adapters(run: Any, *, has_new: bool) -> None:
     if run.adapter_path is None:
-        if run.create_new_adapter:
-            raise OptionError(
-                "--create-new-adapter came without --adapter-path. Adapters to merge were "
-                "expected, because without any each run makes a new one. Leave it out."
-            )
         return
     if run.model_path is None:
         raise OptionError(
@@ -162,40 +160,74 @@ def adapter_arguments(run: Any) -> dict[str, object]:
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MethodOptions:
     """Methods"""
 
     freeze_trainable_layers: int | None = option(
-        None, "of the language model only the last n layers train; -n: the first n"
+        None,
+        "of the language model only the last n layers train; -n: the first n",
+        excludes={
+            "--frozen-llm": "both say what of the language model trains",
+            "--llm-lora-num": "both say what of the language model trains",
+            "--frozen-lm-head": "both say what of the language model trains",
+        },
     )
     freeze_trainable_modules: list[str] | None = option(
-        None, "modules of those layers that train, mlp,self_attn; default: all"
+        None,
+        "modules of those layers that train, mlp,self_attn; default: all",
+        needs=("--freeze-trainable-layers 2", "it says what of those layers trains"),
     )
     freeze_extra_modules: list[str] | None = option(
-        None, "modules outside the layers that train too, norm,embed_tokens,lm_head"
+        None,
+        "modules outside the layers that train too, norm,embed_tokens,lm_head",
+        needs=("--freeze-trainable-layers 2", "it says what trains besides those layers"),
     )
     use_llama_pro: bool = option(
-        False, "the --freeze-trainable-layers are spread: those that expand_blocks.sh added"
+        False,
+        "the --freeze-trainable-layers are spread: those that expand_blocks.sh added",
+        needs=("--freeze-trainable-layers 2", "it says which layers those are"),
     )
     resize_vocab: bool = option(
-        False, "add rows of embedding and head for tokens of the tokenizer that have none"
+        False,
+        "add rows of embedding and head for tokens of the tokenizer that have none",
+        in_check=False,
     )
     vocab_multiple: int = option(
-        64, "of --resize-vocab: rows are rounded up to a multiple of this", at_least=1
+        64,
+        "of --resize-vocab: rows are rounded up to a multiple of this",
+        at_least=1,
+        needs=("--resize-vocab", "it says how far the rows that are added are rounded up"),
     )
     rope_scaling: Literal["linear", "dynamic", "yarn", "llama3"] | None = option(
-        None, "scale rotary positions where --max-token-num is above what the model has"
+        None,
+        "scale rotary positions where --max-token-num is above what the model has",
+        in_check=False,
     )
-    norms_fp32: bool = option(False, "keep and compute norms in float32 under --bf16 or --fp16")
-    upcast_lm_head: bool = option(False, "logits in float32 under --bf16 or --fp16")
+    norms_fp32: bool = option(
+        False,
+        "keep and compute norms in float32 under --bf16 or --fp16",
+        excludes={"--dp-shard": "shares of a layer have one type"},
+        in_check=False,
+    )
+    upcast_lm_head: bool = option(False, "logits in float32 under --bf16 or --fp16", in_check=False)
     quantization: Literal["nf4", "int8", "torchao_int8", "torchao_int4"] | None = option(
-        None, "keep the frozen base below LoRA in 4 or 8 bits (bitsandbytes or torchao)"
+        None,
+        "keep the frozen base below LoRA in 4 or 8 bits (bitsandbytes or torchao)",
+        excludes={"--dp-shard": "quantised weights have no shares"},
+        not_streamed="cannot send packed weights yet",
+        in_check=False,
     )
     quantization_compute: Literal["fp32", "bf16", "fp16"] | None = option(
-        None, "type in which nf4 layers multiply; default: that of the run"
+        None,
+        "type in which nf4 layers multiply; default: that of the run",
+        needs=("--quantization nf4", "other kinds have no such choice"),
     )
-    double_quantization: bool = option(False, "of nf4, keep the scales in 8 bits too")
+    double_quantization: bool = option(
+        False,
+        "of nf4, keep the scales in 8 bits too",
+        needs=("--quantization nf4", "other kinds have no such choice"),
+    )
 
 
 def method_arguments(run: Any) -> dict[str, dict[str, Any]]:
@@ -209,16 +241,6 @@ def method_arguments(run: Any) -> dict[str, dict[str, Any]]:
     }
     given = {name: value for name, value in asked.items() if value}
     return {"methods": given} if given else {}
-
-
-def without_methods() -> dict[str, object]:
-    """The options under which a model computes what plain transformers does, for a comparison."""
-    return {
-        "rope_scaling": None,
-        "norms_fp32": False,
-        "upcast_lm_head": False,
-        "quantization": None,
-    }
 
 
 def _freeze_rule(run: Any) -> dict[str, Any] | None:
@@ -252,61 +274,22 @@ def check_methods(run: Any) -> None:
     Raises:
         OptionError: it names both options.
     """
-    _check_freeze(run)
-    _check_quantization(run)
-    if run.vocab_multiple != 64 and not run.resize_vocab:
-        raise OptionError(
-            f"--vocab-multiple {run.vocab_multiple} came without --resize-vocab. That was "
-            "expected, because it says how far rows that are added are rounded up. Add it, or "
-            "leave this out."
-        )
-    if run.norms_fp32 or run.upcast_lm_head:
+    if (run.norms_fp32 or run.upcast_lm_head) and not (run.bf16 or run.fp16):
         given = "--norms-fp32" if run.norms_fp32 else "--upcast-lm-head"
-        if not (run.bf16 or run.fp16):
-            raise OptionError(
-                f"{given} came without --bf16 or --fp16. One of them was expected, because a run "
-                "in float32 has all of it in float32 anyway. Leave it out."
-            )
-    if run.norms_fp32 and run.dp_shard:
-        raise _both("--norms-fp32", "--dp-shard", "shares of a layer have one type")
-
-
-def _check_freeze(run: Any) -> None:
-    layers = run.freeze_trainable_layers
-    for name in ("freeze_trainable_modules", "freeze_extra_modules", "use_llama_pro"):
-        if getattr(run, name) and layers is None:
-            raise OptionError(
-                f"--{name.replace('_', '-')} came without --freeze-trainable-layers. A number of "
-                "layers was expected, because the option is about what trains besides the rest "
-                "that is frozen. Add --freeze-trainable-layers 2, or leave it out."
-            )
-    if layers is None:
-        return
-    given = f"--freeze-trainable-layers {layers}"
-    if layers == 0 or (layers < 0 and run.use_llama_pro):
         raise OptionError(
-            f"{given} came{' with --use-llama-pro' if run.use_llama_pro else ''}. A number of "
-            "layers was expected: n the last, -n the first, with --use-llama-pro how many blocks "
-            "were added. Give one, or --frozen-llm to train none."
+            f"{given} came without --bf16 or --fp16. One of them was expected, because a run "
+            "in float32 has all of it in float32 anyway. Leave it out."
         )
-    for name in ("frozen_llm", "llm_lora_num", "frozen_lm_head"):
-        if getattr(run, name):
-            other = f"--{name.replace('_', '-')}"
-            why = "both say what of the language model trains"
-            raise _both(given, other, why)
-
-
-def _check_quantization(run: Any) -> None:
-    kind = run.quantization
-    for name in ("quantization_compute", "double_quantization"):
-        if getattr(run, name) and kind != "nf4":
-            raise OptionError(
-                f"--{name.replace('_', '-')} came without --quantization nf4. That was expected, "
-                "because other kinds have no such choice. Add it, or leave the option out."
-            )
-    if kind is None:
+    layers = run.freeze_trainable_layers
+    if layers is not None and (layers == 0 or (layers < 0 and run.use_llama_pro)):
+        raise OptionError(
+            f"--freeze-trainable-layers {layers} came{' with --use-llama-pro' if layers else ''}. "
+            "A number of layers was expected: n the last, -n the first, with --use-llama-pro how "
+            "many blocks were added. Give one, or --frozen-llm to train none."
+        )
+    if run.quantization is None:
         return
-    given = f"--quantization {kind}"
+    given = f"--quantization {run.quantization}"
     if not (run.llm_lora_num or run.train_new_tokens):
         raise OptionError(
             f"{given} came without --llm-lora-num. LoRA was expected, because weights of few bits "
@@ -318,64 +301,117 @@ def _check_quantization(run: Any) -> None:
             f"{given} came without --model-path. Weights were expected there, because a "
             "checkpoint holds the adapter alone and names its base. Give the model's folder."
         )
-    if run.dp_shard:
-        raise _both(given, "--dp-shard", "quantised weights have no shares")
-
-
-def _both(one: str, other: str, why: str) -> OptionError:
-    return OptionError(
-        f"{one} and {other} were both given. One of them was expected, because {why}. Leave one "
-        "out."
-    )
 
 
 # -- options about how each part of a model is trained: its LoRA, its learning rate, its new tokens
 # Parts are vit (vision tower), mlp (projector), llm (language model) and lm_head (output layer).
 
-TOLD = {"vit": "vision tower", "mlp": "projector", "llm": "language model", "lm_head": "head"}
-LORA_OPTIONS = tuple(
-    f"{part}_lora_{name}" for part in ("vit", "mlp", "llm") for name in ("rank", "alpha", "target")
-)
-RATES = {part: f"{part}_learning_rate" for part in TOLD}
+PART_NAMES = {
+    "vit": "vision tower",
+    "mlp": "projector",
+    "llm": "language model",
+    "lm_head": "head",
+}
+RATES = {part: f"{part}_learning_rate" for part in PART_NAMES}
 _TARGET = "last names of the layers with LoRA in the {}; all: every linear layer"
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PartTrainingOptions:
     """What is trained, part by part"""
 
-    vit_lora_rank: int | None = option(None, "default: --lora-rank", at_least=1)
-    mlp_lora_rank: int | None = option(None, "default: --lora-rank", at_least=1)
-    llm_lora_rank: int | None = option(None, "default: --lora-rank", at_least=1)
-    vit_lora_alpha: float | None = option(None, "default: --lora-alpha", at_least=0)
-    mlp_lora_alpha: float | None = option(None, "default: --lora-alpha", at_least=0)
-    llm_lora_alpha: float | None = option(None, "default: --lora-alpha", at_least=0)
-    vit_lora_target: list[str] | None = option(None, _TARGET.format("vision tower"))
-    mlp_lora_target: list[str] | None = option(None, _TARGET.format("projector"))
-    llm_lora_target: list[str] | None = option(None, _TARGET.format("language model"))
+    vit_lora_rank: int | None = option(
+        None,
+        "default: --lora-rank",
+        at_least=1,
+        needs=("--vit-lora-num 1", "it is about LoRA on the vision tower alone"),
+        to="train_model?",
+    )
+    mlp_lora_rank: int | None = option(
+        None,
+        "default: --lora-rank",
+        at_least=1,
+        needs=("--mlp-lora-num 1", "it is about LoRA on the projector alone"),
+        to="train_model?",
+    )
+    llm_lora_rank: int | None = option(
+        None,
+        "default: --lora-rank",
+        at_least=1,
+        needs=("--llm-lora-num 1", "it is about LoRA on the language model alone"),
+        to="train_model?",
+    )
+    vit_lora_alpha: float | None = option(
+        None,
+        "default: --lora-alpha",
+        at_least=0,
+        needs=("--vit-lora-num 1", "it is about LoRA on the vision tower alone"),
+        to="train_model?",
+    )
+    mlp_lora_alpha: float | None = option(
+        None,
+        "default: --lora-alpha",
+        at_least=0,
+        needs=("--mlp-lora-num 1", "it is about LoRA on the projector alone"),
+        to="train_model?",
+    )
+    llm_lora_alpha: float | None = option(
+        None,
+        "default: --lora-alpha",
+        at_least=0,
+        needs=("--llm-lora-num 1", "it is about LoRA on the language model alone"),
+        to="train_model?",
+    )
+    vit_lora_target: list[str] | None = option(
+        None,
+        _TARGET.format("vision tower"),
+        needs=("--vit-lora-num 1", "it is about LoRA on the vision tower alone"),
+        to="train_model?",
+    )
+    mlp_lora_target: list[str] | None = option(
+        None,
+        _TARGET.format("projector"),
+        needs=("--mlp-lora-num 1", "it is about LoRA on the projector alone"),
+        to="train_model?",
+    )
+    llm_lora_target: list[str] | None = option(
+        None,
+        _TARGET.format("language model"),
+        needs=("--llm-lora-num 1", "it is about LoRA on the language model alone"),
+        to="train_model?",
+    )
     vit_learning_rate: float | None = option(
-        None, "of the vision tower, its LoRA too; default: --learning-rate", at_least=0
+        None,
+        "of the vision tower, its LoRA too; default: --learning-rate",
+        at_least=0,
+        resume="steps",
     )
     mlp_learning_rate: float | None = option(
-        None, "of the projector, its LoRA too; default: --learning-rate", at_least=0
+        None,
+        "of the projector, its LoRA too; default: --learning-rate",
+        at_least=0,
+        resume="steps",
     )
     llm_learning_rate: float | None = option(
-        None, "of the language model, its LoRA too; default: --learning-rate", at_least=0
+        None,
+        "of the language model, its LoRA too; default: --learning-rate",
+        at_least=0,
+        resume="steps",
     )
     lm_head_learning_rate: float | None = option(
-        None, "of a head with a weight of its own; default: --learning-rate", at_least=0
+        None,
+        "of a head with a weight of its own; default: --learning-rate",
+        at_least=0,
+        resume="steps",
     )
     new_tokens: list[str] | None = option(
-        None, "tokens to add, <left>,<right>; @FILE has one a line (for tokens with commas)"
+        None,
+        "tokens to add, <left>,<right>; @FILE has one a line (for tokens with commas)",
+        in_check=False,
     )
     train_new_tokens: bool = option(
         False, "train of embedding and head the rows of --new-tokens alone"
     )
-
-
-def part_options(run: Any) -> dict[str, object]:
-    """The LoRA options of single parts that were given, by name."""
-    return {name: getattr(run, name) for name in LORA_OPTIONS if getattr(run, name) is not None}
 
 
 def learning_rate_scales(run: Any) -> dict[str, float]:
@@ -385,24 +421,14 @@ def learning_rate_scales(run: Any) -> dict[str, float]:
 
 
 def check_part_training(run: Any) -> None:
-    """Refuses what would do nothing; puts the lines of a file in the place of @FILE.
+    """Refuses what would do nothing.
 
     Raises:
-        OptionError: an option of a part that has no LoRA or is frozen, or a token that is none.
+        OptionError: a learning rate of a part that is frozen, or no tokens to train.
     """
-    for name in LORA_OPTIONS:
-        part = name.partition("_")[0]
-        if getattr(run, name) is not None and not getattr(run, f"{part}_lora_num"):
-            raise OptionError(
-                f"--{name.replace('_', '-')} came without --{part}-lora-num. LoRA on the "
-                f"{TOLD[part]} was expected, because the option is about it alone. Add "
-                f"--{part}-lora-num 1, or leave it out."
-            )
     for part, name in RATES.items():
         if getattr(run, name) is not None:
-            _check_rate(run, part, f"--{name.replace('_', '-')} {getattr(run, name):g}")
-    if run.new_tokens is not None:
-        run.new_tokens = _read_tokens(run.new_tokens)
+            _check_rate(run, part, f"{spelled(name)} {getattr(run, name):g}")
     if run.train_new_tokens and not (run.new_tokens or run.resize_vocab):
         raise OptionError(
             "--train-new-tokens came without --new-tokens. The tokens were expected, because their "
@@ -423,12 +449,17 @@ def _check_rate(run: Any, part: str, given: str) -> None:
     if frozen and not lora and not has_rows:
         raise OptionError(
             f"{given} came with --frozen-{part.replace('_', '-')}. A part that trains was "
-            f"expected, because a frozen {TOLD[part]} has no learning rate. Leave one of the two "
-            "out."
+            f"expected, because a frozen {PART_NAMES[part]} has no learning rate. Leave one of "
+            "the two out."
         )
 
 
-def _read_tokens(given: list[str]) -> list[str]:
+def read_tokens(given: list[str]) -> list[str]:
+    """The tokens of --new-tokens, with the lines of a file in the place of @FILE.
+
+    Raises:
+        OptionError: one is no token, or is there twice.
+    """
     tokens: list[str] = []
     for entry in given:
         tokens += _lines(entry[1:]) if entry.startswith("@") else [entry]
@@ -471,46 +502,45 @@ def _lines(path: str) -> list[str]:
 # -- the options that place a vision tower on stages of its own, and what they must be together ---
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class VisionOptions:
     """Vision tower"""
 
     vision_stages: int = option(
-        0, "first stages that the vision tower has for itself; 0: it lies on stage 0", at_least=0
+        0,
+        "first stages that the vision tower has for itself; 0: it lies on stage 0",
+        at_least=0,
+        excludes={
+            "--visual-gpu-ratio": "a tower has one place: stages of its own, or a share of stage 0",
+            "--plan": "the plan measures a tower on stage 0 alone",
+        },
+        to="train_model?",
+        resume="free",
     )
     vision_partition: list[int] | None = option(
-        None, "tower blocks of each of these stages, 12,12; default: equal numbers"
+        None,
+        "tower blocks of each of these stages, 12,12; default: equal numbers",
+        to="train_model?",
+        resume="free",
     )
 
 
 def check_vision(run: "RunConfig") -> None:
-    """Refuses two placements of one tower; a vision partition gives the number left open.
+    """Refuses stages of a tower that leave none for the decoder, and other numbers of them.
 
     Raises:
         OptionError: says which options do not go together.
     """
-    counts = run.vision_partition
-    if counts is not None:
-        _check_counts(run, counts)
+    if run.vision_partition is not None:
+        _check_counts(run, run.vision_partition)
     if not run.vision_stages:
         return
     given = f"--vision-stages {run.vision_stages}"
-    if run.visual_gpu_ratio > 0:
-        raise OptionError(
-            f"{given} and --visual-gpu-ratio {run.visual_gpu_ratio:g} were both given. One of them "
-            "was expected, because a tower has one place: stages of its own, or a share of stage "
-            "0. Leave one out."
-        )
     if run.partition in ("parameters", "measured"):
         raise OptionError(
             f"{given} came with --partition {run.partition}. The planner places decoder layers "
             "behind a tower that lies on stage 0. Give the layers of the stages behind the tower "
             "as numbers (--partition 10,10,8), or leave --partition out for equal ones."
-        )
-    if run.plan:
-        raise OptionError(
-            f"{given} came with --plan, which measures a tower on stage 0 only. Leave one out; a "
-            "run prints the stages and their weights when it starts."
         )
     if run.num_stages is not None and run.vision_stages >= run.num_stages:
         raise OptionError(
@@ -528,7 +558,6 @@ def _check_counts(run: "RunConfig", counts: list[int]) -> None:
             "tower needs at least one, because a stage passes on what its blocks make. Give counts "
             "from 1 upwards."
         )
-    run.vision_stages = run.vision_stages or len(counts)
     if len(counts) != run.vision_stages:
         raise OptionError(
             f"--vision-partition {shown} names {len(counts)} stages, --vision-stages is "

@@ -5,6 +5,7 @@ contract of each register (which arguments come from the run), never a key.
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import re
@@ -17,7 +18,9 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
 
+from options.answer import EvaluateConfig
 from options.command_line import program_name
+from options.train import RunConfig
 from register import ALL_REGISTERS, ROOT, Register
 
 
@@ -33,26 +36,11 @@ def _contract(num_positional: int, names: str = "") -> Contract:
     return Contract(num_positional, frozenset(names.split()))
 
 
+# what the run makes itself; the options that it hands over say so themselves (`to=`)
 CONTRACTS: dict[str, Contract] = {
-    "model": _contract(2, "images prompts samples batch_size max_new_tokens temperature seed"),
-    "train_model": _contract(
-        0,
-        "config_path processor_path checkpoint_path stage num_stages frozen_vit frozen_mlp "
-        "frozen_llm frozen_lm_head vit_lora_num mlp_lora_num llm_lora_num lora_rank lora_alpha "
-        "lora_dropout lora_target visual_gpu_ratio vision_stages vision_partition partition dtype "
-        "device seed "
-        "gradient_checkpointing checkpoint_every checkpoint_mode offload_activations "
-        "compile_layers logits_chunk trust_remote_code model_types new_rows vit_lora_rank "
-        "mlp_lora_rank llm_lora_rank vit_lora_alpha mlp_lora_alpha llm_lora_alpha "
-        "vit_lora_target mlp_lora_target llm_lora_target use_rslora use_dora lora_init "
-        "lora_exclude modules_to_save adapter_path create_new_adapter lora_taken_from "
-        "neftune_alpha",
-    ),
-    "builder": _contract(
-        1,
-        "visual_gpu_ratio dtype num_devices device adapter_path adapter_weights trust_remote_code "
-        "placement",
-    ),
+    "model": _contract(2, "images prompts samples batch_size"),
+    "train_model": _contract(0, "checkpoint_path stage dtype model_types new_rows lora_taken_from"),
+    "builder": _contract(1, "visual_gpu_ratio dtype adapter_path adapter_weights placement"),
     "prompt": Contract(),
     "prompt_fn": _contract(2, "processor for_generation examples"),
     "image_token": _contract(2, "processor"),
@@ -65,8 +53,8 @@ CONTRACTS: dict[str, Contract] = {
     "loss_fn": _contract(2, "num_targets step sim_fn"),
     "sim_fn": _contract(2),
     "metric": _contract(2),
-    "optimizer": _contract(1, "learning_rate weight_decay"),
-    "lr_scheduler": _contract(0, "learning_rate min_lr warmup_steps warmup_start_lr total_steps"),
+    "optimizer": _contract(1),
+    "lr_scheduler": _contract(0),
     "tracker": _contract(0, "folder config start_step"),
     "engine": Contract(),
     "document": _contract(1),
@@ -74,7 +62,17 @@ CONTRACTS: dict[str, Contract] = {
 }
 
 
-@dataclass
+@functools.cache
+def contract_of(register: str) -> Contract:
+    """What a run hands to the parts of a register, options of the run among it."""
+    contract = CONTRACTS[register]
+    items = [*dataclasses.fields(RunConfig), *dataclasses.fields(EvaluateConfig)]
+    targets = {register, f"{register}?"}
+    names = {item.name for item in items if targets & set(item.metadata["to"].split())}
+    return Contract(contract.num_positional, contract.names | names)
+
+
+@dataclass(frozen=True)
 class ChosenPart:
     """A part that was chosen by its key, and the values of its own options."""
 
@@ -85,7 +83,8 @@ class ChosenPart:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.facts = {**ALL_REGISTERS[self.register].facts, **self.facts}
+        facts = {**ALL_REGISTERS[self.register].facts, **self.facts}
+        object.__setattr__(self, "facts", facts)
 
 
 def chosen_part(register: str, key: str, kwargs: Mapping[str, Any] = {}) -> ChosenPart:
@@ -166,7 +165,7 @@ def _supplied(
     register: Register, target: Any, method: str | None, *, bound: dict[str, Any]
 ) -> set[str]:
     """Names of the arguments that are no options: supplied by the run, or no plain values."""
-    contract = CONTRACTS[register.name]
+    contract = contract_of(register.name)
     positional = [
         item.name
         for item in _parameters(target)

@@ -2,20 +2,17 @@
 
 import os
 import ssl
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from options.data import ImageOptions, check_images
-from options.engine import DecodeOptions, ModelOptions, check_has_model
-from options.fields import OptionError, check_limits, option
-from options.train import check_precision
-from parse_args import Arguments, read_arguments
+from options.answer import DecodeOptions, ModelOptions
+from options.data import ImageOptions
+from options.fields import OptionError, option
 
 # -- the options of connections to a server: encryption, how many, how long they are kept ---------
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class HttpOptions:
     """Connections"""
 
@@ -65,10 +62,7 @@ def _refuse_password() -> str:
     raise ValueError("the key is encrypted")
 
 
-# -------------------------------------------------------------------------------------------------
-
-
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ListenOptions:
     """Server"""
 
@@ -96,7 +90,7 @@ class ListenOptions:
     )
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RequestOptions:
     """Limits and defaults of requests"""
 
@@ -125,36 +119,14 @@ class RequestOptions:
     )
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ServeConfig(
     ListenOptions, HttpOptions, RequestOptions, ImageOptions, DecodeOptions, ModelOptions
 ):
     """Every option of serve.py."""
 
 
-# -- the options of serve.py -> its run config, the kwargs of each chosen part, and the API keys --
-
-# register -> key that is taken when none is given; as in parse_args.py
-SERVE_KEYS: dict[str, str | None] = {"prompt_fn": "chat", "image_token": "auto"}
 LEAST_LETTERS = 8
-
-
-@dataclass
-class ServeArguments(Arguments):
-    """What `serve.py` runs."""
-
-    run: ServeConfig
-
-
-def parse_serve_args(argv: Sequence[str] | None = None) -> ServeArguments:
-    """Reads the options of a server; raises as `parse_train_args` does."""
-    run, parts, imports = read_arguments(argv, ServeConfig, keys=SERVE_KEYS)
-    check_limits(run)
-    check_precision(run)
-    check_images(run)
-    check_has_model(run)
-    check_certificate(run)
-    return ServeArguments(run=run, parts=parts, imports=imports)
 
 
 def read_api_keys(run: ServeConfig) -> tuple[str, ...]:

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from commands.run_plan import make_plan
 from commands.train import SHELF
-from commands.train_engines import check_topology
 from parse_args import parse_train_args
 from register import ALL_REGISTERS, import_parts, import_shelf
 from stageline.pipeline.schedules import SCHEDULES
@@ -168,7 +168,7 @@ def test_h06_a_batch_that_does_not_fall_into_micro_batches(parts):
 
 
 def topology_of(*words):
-    return check_topology(parse_train_args([*TRAIN, *map(str, words)]))
+    return make_plan(parse_train_args([*TRAIN, *map(str, words)])).topology
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText
 import pp_models  # noqa: F401 - export.py finds stage models in the register
 from commands.export import make_stages
 from models.builders import auto
-from options.train import leaves_course
+from options.train import on_resume
 from stageline.checking.tiny_models import tiny_config
 from stageline.checking.tiny_processors import tiny_processor
 from stageline.checkpoint.plain_folder import export_folder
@@ -88,7 +88,7 @@ def test_resumed_it_ends_the_same(job):
 
 
 def test_another_rate_at_resume_counts(job):
-    assert not leaves_course("vit-learning-rate") and not leaves_course("new-tokens")
+    assert on_resume("vit-learning-rate") == "steps" and on_resume("new-tokens") == "course"
     other = [*OPTIONS, "--vit-learning-rate", "0", "--resume", checkpoint(job, step=2)]
     done = job.fork("changed", *other, "--allow-changes")
     assert done.code == 0, done.err

@@ -15,8 +15,8 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from commands import corpus
-from options.corpus import parse_corpus_args
 from options.fields import OptionError
+from parse_args import parse_corpus_args
 from register import dataset_register, import_shelf
 from stageline.checking.tiny_processors import tiny_tokenizer
 from stageline.corpus.corpus_files import open_corpus

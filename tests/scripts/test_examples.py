@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from commands import train as train_pp  # noqa: F401 - its engines
 from commands.command_line import COMMANDS, rewritten
-from options.answer_args import parse_infer_args
 from options.command_line import read_options
-from parse_args import parse_evaluate_args, parse_train_args
+from parse_args import parse_evaluate_args, parse_infer_args, parse_train_args
 from register import import_shelf
 from stageline.checking.tiny_models import tiny_config
 from stageline.checking.tiny_processors import tiny_tokenizer

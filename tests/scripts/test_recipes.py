@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from options.answer import ChatConfig, InferConfig
+from options.answer import ChatConfig, EvaluateConfig, InferConfig
 from options.corpus import ACTIONS
 from options.serve import ServeConfig
-from options.train import CheckConfig, EvaluateConfig, RunConfig
+from options.train import CheckConfig, RunConfig
 from register import ALL_REGISTERS
 from stageline.corpus.corpus_files import open_corpus
 from stageline.corpus.encoder import load_encoder

@@ -10,7 +10,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from commands import train as train_pp  # noqa: F401 - its engines
-from commands.train_engines import check_topology
+from commands.run_plan import make_plan
 from options.parts import chosen_part
 from options.train import RunConfig
 from stageline.checking.tiny_models import tiny_config
@@ -95,4 +95,4 @@ def test_nothing_to_share_out(monkeypatch):
     run = RunConfig(num_stages=2, dp_shard=True)
     with pytest.raises(UserError, match="--dp-shard came with one replica.*--dp-degree 2"):
         engine = chosen_part("engine", "pipeline")
-        check_topology(SimpleNamespace(run=run, parts={"engine": engine}))
+        make_plan(SimpleNamespace(run=run, parts={"engine": engine}))

@@ -11,8 +11,8 @@ import torch
 import transformers
 from PIL import Image
 
-from options.answer_args import parse_chat_args
 from options.fields import OptionError
+from parse_args import parse_chat_args
 from prompt_fn import auto, chat
 from register import import_shelf
 from stageline.checking.tiny_models import tiny_config

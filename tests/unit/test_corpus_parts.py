@@ -9,9 +9,10 @@ import pytest
 
 from commands import command_line, corpus
 from options.command_line import command_words
-from options.corpus import ACTIONS, parse_corpus_args
+from options.corpus import ACTIONS
 from options.fields import OptionError
 from options.parts import chosen_part
+from parse_args import parse_corpus_args
 from register import (
     RegisterError,
     document_register,

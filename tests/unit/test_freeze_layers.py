@@ -221,7 +221,7 @@ def test_options_become_methods(parts):
     ("words", "wanted"),
     [
         ("--use-llama-pro", "--use-llama-pro came without --freeze-trainable-layers"),
-        ("--freeze-extra-modules norm", "--freeze-extra-modules came without"),
+        ("--freeze-extra-modules norm", "--freeze-extra-modules norm came without"),
         ("--freeze-trainable-layers 0", "--freeze-trainable-layers 0 came"),
         ("--freeze-trainable-layers -2 --use-llama-pro", "how many blocks"),
         ("--freeze-trainable-layers 2 --llm-lora-num 1", "--llm-lora-num were both given"),

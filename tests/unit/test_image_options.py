@@ -8,8 +8,9 @@ import pytest
 import transformers
 from PIL import Image
 
+from options.answer import EvaluateConfig
 from options.fields import OptionError
-from options.train import EvaluateConfig, RunConfig
+from options.train import RunConfig
 from parse_args import parse_evaluate_args
 from register import import_shelf
 from stageline.checking.tiny_models import IMAGE_TOKEN_ID

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from options.fields import OptionError
-from options.model import adapter_arguments, lora_arguments
+from options.fields import OptionError, given_options
+from options.model import AdapterOptions, LoRAOptions, adapter_arguments
 from parse_args import parse_evaluate_args, parse_train_args
 from register import ALL_REGISTERS
 
@@ -36,15 +36,19 @@ def run_of(words):
     return parse_train_args([*keys, *words.split()])
 
 
+def given(run):
+    return given_options(run, of=LoRAOptions) | given_options(run, of=AdapterOptions)
+
+
 def test_what_was_given_is_handed_on_and_nothing_else(tmp_path):
-    assert lora_arguments(run_of("--llm-lora-num 1").run) == {}
+    assert given(run_of("--llm-lora-num 1").run) == {}
     words = (
         "--llm-lora-num 1 --use-rslora --use-dora --lora-init pissa_niter_4 --model-path base "
         "--lora-exclude o_proj,down_proj --modules-to-save embed_tokens --adapter-path a,b "
         "--create-new-adapter --neftune-alpha 5"
     )
     arguments = run_of(words)
-    assert lora_arguments(arguments.run) == {
+    assert given(arguments.run) == {
         **{"use_rslora": True, "use_dora": True, "lora_init": "pissa_niter_4"},
         **{"lora_exclude": ["o_proj", "down_proj"], "modules_to_save": ["embed_tokens"]},
         **{"adapter_path": ["a", "b"], "create_new_adapter": True, "neftune_alpha": 5.0},

@@ -12,11 +12,11 @@ import torch
 from commands.train import SHELF
 from commands.train_data import check_data
 from commands.train_parts import (
-    build_part,
     check_parts,
     make_learning_rate,
     make_optimizer,
     make_tracker,
+    stage_builder,
 )
 from options.parts import ChosenPart
 from parse_args import parse_train_args
@@ -191,12 +191,12 @@ def test_other_ways_to_break_a_contract(job, words, came):
 def test_what_a_train_model_part_returned(job, words, came):
     arguments, _ = shipped(job, "--import", RUN, "--train-model", words)
     with pytest.raises(ContractError, match=came):
-        build_part(arguments, stage=0, num_stages=2, device="cpu", partition=None)
+        stage_builder(arguments).build(0, num_stages=2, device="cpu")
 
 
 def test_a_stage_that_takes_the_hidden_states_alone(job):
     arguments, _ = shipped(job, "--import", RUN, "--train-model", "stage_takes_one")
-    model = build_part(arguments, stage=0, num_stages=2, device="cpu", partition=None)
+    model = stage_builder(arguments).build(0, num_stages=2, device="cpu")
     ids = torch.zeros(1, 3, dtype=torch.long)
     with pytest.raises(ContractError, match=r"forward\(self, hidden_or_ids, \*extras, \*\*batch"):
         run_stage(model, (ids,), {"input_ids": ids})

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from commands.train_vocabulary import check_tied_head
-from options.model import learning_rate_scales, part_options
+from options.fields import handed_to
+from options.model import learning_rate_scales
 from parse_args import parse_train_args
 from register import ALL_REGISTERS
 from stageline.checking.tiny_models import tiny_config
@@ -34,8 +35,8 @@ def run_of(words):
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        ("--vit-lora-rank 4", ["--vit-lora-rank came without --vit-lora-num", "Add"]),
-        ("--llm-lora-target all", ["--llm-lora-target came without --llm-lora-num"]),
+        ("--vit-lora-rank 4", ["--vit-lora-rank 4 came without --vit-lora-num", "Add"]),
+        ("--llm-lora-target all", ["--llm-lora-target all came without --llm-lora-num"]),
         ("--vit-lora-num 1 --vit-lora-rank 0", ["--vit-lora-rank 0 is out of range"]),
         (
             "--frozen-vit --vit-learning-rate 1e-5",
@@ -64,7 +65,9 @@ def test_what_would_do_nothing_is_refused(words, wanted):
 
 def test_options_that_belong_together_are_taken():
     run = run_of("--vit-lora-num 1 --vit-lora-rank 4 --vit-lora-target all --vit-learning-rate 0")
-    assert part_options(run) == {"vit_lora_rank": 4, "vit_lora_target": ["all"]}
+    handed = handed_to("train_model", run)
+    assert (handed["vit_lora_rank"], handed["vit_lora_target"]) == (4, ["all"])
+    assert "llm_lora_rank" not in handed, "parts need not know what was not given"
     assert learning_rate_scales(run) == {"vit": 0.0}
     run = run_of("--frozen-vit --vit-lora-num 1 --vit-learning-rate 1e-5 --learning-rate 1e-4")
     assert learning_rate_scales(run) == {"vit": pytest.approx(0.1)}

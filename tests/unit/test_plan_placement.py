@@ -13,9 +13,9 @@ import prompt_fn  # noqa: F401
 from commands.answer_run import placement_arguments
 from models import builders
 from models.devices import make_device_map, plan, plan_text
-from options.answer_args import parse_chat_args, parse_infer_args
-from options.engine import device_memory
+from options.answer import device_memory
 from options.fields import OptionError
+from parse_args import parse_chat_args, parse_infer_args
 from stageline.checking.tiny_models import tiny_config
 from stageline.checking.tiny_processors import tiny_tokenizer
 from stageline.errors import UserError

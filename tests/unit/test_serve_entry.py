@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from commands import serve
-from options.serve import parse_serve_args, read_api_keys
+from options.serve import read_api_keys
+from parse_args import parse_serve_args
 from register import import_shelf
 from stageline.serving.settings import ServerSettings
 from tests.helpers.served_model import NUM_TOKENS, ServedModel, wait_for_url

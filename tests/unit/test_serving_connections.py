@@ -14,7 +14,7 @@ import pytest
 
 from commands.serve import SHELF, make_http_settings
 from options.fields import OptionError
-from options.serve import parse_serve_args
+from parse_args import parse_serve_args
 from prompt_fn import auto, chat
 from register import import_shelf
 from stageline.errors import RemoteError

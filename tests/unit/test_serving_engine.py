@@ -16,7 +16,7 @@ from PIL import Image
 
 from commands import serve
 from commands.decode_run import open_decoding
-from options.serve import parse_serve_args
+from parse_args import parse_serve_args
 from register import import_shelf
 from stageline.checking.tiny_processors import tiny_processor
 from stageline.data.text.processor import save_processor

@@ -1,0 +1,120 @@
+"""A training run as it is settled before anything is built: its options, parts and topology.
+
+Made once from the command line, and frozen: what was left open is filled in, so that the saved
+config says it. Only the layers of the stages come later, where they are measured on the devices.
+"""
+
+import dataclasses
+import functools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from commands.train_data import Data
+from commands.train_parts import make_planner
+from options.memory import check_memory, check_streaming_engine
+from options.model import check_vision
+from parse_args import TrainArguments
+from register import load_target
+from stageline.distributed.guard import GuardRules
+from stageline.distributed.process_group import DistributedContext
+from stageline.errors import UserError
+from stageline.pipeline.topology import Topology, resolve_topology
+from stageline.planner.memory_plan import device_capacity
+from stageline.planner.planner import place_together
+
+
+@dataclass(frozen=True)
+class RunPlan(TrainArguments):
+    """What a training run has resolved; an engine part gets it with the data.
+
+    Attributes:
+        topology: stages, ranks and replicas.
+    """
+
+    topology: Topology
+
+    @property
+    def guard_rules(self) -> GuardRules:
+        """When the guard of a rank ends the run."""
+        return GuardRules(
+            hang_timeout=self.run.hang_timeout,
+            stop_deadline=self.run.stop_deadline,
+            lost_after=self.run.lost_after,
+            folder=Path(self.run.output_dir),
+        )
+
+
+def make_plan(arguments: TrainArguments) -> RunPlan:
+    """Settles stages, ranks and replicas; refuses what the schedule or the engine cannot do.
+
+    Raises:
+        UserError: names the options.
+    """
+    run, engine = arguments.run, arguments.parts["engine"]
+    check_streaming_engine(run, engine.key)
+    changes: dict[str, object] = {}
+    if engine.facts["topology"] is not None:
+        topology = load_target(engine.facts["topology"])(arguments)
+        changes["timeline_step"] = 0  # its backward passes are not those of single stages
+    else:
+        topology = _pipeline_topology(arguments)
+        if not run.schedule.endswith(".csv"):  # a file may place other numbers on each rank
+            changes["stages_per_rank"] = topology.num_stages // topology.num_ranks
+    changes |= {"num_stages": topology.num_stages, "dp_degree": topology.dp_degree}
+    run = dataclasses.replace(run, **changes)
+    check_vision(run)
+    return RunPlan(run, arguments.parts, arguments.imports, topology)
+
+
+def _pipeline_topology(arguments: TrainArguments) -> Topology:
+    run = arguments.run
+    world_size = os.environ.get("WORLD_SIZE")
+    topology = resolve_topology(
+        schedule=run.schedule,
+        num_stages=run.num_stages,
+        stages_per_rank=run.stages_per_rank,
+        dp_degree=run.dp_degree,
+        world_size=int(world_size) if world_size else None,
+    )
+    topology.schedule.check(
+        run.num_micro_batches,
+        micro_batch_size=run.micro_batch_size,
+        accumulate_steps=run.accumulate_steps,
+    )
+    check_memory(run, splits_backward=topology.schedule.splits_backward)
+    if run.dp_shard and topology.dp_degree == 1:
+        raise UserError(
+            "--dp-shard came with one replica, two or more were expected: replicas share the "
+            "weights out among them. Add --dp-degree 2, or leave --dp-shard out."
+        )
+    optimizer = arguments.parts["optimizer"]
+    if run.dp_shard and optimizer.facts["needs_whole"]:
+        raise UserError(
+            f"--optimizer {optimizer.key} came with --dp-shard. An optimizer that works element by "
+            "element was expected, because each replica updates its rows of a matrix alone and "
+            f"{optimizer.key} needs the whole one: use --optimizer adamw, or leave --dp-shard out."
+        )
+    return topology
+
+
+def place_layers(plan: RunPlan, data: Data, context: DistributedContext) -> RunPlan:
+    """The plan with the layers of each stage, settled on all ranks.
+
+    Raises:
+        UserError: the run cannot fit the devices.
+    """
+    run = plan.run
+    if run.vision_stages:
+        return plan  # the planner knows no tower but one on stage 0
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    partition = place_together(
+        functools.partial(make_planner, plan, data, plan.topology, context.device),
+        run.partition,
+        capacity=device_capacity(
+            context.device, num_local_ranks=local_ranks, gib=run.device_memory
+        ),
+    )
+    if run.partition not in ("parameters", "measured"):
+        return plan
+    return dataclasses.replace(plan, run=dataclasses.replace(run, partition=partition))
