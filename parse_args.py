@@ -58,6 +58,7 @@ from options.fields import (
     check_words,
     common_options,
     expanded,
+    option_fields,
     option_groups,
 )
 from options.memory import check_attention, check_memory
@@ -150,7 +151,7 @@ class Arguments(Generic[Run]):
             config["import"] = [_absolute(spec) for spec in self.imports]
         for name, chosen in self.parts.items():
             config[typed(name)[2:]] = chosen.key
-        for item in fields(self.run):
+        for item in option_fields(self.run).values():
             if not item.metadata["is_saved"]:
                 continue
             config[typed(item.name)[2:]] = absolute(item, getattr(self.run, item.name))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from commands import open_shelf
 from commands.train import SHELF  # which registers the engine that a training command names
@@ -157,7 +157,7 @@ def build(
     stage: int,
     num_stages: int,
     source: ModelSource,
-) -> object:
+) -> Any:
     """A stage as train_pp.py builds it; with `num_stages` of 1 the part as a whole."""
     from commands.train_parts import stage_builder
 
@@ -191,7 +191,7 @@ def make_batches(
         return functools.cache(
             lambda step: random_batches(config, num_micro_batches=count, seed=seed + step)
         )
-    changes: dict[str, object] = {"eval_samples": 0, "processor_path": source.processor_path}
+    changes: dict[str, Any] = {"eval_samples": 0, "processor_path": source.processor_path}
     parts, micro_batch_size = arguments.parts, arguments.run.micro_batch_size
     if "dataset" in parts:
         wanted = min(arguments.run.num_micro_batches, MOST_MICRO_BATCHES)

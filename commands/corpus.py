@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import io
 import json
 import os
 import signal
@@ -128,7 +129,8 @@ def write_documents(
 def _opened(path: str | None) -> Iterator[TextIO]:
     """The file, which gets its name when it is whole; a reader of ours may leave early (head)."""
     if path is None:
-        sys.stdout.reconfigure(encoding="utf-8", newline="\n")
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(encoding="utf-8", newline="\n")
         try:
             yield sys.stdout
             sys.stdout.flush()
@@ -319,7 +321,7 @@ def make_cutter(tokenizer_path: str, kind: str, splitter: Any, rules: Any) -> An
     return DocumentCutter(encoder, splitter, rules)
 
 
-def load_tokenizer(path: str, kind: str = "tokenizers") -> Any:
+def load_tokenizer(path: str, kind: Any = "tokenizers") -> Any:
     """The encoder of a tokenizer's folder; a file in it may be named as well."""
     from stageline.corpus.encoder import load_encoder
 
@@ -538,14 +540,9 @@ def position_of(run: FindTrainedConfig) -> dict[str, int]:
     """Epoch and batch that would come next, and the rows of a batch."""
     if run.run_path is not None and run.steps is None:
         return position_in(Path(run.run_path))
-    missing = [
-        f"--{name.replace('_', '-')}"
-        for name in ("steps", "batch_size")
-        if getattr(run, name) is None
-    ]
-    if missing:
+    if run.steps is None or run.batch_size is None:
         raise UserError(
-            f"{' and '.join(missing)} came neither on the command line nor from --run-path. They "
+            "--steps and --batch-size came neither on the command line nor from --run-path. Both "
             "were expected, because they say how many rows the run has drawn: give them, or the "
             "run's folder."
         )

@@ -102,7 +102,7 @@ def open_decoding(run: Any, *, model_path: str | None = None) -> Iterator[Decodi
                 num_replicas=context.num_replicas,
                 device=context.device,
             )
-        if context.pp_rank > 0:
+        if wire is not None and context.pp_rank > 0:
             follow(decoder, wire, num_stages=context.num_ranks)
             yield None
             return

@@ -9,6 +9,7 @@ import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from commands.train_data import Data
 from commands.train_parts import make_planner
@@ -53,7 +54,7 @@ def make_plan(arguments: TrainArguments) -> RunPlan:
     """
     run, engine = arguments.run, arguments.parts["engine"]
     check_streaming_engine(run, engine.key)
-    changes: dict[str, object] = {}
+    changes: dict[str, Any] = {}
     if engine.facts["topology"] is not None:
         topology = load_target(engine.facts["topology"])(arguments)
         changes["timeline_step"] = 0  # its backward passes are not those of single stages
@@ -115,6 +116,6 @@ def place_layers(plan: RunPlan, data: Data, context: DistributedContext) -> RunP
             context.device, num_local_ranks=local_ranks, gib=run.device_memory
         ),
     )
-    if run.partition not in ("parameters", "measured"):
+    if partition is None or run.partition not in ("parameters", "measured"):
         return plan
     return dataclasses.replace(plan, run=dataclasses.replace(run, partition=partition))

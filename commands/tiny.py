@@ -59,7 +59,7 @@ def make(family: str) -> tuple[Any, Any]:
         tiny_tokenizer,
     )
 
-    sizes = {"max_position_embeddings": NUM_POSITIONS}
+    sizes: dict[str, Any] = {"max_position_embeddings": NUM_POSITIONS}
     if family == "mllama":
         processor = tiny_mllama_processor()
         return tiny_mllama_config(vocab_size=len(processor.tokenizer)), processor

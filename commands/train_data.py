@@ -107,11 +107,11 @@ def check_tokens_taken(arguments: TrainArguments, dataset: Dataset) -> None:
 
 
 def check_tokens(
-    arguments: TrainArguments, processor: Any, dataset: Dataset, vocab_size: int | None
+    arguments: TrainArguments, processor: Any, dataset: Any, vocab_size: int | None
 ) -> None:
     """Lets a dataset of tokens compare itself with the run; prints what it says of itself."""
     run = arguments.run
-    inner = dataset.dataset if isinstance(dataset, Subset) else dataset
+    inner: Any = dataset.dataset if isinstance(dataset, Subset) else dataset
     line = inner.check(
         processor=processor,
         max_token_num=run.max_token_num,
@@ -232,8 +232,8 @@ def check_data(arguments: TrainArguments) -> Data:
     data = Data(arguments)
     check_tokens_taken(arguments, data.train)
     if run.token_cache is not None:
-        keep_tokens(arguments, data)
-    config = load_config(run.config_path or run.model_path, trust_remote_code=run.trust_remote_code)
+        keep_tokens(arguments, data, run.token_cache)
+    config = load_config(run.config_folder, trust_remote_code=run.trust_remote_code)
     check_tied_head(run, config)
     vocab_size = num_rows_of(run, config, new_tokens=data.new_tokens)
     if vocab_size is not None:
@@ -256,7 +256,7 @@ def check_data(arguments: TrainArguments) -> Data:
     return data
 
 
-def keep_tokens(arguments: TrainArguments, data: Data) -> None:
+def keep_tokens(arguments: TrainArguments, data: Data, folder: str) -> None:
     """Encodes all rows, or finds them encoded; from then on they are looked up.
 
     Before any process group exists: no other rank times out while this one works.
@@ -264,7 +264,7 @@ def keep_tokens(arguments: TrainArguments, data: Data) -> None:
     run, part = arguments.run, arguments.parts["collate_fn"]
     for dataset in filter(None, (data.train, data.test)):
         fill_token_cache(
-            run.token_cache,
+            folder,
             data.tokens,
             dataset,
             encode=data.encode,
@@ -323,9 +323,7 @@ def check_scores(arguments: TrainArguments) -> None:
         )
 
 
-def check_rows(
-    arguments: TrainArguments, data: Data, dataset: Dataset, vocab_size: int | None
-) -> Dataset:
+def check_rows(arguments: TrainArguments, data: Data, dataset: Any, vocab_size: int | None) -> Any:
     """The dataset without rows that are bad or too long and may be left out."""
     run = arguments.run
     if has_tokens(dataset):  # too many to walk; each micro-batch is looked at when it is made
@@ -368,7 +366,7 @@ def telling_of(rows: str) -> Iterator[None]:
         raise DataError(f"{rows}: {error}") from error
 
 
-def left_over_rows(run: RunConfig, dataset: Dataset) -> str:
+def left_over_rows(run: RunConfig, dataset: Any) -> str:
     """Says how many rows an epoch leaves out because steps are whole.
 
     Raises:
@@ -424,7 +422,8 @@ def _first_rank(run: RunConfig) -> DistributedContext:
     """Where the first process of a run stands, before the processes have met."""
     counts = {"num_replicas": run.dp_degree or 1, "num_ranks": 1, "world_size": 1}
     places = dict.fromkeys(("rank", "local_rank", "dp_rank", "pp_rank"), 0)
-    return DistributedContext(**counts, **places, mesh=None, device=torch.device("cpu"))
+    nobody: Any = None  # no process group, and no mesh of them
+    return DistributedContext(**counts, **places, mesh=nobody, device=torch.device("cpu"))
 
 
 def make_loader(

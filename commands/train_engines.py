@@ -7,8 +7,7 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from commands.run_plan import RunPlan, make_plan, place_layers
 from commands.train_data import Data, check_data, show_samples
@@ -39,6 +38,7 @@ from stageline.distributed.process_group import (
 from stageline.pipeline.runner import PipelineRunner
 from stageline.planner.memory_plan import device_capacity
 from stageline.seeds import seed_everything
+from stageline.stage import Stage
 from stageline.training.memory import MemoryAccount
 from stageline.training.replicas import Replicas
 from stageline.training.resume import ResumePoint
@@ -108,12 +108,12 @@ def train(
     context: DistributedContext,
     point: ResumePoint | None,
     *,
-    make_runner: Callable[[list[torch.nn.Module]], PipelineRunner] | None = None,
+    make_runner: Callable[[list[Stage]], Any] | None = None,
 ) -> None:
     """Builds this rank's stages and runs the loop.
 
     Args:
-        make_runner: gets the stages; None: a PipelineRunner.
+        make_runner: gets the stages and gives what runs them; None: a PipelineRunner.
     """
     run, schedule = plan.run, plan.topology.schedule
     remedies = memory_remedies(run, has_gpu=context.device.type == "cuda")
@@ -164,9 +164,7 @@ def train(
         training.run()
 
 
-def join_replicas(
-    models: list[torch.nn.Module], context: DistributedContext, *, shards: bool
-) -> Replicas:
+def join_replicas(models: list[Stage], context: DistributedContext, *, shards: bool) -> Replicas:
     """Checks that all replicas start alike and, if asked to, shares their weights out."""
     replicas = Replicas(context.dp_group, device=context.device)
     replicas.check_equal(models)

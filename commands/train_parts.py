@@ -40,6 +40,7 @@ from stageline.pipeline.schedules import Schedule
 from stageline.pipeline.topology import Topology
 from stageline.planner.planner import PlannedRun, Planner
 from stageline.seeds import host_state_kept
+from stageline.stage import Stage
 from stageline.stages.packing import check_packing
 from stageline.training.loss_part import LossPart, StepLoss
 from stageline.training.optimizers import optimizer_groups
@@ -85,11 +86,11 @@ def build_stages(
     context: DistributedContext,
     schedule: Schedule,
     *,
-    images: object = None,
+    images: Any = None,
     point: ResumePoint | None = None,
     new_tokens: NewTokens | None = None,
     is_packed: bool = False,
-) -> list[torch.nn.Module]:
+) -> list[Stage]:
     """Calls the train_model part for each stage of this rank.
 
     Args:
@@ -152,7 +153,7 @@ def check_parts(arguments: TrainArguments, data: Data) -> None:
     given = {"learning_rate": 0.0, "weight_decay": 0.0}
     check_call("optimizer", _bound(parts["optimizer"]), [], **given)
     check_call("tracker", _bound(parts["tracker"]), folder=Path(), config={}, start_step=0)
-    stage = {"config_path": None, "processor_path": None, "checkpoint_path": None}
+    stage: dict[str, Any] = {"config_path": None, "processor_path": None, "checkpoint_path": None}
     stage |= {"dtype": None, "device": None, "stage": 0, "num_stages": 1, "seed": 0}
     check_call("train_model", parts["train_model"].part, **stage)
     make_learning_rate(arguments)
@@ -161,7 +162,7 @@ def check_parts(arguments: TrainArguments, data: Data) -> None:
     size = group_size_of(data.train)
     with host_state_kept():
         samples = [read_row(data.train, row) for row in range(min(2 * size, len(data.train)))]
-        collate = functools.partial(data.collate, stage=min(1, arguments.run.num_stages - 1))
+        collate = functools.partial(data.collate, stage=min(1, (arguments.run.num_stages or 1) - 1))
         samples = [check_encode(collate, sample) for sample in samples]
         batch = collate(samples)
         halves = [collate(samples[:size]), collate(samples[size:])] if samples[size:] else []
@@ -175,10 +176,11 @@ def check_parts(arguments: TrainArguments, data: Data) -> None:
         print(problem, flush=True)
 
 
-def taken_option(run: RunConfig, point: ResumePoint | None) -> dict[str, str]:
+def taken_option(run: RunConfig, point: ResumePoint | None) -> dict[str, Any]:
     """The checkpoint that knows what PiSSA took out of the weights, of a run that goes on."""
-    is_wanted = point is not None and point.base is not None and run.lora_init.startswith(PISSA)
-    return {"lora_taken_from": str(point.folder)} if is_wanted else {}
+    if point is None or point.base is None or not run.lora_init.startswith(PISSA):
+        return {}
+    return {"lora_taken_from": str(point.folder)}
 
 
 def bind_loss(arguments: TrainArguments) -> LossPart:
@@ -200,7 +202,7 @@ def _bound(part: ChosenPart) -> Callable:
     return functools.partial(part.part, **part.kwargs)
 
 
-def make_loss(arguments: TrainArguments, model: torch.nn.Module) -> LossPart:
+def make_loss(arguments: TrainArguments, model: Stage) -> LossPart:
     """The loss_fn part; where `model` is a last stage that keeps its logits back, over chunks."""
     loss = bind_loss(arguments)
     chunk = arguments.run.logits_chunk
@@ -227,7 +229,7 @@ def make_optimizer(
     groups = optimizer_groups(
         parameters,
         weight_decay=run.weight_decay,
-        lr_scale_of=lambda name: scales.get(part_of(name), 1.0) if scales else 1.0,
+        lr_scale_of=lambda name: scales.get(part_of(name) or "", 1.0),
     )
     optimizer = call("optimizer", _bound(part), groups, **handed_to("optimizer", run))
     check_optimizer(optimizer, parameters, part=part.part)
@@ -258,7 +260,7 @@ def make_planner(
     """The planner of this run; it measures on `device`."""
     run = arguments.run
 
-    def loss_for(model: torch.nn.Module) -> StepLoss:
+    def loss_for(model: Stage) -> StepLoss:
         return StepLoss(
             make_loss(arguments, model),
             num_targets=1,

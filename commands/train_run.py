@@ -30,6 +30,7 @@ from stageline.errors import UserError
 from stageline.model_folder import load_config
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.topology import Topology
+from stageline.stage import Stage
 from stageline.streaming.host_memory import check_host_memory, host_bytes
 from stageline.streaming.lanes import Lane
 from stageline.streaming.runner import StreamingRunner, even_plan, streaming_schedule
@@ -306,6 +307,7 @@ class TrainingRun:
         Returns:
             Whether the run is to end, because it no longer improves.
         """
+        assert self.held_out is not None, "the trainer asks only where there are such rows"
         with progress.doing("evaluation"):
             chaos.point("evaluation")
             result = evaluate(
@@ -367,7 +369,7 @@ def streaming_topology(arguments: TrainArguments) -> Topology:
 
 
 def make_streaming_runner(
-    arguments: TrainArguments, models: list[torch.nn.Module], context: DistributedContext
+    arguments: TrainArguments, models: list[Stage], context: DistributedContext
 ) -> StreamingRunner:
     """The runner over the stages; says what they take."""
     run = arguments.run

@@ -5,6 +5,7 @@ Knows the options; train_data.py uses it.
 
 import os
 from pathlib import Path
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -24,7 +25,7 @@ from stageline.model_folder import load_config
 from stageline.modules.new_rows import NewRows, vocab_size_of
 
 
-def add_tokens(arguments: TrainArguments, processor: object, path: str) -> NewTokens | None:
+def add_tokens(arguments: TrainArguments, processor: Any, path: str) -> NewTokens | None:
     """Adds the run's new tokens to its processor, which came from `path`.
 
     Returns:
@@ -33,7 +34,7 @@ def add_tokens(arguments: TrainArguments, processor: object, path: str) -> NewTo
     run = arguments.run
     if not run.new_tokens and not run.resize_vocab:
         return None
-    config = load_config(run.config_path or run.model_path, trust_remote_code=run.trust_remote_code)
+    config = load_config(run.config_folder, trust_remote_code=run.trust_remote_code)
     num_rows = num_rows_of(run, config)
     tokens = _add_tokens(run, processor, path, num_rows) if run.new_tokens else None
     if run.resize_vocab and num_rows is not None:
@@ -49,7 +50,7 @@ def _add_tokens(run: RunConfig, processor: object, path: str, num_rows: int | No
     other = processor_of_weights(
         run.model_path if is_other else None, trust_remote_code=run.trust_remote_code
     )
-    return add_new_tokens(processor, run.new_tokens, weights_processor=other)
+    return add_new_tokens(processor, run.new_tokens or (), weights_processor=other)
 
 
 def num_rows_of(
@@ -90,7 +91,7 @@ def check_tied_head(run: RunConfig, config: PretrainedConfig) -> None:
 
 def rows_option(
     run: RunConfig, new_tokens: NewTokens | None, *, is_known: bool = False
-) -> dict[str, NewRows]:
+) -> dict[str, Any]:
     """What a stage is told about new tokens; without any, nothing.
 
     Args:

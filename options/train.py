@@ -484,6 +484,11 @@ class RunConfig(
     """Every option of a training run that belongs to no part."""
 
     @property
+    def config_folder(self) -> str:
+        """Where config.json lies, or that file; empty where nothing says so."""
+        return self.config_path or self.model_path or ""
+
+    @property
     def num_micro_batches(self) -> int:
         """Micro-batches of one optimizer step."""
         return self.batch_size * self.accumulate_steps // self.micro_batch_size
