@@ -20,18 +20,23 @@ from options.command_line import typed
 from options.fields import handed_to, option_fields
 from options.model import adapter_arguments
 from options.parts import takes
-from parse_args import Arguments
+from parse_args import Arguments, save_config
 from register import load_target
 from stageline.checkpoint.plain_folder import plain_folder
 from stageline.data.batches.batch import encode_sample
-from stageline.data.images.image_settings import ImageSettings
+from stageline.data.images.image_settings import (
+    ImageSettings,
+    make_image_settings,
+    using_images,
+)
 from stageline.data.images.tiling import Tiling, match_config, prepare_images
+from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.distributed.launch import launch_if_needed, launchers_store
 from stageline.errors import DataError, RemoteError, UserError
 from stageline.evaluation.compare import check_same_samples
-from stageline.evaluation.predictions import PredictionFile, merge_shards, shard_path
+from stageline.evaluation.predictions import PredictionFile, fingerprint, merge_shards, shard_path
 from stageline.evaluation.replicas import EvaluationReplicas
-from stageline.evaluation.runner import Asking, FewShot, Outcome, predict
+from stageline.evaluation.runner import Asking, FewShot, Outcome, check_ids, predict
 from stageline.inference.model_bytes import Load
 from stageline.inference.model_cutter import Wanted
 from stageline.inference.vllm_engine import check_vllm, open_vllm
@@ -301,6 +306,72 @@ def answer_settings(arguments: Arguments) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in left_out}
 
 
+@dataclass(frozen=True)
+class Answered:
+    """Samples that all have their answers.
+
+    Attributes:
+        rows: of the dataset, those that were asked.
+        settings: all that changes an answer.
+    """
+
+    dataset: Any
+    rows: range
+    file: PredictionFile
+    settings: dict[str, Any]
+
+
+def answer_samples(
+    arguments: Arguments,
+    open_dataset: Callable[[], Any],
+    *,
+    check: Callable[[Any, range], None] = lambda dataset, rows: None,
+) -> Answered | None:
+    """Answers what is not answered yet, into predictions.jsonl of the run folder.
+
+    Args:
+        check: refuses samples before anything is loaded that answers them.
+
+    Returns:
+        None where there is nothing to go on with: a plan or a check was asked for, answers are
+        missing, or another process has them.
+    """
+    run = arguments.run
+    check_model_path(run.model_path, arguments.parts["builder"].part)
+    if run.plan:
+        plan_model(arguments)
+        return None
+    replicas = EvaluationReplicas()
+    if not run.check_only:
+        arguments, replicas = find_place(arguments)
+    images = make_image_settings(**run.image_limits())
+    with using_images(images), leaving_out(BadRows(run.skip_bad_rows)) as bad_rows:
+        dataset = open_dataset()
+    rows = range(min(len(dataset), run.limit or len(dataset)))
+    check_ids(dataset, rows)
+    check(dataset, rows)
+    if run.check_only:
+        return None
+    folder = Path(run.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    if replicas.is_main:
+        bad_rows.write(folder / "bad_rows.jsonl")
+        save_config(arguments, folder / "config.yaml")
+    settings = answer_settings(arguments)
+    outcome, file = answer_rows(
+        arguments,
+        dataset,
+        rows,
+        path=folder / "predictions.jsonl",
+        settings_key=fingerprint(settings),
+        images=images,
+        replicas=replicas,
+    )
+    if replicas.is_main and is_complete(outcome, rows, file, engine=run.engine):
+        return Answered(dataset, rows, file, settings)
+    return None
+
+
 def answer_rows(
     arguments: Arguments,
     dataset: Any,
@@ -374,7 +445,7 @@ def ask(
     texts = {
         "prompt": parts["prompt"].part,
         "prompt_fn": fill_function(arguments),
-        "image_token": functools.partial(parts["image_token"].part, **parts["image_token"].kwargs),
+        "image_token": parts["image_token"].bound,
     }
     answer = functools.partial(
         part,
@@ -405,7 +476,7 @@ def fill_function(arguments: Arguments) -> Callable:
     """
     run, parts = arguments.run, arguments.parts
     chosen = parts["prompt_fn"]
-    fill = functools.partial(chosen.part, **chosen.kwargs)
+    fill = chosen.bound
     if not getattr(run, "num_fewshot", 0):
         return fill
     for name, argument in (("prompt_fn", "examples"), ("dataset", "split")):

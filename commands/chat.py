@@ -89,10 +89,7 @@ def open_model(arguments: ChatArguments) -> LocalModel:
             f"--builder {arguments.parts['builder'].key} loads no model here. One with a tokenizer "
             "was expected, because its answers are shown token by token: use --builder auto."
         )
-    render, image_token = (
-        functools.partial(arguments.parts[name].part, **arguments.parts[name].kwargs)
-        for name in ("prompt_fn", "image_token")
-    )
+    render, image_token = (arguments.parts[name].bound for name in ("prompt_fn", "image_token"))
     return LocalModel(model, processor, render=render, image_token=image_token)
 
 

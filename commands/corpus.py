@@ -272,14 +272,14 @@ def write(arguments: CorpusArguments) -> None:
         adds_bos=run.add_bos,
         adds_eos=run.add_eos,
     )
-    split = functools.partial(splitter.part, **splitter.kwargs) if splits else None
+    split = splitter.bound if splits else None
     if split is not None:
         split("One. Two.")  # what it lacks is told now, not in each worker
     report = build_corpus(
         run.file_path,
         path_prefix=Path(run.save_path) / run.save_prefix,
         make_cutter=functools.partial(make_cutter, run.tokenizer_path, run.encoder, split, rules),
-        document=functools.partial(document.part, **document.kwargs),
+        document=document.bound,
         columns=columns_of(document),
         document_name=f"{document.key} {document.kwargs}",
         language=" ".join([splitter.key, *map(str, splitter.kwargs.items())]),

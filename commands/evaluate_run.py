@@ -5,23 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from commands.answer_run import (
-    ENGINE_FILE,
-    answer_rows,
-    answer_settings,
-    check_model_path,
-    find_place,
-    is_complete,
-    plan_model,
-)
-from parse_args import EvaluateArguments, save_config
+from commands.answer_run import ENGINE_FILE, Answered, answer_samples
+from parse_args import EvaluateArguments
 from stageline.data.batches.step_maker import make_dataset, read_row
-from stageline.data.images.image_settings import make_image_settings, using_images
-from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.evaluation.compare import compare, comparison_markdown, format_comparison, read_other
 from stageline.evaluation.figures import format_usage, usage_of
-from stageline.evaluation.predictions import PredictionFile, fingerprint
-from stageline.evaluation.replicas import EvaluationReplicas
 from stageline.evaluation.report import (
     Bootstrap,
     check_metric,
@@ -31,7 +19,6 @@ from stageline.evaluation.report import (
     report_markdown,
     write_report,
 )
-from stageline.evaluation.runner import check_ids
 from stageline.plotting.pictures import caption, plot_predictions
 from stageline.plotting.text import plot_groups
 
@@ -41,56 +28,26 @@ NUM_PICTURES = 36
 def evaluate(arguments: EvaluateArguments) -> int:
     """Answers what is not answered yet, and reports; returns the exit code."""
     run, parts = arguments.run, arguments.parts
-    check_model_path(run.model_path, parts["builder"].part)
-    if run.plan:
-        return plan_model(arguments)
-    replicas = EvaluationReplicas()
-    if not run.check_only:
-        arguments, replicas = find_place(arguments)
-    images = make_image_settings(**run.image_limits())
-    with using_images(images), leaving_out(BadRows(run.skip_bad_rows)) as bad_rows:
-        part = functools.partial(parts["dataset"].part, **parts["dataset"].kwargs)
-        dataset = make_dataset(part, dataset_path=run.dataset_path)
-    rows = range(min(len(dataset), run.limit or len(dataset)))
-    check_ids(dataset, rows)
-    check_metric(
-        functools.partial(parts["metric"].part, **parts["metric"].kwargs),
-        [read_row(dataset, row)[1] for row in rows[:2]],
-    )
-    if run.compare_with:  # what can't be compared is told before hours of generation
-        read_other(run.compare_with, [dataset[row][1] for row in rows])
-    if run.check_only:
-        return 0
-    folder = Path(run.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    if replicas.is_main:
-        bad_rows.write(folder / "bad_rows.jsonl")
-        save_config(arguments, folder / "config.yaml")
-    settings = answer_settings(arguments)
-    outcome, file = answer_rows(
-        arguments,
-        dataset,
-        rows,
-        path=folder / "predictions.jsonl",
-        settings_key=fingerprint(settings),
-        images=images,
-        replicas=replicas,
-    )
-    if not replicas.is_main or not is_complete(outcome, rows, file, engine=run.engine):
-        return 0
-    report_on(arguments, dataset, rows, file, settings)
+    part = parts["dataset"].bound
+
+    def check(dataset: Any, rows: range) -> None:
+        metric = parts["metric"].bound
+        check_metric(metric, [read_row(dataset, row)[1] for row in rows[:2]])
+        if run.compare_with:  # what can't be compared is told before hours of generation
+            read_other(run.compare_with, [dataset[row][1] for row in rows])
+
+    open_dataset = functools.partial(make_dataset, part, dataset_path=run.dataset_path)
+    answered = answer_samples(arguments, open_dataset, check=check)
+    if answered is not None:
+        report_on(arguments, answered)
     return 0
 
 
-def report_on(
-    arguments: EvaluateArguments,
-    dataset: Any,
-    rows: range,
-    file: PredictionFile,
-    settings: dict[str, Any],
-) -> None:
+def report_on(arguments: EvaluateArguments, answered: Answered) -> None:
     """Computes the metric from the file; writes report.json, report.md and the pictures."""
-    run, metric, folder = arguments.run, arguments.parts["metric"], file.path.parent
+    run, metric = arguments.run, arguments.parts["metric"]
+    dataset, rows, file = answered.dataset, answered.rows, answered.file
+    folder = file.path.parent
     bootstrap = Bootstrap(run.bootstrap_resamples, run.bootstrap_seed)
     pairs = [dataset[row] for row in rows]
     samples = [sample for _, sample in pairs]
@@ -102,7 +59,7 @@ def report_on(
         print(format_usage(usage))
     report = make_report(
         figures,
-        settings={**settings, "metric": metric.key},
+        settings={**answered.settings, "metric": metric.key},
         samples=samples,
         bootstrap=bootstrap,
     )

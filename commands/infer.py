@@ -8,15 +8,15 @@ printed as well.
 
 from __future__ import annotations
 
-from pathlib import Path
+import functools
 from typing import TYPE_CHECKING, Any
 
 from commands import open_shelf
-from parse_args import InferArguments, parse_infer_args, save_config
+from parse_args import InferArguments, parse_infer_args
 from register import freeze_registers
 
 if TYPE_CHECKING:
-    from stageline.evaluation.predictions import PredictionFile
+    from commands.answer_run import Answered
 
 SHELF = ("models", "pp_models", "prompt", "prompt_fn", "dataset")
 
@@ -26,51 +26,11 @@ def main() -> int:
     open_shelf(*SHELF)
     arguments = parse_infer_args()
     freeze_registers()
-    # after the options: --help answers at once
-    from commands.answer_run import (
-        answer_rows,
-        answer_settings,
-        check_model_path,
-        find_place,
-        is_complete,
-        plan_model,
-    )
-    from stageline.data.images.image_settings import make_image_settings, using_images
-    from stageline.data.rows.bad_rows import BadRows, leaving_out
-    from stageline.evaluation.predictions import fingerprint
-    from stageline.evaluation.replicas import EvaluationReplicas
-    from stageline.evaluation.runner import check_ids
+    from commands.answer_run import answer_samples  # after the options: --help answers at once
 
-    run = arguments.run
-    check_model_path(run.model_path, arguments.parts["builder"].part)
-    if run.plan:
-        return plan_model(arguments)
-    replicas = EvaluationReplicas()
-    if not run.check_only:
-        arguments, replicas = find_place(arguments)
-    images = make_image_settings(**run.image_limits())
-    with using_images(images), leaving_out(BadRows(run.skip_bad_rows)) as bad_rows:
-        dataset = open_prompts(arguments)
-    rows = range(min(len(dataset), run.limit or len(dataset)))
-    check_ids(dataset, rows)
-    if run.check_only:
-        return 0
-    folder = Path(run.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    if replicas.is_main:
-        bad_rows.write(folder / "bad_rows.jsonl")
-        save_config(arguments, folder / "config.yaml")
-    outcome, file = answer_rows(
-        arguments,
-        dataset,
-        rows,
-        path=folder / "predictions.jsonl",
-        settings_key=fingerprint(answer_settings(arguments)),
-        images=images,
-        replicas=replicas,
-    )
-    if replicas.is_main and is_complete(outcome, rows, file, engine=run.engine):
-        show(arguments, dataset, rows, file)
+    answered = answer_samples(arguments, functools.partial(open_prompts, arguments))
+    if answered is not None:
+        show(arguments, answered)
     return 0
 
 
@@ -85,12 +45,13 @@ def open_prompts(arguments: InferArguments) -> Any:
     return PromptRows(run.text or (), path=run.prompts)
 
 
-def show(arguments: InferArguments, dataset: Any, rows: range, file: PredictionFile) -> None:
+def show(arguments: InferArguments, answered: Answered) -> None:
     """Prints the answers, if they are few."""
-    if len(rows) <= arguments.run.print_answers:
-        for row in rows:
-            sample = dataset[row][1]
+    file = answered.file
+    if len(answered.rows) <= arguments.run.print_answers:
+        for row in answered.rows:
+            sample = answered.dataset[row][1]
             question = str(sample.get("question", sample["id"]))
             print(f"\n> {question}\n{file.records[str(sample['id'])]['prediction']}")
         print()
-    print(f"{len(rows)} answers are in {file.path}")
+    print(f"{len(answered.rows)} answers are in {file.path}")

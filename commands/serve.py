@@ -102,7 +102,7 @@ def make_service(arguments: ServeArguments, decoding: Any, settings: ServerSetti
     prompts = PromptMaker(
         decoding.processor,
         **{
-            name: functools.partial(parts[register].part, **parts[register].kwargs)
+            name: parts[register].bound
             for name, register in (("render", "prompt_fn"), ("image_token", "image_token"))
         },
         max_length=decoding.engine.max_length,

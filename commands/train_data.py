@@ -164,7 +164,7 @@ class Data:
         prepare_images(self.processor, images, Tiling(**run.tiling()))
         self.pad_token_id = get_pad_token_id(self.processor)
         dataset = parts["dataset"]
-        part = functools.partial(dataset.part, **dataset.kwargs)
+        part = dataset.bound
         make = functools.partial(make_dataset, part, dataset_path=run.dataset_path)
         self.bad_rows = BadRows(run.skip_bad_rows)
         self.vocab_size: int | None = None
@@ -179,8 +179,8 @@ class Data:
         image_token = parts["image_token"]
         self.texts = {
             "prompt": parts["prompt"].part,
-            "prompt_fn": functools.partial(prompt_fn.part, **prompt_fn.kwargs),
-            "image_token": functools.partial(image_token.part, **image_token.kwargs),
+            "prompt_fn": prompt_fn.bound,
+            "image_token": image_token.bound,
         }
         options = {
             **self.texts,
@@ -271,7 +271,7 @@ def keep_tokens(arguments: TrainArguments, data: Data, folder: str) -> None:
             key=token_key(
                 **data.texts,
                 processor=data.processor,
-                collate=functools.partial(part.part, **part.kwargs),
+                collate=part.bound,
                 fingerprint=data_fingerprint(dataset),
             ),
             num_workers=run.token_cache_workers,

@@ -151,14 +151,14 @@ def check_parts(arguments: TrainArguments, data: Data) -> None:
     """
     parts = arguments.parts
     given = {"learning_rate": 0.0, "weight_decay": 0.0}
-    check_call("optimizer", _bound(parts["optimizer"]), [], **given)
-    check_call("tracker", _bound(parts["tracker"]), folder=Path(), config={}, start_step=0)
+    check_call("optimizer", parts["optimizer"].bound, [], **given)
+    check_call("tracker", parts["tracker"].bound, folder=Path(), config={}, start_step=0)
     stage: dict[str, Any] = {"config_path": None, "processor_path": None, "checkpoint_path": None}
     stage |= {"dtype": None, "device": None, "stage": 0, "num_stages": 1, "seed": 0}
     check_call("train_model", parts["train_model"].part, **stage)
     make_learning_rate(arguments)
     if "sim_fn" in parts:
-        check_sim_fn(_bound(parts["sim_fn"]))
+        check_sim_fn(parts["sim_fn"].bound)
     size = group_size_of(data.train)
     with host_state_kept():
         samples = [read_row(data.train, row) for row in range(min(2 * size, len(data.train)))]
@@ -186,7 +186,7 @@ def taken_option(run: RunConfig, point: ResumePoint | None) -> dict[str, Any]:
 def bind_loss(arguments: TrainArguments) -> LossPart:
     """The loss_fn part with its options and facts, and the sim_fn part where it takes one."""
     sim_fn = arguments.parts.get("sim_fn")
-    similar = {} if sim_fn is None else {"sim_fn": _bound(sim_fn)}
+    similar = {} if sim_fn is None else {"sim_fn": sim_fn.bound}
     return make_loss_part(arguments.parts["loss_fn"], **similar)
 
 
@@ -196,10 +196,6 @@ def make_loss_part(part: ChosenPart, **similar: Callable) -> LossPart:
     asked = {name: asks_for(part, name) for name in ("needs_reference", "needs_kl")}
     loss_fn = functools.partial(part.part, **part.kwargs, **similar)
     return LossPart(loss_fn, **{**part.facts, **asked, "counts": counts})
-
-
-def _bound(part: ChosenPart) -> Callable:
-    return functools.partial(part.part, **part.kwargs)
 
 
 def make_loss(arguments: TrainArguments, model: Stage) -> LossPart:
@@ -231,7 +227,7 @@ def make_optimizer(
         weight_decay=run.weight_decay,
         lr_scale_of=lambda name: scales.get(part_of(name) or "", 1.0),
     )
-    optimizer = call("optimizer", _bound(part), groups, **handed_to("optimizer", run))
+    optimizer = call("optimizer", part.bound, groups, **handed_to("optimizer", run))
     check_optimizer(optimizer, parameters, part=part.part)
     return optimizer
 
@@ -241,7 +237,7 @@ def make_tracker(arguments: TrainArguments, folder: Path, *, start_step: int) ->
     part = arguments.parts["tracker"]
     config = arguments.as_config()
     given = {"folder": folder, "config": config, "start_step": start_step}
-    tracker = call("tracker", _bound(part), **given)
+    tracker = call("tracker", part.bound, **given)
     check_tracker(tracker, part=part.part)
     return tracker
 
@@ -249,7 +245,7 @@ def make_tracker(arguments: TrainArguments, folder: Path, *, start_step: int) ->
 def make_learning_rate(arguments: TrainArguments) -> Callable[[int], float]:
     """The lr_scheduler part: step -> learning rate."""
     run, part = arguments.run, arguments.parts["lr_scheduler"]
-    rate_of = call("lr_scheduler", _bound(part), **handed_to("lr_scheduler", run))
+    rate_of = call("lr_scheduler", part.bound, **handed_to("lr_scheduler", run))
     check_learning_rate(rate_of, total_steps=run.total_steps, part=part.part)
     return rate_of
 

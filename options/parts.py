@@ -86,6 +86,11 @@ class ChosenPart:
         facts = {**ALL_REGISTERS[self.register].facts, **self.facts}
         object.__setattr__(self, "facts", facts)
 
+    @property
+    def bound(self) -> Callable[..., Any]:
+        """The part with its own options."""
+        return functools.partial(self.part, **self.kwargs)
+
 
 def chosen_part(register: str, key: str, kwargs: Mapping[str, Any] = {}) -> ChosenPart:
     """The part of a key, which is imported now, with its facts."""
