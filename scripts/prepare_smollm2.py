@@ -52,4 +52,6 @@ def main(target: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit("usage: prepare_smollm2.py FOLDER   (it is made, with the model in it)")
     main(sys.argv[1])
