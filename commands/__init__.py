@@ -4,12 +4,13 @@ import dataclasses
 import functools
 import sys
 
-from register import ALL_REGISTERS, import_shelf
 from stageline.errors import name_options
 
 
 def open_shelf(*names: str) -> None:
     """Imports the shelf modules of a command; all of them where `--list` is to show them."""
+    from register import import_shelf
+
     import_shelf(*(() if "--list" in sys.argv else names))
 
 
@@ -29,6 +30,7 @@ def run_configs() -> tuple[type, ...]:
 def option_names() -> frozenset[str]:
     """Every option of every command, as the engine calls it: `num_stages`."""
     from commands.export import make_parser
+    from register import ALL_REGISTERS
 
     fields = {field.name for config in run_configs() for field in dataclasses.fields(config)}
     exports = {action.dest for action in make_parser()._actions}

@@ -1,6 +1,5 @@
-"""The helpers of parse_args.py, one step of reading options a file.
+"""The options of all commands, as classes whose fields say what holds for them.
 
-`fields` says how an option is declared, `run_options` declares them, `checks` compares them,
-`command_line` reads words and YAML, `part_options` turns a signature into options, `values`
-converts by type, `help_text` prints. Nothing here knows a key.
+`fields` says how an option is declared, `command_line` reads words and YAML and converts them,
+`parts` turns the signature of a part into options and prints help. Nothing here knows a key.
 """

@@ -148,6 +148,7 @@ class PlacementOptions:
         "share of the first device that the vision tower takes: layers are dealt out by number; "
         "default: by measured bytes",
         at_least=0,
+        to="train_model builder",
         shapes_answers=False,
     )
     plan: bool = option(
@@ -220,10 +221,19 @@ class ModelOptions:
         is_path=True,
         is_common=True,
     )
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto takes GPUs where there are any")
-    bf16: bool = option(False, "compute in bfloat16", is_common=True)
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto", "auto takes GPUs where there are any", to="builder"
+    )
+    bf16: bool = option(
+        False,
+        "compute in bfloat16",
+        is_common=True,
+        excludes={"--fp16": "a run computes in one type (bf16 needs no loss scaling)"},
+    )
     fp16: bool = option(False, "compute in float16")
-    trust_remote_code: bool = option(False, "run Python code that lies in the model folder")
+    trust_remote_code: bool = option(
+        False, "run Python code that lies in the model folder", to="builder"
+    )
 
     @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:
@@ -353,7 +363,9 @@ class InferConfig(
         is_common=True,
         shapes_answers=False,
     )
-    max_new_tokens: int = option(256, "longest answer, in tokens", at_least=1, is_common=True)
+    max_new_tokens: int = option(
+        256, "longest answer, in tokens", at_least=1, is_common=True, to="model"
+    )
 
     precision = EvaluateConfig.precision
 
@@ -416,7 +428,11 @@ class ChatConfig(ChatSettings, ChatServerOptions, PlacementOptions, ModelOptions
         None, "how much of each adapter is added; default: all of it"
     )
     num_devices: int | None = option(
-        None, "devices that the model is spread over; default: all", at_least=1, is_common=True
+        None,
+        "devices that the model is spread over; default: all",
+        at_least=1,
+        is_common=True,
+        to="builder",
     )
 
 

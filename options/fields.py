@@ -138,8 +138,9 @@ def _is_value(text: str) -> bool:
 def _shown(name: str, value: Any) -> str:
     if value is True:
         return spelled(name)
-    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-    return f"{spelled(name)} {text}"
+    values = value if isinstance(value, list) else [value]
+    shown = [f"{one:g}" if isinstance(one, float) else str(one) for one in values]
+    return f"{spelled(name)} {','.join(shown)}"
 
 
 def option_groups(config_class: type) -> list[tuple[str, list[dataclasses.Field]]]:

@@ -40,7 +40,7 @@ def _contract(num_positional: int, names: str = "") -> Contract:
 CONTRACTS: dict[str, Contract] = {
     "model": _contract(2, "images prompts samples batch_size"),
     "train_model": _contract(0, "checkpoint_path stage dtype model_types new_rows lora_taken_from"),
-    "builder": _contract(1, "visual_gpu_ratio dtype adapter_path adapter_weights placement"),
+    "builder": _contract(1, "dtype adapter_path adapter_weights placement"),
     "prompt": Contract(),
     "prompt_fn": _contract(2, "processor for_generation examples"),
     "image_token": _contract(2, "processor"),

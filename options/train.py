@@ -1,7 +1,6 @@
-"""The options of a run that belong to no part: their names, defaults, limits and help texts.
+"""The options of a training run that belong to no part, and what they must be together.
 
-Plain dataclasses. What they must be together is in checks.py, reading a command line in
-parse_args.py. Options of one part are not here: they are the signature of that part.
+Options of one part are not here: they are the signature of that part.
 """
 
 import dataclasses
@@ -36,18 +35,6 @@ def precision_of(config: Any) -> Literal["fp32", "bf16", "fp16"]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MachineOptions:
-    """Several machines"""
-
-    lost_after: float = option(
-        30.0,
-        "seconds without a sign of life after which a machine is lost; 0: never",
-        at_least=0,
-        resume="free",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     """Planning"""
 
@@ -69,6 +56,12 @@ class PlanOptions:
 class FaultOptions:
     """Faults"""
 
+    lost_after: float = option(
+        30.0,
+        "seconds without a sign of life after which a machine is lost; 0: never",
+        at_least=0,
+        resume="free",
+    )
     hang_timeout: float = option(
         600.0,
         "seconds that one operation of a step may take before the run ends as hung; it must exceed "
@@ -261,7 +254,7 @@ class SharedOptions:
         "share of the first device that the vision tower takes",
         at_least=0,
         at_most=1,
-        to="train_model",
+        to="train_model builder",
         resume="free",
         shapes_answers=False,
     )
@@ -459,7 +452,6 @@ class RunConfig(
     DataOptions,
     ImageOptions,
     FaultOptions,
-    MachineOptions,
     CheckpointOptions,
     ProgressOptions,
     StopOptions,

@@ -35,7 +35,7 @@ GUIDE = ROOT / "docs" / "add_a_model.md"
 
 def on_rank(rank, words, num_ranks):
     arguments = parse_check_args(words)
-    schedule = check_model.resolve_schedule(arguments)
+    arguments, schedule = check_model.resolve_schedule(arguments)
     mesh = init_device_mesh("cpu", (1, num_ranks), mesh_dim_names=("dp", "pp"))
     context = DistributedContext(
         rank, rank, num_ranks, 1, 0, num_ranks, rank, mesh, torch.device("cpu")
@@ -48,7 +48,7 @@ def check(folder, words, *, model=None):
     options = [*words.split(), "--output-dir", str(folder / "out")]
     if model is not None:
         options += ["--model-path", str(model)]
-    schedule = check_model.resolve_schedule(parse_check_args(options))
+    _, schedule = check_model.resolve_schedule(parse_check_args(options))
     codes = run_ranks(on_rank, schedule.num_ranks, options, schedule.num_ranks)
     assert len(set(codes)) == 1
     return codes[0], json.loads((folder / "out" / "check.json").read_text())

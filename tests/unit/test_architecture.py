@@ -1,6 +1,7 @@
 """Holds the house together: who may import whom (ARCHITECTURE §2), and how long things may be."""
 
 import ast
+import dataclasses
 import io
 import re
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from commands import option_names, run_configs
 from commands.run_plan import RunPlan
+from options.fields import option_fields
 from parse_args import Arguments
 from register import ALL_REGISTERS, import_shelf
 
@@ -324,3 +326,14 @@ def test_every_key_that_the_engine_names_exists():
             if name in ALL_REGISTERS and key not in ALL_REGISTERS[name] and key not in PLAIN_WORDS:
                 unknown.append(f"{_name(path)}: `{name}` {key}")
     assert unknown == []
+
+
+def test_an_option_with_another_default_goes_to_the_same_parts():
+    lost = []
+    for config in run_configs():
+        kept = option_fields(config)
+        for base in filter(dataclasses.is_dataclass, config.__mro__):
+            for name, item in option_fields(base).items():
+                if kept[name].metadata["to"] != item.metadata["to"]:
+                    lost.append(f"{config.__name__}.{name}, of {base.__name__}")
+    assert lost == []

@@ -43,5 +43,5 @@ def test_data_may_be_left_out_but_belongs_together():
 )
 def test_two_ranks_where_no_number_is_given_and_one_replica(words, ranks, stages):
     arguments = parse_check_args(["--train-model", "llama", *words.split()])
-    schedule = check_model.resolve_schedule(arguments)
+    arguments, schedule = check_model.resolve_schedule(arguments)
     assert (schedule.num_ranks, schedule.num_stages) == (ranks, stages)

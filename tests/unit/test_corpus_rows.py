@@ -11,7 +11,7 @@ import pytest
 
 from commands.train_data import mixture_report
 from options.data import CorpusRunOptions, check_corpus_run
-from options.fields import OptionError
+from options.fields import OptionError, check_together
 from options.train import RunConfig
 from register import collate_fn_register, dataset_register, import_shelf
 from stageline.checking.tiny_processors import tiny_tokenizer
@@ -286,6 +286,6 @@ def test_mixtures_are_options_of_a_corpus_alone():
         check_corpus_run(run, dataset_key="jsonl", has_types=False)
     check_corpus_run(run, dataset_key="corpus", has_types=True)
     check_corpus_run(CorpusRunOptions(), dataset_key="jsonl", has_types=False)
-    run.mixture_weights = [0.5, 0.5]
+    run = CorpusRunOptions(global_batch_distributed=[2, 2], mixture_weights=[0.5, 0.5])
     with pytest.raises(OptionError, match="both given"):
-        check_corpus_run(run, dataset_key="corpus", has_types=True)
+        check_together(run)

@@ -43,7 +43,7 @@ def _error_of(words: list[str]) -> str:
     [
         ("--batch-size 7 --micro-batch-size 2", ["--batch-size 7", "not divisible", "6 or 8"]),
         ("--batch-size 2 --micro-batch-size 4", ["not divisible", "Set --batch-size to 4,"]),
-        ("--bf16 --fp16", ["--bf16 and --fp16", "Keep --bf16"]),
+        ("--bf16 --fp16", ["--bf16 and --fp16", "bf16 needs no loss scaling"]),
         ("--batch-size 0", ["--batch-size 0 is out of range", "at least 1"]),
         ("--learning-rate -1e-4", ["--learning-rate -0.0001", "at least 0"]),
         ("--learning-rate .inf", ["--learning-rate inf is out of range"]),
@@ -81,7 +81,7 @@ def _error_of(words: list[str]) -> str:
         ("--vision-stages 1 --visual-gpu-ratio 0.5", ["were both given", "Leave one out"]),
         ("--vision-stages 1 --partition measured", ["--partition measured", "as numbers"]),
         ("--vision-stages 1 --partition parameters", ["--partition parameters", "as numbers"]),
-        ("--vision-stages 1 --plan", ["came with --plan", "Leave one out"]),
+        ("--vision-stages 1 --plan", ["--vision-stages 1 and --plan", "Leave one out"]),
         ("--vision-partition 2,0", ["--vision-partition 2,0 has a stage without a block"]),
         ("--vision-partition 2,1 --vision-stages 3", ["names 2 stages, --vision-stages is 3"]),
         (
