@@ -162,9 +162,6 @@ _KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Any, Any, Tiling], None]], 
 )
 
 
-# -- makes a processor ready for a run: its tiles, its limits, its cache --------------------------
-
-
 def prepare_images(processor: Any, settings: ImageSettings, tiling: Tiling) -> None:
     """Changes the processor in place; one without images is left alone.
 
