@@ -156,15 +156,16 @@ def check_ids(
         raise _bad_id("label", labels_BT, is_bad_BT, vocab_size, batch, samples)
 
 
-def check_encoded(ids: Sequence[int], vocab_size: int, *, name: str) -> None:
-    """As `check_ids`, for the ids of one sample.
+def check_encoded(encoded: EncodedSample, vocab_size: int | None, *, name: str) -> None:
+    """As `check_ids`, for the ids of one sample before it is cut.
 
     Raises:
         DataError: names sample, place, id and vocabulary.
     """
-    for place, token_id in enumerate(ids):
-        if not 0 <= token_id < vocab_size:
-            raise DataError(_message("token id", token_id, place, vocab_size, name))
+    for whole in encoded.whole if vocab_size is not None else ():
+        for place, token_id in enumerate(whole.input_ids):
+            if not 0 <= token_id < vocab_size:
+                raise DataError(_message("token id", token_id, place, vocab_size, name))
 
 
 def _out_of_range(

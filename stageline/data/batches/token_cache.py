@@ -39,15 +39,16 @@ from stageline.data.text.encode import Encoded, TextEncoder
 from stageline.errors import DataError, MemoryFull, StorageError, UserError
 from stageline.seeds import host_state_kept, seed_host
 
-# -- a folder of encoded rows: written once as a whole, then mapped into memory and never changed -
-# `ids.bin` and `marks.bin` hold the tokens of one row after the other; `names.npy` the rows' names
-# in order, with their places in `places.npy`. Nothing is pickled. What does not have the sums that
-# `facts.json` says is not believed.
-
 # a bit each in a token's marks, and eight bits further whether the row has such marks at all
 _MARKS = ("is_target", "is_cuttable", "is_marked", "is_text", "is_answer", "is_image")
-_NAME = numpy.dtype([("high", "<u8"), ("low", "<u8")])
+_NAME_BYTES = 16
 _COPY_CHUNK = 1 << 24
+_CHUNK = 256  # rows that a process encodes at a time
+# of what this package makes of a row: raise it with a change that gives some row other ids or marks
+# (tests/unit/test_token_cache.py holds the digest of a few)
+FORMAT = 1
+_PACKAGES = ("transformers", "tokenizers", "jinja2")
+_CLOCK = "strftime_now"  # a chat template with it writes the date
 _FILES = ("ids.bin", "marks.bin", "names.npy", "places.npy")
 
 Arrays = tuple[numpy.ndarray, numpy.ndarray]  # ids, marks
@@ -78,7 +79,11 @@ def from_arrays(ids: numpy.ndarray, marks: numpy.ndarray) -> Encoded:
 
 
 class TokenFile:
-    """The rows of one folder.
+    """The rows of one folder, which is written once as a whole and then mapped into memory.
+
+    `ids.bin` and `marks.bin` hold the tokens of one row after the other; `names.npy` the rows'
+    names in order, with their places in `places.npy`. Nothing is pickled. What does not have the
+    sums that `facts.json` says is not believed.
 
     Raises:
         DamagedTokens: a file is missing, cut or changed.
@@ -102,15 +107,8 @@ class TokenFile:
 
     def get(self, name: bytes) -> Arrays | None:
         """A row by its name; None where there is none."""
-        wanted = numpy.frombuffer(name, _NAME)[0]
-        first, last = 0, len(self._names)
-        while first < last:  # numpy's search does not compare pairs
-            middle = (first + last) // 2
-            if _order(self._names[middle]) < _order(wanted):
-                first = middle + 1
-            else:
-                last = middle
-        if first == len(self._names) or self._names[first] != wanted:
+        first = int(self._names.searchsorted(numpy.array(name, f"S{_NAME_BYTES}")))
+        if self._names[first : first + 1].tobytes() != name:
             return None
         start, length = map(int, self._places[first])
         place = slice(start, start + length)
@@ -135,7 +133,7 @@ def write_tokens(folder: Path, entries: Iterable[Entry], *, key: dict[str, Any])
                     start += len(ids)
                     ids_file.write(ids.tobytes())
                     marks_file.write(marks.tobytes())
-        array = numpy.frombuffer(bytes(names), _NAME)
+        array = numpy.frombuffer(bytes(names), f"S{_NAME_BYTES}")
         # of a row that came twice the first stays
         _, first = numpy.unique(array, return_index=True)
         numpy.save(unfinished / "names.npy", array[first], allow_pickle=False)
@@ -153,10 +151,6 @@ def write_tokens(folder: Path, entries: Iterable[Entry], *, key: dict[str, Any])
         raise
 
 
-def _order(name: Any) -> tuple[int, int]:
-    return int(name["high"]), int(name["low"])
-
-
 def _mapped(path: Path, dtype: str) -> numpy.ndarray:
     if path.stat().st_size == 0:  # cannot be mapped
         return numpy.empty(0, dtype)
@@ -171,11 +165,6 @@ def _sum(path: Path) -> list[int]:
             size += len(chunk)
             value = zlib.crc32(chunk, value)
     return [size, value]
-
-
-# -------------------------------------------------------------------------------------------------
-
-_CHUNK = 256  # rows that a process encodes at a time
 
 
 @dataclass(eq=False)
@@ -234,7 +223,7 @@ class TokenCache:
             text = json.dumps(facts)  # in the given order: a tool's arguments are written in it
         except (TypeError, ValueError):  # holds what is no text, and may be anything
             return None
-        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+        return hashlib.blake2b(text.encode(), digest_size=_NAME_BYTES).digest()
 
     def get(self, name: bytes) -> Encoded | None:
         """A row, if it is kept."""
@@ -374,43 +363,30 @@ def _encoded(
             yield from make(chunk)
         return
     context = multiprocessing.get_context("fork")  # some processors cannot be pickled
-    _Job.make = make
     try:
-        with ProcessPoolExecutor(num_workers, context, initializer=_begin) as pool:
-            for made in pool.map(_Job.run, chunks):
+        with ProcessPoolExecutor(num_workers, context, _begin, (make,)) as pool:
+            for made in pool.map(_run, chunks):
                 yield from made
     except BrokenProcessPool as error:
         raise MemoryFull(
             f"a process that fills `token_cache` was killed, one of {num_workers}. Memory for all "
             "of them was expected: set a smaller `token_cache_workers`."
         ) from error
-    finally:
-        _Job.make = None
 
 
-class _Job:
-    """What forked processes do; they find it here, and get only numbers of rows."""
-
-    make: Callable[[range], list[Entry]] | None = None
-
-    @staticmethod
-    def run(rows: range) -> list[Entry]:
-        assert _Job.make is not None
-        return _Job.make(rows)
+_make: Callable[[range], list[Entry]] | None = None  # of a forked process
 
 
-def _begin() -> None:
+def _begin(make: Callable[[range], list[Entry]]) -> None:
+    global _make
+    _make = make
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process
     end_with_rank(0)
 
 
-# -- all that decides the token ids of rows: it names a token cache, so that none is ever old -----
-
-# of what this package makes of a row: raise it with a change that gives some row other ids or marks
-# (tests/unit/test_token_cache.py holds the digest of a few)
-FORMAT = 1
-_PACKAGES = ("transformers", "tokenizers", "jinja2")
-_CLOCK = "strftime_now"  # a chat template with it writes the date
+def _run(rows: range) -> list[Entry]:
+    assert _make is not None
+    return _make(rows)
 
 
 def token_key(
@@ -422,7 +398,9 @@ def token_key(
     collate: Callable[..., Any],
     fingerprint: str | None,
 ) -> dict[str, Any]:
-    """All that matters, by name; of long texts the digest.
+    """All that decides the token ids of rows, by name; of long texts the digest.
+
+    It names a cache, so that none is ever old.
 
     Args:
         collate: the part that encodes rows, with its options.
