@@ -53,9 +53,9 @@ def render_sample(
 
 
 def _check_rendered(register: str, part: Callable[..., Any], found: object) -> None:
-    is_rendered = isinstance(found, Rendered)
-    wrong = [piece for piece in found if not isinstance(piece, Piece)] if is_rendered else []
-    if not is_rendered or wrong:
+    pieces = found.pieces if isinstance(found, Rendered) else ()
+    wrong: list[object] = [piece for piece in pieces if not isinstance(piece, Piece)]
+    if not isinstance(found, Rendered) or wrong:
         raise broken(
             register,
             part,

@@ -162,7 +162,9 @@ def check_encoded(encoded: EncodedSample, vocab_size: int | None, *, name: str) 
     Raises:
         DataError: names sample, place, id and vocabulary.
     """
-    for whole in encoded.whole if vocab_size is not None else ():
+    if vocab_size is None:
+        return
+    for whole in encoded.whole:
         for place, token_id in enumerate(whole.input_ids):
             if not 0 <= token_id < vocab_size:
                 raise DataError(_message("token id", token_id, place, vocab_size, name))

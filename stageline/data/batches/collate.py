@@ -55,7 +55,7 @@ def encode_for_training(
     """
     name = sample_name(sample)
     cache = token_cache_of(processor)
-    texts = {"prompt": prompt, "prompt_fn": prompt_fn, "image_token": image_token}
+    texts: dict[str, Any] = {"prompt": prompt, "prompt_fn": prompt_fn, "image_token": image_token}
     kept_as = None
     if cache is not None and cache.is_used:
         kept_as = cache.name_of(images, sample, words=words, **texts)

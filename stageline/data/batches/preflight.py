@@ -195,8 +195,15 @@ def preflight(
 def _encode_as_one_row(
     processor: Any, max_token_num: int, overlong: Overlong, **texts: Any
 ) -> Callable[[Images, Sample], EncodedSample]:
-    limits = {"max_token_num": max_token_num, "overlong": overlong, "pad_token_id": 0}
-    return functools.partial(encode_sft, **texts, **limits, processor=processor, stage=1)
+    return functools.partial(
+        encode_sft,
+        **texts,
+        processor=processor,
+        max_token_num=max_token_num,
+        overlong=overlong,
+        pad_token_id=0,
+        stage=1,
+    )
 
 
 def _chosen_rows(dataset: Any, *, seed: int, limit: int | None) -> Sequence[int]:

@@ -227,13 +227,14 @@ class TokenCache:
 
     def get(self, name: bytes) -> Encoded | None:
         """A row, if it is kept."""
-        for rows in (self.rows, *self.files):
-            found = rows.get(name)
+        found = self.rows.get(name)
+        for file in self.files if found is None else ():
+            found = file.get(name)
             if found is not None:
-                self.num_hits += 1
-                return from_arrays(*found)
-        self.num_misses += 1
-        return None
+                break
+        self.num_hits += found is not None
+        self.num_misses += found is None
+        return None if found is None else from_arrays(*found)
 
     def note(self, name: bytes, encoded: Encoded) -> None:
         """Tells of a row that was encoded."""
@@ -335,8 +336,13 @@ def _first_name(cache: TokenCache, dataset: Any) -> str | None:
             images, sample = read_row(dataset, 0)
         except DataError:
             return None
-        texts = {"prompt": cache.prompt, "prompt_fn": cache.prompt_fn}
-        name = cache.name_of(images, sample, image_token=cache.image_token, **texts)
+        name = cache.name_of(
+            images,
+            sample,
+            prompt=cache.prompt,
+            prompt_fn=cache.prompt_fn,
+            image_token=cache.image_token,
+        )
     return None if name is None else name.hex()
 
 
@@ -435,7 +441,8 @@ def _identity(part: Callable[..., Any]) -> dict[str, Any]:
     """A part by its name, the file it is in, and its options."""
     options: dict[str, Any] = {}
     while isinstance(part, functools.partial):
-        options = {**dict(enumerate(map(_plain, part.args))), **part.keywords, **options}
+        given = {str(place): _plain(value) for place, value in enumerate(part.args)}
+        options = {**given, **part.keywords, **options}
         part = part.func
     part = unwrapped(part)
     owner = part if inspect.isroutine(part) or inspect.isclass(part) else type(part)

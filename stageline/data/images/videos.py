@@ -48,7 +48,7 @@ def with_videos(
     """
     if not sample.get("videos"):
         return images, sample
-    options = {"folders": folders, "num_frames": num_frames, "source": source}
+    options: dict[str, Any] = {"folders": folders, "num_frames": num_frames, "source": source}
     videos = iter([read_frames(video, **options) for video in sample["videos"]])
     rest = iter(images or ())
     placed: list[Any] = []
