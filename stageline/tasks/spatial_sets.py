@@ -25,9 +25,9 @@ from stageline.data.rows.readers import (
     split_rows,
 )
 from stageline.errors import DataError
+from stageline.tasks.answer_text import normalize
 from stageline.tasks.answers import (
     is_clock,
-    normalize,
     parse_angle,
     parse_choice,
     parse_clock,
