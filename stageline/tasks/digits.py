@@ -11,6 +11,7 @@ import numpy
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from stageline.data.rows.readers import check_split
 from stageline.errors import UserError
 
 if TYPE_CHECKING:
@@ -53,13 +54,9 @@ class Digits:
         split: Literal["train", "test"] = "train",
         image_size: int = 32,
     ) -> None:
-        pixels, labels, train, test = _load()
-        if split not in ("train", "test"):
-            raise UserError(
-                f"digits has the splits train and test, not {split!r}: use one of them."
-            )
+        check_split(split)
+        self._pixels, self._labels, train, test = _load()
         self.rows = train if split == "train" else test
-        self._pixels, self._labels = pixels, labels
         self._image_size = image_size
 
     def __len__(self) -> int:

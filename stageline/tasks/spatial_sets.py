@@ -91,7 +91,7 @@ class SpatialRows(RowsDataset):
         Raises:
             DataError: names file, line and sample.
         """
-        images, sample = self._told(row, self.read)
+        images, sample = self._read_named(row, self.read)
         return images, {"id": self.sample_id(row), "cluster": images[0], **sample}
 
     def sample_id(self, row: Row) -> str:
@@ -102,7 +102,7 @@ class SpatialRows(RowsDataset):
         """Names of the row's images and its sample but for the id; errors do not name the row."""
         raise NotImplementedError
 
-    def _told(self, row: Row, read: Callable[..., Found], *more: Any) -> Found:
+    def _read_named(self, row: Row, read: Callable[..., Found], *more: Any) -> Found:
         """What is read of a row; file, line and sample are put before an error."""
         try:
             return read(row, *more)
@@ -276,7 +276,7 @@ class SpatialMM(SpatialRows):
             rows,
             split=split,
             test_size=test_size,
-            key=lambda row: self._told(row, _text, "image_name"),
+            key=lambda row: self._read_named(row, _text, "image_name"),
         )
         roots = _image_roots(folder, image_path, "Spatial_MM_Obj", "images", "imgs", "data/imgs")
         super().__init__(chosen, image_roots=roots)
@@ -382,7 +382,7 @@ class WhatsUp(SpatialRows):
             read_rows(file, may_be_lists=True),
             split=split,
             test_size=test_size,
-            key=lambda row: _objects(self._told(row, self._image_and_captions)[0]),
+            key=lambda row: _objects(self._read_named(row, self._image_and_captions)[0]),
         )
         roots = _image_roots(
             folder, image_path, "val2017", "vg_images", "controlled_images", "controlled_clevr",
@@ -502,7 +502,7 @@ class RotateQA(SpatialRows):
                 read_rows(file),
                 split=split,
                 test_size=test_size,
-                key=lambda row: self._told(row, _text, "image"),
+                key=lambda row: self._read_named(row, _text, "image"),
             )
         folder = path if path.is_dir() else path.parent
         super().__init__(rows, image_roots=_image_roots(folder, image_path, "images"))

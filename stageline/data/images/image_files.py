@@ -97,13 +97,12 @@ class ImageIndex:
     def _write(self, key: str, facts: FileFacts) -> None:
         if self._file is None:
             return
+        fields = [key, *facts.size, facts.mode, facts.format, facts.is_turned]
+        text = json.dumps([*fields, facts.digest, facts.is_whole]).encode()
         try:
             # one write of one line: those of several processes do not mix
-            place = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-            try:
-                os.write(place, _line(key, facts))
-            finally:
-                os.close(place)
+            with self._file.open("ab", buffering=0) as file:
+                file.write(b"\n%08x %s\n" % (zlib.crc32(text), text))  # a torn line ends here
         except OSError as error:
             warnings.warn(f"the index {self._file} of images is not kept: {error}", stacklevel=2)
             self._file = None
@@ -126,12 +125,6 @@ class ImageIndex:
             entry = _parse(line)
             if entry is not None:
                 self._known[entry[0]] = entry[1]
-
-
-def _line(key: str, facts: FileFacts) -> bytes:
-    fields = [key, *facts.size, facts.mode, facts.format, facts.is_turned]
-    text = json.dumps([*fields, facts.digest, facts.is_whole]).encode()
-    return b"\n%08x %s\n" % (zlib.crc32(text), text)  # a torn line before it ends here
 
 
 def _parse(line: bytes) -> tuple[str, FileFacts] | None:

@@ -13,7 +13,7 @@ from stageline.data.images.videos import with_videos
 from stageline.data.rows.bad_rows import current_bad_rows
 from stageline.data.rows.conversations import says_label
 from stageline.data.rows.converters import file_of_part, make_converter
-from stageline.data.rows.read_json import Row, read_rows
+from stageline.data.rows.read_json import Row, RowFileReader, read_rows
 from stageline.data.rows.readers import (
     RowsDataset,
     check_split,
@@ -21,6 +21,7 @@ from stageline.data.rows.readers import (
     find_file,
     split_rows,
 )
+from stageline.data.rows.tables import text_rows
 from stageline.errors import DataError, UserError
 
 _IMAGE_TYPES = ("image", "image_url")
@@ -268,18 +269,8 @@ class PromptRows(RowsDataset):
 
 def _lines(file: Path) -> list[Row]:
     """A prompt a line; empty lines ask nothing."""
-    try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{file}: byte {error.start} is no UTF-8. A text file with a prompt a line was "
-            "expected: save it as UTF-8, or give rows as .jsonl."
-        ) from error
-    rows = [
-        Row(line.strip(), f"{file}:{number}", number)
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
+    lines = text_rows(RowFileReader(file), "text")
+    rows = [Row(line["text"].strip(), source, number) for line, source, number in lines]
     if not rows:
         raise DataError(f"{file} holds no prompt. A line with text was expected: write one.")
     return rows

@@ -384,7 +384,7 @@ def _decode(content: bytes, start: int, source_of: Callable[[int], str]) -> str:
         place = error.start + len(content) - len(error.object)
         raise DataError(
             f"{source_of(place)}: not UTF-8: byte 0x{content[place]:02x} at byte {start + place} "
-            f"of the file ({error.reason}). UTF-8 was expected, because JSON is written in it: "
+            f"of the file ({error.reason}). UTF-8 was expected, because rows are read as it: "
             "save the file as UTF-8, or correct the line."
         ) from error
 
