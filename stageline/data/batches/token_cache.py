@@ -194,26 +194,30 @@ class TokenCache:
         """Whether a row may be found, or is to be kept."""
         return bool(self.files or self.rows or self._room)
 
+    @property
+    def texts(self) -> dict[str, Any]:
+        """What rows that are kept are rendered with."""
+        return {
+            "prompt": self.prompt,
+            "prompt_fn": self.prompt_fn,
+            "image_token": self.image_token,
+        }
+
     def name_of(
         self,
         images: Sequence[Any] | None,
         sample: dict[str, Any],
         *,
-        prompt: str,
-        prompt_fn: Callable[..., Any],
-        image_token: Callable[..., Any],
         words: Any = None,
+        **texts: Any,
     ) -> bytes | None:
         """What a row is called; None where it is not kept.
 
         Args:
             words: that are marked in it.
+            texts: what it is rendered with, as `texts`.
         """
-        if (
-            prompt != self.prompt
-            or prompt_fn is not self.prompt_fn
-            or image_token is not self.image_token
-        ):
+        if texts != self.texts:
             return None
         facts: list[Any] = [{name: sample[name] for name in sample if name != "source"}]
         facts.append([image_size(image) for image in images or ()])
@@ -336,13 +340,7 @@ def _first_name(cache: TokenCache, dataset: Any) -> str | None:
             images, sample = read_row(dataset, 0)
         except DataError:
             return None
-        name = cache.name_of(
-            images,
-            sample,
-            prompt=cache.prompt,
-            prompt_fn=cache.prompt_fn,
-            image_token=cache.image_token,
-        )
+        name = cache.name_of(images, sample, **cache.texts)
     return None if name is None else name.hex()
 
 
