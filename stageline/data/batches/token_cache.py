@@ -49,41 +49,43 @@ _CHUNK = 256  # rows that a process encodes at a time
 FORMAT = 1
 _PACKAGES = ("transformers", "tokenizers", "jinja2")
 _CLOCK = "strftime_now"  # a chat template with it writes the date
-_FILES = ("ids.bin", "marks.bin", "names.npy", "places.npy")
+_FILES = ("tokens.bin", "names.npy", "places.npy")
+_TOKEN = numpy.dtype([("id", "<i4"), ("marks", "<u2")])
 
-Arrays = tuple[numpy.ndarray, numpy.ndarray]  # ids, marks
-Entry = tuple[bytes, numpy.ndarray, numpy.ndarray]  # name, ids, marks
+Entry = tuple[bytes, numpy.ndarray]  # name of a row, its tokens
 
 
 class DamagedTokens(Exception):
     """A folder that is not what was written."""
 
 
-def to_arrays(encoded: Encoded) -> Arrays:
+def to_array(encoded: Encoded) -> numpy.ndarray:
     """A row as it is kept: 6 bytes a token."""
-    marks = numpy.zeros(len(encoded), "<u2")
+    tokens = numpy.zeros(len(encoded), _TOKEN)
+    tokens["id"] = encoded.input_ids
     for bit, kind in enumerate(_MARKS):
         if own := getattr(encoded, kind):
-            marks |= numpy.array(own, "<u2") << bit | 1 << bit + 8
-    return numpy.array(encoded.input_ids, "<i4"), marks
+            tokens["marks"] |= numpy.array(own, "<u2") << bit | 1 << bit + 8
+    return tokens
 
 
-def from_arrays(ids: numpy.ndarray, marks: numpy.ndarray) -> Encoded:
+def from_array(tokens: numpy.ndarray) -> Encoded:
     """The row as it was."""
+    marks = tokens["marks"]
     there = int(marks[0]) if len(marks) else 0
     kinds = {
         kind: ((marks & 1 << bit) != 0).tolist() if there & 1 << bit + 8 else []
         for bit, kind in enumerate(_MARKS)
     }
-    return Encoded(ids.tolist(), **kinds)
+    return Encoded(tokens["id"].tolist(), **kinds)
 
 
 class TokenFile:
     """The rows of one folder, which is written once as a whole and then mapped into memory.
 
-    `ids.bin` and `marks.bin` hold the tokens of one row after the other; `names.npy` the rows'
-    names in order, with their places in `places.npy`. Nothing is pickled. What does not have the
-    sums that `facts.json` says is not believed.
+    `tokens.bin` holds the tokens of one row after the other; `names.npy` the rows' names in order,
+    with their places in `places.npy`. Nothing is pickled. What does not have the sums that
+    `facts.json` says is not believed.
 
     Raises:
         DamagedTokens: a file is missing, cut or changed.
@@ -97,22 +99,22 @@ class TokenFile:
                     raise DamagedTokens(f"{folder / name} is not what was written")
             self._names = numpy.load(folder / "names.npy", mmap_mode="r", allow_pickle=False)
             self._places = numpy.load(folder / "places.npy", mmap_mode="r", allow_pickle=False)
-            self._ids = _mapped(folder / "ids.bin", "<i4")
-            self._marks = _mapped(folder / "marks.bin", "<u2")
+            self._tokens = numpy.empty(0, _TOKEN)
+            if (folder / "tokens.bin").stat().st_size:  # an empty file cannot be mapped
+                self._tokens = numpy.memmap(folder / "tokens.bin", _TOKEN, mode="r")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DamagedTokens(f"{folder}: {error}") from error
 
     def __len__(self) -> int:
         return len(self._names)
 
-    def get(self, name: bytes) -> Arrays | None:
+    def get(self, name: bytes) -> numpy.ndarray | None:
         """A row by its name; None where there is none."""
         first = int(self._names.searchsorted(numpy.array(name, f"S{_NAME_BYTES}")))
         if self._names[first : first + 1].tobytes() != name:
             return None
         start, length = map(int, self._places[first])
-        place = slice(start, start + length)
-        return self._ids[place], self._marks[place]
+        return self._tokens[start : start + length]
 
 
 def write_tokens(folder: Path, entries: Iterable[Entry], *, key: dict[str, Any]) -> None:
@@ -125,14 +127,12 @@ def write_tokens(folder: Path, entries: Iterable[Entry], *, key: dict[str, Any])
     unfinished.mkdir(parents=True)
     try:
         names, places, start = bytearray(), [], 0
-        with (unfinished / "ids.bin").open("wb") as ids_file:
-            with (unfinished / "marks.bin").open("wb") as marks_file:
-                for name, ids, marks in entries:
-                    names += name
-                    places.append((start, len(ids)))
-                    start += len(ids)
-                    ids_file.write(ids.tobytes())
-                    marks_file.write(marks.tobytes())
+        with (unfinished / "tokens.bin").open("wb") as file:
+            for name, tokens in entries:
+                names += name
+                places.append((start, len(tokens)))
+                start += len(tokens)
+                file.write(tokens.tobytes())
         array = numpy.frombuffer(bytes(names), f"S{_NAME_BYTES}")
         # of a row that came twice the first stays
         _, first = numpy.unique(array, return_index=True)
@@ -149,12 +149,6 @@ def write_tokens(folder: Path, entries: Iterable[Entry], *, key: dict[str, Any])
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-
-
-def _mapped(path: Path, dtype: str) -> numpy.ndarray:
-    if path.stat().st_size == 0:  # cannot be mapped
-        return numpy.empty(0, dtype)
-    return numpy.memmap(path, dtype, mode="r")
 
 
 def _sum(path: Path) -> list[int]:
@@ -184,7 +178,7 @@ class TokenCache:
     prompt_fn: Callable[..., Any]
     image_token: Callable[..., Any]
     files: list[TokenFile] = field(default_factory=list)
-    rows: dict[bytes, Arrays] = field(default_factory=dict)
+    rows: dict[bytes, numpy.ndarray] = field(default_factory=dict)
     num_hits: int = 0
     num_misses: int = 0
     _room: int = 0
@@ -238,12 +232,12 @@ class TokenCache:
                 break
         self.num_hits += found is not None
         self.num_misses += found is None
-        return None if found is None else from_arrays(*found)
+        return None if found is None else from_array(found)
 
     def note(self, name: bytes, encoded: Encoded) -> None:
         """Tells of a row that was encoded."""
         if len(self.rows) < self._room:
-            self.rows[name] = to_arrays(encoded)
+            self.rows[name] = to_array(encoded)
 
     @contextlib.contextmanager
     def keeping(self, most: int) -> Iterator[None]:
@@ -260,7 +254,7 @@ class TokenCache:
             for row in rows:
                 with contextlib.suppress(DataError):
                     encode(*read_row(dataset, row))
-        made = [(name, *arrays) for name, arrays in self.rows.items()]
+        made = list(self.rows.items())
         self.rows.clear()
         return made
 
