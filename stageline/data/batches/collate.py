@@ -25,7 +25,6 @@ from stageline.data.batches.collate_part import EncodedSample, all_encoded
 from stageline.data.batches.token_cache import token_cache_of
 from stageline.data.text.encode import Encoded, check_targets
 from stageline.data.text.limit import Overlong, limit_length
-from stageline.data.text.rendered import Rendered
 from stageline.data.text.template import MarkedWords
 from stageline.errors import DataError
 
@@ -39,28 +38,26 @@ def encode_for_training(
     images: Images,
     sample: Sample,
     *,
-    prompt: str,
-    prompt_fn: Callable[..., Rendered],
-    image_token: Callable[..., Rendered],
     processor: Any,
     words: MarkedWords | None = None,
+    **texts: Any,
 ) -> Encoded:
     """Token ids and labels of one sample, of any length.
 
     Args:
         words: to be marked in what is learnt.
+        texts: prompt, prompt_fn and image_token.
 
     Raises:
         DataError: it has no supervised token.
     """
-    name = sample_name(sample)
     cache = token_cache_of(processor)
-    texts: dict[str, Any] = {"prompt": prompt, "prompt_fn": prompt_fn, "image_token": image_token}
     kept_as = None
     if cache is not None and cache.is_used:
         kept_as = cache.name_of(images, sample, words=words, **texts)
     if cache is not None and kept_as is not None and (kept := cache.get(kept_as)) is not None:
         return kept
+    name = sample_name(sample)
     rendered = render_sample(images, sample, processor=processor, **texts)
     if words is not None:
         rendered = words.mark(rendered)
