@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from PIL import Image, ImageDraw
 
+from stageline.data.batches.collate_part import ROLES
 from stageline.errors import UserError
 from stageline.tasks.scene_questions import (
     TASKS,
@@ -42,7 +43,6 @@ Point = tuple[float, float]
 _VERSION = 1  # of what is drawn for a seed; figures of other versions do not compare
 # how the metric rotate_qa reads answers of a task
 _READ_AS = {"clock": "clock", "statement": "yes_no"}
-ROLES = ("anchor", "positive", "negative")
 SPLITS = ("train", "validation", "test")
 # thirds of the grid of distances: no scene of one split can occur in another
 _DISTANCES = {

@@ -21,7 +21,7 @@ from stageline.data.batches.batch import (
     render_sample,
     sample_name,
 )
-from stageline.data.batches.collate_part import EncodedSample, all_encoded
+from stageline.data.batches.collate_part import ROLES, EncodedSample, all_encoded
 from stageline.data.batches.token_cache import token_cache_of
 from stageline.data.text.encode import Encoded, check_targets
 from stageline.data.text.limit import Overlong, limit_length
@@ -29,7 +29,6 @@ from stageline.data.text.template import MarkedWords
 from stageline.errors import DataError
 
 Item = EncodedSample | tuple[Images, Sample]
-ROLES = ("anchor", "positive", "negative")  # of the samples of a group
 _LEAST = 3  # samples of a group
 TEXTS = ("prompt", "prompt_fn", "image_token", "processor")
 

@@ -36,7 +36,7 @@ class Tiling:
 
     def __str__(self) -> str:
         given = {name: value for name, value in vars(self).items() if value is not None}
-        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
+        return " ".join(f"`{name}` {value}" for name, value in given.items())
 
 
 def apply_tiling(processor: Any, tiling: Tiling) -> None:
@@ -98,7 +98,7 @@ def _bounds(tiling: Tiling, processor: Any, kind: str, own: tuple[int, int]) -> 
             tiling,
             processor,
             f"has from {own[0]} to {own[1]} of itself",
-            f"give both, --min-{kind} and --max-{kind}",
+            f"give both, `min_{kind}` and `max_{kind}`",
         )
     return low, high
 

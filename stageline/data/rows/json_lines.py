@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from PIL import Image
 
+from stageline.data.batches.collate_part import ROLES
 from stageline.data.images.videos import with_videos
 from stageline.data.rows.bad_rows import current_bad_rows
 from stageline.data.rows.conversations import says_label
@@ -362,8 +363,6 @@ class Groups(JsonLines):
         return images, sample
 
     def _members(self, row: Row) -> Iterable[Row]:
-        from stageline.data.batches.collate import ROLES  # late: it needs torch
-
         shared = {name: value for name, value in row.data.items() if name not in _MEMBERS}
         group = str(shared.pop("id", f"{self._name}-{row.number}"))
         negatives = row.data["negatives"][: self._num_negatives]
