@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from stageline.data.batches.collate import Item
     from stageline.data.batches.collate_part import EncodedSample
-    from stageline.data.batches.corpus_rows import CorpusRows
+    from stageline.data.batches.plain_text import CorpusRows
     from stageline.data.text.template import MarkedWords
 
 # imported when a part is called; by name, since jsonargparse follows an import to find options
@@ -71,7 +71,7 @@ def corpus(
     """
     from stageline.corpus.corpus_files import open_corpus
     from stageline.corpus.run_sampler import run_sampler
-    from stageline.data.batches.corpus_rows import CorpusRows, held_out_starts, type_ranges
+    from stageline.data.batches.plain_text import CorpusRows, held_out_starts, type_ranges
     from stageline.data.rows.readers import check_split
 
     check_split(split)

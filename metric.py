@@ -19,16 +19,14 @@ from stageline.evaluation.figures import (
     sentence_bleu,
     text_figures,
 )
+from stageline.tasks.answer_text import contains_words, normalize, says_nothing
 from stageline.tasks.answers import (
-    contains_words,
     is_clock,
-    normalize,
     parse_angle,
     parse_choice,
     parse_clock,
     parse_directions,
     parse_truth,
-    says_nothing,
     without_negated,
 )
 

@@ -22,18 +22,20 @@ from parse_args import TrainArguments
 from stageline.data.batches.check_batch import CheckedCollate
 from stageline.data.batches.collate import encode_sft
 from stageline.data.batches.collate_part import as_collate_part
-from stageline.data.batches.groups import (
-    check_batch_sizes,
-    full_groups,
-    group_size_of,
-    some_rows,
-    whole_groups,
-)
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.batches.preference import WithOthers
 from stageline.data.batches.preflight import MOST_CHECKED, check_vocabulary, preflight
 from stageline.data.batches.preview import preview
-from stageline.data.batches.sampler import StepSampler, has_sampler, is_stream
+from stageline.data.batches.sampler import (
+    StepSampler,
+    check_batch_sizes,
+    full_groups,
+    group_size_of,
+    has_sampler,
+    is_stream,
+    some_rows,
+    whole_groups,
+)
 from stageline.data.batches.step_maker import make_dataset, padding_argument
 from stageline.data.batches.token_cache import (
     TokenCache,

@@ -25,8 +25,8 @@ from stageline.checking.outline import check_filled_stages
 from stageline.checkpoint.layout import Ranks
 from stageline.contracts import call, check_call
 from stageline.data.batches.check_batch import check_encode
-from stageline.data.batches.groups import group_size_of
 from stageline.data.batches.loader import example_micro_batch
+from stageline.data.batches.sampler import group_size_of
 from stageline.data.batches.step_maker import read_row
 from stageline.data.images.tiling import Tiling
 from stageline.data.text.processor import get_tokenizer

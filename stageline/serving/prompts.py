@@ -23,8 +23,8 @@ import torch
 from PIL import Image
 
 from stageline.data.batches.batch import add_image_inputs, render_sample
+from stageline.data.images.image_files import FORMATS, check_shape, open_picture
 from stageline.data.images.images import ImageExpander, decode_image
-from stageline.data.images.picture_file import FORMATS, check_shape, open_picture
 from stageline.data.text.chat_template import ChatTemplate
 from stageline.data.text.processor import get_image_token, get_tokenizer
 from stageline.data.text.rendered import Piece, Rendered

@@ -1,12 +1,13 @@
-"""Cleans a model's text and says where in it the answer is looked for, most telling place first."""
+"""Cleans a model's text and says where in it the answer is looked for, most telling place first.
+
+The Chinese words that answers are made of become English ones, so that one reader does both. That
+is no translation: what is no word of an answer stays as it is.
+"""
 
 import re
 import unicodedata
 from collections.abc import Callable, Iterator
 from typing import TypeVar
-
-# -- puts the Chinese words that answers are made of into English ones, so that one reader does both
-# Not a translation: what is no word of an answer stays as it is.
 
 _DIGITS = {
     **{"十二": "12", "十一": "11", "十": "10", "一": "1", "二": "2", "两": "2", "三": "3"},
@@ -91,8 +92,6 @@ def to_english(text: str) -> str:
 def _number(word: str) -> str:
     return _DIGITS.get(word, word)
 
-
-# -------------------------------------------------------------------------------------------------
 
 Said = TypeVar("Said")
 

@@ -1,7 +1,8 @@
 """Reads answers that a model wrote in free text: yes or no, an option, directions, clock, angle.
 
 Pure strings. Each function returns None (directions: nothing) where the text does not say, which
-counts as wrong. The rules are numbered in docs/metrics.md; comments "rule n" name them.
+counts as wrong. The rules are numbered in docs/metrics.md: 8 is what a text denies, 10 to 13 yes
+and no, 14 to 17 options, 18 to 21 directions, 22 to 26 clock positions and angles.
 """
 
 import re
@@ -11,15 +12,11 @@ from typing import Literal
 from stageline.tasks.answer_text import (
     clean,
     contains_words,
-    normalize,
     read_answer,
-    says_nothing,
     tidy,
     without_question,
     without_refusals,
 )
-
-# -- takes out what a text says not to be the case: "not left but right" leaves right (rule 8) ----
 
 _STOP = r"(?=[,.;:!?\n]|\bbut\b|\bit(?:'s| is)\b|\bhowever\b|\bit must\b|$)"
 _LONG_STOP = r"(?=[.;!?\n]|\bbut\b|\bit(?:'s| is)\b|\bhowever\b|$)"
@@ -43,13 +40,11 @@ _RULES = tuple(
 
 
 def without_negated(text: str) -> str:
-    """Leaves of a cleaned text what it does not deny."""
+    """Leaves of a cleaned text what it does not deny: "not left but right" leaves right."""
     for rule in _RULES:
         text = rule.sub(" ", text)
     return text
 
-
-# -- reads directions and their synonyms (rules 18 to 21) -----------------------------------------
 
 _DIRECTIONS = {
     "left": "left leftward leftwards lefthand leftmost",
@@ -129,8 +124,6 @@ def _is_undecided(tokens: list[str]) -> bool:
             last, saw_or = None, False
     return False
 
-
-# -- reads clock positions and angles, in digits and words (rules 22 to 26) -----------------------
 
 Turn = Literal["clockwise", "counterclockwise"]
 
@@ -228,8 +221,6 @@ def _turn(text: str) -> Literal["clockwise", "counterclockwise", "both"] | None:
         return "both"
     return "counterclockwise" if is_counter else "clockwise" if is_clockwise else None
 
-
-# -- reads yes or no, true or false (rules 10 to 13) ----------------------------------------------
 
 _YES = (
     r"(?:true|yes|correct|accurate|yep|yeah|yup|affirmative|indeed|certainly|absolutely|definitely|"
@@ -342,8 +333,6 @@ def _compare_statement(answer: str, statement: str) -> bool | None:
         return num_negations % 2 == 0
     return None
 
-
-# -- reads which of some options an answer names (rules 14 to 17) ---------------------------------
 
 Parse = Callable[[str], int | None]
 
@@ -461,20 +450,3 @@ def _without_list(said: str, options: Sequence[str]) -> str:
             said = re.sub(pattern, "\n", said, count=1)
     # "b. left" is one sentence
     return _LETTERED.sub(r"\1(\2) ", said.strip())
-
-
-# -------------------------------------------------------------------------------------------------
-
-__all__ = [
-    "contains_words",
-    "is_clock",
-    "normalize",
-    "parse_angle",
-    "parse_choice",
-    "parse_clock",
-    "parse_directions",
-    "parse_truth",
-    "says_nothing",
-    "without_negated",
-    "without_question",
-]

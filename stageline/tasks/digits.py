@@ -11,6 +11,7 @@ import numpy
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from stageline.data.rows.readers import check_split
 from stageline.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,6 +24,16 @@ QUESTIONS = (
     "Read the digit in the picture.",
 )
 NUM_TEST = 360
+# the special tokens of InternVL's tokenizer -> how they are written here
+_SPECIAL = {
+    "pad_token": "<|pad|>",
+    "bos_token": "<|bos|>",
+    "eos_token": "<|eos|>",
+    "context_image_token": "<IMG_CONTEXT>",
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "video_token": "<video>",
+}
 
 
 class Digits:
@@ -43,13 +54,9 @@ class Digits:
         split: Literal["train", "test"] = "train",
         image_size: int = 32,
     ) -> None:
-        pixels, labels, train, test = _load()
-        if split not in ("train", "test"):
-            raise UserError(
-                f"digits has the splits train and test, not {split!r}: use one of them."
-            )
+        check_split(split)
+        self._pixels, self._labels, train, test = _load()
         self.rows = train if split == "train" else test
-        self._pixels, self._labels = pixels, labels
         self._image_size = image_size
 
     def __len__(self) -> int:
@@ -113,15 +120,12 @@ def _draw_test(labels: numpy.ndarray) -> numpy.ndarray:
     return numpy.sort(numpy.array(chosen))
 
 
-# -- a small tokenizer for an InternVL of our own, trained on the text of its task ----------------
-
-NAMES = ("<|pad|>", "<|bos|>", "<|eos|>", "<IMG_CONTEXT>", "<img>", "</img>", "<video>")
-
-
 def train_internvl_tokenizer(
     texts: Iterable[str], *, pre_tokenizer: Any, vocab_size: int
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with the names of InternVL's processor; other text is read by its bytes.
+    """A byte-level BPE for an InternVL of our own, trained on the text of its task.
+
+    It has the special tokens of InternVL's processor; other text is read by its bytes.
 
     Args:
         pre_tokenizer: cuts a text into words, and these into bytes.
@@ -132,22 +136,13 @@ def train_internvl_tokenizer(
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=list(NAMES),
+        special_tokens=list(_SPECIAL.values()),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token=NAMES[0],
-        bos_token=NAMES[1],
-        eos_token=NAMES[2],
-        extra_special_tokens={
-            "context_image_token": NAMES[3],
-            "start_image_token": NAMES[4],
-            "end_image_token": NAMES[5],
-            "video_token": NAMES[6],
-        },
-    )
+    plain = {name: _SPECIAL[name] for name in ("pad_token", "bos_token", "eos_token")}
+    extra = {name: text for name, text in _SPECIAL.items() if name not in plain}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **plain, extra_special_tokens=extra)

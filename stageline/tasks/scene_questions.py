@@ -2,6 +2,10 @@
 
 A group is an anchor, a positive (another picture, same question and answer) and negatives (the
 least change that makes the answer another one). All follows from one random generator.
+
+A scene is something that faces somewhere, and things around it, seen from above. Angles are
+degrees, clockwise. A bearing or heading of 0 points to the top of the picture; a relative angle of
+0 points to where the reference faces.
 """
 
 import math
@@ -11,10 +15,6 @@ from random import Random
 from typing import Literal, TypeVar
 
 from stageline.errors import UserError
-
-# -- a scene seen from above: something that faces somewhere, and things around it. Pure numbers --
-# Angles are degrees, clockwise. A bearing or heading of 0 points to the top of the picture; a
-# relative angle of 0 points to where the reference faces.
 
 DIRECTIONS = ("front", "right", "back", "left")
 WAYS = (
@@ -29,6 +29,22 @@ SIDE_LEAST = 0.35  # sine of the bearing: 20 degrees from straight above or belo
 LEAST_ANGLE = 40.0  # between two things
 LEAST_DISTANCE = 0.33  # in the picture, in half widths; twice the radius of a thing
 OBLIQUE = 0.6  # what is left of the depth when the camera looks down at a slant
+Task = Literal["direction", "clock", "statement", "picture", "facing"]
+TASKS: tuple[Task, ...] = ("direction", "clock", "statement", "picture", "facing")
+CLOCK = tuple(f"{hour} o'clock" for hour in (12, *range(1, 12)))
+SIDES = ("left", "right")
+TRUTHS = ("yes", "no")
+ANSWERS: dict[Task, tuple[str, ...]] = {
+    "direction": DIRECTIONS,
+    "clock": CLOCK,
+    "statement": TRUTHS,
+    "picture": SIDES,
+    "facing": WAYS,
+}
+_SAID = {"front": "in front", "right": "on the right", "back": "at the back", "left": "on the left"}
+_TRIES = 20
+_MOST_TRIES = 20_000  # crowded scenes take about a hundred
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -138,26 +154,6 @@ def way_of(heading: float) -> str | None:
     """Where something faces in the picture; None near the border of two."""
     sector = round(heading / 45) % 8
     return WAYS[sector] if angle_between(heading, 45 * sector) <= WAY_REACH else None
-
-
-# -------------------------------------------------------------------------------------------------
-
-Task = Literal["direction", "clock", "statement", "picture", "facing"]
-TASKS: tuple[Task, ...] = ("direction", "clock", "statement", "picture", "facing")
-CLOCK = tuple(f"{hour} o'clock" for hour in (12, *range(1, 12)))
-SIDES = ("left", "right")
-TRUTHS = ("yes", "no")
-ANSWERS: dict[Task, tuple[str, ...]] = {
-    "direction": DIRECTIONS,
-    "clock": CLOCK,
-    "statement": TRUTHS,
-    "picture": SIDES,
-    "facing": WAYS,
-}
-_SAID = {"front": "in front", "right": "on the right", "back": "at the back", "left": "on the left"}
-_TRIES = 20
-_MOST_TRIES = 20_000  # crowded scenes take about a hundred
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from PIL import Image, ImageDraw
 
+from stageline.data.batches.collate_part import ROLES
 from stageline.errors import UserError
 from stageline.tasks.scene_questions import (
     TASKS,
@@ -20,8 +21,6 @@ from stageline.tasks.scene_questions import (
     draw_anchor,
     draw_group,
 )
-
-# -- draws a scene with Pillow: flat colours, smooth edges, the same bytes on each machine --------
 
 COLORS = {
     "red": (220, 40, 40),
@@ -41,6 +40,16 @@ REFERENCE_RADIUS = 0.26
 _SMOOTH = 4  # drawn larger by this, then averaged
 
 Point = tuple[float, float]
+_VERSION = 1  # of what is drawn for a seed; figures of other versions do not compare
+# how the metric rotate_qa reads answers of a task
+_READ_AS = {"clock": "clock", "statement": "yes_no"}
+SPLITS = ("train", "validation", "test")
+# thirds of the grid of distances: no scene of one split can occur in another
+_DISTANCES = {
+    split: tuple(round(0.5 + 0.02 * (3 * step + place), 2) for step in range(5))
+    for place, split in enumerate(SPLITS)
+}
+
 # outlines that face the top, in radii of the reference; y grows downwards
 _CAR_BODY = ((-0.5, -0.7), (-0.3, -1.0), (0.3, -1.0), (0.5, -0.7), (0.5, 1.0), (-0.5, 1.0))
 _CAR_WINDOW = ((-0.4, -0.45), (0.4, -0.45), (0.3, 0.0), (-0.3, 0.0))
@@ -63,7 +72,7 @@ _STAR = tuple(
 
 
 def draw_scene(scene: Scene, size: int) -> Image.Image:
-    """A square picture of `size` pixels."""
+    """A square picture of `size` pixels: flat colours, smooth edges, the same on each machine."""
     image = Image.new("RGB", (size * _SMOOTH, size * _SMOOTH), GROUND)
     pen = _Pen(ImageDraw.Draw(image), scene, size * _SMOOTH / 2)
     pen.reference()
@@ -132,20 +141,6 @@ class _Pen:
     def _pixel(self, point: Point) -> Point:
         x, y = self._scene.place(point)
         return self._half * (1 + x), self._half * (1 + y)
-
-
-# -------------------------------------------------------------------------------------------------
-
-_VERSION = 1  # of what is drawn for a seed; figures of other versions do not compare
-# how the metric rotate_qa reads answers of a task
-_READ_AS = {"clock": "clock", "statement": "yes_no"}
-ROLES = ("anchor", "positive", "negative")
-SPLITS = ("train", "validation", "test")
-# thirds of the grid of distances: no scene of one split can occur in another
-_DISTANCES = {
-    split: tuple(round(0.5 + 0.02 * (3 * step + place), 2) for step in range(5))
-    for place, split in enumerate(SPLITS)
-}
 
 
 class Scenes:

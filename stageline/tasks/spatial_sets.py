@@ -5,44 +5,171 @@ Each class says in its docstring how the files look; none of them is downloaded 
 `cluster`, its picture.
 """
 
+import difflib
 import hashlib
 import math
 import re
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from PIL import Image
 
+from stageline.data.rows.read_json import Row, read_rows
 from stageline.data.rows.readers import (
-    Row,
+    RowsDataset,
     check_split,
     dataset_folder,
     find_file,
-    read_rows,
     split_rows,
 )
+from stageline.errors import DataError
+from stageline.tasks.answer_text import normalize
 from stageline.tasks.answers import (
     is_clock,
-    normalize,
     parse_angle,
     parse_choice,
     parse_clock,
     parse_directions,
     parse_truth,
 )
-from stageline.tasks.spatial_rows import (
-    PAIRS,
-    PREPOSITIONS,
-    VSR_RELATIONS,
-    Named,
-    Others,
-    SpatialRows,
-    check_options,
-    image_roots,
-)
 
-# -- visual Spatial Reasoning: statements about pictures that are true or false -------------------
+Found = TypeVar("Found")
+Others = Literal["error", "allow"]  # what becomes of a relation or task that is not known
+_OPTION = re.compile(r"^\s*\(?([A-Z])[.):]\s*(.*?)\s*$", re.MULTILINE)
+
+# VSR: `analysis_scripts/rel_meta_category_dict.txt` of the authors' repository
+# (github.com/cambridgeltl/visual-spatial-reasoning), which is table 1 of their paper (TACL 2023).
+# "among" stands there in two categories; here it is topological.
+_VSR: dict[str, str] = {
+    "adjacency": "adjacent to, alongside, at the side of, at the right side of, at the left side "
+    "of, attached to, at the back of, ahead of, against, at the edge of",
+    "directional": "off, past, toward, down, deep down, up, away from, along, around, from, into, "
+    "to, across, across from, through, down from",
+    "orientation": "facing, facing away from, parallel to, perpendicular to",
+    "projective": "on top of, beneath, beside, behind, left of, right of, under, in front of, "
+    "below, above, over, in the middle of",
+    "proximity": "by, close to, near, far from, far away from",
+    "topological": "connected to, detached from, has as a part, part of, contains, within, at, on, "
+    "in, with, surrounding, among, consists of, out of, between, inside, outside, touching",
+    "unallocated": "beyond, next to, opposite to, after, enclosed by",
+}
+# relation -> category
+VSR_RELATIONS: dict[str, str] = {
+    relation: category for category, names in _VSR.items() for relation in names.split(", ")
+}
+
+# What'sUp: the prepositions by which the authors' evaluation splits its figures
+# (github.com/amitakamath/whatsup_vlms, dataset_zoo/aro_datasets.py); in this order, since "on the
+# left" says left
+PREPOSITIONS = (
+    *("left", "right", "front", "behind", "under", "above", "below", "top", "bottom", "on"),
+)
+# the pair of one set of two objects that a preposition belongs to
+PAIRS = {
+    **{"left": "left and right", "right": "left and right", "on": "on and under"},
+    **{"under": "on and under", "front": "front and behind", "behind": "front and behind"},
+}
+
+# task of RotateQA -> whether a text is an answer of it, and how such answers look
+_TASKS = {
+    "direction": (lambda text: bool(parse_directions(text)), "'left' or 'upper right'"),
+    "clock": (lambda text: is_clock(text) or parse_clock(text) is not None, "'3 o'clock'"),
+    "angle": (lambda text: parse_angle(text) is not None, "'90'"),
+    "yes_no": (lambda text: parse_truth(text) is not None, "'yes' or 'no'"),
+    "caption": (lambda text: bool(text.strip()), "words"),
+}
+
+
+class SpatialRows(RowsDataset):
+    """Rows of a public set; a subclass says the id of a row and reads the rest."""
+
+    def convert(self, row: Row) -> tuple[list[str], dict[str, Any]]:
+        """Names of the row's images and its sample.
+
+        Raises:
+            DataError: names file, line and sample.
+        """
+        images, sample = self._read_named(row, self.read)
+        return images, {"id": self.sample_id(row), "cluster": images[0], **sample}
+
+    def sample_id(self, row: Row) -> str:
+        """The id; told with every error of the row."""
+        raise NotImplementedError
+
+    def read(self, row: Row) -> tuple[list[str], dict[str, Any]]:
+        """Names of the row's images and its sample but for the id; errors do not name the row."""
+        raise NotImplementedError
+
+    def _read_named(self, row: Row, read: Callable[..., Found], *more: Any) -> Found:
+        """What is read of a row; file, line and sample are put before an error."""
+        try:
+            return read(row, *more)
+        except DataError as error:
+            place = f"{row.source}: sample {self.sample_id(row)}"
+            raise DataError(f"{place}: {error}") from None
+
+
+def _bad(what: str, *, more: str = "") -> DataError:
+    """An error that says to correct the row."""
+    return DataError(f"{what}: correct the row{more}.")
+
+
+def _text(row: Row, field: str) -> str:
+    """The text of a field that may not be empty."""
+    value = row.data.get(field)
+    if isinstance(value, str) and value.strip():
+        return value
+    what = "is missing" if value is None else f"is {repr(value)[:60]}"
+    raise _bad(
+        f"the field {field!r} {what}. Text was expected, because the prompt is made from it; "
+        f"the row has the fields {', '.join(sorted(map(str, row.data))) or 'none'}"
+    )
+
+
+def _known(value: Any, names: Collection[str], *, what: str, others: Others) -> str:
+    """A relation or task in lower case, one of `names` unless others are allowed."""
+    if not isinstance(value, str) or not value.strip():
+        raise _bad(
+            f"the {what} is {'missing' if value is None else repr(value)[:60]}. A text was "
+            f"expected, because figures are given for each {what}"
+        )
+    name = " ".join(value.lower().split())
+    if others == "allow" or name in names:
+        return name
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    listed = ", ".join(sorted(names)) if len(names) <= 12 else f"{len(names)} are known"
+    hint = f" (nearest: {', '.join(near)})" if near else f" ({listed})"
+    raise _bad(
+        f"the {what} {value[:60]!r} is not known{hint}. A known one was expected, because a "
+        "misspelt one would make a group of its own",
+        more=f", or allow others with `dataset.other_`{what}s allow",
+    )
+
+
+def _image_roots(folder: Path, image_path: str | None, *names: str) -> list[Path]:
+    """Where images are looked for: the given folder alone, or the usual ones."""
+    if image_path:
+        return [Path(image_path)]
+    folder = folder if folder.is_dir() else folder.parent
+    return [folder, *(folder / name for name in names), folder.parent]
+
+
+def _check_options(options: Sequence[str]) -> None:
+    """Refuses fewer than two options, and two that read the same."""
+    texts = [" ".join(option.lower().split()) for option in options]
+    double = next((text for i, text in enumerate(texts) if text in texts[:i]), None)
+    if double is not None:
+        raise _bad(
+            f"the option {double!r} stands twice among {list(options)!r}. Options that differ were "
+            "expected, because only one of them is right"
+        )
+    if len(options) < 2 or "" in texts:
+        raise _bad(
+            f"the options are {list(options)!r}. At least two texts were expected, because the "
+            "model chooses among them"
+        )
 
 
 class VSR(SpatialRows):
@@ -78,7 +205,7 @@ class VSR(SpatialRows):
         self._words = ("false", "true") if answers == "true_false" else ("no", "yes")
         self._name = f"vsr-{split_type}-{split}"
         self._others = other_relations
-        roots = image_roots(
+        roots = _image_roots(
             folder, image_path, "images", "trainval2017", "train2017", "val2017",
             "data/images", "data/trainval2017",
         )  # fmt: skip
@@ -87,18 +214,18 @@ class VSR(SpatialRows):
     def sample_id(self, row: Row) -> str:
         return f"{self._name}-{row.number}"
 
-    def read(self, row: Named) -> tuple[list[str], dict[str, Any]]:
+    def read(self, row: Row) -> tuple[list[str], dict[str, Any]]:
         label = row.data.get("label")
         if type(label) is not int or label not in (0, 1):
-            raise row.bad(
+            raise _bad(
                 f"the label is {label!r}. The number 0 or 1 was expected, because a statement is "
                 "false or true"
             )
-        caption = row.text("caption")
-        relation = row.known(
+        caption = _text(row, "caption")
+        relation = _known(
             row.data.get("relation"), VSR_RELATIONS, what="relation", others=self._others
         )
-        return [row.text("image")], {
+        return [_text(row, "image")], {
             "caption": caption,
             "question": f"Is this statement about the picture true or false? {caption}",
             "answer": self._words[label],
@@ -107,11 +234,6 @@ class VSR(SpatialRows):
             "group": relation,
             "groups": {"relation": relation, "category": VSR_RELATIONS.get(relation, "other")},
         }
-
-
-# -- spatial-MM: questions about places and directions, from the camera's side and from others' ---
-
-_OPTION = re.compile(r"^\s*\(?([A-Z])[.):]\s*(.*?)\s*$", re.MULTILINE)
 
 
 class SpatialMM(SpatialRows):
@@ -154,16 +276,16 @@ class SpatialMM(SpatialRows):
             rows,
             split=split,
             test_size=test_size,
-            key=lambda row: Named(row, self.sample_id(row)).text("image_name"),
+            key=lambda row: self._read_named(row, _text, "image_name"),
         )
-        roots = image_roots(folder, image_path, "Spatial_MM_Obj", "images", "imgs", "data/imgs")
+        roots = _image_roots(folder, image_path, "Spatial_MM_Obj", "images", "imgs", "data/imgs")
         super().__init__(chosen, image_roots=roots)
 
     def sample_id(self, row: Row) -> str:
         return f"spatial_mm-{row.data['subset']}-{row.data['number']}"
 
-    def read(self, row: Named) -> tuple[list[str], dict[str, Any]]:
-        question, answer = row.text("question"), row.text("answer")
+    def read(self, row: Row) -> tuple[list[str], dict[str, Any]]:
+        question, answer = _text(row, "question"), _text(row, "answer")
         subset, perspective = row.data["subset"], _perspective(question)
         sample: dict[str, Any] = {
             "question": question,
@@ -174,14 +296,20 @@ class SpatialMM(SpatialRows):
         found = _OPTION.findall(question)
         if found:
             choices = [text for _, text in found]
-            _check_letters(row, [letter for letter, _ in found])
-            check_options(row, choices)
-            index = _right_option(row, answer, choices)
+            letters = [letter for letter, _ in found]
+            expected = [chr(ord("A") + index) for index in range(len(letters))]
+            if letters != expected:
+                raise _bad(
+                    f"the options have the letters {', '.join(letters)}. {', '.join(expected)} was "
+                    "expected, because an answer is told by its letter"
+                )
+            _check_options(choices)
+            index = _right_option(answer, choices)
             sample |= {"choices": choices, "answer_index": index}
             is_verdict = {parse_truth(choice) for choice in choices} == {True, False}
             groups["task"] = "yes or no" if is_verdict else "place"
             groups["relation"] = choices[index].lower()
-        return [row.text("image_name")], {**sample, "groups": groups}
+        return [_text(row, "image_name")], {**sample, "groups": groups}
 
 
 def _perspective(question: str) -> str:
@@ -191,20 +319,11 @@ def _perspective(question: str) -> str:
     return "in the picture" if "perspective" in question.lower() else "not said"
 
 
-def _check_letters(row: Named, letters: list[str]) -> None:
-    expected = [chr(ord("A") + index) for index in range(len(letters))]
-    if letters != expected:
-        raise row.bad(
-            f"the options have the letters {', '.join(letters)}. {', '.join(expected)} was "
-            "expected, because an answer is told by its letter"
-        )
-
-
-def _right_option(row: Named, answer: str, choices: list[str]) -> int:
+def _right_option(answer: str, choices: list[str]) -> int:
     found = _OPTION.match(answer)
     index = ord(found[1]) - ord("A") if found else -1
     if found is None or not 0 <= index < len(choices):
-        raise row.bad(
+        raise _bad(
             f"the answer {answer[:60]!r} names none of the {len(choices)} options of the question. "
             "It was expected to begin with an option's letter ('B. right'), because that is the "
             "right one"
@@ -212,14 +331,11 @@ def _right_option(row: Named, answer: str, choices: list[str]) -> int:
     texts = [normalize(choice) for choice in choices]
     text = normalize(found[2])
     if text and text != texts[index] and text in texts:
-        raise row.bad(
+        raise _bad(
             f"the answer {answer[:60]!r} has the letter of the option {choices[index]!r} and the "
             "text of another one. Both of one option were expected, because only one is right"
         )
     return index
-
-
-# -- what'sUp: which of some captions, that differ in a preposition, fits a picture ---------------
 
 
 class WhatsUp(SpatialRows):
@@ -263,9 +379,12 @@ class WhatsUp(SpatialRows):
         names = self._FILES[subset]
         file = find_file(folder, (*names, *(f"data/{name}" for name in names)))
         rows = split_rows(
-            read_rows(file, may_be_lists=True), split=split, test_size=test_size, key=self._objects
+            read_rows(file, may_be_lists=True),
+            split=split,
+            test_size=test_size,
+            key=lambda row: _objects(self._read_named(row, self._image_and_captions)[0]),
         )
-        roots = image_roots(
+        roots = _image_roots(
             folder, image_path, "val2017", "vg_images", "controlled_images", "controlled_clevr",
         )  # fmt: skip
         super().__init__(rows, image_roots=roots)
@@ -273,14 +392,14 @@ class WhatsUp(SpatialRows):
     def sample_id(self, row: Row) -> str:
         return f"whats_up-{self._subset}-{row.number}"
 
-    def read(self, row: Named) -> tuple[list[str], dict[str, Any]]:
+    def read(self, row: Row) -> tuple[list[str], dict[str, Any]]:
         image, captions = self._image_and_captions(row)
-        check_options(row, captions)
-        order = sorted(range(len(captions)), key=lambda i: _draw(self._subset, row.row.number, i))
+        _check_options(captions)
+        order = sorted(range(len(captions)), key=lambda option: self._draw(row, option))
         choices = [captions[i] for i in order]
         right = order.index(0)
         lines = "\n".join(f"{chr(ord('A') + i)}. {text}" for i, text in enumerate(choices))
-        relation = self._preposition(row, captions[0])
+        relation = self._preposition(captions[0])
         sample = {
             "question": f"Which caption fits the picture?\n{lines}",
             "answer": f"{chr(ord('A') + right)}. {captions[0]}",
@@ -295,12 +414,15 @@ class WhatsUp(SpatialRows):
             sample |= {"set": objects, "pair": f"{objects}: {PAIRS[relation]}"}
         return [image], sample
 
-    def _image_and_captions(self, row: Named) -> tuple[str, list[str]]:
+    def _draw(self, row: Row, option: int) -> bytes:
+        return hashlib.sha256(f"{self._subset} {row.number} {option}".encode()).digest()
+
+    def _image_and_captions(self, row: Row) -> tuple[str, list[str]]:
         if isinstance(row.data, list):
             number, *captions = row.data or [""]
             width = 12 if self._subset.startswith("coco") else 0
             if type(number) not in (int, str):
-                raise row.bad(
+                raise _bad(
                     f"the image is {number!r}. A number or a text was expected, because the "
                     "picture's file has that name"
                 )
@@ -308,52 +430,33 @@ class WhatsUp(SpatialRows):
         else:
             captions = row.data.get("caption_options")
             # written from the folder above "data"; here only the last folder counts
-            image = "/".join(Path(row.text("image_path")).parts[-2:])
+            image = "/".join(Path(_text(row, "image_path")).parts[-2:])
         if isinstance(captions, list) and all(isinstance(caption, str) for caption in captions):
             return image, captions
-        raise row.bad(
+        raise _bad(
             f"the captions are {repr(captions)[:60]}. A list of texts was expected, the right one "
             "first, because the model chooses among them"
         )
 
-    def _preposition(self, row: Named, caption: str) -> str:
+    def _preposition(self, caption: str) -> str:
         words = caption.lower().replace("-", " ").replace(".", " ").split()
         found = next((word for word in PREPOSITIONS if word in words), None)
         if found is not None:
             return found
         if self._others == "allow":
             return "other"
-        raise row.bad(
+        raise _bad(
             f"the relation of the caption {caption[:60]!r} is not known: it has none of the words "
             f"{', '.join(PREPOSITIONS)}. One of them was expected, because figures are given for "
             "each",
             more=", or allow others with `dataset.other_relations` allow",
         )
 
-    def _objects(self, row: Row) -> str:
-        """The objects in the picture: a, b name them in the file; else the picture itself."""
-        return _objects(self._image_and_captions(Named(row, self.sample_id(row)))[0])
-
 
 def _objects(image: str) -> str:
+    """The objects in the picture: a, b name them in the file; else the picture itself."""
     words = Path(image).stem.split("_")
-    return " ".join((words[0], words[-1]))
-
-
-def _draw(subset: str, number: int, option: int) -> bytes:
-    return hashlib.sha256(f"{subset} {number} {option}".encode()).digest()
-
-
-# -- pictures that may be rotated: questions about them, and captions -----------------------------
-
-# task -> whether a text is an answer of it, and how such answers look
-_TASKS = {
-    "direction": (lambda text: bool(parse_directions(text)), "'left' or 'upper right'"),
-    "clock": (lambda text: is_clock(text) or parse_clock(text) is not None, "'3 o'clock'"),
-    "angle": (lambda text: parse_angle(text) is not None, "'90'"),
-    "yes_no": (lambda text: parse_truth(text) is not None, "'yes' or 'no'"),
-    "caption": (lambda text: bool(text.strip()), "words"),
-}
+    return f"{words[0]} {words[-1]}"
 
 
 class RotateQA(SpatialRows):
@@ -399,33 +502,33 @@ class RotateQA(SpatialRows):
                 read_rows(file),
                 split=split,
                 test_size=test_size,
-                key=lambda row: Named(row, self.sample_id(row)).text("image"),
+                key=lambda row: self._read_named(row, _text, "image"),
             )
         folder = path if path.is_dir() else path.parent
-        super().__init__(rows, image_roots=image_roots(folder, image_path, "images"))
+        super().__init__(rows, image_roots=_image_roots(folder, image_path, "images"))
 
     def sample_id(self, row: Row) -> str:
         return f"{self._name}-{row.data.get('id', row.number)}"
 
-    def read(self, row: Named) -> tuple[list[str], dict[str, Any]]:
+    def read(self, row: Row) -> tuple[list[str], dict[str, Any]]:
         rotation, task = _rotation(row), self._task(row)
-        question, answer = row.text("question"), _answer(row)
+        question, answer = _text(row, "question"), row.data.get("answer")
+        answer = str(answer) if type(answer) in (int, float) else _text(row, "answer")
         sample: dict[str, Any] = {"question": question, "answer": answer}
         options = row.data.get("options")
         if options is not None:
-            sample |= _choices(row, answer, options)
+            sample |= _choices(answer, options)
         elif task in _TASKS and not _TASKS[task][0](answer):
-            raise row.bad(
+            raise _bad(
                 f"the answer {answer[:60]!r} is none of the task {task!r}. One such as "
                 f"{_TASKS[task][1]} was expected, because predictions are read and compared as such"
             )
-        return [row.text("image")], {**sample, **_groups(rotation, task)}
+        return [_text(row, "image")], {**sample, **_groups(rotation, task)}
 
-    def _task(self, row: Named) -> str | None:
+    def _task(self, row: Row) -> str | None:
         task = row.data.get("task")
-        if task is None:
-            return None
-        return row.known(task, _TASKS, what="task", others=self._others)
+        is_given = task is not None
+        return _known(task, _TASKS, what="task", others=self._others) if is_given else None
 
     def __getitem__(self, index: int) -> tuple[list[Image.Image] | None, dict[str, Any]]:
         images, sample = super().__getitem__(index)
@@ -449,10 +552,10 @@ class RotateCaption(RotateQA):
 
     _name = "rotate_caption"
 
-    def read(self, row: Named) -> tuple[list[str], dict[str, Any]]:
+    def read(self, row: Row) -> tuple[list[str], dict[str, Any]]:
         rotation, task = _rotation(row), self._task(row)
-        caption = row.text("caption")
-        return [row.text("image")], {
+        caption = _text(row, "caption")
+        return [_text(row, "image")], {
             "question": "Describe the picture.",
             "caption": caption,
             "answer": caption,
@@ -470,40 +573,28 @@ def _groups(rotation: int | float, task: str | None) -> dict[str, Any]:
     }
 
 
-def _answer(row: Named) -> str:
-    answer = row.data.get("answer")
-    is_number = isinstance(answer, int | float) and not isinstance(answer, bool)
-    return str(answer) if is_number else row.text("answer")
-
-
-def _choices(row: Named, answer: str, options: Any) -> dict[str, Any]:
+def _choices(answer: str, options: Any) -> dict[str, Any]:
     if not isinstance(options, list) or not all(type(o) in (str, int, float) for o in options):
-        raise row.bad(
+        raise _bad(
             f"the options are {repr(options)[:60]}. A list of texts was expected, because the "
             "model chooses among them"
         )
     choices = [str(option) for option in options]
-    check_options(row, choices)
+    _check_options(choices)
     index = parse_choice(answer, choices)
     if index is None:
-        raise row.bad(
+        raise _bad(
             f"the answer {answer[:60]!r} is none of the options {choices!r}. A letter of them or "
             "the text of one was expected, because that is the right one"
         )
     return {"choices": choices, "answer_index": index}
 
 
-def _rotation(row: Named) -> int | float:
+def _rotation(row: Row) -> int | float:
     rotation = row.data.get("rotation", 0)
-    is_number = isinstance(rotation, int | float) and not isinstance(rotation, bool)
-    if is_number and math.isfinite(rotation):
+    if type(rotation) in (int, float) and math.isfinite(rotation):
         return int(rotation) if rotation == int(rotation) else rotation  # 90.0 is the group of 90
-    raise row.bad(
+    raise _bad(
         f"the rotation is {rotation!r}. Degrees clockwise were expected, as a number, because "
         "figures are given by it"
     )
-
-
-# -------------------------------------------------------------------------------------------------
-
-__all__ = ["VSR", "RotateCaption", "RotateQA", "SpatialMM", "WhatsUp"]

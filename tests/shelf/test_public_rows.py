@@ -8,7 +8,7 @@ from PIL import Image
 from register import dataset_register, import_shelf
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.errors import DataError
-from stageline.tasks.spatial_rows import VSR_RELATIONS
+from stageline.tasks.spatial_sets import VSR_RELATIONS
 from tests.helpers.tiny_datasets import (
     make_rotate,
     make_spatial_mm,

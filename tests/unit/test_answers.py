@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from stageline.tasks.answer_text import says_nothing
 from stageline.tasks.answers import (
     parse_angle,
     parse_choice,
     parse_clock,
     parse_directions,
     parse_truth,
-    says_nothing,
 )
 
 ROOT = Path(__file__).resolve().parents[2]

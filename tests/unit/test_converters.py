@@ -310,7 +310,7 @@ GOLDENS = {
         {"instruction": "What is <image> in HTML?", "output": "Nothing."},
         {"messages": [_user("What is <image> in HTML?"), _bot("Nothing.")]},
     ),
-    "pictures and films without places": (
+    "pictures and videos without places": (
         {"formatting": "alpaca"},
         {"instruction": "Q", "output": "A", "image": "a.png", "videos": ["v.gif"]},
         {
@@ -322,7 +322,7 @@ GOLDENS = {
             "videos": ["v.gif"],
         },
     ),
-    "a film": (
+    "a video": (
         {"formatting": "sharegpt", "columns": {"messages": "conversations", "videos": "clips"}},
         {"conversations": _says(human="<video>Q", gpt="A"), "clips": [["1.png", "2.png"]]},
         {

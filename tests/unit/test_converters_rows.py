@@ -1,4 +1,4 @@
-"""The jsonl part on rows of other formats, and films as pictures."""
+"""The jsonl part on rows of other formats, and videos as pictures."""
 
 import json
 import re
@@ -98,7 +98,7 @@ def test_the_rows_of_the_guide_are_taken(tmp_path):
     rows = [{**row, "tools": "[]"} if row.get("tools") == "[...]" else row for row in rows]
     picture(tmp_path / "a.png")
     picture(tmp_path / "cat.png")
-    _film(tmp_path / "cat.gif")
+    _video(tmp_path / "cat.gif")
     samples = _rows(tmp_path, *rows)
     kinds = [
         next(kind for kind in ("chosen", "label", "messages", "answer", "text") if kind in sample)
@@ -133,7 +133,7 @@ def _shades(frames):
     return [frame.convert("RGB").getpixel((0, 0))[0] for frame in frames]
 
 
-def _film(path, count=10):
+def _video(path, count=10):
     shades = [Image.new("RGB", (8, 6), (20 * place, 0, 0)) for place in range(count)]
     options = {"lossless": True} if path.suffix == ".webp" else {}
     shades[0].save(path, save_all=True, append_images=shades[1:], duration=40, **options)
@@ -141,68 +141,68 @@ def _film(path, count=10):
 
 @pytest.mark.parametrize("suffix", [".gif", ".webp", ".png"])
 def test_frames_of_an_animation(tmp_path, suffix):
-    _film(tmp_path / f"film{suffix}")
+    _video(tmp_path / f"video{suffix}")
     frames = read_frames(
-        f"film{suffix}", folders=ImageFolders([tmp_path]), num_frames=4, source="row"
+        f"video{suffix}", folders=ImageFolders([tmp_path]), num_frames=4, source="row"
     )
     assert _shades(frames) == [0, 60, 120, 180]
 
 
 def test_frames_of_a_folder_are_in_the_order_of_their_numbers(tmp_path):
     for place in range(12):
-        path = tmp_path / "film" / f"frame{place}.png"
+        path = tmp_path / "video" / f"frame{place}.png"
         path.parent.mkdir(exist_ok=True)
         Image.new("RGB", (8, 6), (place, 0, 0)).save(path)
-    (tmp_path / "film" / "notes.txt").write_text("no picture")
+    (tmp_path / "video" / "notes.txt").write_text("no picture")
     folders = ImageFolders([tmp_path])
-    frames = read_frames("film", folders=folders, num_frames=3, source="row")
+    frames = read_frames("video", folders=folders, num_frames=3, source="row")
     assert _shades(frames) == [0, 5, 11]
-    names = [f"film/frame{place}.png" for place in (2, 4)]
+    names = [f"video/frame{place}.png" for place in (2, 4)]
     assert _shades(read_frames(names, folders=folders, num_frames=3, source="row")) == [2, 4]
 
 
-def test_films_that_cannot_be_read(tmp_path, monkeypatch):
+def test_videos_that_cannot_be_read(tmp_path, monkeypatch):
     folders = ImageFolders([tmp_path])
 
     def read(name, **options):
         read_frames(name, folders=folders, source="f:1", **{"num_frames": 2, **options})
 
     (tmp_path / "empty").mkdir()
-    (tmp_path / "film.mp4").write_bytes(b"film")
-    (tmp_path / "film.gif").write_bytes(b"GIF89a")
+    (tmp_path / "video.mp4").write_bytes(b"video")
+    (tmp_path / "video.gif").write_bytes(b"GIF89a")
     monkeypatch.setitem(__import__("sys").modules, "av", None)
-    with pytest.raises(DataError, match="f:1: there is no film none.gif"):
+    with pytest.raises(DataError, match="f:1: there is no video none.gif"):
         read("none.gif")
     with pytest.raises(DataError, match="leads out"):
         read("../other")
     with pytest.raises(DataError, match="the folder holds none of"):
         read("empty")
-    with pytest.raises(DataError, match="film.gif does not decode"):
-        read("film.gif")
-    with pytest.raises(UserError, match="f:1: the film .*film.mp4.*package av"):
-        read("film.mp4")
+    with pytest.raises(DataError, match="video.gif does not decode"):
+        read("video.gif")
+    with pytest.raises(UserError, match="f:1: the video .*video.mp4.*package av"):
+        read("video.mp4")
     with pytest.raises(UserError, match="num_frames is 0"):
         read("empty", num_frames=0)
 
 
-def test_a_film_of_av_if_it_is_there(tmp_path):
+def test_a_video_of_av_if_it_is_there(tmp_path):
     av = pytest.importorskip("av")
-    with av.open(str(tmp_path / "film.mp4"), "w") as film:
-        stream = film.add_stream("mpeg4", rate=10)
+    with av.open(str(tmp_path / "video.mp4"), "w") as video:
+        stream = video.add_stream("mpeg4", rate=10)
         stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
         for shade in (0, 60, 120, 180, 240):
             picture_of = Image.new("RGB", (64, 48), (shade,) * 3)
             for packet in stream.encode(av.VideoFrame.from_image(picture_of)):
-                film.mux(packet)
+                video.mux(packet)
         for packet in stream.encode():
-            film.mux(packet)
+            video.mux(packet)
     folders = ImageFolders([tmp_path])
-    frames = read_frames("film.mp4", folders=folders, num_frames=3, source="row")
+    frames = read_frames("video.mp4", folders=folders, num_frames=3, source="row")
     assert [round(shade / 60) for shade in _shades(frames)] == [0, 2, 4]
 
 
-def test_a_sample_with_a_film_and_a_picture_has_a_place_for_each_frame(tmp_path):
-    _film(tmp_path / "film.gif")
+def test_a_sample_with_a_video_and_a_picture_has_a_place_for_each_frame(tmp_path):
+    _video(tmp_path / "video.gif")
     picture(tmp_path / "a.png")
     row = {
         "conversations": [
@@ -210,7 +210,7 @@ def test_a_sample_with_a_film_and_a_picture_has_a_place_for_each_frame(tmp_path)
             {"from": "gpt", "value": "A"},
         ],
         "images": ["a.png"],
-        "videos": ["film.gif"],
+        "videos": ["video.gif"],
     }
     images, sample = _only(tmp_path, row, num_frames=3)
     assert [image.size for image in images] == [(8, 6)] * 3 + [(20, 30)]

@@ -17,8 +17,8 @@ from register import collate_fn_register, dataset_register, import_shelf
 from stageline.checking.tiny_processors import tiny_tokenizer
 from stageline.corpus.header import CorpusHeader, CutRules, SegmentType, TokenizerInfo
 from stageline.corpus.run_sampler import run_sampler
-from stageline.data.batches.corpus_rows import CorpusRows, held_out_starts
 from stageline.data.batches.loader import MicroBatchLoader, example_micro_batch
+from stageline.data.batches.plain_text import CorpusRows, held_out_starts
 from stageline.errors import DataError, UserError
 from tests.helpers.tiny_corpora import documents, tiny_corpus
 

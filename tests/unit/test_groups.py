@@ -13,9 +13,14 @@ from prompt_fn import fill, none
 from register import dataset_register
 from stageline.checking.tiny_processors import tiny_tokenizer
 from stageline.data.batches.collate_part import CollatePart, EncodedSample
-from stageline.data.batches.groups import check_batch_sizes, group_size_of, some_rows, whole_groups
 from stageline.data.batches.loader import MicroBatchLoader
-from stageline.data.batches.sampler import StepSampler
+from stageline.data.batches.sampler import (
+    StepSampler,
+    check_batch_sizes,
+    group_size_of,
+    some_rows,
+    whole_groups,
+)
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.errors import DataError, UserError
 from tests.helpers.tiny_datasets import group_row, write_json, write_lines
@@ -79,7 +84,7 @@ def test_steps_hold_whole_groups_and_an_epoch_each_once(collate, dp_degree):
 
 
 def test_every_collate_part_sees_the_same_samples_in_the_same_order():
-    drawn = [next(loader_of(16, collate=part).sampler.steps()) for part in (collate, len)]
+    drawn = [next(loader_of(16, collate=part).sampler.shares()) for part in (collate, len)]
     assert drawn[0] == drawn[1]
 
 

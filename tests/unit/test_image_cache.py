@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from stageline.checking.tiny_processors import PROCESSOR_FAMILIES, tiny_processor
 from stageline.data.batches.batch import add_image_inputs
 from stageline.data.images.image_cache import ImageCache, find_layout
-from stageline.data.images.image_files import ImageFolders
-from stageline.data.images.image_index import FileFacts, ImageIndex
+from stageline.data.images.image_files import FileFacts, ImageFolders, ImageIndex
 from stageline.data.images.image_settings import ImageSettings, using_images
 from stageline.data.images.images import ImageExpander, decode_image
 

@@ -112,7 +112,7 @@ def test_prompts_of_a_text_file_are_its_lines(tmp_path):
     with pytest.raises(DataError, match="ask.txt holds no prompt"):
         PromptRows(path=file)
     file.write_bytes(b"caf\xe9\n")
-    with pytest.raises(DataError, match="byte 3 is no UTF-8"):
+    with pytest.raises(DataError, match="ask.txt:1: not UTF-8: .* at byte 3 of"):
         PromptRows(path=file)
 
 

@@ -177,15 +177,15 @@ def test_pictures_are_opened_when_a_row_is_asked_for(tmp_path):
         Sets(dataset_path=str(tmp_path / "b.jsonl"), cache=str(tmp_path / "cache"))
 
 
-def test_films_become_frames_where_they_stood(tmp_path):
+def test_videos_become_frames_where_they_stood(tmp_path):
     for number in range(10):
-        picture(tmp_path / f"film/{number}.png", (number + 5, 5))
-    (tmp_path / "film/notes.txt").write_text("")
+        picture(tmp_path / f"video/{number}.png", (number + 5, 5))
+    (tmp_path / "video/notes.txt").write_text("")
     picture(tmp_path / "a.png", (50, 5))
     parts = [{"type": kind} for kind in ("video", "image", "video")]
     row = chat_row("")
     row["messages"][0]["content"] = [*parts, {"type": "text", "text": "What?"}]
-    row |= {"images": ["a.png"], "videos": ["film", ["film/9.png", "film/8.png"]]}
+    row |= {"images": ["a.png"], "videos": ["video", ["video/9.png", "video/8.png"]]}
     write_lines(tmp_path / "rows.jsonl", [row])
 
     def read(**options):
@@ -200,11 +200,11 @@ def test_films_become_frames_where_they_stood(tmp_path):
     assert "videos" not in sample
     assert len(read(num_frames=99)[0]) == 13
     for change, words in (
-        ({"videos": ["film"]}, "places for videos"),
-        ({"videos": ["film"] * 3}, "1 films and 0 pictures have no place|2 places for videos"),
-        ({"videos": ["a.mp4", "film"]}, "there is no film a.mp4"),
-        ({"videos": ["../..", "film"]}, "leads out"),
-        ({"videos": [[], "film"]}, "has no frames|videos are|no frame"),
+        ({"videos": ["video"]}, "places for videos"),
+        ({"videos": ["video"] * 3}, "1 videos and 0 pictures have no place|2 places for videos"),
+        ({"videos": ["a.mp4", "video"]}, "there is no video a.mp4"),
+        ({"videos": ["../..", "video"]}, "leads out"),
+        ({"videos": [[], "video"]}, "has no frames|videos are|no frame"),
     ):
         write_lines(tmp_path / "rows.jsonl", [{**row, **change}])
         with pytest.raises(DataError, match=words):

@@ -18,6 +18,9 @@ from stageline.data.text.rendered import Piece, Rendered
 IGNORE = -100
 Sample = dict[str, Any]
 Images = Sequence[Any] | None
+MicroBatch = dict[str, torch.Tensor]
+NO_SAMPLE = -1
+_EMPTY_ROW = 2  # one token has no next one to predict, which not every loss allows for
 
 
 def sample_name(sample: Sample) -> str:
@@ -50,9 +53,9 @@ def render_sample(
 
 
 def _check_rendered(register: str, part: Callable[..., Any], found: object) -> None:
-    is_rendered = isinstance(found, Rendered)
-    wrong = [piece for piece in found if not isinstance(piece, Piece)] if is_rendered else []
-    if not is_rendered or wrong:
+    pieces = found.pieces if isinstance(found, Rendered) else ()
+    wrong: list[object] = [piece for piece in pieces if not isinstance(piece, Piece)]
+    if not isinstance(found, Rendered) or wrong:
         raise broken(
             register,
             part,
@@ -89,7 +92,7 @@ def pad_rows(
     with_labels: bool = True,
     multiple_of: int = 1,
     max_width: int | None = None,
-) -> dict[str, torch.Tensor]:
+) -> MicroBatch:
     """input_ids, attention_mask and labels, each [B, T] long.
 
     Args:
@@ -113,7 +116,7 @@ def pad_rows(
 
 
 def add_image_inputs(
-    batch: dict[str, torch.Tensor],
+    batch: MicroBatch,
     images: Sequence[Images],
     *,
     processor: Any,
@@ -137,31 +140,15 @@ def add_image_inputs(
     sizes = [image_size(image) for row in images for image in row or ()]
     batch.update(expander.side_inputs(sizes))
     if with_pixels:
-        _add_pixels(batch, images, expander=expander, names=names)
+        pixels = expander.decode_pixels([row or () for row in images], names)
+        for key, value in pixels.items():
+            # the other ranks believe the sizes: make sure that they may
+            is_same = key not in batch or torch.equal(batch[key], value)
+            assert is_same, f"{key} depends on pixels, not on sizes alone"
+        batch.update(pixels)
     if expander.lies_in_rows:
         counts = [len(row or ()) for row in images]
         batch.update(by_rows(batch, counts, processor=processor))
-
-
-def _add_pixels(
-    batch: dict[str, torch.Tensor],
-    images: Sequence[Images],
-    *,
-    expander: ImageExpander,
-    names: Sequence[str],
-) -> None:
-    for key, value in expander.decode_pixels([row or () for row in images], names).items():
-        if key in batch:  # the other ranks believe the sizes: make sure that they may
-            assert torch.equal(batch[key], value), f"{key} depends on pixels, not on sizes alone"
-        batch[key] = value
-
-
-# -- packed micro-batches: several samples behind each other in one row, none of which sees another
-# Attention is block-diagonal by small integers: positions restart at each sample, and each stage
-# builds its mask from them. Shapes: B rows, T tokens of the fullest one.
-
-NO_SAMPLE = -1
-_EMPTY_ROW = 2  # one token has no next one to predict, which not every loss allows for
 
 
 def pack_rows(
@@ -170,9 +157,11 @@ def pack_rows(
     pad_token_id: int,
     multiple_of: int = 1,
     max_width: int | None = None,
-) -> dict[str, torch.Tensor]:
+) -> MicroBatch:
     """input_ids, attention_mask, labels, position_ids and sample_ids, each [B, T] long.
 
+    The samples of a row lie behind each other and none sees another: positions restart at each,
+    and each stage builds its block-diagonal mask from them.
     `sample_ids` counts the samples of a row, -1 is padding; their presence tells a stage that the
     batch is packed. Padding has position 0 throughout: each such token is a sample of its own, so
     it sees itself alone. An empty row is padding only.
@@ -208,7 +197,7 @@ def pack_rows(
     }
 
 
-def count_samples(micro_batch: dict[str, torch.Tensor]) -> int:
+def count_samples(micro_batch: MicroBatch) -> int:
     """Samples with something to learn: rows, pairs of them, or the samples in packed ones."""
     is_target_BT = micro_batch["labels"] != IGNORE
     if "loss_pairs" in micro_batch:

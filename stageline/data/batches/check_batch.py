@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from stageline.contracts import broken, call, shown
-from stageline.data.batches.batch import IGNORE, sample_name
+from stageline.data.batches.batch import IGNORE, MicroBatch, sample_name
 from stageline.data.batches.collate_part import CollatePart, EncodedSample, as_collate_part
 from stageline.errors import DataError
 
@@ -35,12 +35,12 @@ class CheckedCollate(CollatePart):
 
     def _checked(
         self,
-        make: Callable[..., dict[str, torch.Tensor]],
+        make: Callable[..., MicroBatch],
         rows: Sequence[Any],
         *,
         is_packed: bool = False,
         **options: Any,
-    ) -> dict[str, torch.Tensor]:
+    ) -> MicroBatch:
         """The micro-batch of samples, or of rows of them.
 
         Raises:
@@ -50,7 +50,8 @@ class CheckedCollate(CollatePart):
         batch = call("collate_fn", make, rows, **options)
         check_micro_batch(batch, num_samples=len(rows), part=make)
         samples = rows if is_packed else [[sample] for sample in rows]
-        check_ids(batch, self._vocab_size, samples=samples)
+        if self._vocab_size is not None:
+            _check_ids(batch, self._vocab_size, samples=samples)
         return batch
 
 
@@ -131,9 +132,7 @@ def _problem_of(batch: object, num_samples: int) -> tuple[str, str] | None:
     return None
 
 
-def check_ids(
-    batch: dict[str, torch.Tensor], vocab_size: int | None, *, samples: Sequence[Sequence[Any]]
-) -> None:
+def _check_ids(batch: MicroBatch, vocab_size: int, *, samples: Sequence[Sequence[Any]]) -> None:
     """Refuses token ids and labels for which the model has no row.
 
     Args:
@@ -142,64 +141,40 @@ def check_ids(
     Raises:
         DataError: names sample, place, id and vocabulary.
     """
-    ids_BT = batch.get("input_ids")
-    labels_BT = batch.get("labels")
-    if ids_BT is None or vocab_size is None:
-        return
-    is_bad_BT = _out_of_range(ids_BT, vocab_size)
-    if is_bad_BT is not None:
-        raise _bad_id("token id", ids_BT, is_bad_BT, vocab_size, batch, samples)
-    if labels_BT is None or labels_BT.shape != ids_BT.shape or labels_BT.is_floating_point():
-        return
-    is_bad_BT = _out_of_range(labels_BT, vocab_size, ignore=IGNORE)
-    if is_bad_BT is not None:
-        raise _bad_id("label", labels_BT, is_bad_BT, vocab_size, batch, samples)
+    for name, kind in (("input_ids", "token id"), ("labels", "label")):
+        values_BT = batch[name]
+        is_bad_BT = (values_BT >= vocab_size) | (values_BT < 0)
+        if name == "labels":
+            is_bad_BT &= values_BT != IGNORE
+        if not is_bad_BT.any():
+            continue
+        number, place = is_bad_BT.nonzero()[0].tolist()
+        row = number * len(samples) // len(values_BT)  # a sample may be several rows
+        names = [sample_name(sample) for _, sample in samples[row]]
+        if "sample_ids" in batch and len(names) > 1:  # a packed row: which of its samples
+            own = int(batch["sample_ids"][row, place])
+            names = names[own : own + 1] or names
+        token_id = int(values_BT[number, place])
+        raise _bad_id(kind, token_id, place, vocab_size, " and ".join(names) or "?")
 
 
-def check_encoded(ids: Sequence[int], vocab_size: int, *, name: str) -> None:
-    """As `check_ids`, for the ids of one sample.
+def check_encoded(encoded: EncodedSample, vocab_size: int | None, *, name: str) -> None:
+    """Refuses token ids of one sample, before it is cut, for which the model has no row.
 
     Raises:
         DataError: names sample, place, id and vocabulary.
     """
-    for place, token_id in enumerate(ids):
-        if not 0 <= token_id < vocab_size:
-            raise DataError(_message("token id", token_id, place, vocab_size, name))
+    if vocab_size is None:
+        return
+    for whole in encoded.whole:
+        for place, token_id in enumerate(whole.input_ids):
+            if not 0 <= token_id < vocab_size:
+                raise _bad_id("token id", token_id, place, vocab_size, name)
 
 
-def _out_of_range(
-    values: torch.Tensor, vocab_size: int, *, ignore: int | None = None
-) -> torch.Tensor | None:
-    """Where values are out of range; None where they nowhere are."""
-    is_bad = (values >= vocab_size) | (values < 0)
-    if ignore is not None:
-        is_bad &= values != ignore
-    return is_bad if bool(is_bad.any()) else None
-
-
-def _bad_id(
-    kind: str,
-    values: torch.Tensor,
-    is_bad: torch.Tensor,
-    vocab_size: int,
-    batch: dict[str, torch.Tensor],
-    samples: Sequence[Sequence[Any]],
-) -> DataError:
-    number, *rest = is_bad.nonzero()[0].tolist()
-    row = number * len(samples) // len(values)  # a sample may be several rows
-    names = [sample_name(sample) for _, sample in samples[row]] if row < len(samples) else []
-    if "sample_ids" in batch and len(names) > 1:  # a packed row: which of its samples
-        place = int(batch["sample_ids"][row, rest[0]])
-        names = names[place : place + 1] or names
-    value = int(values[(number, *rest)])
-    return DataError(
-        _message(kind, value, rest[0] if rest else 0, vocab_size, " and ".join(names) or "?")
-    )
-
-
-def _message(kind: str, value: int, place: int, vocab_size: int, name: str) -> str:
+def _bad_id(kind: str, value: int, place: int, vocab_size: int, name: str) -> DataError:
     allowed = f"0 to {vocab_size - 1}" + (f", or {IGNORE} for none," if kind == "label" else "")
-    return (
+    return DataError(
         f"{name}: the {kind} at place {place} is {value}. {allowed} was expected, because the "
         f"model's embedding has {vocab_size} rows, and looking up another one fails: use the "
         "tokenizer that belongs to the model (`processor_path`), or correct the part that makes "

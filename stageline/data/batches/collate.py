@@ -1,6 +1,7 @@
-"""Encodes samples and makes one micro-batch of them: the bodies of the `sft` collate part.
+"""Encodes samples and makes one micro-batch of them: the bodies of `sft` and `contrastive`.
 
-Token ids are the same on every rank; pixels are decoded on the first stage alone.
+Token ids are the same on every rank; pixels are decoded on the first stage alone. Shapes: B rows,
+T tokens.
 """
 
 import functools
@@ -11,6 +12,7 @@ import torch
 
 from stageline.data.batches.batch import (
     Images,
+    MicroBatch,
     Sample,
     add_image_inputs,
     encode_sample,
@@ -19,15 +21,15 @@ from stageline.data.batches.batch import (
     render_sample,
     sample_name,
 )
-from stageline.data.batches.collate_part import EncodedSample, all_encoded
+from stageline.data.batches.collate_part import ROLES, EncodedSample, all_encoded
 from stageline.data.batches.token_cache import token_cache_of
 from stageline.data.text.encode import Encoded, check_targets
 from stageline.data.text.limit import Overlong, limit_length
-from stageline.data.text.rendered import Rendered
 from stageline.data.text.template import MarkedWords
 from stageline.errors import DataError
 
 Item = EncodedSample | tuple[Images, Sample]
+_LEAST = 3  # samples of a group
 TEXTS = ("prompt", "prompt_fn", "image_token", "processor")
 
 
@@ -35,35 +37,32 @@ def encode_for_training(
     images: Images,
     sample: Sample,
     *,
-    prompt: str,
-    prompt_fn: Callable[..., Rendered],
-    image_token: Callable[..., Rendered],
     processor: Any,
     words: MarkedWords | None = None,
+    **texts: Any,
 ) -> Encoded:
     """Token ids and labels of one sample, of any length.
 
     Args:
         words: to be marked in what is learnt.
+        texts: prompt, prompt_fn and image_token.
 
     Raises:
         DataError: it has no supervised token.
     """
-    name = sample_name(sample)
     cache = token_cache_of(processor)
-    texts = {"prompt": prompt, "prompt_fn": prompt_fn, "image_token": image_token}
     kept_as = None
     if cache is not None and cache.is_used:
         kept_as = cache.name_of(images, sample, words=words, **texts)
-    kept = None if kept_as is None else cache.get(kept_as)
-    if kept is not None:
+    if cache is not None and kept_as is not None and (kept := cache.get(kept_as)) is not None:
         return kept
+    name = sample_name(sample)
     rendered = render_sample(images, sample, processor=processor, **texts)
     if words is not None:
         rendered = words.mark(rendered)
     encoded = encode_sample(rendered, images, processor=processor, name=name)
     check_targets(encoded, name=name)
-    if kept_as is not None:
+    if cache is not None and kept_as is not None:
         cache.note(kept_as, encoded)
     return encoded
 
@@ -97,48 +96,33 @@ def encode_sft(
     return EncodedSample(images, sample, [row], len(row), [whole])
 
 
-def collate_sft(
-    samples: Sequence[Item],
-    *,
-    prompt: str,
-    prompt_fn: Callable[..., Rendered],
-    image_token: Callable[..., Rendered],
-    processor: Any,
-    pad_token_id: int,
-    max_token_num: int,
-    stage: int,
-    overlong: Overlong = "error",
-    pad_to_multiple_of: int = 1,
-) -> dict[str, torch.Tensor]:
+def collate_sft(samples: Sequence[Item], **common: Any) -> MicroBatch:
     """One micro-batch: ids, mask and labels [B, T], side inputs, and pixels on stage 0.
 
     Args:
         samples: encoded ones, or (images, sample).
+        common: as of `encode_sft`, and pad_to_multiple_of.
     """
-    common = {
-        "prompt": prompt,
-        "prompt_fn": prompt_fn,
-        "image_token": image_token,
-        "processor": processor,
-        "pad_token_id": pad_token_id,
-        "max_token_num": max_token_num,
-        "stage": stage,
-        "overlong": overlong,
-    }
-    encoded = all_encoded(samples, encode_sft, **common)
-    return collate_encoded(encoded, pad_to_multiple_of=pad_to_multiple_of, **common)
+    return collate_encoded(all_encoded(samples, encode_sft, **common), **common)
+
+
+def collate_packed_sft(rows: Sequence[Sequence[Item]], **common: Any) -> MicroBatch:
+    """One micro-batch of rows that hold several samples; as `collate_sft` otherwise."""
+    encoded = [all_encoded(row, encode_sft, **common) for row in rows]
+    batch = pack_encoded(encoded, **common)
+    # images lie in the order of the samples, as their tokens do
+    _add_images(batch, [sample for row in encoded for sample in row], **common)
+    return batch
 
 
 def collate_encoded(
     samples: Sequence[EncodedSample],
     *,
-    processor: Any,
     pad_token_id: int,
     max_token_num: int,
-    stage: int,
     pad_to_multiple_of: int = 1,
     **common: Any,
-) -> dict[str, torch.Tensor]:
+) -> MicroBatch:
     """As `collate_sft`, of samples that are encoded and may have several rows each."""
     batch = pad_rows(
         [row for sample in samples for row in sample.rows],
@@ -146,47 +130,34 @@ def collate_encoded(
         multiple_of=pad_to_multiple_of,
         max_width=max_token_num,
     )
-    _add_images(batch, samples, processor=processor, stage=stage)
+    _add_images(batch, samples, **common)
     return batch
 
 
-def collate_packed_sft(
-    rows: Sequence[Sequence[Item]],
+def pack_encoded(
+    rows: Sequence[Sequence[EncodedSample]],
     *,
-    processor: Any,
     pad_token_id: int,
     max_token_num: int,
-    stage: int,
     pad_to_multiple_of: int = 1,
     **common: Any,
-) -> dict[str, torch.Tensor]:
-    """One micro-batch of rows that hold several samples; as `collate_sft` otherwise."""
-    shared = {
-        "processor": processor,
-        "pad_token_id": pad_token_id,
-        "max_token_num": max_token_num,
-        "stage": stage,
-        **common,
-    }
-    encoded = [all_encoded(row, encode_sft, **shared) for row in rows]
-    batch = pack_rows(
-        [[one for sample in row for one in sample.rows] for row in encoded],
+) -> MicroBatch:
+    """The tokens of rows that hold several encoded samples each."""
+    return pack_rows(
+        [[one for sample in row for one in sample.rows] for row in rows],
         pad_token_id=pad_token_id,
         multiple_of=pad_to_multiple_of,
         max_width=max_token_num,
     )
-    # images lie in the order of the samples, as their tokens do
-    samples = [sample for row in encoded for sample in row]
-    _add_images(batch, samples, processor=processor, stage=stage)
-    return batch
 
 
 def _add_images(
-    batch: dict[str, torch.Tensor],
+    batch: MicroBatch,
     samples: Sequence[EncodedSample],
     *,
     processor: Any,
     stage: int,
+    **common: Any,
 ) -> None:
     """Adds image inputs in place; a dropped sample has no image token, so no image either."""
     rows = [(row, sample) for sample in samples for row in sample.rows]
@@ -199,14 +170,6 @@ def _add_images(
     )
 
 
-# -- makes one micro-batch of whole groups; the body of the `contrastive` collate part ------------
-# A group is an anchor, its positive and one or more negatives: neighbouring samples with the same
-# `contrast_group`, each with its `role`. Shapes: B samples, T tokens.
-
-ROLES = ("anchor", "positive", "negative")
-_LEAST = 3  # samples of a group
-
-
 def encode_marked(
     images: Images, sample: Sample, *, words: MarkedWords, **common: Any
 ) -> EncodedSample:
@@ -217,8 +180,11 @@ def encode_marked(
 
 def collate_contrastive(
     samples: Sequence[Item], *, words: MarkedWords, **common: Any
-) -> dict[str, torch.Tensor]:
-    """As `collate_sft`, with `loss_marks` and `loss_groups`.
+) -> MicroBatch:
+    """As `collate_sft`, of whole groups, with `loss_marks` and `loss_groups`.
+
+    A group is an anchor, its positive and one or more negatives: neighbouring samples with the
+    same `contrast_group`, each with its `role`.
 
     `loss_marks` [B, T] bool: supervised tokens that cover a character of one of the words.
     `loss_groups` [B] int64: number of the group within the micro-batch; its rows are the anchor,
@@ -230,7 +196,11 @@ def collate_contrastive(
     groups = group_numbers([sample for _, sample in samples])
     encoded = all_encoded(samples, encode_marked, words=words, **common)
     batch = collate_encoded(encoded, **common)
-    batch["loss_marks"] = _marks([one.rows[0] for one in encoded], batch["labels"].shape)
+    marks_BT = torch.zeros_like(batch["labels"], dtype=torch.bool)
+    for index, one in enumerate(encoded):
+        marked = torch.tensor(one.rows[0].is_marked, dtype=torch.bool)  # empty: it was dropped
+        marks_BT[index, : len(marked)] = marked
+    batch["loss_marks"] = marks_BT
     batch["loss_groups"] = torch.tensor(groups, dtype=torch.int64)
     return batch
 
@@ -278,11 +248,3 @@ def _not_whole(sample: Sample, expected: str) -> DataError:
         "one behind the other: anchor, positive, negatives. Use a dataset with group_size "
         "(`dataset` groups), and correct its rows."
     )
-
-
-def _marks(rows: Sequence[Encoded], shape: Sequence[int]) -> torch.Tensor:
-    marks_BT = torch.zeros(tuple(shape), dtype=torch.bool)
-    for index, row in enumerate(rows):
-        marked = torch.tensor(row.is_marked, dtype=torch.bool)  # empty for a dropped sample
-        marks_BT[index, : len(marked)] = marked
-    return marks_BT

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from stageline.data.text.encode import Encoded
 
 
+ROLES = ("anchor", "positive", "negative")  # of the samples of a group
+
+
 @dataclass(frozen=True)
 class EncodedSample:
     """A sample and its token ids. It unpacks as (images, sample), like what it was made of.

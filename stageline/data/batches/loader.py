@@ -13,12 +13,21 @@ import torch
 from torch.utils.data import DataLoader
 
 from stageline import chaos
-from stageline.data.batches.groups import check_batch_sizes, group_size_of, some_rows
-from stageline.data.batches.sampler import StepSampler, StreamSampler, has_sampler, is_stream
-from stageline.data.batches.step_maker import MicroBatch, PackedStepMaker, StepMaker, end_with_rank
+from stageline.data.batches.batch import MicroBatch
+from stageline.data.batches.sampler import (
+    StepSampler,
+    StreamSampler,
+    check_batch_sizes,
+    group_size_of,
+    has_sampler,
+    is_stream,
+    some_rows,
+)
+from stageline.data.batches.step_maker import PackedStepMaker, StepMaker, end_with_rank
 from stageline.errors import UserError
 from stageline.seeds import derive_seed
 
+NUM_EXAMPLES = 4  # micro-batches that are looked at
 _CAN_FORK = sys.platform == "linux"
 
 
@@ -99,17 +108,19 @@ class MicroBatchLoader:
             start_step=start_step,
             position=position,
         )
-        options = {"collate": collate, "micro_batch_size": micro_batch_size, "dp_rank": dp_rank}
-        options["is_sorted"] = order == "sorted"
-        options["seed"] = derive_seed(seed, "held out" if eval else "rows")
-        options["group_size"] = group_size
-        self.step_maker = (
-            StepMaker(dataset, **options)
-            if packing is None
-            else PackedStepMaker(
-                dataset, capacity=packing, legal_counts=legal_counts, agree=agree, **options
-            )
-        )
+        options: dict[str, Any] = {
+            "collate": collate,
+            "micro_batch_size": micro_batch_size,
+            "dp_rank": dp_rank,
+            "is_sorted": order == "sorted",
+            "seed": derive_seed(seed, "held out" if eval else "rows"),
+            "group_size": group_size,
+        }
+        if packing is None:
+            self.step_maker = StepMaker(dataset, **options)
+        else:
+            options |= {"capacity": packing, "legal_counts": legal_counts, "agree": agree}
+            self.step_maker = PackedStepMaker(dataset, **options)
         self.num_workers = num_workers
         self.pins = pins and torch.cuda.is_available()
         self.start_step = start_step
@@ -207,11 +218,6 @@ def _as_it_is(step: Any) -> Any:
     return step
 
 
-# -- a micro-batch to look at before a run: what the planner measures with ------------------------
-
-NUM_EXAMPLES = 4
-
-
 def example_micro_batch(
     dataset: Any,
     collate: Callable[[Sequence[Any]], MicroBatch],
@@ -232,8 +238,9 @@ def example_micro_batch(
         dataset, collate=collate, batch_size=num_rows, micro_batch_size=num_rows, seed=seed
     )
     examples = [step[0] for step in itertools.islice(loader, NUM_EXAMPLES)]
-    return max(examples, key=lambda batch: (_has_pixels(batch), batch["input_ids"].shape[1]))
 
+    def cost(batch: MicroBatch) -> tuple[bool, int]:
+        has_pixels = any(name.startswith("pixel") for name in batch)
+        return has_pixels, batch["input_ids"].shape[1]
 
-def _has_pixels(batch: MicroBatch) -> bool:
-    return any(name.startswith("pixel") for name in batch)
+    return max(examples, key=cost)

@@ -1,38 +1,272 @@
-"""Makes micro-batches of plain text, for pre-training; the bodies of the `pt` collate part.
+"""Plain text for pre-training: rows of a corpus, and the bodies of the `pt` collate part.
 
 All that is in a row is learnt: the tokens that the tokenizer begins a text with, the text, EOS.
 What is padding is known by its place, so a padding token that is EOS too does no harm. Text from
 the data never becomes a special token. Cutting long documents into rows is not done here: a
-collate part makes as many rows as it gets samples. Samples of a corpus have tokens in place of
-text.
+collate part makes as many rows as it gets samples.
+
+A sample of a corpus has `segments`, arrays of token ids, in place of a text. All of a segment is
+learnt but its first token, which no token of the same segment goes before. Samples that say
+`is_packed` hold several segments a row, none of which sees another.
 """
 
-from collections.abc import Sequence
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy
-import torch
+from torch.utils.data import Dataset
 
-from stageline.data.batches.batch import Images, Sample, pack_rows, pad_rows, sample_name
-from stageline.data.batches.collate import Item, collate_encoded, encode_sft
+from stageline.data.batches.batch import Images, MicroBatch, Sample, pad_rows, sample_name
+from stageline.data.batches.collate import Item, collate_encoded, encode_sft, pack_encoded
 from stageline.data.batches.collate_part import EncodedSample, all_encoded
 from stageline.data.text.encode import Encoded
 from stageline.data.text.limit import TextOverlong, limit_length
-from stageline.errors import DataError
+from stageline.data.text.processor import get_tokenizer
+from stageline.errors import DataError, UserError
 
-# -- micro-batches of samples whose tokens are ready: segments of a pre-training corpus -----------
-# Such a sample has `segments`, arrays of token ids, in place of a text. All of a segment is learnt
-# but its first token, which no token of the same segment goes before. Samples that say `is_packed`
-# hold several segments a row, none of which sees another.
-
-
-def is_ready(sample: Sample) -> bool:
-    """Whether a sample has tokens in place of a text."""
-    return "segments" in sample
+BEGINS = 1  # the flag of a segment that is the first one of its document
+_LOOK_BACK = 4096  # flags that are read at a time
+Range = tuple[int, int]
 
 
-def encode_ready(
+class CorpusRows(Dataset):
+    """The rows of a corpus, type behind type: a segment a row, or rows that were packed before.
+
+    A row is read when it is asked for, and nothing is kept of any.
+
+    Args:
+        corpus: `header`, `corpus[i]` -> token ids of a segment, `type_starts`.
+        ranges: of each type, the first of its rows and the one behind its last.
+        source: what errors call the corpus.
+        packed: `packed[row]` -> its segments, `row_length`, `digest`; None: a segment a row.
+        make_sampler: (sizes, **options) -> what draws the rows of training; see sampler.py. Of
+            options it gets those of `has_sampler` and all of `mixing`.
+        fingerprint_of: tokenizer -> its fingerprint, as the corpus has it; None: not compared.
+
+    Attributes:
+        is_fixed: reading a row draws nothing at random.
+        has_tokens: samples are token ids, not text.
+        mixing: how types are mixed: counts, weights, drop_mode; set before training.
+    """
+
+    is_fixed = True
+    has_tokens = True
+
+    def __init__(
+        self,
+        corpus: Any,
+        ranges: Sequence[Range],
+        *,
+        source: str,
+        packed: Any = None,
+        make_sampler: Callable[..., Any] | None = None,
+        fingerprint_of: Callable[[Any], str] | None = None,
+    ) -> None:
+        self.corpus = corpus
+        self.ranges = [(int(first), int(stop)) for first, stop in ranges]
+        self.sizes = [stop - first for first, stop in self.ranges]
+        self.source = source
+        self.packed = packed
+        self.mixing: dict[str, Any] = {}
+        self._ends = list(accumulate(self.sizes))
+        self._draw = make_sampler
+        self._fingerprint_of = fingerprint_of
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, row: int) -> tuple[None, Sample]:
+        place = self.place_of(row)
+        if self.packed is None:
+            segments = [self.corpus[place]]
+            return None, {"id": str(place), "source": self.source, "segments": segments}
+        segments = [self.corpus[int(index)] for index in self.packed[place]]
+        sample = {"id": f"packed row {place}", "source": self.source, "segments": segments}
+        return None, {**sample, "is_packed": True}
+
+    def place_of(self, row: int) -> int:
+        """The segment (or the packed row) of the corpus that a row of this dataset is."""
+        if not 0 <= row < len(self):
+            raise IndexError(row)
+        kind = bisect_right(self._ends, row)
+        return self.ranges[kind][1] - (self._ends[kind] - row)
+
+    def unpacked(self) -> "CorpusRows":
+        """All segments of the corpus, a row each, drawn in the same proportions."""
+        rows = CorpusRows(
+            self.corpus,
+            type_ranges(self.corpus.type_starts),
+            source=self.source,
+            make_sampler=self._draw,
+            fingerprint_of=self._fingerprint_of,
+        )
+        rows.mixing = self.mixing
+        return rows
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of a row at most."""
+        if self.packed is not None:
+            return int(self.packed.row_length)
+        return self.corpus.header.rules.seq_length
+
+    def make_sampler(self, **options: Any) -> Any:
+        """Draws the rows of training; see `has_sampler`."""
+        assert self._draw is not None, "rows that are held out are not drawn"
+        names = [kind.name for kind in self.corpus.header.types]
+        return self._draw(self.sizes, names=names, **self.mixing, **options)
+
+    def describe(self, row: int) -> str:
+        """Where a row is from."""
+        kind = "segment" if self.packed is None else "packed row"
+        return f"{self.source}: {kind} {self.place_of(row)}"
+
+    def fingerprint(self) -> str:
+        """Tells whether another dataset has the same rows; reads the header alone."""
+        packed = None if self.packed is None else self.packed.digest
+        words = [self.corpus.header.digest, self.ranges, packed]
+        return hashlib.sha256(json.dumps(words).encode()).hexdigest()
+
+    def check(
+        self,
+        *,
+        processor: Any,
+        max_token_num: int,
+        vocab_size: int | None,
+        overlong: TextOverlong,
+    ) -> str:
+        """Refuses a corpus that does not go with the run; says what it is.
+
+        Args:
+            vocab_size: rows of the model's embedding; None: not known.
+
+        Raises:
+            UserError: it is of another tokenizer, has ids without a row, or rows that are too long.
+        """
+        self._check_tokenizer(processor)
+        self._check_ids(vocab_size)
+        self._check_lengths(max_token_num, overlong)
+        header, kind = self.corpus.header, "segments" if self.packed is None else "packed rows"
+        types = ", ".join(
+            f"{item.name}: {size}" for item, size in zip(header.types, self.sizes, strict=True)
+        )
+        return f"{len(self)} {kind} of {self.source} ({types}), at most {self.row_length} tokens"
+
+    def _check_tokenizer(self, processor: Any) -> None:
+        known = self.corpus.header.tokenizer
+        if known is None or not known.fingerprint or self._fingerprint_of is None:
+            return
+        tokenizer = get_tokenizer(processor)
+        if self._fingerprint_of(tokenizer) == known.fingerprint:
+            return
+        name = Path(str(getattr(tokenizer, "name_or_path", "") or "?")).name
+        raise UserError(
+            f"{self.source} was made with the tokenizer {known.name}, and the one of the run "
+            f"({name}) is another. The same one was expected, because its ids mean other words to "
+            "this model: use the tokenizer of the corpus (`processor_path`), build the corpus "
+            "anew, or, if you know that both give the same ids (new tokens were added since), "
+            "give `dataset.any_tokenizer` true."
+        )
+
+    def _check_ids(self, vocab_size: int | None) -> None:
+        known = self.corpus.header.tokenizer
+        if vocab_size is None or known is None or known.vocab_size <= vocab_size:
+            return
+        raise UserError(
+            f"{self.source} has ids up to {known.vocab_size - 1} (tokenizer {known.name}), the "
+            f"model's embedding has {vocab_size} rows. Each id needs a row, because looking it up "
+            "fails otherwise: use a config whose vocab_size is large enough, or build the corpus "
+            "with the tokenizer of the model."
+        )
+
+    def _check_lengths(self, max_token_num: int, overlong: TextOverlong) -> None:
+        if self.row_length <= max_token_num or (overlong != "error" and self.packed is None):
+            return
+        cure = (
+            "pack the corpus into shorter rows (`dataset.row_length`)"
+            if self.packed is not None
+            else "build it with a smaller `seq_length`, or let `collate_fn.overlong` cut them"
+        )
+        raise UserError(
+            f"{self.source} has rows of up to {self.row_length} tokens, `max_token_num` is "
+            f"{max_token_num}. At least {self.row_length} was expected, because rows are trained "
+            f"on whole: raise `max_token_num` to {self.row_length}, or {cure}."
+        )
+
+
+def type_ranges(starts: Sequence[int]) -> list[Range]:
+    """The range of each type, from where each starts and where the last one ends."""
+    return list(pairwise(map(int, starts)))
+
+
+def held_out_starts(corpus: Any, test_size: int | float) -> list[int]:
+    """Where the held-out segments of each type begin: at its end, and with a document.
+
+    Args:
+        test_size: at least so many segments of each type, or below 1 a share of them.
+
+    Raises:
+        UserError: none of a type would be left for training.
+    """
+    starts = []
+    for (first, stop), kind in zip(
+        type_ranges(corpus.type_starts), corpus.header.types, strict=True
+    ):
+        share = test_size if isinstance(test_size, int) else round(test_size * (stop - first))
+        count = max(share, 1)
+        start = _begin_of_document(corpus, first, stop - count) if count < stop - first else first
+        if start <= first < stop:
+            raise UserError(
+                f"`dataset.test_size` {test_size} holds out all {stop - first} segments of type "
+                f"{kind.name}. Some were expected to be left, because training draws from each "
+                "type: lower it, or give a corpus of its own as `dataset.test_path`."
+            )
+        starts.append(start)
+    return starts
+
+
+def _begin_of_document(corpus: Any, first: int, at: int) -> int:
+    """The last place up to `at` where a document begins."""
+    while at > first:
+        low = max(first, at + 1 - _LOOK_BACK)
+        begins = numpy.flatnonzero(numpy.asarray(corpus.flags(low, at + 1)) & BEGINS)
+        if len(begins):
+            return low + int(begins[-1])
+        at = low - 1
+    return first
+
+
+def encode_text(images: Images, sample: Sample, **common: Any) -> EncodedSample:
+    """The tokens of one text, all of them learnt; or of the segments of a sample of a corpus.
+
+    Args:
+        common: as of `encode_sft`.
+
+    Raises:
+        DataError: it has images, or is too long and may not be cut.
+    """
+    if "segments" in sample:
+        segments = _encode_ready(sample, **common)
+        return EncodedSample(images, sample, segments, sum(map(len, segments)), segments)
+    if images:
+        raise DataError(
+            f"{sample_name(sample)} has {len(images)} images. Text alone was expected by "
+            "`collate_fn` pt, because image tokens can't be learnt: use `collate_fn` sft."
+        )
+    encoded = encode_sft(images, sample, **common)
+    (row,) = encoded.rows
+    if not any(row.is_target):
+        return encoded  # dropped
+    return replace(encoded, rows=[replace(row, is_target=[True] * len(row))])
+
+
+def _encode_ready(
     sample: Sample,
     *,
     max_token_num: int,
@@ -75,70 +309,24 @@ def _encoded(ids: numpy.ndarray) -> Encoded:
     return Encoded(ids, numpy.ones(count, bool), numpy.zeros(count, bool))  # type: ignore
 
 
-# -------------------------------------------------------------------------------------------------
-
-
-def encode_text(images: Images, sample: Sample, **common: Any) -> EncodedSample:
-    """The tokens of one text, all of them learnt; or of the segments of a sample of a corpus.
-
-    Args:
-        common: as of `encode_sft`.
-
-    Raises:
-        DataError: it has images, or is too long and may not be cut.
-    """
-    if is_ready(sample):
-        segments = encode_ready(sample, **common)
-        return EncodedSample(images, sample, segments, sum(map(len, segments)), segments)
-    if images:
-        raise DataError(
-            f"{sample_name(sample)} has {len(images)} images. Text alone was expected by "
-            "`collate_fn` pt, because image tokens can't be learnt: use `collate_fn` sft."
-        )
-    encoded = encode_sft(images, sample, **common)
-    (row,) = encoded.rows
-    if not any(row.is_target):
-        return encoded  # dropped
-    return replace(encoded, rows=[replace(row, is_target=[True] * len(row))])
-
-
-def collate_text(
-    samples: Sequence[Item],
-    *,
-    pad_token_id: int,
-    max_token_num: int,
-    pad_to_multiple_of: int = 1,
-    **common: Any,
-) -> dict[str, torch.Tensor]:
+def collate_text(samples: Sequence[Item], **common: Any) -> MicroBatch:
     """One micro-batch, a text a row: ids, mask and labels [B, T].
 
     A sample of a corpus is a row, too, of one segment or, where it was packed so, of several.
     """
-    common |= {"pad_token_id": pad_token_id, "max_token_num": max_token_num}
     encoded = all_encoded(samples, encode_text, **common)
-    if not is_ready(encoded[0].sample):
-        return collate_encoded(encoded, pad_to_multiple_of=pad_to_multiple_of, **common)
-    shape = {"multiple_of": pad_to_multiple_of, "max_width": max_token_num}
-    rows = [one.rows for one in encoded]
+    if "segments" not in encoded[0].sample:
+        return collate_encoded(encoded, **common)
     if any(one.sample.get("is_packed") for one in encoded):
-        return pack_rows(rows, pad_token_id=pad_token_id, **shape)
-    return pad_rows([row for (row,) in rows], pad_token_id=pad_token_id, **shape)
-
-
-def collate_packed_text(
-    rows: Sequence[Sequence[Item]],
-    *,
-    pad_token_id: int,
-    max_token_num: int,
-    pad_to_multiple_of: int = 1,
-    **common: Any,
-) -> dict[str, torch.Tensor]:
-    """One micro-batch of rows that hold several texts or segments, none of which sees another."""
-    common |= {"pad_token_id": pad_token_id, "max_token_num": max_token_num}
-    encoded = [all_encoded(row, encode_text, **common) for row in rows]
-    return pack_rows(
-        [[one for sample in row for one in sample.rows] for row in encoded],
-        pad_token_id=pad_token_id,
-        multiple_of=pad_to_multiple_of,
-        max_width=max_token_num,
+        return pack_encoded([[one] for one in encoded], **common)
+    return pad_rows(
+        [row for one in encoded for row in one.rows],
+        pad_token_id=common["pad_token_id"],
+        multiple_of=common.get("pad_to_multiple_of", 1),
+        max_width=common["max_token_num"],
     )
+
+
+def collate_packed_text(rows: Sequence[Sequence[Item]], **common: Any) -> MicroBatch:
+    """One micro-batch of rows that hold several texts or segments, none of which sees another."""
+    return pack_encoded([all_encoded(row, encode_text, **common) for row in rows], **common)

@@ -1,9 +1,10 @@
-"""Makes one micro-batch of preferences; the bodies of the `dpo` and `kto` collate parts.
+"""Makes one micro-batch of preferences; the bodies of the `dpo`, `rm` and `kto` collate parts.
 
-A sample of `dpo` becomes two rows next to each other, [c0, r0, c1, r1, ...]: the prompt with the
-chosen and with the rejected answer. A sample of `kto` is one answer that is wanted or not; beside
-the rows go others, the same prompts with answers that belong elsewhere, from which the step
-estimates how far the model is from the reference. Shapes: B rows, T tokens.
+A sample of `dpo` and `rm` becomes two rows next to each other, [c0, r0, c1, r1, ...]: the prompt
+with the chosen and with the rejected answer, so that a pair is in one micro-batch whatever its
+size. A sample of `kto` is one answer that is wanted or not; beside the rows go others, the same
+prompts with answers that belong elsewhere, from which the step estimates how far the model is from
+the reference. Shapes: B rows, T tokens, P pairs.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import Subset
 
-from stageline.data.batches.batch import Images, Sample, sample_name
+from stageline.data.batches.batch import Images, MicroBatch, Sample, sample_name
 from stageline.data.batches.collate import (
     TEXTS,
     Item,
@@ -26,9 +27,11 @@ from stageline.data.text.encode import Encoded
 from stageline.data.text.limit import Overlong, limit_length
 from stageline.errors import DataError
 
-# -- two answers to one question, of which one was chosen: a sample becomes two of the usual kind -
-
 ANSWERS = ("chosen", "rejected")
+OTHER = "other_row"  # field with (images, sample) of another row, whose answer is borrowed
+KL_PREFIX = "loss_kl_"
+PAIR_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
+ANSWER_COLUMN = "ref_logps"
 
 
 def both_answers(sample: Sample) -> list[Sample]:
@@ -87,17 +90,6 @@ def bad_row(sample: Sample, name: str, value: Any, expected: str) -> DataError:
     )
 
 
-# -------------------------------------------------------------------------------------------------
-
-OTHER = "other_row"  # field with (images, sample) of another row, whose answer is borrowed
-KL_PREFIX = "loss_kl_"
-PAIR_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
-ANSWER_COLUMN = "ref_logps"
-
-
-# -- pairs -----------------------------------------------------------------------------------
-
-
 def encode_pair(
     images: Images,
     sample: Sample,
@@ -134,16 +126,14 @@ def encode_pair(
     return EncodedSample(images, sample, limited, max(map(len, limited)), pair)
 
 
-def collate_pairs(
-    samples: Sequence[Item], *, pad_to_multiple_of: int = 1, **common: Any
-) -> dict[str, torch.Tensor]:
+def collate_pairs(samples: Sequence[Item], **common: Any) -> MicroBatch:
     """As `collate_sft`, of pairs, with `loss_pairs` and `loss_is_chosen`, both [B].
 
     Rows that bring their log-probabilities under the reference, as trl writes them, give
     `loss_reference` [B].
     """
     pairs = all_encoded(samples, encode_pair, **common)
-    batch = collate_encoded(pairs, pad_to_multiple_of=pad_to_multiple_of, **common)
+    batch = collate_encoded(pairs, **common)
     numbers = torch.arange(2 * len(pairs))
     batch["loss_pairs"] = numbers // 2
     batch["loss_is_chosen"] = numbers % 2 == 0
@@ -155,9 +145,6 @@ def _cuttable_in_prompt(row: Encoded) -> Encoded:
     start = row.is_target.index(True)
     is_cuttable = [may_go and place < start for place, may_go in enumerate(row.is_cuttable)]
     return Encoded(row.input_ids, row.is_target, is_cuttable, row.is_marked)
-
-
-# -- single answers --------------------------------------------------------------------------
 
 
 class WithOthers(Subset):
@@ -219,20 +206,17 @@ def _encode_last(images: Images, sample: Sample, **texts: Any) -> Encoded:
     return encode_for_training(images, sample, **texts)
 
 
-def collate_answers(
-    samples: Sequence[Item], *, pad_to_multiple_of: int = 1, **common: Any
-) -> dict[str, torch.Tensor]:
+def collate_answers(samples: Sequence[Item], **common: Any) -> MicroBatch:
     """As `collate_sft`, with `loss_is_wanted` [B] bool.
 
     Samples that bring another row (`WithOthers`) give `loss_kl_input_ids` and what else a
     micro-batch has, of the same prompts with the other rows' answers; pixels are not repeated.
     """
     encoded = all_encoded(samples, encode_answer, **common)
-    shape = {**common, "pad_to_multiple_of": pad_to_multiple_of}
-    batch = collate_encoded(encoded, **shape)
+    batch = collate_encoded(encoded, **common)
     if all(one.others for one in encoded):
         mixed = [replace(one, rows=one.others) for one in encoded]
-        others = collate_encoded(mixed, **{**shape, "stage": max(1, common["stage"])})
+        others = collate_encoded(mixed, **{**common, "stage": max(1, common["stage"])})
         batch.update({KL_PREFIX + name: value for name, value in others.items()})
     batch["loss_is_wanted"] = torch.tensor([sample["label"] for _, sample in samples])
     return _add_columns(batch, [sample for _, sample in samples], (ANSWER_COLUMN,))
@@ -251,12 +235,7 @@ def _borrowing(row: Encoded, sample: Sample, *, max_token_num: int, **common: An
     )
 
 
-# -- both ------------------------------------------------------------------------------------
-
-
-def _add_columns(
-    batch: dict[str, torch.Tensor], samples: Sequence[Sample], names: Sequence[str]
-) -> dict[str, torch.Tensor]:
+def _add_columns(batch: MicroBatch, samples: Sequence[Sample], names: Sequence[str]) -> MicroBatch:
     """Adds log-probabilities under the reference where every sample brings them."""
     if all(name in sample for sample in samples for name in names):
         values = [float(sample[name]) for sample in samples for name in names]
@@ -264,17 +243,14 @@ def _add_columns(
     return batch
 
 
-# -- makes micro-batches of pairs for a reward model; the bodies of the `rm` collate part ---------
-# Rows come as chosen, rejected, chosen, rejected ... so that a pair is in one micro-batch whatever
-# its size. The one token of a row that has a label is where its reward is read: the last one. Rows
-# end before trailing padding tokens (where EOS is the padding token): the library's classifiers
-# read there, and what comes behind a token does not change it.
-
-
 def encode_scored_pair(
     images: Images, sample: Sample, *, pad_token_id: int, **common: Any
 ) -> EncodedSample:
-    """Both rows, the last token of each marked; no mark where one was dropped.
+    """Both rows; only the last token of each has a label: there its reward is read.
+
+    Rows end before trailing padding tokens (where EOS is the padding token): the library's
+    classifiers read there, and what comes behind a token does not change it. Where one of the two
+    was dropped, none has a label.
 
     Args:
         common: as of `encode_sft`.
@@ -289,12 +265,10 @@ def encode_scored_pair(
     return EncodedSample(images, sample, rows, max(map(len, rows)), whole)
 
 
-def collate_rewards(
-    samples: Sequence[Item], *, pad_to_multiple_of: int = 1, **common: Any
-) -> dict[str, torch.Tensor]:
+def collate_rewards(samples: Sequence[Item], **common: Any) -> MicroBatch:
     """One micro-batch of two rows a sample, and `loss_margins` [P] of the pairs."""
     pairs = all_encoded(samples, encode_scored_pair, **common)
-    batch = collate_encoded(pairs, pad_to_multiple_of=pad_to_multiple_of, **common)
+    batch = collate_encoded(pairs, **common)
     batch["loss_margins"] = torch.tensor([_margin(sample) for _, sample in samples])
     return batch
 

@@ -7,6 +7,7 @@ long it takes: what is left has to be the same on every rank.
 
 import functools
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,30 +31,38 @@ from stageline.errors import DataError, UserError
 
 MOST_CHECKED = 2000  # rows, where all may stay
 _SHARED = "prompts and answers are cut"
+_HANDLING = {
+    "cut_prompt": "their prompts are cut",
+    "cut": "their ends are cut",
+    "share": _SHARED,
+    "drop": "dropped",
+    "error": "refused",
+}
 
 
-@dataclass(frozen=True)
+@dataclass
 class PreflightReport:
-    """What was looked at.
+    """What was looked at so far.
 
     Attributes:
         num_rows: rows of the dataset; None: a stream.
-        num_checked: of them looked at; fewer where the limit of rows or seconds was reached.
+        what_if_overlong: what happens to rows that are longer than the limit.
+        num_checked: rows looked at; fewer where the limit of rows or seconds was reached.
         num_overlong: of those, longer than the limit (they are cut or dropped).
-        longest: tokens of the longest one, before it is cut.
+        shortest, longest: tokens of the rows looked at, before they are cut.
         num_tokens, num_targets: sums over the rows looked at.
-        what_if_overlong: what happens to those that are longer.
         dropped: numbers of those too long ones of which nothing would be left to learn.
         bad: numbers of the rows to leave out because they are bad.
     """
 
     num_rows: int | None
-    num_checked: int
-    num_overlong: int
-    longest: int
-    num_tokens: int
-    num_targets: int
-    what_if_overlong: str = "refused"
+    what_if_overlong: str
+    num_checked: int = 0
+    num_overlong: int = 0
+    shortest: int = sys.maxsize
+    longest: int = 0
+    num_tokens: int = 0
+    num_targets: int = 0
     bad: list[int] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
 
@@ -61,6 +70,29 @@ class PreflightReport:
     def num_dropped(self) -> int:
         """How many rows are dropped."""
         return len(self.dropped)
+
+    def add(self, row: int, encoded: EncodedSample, max_token_num: int) -> None:
+        """Counts a row."""
+        length = max(map(len, encoded.whole))
+        self.num_checked += 1
+        self.num_overlong += length > max_token_num
+        self.shortest, self.longest = min(self.shortest, length), max(self.longest, length)
+        self.num_tokens += sum(map(len, encoded.whole))
+        self.num_targets += sum(whole.num_targets for whole in encoded.whole)
+        if not all(any(one.is_target) for one in encoded.rows):
+            self.dropped.append(row)
+
+    def finished(self, max_token_num: int) -> "PreflightReport":
+        """The report of all rows; refuses a dataset of which all would be dropped."""
+        if self.dropped and self.num_dropped == self.num_checked:
+            raise DataError(
+                f"all {self.num_dropped} rows that were looked at are too long and would be "
+                f"dropped: they have {self.shortest} tokens and more, and `max_token_num` is "
+                f"{max_token_num}. Some that fit were expected, because nothing would be learnt: "
+                "raise `max_token_num`, or shorten the rows."
+            )
+        self.num_checked += len(self.bad)
+        return self
 
     def __str__(self) -> str:
         mean = self.num_tokens / max(self.num_checked, 1)
@@ -132,32 +164,46 @@ def preflight(
     """
     if vocab_size is not None:
         check_vocabulary(processor, vocab_size)
-    bad_rows = BadRows() if bad_rows is None else bad_rows
-    if is_stream(dataset):
+    if bad_rows is None or is_stream(dataset):
         bad_rows = BadRows()
     rows = _chosen_rows(dataset, seed=seed, limit=None if bad_rows.limit else limit)
     deadline = time.monotonic() + (seconds if not bad_rows.limit else float("inf"))
     texts = {"prompt": prompt, "prompt_fn": prompt_fn, "image_token": image_token}
-    limits = {"max_token_num": max_token_num, "overlong": overlong, "pad_token_id": 0}
-    one_row = functools.partial(encode_sft, **texts, **limits, processor=processor, stage=1)
-    check = _RowCheck(max_token_num, overlong, vocab_size, encode or one_row)
+    if encode is None:
+        encode = _encode_as_one_row(processor, max_token_num, overlong, **texts)
+    report = PreflightReport(None if is_stream(dataset) else len(dataset), _HANDLING[overlong])
     takes_all = overlong in DROPPING and not is_stream(dataset)
     with_images = set(rows)
-    bad: list[int] = []
     for row in range(len(dataset)) if takes_all else rows:
         try:
             images, sample = read_row(dataset, row)
-            check(row, images, sample)
+            encoded = encode(images, sample)
+            check_encoded(encoded, vocab_size, name=sample_name(sample))
+            report.add(row, encoded, max_token_num)
             if row in with_images:
                 _check_images(images, sample_name(sample), processor)
         except DataError as error:
             bad_rows.take(_source(dataset, row), error)
-            bad.append(row)
+            report.bad.append(row)
         if time.monotonic() > deadline:
             with_images = set()
             if not takes_all:
                 break
-    return check.report(None if is_stream(dataset) else len(dataset), bad)
+    return report.finished(max_token_num)
+
+
+def _encode_as_one_row(
+    processor: Any, max_token_num: int, overlong: Overlong, **texts: Any
+) -> Callable[[Images, Sample], EncodedSample]:
+    return functools.partial(
+        encode_sft,
+        **texts,
+        processor=processor,
+        max_token_num=max_token_num,
+        overlong=overlong,
+        pad_token_id=0,
+        stage=1,
+    )
 
 
 def _chosen_rows(dataset: Any, *, seed: int, limit: int | None) -> Sequence[int]:
@@ -167,67 +213,6 @@ def _chosen_rows(dataset: Any, *, seed: int, limit: int | None) -> Sequence[int]
     if limit is None or len(rows) <= limit:
         return rows
     return sorted(random.Random(seed).sample(rows, limit))
-
-
-class _RowCheck:
-    """Looks at one row after the other, and counts."""
-
-    def __init__(
-        self,
-        max_token_num: int,
-        overlong: Overlong,
-        vocab_size: int | None,
-        encode: Callable[[Images, Sample], EncodedSample],
-    ) -> None:
-        self.max_token_num = max_token_num
-        self.overlong = overlong
-        self.vocab_size = vocab_size
-        self.encode = encode
-        self.lengths: list[int] = []
-        self.num_tokens = 0
-        self.num_targets = 0
-        self.dropped: list[int] = []
-
-    def __call__(self, row: int, images: Images, sample: Sample) -> None:
-        encoded = self.encode(images, sample)
-        if self.vocab_size is not None:
-            for whole in encoded.whole:
-                check_encoded(whole.input_ids, self.vocab_size, name=sample_name(sample))
-        if not all(any(one.is_target) for one in encoded.rows):
-            self.dropped.append(row)
-        self.lengths.append(max(map(len, encoded.whole)))
-        self.num_tokens += sum(map(len, encoded.whole))
-        self.num_targets += sum(whole.num_targets for whole in encoded.whole)
-
-    def report(self, num_rows: int | None, bad: list[int]) -> PreflightReport:
-        self._check_some_left()
-        cures = {
-            "cut_prompt": "their prompts are cut",
-            "cut": "their ends are cut",
-            "share": _SHARED,
-            "drop": "dropped",
-            "error": "refused",
-        }
-        return PreflightReport(
-            num_rows=num_rows,
-            num_checked=len(self.lengths) + len(bad),
-            num_overlong=sum(length > self.max_token_num for length in self.lengths),
-            longest=max(self.lengths, default=0),
-            num_tokens=self.num_tokens,
-            num_targets=self.num_targets,
-            what_if_overlong=cures[self.overlong],
-            bad=bad,
-            dropped=self.dropped,
-        )
-
-    def _check_some_left(self) -> None:
-        if self.dropped and len(self.dropped) == len(self.lengths):
-            raise DataError(
-                f"all {len(self.dropped)} rows that were looked at are too long and would be "
-                f"dropped: they have {min(self.lengths)} tokens and more, and `max_token_num` is "
-                f"{self.max_token_num}. Some that fit were expected, because nothing would be "
-                "learnt: raise `max_token_num`, or shorten the rows."
-            )
 
 
 def _source(dataset: Any, row: int) -> str:

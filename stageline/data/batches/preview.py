@@ -5,16 +5,15 @@ Looks at input_ids and labels alone, so that any collate part may be looked at, 
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TextIO
 
 import torch
 
-from stageline.data.batches.batch import IGNORE, sample_name
+from stageline.data.batches.batch import IGNORE, MicroBatch, sample_name
 from stageline.data.batches.loader import MicroBatchLoader
-from stageline.data.batches.step_maker import MicroBatch
 from stageline.data.text.processor import get_tokenizer
 
 _LEARNT = ("\x1b[1;32m", "\x1b[1;4;32m")  # in turn, so that tokens can be told from each other
@@ -60,9 +59,11 @@ def preview(
     stream = stream or sys.stdout
     tokenizer = get_tokenizer(processor)
     has_colour = use_colour(stream)
-    names = _Names(dataset, full_length)
     for number, shown in zip(range(count), samples_of(loader), strict=False):
-        print(f"-- sample {number + 1} of {count}: {names(shown)}", file=stream)
+        print(
+            f"-- sample {number + 1} of {count}: {_name_of(shown, dataset, full_length)}",
+            file=stream,
+        )
         text = paint(shown, tokenizer) if has_colour else bracket(shown, tokenizer)
         print(_encodable(text, stream), file=stream)
     how = "in colour is learnt" if has_colour else "in [[ ]] is learnt"
@@ -94,37 +95,24 @@ def split(batch: MicroBatch) -> Iterator[Shown]:
         for sample in samples_T[mask_T].unique().tolist():
             place_T = mask_T & (samples_T == sample)
             found.append((ids_T[place_T].tolist(), (labels_T[place_T] != IGNORE).tolist()))
-    rows = _rows(known, len(found))
+    # pairs come twice, as [chosen ..., rejected ...]: a row for each
+    times, rest = divmod(len(found), max(len(known), 1))
+    rows = known * times if known and not rest else [-1] * len(found)
     for row, (ids, is_learnt) in zip(rows, found, strict=True):
         yield Shown(row, ids, is_learnt)
 
 
-def _rows(known: Sequence[int], count: int) -> list[int]:
-    """The row of each sample. Pairs come twice, as [chosen ..., rejected ...]: a row for each."""
-    if known and count % len(known) == 0:
-        return list(known) * (count // len(known))
-    return [-1] * count
-
-
-class _Names:
-    """Says of a sample where it came from, and how much of it is learnt."""
-
-    def __init__(self, dataset: Any, full_length: Callable[[int], int] | None) -> None:
-        self.dataset = dataset
-        self.full_length = full_length
-
-    def __call__(self, shown: Shown) -> str:
-        length, learnt = len(shown.input_ids), sum(shown.is_learnt)
-        share = 100 * learnt / max(length, 1)
-        text = f"{length} tokens, {learnt} learnt ({share:.0f} %)"
-        if shown.row < 0:
-            return text
-        _, sample = self.dataset[shown.row]
-        if self.full_length is not None:
-            full = self.full_length(shown.row)
-            if full > length:
-                text += f", {'cut from' if learnt else 'dropped: it has'} {full} tokens"
-        return f"{sample_name(sample)}, row {shown.row}, {text}"
+def _name_of(shown: Shown, dataset: Any, full_length: Callable[[int], int] | None) -> str:
+    """Where a sample came from, and how much of it is learnt."""
+    length, learnt = len(shown.input_ids), sum(shown.is_learnt)
+    share = 100 * learnt / max(length, 1)
+    text = f"{length} tokens, {learnt} learnt ({share:.0f} %)"
+    if shown.row < 0:
+        return text
+    full = full_length(shown.row) if full_length is not None else length
+    if full > length:
+        text += f", {'cut from' if learnt else 'dropped: it has'} {full} tokens"
+    return f"{sample_name(dataset[shown.row][1])}, row {shown.row}, {text}"
 
 
 def bracket(shown: Shown, tokenizer: Any) -> str:

@@ -1,6 +1,8 @@
 """Makes all micro-batches of one optimizer step: reads rows, arranges them by length, collates.
 
 Runs in a worker process of the loader, and draws the same random numbers in any. Knows no epochs.
+A micro-batch costs its rows times the longest of them, for padding is computed too. Arranging rows
+by length changes nothing of what belongs to a step, so the gradient is that of any other order.
 """
 
 import copy
@@ -9,7 +11,7 @@ import inspect
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -17,17 +19,15 @@ import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
 from stageline.contracts import broken, call, shown
-from stageline.data.batches.batch import IGNORE
+from stageline.data.batches.batch import IGNORE, MicroBatch
 from stageline.data.batches.collate_part import EncodedSample, as_collate_part
-from stageline.data.batches.groups import expand
-from stageline.data.batches.sampler import has_sampler, is_stream
+from stageline.data.batches.sampler import expand, has_sampler, is_stream
 from stageline.errors import DataError, UserError
 from stageline.seeds import HostState, derive_seed, host_state_kept, seed_host
 
-# -- reads the rows of a dataset, each with random numbers of its own, and knows their lengths ----
-# What a dataset part gives is looked at here: a row that is no (images, sample) is refused by name.
-
 Item = tuple[Any, Any]  # images, sample
+Shares = Sequence[Sequence[int | None]]  # the rows of each replica; None only fills up
+_PR_SET_PDEATHSIG = 1
 
 
 def make_dataset(part: Callable[..., Any], *, dataset_path: str | None, **given: Any) -> Any:
@@ -51,12 +51,12 @@ def make_dataset(part: Callable[..., Any], *, dataset_path: str | None, **given:
             why="A path was expected, because dataset_path is None without the option",
             cure="give `dataset_path`, or let the part do without: dataset_path=None",
         ) from error
-    lacks = "__len__" if not isinstance(dataset, Sized) else "__getitem__"
-    if lacks == "__len__" or not hasattr(dataset, lacks):
+    lacks = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
+    if lacks:
         raise broken(
             "dataset",
             part if dataset is None else dataset,
-            f"returned {shown(None)}" if dataset is None else f"has no {lacks}",
+            f"returned {shown(None)}" if dataset is None else f"has no {lacks[0]}",
             why="Rows with numbers were expected, because each rank takes its rows by number",
             cure="give it __len__(self) and __getitem__(self, index)",
         )
@@ -169,11 +169,6 @@ class Rows:
         return self._encode(images, sample)
 
 
-# -- which samples of a step travel together, and in which order. Pure integers: lengths in tokens
-# A micro-batch costs its rows times the longest of them, for padding is computed too. Nothing here
-# changes what belongs to a step, so the gradient is that of any other arrangement.
-
-
 def group_by_length(lengths: Sequence[int], num_groups: int) -> list[list[int]]:
     """Indices in groups of near-equal length and near-equal cost; none is empty.
 
@@ -281,11 +276,6 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
 
 
-# -- data workers end with the rank they load for, however that one ends --------------------------
-
-_PR_SET_PDEATHSIG = 1
-
-
 def end_with_rank(worker: int) -> None:
     """Lets the kernel kill this worker when its rank is gone. Linux only; called in the worker.
 
@@ -330,12 +320,6 @@ def padding_argument(collate: Callable, multiple_of: int) -> dict[str, int]:
         "pad_to_multiple_of. It was expected to, because it pads the rows: add the argument and "
         "hand it to collate_sft or pad_rows, use `collate_fn` sft, or leave the option out."
     )
-
-
-# -------------------------------------------------------------------------------------------------
-
-MicroBatch = dict[str, torch.Tensor]
-Shares = Sequence[Sequence[int | None]]  # the rows of each replica; None only fills up
 
 
 class StepMaker(Dataset):
@@ -390,15 +374,19 @@ class StepMaker(Dataset):
         return made
 
     def _read(self, step: int, shares: Shares) -> list[Any]:
-        first = _first_place(shares, self.dp_rank)
-        return [
-            self.rows.read(self._row(row, index), step, first + index)
-            for index, row in enumerate(shares[self.dp_rank])
-        ]
+        return [self.rows.read(row, step, place) for row, place in self._places(shares)]
 
-    def _row(self, row: int | None, index: int) -> int:
-        """The row to read; what only fills up is the dataset's first group, a whole one."""
-        return index % self.group_size if row is None else row
+    def _places(self, shares: Shares, replica: int | None = None) -> list[tuple[int, int]]:
+        """(row, its place in the step over all replicas) of a share; by default the own one.
+
+        What only fills up is the dataset's first group, a whole one.
+        """
+        replica = self.dp_rank if replica is None else replica
+        first = sum(map(len, shares[:replica]))
+        return [
+            (index % self.group_size if row is None else row, first + index)
+            for index, row in enumerate(shares[replica])
+        ]
 
     def _seed_micro_batch(self, step: int, place: int, *, of: int) -> None:
         """For what the collate part draws; all replicas make `of` micro-batches."""
@@ -494,19 +482,11 @@ class PackedStepMaker(StepMaker):
         if self.agree is not None:
             return self.agree(step, most)
         others = [replica for replica in range(len(shares)) if replica != self.dp_rank]
-        lengths = [self._lengths(step, shares, replica) for replica in others]
-        return max([most, *(len(pack(share, self.capacity)) for share in lengths)])
-
-    def _lengths(self, step: int, shares: Shares, replica: int) -> list[int]:
-        first = _first_place(shares, replica)
-        return [
-            self.rows.length(self._row(row, index), step, first + index)
-            for index, row in enumerate(shares[replica])
-        ]
-
-
-def _first_place(shares: Shares, replica: int) -> int:
-    return sum(len(share) for share in shares[:replica])
+        for replica in others:
+            places = self._places(shares, replica)
+            lengths = [self.rows.length(row, step, place) for row, place in places]
+            most = max(most, len(pack(lengths, self.capacity)))
+        return most
 
 
 def _consecutive(indices: Sequence[int], size: int) -> list[list[int]]:

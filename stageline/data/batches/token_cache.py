@@ -39,46 +39,53 @@ from stageline.data.text.encode import Encoded, TextEncoder
 from stageline.errors import DataError, MemoryFull, StorageError, UserError
 from stageline.seeds import host_state_kept, seed_host
 
-# -- a folder of encoded rows: written once as a whole, then mapped into memory and never changed -
-# `ids.bin` and `marks.bin` hold the tokens of one row after the other; `names.npy` the rows' names
-# in order, with their places in `places.npy`. Nothing is pickled. What does not have the sums that
-# `facts.json` says is not believed.
-
 # a bit each in a token's marks, and eight bits further whether the row has such marks at all
 _MARKS = ("is_target", "is_cuttable", "is_marked", "is_text", "is_answer", "is_image")
-_NAME = numpy.dtype([("high", "<u8"), ("low", "<u8")])
+_NAME_BYTES = 16
 _COPY_CHUNK = 1 << 24
-_FILES = ("ids.bin", "marks.bin", "names.npy", "places.npy")
+_CHUNK = 256  # rows that a process encodes at a time
+# of what this package makes of a row: raise it with a change that gives some row other ids or marks
+# (tests/unit/test_token_cache.py holds the digest of a few)
+FORMAT = 1
+_PACKAGES = ("transformers", "tokenizers", "jinja2")
+_CLOCK = "strftime_now"  # a chat template with it writes the date
+_FILES = ("tokens.bin", "names.npy", "places.npy")
+_TOKEN = numpy.dtype([("id", "<i4"), ("marks", "<u2")])
 
-Arrays = tuple[numpy.ndarray, numpy.ndarray]  # ids, marks
-Entry = tuple[bytes, numpy.ndarray, numpy.ndarray]  # name, ids, marks
+Entry = tuple[bytes, numpy.ndarray]  # name of a row, its tokens
 
 
 class DamagedTokens(Exception):
     """A folder that is not what was written."""
 
 
-def to_arrays(encoded: Encoded) -> Arrays:
+def to_array(encoded: Encoded) -> numpy.ndarray:
     """A row as it is kept: 6 bytes a token."""
-    marks = numpy.zeros(len(encoded), "<u2")
+    tokens = numpy.zeros(len(encoded), _TOKEN)
+    tokens["id"] = encoded.input_ids
     for bit, kind in enumerate(_MARKS):
         if own := getattr(encoded, kind):
-            marks |= numpy.array(own, "<u2") << bit | 1 << bit + 8
-    return numpy.array(encoded.input_ids, "<i4"), marks
+            tokens["marks"] |= numpy.array(own, "<u2") << bit | 1 << bit + 8
+    return tokens
 
 
-def from_arrays(ids: numpy.ndarray, marks: numpy.ndarray) -> Encoded:
+def from_array(tokens: numpy.ndarray) -> Encoded:
     """The row as it was."""
+    marks = tokens["marks"]
     there = int(marks[0]) if len(marks) else 0
     kinds = {
         kind: ((marks & 1 << bit) != 0).tolist() if there & 1 << bit + 8 else []
         for bit, kind in enumerate(_MARKS)
     }
-    return Encoded(ids.tolist(), **kinds)
+    return Encoded(tokens["id"].tolist(), **kinds)
 
 
 class TokenFile:
-    """The rows of one folder.
+    """The rows of one folder, which is written once as a whole and then mapped into memory.
+
+    `tokens.bin` holds the tokens of one row after the other; `names.npy` the rows' names in order,
+    with their places in `places.npy`. Nothing is pickled. What does not have the sums that
+    `facts.json` says is not believed.
 
     Raises:
         DamagedTokens: a file is missing, cut or changed.
@@ -92,29 +99,22 @@ class TokenFile:
                     raise DamagedTokens(f"{folder / name} is not what was written")
             self._names = numpy.load(folder / "names.npy", mmap_mode="r", allow_pickle=False)
             self._places = numpy.load(folder / "places.npy", mmap_mode="r", allow_pickle=False)
-            self._ids = _mapped(folder / "ids.bin", "<i4")
-            self._marks = _mapped(folder / "marks.bin", "<u2")
+            self._tokens = numpy.empty(0, _TOKEN)
+            if (folder / "tokens.bin").stat().st_size:  # an empty file cannot be mapped
+                self._tokens = numpy.memmap(folder / "tokens.bin", _TOKEN, mode="r")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DamagedTokens(f"{folder}: {error}") from error
 
     def __len__(self) -> int:
         return len(self._names)
 
-    def get(self, name: bytes) -> Arrays | None:
+    def get(self, name: bytes) -> numpy.ndarray | None:
         """A row by its name; None where there is none."""
-        wanted = numpy.frombuffer(name, _NAME)[0]
-        first, last = 0, len(self._names)
-        while first < last:  # numpy's search does not compare pairs
-            middle = (first + last) // 2
-            if _order(self._names[middle]) < _order(wanted):
-                first = middle + 1
-            else:
-                last = middle
-        if first == len(self._names) or self._names[first] != wanted:
+        first = int(self._names.searchsorted(numpy.array(name, f"S{_NAME_BYTES}")))
+        if self._names[first : first + 1].tobytes() != name:
             return None
         start, length = map(int, self._places[first])
-        place = slice(start, start + length)
-        return self._ids[place], self._marks[place]
+        return self._tokens[start : start + length]
 
 
 def write_tokens(folder: Path, entries: Iterable[Entry], *, key: dict[str, Any]) -> None:
@@ -127,15 +127,13 @@ def write_tokens(folder: Path, entries: Iterable[Entry], *, key: dict[str, Any])
     unfinished.mkdir(parents=True)
     try:
         names, places, start = bytearray(), [], 0
-        with (unfinished / "ids.bin").open("wb") as ids_file:
-            with (unfinished / "marks.bin").open("wb") as marks_file:
-                for name, ids, marks in entries:
-                    names += name
-                    places.append((start, len(ids)))
-                    start += len(ids)
-                    ids_file.write(ids.tobytes())
-                    marks_file.write(marks.tobytes())
-        array = numpy.frombuffer(bytes(names), _NAME)
+        with (unfinished / "tokens.bin").open("wb") as file:
+            for name, tokens in entries:
+                names += name
+                places.append((start, len(tokens)))
+                start += len(tokens)
+                file.write(tokens.tobytes())
+        array = numpy.frombuffer(bytes(names), f"S{_NAME_BYTES}")
         # of a row that came twice the first stays
         _, first = numpy.unique(array, return_index=True)
         numpy.save(unfinished / "names.npy", array[first], allow_pickle=False)
@@ -153,16 +151,6 @@ def write_tokens(folder: Path, entries: Iterable[Entry], *, key: dict[str, Any])
         raise
 
 
-def _order(name: Any) -> tuple[int, int]:
-    return int(name["high"]), int(name["low"])
-
-
-def _mapped(path: Path, dtype: str) -> numpy.ndarray:
-    if path.stat().st_size == 0:  # cannot be mapped
-        return numpy.empty(0, dtype)
-    return numpy.memmap(path, dtype, mode="r")
-
-
 def _sum(path: Path) -> list[int]:
     """Size and CRC-32 of a file."""
     size, value = 0, 0
@@ -171,11 +159,6 @@ def _sum(path: Path) -> list[int]:
             size += len(chunk)
             value = zlib.crc32(chunk, value)
     return [size, value]
-
-
-# -------------------------------------------------------------------------------------------------
-
-_CHUNK = 256  # rows that a process encodes at a time
 
 
 @dataclass(eq=False)
@@ -195,7 +178,7 @@ class TokenCache:
     prompt_fn: Callable[..., Any]
     image_token: Callable[..., Any]
     files: list[TokenFile] = field(default_factory=list)
-    rows: dict[bytes, Arrays] = field(default_factory=dict)
+    rows: dict[bytes, numpy.ndarray] = field(default_factory=dict)
     num_hits: int = 0
     num_misses: int = 0
     _room: int = 0
@@ -205,26 +188,30 @@ class TokenCache:
         """Whether a row may be found, or is to be kept."""
         return bool(self.files or self.rows or self._room)
 
+    @property
+    def texts(self) -> dict[str, Any]:
+        """What rows that are kept are rendered with."""
+        return {
+            "prompt": self.prompt,
+            "prompt_fn": self.prompt_fn,
+            "image_token": self.image_token,
+        }
+
     def name_of(
         self,
         images: Sequence[Any] | None,
         sample: dict[str, Any],
         *,
-        prompt: str,
-        prompt_fn: Callable[..., Any],
-        image_token: Callable[..., Any],
         words: Any = None,
+        **texts: Any,
     ) -> bytes | None:
         """What a row is called; None where it is not kept.
 
         Args:
             words: that are marked in it.
+            texts: what it is rendered with, as `texts`.
         """
-        if (
-            prompt != self.prompt
-            or prompt_fn is not self.prompt_fn
-            or image_token is not self.image_token
-        ):
+        if texts != self.texts:
             return None
         facts: list[Any] = [{name: sample[name] for name in sample if name != "source"}]
         facts.append([image_size(image) for image in images or ()])
@@ -234,22 +221,23 @@ class TokenCache:
             text = json.dumps(facts)  # in the given order: a tool's arguments are written in it
         except (TypeError, ValueError):  # holds what is no text, and may be anything
             return None
-        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+        return hashlib.blake2b(text.encode(), digest_size=_NAME_BYTES).digest()
 
     def get(self, name: bytes) -> Encoded | None:
         """A row, if it is kept."""
-        for rows in (self.rows, *self.files):
-            found = rows.get(name)
+        found = self.rows.get(name)
+        for file in self.files if found is None else ():
+            found = file.get(name)
             if found is not None:
-                self.num_hits += 1
-                return from_arrays(*found)
-        self.num_misses += 1
-        return None
+                break
+        self.num_hits += found is not None
+        self.num_misses += found is None
+        return None if found is None else from_array(found)
 
     def note(self, name: bytes, encoded: Encoded) -> None:
         """Tells of a row that was encoded."""
         if len(self.rows) < self._room:
-            self.rows[name] = to_arrays(encoded)
+            self.rows[name] = to_array(encoded)
 
     @contextlib.contextmanager
     def keeping(self, most: int) -> Iterator[None]:
@@ -266,7 +254,7 @@ class TokenCache:
             for row in rows:
                 with contextlib.suppress(DataError):
                     encode(*read_row(dataset, row))
-        made = [(name, *arrays) for name, arrays in self.rows.items()]
+        made = list(self.rows.items())
         self.rows.clear()
         return made
 
@@ -346,8 +334,7 @@ def _first_name(cache: TokenCache, dataset: Any) -> str | None:
             images, sample = read_row(dataset, 0)
         except DataError:
             return None
-        texts = {"prompt": cache.prompt, "prompt_fn": cache.prompt_fn}
-        name = cache.name_of(images, sample, image_token=cache.image_token, **texts)
+        name = cache.name_of(images, sample, **cache.texts)
     return None if name is None else name.hex()
 
 
@@ -374,43 +361,30 @@ def _encoded(
             yield from make(chunk)
         return
     context = multiprocessing.get_context("fork")  # some processors cannot be pickled
-    _Job.make = make
     try:
-        with ProcessPoolExecutor(num_workers, context, initializer=_begin) as pool:
-            for made in pool.map(_Job.run, chunks):
+        with ProcessPoolExecutor(num_workers, context, _begin, (make,)) as pool:
+            for made in pool.map(_run, chunks):
                 yield from made
     except BrokenProcessPool as error:
         raise MemoryFull(
             f"a process that fills `token_cache` was killed, one of {num_workers}. Memory for all "
             "of them was expected: set a smaller `token_cache_workers`."
         ) from error
-    finally:
-        _Job.make = None
 
 
-class _Job:
-    """What forked processes do; they find it here, and get only numbers of rows."""
-
-    make: Callable[[range], list[Entry]] | None = None
-
-    @staticmethod
-    def run(rows: range) -> list[Entry]:
-        assert _Job.make is not None
-        return _Job.make(rows)
+_make: Callable[[range], list[Entry]] | None = None  # of a forked process
 
 
-def _begin() -> None:
+def _begin(make: Callable[[range], list[Entry]]) -> None:
+    global _make
+    _make = make
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process
     end_with_rank(0)
 
 
-# -- all that decides the token ids of rows: it names a token cache, so that none is ever old -----
-
-# of what this package makes of a row: raise it with a change that gives some row other ids or marks
-# (tests/unit/test_token_cache.py holds the digest of a few)
-FORMAT = 1
-_PACKAGES = ("transformers", "tokenizers", "jinja2")
-_CLOCK = "strftime_now"  # a chat template with it writes the date
+def _run(rows: range) -> list[Entry]:
+    assert _make is not None
+    return _make(rows)
 
 
 def token_key(
@@ -422,7 +396,9 @@ def token_key(
     collate: Callable[..., Any],
     fingerprint: str | None,
 ) -> dict[str, Any]:
-    """All that matters, by name; of long texts the digest.
+    """All that decides the token ids of rows, by name; of long texts the digest.
+
+    It names a cache, so that none is ever old.
 
     Args:
         collate: the part that encodes rows, with its options.
@@ -457,7 +433,8 @@ def _identity(part: Callable[..., Any]) -> dict[str, Any]:
     """A part by its name, the file it is in, and its options."""
     options: dict[str, Any] = {}
     while isinstance(part, functools.partial):
-        options = {**dict(enumerate(map(_plain, part.args))), **part.keywords, **options}
+        given = {str(place): _plain(value) for place, value in enumerate(part.args)}
+        options = {**given, **part.keywords, **options}
         part = part.func
     part = unwrapped(part)
     owner = part if inspect.isroutine(part) or inspect.isclass(part) else type(part)

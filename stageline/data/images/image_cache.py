@@ -23,8 +23,7 @@ from PIL import Image, features
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from stageline.data.images.image_index import ImageIndex
-from stageline.data.images.picture_file import PictureFile
+from stageline.data.images.image_files import ImageIndex, PictureFile
 from stageline.errors import spelled
 
 BLOCK = 1 << 16  # bytes that one byte of the file `used` stands for

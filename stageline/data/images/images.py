@@ -3,6 +3,8 @@
 What an image becomes in the text (how many tokens) depends on its size alone. So every rank runs
 the processor once per distinct size on a blank image, and gets the expanded text and the small
 integer inputs (image_grid_thw ...); the first stage alone decodes and processes true pixels.
+
+Shapes: B rows, T tokens, N images of a micro-batch, M images of the fullest row, S tiles an image.
 """
 
 import copy
@@ -16,8 +18,7 @@ import torch
 from PIL import Image, ImageFile, ImageOps
 
 from stageline.data.images.image_cache import CachedPixels, processor_settings
-from stageline.data.images.image_settings import MAX_PIXELS, ImageSettings
-from stageline.data.images.picture_file import (
+from stageline.data.images.image_files import (
     PictureFile,
     bad_image,
     check_shape,
@@ -25,30 +26,28 @@ from stageline.data.images.picture_file import (
     has_orientation,
     is_turned,
 )
+from stageline.data.images.image_settings import MAX_PIXELS, ImageSettings
 from stageline.data.text.processor import get_image_processor, get_image_token
 from stageline.data.text.rendered import Rendered
 from stageline.errors import DataError, UserError
 
-# -- the mask of which token sees which image, of models whose layers attend to images ------------
-# Shapes: B rows, T tokens, M images of the fullest row, S tiles an image.
-
-CROSS_MASK = "cross_attention_mask"
+CROSS_MASK = "cross_attention_mask"  # which token sees which image, in layers that attend to them
+TILES = "aspect_ratio_mask"
+Size = tuple[int, int]  # width, height
+_TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+_TYPE_INPUTS = ("mm_token_type_ids", "token_type_ids")
+# what follows from the size alone is made five times as fast without the arithmetic on pixels
+_SIZE_ALONE: dict[str, Any] = {
+    "do_rescale": False,
+    "do_normalize": False,
+    "resample": Image.Resampling.NEAREST,
+}
 
 
 def grow_cross_mask(mask_BTMS: torch.Tensor, count: int = 1) -> torch.Tensor:
     """The mask with `count` more tokens at the end, which see what the last one sees."""
     more = mask_BTMS[:, -1:].expand(-1, count, -1, -1)
     return torch.cat([mask_BTMS, more], dim=1)
-
-
-# -- image inputs that lie by rows: of models whose layers attend to images (Mllama) --------------
-# Their processor gives [rows, images of the fullest row, ...] and a mask of which token sees which
-# image. Rows and token places are known on every rank, so both are made here, without pixels.
-#
-# Shapes: N images of a micro-batch, B rows, M images of the fullest row, T tokens, S tiles an
-# image.
-
-TILES = "aspect_ratio_mask"
 
 
 def lies_in_rows(processor: Any) -> bool:
@@ -71,6 +70,9 @@ def by_rows(
     batch: dict[str, torch.Tensor], counts: Sequence[int], *, processor: Any
 ) -> dict[str, torch.Tensor]:
     """The image inputs [B, M, ...] of a micro-batch that has them [N, ...], and the mask of tokens.
+
+    For models whose layers attend to images (Mllama), which want images by rows. Rows and token
+    places are known on every rank, so the mask is made here, without pixels.
 
     Args:
         batch: with input_ids and what is there of images.
@@ -102,19 +104,6 @@ def _lay(value_N: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     for row, images in enumerate(value_N.split(list(counts))):
         laid_BM[row, : len(images)] = images
     return laid_BM
-
-
-# -------------------------------------------------------------------------------------------------
-
-Size = tuple[int, int]  # width, height
-_TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
-_TYPE_INPUTS = ("mm_token_type_ids", "token_type_ids")
-# what follows from the size alone is made five times as fast without the arithmetic on pixels
-_SIZE_ALONE: dict[str, Any] = {
-    "do_rescale": False,
-    "do_normalize": False,
-    "resample": Image.Resampling.NEAREST,
-}
 
 
 @dataclass(frozen=True)
@@ -209,7 +198,7 @@ class ImageExpander:
         """
         if not any(images):
             return {}
-        if self.lies_in_rows:  # rows come later, from image_rows.py
+        if self.lies_in_rows:  # `by_rows` lays them out later
             images = [[image for row in images for image in row]]
         texts = [(self.image_token or "") * len(row) for row in images]
         output, _ = self._run(texts, images)
@@ -358,19 +347,6 @@ def check_image(
         raise bad_image(file_of(image), error, name=name) from error
 
 
-def _check_token(rendered: Rendered, expander: ImageExpander, name: str) -> None:
-    """Refuses image text that the model would not find."""
-    token = expander.image_token
-    for piece in rendered:
-        if piece.is_image and token is not None and token not in piece.text:
-            raise UserError(
-                f"{name}: the text for its image is {piece.text!r}. {token!r} was expected in it, "
-                f"because {type(expander.processor).__name__} writes that out and the model puts "
-                "the image's features there: use `image_token` auto, which takes what the "
-                "processor has, or the key that belongs to the model."
-            )
-
-
 def expand_images(
     rendered: Rendered, images: Sequence[Image.Image] | None, processor: Any, *, name: str
 ) -> Rendered:
@@ -399,7 +375,15 @@ def expand_images(
         )
     if expander is None:
         return rendered
-    _check_token(rendered, expander, name)
+    token = expander.image_token
+    for piece in rendered:
+        if piece.is_image and token is not None and token not in piece.text:
+            raise UserError(
+                f"{name}: the text for its image is {piece.text!r}. {token!r} was expected in it, "
+                f"because {type(processor).__name__} writes that out and the model puts the "
+                "image's features there: use `image_token` auto, which takes what the processor "
+                "has, or the key that belongs to the model."
+            )
     try:
         return expander.expand(rendered, sizes)
     except ValueError as error:  # processors have limits of their own

@@ -36,7 +36,7 @@ class Tiling:
 
     def __str__(self) -> str:
         given = {name: value for name, value in vars(self).items() if value is not None}
-        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
+        return " ".join(f"`{name}` {value}" for name, value in given.items())
 
 
 def apply_tiling(processor: Any, tiling: Tiling) -> None:
@@ -76,42 +76,47 @@ def _refusal(
     )
 
 
-def _needs_tiles(processor: Any, tiling: Tiling) -> None:
-    if tiling.min_pixels is not None or tiling.max_pixels is not None:
+def _needs(tiling: Tiling, processor: Any, kind: str) -> None:
+    """Refuses limits of the other kind: pixels for tiles, tiles for pixels."""
+    has_tiles = tiling.min_tiles is not None or tiling.max_tiles is not None
+    has_pixels = tiling.min_pixels is not None or tiling.max_pixels is not None
+    if kind == "tiles" and has_pixels:
         raise _refusal(tiling, processor, "cuts images into tiles", "use `max_tiles`")
+    if kind == "pixels" and has_tiles:
+        raise _refusal(
+            tiling, processor, "has no tiles: it scales images", "use `min_pixels`, `max_pixels`"
+        )
 
 
-def _bounds(
-    tiling: Tiling, processor: Any, names: tuple[str, str], own: tuple[int, int]
-) -> tuple[int, int]:
+def _bounds(tiling: Tiling, processor: Any, kind: str, own: tuple[int, int]) -> tuple[int, int]:
     """Both limits; one that was not given is the processor's own."""
-    low, high = getattr(tiling, names[0]), getattr(tiling, names[1])
+    _needs(tiling, processor, kind)
+    low, high = getattr(tiling, f"min_{kind}"), getattr(tiling, f"max_{kind}")
     low, high = own[0] if low is None else low, own[1] if high is None else high
     if low > high:
-        both = " and ".join(f"--{name.replace('_', '-')}" for name in names)
         raise _refusal(
-            tiling, processor, f"has from {own[0]} to {own[1]} of itself", f"give both, {both}"
+            tiling,
+            processor,
+            f"has from {own[0]} to {own[1]} of itself",
+            f"give both, `min_{kind}` and `max_{kind}`",
         )
     return low, high
 
 
 def _patches(processor: Any, images: Any, tiling: Tiling) -> None:
     """InternVL, GOT-OCR2, Ovis2."""
-    _needs_tiles(processor, tiling)
     own = (images.min_patches, images.max_patches)
-    names = ("min_tiles", "max_tiles")
-    images.min_patches, images.max_patches = _bounds(tiling, processor, names, own)
+    images.min_patches, images.max_patches = _bounds(tiling, processor, "tiles", own)
     images.crop_to_patches = images.max_patches > 1
 
 
 def _grids(processor: Any, images: Any, tiling: Tiling) -> None:
     """LLaVA-Next and LLaVA-OneVision: those of the processor's grids that have so many tiles."""
-    _needs_tiles(processor, tiling)
     sizes = [*dict(images.crop_size or {}).values(), *dict(images.size).values()]
     side = next(size for size in sizes if size)
     tiles = {(h, w): (h // side) * (w // side) for h, w in images.image_grid_pinpoints}
     own = (min(tiles.values()), max(tiles.values()))
-    low, high = _bounds(tiling, processor, ("min_tiles", "max_tiles"), own)
+    low, high = _bounds(tiling, processor, "tiles", own)
     kept = [list(grid) for grid, count in tiles.items() if low <= count <= high]
     if not kept:
         raise _refusal(
@@ -125,7 +130,7 @@ def _grids(processor: Any, images: Any, tiling: Tiling) -> None:
 
 def _splits(processor: Any, images: Any, tiling: Tiling) -> None:
     """Idefics3 and SmolVLM: the longest edge, in tiles, so that its square is not too many."""
-    _needs_tiles(processor, tiling)
+    _needs(tiling, processor, "tiles")
     if tiling.min_tiles is not None:
         raise _refusal(tiling, processor, "has no least number of tiles")
     edge = math.isqrt(tiling.max_tiles or 1)
@@ -138,12 +143,8 @@ def _splits(processor: Any, images: Any, tiling: Tiling) -> None:
 
 def _scaled(processor: Any, images: Any, tiling: Tiling) -> None:
     """Qwen-VL: no tiles; the number of patches follows from the pixels."""
-    if tiling.min_tiles is not None or tiling.max_tiles is not None:
-        raise _refusal(
-            tiling, processor, "has no tiles: it scales images", "use `min_pixels`, `max_pixels`"
-        )
     own = (images.size["shortest_edge"], images.size["longest_edge"])
-    low, high = _bounds(tiling, processor, ("min_pixels", "max_pixels"), own)
+    low, high = _bounds(tiling, processor, "pixels", own)
     least = (images.patch_size * images.merge_size) ** 2
     if high < least:
         raise _refusal(tiling, processor, f"makes one token of {least} pixels", "allow as many")
@@ -160,9 +161,6 @@ _KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Any, Any, Tiling], None]], 
     (_has("do_image_splitting", "max_image_size"), _splits),
     (lambda images: type(images).__name__.startswith("Qwen2VL"), _scaled),
 )
-
-
-# -- makes a processor ready for a run: its tiles, its limits, its cache --------------------------
 
 
 def prepare_images(processor: Any, settings: ImageSettings, tiling: Tiling) -> None:

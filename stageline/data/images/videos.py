@@ -1,6 +1,6 @@
-"""A film as some of its frames, evenly spread, which then are pictures of the sample.
+"""A video as some of its frames, evenly spread, which then are images of the sample.
 
-Read are folders of pictures, lists of them, and animated GIF, WebP and PNG files; other films
+Read are folders of images, lists of them, and animated GIF, WebP and PNG files; other videos
 where the package av is installed. Which frames are taken follows from their number alone.
 """
 
@@ -11,12 +11,11 @@ from typing import Any
 
 from PIL import Image, ImageSequence
 
-from stageline.data.images.image_files import ImageFolders
-from stageline.data.images.picture_file import FORMATS, bad_image, check_shape
+from stageline.data.images.image_files import FORMATS, ImageFolders, bad_image, check_shape
 from stageline.errors import DataError, UserError
 
 ANIMATIONS = (".gif", ".webp", ".png", ".apng")
-_PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
+_IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 
 
 def frame_places(count: int, num_frames: int) -> list[int]:
@@ -28,22 +27,68 @@ def frame_places(count: int, num_frames: int) -> list[int]:
     return [place * (count - 1) // (num_frames - 1) for place in range(num_frames)]
 
 
-def read_frames(
-    video: str | Sequence[str], *, folders: ImageFolders, num_frames: int, source: str
-) -> list[Image.Image]:
-    """At most `num_frames` frames of a film.
+def with_videos(
+    sample: dict[str, Any],
+    images: list[Any] | None,
+    *,
+    folders: ImageFolders,
+    num_frames: int,
+    source: str,
+) -> tuple[list[Any] | None, dict[str, Any]]:
+    """The images and the sample with an image for each frame of its `videos`, where they stood.
 
     Args:
-        video: name of a folder of pictures or of a file, or the names of the frames.
+        images: of the sample's image parts, in order.
+        num_frames: most of a video.
         source: the row, for errors.
 
     Raises:
-        DataError: it isn't there, leads out of the folders, or has no frame that can be read.
-        UserError: it is a film of a kind for which a package is missing.
+        DataError: a video isn't there, leads out of the folders, or has no frame that can be read.
+        UserError: it is of a kind for which a package is missing.
+    """
+    if not sample.get("videos"):
+        return images, sample
+    options: dict[str, Any] = {"folders": folders, "num_frames": num_frames, "source": source}
+    videos = iter([read_frames(video, **options) for video in sample["videos"]])
+    rest = iter(images or ())
+    placed: list[Any] = []
+
+    def placed_parts(parts: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        for part in parts:
+            if part["type"] == "video":
+                frames = next(videos)
+                placed.extend(frames)
+                yield from ({"type": "image"} for _ in frames)
+                continue
+            if part["type"] == "image":
+                placed.append(next(rest))
+            yield part
+
+    messages = []
+    for message in sample["messages"]:
+        if isinstance(message["content"], list):
+            message = {**message, "content": list(placed_parts(message["content"]))}
+        messages.append(message)
+    placed += rest  # of a sample without places
+    others = {name: value for name, value in sample.items() if name != "videos"}
+    return placed or None, {**others, "messages": messages}
+
+
+def read_frames(
+    video: str | Sequence[str], *, folders: ImageFolders, num_frames: int, source: str
+) -> list[Image.Image]:
+    """At most `num_frames` frames of a video.
+
+    Args:
+        video: name of a folder of images or of a file, or the names of the frames.
+        source: the row, for errors.
+
+    Raises:
+        DataError, UserError: as `with_videos`.
     """
     if num_frames < 1:
         raise UserError(
-            f"num_frames is {num_frames}. At least 1 was expected, because a film becomes pictures."
+            f"num_frames is {num_frames}. At least 1 was expected, because a video becomes images."
         )
     if not isinstance(video, str):
         if not video:
@@ -52,60 +97,22 @@ def read_frames(
         return [folders.open(name, source=source) for name in names]
     path = Path(folders.locate(video, source=source))
     if path.is_dir():
-        files = sorted((item.name for item in path.iterdir() if _is_picture(item)), key=_natural)
+        there = (item for item in path.iterdir() if item.suffix.lower() in _IMAGES)
+        files = sorted((item.name for item in there if item.is_file()), key=_natural)
         if not files:
-            raise _no_frames(source, video, f"the folder holds none of {', '.join(_PICTURES)}")
+            raise _no_frames(source, video, f"the folder holds none of {', '.join(_IMAGES)}")
         chosen = [files[place] for place in frame_places(len(files), num_frames)]
         return [folders.open(f"{video}/{name}", source=source) for name in chosen]
-    if path.suffix.lower() in ANIMATIONS:
-        return _animation(path, num_frames, source)
-    return _film(path, num_frames, source)
-
-
-def with_frames(
-    sample: dict[str, Any],
-    images: Sequence[Any] | None,
-    frames: Sequence[Sequence[Any]],
-) -> tuple[list[Any] | None, dict[str, Any]]:
-    """The images and the sample with a picture for each frame, where its films stood.
-
-    Args:
-        images: of the sample's image parts, in order.
-        frames: of each of its video parts, in order.
-    """
-    rest, films = iter(images or ()), iter(frames)
-    shown: list[Any] = []
-    messages = []
-    for message in sample["messages"]:
-        content = message["content"]
-        if isinstance(content, list):
-            parts = list(_replaced(content, rest, films, shown))
-            message = {**message, "content": parts}
-        messages.append(message)
-    shown += rest  # of a sample without places
-    rest_of_sample = {name: value for name, value in sample.items() if name != "videos"}
-    return shown or None, {**rest_of_sample, "messages": messages}
-
-
-def _replaced(
-    parts: Sequence[dict[str, Any]],
-    images: Iterator[Any],
-    films: Iterator[Sequence[Any]],
-    shown: list[Any],
-) -> Iterator[dict[str, Any]]:
-    for part in parts:
-        if part["type"] == "video":
-            frames = next(films)
-            shown.extend(frames)
-            yield from ({"type": "image"} for _ in frames)
-            continue
-        if part["type"] == "image":
-            shown.append(next(images))
-        yield part
-
-
-def _is_picture(path: Path) -> bool:
-    return path.suffix.lower() in _PICTURES and path.is_file()
+    read = _animation if path.suffix.lower() in ANIMATIONS else _decoded
+    try:
+        frames = read(path, num_frames, source)
+    except (DataError, UserError):
+        raise
+    except Exception as error:  # decoders raise anything
+        raise bad_image(path, error, name=source) from error
+    if not frames:
+        raise _no_frames(source, str(path), "it has no frames")
+    return frames
 
 
 def _natural(name: str) -> list[Any]:
@@ -114,45 +121,34 @@ def _natural(name: str) -> list[Any]:
 
 
 def _animation(path: Path, num_frames: int, source: str) -> list[Image.Image]:
-    try:
-        with Image.open(path, formats=FORMATS) as film:
-            check_shape(film, name=source)
-            wanted = set(frame_places(getattr(film, "n_frames", 1), num_frames))
-            frames = ImageSequence.Iterator(film)
-            return [frame.convert("RGB") for place, frame in enumerate(frames) if place in wanted]
-    except DataError:
-        raise
-    except Exception as error:  # decoders raise anything
-        raise bad_image(path, error, name=source) from error
+    with Image.open(path, formats=FORMATS) as opened:
+        check_shape(opened, name=source)
+        wanted = set(frame_places(getattr(opened, "n_frames", 1), num_frames))
+        frames = ImageSequence.Iterator(opened)
+        return [frame.convert("RGB") for place, frame in enumerate(frames) if place in wanted]
 
 
-def _film(path: Path, num_frames: int, source: str) -> list[Image.Image]:
+def _decoded(path: Path, num_frames: int, source: str) -> list[Image.Image]:
     """Frames by PyAV, which counts them by decoding: what headers say is often wrong."""
     try:
         import av
     except ImportError as error:
         raise UserError(
-            f"{source}: the film {path} is a {path.suffix or 'file without a suffix'}. A folder of "
-            f"pictures or one of {', '.join(ANIMATIONS)} was expected, because the package av, "
-            "which reads other films, is not installed: pip install av, or take the film to "
-            "pieces (ffmpeg -i FILM FOLDER/%05d.jpg)."
+            f"{source}: the video {path} is a {path.suffix or 'file without a suffix'}. A folder "
+            f"of images or one of {', '.join(ANIMATIONS)} was expected, because the package av, "
+            "which reads other videos, is not installed: pip install av, or take the video to "
+            "pieces (ffmpeg -i VIDEO FOLDER/%05d.jpg)."
         ) from error
-    try:
-        with av.open(str(path)) as film:
-            count = sum(1 for _ in film.decode(video=0))
-        wanted = set(frame_places(count, num_frames))
-        with av.open(str(path)) as film:
-            decoded = enumerate(film.decode(video=0))
-            frames = [frame.to_image() for place, frame in decoded if place in wanted]
-    except Exception as error:  # decoders raise anything
-        raise bad_image(path, error, name=source) from error
-    if not frames:
-        raise _no_frames(source, str(path), "it has no frames")
-    return frames
+    with av.open(str(path)) as opened:
+        count = sum(1 for _ in opened.decode(video=0))
+    wanted = set(frame_places(count, num_frames))
+    with av.open(str(path)) as opened:
+        decoded = enumerate(opened.decode(video=0))
+        return [frame.to_image() for place, frame in decoded if place in wanted]
 
 
 def _no_frames(source: str, video: str, what: str) -> DataError:
     return DataError(
-        f"{source}: the film {video} cannot be used: {what}. At least one frame was expected, "
+        f"{source}: the video {video} cannot be used: {what}. At least one frame was expected, "
         "because the frames are what the model sees: correct the row."
     )

@@ -1,4 +1,7 @@
-"""Where a format has what: names of columns, and the names that messages give fields and roles."""
+"""How the rows of a data set are written: its columns, and the conversations in them.
+
+Errors here do not name the row: `converters.py` puts its source before them.
+"""
 
 import json
 import re
@@ -8,6 +11,7 @@ from typing import Any
 
 from stageline.errors import DataError, UserError
 
+Message = dict[str, Any]
 FORMATTINGS = ("auto", "alpaca", "sharegpt", "openai", "text")
 # the columns that hold the text of each format; names as in dataset_info.json
 _TEXT_COLUMNS = {
@@ -21,16 +25,8 @@ _TEXT_COLUMNS = {
     "openai": {"messages": "messages", "prompt": "prompt", "response": "completion"},
     "text": {"text": "text"},
 }
-_SHARED_COLUMNS = {
-    "system": "system",
-    "tools": "tools",
-    "images": "images",
-    "videos": "videos",
-    "chosen": "chosen",
-    "rejected": "rejected",
-    "kto_tag": "kto_tag",
-}
 _TEXT_NAMES = {name for columns in _TEXT_COLUMNS.values() for name in columns}
+_SHARED_COLUMNS = ("system", "tools", "images", "videos", "chosen", "rejected", "kto_tag")
 _TAGS = {
     "role_tag": "from",
     "content_tag": "value",
@@ -51,7 +47,10 @@ _OPENAI_TAGS = {
 }
 # what else is written for a role of OpenAI's
 _OPENAI_ALIASES = {"developer": "system", "function": "tool"}
-CALL = "function call"
+_CALL = "function call"
+_PART_TYPES = ("text", "image", "image_url", "video", "video_url")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_THOUGHT = re.compile(r"^\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Tags:
 
     Attributes:
         role, content: names of their fields.
-        roles: word in the data -> role; CALL is an answer that calls functions.
+        roles: word in the data -> role; `_CALL` is an answer that calls functions.
     """
 
     role: str
@@ -74,7 +73,7 @@ class Tags:
             names["user_tag"]: "user",
             names["assistant_tag"]: "assistant",
             names["observation_tag"]: "tool",
-            names["function_tag"]: CALL,
+            names["function_tag"]: _CALL,
             names["system_tag"]: "system",
         }
         return cls(names["role_tag"], names["content_tag"], {**(aliases or {}), **roles})
@@ -101,46 +100,43 @@ class RowFormat:
     ranking: bool = False
     named: frozenset[str] = field(default_factory=frozenset)
 
-    def value(self, row: Mapping[str, Any], what: str) -> Any:
-        """What a row has in a column; None where it has none."""
-        name = self.columns.get(what)
-        return None if name is None else row.get(name)
 
-    def name(self, what: str) -> str:
-        """The column's name, for errors."""
-        return self.columns.get(what) or what
-
-
-def make_layout(
+def make_format(
     formatting: str,
     *,
     columns: Mapping[str, str | None] | None = None,
     tags: Mapping[str, str] | None = None,
     ranking: bool = False,
 ) -> RowFormat:
-    """The layout that names from dataset_info.json describe.
+    """The format that names from dataset_info.json describe.
 
     Where one of the text columns is named, those that are not named do not exist, as in that file.
 
     Raises:
         UserError: an unknown format, column or tag.
     """
-    _check_known("`dataset.formatting`", [formatting], FORMATTINGS[1:])
+    check_known("`dataset.formatting`", [formatting], FORMATTINGS[1:])
     columns, tags = dict(columns or {}), dict(tags or {})
-    check_columns(columns, columns_of(formatting))
-    _check_known("a name in `tags`", tags, list(_TAGS))
+    check_known("a name in `columns`", columns, columns_of(formatting))
+    check_known("a name in `tags`", tags, _TAGS)
+    named = frozenset(name for name, column in columns.items() if column)
     text: dict[str, str | None] = dict.fromkeys(_TEXT_COLUMNS[formatting])
-    if not _TEXT_NAMES & {name for name, column in columns.items() if column}:
+    if not _TEXT_NAMES & named:
         text.update(_TEXT_COLUMNS[formatting])
-    defaults = _OPENAI_TAGS if formatting == "openai" else _TAGS
-    aliases = _OPENAI_ALIASES if formatting == "openai" else None
-    given = {name: column or None for name, column in columns.items()}
+    is_openai = formatting == "openai"
     return RowFormat(
         formatting=formatting,
-        columns={**text, **_SHARED_COLUMNS, **given},
-        tags=Tags.of({**defaults, **tags}, aliases=aliases),
-        ranking=ranking or bool(columns.get("chosen")),
-        named=frozenset(name for name, column in columns.items() if column),
+        columns={
+            **text,
+            **{name: name for name in _SHARED_COLUMNS},
+            **{name: column or None for name, column in columns.items()},
+        },
+        tags=Tags.of(
+            {**(_OPENAI_TAGS if is_openai else _TAGS), **tags},
+            aliases=_OPENAI_ALIASES if is_openai else None,
+        ),
+        ranking=ranking or "chosen" in named,
+        named=named,
     )
 
 
@@ -150,16 +146,12 @@ def columns_of(*formattings: str) -> list[str]:
     return [*dict.fromkeys(text), *_SHARED_COLUMNS]
 
 
-def check_columns(columns: Iterable[str], known: list[str]) -> None:
+def check_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:
     """Refuses names that no format has.
 
     Raises:
         UserError: lists the known ones.
     """
-    _check_known("a name in `columns`", columns, known)
-
-
-def _check_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:
     unknown = [name for name in names if name not in known]
     if unknown:
         raise UserError(
@@ -168,12 +160,10 @@ def _check_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:
         )
 
 
-def bad_row(source: str, what: str, expected: str, why: str, do: str = "") -> DataError:
+def bad_row(what: str, expected: str, why: str, do: str = "") -> DataError:
     """The error for a row: what came, what was expected, why, what to do."""
-    return DataError(f"{source}: {what}. {expected} expected, because {why}: {do or _CORRECT}.")
-
-
-_CORRECT = "correct the row, or say how the set is written (formatting, columns, tags)"
+    do = do or "correct the row, or say how the set is written (formatting, columns, tags)"
+    return DataError(f"{what}. {expected} expected, because {why}: {do}.")
 
 
 def shown(value: Any, most: int = 80) -> str:
@@ -182,226 +172,160 @@ def shown(value: Any, most: int = 80) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
-# -- tools and calls of functions in OpenAI's form, from JSON text or objects ---------------------
-
-_THOUGHT = re.compile(r"^\s*<think>(.*?)</think>\s*", re.DOTALL)
-
-
-def read_tools(value: Any, *, column: str, source: str) -> list[dict[str, Any]]:
-    """The tools of a row: a list, or its JSON; [] where there is none.
-
-    Raises:
-        DataError: names the row and what came.
-    """
-    if value is None or value == "" or value == []:
-        return []
-    tools = _parsed(value)
-    tools = [tools] if isinstance(tools, dict) else tools
-    if not isinstance(tools, list):
-        raise _bad_tool(source, f"the column {column!r} is {shown(value)}")
-    return [_tool(tool, column, source) for tool in tools]
-
-
-def _tool(tool: Any, column: str, source: str) -> dict[str, Any]:
-    inner = tool.get("function", tool) if isinstance(tool, dict) else None
-    if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
-        raise _bad_tool(source, f"the column {column!r} has the tool {shown(tool)}")
-    return tool if "function" in tool else {"type": "function", "function": tool}
-
-
-def _bad_tool(source: str, what: str) -> Exception:
-    return bad_row(
-        source,
-        what,
-        'A list of {"name": ..., "parameters": ...}, or JSON of one, was',
-        "the chat template tells the model of them",
-    )
-
-
-def read_calls(text: Any, *, place: str, source: str) -> dict[str, Any]:
-    """The message of an answer that calls functions, from the JSON that formats write for it.
-
-    Reasoning in <think> tags before the JSON becomes `reasoning_content`.
-
-    Raises:
-        DataError: names the message.
-    """
-    message: dict[str, Any] = {"role": "assistant", "content": ""}
-    if isinstance(text, str):
-        thought = _THOUGHT.match(text)
-        if thought:
-            message["reasoning_content"] = thought[1].strip()
-            text = text[thought.end() :]
-    calls = _parsed(text)
-    calls = [calls] if isinstance(calls, dict) else calls
-    if not isinstance(calls, list) or not calls:
-        raise _bad_call(source, f"{place} calls a function by {shown(text)}")
-    message["tool_calls"] = check_calls(calls, place=place, source=source)
-    return message
-
-
-def check_calls(calls: Any, *, place: str, source: str) -> list[dict[str, Any]]:
-    """Calls in OpenAI's form, their arguments as objects.
-
-    Raises:
-        DataError: names the message.
-    """
-    if not isinstance(calls, list):
-        raise _bad_call(source, f"{place} has the tool_calls {shown(calls)}")
-    return [_call(call, place, source) for call in calls]
-
-
-def _call(call: Any, place: str, source: str) -> dict[str, Any]:
-    inner = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
-        raise _bad_call(source, f"{place} has the call {shown(call)}")
-    given = inner.get("arguments", inner.get("parameters", {}))
-    arguments = {} if given in (None, "") else _parsed(given)
-    if not isinstance(arguments, dict):
-        raise _bad_call(source, f"{place} calls {inner['name']!r} with {shown(given)}")
-    function = {"name": inner["name"], "arguments": arguments}
-    kept = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    return {**kept, "type": "function", "function": function}
-
-
-def _bad_call(source: str, what: str) -> Exception:
-    return bad_row(
-        source,
-        what,
-        'JSON such as {"name": "search", "arguments": {"words": "tea"}}, or a list of it, was',
-        "the chat template writes calls from name and arguments",
-    )
-
-
-def _parsed(value: Any) -> Any:
-    """The value of JSON text; None where it is none. What is no text stays."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return None
-
-
-# -- messages of any format -> messages of the sample's form, each checked ------------------------
-
-Message = dict[str, Any]
-_PART_TYPES = ("text", "image", "image_url", "video", "video_url")
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-
-
-def read_messages(value: Any, tags: Tags, *, column: str, source: str) -> list[Message]:
-    """A list of messages.
-
-    Raises:
-        DataError: names the first message that is none.
-    """
-    if not isinstance(value, list) or not value:
-        raise bad_row(
-            source,
-            f"the column {column!r} {_what(value)}",
-            "A list of at least one message was",
-            "a conversation is made of them",
-        )
-    return [
-        read_message(message, tags, place=f"message {number} of {column!r}", source=source)
-        for number, message in enumerate(value)
-    ]
-
-
-def read_message(message: Any, tags: Tags, *, place: str, source: str) -> Message:
-    """One message; fields that say nothing about the text are left out."""
-    if not isinstance(message, Mapping) or tags.role not in message:
-        raise bad_row(
-            source,
-            f"{place} is {shown(message)}",
-            f"An object with {tags.role!r} and {tags.content!r} was",
-            "they say who speaks and what",
-        )
-    role = tags.roles.get(message[tags.role]) if isinstance(message[tags.role], str) else None
-    if role is None:
-        raise bad_row(
-            source,
-            f"{place} has the {tags.role} {shown(message[tags.role])}",
-            f"One of {', '.join(tags.roles)} was",
-            "the chat template writes each role in its own way",
-        )
-    content = message.get(tags.content)
-    if role == CALL:
-        return {**read_calls(content, place=place, source=source), **_weight(message)}
-    read: Message = {"role": role, "content": None}
-    if role == "assistant":
-        read.update(_answer_fields(message, place, source))
-    read["content"] = _content(content, read, place=place, source=source)
-    for name in ("name", "tool_call_id"):
-        if isinstance(message.get(name), str):
-            read[name] = message[name]
-    return read
-
-
-def tags_of(message: Any, default: Tags) -> Tags:
-    """The words of a message that may be of another format than the rest of its row."""
-    for tags in (default, OPENAI_TAGS, SHAREGPT_TAGS):
-        if isinstance(message, Mapping) and tags.role in message:
-            return tags
-    return default
-
-
-def _answer_fields(message: Mapping[str, Any], place: str, source: str) -> Message:
-    fields = _weight(message)
-    calls = message.get("tool_calls")
-    if not calls and isinstance(message.get("function_call"), Mapping):
-        calls = [message["function_call"]]  # as OpenAI wrote it before tool_calls
-    if calls:
-        fields["tool_calls"] = check_calls(calls, place=place, source=source)
-    for name in _REASONING:
-        if isinstance(message.get(name), str) and message[name]:
-            fields["reasoning_content"] = message[name]
-            break
-    return fields
-
-
-def _weight(message: Mapping[str, Any]) -> Message:
-    """Weight 0 for an answer that is not learnt, by OpenAI's name or others'."""
-    for name in ("weight", "loss", "train"):
-        if isinstance(message.get(name), bool | int | float):
-            return {} if message[name] else {"weight": 0}
-    return {}
-
-
-def _content(content: Any, read: Message, *, place: str, source: str) -> Any:
-    if isinstance(content, str):
-        return content
-    if content is None and "tool_calls" in read:
-        return ""
-    if isinstance(content, list):
-        for part in content:
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            if kind not in _PART_TYPES or (
-                kind == "text" and not isinstance(part.get("text"), str)
-            ):
-                raise bad_row(
-                    source,
-                    f"{place} has the part {shown(part)}",
-                    f'{{"type": "text", "text": ...}} or one of {", ".join(_PART_TYPES[1:])} was',
-                    "other parts have no place in the text",
-                )
-        return [dict(part) for part in content]
-    raise bad_row(
-        source,
-        f"the content of {place} {_what(content)}",
-        "Text (or a list of parts) was",
-        "it is what the message says",
-    )
-
-
-def _what(value: Any) -> str:
+def state_of(value: Any) -> str:
+    """What an error says of a value: that it is missing, or what it is."""
     return "is missing" if value is None else f"is {shown(value)}"
 
 
-def check_alternation(
-    messages: Sequence[Message], *, has_answer: bool, column: str, source: str
-) -> None:
+@dataclass(frozen=True)
+class FormattedRow:
+    """A row and how it is written."""
+
+    data: Mapping[str, Any]
+    format: RowFormat
+
+    def value(self, what: str) -> Any:
+        """What the row has in a column; None where it has none."""
+        name = self.format.columns.get(what)
+        return None if name is None else self.data.get(name)
+
+    def name(self, what: str) -> str:
+        """The column's name, for errors."""
+        return self.format.columns.get(what) or what
+
+    @property
+    def fields(self) -> str:
+        """The row's own fields, for errors."""
+        return ", ".join(sorted(map(str, self.data))) or "none"
+
+    @property
+    def has_pair(self) -> bool:
+        """Whether the set is a ranking, or the row has both answers of a preference."""
+        both = self.value("chosen") is not None and self.value("rejected") is not None
+        return self.format.ranking or both
+
+    @property
+    def has_label(self) -> bool:
+        """Whether the set or the row has a column that says if the answer is desirable."""
+        return self.value("kto_tag") is not None or "kto_tag" in self.format.named
+
+    def messages(self, what: str) -> list[Message]:
+        """The messages of a column.
+
+        Raises:
+            DataError: names the first message that is none.
+        """
+        return _read_messages(self.value(what), self.format.tags, column=self.name(what))
+
+    def answer(self, what: str) -> list[Message]:
+        """The answer in a column as messages: from text, one message, or a list of them.
+
+        Raises:
+            DataError: it is neither.
+        """
+        value, column, tags = self.value(what), self.name(what), self.format.tags
+        if isinstance(value, str):
+            return [{"role": "assistant", "content": value}]
+        if isinstance(value, Mapping):
+            return [_read_message(value, _tags_of(value, tags), place=f"the column {column!r}")]
+        if isinstance(value, list) and value:
+            return _read_messages(value, _tags_of(value[0], tags), column=column)
+        raise bad_row(
+            f"the column {column!r} {state_of(value)}",
+            "Text, a message or a list of messages was",
+            "it is the answer that is learnt or compared",
+        )
+
+    def pair(self, prompt: list[Message]) -> dict[str, Any]:
+        """`messages`, `chosen` and `rejected` of a preference.
+
+        Args:
+            prompt: the messages before the answers; empty where the answers are conversations.
+
+        Raises:
+            DataError: an answer is missing or is none, or the prompt does not end with a question.
+        """
+        chosen, rejected = self.answer("chosen"), self.answer("rejected")
+        if chosen[0]["role"] != "assistant" or rejected[0]["role"] != "assistant":
+            whole, chosen, rejected = self._without_prefix(chosen, rejected)
+            if prompt and whole[-len(prompt) :] != prompt:  # it has to say the same twice
+                raise bad_row(
+                    f"the prompt is {shown(prompt[-1]['content'])}, and both answers are "
+                    "conversations that begin with another one, "
+                    f"{shown(whole[-1]['content'] if whole else None)}",
+                    "The same prompt was",
+                    "it is not known which one is meant",
+                )
+            prompt = whole
+        check_last(chosen, has_answer=True, column=self.name("chosen"))
+        check_last(rejected, has_answer=True, column=self.name("rejected"))
+        if not prompt:
+            raise bad_row(
+                "there is no prompt before the chosen and the rejected answer",
+                "Messages, a prompt, or two conversations with the same beginning were",
+                "both answer the same question",
+            )
+        check_last(prompt, has_answer=False, column="the prompt")
+        return {"messages": prompt, "chosen": chosen, "rejected": rejected}
+
+    def _without_prefix(
+        self, chosen: list[Message], rejected: list[Message]
+    ) -> tuple[list[Message], list[Message], list[Message]]:
+        """The common beginning of two conversations, and the rest of each: at least its end."""
+        most = min(len(chosen), len(rejected)) - 1
+        same = 0
+        while same < most and chosen[same] == rejected[same]:
+            same += 1
+        if chosen[same]["role"] != "assistant" or rejected[same]["role"] != "assistant":
+            raise bad_row(
+                f"{self.name('chosen')!r} and {self.name('rejected')!r} differ first in message "
+                f"{same}, of the {chosen[same]['role']} and the {rejected[same]['role']}",
+                "The same prompt in both, and then the assistant's answers, was",
+                "what is compared are answers to one question",
+            )
+        return chosen[:same], chosen[same:], rejected[same:]
+
+    def tools(self) -> list[dict[str, Any]]:
+        """The tools of the row, from a list or its JSON; [] where there is none.
+
+        Raises:
+            DataError: it is neither.
+        """
+        value, column = self.value("tools"), self.name("tools")
+        if value is None or value == "" or value == []:
+            return []
+        tools = _parsed(value)
+        tools = [tools] if isinstance(tools, dict) else tools
+        if not isinstance(tools, list):
+            raise _bad_tool(f"the column {column!r} is {shown(value)}")
+        return [_tool(tool, column) for tool in tools]
+
+
+def read_label(value: Any, *, column: str) -> bool:
+    """Whether an answer is desirable.
+
+    Raises:
+        DataError: the value says neither.
+    """
+    if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+        return value.strip().lower() == "true"
+    if isinstance(value, bool | int | float) and value in (0, 1):
+        return bool(value)
+    raise bad_row(
+        f"the column {column!r} {state_of(value)}",
+        "true or false was",
+        "it says whether the answer is desirable",
+    )
+
+
+def says_label(value: Any) -> bool:
+    """Whether a value could be a label, and not something else of that name."""
+    return isinstance(value, bool) or (
+        isinstance(value, str) and value.lower() in ("true", "false")
+    )
+
+
+def check_alternation(messages: Sequence[Message], *, has_answer: bool, column: str) -> None:
     """Refuses what is no strict alternation, as fine-tuning tools do.
 
     The user or a tool speaks first, then the assistant, and so on; a leading system message is
@@ -418,15 +342,14 @@ def check_alternation(
         wanted = ("user", "tool") if place % 2 == 0 else ("assistant",)
         if message["role"] not in wanted:
             raise bad_row(
-                source,
                 f"message {start + place} of {column!r} is of the {message['role']}",
                 f"One of {' or '.join(wanted)} was",
                 "user (or observation) and assistant (or function call) take turns",
             )
-    check_last(messages, has_answer=has_answer, column=column, source=source)
+    check_last(messages, has_answer=has_answer, column=column)
 
 
-def check_last(messages: Sequence[Message], *, has_answer: bool, column: str, source: str) -> None:
+def check_last(messages: Sequence[Message], *, has_answer: bool, column: str) -> None:
     """Refuses a conversation that ends with the wrong one.
 
     Raises:
@@ -435,7 +358,6 @@ def check_last(messages: Sequence[Message], *, has_answer: bool, column: str, so
     role = messages[-1]["role"]
     if has_answer != (role == "assistant") or (not has_answer and role == "system"):
         raise bad_row(
-            source,
             f"the last of {len(messages)} messages of {column!r} is of the {role}",
             "The assistant's was" if has_answer else "The user's or a tool's was",
             "the model learns to write the last one"
@@ -444,121 +366,167 @@ def check_last(messages: Sequence[Message], *, has_answer: bool, column: str, so
         )
 
 
-# -- what is compared or judged in a row: two answers to a prompt, or one with a label ------------
-
-
-def has_pair(row: Mapping[str, Any], layout: RowFormat) -> bool:
-    """Whether the set is a ranking, or the row has both answers of a preference."""
-    both = all(layout.value(row, name) is not None for name in ("chosen", "rejected"))
-    return layout.ranking or both
-
-
-def read_pair(
-    prompt: list[Message], row: Mapping[str, Any], layout: RowFormat, *, source: str
-) -> dict[str, Any]:
-    """`messages`, `chosen` and `rejected` of a preference row.
-
-    Args:
-        prompt: the messages before the answers; empty where the answers are whole conversations.
-
-    Raises:
-        DataError: an answer is missing or is none, or the prompt does not end with a question.
-    """
-    chosen, rejected = (
-        read_answer(layout.value(row, name), layout.tags, column=layout.name(name), source=source)
-        for name in ("chosen", "rejected")
-    )
-    if chosen[0]["role"] != "assistant" or rejected[0]["role"] != "assistant":
-        whole, chosen, rejected = _without_prefix(chosen, rejected, layout, source)
-        _check_same_prompt(prompt, whole, source)
-        prompt = whole
-    names = [layout.name("chosen"), layout.name("rejected")]
-    for answer, name in zip((chosen, rejected), names, strict=True):
-        check_last(answer, has_answer=True, column=name, source=source)
-    if not prompt:
+def _read_messages(value: Any, tags: Tags, *, column: str) -> list[Message]:
+    if not isinstance(value, list) or not value:
         raise bad_row(
-            source,
-            "there is no prompt before the chosen and the rejected answer",
-            "Messages, a prompt, or two conversations with the same beginning were",
-            "both answer the same question",
+            f"the column {column!r} {state_of(value)}",
+            "A list of at least one message was",
+            "a conversation is made of them",
         )
-    check_last(prompt, has_answer=False, column="the prompt", source=source)
-    return {"messages": prompt, "chosen": chosen, "rejected": rejected}
+    return [
+        _read_message(message, tags, place=f"message {number} of {column!r}")
+        for number, message in enumerate(value)
+    ]
 
 
-def read_answer(value: Any, tags: Tags, *, column: str, source: str) -> list[Message]:
-    """An answer as messages: from text, one message, or a list of them.
+def _read_message(message: Any, tags: Tags, *, place: str) -> Message:
+    """One message; fields that say nothing about the text are left out."""
+    if not isinstance(message, Mapping) or tags.role not in message:
+        raise bad_row(
+            f"{place} is {shown(message)}",
+            f"An object with {tags.role!r} and {tags.content!r} was",
+            "they say who speaks and what",
+        )
+    role = tags.roles.get(message[tags.role]) if isinstance(message[tags.role], str) else None
+    if role is None:
+        raise bad_row(
+            f"{place} has the {tags.role} {shown(message[tags.role])}",
+            f"One of {', '.join(tags.roles)} was",
+            "the chat template writes each role in its own way",
+        )
+    content = message.get(tags.content)
+    if role == _CALL:
+        return {**_read_calls(content, place=place), **_weight(message)}
+    read: Message = {"role": role, "content": None}
+    if role == "assistant":
+        read.update(_answer_fields(message, place))
+    read["content"] = _content(content, read, place=place)
+    for name in ("name", "tool_call_id"):
+        if isinstance(message.get(name), str):
+            read[name] = message[name]
+    return read
 
-    Raises:
-        DataError: it is neither.
+
+def _tags_of(message: Any, default: Tags) -> Tags:
+    """The words of a message that may be of another format than the rest of its row."""
+    for tags in (default, OPENAI_TAGS, SHAREGPT_TAGS):
+        if isinstance(message, Mapping) and tags.role in message:
+            return tags
+    return default
+
+
+def _answer_fields(message: Mapping[str, Any], place: str) -> Message:
+    fields = _weight(message)
+    calls = message.get("tool_calls")
+    if not calls and isinstance(message.get("function_call"), Mapping):
+        calls = [message["function_call"]]  # as OpenAI wrote it before tool_calls
+    if calls:
+        if not isinstance(calls, list):
+            raise _bad_call(f"{place} has the tool_calls {shown(calls)}")
+        fields["tool_calls"] = [_call(call, place) for call in calls]
+    for name in _REASONING:
+        if isinstance(message.get(name), str) and message[name]:
+            fields["reasoning_content"] = message[name]
+            break
+    return fields
+
+
+def _weight(message: Mapping[str, Any]) -> Message:
+    """Weight 0 for an answer that is not learnt, by OpenAI's name or others'."""
+    for name in ("weight", "loss", "train"):
+        if isinstance(message.get(name), bool | int | float):
+            return {} if message[name] else {"weight": 0}
+    return {}
+
+
+def _content(content: Any, read: Message, *, place: str) -> Any:
+    if isinstance(content, str):
+        return content
+    if content is None and "tool_calls" in read:
+        return ""
+    if not isinstance(content, list):
+        raise bad_row(
+            f"the content of {place} {state_of(content)}",
+            "Text (or a list of parts) was",
+            "it is what the message says",
+        )
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in _PART_TYPES or (kind == "text" and not isinstance(part.get("text"), str)):
+            raise bad_row(
+                f"{place} has the part {shown(part)}",
+                f'{{"type": "text", "text": ...}} or one of {", ".join(_PART_TYPES[1:])} was',
+                "other parts have no place in the text",
+            )
+    return [dict(part) for part in content]
+
+
+def _read_calls(text: Any, *, place: str) -> Message:
+    """The message of an answer that calls functions, from the JSON that formats write for it.
+
+    Reasoning in <think> tags before the JSON becomes `reasoning_content`.
     """
-    if isinstance(value, str):
-        return [{"role": "assistant", "content": value}]
-    if isinstance(value, Mapping):
-        place = f"the column {column!r}"
-        return [read_message(value, tags_of(value, tags), place=place, source=source)]
-    if isinstance(value, list) and value:
-        return read_messages(value, tags_of(value[0], tags), column=column, source=source)
-    raise bad_row(
-        source,
-        f"the column {column!r} is {'missing' if value is None else shown(value)}",
-        "Text, a message or a list of messages was",
-        "it is the answer that is learnt or compared",
+    message: Message = {"role": "assistant", "content": ""}
+    thought = _THOUGHT.match(text) if isinstance(text, str) else None
+    if thought:
+        message["reasoning_content"] = thought[1].strip()
+        text = text[thought.end() :]
+    calls = _parsed(text)
+    calls = [calls] if isinstance(calls, dict) else calls
+    if not isinstance(calls, list) or not calls:
+        raise _bad_call(f"{place} calls a function by {shown(text)}")
+    message["tool_calls"] = [_call(call, place) for call in calls]
+    return message
+
+
+def _tool(tool: Any, column: str) -> dict[str, Any]:
+    if _function_of(tool) is None:
+        raise _bad_tool(f"the column {column!r} has the tool {shown(tool)}")
+    return tool if "function" in tool else {"type": "function", "function": tool}
+
+
+def _call(call: Any, place: str) -> dict[str, Any]:
+    """A call in OpenAI's form, its arguments as an object."""
+    function = _function_of(call)
+    if function is None:
+        raise _bad_call(f"{place} has the call {shown(call)}")
+    given = function.get("arguments", function.get("parameters", {}))
+    arguments = {} if given in (None, "") else _parsed(given)
+    if not isinstance(arguments, dict):
+        raise _bad_call(f"{place} calls {function['name']!r} with {shown(given)}")
+    kept = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    made = {"name": function["name"], "arguments": arguments}
+    return {**kept, "type": "function", "function": made}
+
+
+def _function_of(value: Any) -> dict[str, Any] | None:
+    """The function of a tool or a call; None where it has no name."""
+    function = value.get("function", value) if isinstance(value, dict) else None
+    is_named = isinstance(function, dict) and isinstance(function.get("name"), str)
+    return function if is_named else None
+
+
+def _bad_tool(what: str) -> DataError:
+    return bad_row(
+        what,
+        'A list of {"name": ..., "parameters": ...}, or JSON of one, was',
+        "the chat template tells the model of them",
     )
 
 
-def _without_prefix(
-    chosen: list[Message], rejected: list[Message], layout: RowFormat, source: str
-) -> tuple[list[Message], list[Message], list[Message]]:
-    """The common beginning of two conversations, and what is left of each: at least its end."""
-    most = min(len(chosen), len(rejected)) - 1
-    same = 0
-    while same < most and chosen[same] == rejected[same]:
-        same += 1
-    if chosen[same]["role"] != "assistant" or rejected[same]["role"] != "assistant":
-        raise bad_row(
-            source,
-            f"{layout.name('chosen')!r} and {layout.name('rejected')!r} differ first in message "
-            f"{same}, of the {chosen[same]['role']} and the {rejected[same]['role']}",
-            "The same prompt in both, and then the assistant's answers, was",
-            "what is compared are answers to one question",
-        )
-    return chosen[:same], chosen[same:], rejected[same:]
-
-
-def _check_same_prompt(prompt: Sequence[Message], whole: Sequence[Message], source: str) -> None:
-    """A prompt beside whole conversations has to be their end: it says the same twice."""
-    if prompt and list(whole[-len(prompt) :]) != list(prompt):
-        raise bad_row(
-            source,
-            f"the prompt is {shown(prompt[-1]['content'])}, and both answers are conversations "
-            f"that begin with another one, {shown(whole[-1]['content'] if whole else None)}",
-            "The same prompt was",
-            "it is not known which one is meant",
-        )
-
-
-def read_label(value: Any, *, column: str, source: str) -> bool:
-    """Whether an answer is desirable.
-
-    Raises:
-        DataError: the value says neither.
-    """
-    if isinstance(value, str) and value.strip().lower() in ("true", "false"):
-        return value.strip().lower() == "true"
-    if isinstance(value, bool | int | float) and value in (0, 1):
-        return bool(value)
-    raise bad_row(
-        source,
-        f"the column {column!r} is {'missing' if value is None else shown(value)}",
-        "true or false was",
-        "it says whether the answer is desirable",
+def _bad_call(what: str) -> DataError:
+    return bad_row(
+        what,
+        'JSON such as {"name": "search", "arguments": {"words": "tea"}}, or a list of it, was',
+        "the chat template writes calls from name and arguments",
     )
 
 
-def says_label(value: Any) -> bool:
-    """Whether a value could be a label, and not something else of that name."""
-    return isinstance(value, bool) or (isinstance(value, str) and value.lower() in _WORDS)
-
-
-_WORDS = ("true", "false")
+def _parsed(value: Any) -> Any:
+    """The value of JSON text; None where it is none. What is no text stays."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return None

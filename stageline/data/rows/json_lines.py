@@ -9,22 +9,25 @@ from typing import Any, Literal
 
 from PIL import Image
 
-from stageline.data.images.videos import read_frames, with_frames
+from stageline.data.batches.collate_part import ROLES
+from stageline.data.images.videos import with_videos
 from stageline.data.rows.bad_rows import current_bad_rows
 from stageline.data.rows.conversations import says_label
-from stageline.data.rows.converters import make_converter
+from stageline.data.rows.converters import file_of_part, make_converter
+from stageline.data.rows.read_json import Row, RowFileReader, read_rows
 from stageline.data.rows.readers import (
-    Row,
     RowsDataset,
     check_split,
     dataset_folder,
     find_file,
-    read_rows,
     split_rows,
 )
+from stageline.data.rows.tables import text_rows
 from stageline.errors import DataError, UserError
 
 _IMAGE_TYPES = ("image", "image_url")
+_PROMPT_NAMES = ("question", "prompt", "instruction")
+_MEMBERS = ("anchor", "positive", "negatives")  # of a group
 # columns that a sample made by a converter has in its own form, or not at all
 _CONVERTED = {
     *("conversations", "messages", "chosen", "rejected", "completion", "history", "kto_tag"),
@@ -38,7 +41,7 @@ class JsonLines(RowsDataset):
     A row is {"question": ..., "answer": ..., "image": "a.png" or ["a.png", "b.png"]}, or
     {"instruction": ..., "input": ..., "output": ...}, or {"messages": [{"role": "user",
     "content": ...}, ...]} for `prompt_fn` chat. Every field can be used in a template by its name.
-    Conversations in other words, preferences, labels, tools and films: docs/data_formats.md.
+    Conversations in other words, preferences, labels, tools and videos: docs/data_formats.md.
     dataset_path is a file, or a folder with train.jsonl and test.jsonl.
 
     Args:
@@ -51,7 +54,7 @@ class JsonLines(RowsDataset):
         columns: names of the columns, {"messages": "dialog"}, as in dataset_info.json.
         tags: words of the messages, {"role_tag": "from", "user_tag": "human"}.
         ranking: rows are preferences (chosen, rejected).
-        num_frames: most pictures that a film becomes.
+        num_frames: most images that a video becomes.
     """
 
     kind = "jsonl"
@@ -109,19 +112,15 @@ class JsonLines(RowsDataset):
 
     def __getitem__(self, index: int) -> tuple[list[Image.Image] | None, dict[str, Any]]:
         images, sample = super().__getitem__(index)
-        videos = sample.get("videos") if self._is_converted(self.rows[index]) else None
-        if not videos:
+        if not self._is_converted(self.rows[index]):
             return images, sample
-        films = [
-            read_frames(
-                video,
-                folders=self._folders,
-                num_frames=self._num_frames,
-                source=sample["source"],
-            )
-            for video in videos
-        ]
-        return with_frames(sample, images, films)
+        return with_videos(
+            sample,
+            images,
+            folders=self._folders,
+            num_frames=self._num_frames,
+            source=sample["source"],
+        )
 
     def convert(self, row: Row) -> tuple[list[str] | None, dict[str, Any]]:
         sample = self._converted(row) if self._is_converted(row) else self._plain(row)
@@ -197,7 +196,7 @@ def image_names(source: str, sample: dict[str, Any]) -> list[str] | None:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise DataError(
             f"{source}: the image is {names!r}. A file name or a list of them was expected, "
-            "because pictures are read from files: correct the row."
+            "because images are read from files: correct the row."
         )
     return names or None
 
@@ -209,11 +208,8 @@ def _message_images(messages: Any) -> list[Any]:
         content = message.get("content") if isinstance(message, dict) else None
         for part in content if isinstance(content, list) else []:
             if isinstance(part, dict) and part.get("type") in _IMAGE_TYPES:
-                value = next((part[key] for key in ("image", "path", "url") if key in part), None)
-                url = part.get("image_url")
-                url = url.get("url") if isinstance(url, dict) else url
-                found += [value or url] if value or url else []
-    return found
+                found.append(file_of_part(part))
+    return [name for name in found if name]
 
 
 def _missing(row: Row, field: str, reason: str) -> DataError:
@@ -222,11 +218,6 @@ def _missing(row: Row, field: str, reason: str) -> DataError:
         f"the row has the fields {', '.join(sorted(row.data)) or 'none'}. Correct the row, or name "
         'its fields with `dataset.fields` \'{"question": "...", "answer": "..."}\'.'
     )
-
-
-# -- prompts without answers as a dataset: lines of a text file, rows of a JSON file, or texts ----
-
-_NAMES = ("question", "prompt", "instruction")
 
 
 class PromptRows(RowsDataset):
@@ -257,14 +248,15 @@ class PromptRows(RowsDataset):
 
     def convert(self, row: Row) -> tuple[list[str] | None, dict[str, Any]]:
         sample = {"question": row.data} if isinstance(row.data, str) else dict(row.data)
-        name = next((name for name in _NAMES if isinstance(sample.get(name), str)), None)
+        name = next((name for name in _PROMPT_NAMES if isinstance(sample.get(name), str)), None)
         if sample.get("messages") is not None:
             sample.setdefault("question", _last_text(sample["messages"]))
         elif name is None:
             raise DataError(
                 f"{row.source}: the row asks nothing. Text in one of the fields "
-                f"{', '.join(_NAMES)}, or messages, was expected, because it is what is answered; "
-                f"the row has the fields {', '.join(sorted(sample)) or 'none'}: correct the row."
+                f"{', '.join(_PROMPT_NAMES)}, or messages, was expected, because it is what is "
+                f"answered; the row has the fields {', '.join(sorted(sample)) or 'none'}: correct "
+                "the row."
             )
         else:
             extra = sample.get("input") if name == "instruction" else None
@@ -278,18 +270,8 @@ class PromptRows(RowsDataset):
 
 def _lines(file: Path) -> list[Row]:
     """A prompt a line; empty lines ask nothing."""
-    try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{file}: byte {error.start} is no UTF-8. A text file with a prompt a line was "
-            "expected: save it as UTF-8, or give rows as .jsonl."
-        ) from error
-    rows = [
-        Row(line.strip(), f"{file}:{number}", number)
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
+    lines = text_rows(RowFileReader(file), "text")
+    rows = [Row(line["text"].strip(), source, number) for line, source, number in lines]
     if not rows:
         raise DataError(f"{file} holds no prompt. A line with text was expected: write one.")
     return rows
@@ -302,11 +284,6 @@ def _last_text(messages: Any) -> str:
             content = message.get("content")
             return content if isinstance(content, str) else json.dumps(content)
     return ""
-
-
-# -- groups of samples from JSON-lines files: a line holds anchor, positive and negatives ---------
-
-_MEMBERS = ("anchor", "positive", "negatives")
 
 
 class Groups(JsonLines):
@@ -386,8 +363,6 @@ class Groups(JsonLines):
         return images, sample
 
     def _members(self, row: Row) -> Iterable[Row]:
-        from stageline.data.batches.collate import ROLES  # late: it needs torch
-
         shared = {name: value for name, value in row.data.items() if name not in _MEMBERS}
         group = str(shared.pop("id", f"{self._name}-{row.number}"))
         negatives = row.data["negatives"][: self._num_negatives]

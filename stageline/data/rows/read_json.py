@@ -1,25 +1,179 @@
-"""Rows of JSON-lines files and JSON lists, each with its place for error messages."""
+"""Files of rows: JSON lines and JSON lists, read strictly, each row with its place for messages.
 
+Python's reader takes NaN, keeps the last of two equal keys, and lets lone surrogates through to
+the tokenizer, which fails far from the line. What JSON does not have, or what two readers would
+read differently, is refused here.
+"""
+
+import hashlib
 import json
 import math
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from stageline.data.rows.bad_rows import current_bad_rows
-from stageline.data.rows.row_files import MAX_LINE_BYTES, RowFile, RowFileReader
-from stageline.errors import DataError
+from stageline.errors import DataError, UserError
 
-# -- reads JSON strictly: what JSON does not have, or what two readers would read differently -----
-# Python's reader takes NaN, keeps the last of two equal keys, and lets lone surrogates through to
-# the tokenizer, which fails far from the line. Knows neither files nor rows.
-
+MAX_LINE_BYTES = 32 << 20  # a book has 1 MiB
 MAX_DIGITS = 4300  # of an integer; Python's own limit, whose error does not say what came
 MAX_NESTING = 100  # of lists and objects; so that whatever walks through a row can
+_CHUNK = 1 << 20
+_BREAK = b"\n"
+_BOM = b"\xef\xbb\xbf"
 _MAY_HOLD_BAD_CHARACTERS = re.compile(r"\\u(0000|[dD][89a-fA-F])")
 _BLANK = re.compile(r"[ \t\r\n]*")
+# ending, kind, cure and first bytes of files that are no text
+_OTHER_KINDS = (
+    (".gz", "gzip", "decompress it first (gunzip)", b"\x1f\x8b"),
+    (".zip", "zip", "unpack it first (unzip)", b"PK\x03\x04"),
+    (".zst", "zstandard", "decompress it first (unzstd)", b"\x28\xb5\x2f\xfd"),
+    (".xz", "xz", "decompress it first (unxz)", b"\xfd7zXZ\x00"),
+    (".bz2", "bzip2", "decompress it first (bunzip2)", b"BZh"),
+    (".parquet", "parquet", "write its rows as JSON lines (pandas: to_json(lines=True))", b"PAR1"),
+    (".arrow", "arrow", "write its rows as JSON lines (datasets: to_json)", b"ARROW1"),
+    (None, "SQLite", "write its rows as JSON lines", b"SQLite format 3"),
+)
+
+
+@dataclass(frozen=True)
+class RowFile:
+    """A file as it was when its rows were read.
+
+    Attributes:
+        time_ns: of its last change.
+        digest: SHA-256 of its bytes.
+    """
+
+    path: Path
+    size: int
+    time_ns: int
+    digest: str
+
+    def check_unchanged(self) -> None:
+        """Refuses to go on with rows of a file that is another one by now.
+
+        Raises:
+            DataError: names both sizes and times.
+        """
+        try:
+            now = os.stat(self.path)
+        except OSError as error:
+            raise DataError(
+                f"{self.path} cannot be found any more ({error.strerror}), and its rows are in "
+                "use. A run's data has to stay, because else nobody could say what was trained: "
+                "put the file back and start again."
+            ) from error
+        if (now.st_size, now.st_mtime_ns) != (self.size, self.time_ns):
+            raise DataError(
+                f"{self.path} changed while it was in use: it had {self.size} bytes, last changed "
+                f"at {self.time_ns / 1e9:.6f} s, and has {now.st_size}, changed at "
+                f"{now.st_mtime_ns / 1e9:.6f} s. A run's data has to stay as it is, because else "
+                "nobody could say what was trained, and processes might read different rows. "
+                "Start again with the new file, or write changes into a copy."
+            )
+
+
+def _refuse_other_kinds(path: Path, head: bytes) -> None:
+    """Refuses archives and tables by their first bytes, and by their names.
+
+    Raises:
+        DataError: names kind and cure.
+    """
+    for by_bytes in (True, False):
+        for ending, kind, cure, magic in _OTHER_KINDS:
+            if head.startswith(magic) if by_bytes else path.suffix.lower() == ending:
+                how = "its first bytes say so"
+                if not by_bytes:
+                    how = "its name says so, though its first bytes do not"
+                raise DataError(
+                    f"{path} is a {kind} file ({how}). JSON lines or a JSON list were expected, "
+                    f"as plain text, because other kinds of files are not read: {cure}."
+                )
+
+
+class RowFileReader:
+    """Reads a file once, from its beginning to its end, and then knows what it was.
+
+    Raises:
+        UserError: there is no such file.
+        DataError: it cannot be read, or is of a kind that is not read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            raise UserError(
+                f"there is no file {path}. The dataset's rows were expected there: check "
+                "`dataset_path` and the options of the dataset."
+            )
+        self.path = path
+        self._digest = hashlib.sha256()
+        self._size = 0
+        self._before: os.stat_result | None = None
+
+    def lines(self) -> Iterator[tuple[int, int, bytes]]:
+        """(number from 1, bytes before it, line) of each line.
+
+        Of a line longer than `MAX_LINE_BYTES` no more than one byte above that is handed out.
+        """
+        with self._open() as file:
+            number = 0
+            while True:
+                start = self._size
+                line = self._read(file.readline, MAX_LINE_BYTES + 1)
+                if not line:
+                    return
+                number += 1
+                rest = line
+                while len(line) > MAX_LINE_BYTES and rest and not rest.endswith(b"\n"):
+                    rest = self._read(file.readline, _CHUNK)
+                yield number, start, line
+
+    def whole(self) -> bytes:
+        """All bytes."""
+        with self._open() as file:
+            return self._read(file.read, -1)
+
+    def done(self) -> RowFile:
+        """The file that was read."""
+        assert self._before is not None, "nothing was read"
+        before = self._before
+        if (before.st_size, before.st_mtime_ns) != (self._size, os.stat(self.path).st_mtime_ns):
+            raise DataError(
+                f"{self.path} changed while it was read: {before.st_size} bytes were expected, "
+                f"{self._size} came. A file that nobody writes was expected, because each process "
+                "has to read the same rows: wait until it is complete, and start again."
+            )
+        return RowFile(self.path, before.st_size, before.st_mtime_ns, self._digest.hexdigest())
+
+    def _open(self) -> BinaryIO:
+        try:
+            file = self.path.open("rb")
+            self._before = os.fstat(file.fileno())
+            head = file.read(16)
+            file.seek(0)
+        except OSError as error:
+            raise self._unreadable(error) from error
+        _refuse_other_kinds(self.path, head)
+        return file
+
+    def _read(self, read: Callable[[int], bytes], size: int) -> bytes:
+        try:
+            data = read(size)
+        except OSError as error:
+            raise self._unreadable(error) from error
+        self._size += len(data)
+        self._digest.update(data)
+        return data
+
+    def _unreadable(self, error: OSError) -> DataError:
+        return DataError(
+            f"{self.path} cannot be read after {self._size} bytes ({error.strerror or error}). Its "
+            "rows are the data of the run: check its rights and its disk."
+        )
 
 
 class BadJson(ValueError):
@@ -40,56 +194,46 @@ def parse_json(text: str) -> Any:
     Raises:
         BadJson: says what is wrong, and where.
     """
-    value, end = parse_one(text, skip_blanks(text, 0))
-    end = skip_blanks(text, end)
+    value, end = _parse_one(text, _skip_blanks(text, 0))
+    end = _skip_blanks(text, end)
     if end < len(text):
         raise BadJson("no JSON (something follows the value)", end)
     return value
 
 
-def parse_one(text: str, start: int) -> tuple[Any, int]:
-    """One value that begins at `start`, and the place behind it.
-
-    Raises:
-        BadJson: says what is wrong, and where.
-    """
+def _parse_one(text: str, start: int) -> tuple[Any, int]:
+    """One value that begins at `start`, and the place behind it."""
     try:
-        # typeshed leaves scan_once out, which json.JSONDecoder documents by using it
-        value, end = _strict.scan_once(text, start)  # type: ignore[attr-defined]
-    except StopIteration as stop:
-        raise BadJson("no JSON (a value is missing)", stop.value) from None
+        value, end = _strict.raw_decode(text, start)
     except json.JSONDecodeError as error:
         raise BadJson(f"no JSON ({error.msg})", error.pos) from None
     except RecursionError:
         raise _too_deep() from None
     may_be_deep = text.count("[", start, end) + text.count("{", start, end) > MAX_NESTING
     if may_be_deep or _MAY_HOLD_BAD_CHARACTERS.search(text, start, end):
-        check_value(value)
+        _check_value(value)
     return value, end
 
 
-def end_of_one(text: str, start: int) -> int | None:
+def _end_of_one(text: str, start: int) -> int | None:
     """The place behind a value that is refused but is JSON; None where there is no such place."""
     try:
-        return _lenient.scan_once(text, start)[1]  # type: ignore[attr-defined]  # as above
-    except (StopIteration, ValueError, RecursionError):
+        return _lenient.raw_decode(text, start)[1]
+    except (ValueError, RecursionError):
         return None
 
 
-def skip_blanks(text: str, start: int) -> int:
+def _skip_blanks(text: str, start: int) -> int:
     """The first place from `start` on that is no blank."""
     blanks = _BLANK.match(text, start)
     assert blanks is not None  # it matches nothing, too
     return blanks.end()
 
 
-def check_value(value: Any) -> None:
+def _check_value(value: Any) -> None:
     """Refuses texts with a NUL, or with half of a character that UTF-16 writes in two halves.
 
     And lists and objects in one another without end.
-
-    Raises:
-        BadJson: names the field.
     """
     waiting: list[tuple[str, Any, int]] = [("", value, 0)]
     while waiting:
@@ -101,18 +245,12 @@ def check_value(value: Any) -> None:
             waiting += [(key, key, depth) for key in value]
         elif isinstance(value, list):
             waiting += [(field, item, depth + 1) for item in value]
-        elif isinstance(value, str):
-            _check_characters(field, value)
-
-
-def _check_characters(field: str, text: str) -> None:
-    found = re.search("[\0\ud800-\udfff]", text)
-    if found:
-        kind = "a NUL" if found[0] == "\0" else "half a surrogate pair"
-        raise BadJson(
-            f"{kind} (\\u{ord(found[0]):04x}) as character {found.start()} of the field "
-            f"{field[:60]!r}: no text that a tokenizer takes"
-        )
+        elif isinstance(value, str) and (bad := re.search("[\0\ud800-\udfff]", value)):
+            kind = "a NUL" if bad[0] == "\0" else "half a surrogate pair"
+            raise BadJson(
+                f"{kind} (\\u{ord(bad[0]):04x}) as character {bad.start()} of the field "
+                f"{field[:60]!r}: no text that a tokenizer takes"
+            )
 
 
 def _too_deep() -> BadJson:
@@ -121,14 +259,11 @@ def _too_deep() -> BadJson:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
-    if len(found) == len(pairs):
-        return found
-    seen: set[str] = set()
-    for key, _ in pairs:
-        if key in seen:
-            raise BadJson(f"the key {key!r} comes twice in one object")
-        seen.add(key)
-    raise AssertionError("a key comes twice")
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for place, key in enumerate(keys) if key in keys[:place])
+        raise BadJson(f"the key {twice!r} comes twice in one object")
+    return found
 
 
 def _constant(name: str) -> Any:
@@ -154,12 +289,6 @@ _strict = json.JSONDecoder(
 _lenient = json.JSONDecoder(parse_float=str, parse_int=str)
 
 
-# -------------------------------------------------------------------------------------------------
-
-_BOM = b"\xef\xbb\xbf"
-_CUT = " The file ends here without a line break: it may be cut short."
-
-
 @dataclass(frozen=True)
 class Row:
     """One row as it stands in a file.
@@ -175,22 +304,6 @@ class Row:
     source: str
     number: int
     file: RowFile | None = None
-
-    def text(self, field: str) -> str:
-        """The text of a field.
-
-        Raises:
-            DataError: it is missing or no text.
-        """
-        value = self.data.get(field)
-        if isinstance(value, str):
-            return value
-        what = "is missing" if value is None else f"is {repr(value)[:60]}"
-        raise DataError(
-            f"{self.source}: the field {field!r} {what}. Text was expected, because the prompt is "
-            f"made from it; the row has the fields {', '.join(sorted(self.data)) or 'none'}. "
-            "Correct the row."
-        )
 
 
 def read_rows(path: Path, *, may_be_lists: bool = False) -> list[Row]:
@@ -243,6 +356,9 @@ def _read_json_lines(reader: RowFileReader) -> Iterator[tuple[Any, str, int]]:
 def decode_line(line: bytes, start: int, source: str) -> str:
     """The text of a line.
 
+    Args:
+        start: bytes of the file before it.
+
     Raises:
         DataError: it is no UTF-8, or longer than any sample.
     """
@@ -252,13 +368,23 @@ def decode_line(line: bytes, start: int, source: str) -> str:
             "expected, and none is that long: the line breaks may be missing (a JSON list belongs "
             "into a .json file). Write one object a line."
         )
+    return _decode(line, start, lambda place: source)
+
+
+def _decode(content: bytes, start: int, source_of: Callable[[int], str]) -> str:
+    """A text, without the mark that some editors put before it.
+
+    Args:
+        start: bytes of the file before it.
+        source_of: place of a byte -> what errors call it.
+    """
     try:
-        return line.removeprefix(_BOM).decode("utf-8")
+        return content.removeprefix(_BOM).decode("utf-8")
     except UnicodeDecodeError as error:
-        place = error.start + len(line) - len(line.removeprefix(_BOM))
+        place = error.start + len(content) - len(error.object)
         raise DataError(
-            f"{source}: not UTF-8: byte 0x{error.object[error.start]:02x} at byte {start + place} "
-            f"of the file ({error.reason}). UTF-8 was expected, because JSON is written in it: "
+            f"{source_of(place)}: not UTF-8: byte 0x{content[place]:02x} at byte {start + place} "
+            f"of the file ({error.reason}). UTF-8 was expected, because rows are read as it: "
             "save the file as UTF-8, or correct the line."
         ) from error
 
@@ -268,7 +394,8 @@ def _parse_line(text: str, line: bytes, source: str) -> Any:
         return parse_json(text)
     except BadJson as error:
         column = "" if error.place is None else f":{error.place + 1}"
-        cut = "" if line.endswith((b"\n", b"\r")) else _CUT
+        is_whole = line.endswith((b"\n", b"\r"))
+        cut = "" if is_whole else " The file ends here without a line break: it may be cut short."
         raise DataError(
             f"{source}{column}: {error} in {_near(text, error.place)!r}.{cut} One JSON object a "
             "line was expected, because each line is a sample: correct or delete the line."
@@ -278,16 +405,12 @@ def _parse_line(text: str, line: bytes, source: str) -> Any:
 def _read_json(reader: RowFileReader) -> Iterator[tuple[Any, str, int]]:
     path = reader.path
     content = reader.whole()
-    try:
-        text = content.removeprefix(_BOM).decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise DataError(
-            f"{path}:{line}: not UTF-8: byte 0x{error.object[error.start]:02x} at byte "
-            f"{error.start} of the file ({error.reason}). UTF-8 was expected, because JSON is "
-            "written in it: save the file as UTF-8."
-        ) from error
-    place = skip_blanks(text, 0)
+
+    def source_of(place: int) -> str:
+        return f"{path}:{1 + content.count(_BREAK, 0, place)}"
+
+    text = _decode(content, 0, source_of)
+    place = _skip_blanks(text, 0)
     if place == len(text):
         return
     if text[place] != "[":
@@ -298,26 +421,26 @@ def _read_json(reader: RowFileReader) -> Iterator[tuple[Any, str, int]]:
 def _elements(path: Path, text: str, place: int) -> Iterator[tuple[Any, str, int]]:
     """The elements of a list, one after the other, so that a bad one can be named."""
     number = 0
-    place = skip_blanks(text, place)
+    place = _skip_blanks(text, place)
     is_over = text.startswith("]", place)
     while not is_over:
         number += 1
         source = f"{path}: row {number}"
         try:
-            value, place = parse_one(text, place)
+            value, place = _parse_one(text, place)
             yield value, source, number
         except BadJson as error:
-            end = end_of_one(text, place)
+            end = _end_of_one(text, place)
             bad = _broken(path, text, place if error.place is None else error.place, error, number)
             if end is None:  # nobody knows where the next row begins
                 raise bad from None
             current_bad_rows().take(source, bad)
             place = end
-        place = skip_blanks(text, place)
+        place = _skip_blanks(text, place)
         is_over = text.startswith("]", place)
         if not is_over and not text.startswith(",", place):
             raise _broken(path, text, place, "no JSON (a ',' or ']' is missing)", number)
-        place = skip_blanks(text, place + 1)
+        place = _skip_blanks(text, place + 1)
     if place < len(text):
         raise _broken(path, text, place, "no JSON (something follows the list)", number)
 

@@ -9,11 +9,8 @@ from PIL import Image
 
 from stageline.data.images.image_files import ImageFolders
 from stageline.data.rows.bad_rows import current_bad_rows
-from stageline.data.rows.read_json import Row, read_rows
-from stageline.data.rows.row_files import RowFile
+from stageline.data.rows.read_json import Row, RowFile
 from stageline.errors import DataError, UserError
-
-__all__ = ["Row", "read_rows"]  # and what is defined here
 
 
 def find_file(folder: Path, names: Iterable[str]) -> Path:
@@ -171,9 +168,6 @@ class RowsDataset:
 def _place(row: Row, sample: dict[str, Any]) -> str:
     """File, line and sample, for errors about a row's images."""
     return f"{row.source}: sample {sample.get('id')}"
-
-
-# -- one text that tells whether a dataset still is what it was, so that a run may go on with it --
 
 
 def data_fingerprint(dataset: Any) -> str | None:

@@ -1,21 +1,18 @@
-"""The `sets` dataset part: what the options say -> a dataset of one side, or a stream."""
+"""The `sets` dataset part: rows of one or more data sets as one dataset of a side, or a stream."""
 
-import dataclasses
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy
 
-from stageline.data.rows.one_set import OneSet
+from stageline.data.rows.one_set import FILE_NAME, OneSet, SetInfo, chosen_sets, place_of
 from stageline.data.rows.readers import check_split
-from stageline.data.rows.set_register import FILE_NAME, SetInfo, chosen_sets
 from stageline.data.rows.stream import (
     FirstRows,
-    Mix,
     StreamDataset,
-    StreamSettings,
     check_mix,
     exactly,
     held_out,
@@ -25,13 +22,11 @@ from stageline.data.rows.tables import HUB
 from stageline.errors import UserError
 from stageline.seeds import derive_seed
 
-# -- rows of one or more data sets as one map-style dataset; rows lie in mapped files -------------
-
 VERSION = 1  # of how rows are drawn and converted
 
 
 class SetsDataset:
-    """Some rows of several sets, in a given order.
+    """Some rows of several sets, in a given order; they lie in mapped files.
 
     Args:
         order: numbers of rows; those of the second set are numbered after the first's.
@@ -69,139 +64,20 @@ class SetsDataset:
         numbers = [one.rows + end for one, end in zip(self.sets, ends, strict=False)]
         return numpy.concatenate(numbers)[self.order]
 
+    def side(self, split: str, val_size: int | float, *, seed: int) -> "SetsDataset":
+        """The rows of one side; a row that was drawn twice is on one side only."""
+        rows = self.rows()
+        held = held_out(rows, val_size, seed=seed)
+        if split == "train":
+            return SetsDataset(self.sets, self.order[~numpy.isin(rows, held)])
+        first = numpy.unique(rows, return_index=True)[1]
+        return SetsDataset(self.sets, self.order[first[numpy.isin(rows[first], held)]])
+
     def _place(self, index: int) -> tuple[OneSet, int]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        number = int(self.order[index])
-        one = int(numpy.searchsorted(self._starts, number, side="right")) - 1
-        return self.sets[one], number - int(self._starts[one])
-
-
-# -- which sets the options of the part `sets` choose, and how they are to be taken ---------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Choices:
-    """The options that hold for all sets, as the part `sets` explains them."""
-
-    formatting: str
-    columns: dict[str, str]
-    tags: dict[str, str]
-    ranking: bool
-    image_path: str | None
-    num_frames: int
-    cache: str | None
-    num_samples: int | None
-    max_samples: int | None
-    mix: Mix
-    probabilities: Sequence[float] | None
-    val_size: int | float | None
-    buffer_size: int
-    seed: int
-
-    def check(self, *, has_register: bool) -> None:
-        """Refuses numbers below 1, and what a register says itself."""
-        for name in ("num_samples", "max_samples", "num_frames"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(
-                    f"`dataset`.{name} {value}: at least 1 was expected, because so many rows are "
-                    "taken. Leave it out, or give a larger one."
-                )
-        given = [
-            name
-            for name, is_given in (
-                ("formatting", self.formatting != "auto"),
-                ("columns", self.columns),
-                ("tags", self.tags),
-                ("ranking", self.ranking),
-                ("num_samples", self.num_samples),
-            )
-            if is_given
-        ]
-        if has_register and given:
-            raise UserError(
-                f"`dataset`.{given[0]} came with a register of sets. It was expected there, in the "
-                "entry of each set, because sets differ in it: move it into the register."
-            )
-
-    def of_path(self, place: str, *, name: str, option: str) -> SetInfo:
-        """A set that is named by its files."""
-        return SetInfo(
-            name, place, self.formatting, self.columns, self.tags, self.ranking, self.num_samples,
-            option=option,
-        )  # fmt: skip
-
-    def media(self) -> dict[str, Any]:
-        """What rows' pictures and films are taken from, and how many."""
-        return {"image_path": self.image_path, "num_frames": self.num_frames}
-
-    def stream(self) -> StreamSettings:
-        """The options of a stream."""
-        return StreamSettings(
-            media=self.media(),
-            mix=self.mix,
-            probabilities=self.probabilities,
-            buffer_size=self.buffer_size,
-            num_held_out=0 if self.val_size is None else self.val_size,
-            has_limits=self.max_samples is not None,
-            seed=self.seed,
-        )
-
-
-def train_infos(
-    path: str | None, info: str | None, names: Sequence[str] | None, choices: Choices
-) -> list[SetInfo]:
-    """The sets to train on."""
-    if info is None and names and path and (Path(path) / FILE_NAME).is_file():
-        info = path
-    if info is not None:
-        return chosen_sets(info, names or [])
-    if names:
-        raise UserError(
-            f"`dataset.names` {','.join(names)} came without a register of sets. `dataset.info` "
-            f"with a file such as {FILE_NAME} was expected, or a `dataset_path` that has one."
-        )
-    if not path:
-        raise UserError(
-            "neither `dataset_path` nor `dataset.info` came. Files of rows or a register of sets "
-            "were expected: give one of them."
-        )
-    return [choices.of_path(path, name=_name(path), option="`dataset_path`")]
-
-
-def eval_infos(
-    path: str | None,
-    info: str | None,
-    names: Sequence[str] | None,
-    eval_path: str | None,
-    choices: Choices,
-) -> list[SetInfo] | None:
-    """The sets to evaluate on; None where none are named."""
-    if names and eval_path:
-        raise UserError(
-            "`dataset.eval_names` and `dataset.eval_path` came together. One of them was expected: "
-            "put the files into the register, or leave the names out."
-        )
-    if eval_path:
-        return [choices.of_path(eval_path, name=_name(eval_path), option="`dataset.eval_path`")]
-    if not names:
-        return None
-    folder = info or path
-    if folder is None:
-        raise UserError("`dataset.eval_names` came without `dataset.info`, which has the names.")
-    return chosen_sets(folder, names, option="`dataset.eval_names`")
-
-
-def _name(place: str) -> str:
-    """What a set is called that only its files name."""
-    if place.startswith(HUB):
-        return place.removeprefix(HUB)
-    fixed = [part for part in Path(place).parts if not any(sign in part for sign in "*?[")]
-    return Path(*fixed).stem if fixed else "all"
-
-
-# -------------------------------------------------------------------------------------------------
+        one, row = place_of(self._starts, int(self.order[index]))
+        return self.sets[one], row
 
 
 class Sets:
@@ -216,8 +92,8 @@ class Sets:
         columns: names of columns, {"prompt": "question"}.
         tags: words of messages, {"role_tag": "from"}.
         ranking: rows have a chosen and a rejected answer.
-        image_path: folder that names of pictures are relative to; default: that of the files.
-        num_frames: most pictures that are taken of a film, evenly.
+        image_path: folder that names of images are relative to; default: that of the files.
+        num_frames: most images that are taken of a video, evenly.
         num_samples: exactly so many rows of the set are drawn, some twice if it has fewer.
         max_samples: at most so many rows of each set, its first.
         mix: all rows of each set; or one of each in turn until the first (under) or the last
@@ -258,37 +134,34 @@ class Sets:
         seed: int = 0,
     ) -> None:
         check_split(split)
-        choices = Choices(
+        _check_numbers(num_samples=num_samples, max_samples=max_samples, num_frames=num_frames)
+        self._own = SetInfo(
+            formatting=formatting,
             columns=dict(columns or {}),
             tags=dict(tags or {}),
-            formatting=formatting,
             ranking=ranking,
-            image_path=image_path,
-            num_frames=num_frames,
-            cache=cache,
             num_samples=num_samples,
-            max_samples=max_samples,
-            mix=mix,
-            probabilities=probabilities,
-            val_size=val_size,
-            buffer_size=buffer_size,
-            seed=seed,
         )
-        choices.check(has_register=info is not None or bool(names))
-        held = eval_infos(dataset_path, info, eval_names, eval_path, choices)
+        if info is not None or names:
+            self._check_own()
+        self._media: dict[str, Any] = {"image_path": image_path, "num_frames": num_frames}
+        self._cache, self._max_samples, self._seed = cache, max_samples, seed
+        self._mix, self._probabilities = mix, probabilities
+        held = self._eval_infos(dataset_path, info, eval_names, eval_path)
         _check_sides(split, val_size, held)
         self.is_stream = streaming and split == "train"
         self.rows: SetsDataset | StreamDataset | FirstRows
         if split == "test" and held is not None:
-            self.rows = _loaded(held, choices, is_evaluation=True)
+            self.rows = self._load(held, is_evaluation=True)
             return
-        train = train_infos(dataset_path, info, names, choices)
+        train = self._train_infos(dataset_path, info, names)
         check_mix(mix, len(train), probabilities)
         if streaming:
-            stream = StreamDataset(train, choices.stream())
+            stream = self._stream(train, buffer_size, val_size)
             self.rows = stream if self.is_stream else FirstRows(stream)
         else:
-            self.rows = _side(_loaded(train, choices), split, val_size, seed)
+            loaded = self._load(train)
+            self.rows = loaded if val_size is None else loaded.side(split, val_size, seed=seed)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -304,6 +177,113 @@ class Sets:
         """Tells whether another dataset has the same rows, wherever its files lie."""
         return self.rows.fingerprint()
 
+    def _check_own(self) -> None:
+        """Refuses what a register says itself."""
+        usual = SetInfo()
+        given = [name for name, value in vars(self._own).items() if value != getattr(usual, name)]
+        if given:
+            raise UserError(
+                f"`dataset`.{given[0]} came with a register of sets. It was expected there, in the "
+                "entry of each set, because sets differ in it: move it into the register."
+            )
+
+    def _stream(
+        self, infos: Sequence[SetInfo], buffer_size: int, val_size: int | float | None
+    ) -> StreamDataset:
+        if self._max_samples is not None or any(info.num_samples is not None for info in infos):
+            raise UserError(
+                "num_samples or max_samples came with `dataset.streaming`. Neither was expected, "
+                "because a stream has no rows to choose from: leave it out, or read the files as "
+                "a whole."
+            )
+        return StreamDataset(
+            infos,
+            media=self._media,
+            mix=self._mix,
+            probabilities=self._probabilities,
+            buffer_size=buffer_size,
+            val_size=val_size,
+            seed=self._seed,
+        )
+
+    def _train_infos(
+        self, path: str | None, info: str | None, names: Sequence[str] | None
+    ) -> list[SetInfo]:
+        """The sets to train on."""
+        if info is None and names and path and (Path(path) / FILE_NAME).is_file():
+            info = path
+        if info is not None:
+            return chosen_sets(info, names or [])
+        if names:
+            raise UserError(
+                f"`dataset.names` {','.join(names)} came without a register of sets. "
+                f"`dataset.info` with a file such as {FILE_NAME} was expected, or a "
+                "`dataset_path` that has one."
+            )
+        if not path:
+            raise UserError(
+                "neither `dataset_path` nor `dataset.info` came. Files of rows or a register of "
+                "sets were expected: give one of them."
+            )
+        return [self._set_of(path, option="`dataset_path`")]
+
+    def _eval_infos(
+        self,
+        path: str | None,
+        info: str | None,
+        names: Sequence[str] | None,
+        eval_path: str | None,
+    ) -> list[SetInfo] | None:
+        """The sets to evaluate on; None where none are named."""
+        if names and eval_path:
+            raise UserError(
+                "`dataset.eval_names` and `dataset.eval_path` came together. One of them was "
+                "expected: put the files into the register, or leave the names out."
+            )
+        if eval_path:
+            return [self._set_of(eval_path, option="`dataset.eval_path`")]
+        if not names:
+            return None
+        folder = info or path
+        if folder is None:
+            raise UserError(
+                "`dataset.eval_names` came without `dataset.info`, which has the names."
+            )
+        return chosen_sets(folder, names, option="`dataset.eval_names`")
+
+    def _set_of(self, place: str, *, option: str) -> SetInfo:
+        """A set that only its files name."""
+        name = place.removeprefix(HUB)
+        if not place.startswith(HUB):
+            fixed = [part for part in Path(place).parts if not any(sign in part for sign in "*?[")]
+            name = Path(*fixed).stem if fixed else "all"
+        return replace(self._own, name=name, place=place, option=option)
+
+    def _load(self, infos: Sequence[SetInfo], *, is_evaluation: bool = False) -> SetsDataset:
+        loaded = []
+        for info in infos:
+            one = OneSet(info, cache=self._cache, **self._media)
+            if info.num_samples is not None:
+                # an evaluation sees each row once
+                count = min(info.num_samples, len(one)) if is_evaluation else info.num_samples
+                one.choose(exactly(len(one), count, seed=self._seed, name=info.name))
+            if self._max_samples is not None:
+                one.choose(numpy.arange(min(self._max_samples, len(one))))
+            loaded.append(one)
+        mix = "concat" if is_evaluation else self._mix
+        seed = derive_seed(self._seed, "mix") % 2**32
+        order = mixed([len(one) for one in loaded], mix, self._probabilities, seed=seed)
+        return SetsDataset(loaded, order)
+
+
+def _check_numbers(**numbers: int | None) -> None:
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise UserError(
+                f"`dataset`.{name} {value}: at least 1 was expected, because so many rows are "
+                "taken. Leave it out, or give a larger one."
+            )
+
 
 def _check_sides(split: str, val_size: int | float | None, held: object) -> None:
     if held is not None and val_size is not None:
@@ -317,36 +297,3 @@ def _check_sides(split: str, val_size: int | float | None, held: object) -> None
             "`dataset.eval_path` was expected, because the data set has no split of its own: give "
             "one, or `eval_samples` 0 to train without evaluations."
         )
-
-
-def _loaded(
-    infos: Sequence[SetInfo], choices: Choices, *, is_evaluation: bool = False
-) -> SetsDataset:
-    loaded = []
-    for info in infos:
-        one = OneSet(info, cache=choices.cache, **choices.media())
-        if info.num_samples is not None:
-            # an evaluation sees each row once
-            count = min(info.num_samples, len(one)) if is_evaluation else info.num_samples
-            one.choose(exactly(len(one), count, seed=choices.seed, name=info.name))
-        if choices.max_samples is not None:
-            one.choose(numpy.arange(min(choices.max_samples, len(one))))
-        loaded.append(one)
-    mix, chances = ("concat", None) if is_evaluation else (choices.mix, choices.probabilities)
-    order = mixed(
-        [len(one) for one in loaded], mix, chances, seed=derive_seed(choices.seed, "mix") % 2**32
-    )
-    return SetsDataset(loaded, order)
-
-
-def _side(dataset: SetsDataset, split: str, val_size: int | float | None, seed: int) -> SetsDataset:
-    """The rows of one side; a row that was drawn twice is on one side only."""
-    if val_size is None:
-        return dataset
-    rows = dataset.rows()
-    held = held_out(rows, val_size, seed=seed)
-    is_held = numpy.isin(rows, held)
-    if split == "test":
-        first = numpy.unique(rows, return_index=True)[1]
-        return SetsDataset(dataset.sets, dataset.order[first[numpy.isin(rows[first], held)]])
-    return SetsDataset(dataset.sets, dataset.order[~is_held])

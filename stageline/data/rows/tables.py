@@ -1,8 +1,9 @@
 """A file of rows as a table of the `datasets` library, mapped into memory and not read into it.
 
 A file that people write (JSON, CSV, text) is read once, strictly, into an Arrow file of a cache
-folder; every process that opens it later finds it there. Parquet and Arrow files are the
-library's to load.
+folder; every process that opens it later finds it there. Such a file is not read with
+`datasets.load_dataset`: of "2020-01-01" that makes a date, of "007" in a table 7, of "NA" nothing,
+and its errors name no line. Parquet and Arrow files are the library's to load.
 """
 
 import csv
@@ -13,25 +14,22 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from filelock import FileLock
 
 from stageline.data.rows.bad_rows import BadRows, current_bad_rows, leaving_out
-from stageline.data.rows.read_json import decode_line, each_row
-from stageline.data.rows.row_files import MAX_LINE_BYTES, RowFileReader
+from stageline.data.rows.read_json import MAX_LINE_BYTES, RowFileReader, decode_line, each_row
 from stageline.errors import DataError, UserError
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# -- finds the files of a data set: one, those of a folder, or those of a pattern; all of one kind
-# Knows names of files only, never what is in them.
-
 Kind = Literal["json", "jsonl", "csv", "text", "parquet", "arrow", "hub"]
+NumberedRow = tuple[dict[str, Any], str, int]  # row, its source, its line or number
 KIND_OF_SUFFIX: dict[str, Kind] = {
     ".json": "json",
     ".jsonl": "jsonl",
@@ -43,8 +41,10 @@ KIND_OF_SUFFIX: dict[str, Kind] = {
     ".arrow": "arrow",
 }
 HUB = "hub:"
+VERSION = 1  # of what is kept of a file
 _NO_ROWS = ("dataset_info.json", "dataset_infos.json", "state.json")  # beside files of rows
 _PATTERN = "*?["
+_MOST_BAD = 100_000  # rows of one file; more, and it is none
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,13 @@ def find_files(place: str, *, option: str = "`dataset_path`") -> SetFiles:
         return SetFiles("hub", (place.removeprefix(HUB),), Path.cwd())
     path = Path(place).expanduser()
     if path.is_file():
-        kind = _kind_of(path)
-        if kind is None:
-            raise _no_kind(path, option)
-        return SetFiles(kind, (str(path),), path.parent)
+        if _kind_of(path) is None:
+            raise UserError(
+                f"{option} {path} ends in {path.suffix or 'nothing'}. One of "
+                f"{' '.join(KIND_OF_SUFFIX)} was expected, because the ending says how a file is "
+                "read: rename or convert it."
+            )
+        return SetFiles(KIND_OF_SUFFIX[path.suffix.lower()], (str(path),), path.parent)
     if path.is_dir():
         return _of_one_kind(place, sorted(path.iterdir()), folder=path, option=option)
     if any(sign in place for sign in _PATTERN):
@@ -98,41 +101,31 @@ def find_files(place: str, *, option: str = "`dataset_path`") -> SetFiles:
 
 
 def _of_one_kind(place: str, found: Sequence[Path], *, folder: Path, option: str) -> SetFiles:
-    files = [path for path in found if path.is_file() and _may_hold_rows(path)]
-    kinds = {kind for path in files if (kind := _kind_of(path)) is not None}
-    if len(kinds) > 1:
-        examples = [next(path for path in files if _kind_of(path) == kind) for kind in kinds]
+    by_kind: dict[Kind, list[Path]] = {}
+    for path in found:
+        kind = _kind_of(path)
+        is_hidden = path.name.startswith((".", "_")) or path.name in _NO_ROWS
+        if kind is not None and path.is_file() and not is_hidden:
+            by_kind.setdefault(kind, []).append(path)
+    if len(by_kind) > 1:
         raise UserError(
-            f"{option} {place} has files of {len(kinds)} kinds: "
-            f"{', '.join(sorted(path.name for path in examples))}. One kind was expected, because "
-            "files of a set are read one like the other: give a pattern such as "
-            f"{folder / ('*' + sorted(kinds)[0])}, or name each file as a set of its own."
+            f"{option} {place} has files of {len(by_kind)} kinds: "
+            f"{', '.join(sorted(paths[0].name for paths in by_kind.values()))}. One kind was "
+            "expected, because files of a set are read one like the other: give a pattern such as "
+            f"{folder / ('*' + sorted(by_kind)[0])}, or name each file as a set of its own."
         )
-    if not kinds:
+    if not by_kind:
         there = ", ".join(path.name for path in found[:8]) or "nothing"
         raise UserError(
             f"{option} {place} names no file of rows; it has {there}. At least one file was "
             f"expected that ends in {' '.join(KIND_OF_SUFFIX)}. Correct the path."
         )
-    kind = kinds.pop()
-    names = tuple(str(path) for path in files if _kind_of(path) == kind)
-    return SetFiles(kind, names, folder)
+    ((kind, paths),) = by_kind.items()
+    return SetFiles(kind, tuple(map(str, paths)), folder)
 
 
 def _kind_of(path: Path) -> Kind | None:
     return KIND_OF_SUFFIX.get(path.suffix.lower())
-
-
-def _may_hold_rows(path: Path) -> bool:
-    return not path.name.startswith((".", "_")) and path.name not in _NO_ROWS
-
-
-def _no_kind(path: Path, option: str) -> UserError:
-    return UserError(
-        f"{option} {path} ends in {path.suffix or 'nothing'}. One of "
-        f"{' '.join(KIND_OF_SUFFIX)} was expected, because the ending says how a file is read: "
-        "rename or convert it."
-    )
 
 
 def _near(path: Path) -> str:
@@ -142,62 +135,44 @@ def _near(path: Path) -> str:
     return f" Did you mean {path.parent / near[0]}?" if near else ""
 
 
-# -- rows of files that people write: JSON, JSON lines, CSV, text. One after the other, strictly --
-# Not read with `datasets.load_dataset`: of "2020-01-01" it makes a date, of "007" in a table 7, of
-# "NA" nothing, and its errors name no line. Here text stays text, and a bad row has its line. Bad
-# rows go to `current_bad_rows`.
-
-NumberedRow = tuple[dict[str, Any], str, int]  # row, its source, its line or number
-
-
 def text_rows(reader: RowFileReader, kind: Kind) -> Iterator[NumberedRow]:
-    """All rows of a file.
+    """All rows of a file that people write; bad rows go to `current_bad_rows`.
 
     Raises:
         DataError: for a row that may not be left out.
     """
-    return _READERS[kind](reader)
+    read = {"json": each_row, "jsonl": each_row, "csv": _csv_rows, "text": _lines_of_text}
+    return read[kind](reader)
 
 
 def _csv_rows(reader: RowFileReader) -> Iterator[NumberedRow]:
-    lines = _Lines(reader)
+    line = row = 0  # numbers
+
+    def text_of(numbered: tuple[int, int, bytes]) -> str:
+        nonlocal line
+        line, start, content = numbered
+        return decode_line(content, start, f"{reader.path}:{line}")
+
     csv.field_size_limit(MAX_LINE_BYTES)  # of this process; the library's 128 KiB cut long texts
     delimiter = "\t" if reader.path.suffix.lower() == ".tsv" else ","
-    table = csv.reader(lines, strict=True, delimiter=delimiter)
+    table = csv.reader(map(text_of, reader.lines()), strict=True, delimiter=delimiter)
     names = _header(reader.path, table)
-    number = 0
     while True:
-        first = lines.number + 1
+        first = line + 1
         source = f"{reader.path}:{first}"
         try:
             cells = next(table)
             if not cells:
                 continue  # a blank line
-            number += 1
-            yield _named(cells, names, source=source, number=number), source, first
+            row += 1
+            yield _named(cells, names, source=source, number=row), source, first
         except StopIteration:
             return
         except csv.Error as error:
-            number += 1
-            current_bad_rows().take(source, _no_csv(source, number, str(error)))
+            row += 1
+            current_bad_rows().take(source, _no_csv(source, row, str(error)))
         except DataError as error:
             current_bad_rows().take(source, error)
-
-
-class _Lines:
-    """The lines of a file as text, and how many were handed out."""
-
-    def __init__(self, reader: RowFileReader) -> None:
-        self._lines = reader.lines()
-        self._path = reader.path
-        self.number = 0
-
-    def __iter__(self) -> "_Lines":
-        return self
-
-    def __next__(self) -> str:
-        self.number, start, line = next(self._lines)
-        return decode_line(line, start, f"{self._path}:{self.number}")
 
 
 def _header(path: Path, table: Iterator[list[str]]) -> list[str]:
@@ -205,8 +180,6 @@ def _header(path: Path, table: Iterator[list[str]]) -> list[str]:
         names = [name.strip() for name in next(table, [])]
     except csv.Error as error:
         raise _no_csv(f"{path}:1", 0, str(error)) from None
-    if not names:
-        return []
     if "" in names or len(set(names)) < len(names):
         raise DataError(
             f"{path}:1: the columns are {', '.join(map(repr, names))}. A name for each column, and "
@@ -245,20 +218,6 @@ def _lines_of_text(reader: RowFileReader) -> Iterator[NumberedRow]:
             yield {"text": text}, source, number
 
 
-_READERS: dict[str, Callable[[RowFileReader], Iterator[NumberedRow]]] = {
-    "json": each_row,
-    "jsonl": each_row,
-    "csv": _csv_rows,
-    "text": _lines_of_text,
-}
-
-
-# -------------------------------------------------------------------------------------------------
-
-VERSION = 1  # of what is kept of a file
-_MOST_BAD = 100_000  # rows of one file; more, and it is none
-
-
 @dataclass(frozen=True)
 class Table:
     """The rows of one file.
@@ -268,7 +227,6 @@ class Table:
         digest: SHA-256 of the file's bytes, or what the library calls a set of the hub.
         is_text: `rows` holds rows as JSON, with their lines; else the rows themselves.
         has_lines: a row's number is its line.
-        bad: source -> reason of rows that could not be read.
     """
 
     name: str
@@ -276,7 +234,6 @@ class Table:
     digest: str
     is_text: bool = False
     has_lines: bool = False
-    bad: dict[str, str] = field(default_factory=dict)
 
     @functools.cached_property
     def _columns(self) -> dict[str, Any]:
@@ -314,16 +271,9 @@ def open_tables(
     folder = Path(cache or datasets.config.HF_DATASETS_CACHE)
     if files.kind == "hub":
         return [_hub_table(files.names[0], folder, split=hub_split)]
-    tables = [
-        _text_table(path, files.kind, folder)
-        if files.kind in ("json", "jsonl", "csv", "text")
-        else _library_table(path, files.kind, folder)
-        for path in files.paths
-    ]
-    for table in tables:
-        for source, reason in table.bad.items():
-            current_bad_rows().take(source, DataError(reason))
-    return tables
+    is_text = files.kind in ("json", "jsonl", "csv", "text")
+    make = _text_table if is_text else _library_table
+    return [make(path, files.kind, folder) for path in files.paths]
 
 
 def without_none(value: Any) -> Any:
@@ -340,8 +290,7 @@ def without_none(value: Any) -> Any:
 
 def stream_library(path: Path, kind: Kind) -> Iterator[tuple[dict[str, Any], str]]:
     """(row, source) of a Parquet or Arrow file, a few rows in memory at a time."""
-    rows = _load(kind, path, streaming=True)
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(_load(kind, path, streaming=True), 1):
         yield without_none(row), f"{path}: row {number}"
 
 
@@ -357,17 +306,18 @@ def _text_table(path: Path, kind: Kind, folder: Path) -> Table:
             with FileLock(f"{place}.lock"):  # other ranks wait for what the first one makes
                 found = _known(place) or _make(path, kind, place)
         except OSError as error:
-            raise _no_room(place.parent, error) from error
+            raise UserError(
+                f"what is made of the data files cannot be kept in {place.parent} "
+                f"({error.strerror or error}). A folder that can be written to was expected, "
+                "because rows are mapped into memory from there: name another one with "
+                "`dataset.cache`, or make room."
+            ) from error
     rows, kept = found
-    return Table(
-        str(path),
-        rows,
-        kept["digest"],
-        is_text=True,
-        has_lines=kind != "json",
+    for source, why in kept["bad"]:
         # their file may have been named in another way then
-        bad={source.replace(kept["name"], str(path)): why for source, why in kept["bad"]},
-    )
+        source = source.replace(kept["name"], str(path))
+        current_bad_rows().take(source, DataError(why))
+    return Table(str(path), rows, kept["digest"], is_text=True, has_lines=kind != "json")
 
 
 def _known(place: Path) -> "tuple[Dataset, dict[str, Any]] | None":
@@ -457,11 +407,3 @@ def _hub_table(name: str, folder: Path, *, split: str) -> Table:
             "name, download it first, or give a file, a folder or a pattern."
         ) from error
     return Table(f"{HUB}{name}", rows, str(rows._fingerprint))
-
-
-def _no_room(folder: Path, error: OSError) -> UserError:
-    return UserError(
-        f"what is made of the data files cannot be kept in {folder} ({error.strerror or error}). A "
-        "folder that can be written to was expected, because rows are mapped into memory from "
-        "there: name another one with `dataset.cache`, or make room."
-    )

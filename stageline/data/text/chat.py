@@ -6,6 +6,11 @@ in it. The outcome is compared with the template run on the contents themselves.
 
 What the sentinels show depends on the structure of a conversation alone, and is kept: a further
 sample of the same structure costs one render, of its official text.
+
+An answer begins where the prompt for generation ends, and ends with its end-of-turn token. Both
+are found by rendering the messages before it, and those up to it: these renders are beginnings of
+the whole one. Where they are not (templates drop thoughts of earlier turns, or move tools), the
+stretch between the messages before and the answer is compared instead.
 """
 
 import itertools
@@ -17,10 +22,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from stageline.data.text.chat_masking import (
+from stageline.data.text.chat_template import (
     CLOSE,
     OPEN,
     TOOLS,
+    ChatTemplate,
     Cut,
     Form,
     Masking,
@@ -29,16 +35,9 @@ from stageline.data.text.chat_masking import (
     whole,
     with_arguments_as_text,
 )
-from stageline.data.text.chat_template import ChatTemplate
 from stageline.data.text.messages import SYSTEM_ROLES, Tool, Turn
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import UserError
-
-# -- what a chat template makes of conversations of one structure, and what of it is the assistant's
-# An answer begins where the prompt for generation ends, and ends with its end-of-turn token. Both
-# are found by rendering the messages before it, and those up to it: these renders are beginnings of
-# the whole one. Where they are not (templates drop thoughts of earlier turns, or move tools), the
-# stretch between the messages before and the answer is compared instead.
 
 Learnt = Literal["answers", "all", "all_but_system"]
 LEFT_OUT = "it leaves out or changes"
@@ -119,8 +118,6 @@ class LayoutMaker:
     def _slot(self, number: int) -> TextSlot:
         return self.masking.slots[number]
 
-    # -- what must be there ------------------------------------------------------------------
-
     def _check_prompt(self) -> None:
         """Refuses a template that leaves out a message of the prompt, or the tools."""
         written = {self._slot(number).turn for _, _, number in self.places}
@@ -148,8 +145,6 @@ class LayoutMaker:
         expected = sum(piece.is_image for turn in self.turns for piece in turn.pieces)
         if sum(segment.is_image for segment in segments) != expected:
             raise LayoutError(f"it does not write {expected} images")
-
-    # -- what is learnt ----------------------------------------------------------------------
 
     def _targets(self) -> tuple[list[tuple[int, int]], str]:
         """Spans of characters that are learnt; the end-of-sequence token to add behind the last."""
@@ -296,8 +291,6 @@ class LayoutMaker:
             raise LayoutError(f"it can't be seen where answer {number} ends")
         return after
 
-    # -- cutting up --------------------------------------------------------------------------
-
     def _segments(self, spans: Sequence[tuple[int, int]]) -> Iterator[Segment]:
         borders = sorted({border for span in spans for border in span})
         done = 0
@@ -329,13 +322,12 @@ def _short(text: str) -> str:
     return repr(shown)
 
 
-# -- puts the hidden texts of a conversation back where a template wrote their sentinels ----------
-# What comes out is the text that the template writes for the conversation itself, character by
-# character; each text may be trimmed there, or escaped as in JSON.
-
-
 def fill(layout: TemplateLayout, slots: Sequence[TextSlot], official: str) -> list[Piece] | None:
-    """The pieces of a conversation; None where the layout is not that of `official`."""
+    """The pieces of a conversation; None where the layout is not that of `official`.
+
+    Each hidden text comes back where the template wrote its sentinel, perhaps trimmed or escaped
+    as in JSON: together they are, character by character, what the template writes for it.
+    """
     texts = _likely(layout.segments, slots, official)
     if texts is None:
         texts = _match(layout.segments, slots, official)
@@ -427,8 +419,6 @@ def _add_end(pieces: list[Piece], end: str) -> None:
         del pieces[last + 1 :]
     pieces.insert(last + 1, Piece(end, is_target=True))
 
-
-# -------------------------------------------------------------------------------------------------
 
 _has_warned: set[tuple[str, str]] = set()
 

@@ -20,17 +20,18 @@ from stageline.data.text.rendered import Piece, Rendered
 from stageline.data.text.tokenizers import PlainTokenizer
 from stageline.errors import DataError, UserError
 
-# -- tokens that structure a conversation though their tokenizer does not mark them as special ----
-# Some tokenizers add "<|user|>" as an ordinary token. In text from the data it would still begin a
-# turn, so it is treated like a special one. `<think>` and tool tags are not: answers hold them.
-
+_USER, _FIXED, _TARGET, _MARKED, _ANSWER, _IMAGE = (1 << place for place in range(6))
 _CONTENTS = ("q", "a", "q")
+_ZERO = numpy.zeros(1, dtype=numpy.int64)
+Offsets = Sequence[tuple[int, int]]
 
 
 def structural_tokens(processor: Any) -> set[str]:
     """Added tokens that the chat template writes around the turns of a plain conversation.
 
-    Its last turn is the user's: before an answer some templates write tags such as `<think>`.
+    Some tokenizers add "<|user|>" as an ordinary token. In text from the data it would still begin
+    a turn, so it is treated like a special one. `<think>` and tool tags are not: answers hold them.
+    So the last turn is the user's: before an answer some templates write such tags.
     """
     tokenizer = get_tokenizer(processor)
     added = {
@@ -59,13 +60,10 @@ def _plain_conversation(tokenizer: Any, template: str) -> str:
     return ""
 
 
-# -- which kinds of pieces each token of a text touches, all tokens at once -----------------------
-
-_USER, _FIXED, _TARGET, _MARKED, _ANSWER, _IMAGE = (1 << place for place in range(6))
-
-
-class TokenMarks:
-    """Marks of tokens that cover the characters from `starts` to `ends`.
+def token_marks(
+    spans: Sequence[tuple[int, int, Piece]], starts: numpy.ndarray, ends: numpy.ndarray
+) -> dict[str, numpy.ndarray]:
+    """Which kinds of pieces each token of a text touches; all tokens at once.
 
     A token across a border touches the pieces on both sides, one of no characters none.
 
@@ -73,60 +71,26 @@ class TokenMarks:
         spans: (start, end, piece), one behind the other.
         starts, ends: of each token, in characters.
     """
-
-    def __init__(
-        self,
-        spans: Sequence[tuple[int, int, Piece]],
-        starts: numpy.ndarray,
-        ends: numpy.ndarray,
-    ) -> None:
-        full = [span for span in spans if span[0] < span[1]]
-        kinds = [_kinds(piece) for _, _, piece in full]
-        span_ends = numpy.array([end for _, end, _ in full], dtype=numpy.int64)
-        first = span_ends.searchsorted(starts, side="right")
-        last = span_ends.searchsorted(ends, side="left")
-        # behind the last piece, and for tokens of no characters, there is nothing
-        touched = numpy.array([*kinds, 0], dtype=numpy.int64)[first]
-        for place in (last > first).nonzero()[0]:  # few: tokens across a border
-            for kind in kinds[first[place] + 1 : last[place] + 1]:
-                touched[place] |= kind
-        touched[ends <= starts] = 0
-        self._touched = touched
-
-    @property
-    def is_user(self) -> numpy.ndarray:
-        """It touches text from the data."""
-        return self._touched & _USER != 0
-
-    @property
-    def is_text(self) -> numpy.ndarray:
-        """It touches text from the data alone."""
-        return self._touched & (_USER | _FIXED) == _USER
-
-    @property
-    def is_cuttable(self) -> numpy.ndarray:
-        """It touches text from the data alone, none that is supervised."""
-        return self._touched & (_USER | _FIXED | _TARGET) == _USER
-
-    @property
-    def is_target(self) -> numpy.ndarray:
-        """It touches what is supervised."""
-        return self._touched & _TARGET != 0
-
-    @property
-    def is_marked(self) -> numpy.ndarray:
-        """It touches what a loss is interested in."""
-        return self._touched & _MARKED != 0
-
-    @property
-    def is_answer(self) -> numpy.ndarray:
-        """It touches an answer, supervised or not."""
-        return self._touched & _ANSWER != 0
-
-    @property
-    def is_image(self) -> numpy.ndarray:
-        """It touches an image."""
-        return self._touched & _IMAGE != 0
+    full = [span for span in spans if span[0] < span[1]]
+    kinds = [_kinds(piece) for _, _, piece in full]
+    span_ends = numpy.array([end for _, end, _ in full], dtype=numpy.int64)
+    first = span_ends.searchsorted(starts, side="right")
+    last = span_ends.searchsorted(ends, side="left")
+    # behind the last piece, and for tokens of no characters, there is nothing
+    touched = numpy.array([*kinds, 0], dtype=numpy.int64)[first]
+    for place in (last > first).nonzero()[0]:  # few: tokens across a border
+        for kind in kinds[first[place] + 1 : last[place] + 1]:
+            touched[place] |= kind
+    touched[ends <= starts] = 0
+    return {
+        "is_user": touched & _USER != 0,
+        "is_text": touched & (_USER | _FIXED) == _USER,  # from the data alone
+        "is_cuttable": touched & (_USER | _FIXED | _TARGET) == _USER,
+        "is_target": touched & _TARGET != 0,
+        "is_marked": touched & _MARKED != 0,
+        "is_answer": touched & _ANSWER != 0,
+        "is_image": touched & _IMAGE != 0,
+    }
 
 
 def _kinds(piece: Piece) -> int:
@@ -137,12 +101,6 @@ def _kinds(piece: Piece) -> int:
         | (_ANSWER if piece.is_answer else 0)
         | (_IMAGE if piece.is_image else 0)
     )
-
-
-# -------------------------------------------------------------------------------------------------
-
-Offsets = Sequence[tuple[int, int]]
-_ZERO = numpy.zeros(1, dtype=numpy.int64)
 
 
 @dataclass(frozen=True)
@@ -245,20 +203,16 @@ class TextEncoder:
         text = rendered.text
         spans = list(rendered.spans())
         ids, starts, ends = _with_gaps(*self.tokenize(text))
-        marks = TokenMarks(spans, starts, ends)
-        if self._has_reserved_user_token(ids, starts, ends, marks, text):
+        marks = token_marks(spans, starts, ends)
+        if self._has_reserved_user_token(ids, starts, ends, marks["is_user"], text):
             ids, starts, ends = _with_gaps(*self._tokenize_by_runs(spans))
-            marks = TokenMarks(spans, starts, ends)
-        has_answers = any(piece.is_answer for piece in rendered)
-        encoded = Encoded(
-            ids,
-            is_target=marks.is_target.tolist(),
-            is_cuttable=marks.is_cuttable.tolist(),
-            is_marked=marks.is_marked.tolist(),
-            is_text=marks.is_text.tolist(),
-            is_answer=marks.is_answer.tolist() if has_answers else [],
-            is_image=marks.is_image.tolist() if rendered.num_images else [],
-        )
+            marks = token_marks(spans, starts, ends)
+        lists = {kind: own.tolist() for kind, own in marks.items() if kind != "is_user"}
+        if not any(piece.is_answer for piece in rendered):
+            lists["is_answer"] = []
+        if not rendered.num_images:
+            lists["is_image"] = []
+        encoded = Encoded(ids, **lists)
         if not rendered.is_chat:
             self._add_outer(encoded, for_generation=rendered.for_generation)
         return encoded
@@ -288,17 +242,16 @@ class TextEncoder:
         ids: list[int],
         starts: numpy.ndarray,
         ends: numpy.ndarray,
-        marks: TokenMarks,
+        is_user: numpy.ndarray,
         text: str,
     ) -> bool:
         reserved = self.reserved_ids
         suspects = [place for place, token_id in enumerate(ids) if token_id in reserved]
-        is_user = marks.is_user[suspects]
         unk_id, unk_text = self.tokenizer.unk_token_id, self.tokenizer.unk_token
         return any(
             # an unknown word is plain text; the string "<unk>" is not
             ids[place] != unk_id or unk_text in text[starts[place] : ends[place]]
-            for place, is_from_data in zip(suspects, is_user.tolist(), strict=True)
+            for place, is_from_data in zip(suspects, is_user[suspects].tolist(), strict=True)
             if is_from_data
         )
 

@@ -2,6 +2,12 @@
 
 Image tokens are never cut, and answers only where prompt and answer share the room. A plain text,
 which has no answer, may lose its end.
+
+Room is shared between prompts and answers as LLaMA-Factory's cutoff_len does, number for number: a
+short answer stays whole and its prompt is cut, or the other way round, else both in proportion,
+each keeping its left part; one pair of prompt and answer after the other takes from what is left.
+Other than there, only text from the data is cut: never what the template writes before an answer,
+nor a token of an image.
 """
 
 import warnings
@@ -12,11 +18,12 @@ from typing import Literal
 from stageline.data.text.encode import Encoded
 from stageline.errors import DataError
 
-# -- shares a number of tokens between prompts and answers, as LLaMA-Factory's cutoff_len does ----
-# The rule is that tool's, number for number: a short answer stays whole and its prompt is cut, or
-# the other way round, else both in proportion, each keeping its left part; one pair of prompt and
-# answer after the other takes from what is left. Other than there, only text from the data is cut:
-# never what the template writes before an answer, nor a token of an image.
+ChatOverlong = Literal["error", "cut_prompt", "share", "drop"]
+PairOverlong = Literal["error", "cut_prompt", "drop"]  # both rows of a pair keep the same prompt
+TextOverlong = Literal["error", "cut", "drop"]
+Overlong = ChatOverlong | TextOverlong
+DROPPING = ("drop", "share")  # what may leave nothing of a sample
+_has_warned: set[str] = set()
 
 
 def share_budget(num_source: int, num_target: int, budget: int) -> tuple[int, int]:
@@ -109,30 +116,18 @@ def _kept_of(encoded: Encoded, pair: _Pair, budget: int, *, without: Sequence[in
     fixed = sum(not encoded.is_text[place] for place in source)
     num_source = max(num_source, fixed)
     num_target = min(num_target, budget - num_source)
-    least = _least_answer(encoded, target)
+    # up to the last token from the data; behind it is the end of the turn
+    text = [number for number, place in enumerate(target, start=1) if encoded.is_text[place]]
+    inside = target[: text[-1]] if text else target
+    least = sum(not encoded.is_text[place] for place in inside)  # the template writes them
     if num_target < least:
         num_source -= least - num_target
         num_target = least
     if num_source < fixed or num_target <= 0:
         return []
-    return _cut(encoded, source, num_source) + _cut_answer(encoded, target, num_target)
-
-
-def _text_end(encoded: Encoded, target: Sequence[int]) -> int:
-    """Tokens of an answer up to its last one from the data; behind it is the end of the turn."""
-    last = [number for number, place in enumerate(target) if encoded.is_text[place]]
-    return last[-1] + 1 if last else len(target)
-
-
-def _least_answer(encoded: Encoded, target: Sequence[int]) -> int:
-    """What the template writes inside an answer."""
-    inside = target[: _text_end(encoded, target)]
-    return sum(not encoded.is_text[place] for place in inside)
-
-
-def _cut_answer(encoded: Encoded, target: Sequence[int], length: int) -> list[int]:
-    inside = target[: _text_end(encoded, target)]
-    return list(target[:length]) if length >= len(inside) else _cut(encoded, inside, length)
+    is_whole = num_target >= len(inside)
+    answer = target[:num_target] if is_whole else _cut(encoded, inside, num_target)
+    return _cut(encoded, source, num_source) + answer
 
 
 def _cut(encoded: Encoded, places: Sequence[int], length: int) -> list[int]:
@@ -143,16 +138,6 @@ def _cut(encoded: Encoded, places: Sequence[int], length: int) -> list[int]:
     text = [place for place in places if encoded.is_text[place]]
     gone = set(text[len(text) - surplus :])
     return [place for place in places if place not in gone]
-
-
-# -------------------------------------------------------------------------------------------------
-
-ChatOverlong = Literal["error", "cut_prompt", "share", "drop"]
-PairOverlong = Literal["error", "cut_prompt", "drop"]  # both rows of a pair keep the same prompt
-TextOverlong = Literal["error", "cut", "drop"]
-Overlong = ChatOverlong | TextOverlong
-DROPPING = ("drop", "share")  # what may leave nothing of a sample
-_has_warned: set[str] = set()
 
 
 def limit_length(
@@ -169,93 +154,75 @@ def limit_length(
     Args:
         overlong: `error` refuses a longer sample. `cut_prompt` takes text from the data out of
             the prompt, its beginning first; the template's text, images and answers stay. `share`
-            cuts the ends of prompts and answers, by the rule of share.py; what would have nothing
-            to learn then is dropped. `drop` puts a row without labels in its place, so that the
-            number of rows stays. `cut` keeps the beginning, for plain text: what it was cut at is
-            no end, so EOS goes with the rest.
+            cuts the ends of prompts and answers; what would have nothing to learn then is
+            dropped. `drop` puts a row without labels in its place, so that the number of rows
+            stays. `cut` keeps the beginning, for plain text: what it was cut at is no end, so EOS
+            goes with the rest.
         name: of the sample, for errors.
         warn: say so (once per way) when a sample is changed.
 
     Raises:
         DataError: the sample is too long and may not, or cannot, be cut.
     """
-    surplus = len(encoded) - max_token_num
-    if surplus <= 0:
+    if len(encoded) <= max_token_num:
         return encoded
-    kept = share_places(encoded, max_token_num) if overlong == "share" else None
+    lengths = (
+        f"{len(encoded)} tokens, {sum(encoded.is_target)} of them the answer, do not fit "
+        f"`max_token_num` {max_token_num}"
+    )
+    kept, what = _shortened(encoded, max_token_num, overlong)
     if kept is not None:
         if warn:
-            _warn_once("share", _shared(encoded, kept, max_token_num, name))
+            _warn_once(overlong, f"{name}{what}: {lengths}")
         return encoded.keep(kept)
     if overlong in DROPPING:
         if warn:
             why = ", and with a share for each nothing to learn would be left"
-            _warn_once(
-                f"{overlong}, drop",
-                f"{name} is dropped: {_lengths(encoded, max_token_num)}"
-                f"{why if overlong == 'share' else ''}",
-            )
+            message = f"{name} is dropped: {lengths}{why if overlong == 'share' else ''}"
+            _warn_once(f"{overlong}, drop", message)
         return Encoded([pad_token_id], [False], [False])
+    raise DataError(
+        f"{name}: {lengths}. A sample has to fit as a whole, because a cut answer would teach a "
+        "wrong end and cut image tokens break the model. Raise `max_token_num` to "
+        f"{len(encoded)}, or shorten the row; {_cure(sum(encoded.is_cuttable), overlong)}."
+    )
+
+
+def _shortened(
+    encoded: Encoded, max_token_num: int, overlong: Overlong
+) -> tuple[list[int] | None, str]:
+    """The places that are kept, None where the sample can't be cut so; and what happened to it."""
+    if overlong == "share":
+        kept = share_places(encoded, max_token_num)
+        if kept is None:
+            return None, ""
+        num_kept = sum(encoded.is_target[place] for place in kept)
+        what = f" is cut to {len(kept)} tokens, {num_kept} of them the answer"
+        if num_kept < sum(encoded.is_target):
+            what += ", so it has lost its end, and the model learns none there"
+        return kept, what
     if overlong == "cut":
-        if warn:
-            lengths = _lengths(encoded, max_token_num)
-            _warn_once("cut", f"{name} keeps its first {max_token_num} tokens: {lengths}")
-        return encoded.keep(list(range(max_token_num)))
+        return list(range(max_token_num)), f" keeps its first {max_token_num} tokens"
+    surplus = len(encoded) - max_token_num
     cuttable = [place for place, may_go in enumerate(encoded.is_cuttable) if may_go]
-    if overlong == "cut_prompt" and len(cuttable) >= surplus:
-        if warn:
-            _warn_once(
-                "cut_prompt",
-                f"{name}: the first {surplus} tokens of its prompt's {len(cuttable)} from the data "
-                f"are cut: {_lengths(encoded, max_token_num)}",
-            )
-        gone = set(cuttable[:surplus])
-        return encoded.keep([place for place in range(len(encoded)) if place not in gone])
-    raise DataError(_too_long(encoded, max_token_num, name, len(cuttable), overlong))
+    if overlong != "cut_prompt" or len(cuttable) < surplus:
+        return None, ""
+    gone = set(cuttable[:surplus])
+    what = f": the first {surplus} tokens of its prompt's {len(cuttable)} from the data are cut"
+    return [place for place in range(len(encoded)) if place not in gone], what
 
 
-def _lengths(encoded: Encoded, max_token_num: int) -> str:
+def _cure(num_cuttable: int, overlong: Overlong) -> str:
+    drop = "`collate_fn.overlong` drop leaves such samples out"
+    if overlong != "error":
+        return f"only {num_cuttable} tokens of its prompt may be cut, {drop}"
+    if num_cuttable == 0:
+        cut = "`collate_fn.overlong` cut keeps the beginning of a text"
+        return f"{drop}, and with `collate_fn` pt {cut}"
     return (
-        f"{len(encoded)} tokens, {sum(encoded.is_target)} of them the answer, do not fit "
-        f"`max_token_num` {max_token_num}"
-    )
-
-
-def _shared(encoded: Encoded, kept: list[int], max_token_num: int, name: str) -> str:
-    targets = sum(encoded.is_target[place] for place in kept)
-    is_cut = targets < sum(encoded.is_target)
-    end = ", so it has lost its end, and the model learns none there" if is_cut else ""
-    return (
-        f"{name} is cut to {len(kept)} tokens, {targets} of them the answer{end}: "
-        f"{_lengths(encoded, max_token_num)}"
-    )
-
-
-def _too_long(
-    encoded: Encoded, max_token_num: int, name: str, num_cuttable: int, overlong: Overlong
-) -> str:
-    if num_cuttable == 0 and overlong == "error":
-        cure = (
-            "`collate_fn.overlong` drop leaves such samples out, and with `collate_fn` pt "
-            "`collate_fn.overlong` cut keeps the beginning of a text"
-        )
-        return _refusal(encoded, max_token_num, name, cure)
-    cure = (
         f"`collate_fn.overlong` cut_prompt would cut up to {num_cuttable} tokens from the "
         "beginning of its prompt's text, `collate_fn.overlong` share cuts prompt and answer, "
-        "`collate_fn.overlong` drop leaves such samples out"
-        if overlong == "error"
-        else f"only {num_cuttable} tokens of its prompt may be cut, `collate_fn.overlong` drop "
-        "leaves such samples out"
-    )
-    return _refusal(encoded, max_token_num, name, cure)
-
-
-def _refusal(encoded: Encoded, max_token_num: int, name: str, cure: str) -> str:
-    return (
-        f"{name}: {_lengths(encoded, max_token_num)}. A sample has to fit as a whole, because a "
-        f"cut answer would teach a wrong end and cut image tokens break the model. Raise "
-        f"`max_token_num` to {len(encoded)}, or shorten the row; {cure}."
+        f"{drop}"
     )
 
 

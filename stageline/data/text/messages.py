@@ -12,87 +12,12 @@ from stageline.data.text.rendered import Piece, Rendered
 from stageline.data.text.template import fill_parts, parse_template, slot_value
 from stageline.errors import DataError, UserError
 
-# -- tools and tool calls of a sample, in OpenAI's form: checked, and with arguments as objects ---
-# Knows no template: how a call is written is the chat template's affair.
-
 Tool = dict[str, Any]
-
-
-def tools_of(sample: Mapping[str, Any]) -> list[Tool]:
-    """The tool descriptions of a sample: a list of objects, or that list as JSON text.
-
-    Raises:
-        DataError: it is neither.
-    """
-    tools = sample.get("tools")
-    if isinstance(tools, str):
-        tools = _parsed(tools, tools)
-    if not tools:
-        return []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise _bad(sample, f"`tools` is {tools!r}", "a list of JSON-schema objects")
-    return tools
-
-
-def calls_of(sample: Mapping[str, Any], place: str, message: Mapping[str, Any]) -> tuple[Tool, ...]:
-    """The tool calls of a message; arguments that are the JSON text of an object become one.
-
-    Chat templates write the object themselves; given text, most would write JSON in JSON.
-
-    Raises:
-        DataError: a call has no function with a name and arguments.
-    """
-    calls = message.get("tool_calls")
-    if not calls:
-        return ()
-    if message["role"] != "assistant":
-        raise _bad(sample, f"{place} of {message['role']} has tool_calls", "them with assistant")
-    if not isinstance(calls, list):
-        raise _bad(sample, f"{place} has the tool_calls {calls!r}", "a list")
-    return tuple(_call(sample, place, call) for call in calls)
-
-
-def _call(sample: Mapping[str, Any], place: str, call: Any) -> Tool:
-    function = call.get("function", call) if isinstance(call, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    arguments = function.get("arguments", {}) if isinstance(function, dict) else None
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict | str | None):
-        raise _bad(
-            sample,
-            f"{place} has the tool call {call!r}",
-            '{"type": "function", "function": {"name": ..., "arguments": {...}}}',
-        )
-    if isinstance(arguments, str):
-        read = _parsed(arguments, None) if arguments.strip() else {}
-        arguments = read if isinstance(read, dict) else arguments
-    made: Tool = {"type": "function", "function": {"name": name, "arguments": arguments or {}}}
-    if isinstance(call.get("id"), str) and call["id"]:
-        made["id"] = call["id"]
-    return made
-
-
-def _parsed(text: str, otherwise: Any) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return otherwise
-
-
-def _bad(sample: Mapping[str, Any], what: str, expected: str) -> DataError:
-    name = sample.get("source") or f"sample {sample.get('id', '?')}"
-    return DataError(
-        f"{name}: {what[:400]}. Expected is {expected}, because that is what chat templates read: "
-        "correct the row, or convert it with the dataset part."
-    )
-
-
-# -------------------------------------------------------------------------------------------------
-
-_KNOWN_FIELDS = {
-    "role", "content", "name", "weight", "reasoning_content", "tool_calls", "tool_call_id",
-}  # fmt: skip
-_IMAGE_TYPES = ("image", "image_url")
 SYSTEM_ROLES = ("system", "developer")
+_KNOWN_FIELDS = {
+    *("role", "content", "name", "weight", "reasoning_content", "tool_calls", "tool_call_id"),
+}
+_IMAGE_TYPES = ("image", "image_url")
 
 
 @dataclass(frozen=True)
@@ -236,13 +161,13 @@ def _trimmed(pieces: list[Piece]) -> list[Piece]:
 def _from_messages(sample: Mapping[str, Any]) -> list[Turn]:
     messages = sample["messages"]
     if not isinstance(messages, list) or not messages:
-        raise _bad_message(sample, f"`messages` is {messages!r}", "a list of messages")
+        raise _bad(sample, f"`messages` is {messages!r}", "a list of messages")
     turns = [_turn(sample, number, message) for number, message in enumerate(messages)]
     num_places = sum(piece.is_image for turn in turns for piece in turn.pieces)
     if num_places == 0 and sample.get("num_images"):
         first = next((i for i, turn in enumerate(turns) if turn.role == "user"), None)
         if first is None:
-            raise _bad_message(sample, "no message is of the user", "one that has the images")
+            raise _bad(sample, "no message is of the user", "one that has the images")
         places = (Piece("", is_image=True),) * sample["num_images"]
         turns[first] = replace(turns[first], pieces=places + turns[first].pieces)
     return turns
@@ -251,31 +176,31 @@ def _from_messages(sample: Mapping[str, Any]) -> list[Turn]:
 def _turn(sample: Mapping[str, Any], number: int, message: Any) -> Turn:
     place = f"message {number}"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise _bad_message(sample, f"{place} is {message!r}", "an object with role and content")
+        raise _bad(sample, f"{place} is {message!r}", "an object with role and content")
     role = message["role"]
     if not role.replace("_", "").isalnum():
-        raise _bad_message(sample, f"{place} has the role {role!r}", "a word such as user")
+        raise _bad(sample, f"{place} has the role {role!r}", "a word such as user")
     unknown = sorted(key for key, value in message.items() if value and key not in _KNOWN_FIELDS)
     if unknown:
-        raise _bad_message(
+        raise _bad(
             sample, f"{place} has the fields {', '.join(unknown)}", "those of a chat message"
         )
     for field in ("name", "tool_call_id"):
         if message.get(field) is not None and not isinstance(message[field], str):
-            raise _bad_message(sample, f"{place} has the {field} {message[field]!r}", "text")
+            raise _bad(sample, f"{place} has the {field} {message[field]!r}", "text")
     weight = message.get("weight")
     is_target = role == "assistant" and (weight is None or bool(weight))
     calls = calls_of(sample, place, message)
     reasoning = message.get("reasoning_content") or ""
     if not isinstance(reasoning, str) or (reasoning and role != "assistant"):
         what = f"{place} of {role} has the reasoning_content {reasoning!r}"
-        raise _bad_message(sample, what, "text, with an assistant")
+        raise _bad(sample, what, "text, with an assistant")
     content = message.get("content")
     if content is None and (calls or reasoning):
         content = ""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list):
-        raise _bad_message(sample, f"{place} has the content {content!r}", "text, or a list")
+        raise _bad(sample, f"{place} has the content {content!r}", "text, or a list")
     return Turn(
         role,
         tuple(_piece(sample, place, part, is_target) for part in parts),
@@ -293,15 +218,75 @@ def _piece(sample: Mapping[str, Any], place: str, part: Any, is_target: bool) ->
         return Piece("", is_image=True)
     if kind == "text" and isinstance(part.get("text"), str):
         return Piece(part["text"], is_user=True, is_target=is_target)
-    raise _bad_message(
+    raise _bad(
         sample, f"{place} has the part {part!r}", '{"type": "text", "text": ...} or an image'
     )
 
 
-def _bad_message(sample: Mapping[str, Any], what: str, expected: str) -> DataError:
+def tools_of(sample: Mapping[str, Any]) -> list[Tool]:
+    """The tool descriptions of a sample: a list of objects, or that list as JSON text.
+
+    Raises:
+        DataError: it is neither.
+    """
+    tools = sample.get("tools")
+    if isinstance(tools, str):
+        tools = _parsed(tools, tools)
+    if not tools:
+        return []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise _bad(sample, f"`tools` is {tools!r}", "a list of JSON-schema objects")
+    return tools
+
+
+def calls_of(sample: Mapping[str, Any], place: str, message: Mapping[str, Any]) -> tuple[Tool, ...]:
+    """The tool calls of a message; arguments that are the JSON text of an object become one.
+
+    Chat templates write the object themselves; given text, most would write JSON in JSON.
+
+    Raises:
+        DataError: a call has no function with a name and arguments.
+    """
+    calls = message.get("tool_calls")
+    if not calls:
+        return ()
+    if message["role"] != "assistant":
+        raise _bad(sample, f"{place} of {message['role']} has tool_calls", "them with assistant")
+    if not isinstance(calls, list):
+        raise _bad(sample, f"{place} has the tool_calls {calls!r}", "a list")
+    return tuple(_call(sample, place, call) for call in calls)
+
+
+def _call(sample: Mapping[str, Any], place: str, call: Any) -> Tool:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    arguments = function.get("arguments", {}) if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict | str | None):
+        raise _bad(
+            sample,
+            f"{place} has the tool call {call!r}",
+            '{"type": "function", "function": {"name": ..., "arguments": {...}}}',
+        )
+    if isinstance(arguments, str):
+        read = _parsed(arguments, None) if arguments.strip() else {}
+        arguments = read if isinstance(read, dict) else arguments
+    made: Tool = {"type": "function", "function": {"name": name, "arguments": arguments or {}}}
+    if isinstance(call.get("id"), str) and call["id"]:
+        made["id"] = call["id"]
+    return made
+
+
+def _parsed(text: str, otherwise: Any) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return otherwise
+
+
+def _bad(sample: Mapping[str, Any], what: str, expected: str) -> DataError:
     name = sample.get("source") or f"sample {sample.get('id', '?')}"
     return DataError(
         f"{name}: {what[:400]}. Expected is {expected}, because the chat template is filled from "
-        "role, content, reasoning_content, tool_calls, tool_call_id and name alone: correct the "
-        "row."
+        "role, content, reasoning_content, tool_calls, tool_call_id and name, and from the tools, "
+        "alone: correct the row, or convert it with the dataset part."
     )

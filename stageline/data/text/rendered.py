@@ -91,9 +91,6 @@ class Rendered:
         )
 
 
-# -- the text that stands for an image in a prompt; how often its tokens repeat is in images.py ---
-
-
 def place_image_text(rendered: Rendered, text: str) -> Rendered:
     """Puts `text` into each image piece that is still empty.
 

@@ -154,9 +154,6 @@ def slot_value(sample: Mapping[str, Any], slot: str) -> str:
     )
 
 
-# -- finds words of interest in what is learnt, by characters: whole words, the longest first -----
-# Knows neither tokens nor batches; a token is marked where it covers a character of a marked piece.
-
 BuiltIn = Literal["directions", "clock", "none"]
 
 _SIDES = "left right front back rear behind ahead above below under over beneath underneath".split()

@@ -1,6 +1,9 @@
-"""A copy of a fast tokenizer to which special tokens are plain text.
+"""A copy of a fast tokenizer to which special tokens are plain text; and tokens that are added.
 
-For text from the data: "<|im_end|>" in it becomes the characters < | i m ..., never the token.
+The copy is for text from the data: "<|im_end|>" in it becomes the characters < | i m ..., never
+the token. Tokens are added as ordinary ones, which text from the data may hold: not special and
+not normalised. A text is cut at them before anything else, and they stay in decoded text. Their
+rows in the model are not made here (`stageline/modules/new_rows.py`).
 """
 
 import json
@@ -106,12 +109,6 @@ def _words_of_merges(model: dict[str, Any]) -> set[str]:
         left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
         words.update((left, right, left + right))
     return words
-
-
-# -- adds tokens to a tokenizer: ordinary ones, that text from the data may hold ------------------
-# They are added tokens, not special and not normalised: a text is cut at them before anything
-# else, and they stay in decoded text. Not here: their rows in the model
-# (`stageline/modules/new_rows.py`).
 
 
 @dataclass(frozen=True)
