@@ -24,7 +24,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from stageline import progress
-from stageline.checking.families import make_batches
+from stageline.checking.batches import probe_batches
 from stageline.checking.proof import (
     CannotRun,
     Proof,
@@ -243,7 +243,7 @@ def example_batches(
     config: PretrainedConfig, whole: nn.Module, dtype: torch.dtype
 ) -> list[MicroBatch]:
     """Micro-batches of text, padded and full; with a tower also of many pictures, none and some."""
-    return make_batches(_library_of(whole), "vision" if has_images(config) else "text", dtype)
+    return probe_batches(_library_of(whole), "vision" if has_images(config) else "text", dtype)
 
 
 def _library_of(whole: nn.Module) -> nn.Module:

@@ -23,8 +23,8 @@ from stageline.checking.reference import (
     run_stage_model,
     train_same_parameters,
 )
-from stageline.checkpoint.adapter import find_base
-from stageline.checkpoint.files import ADAPTER_CONFIG, SINGLE_FILE, find_checkpoint, weight_files
+from stageline.checkpoint.adapter import base_of
+from stageline.checkpoint.files import SINGLE_FILE, find_checkpoint, weight_files
 from stageline.data.text.processor import load_processor
 from stageline.errors import CheckpointError, UserError, spelled
 from stageline.model_folder import load_config
@@ -54,20 +54,6 @@ class ModelSource:
     model_path: str | None
     processor_path: str | None
     has_processor: bool = True
-
-
-def read_config(path: str | None, *, trust_remote_code: bool) -> PretrainedConfig:
-    """The config of the model that is checked.
-
-    Raises:
-        UserError: no path, or no config that the library or a part of the user knows.
-    """
-    if path is None:
-        raise UserError(
-            "neither `model_path` nor `config_path` came: the model's config.json must lie in one "
-            "of them, because its split is what is checked. Give the same as for training."
-        )
-    return load_config(path, trust_remote_code=trust_remote_code)
 
 
 def cut_layers(config: PretrainedConfig, layers: int) -> int:
@@ -174,18 +160,6 @@ def move_constants(model: nn.Module) -> None:
             parameter.add_(torch.randn_like(parameter) * 0.05)
 
 
-def weights_folder(model_path: str | None) -> Path:
-    """The checkpoint that holds the model's weights; of an adapter, its base."""
-    assert model_path is not None  # a model without one has been given a folder
-    checkpoint = find_checkpoint(model_path)
-    return find_base(checkpoint) if (checkpoint / ADAPTER_CONFIG).exists() else checkpoint
-
-
-def is_plain(checkpoint: Path) -> bool:
-    """Whether the library can read it: no LoRA names are in it."""
-    return not any(WRAPPED in name.split(".") for name in weight_files(checkpoint))
-
-
 def load_library_model(
     auto_class: Any,
     config: PretrainedConfig,
@@ -265,11 +239,15 @@ def prepare(
         UserError: there is no config, or no such reference.
     """
     origin = source.config_path or source.model_path
-    config = read_config(origin, trust_remote_code=trust_remote_code)
+    if origin is None:
+        raise UserError(
+            "neither `model_path` nor `config_path` came: the model's config.json must lie in one "
+            "of them, because its split is what is checked. Give the same as for training."
+        )
+    config = load_config(origin, trust_remote_code=trust_remote_code)
     auto_class = _choose_class(config, reference, trust_remote_code=trust_remote_code)
     processor, notes = _find_processor(source, folder, trust_remote_code=trust_remote_code)
     is_own = not notes
-    assert origin is not None  # read_config has refused that
     if layers is not None:
         before = cut_layers(config, layers)
         cut = f"the model was cut from {before} to {layers} layers (`check_layers`)"
@@ -289,12 +267,17 @@ def prepare(
             notes.append(spelled("no `model_path`: the weights are random"))
     else:
         source = ModelSource(source.config_path, source.model_path, processor, is_own)
-    checkpoint = weights_folder(source.model_path)
-    if auto_class is not None and not is_plain(checkpoint):
+    files = tuple(weight_files(_weights_folder(source)))
+    if auto_class is not None and any(WRAPPED in name.split(".") for name in files):
         auto_class = None
         notes.append("the checkpoint has LoRA names in it, which the library can't read")
-    files = tuple(weight_files(checkpoint))
     return Preparation(source, config, files, auto_class is not None, tuple(notes))
+
+
+def _weights_folder(source: ModelSource) -> Path:
+    """The checkpoint that holds the model's weights; of an adapter, its base."""
+    assert source.model_path is not None  # a model without one has been given a folder
+    return base_of(find_checkpoint(source.model_path))
 
 
 def _find_processor(
@@ -345,7 +328,7 @@ def load_whole(
     whole = load_library_model(
         library_class(preparation.config, trust_remote_code=trust_remote_code),
         preparation.config,
-        weights_folder(preparation.source.model_path),
+        _weights_folder(preparation.source),
         attn_implementation=None if inner is None else inner.config._attn_implementation,
         trust_remote_code=trust_remote_code,
     )

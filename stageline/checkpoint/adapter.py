@@ -209,6 +209,15 @@ def find_base(folder: Path) -> Path:
     )
 
 
+def base_of(folder: Path) -> Path:
+    """A model folder itself; of an adapter's folder that of its base.
+
+    Raises:
+        CheckpointError: the base is not on this machine.
+    """
+    return find_base(folder) if (folder / ADAPTER_CONFIG).exists() else folder
+
+
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     """adapter_config.json, refused where we would compute something else than `peft` does."""
     path = folder / ADAPTER_CONFIG
@@ -491,13 +500,12 @@ def num_rows_on_disk(
     Args:
         of_base: of an adapter, those of its base as it is before the adapter is put on.
     """
-    is_adapter = (folder / ADAPTER_CONFIG).exists()
-    base = find_base(folder) if is_adapter else folder
+    base = base_of(folder)
     if not (base / "config.json").exists():
         return 0
     config = load_config(base, trust_remote_code=trust_remote_code)
     num_rows = vocab_size_of(config) or 0
-    if of_base or not is_adapter:
+    if of_base or base == folder:
         return num_rows
     width = getattr(config.get_text_config(decoder=True), "hidden_size", None)
     return max([num_rows, *rows_of_adapter(folder, width)])

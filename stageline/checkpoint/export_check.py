@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from stageline.checkpoint.adapter import config_folder, find_base, token_ids_on_disk
+from stageline.checkpoint.adapter import base_of, config_folder, token_ids_on_disk
 from stageline.checkpoint.adapter_start import Adapters
 from stageline.checkpoint.files import ADAPTER_CONFIG
 from stageline.checkpoint.host_memory import available_memory
@@ -275,8 +275,7 @@ def lacks_memory(source: Path, *, trust_remote_code: bool = False) -> str | None
     available = available_memory()
     if available is None:
         return None
-    is_adapter = (source / ADAPTER_CONFIG).exists()
-    count, _ = weight_sizes(find_base(source) if is_adapter else source)
+    count, _ = weight_sizes(base_of(source))
     config = read_config_of_base(source, trust_remote_code=trust_remote_code)
     vocab_size = getattr(config.get_text_config(decoder=True), "vocab_size", 0)
     needed = 2 * count * COMPUTE.itemsize + 64 * vocab_size * COMPUTE.itemsize * 8

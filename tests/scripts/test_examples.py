@@ -20,8 +20,7 @@ from options.answer_args import parse_infer_args
 from options.command_line import read_options
 from parse_args import parse_evaluate_args, parse_train_args
 from register import import_shelf
-from stageline.checking.tiny_models import tiny_config
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from tests.helpers.small_run import ForkedRun
 from tests.helpers.tiny_corpora import documents, tiny_corpus
 

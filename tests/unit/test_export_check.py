@@ -11,8 +11,7 @@ from transformers import AutoTokenizer
 import pp_models  # noqa: F401 - puts the parts that make_stages looks for on the shelf
 from commands.export import make_stages, stage_key
 from pp_models import CausalLMStage
-from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
-from stageline.checking.tiny_processors import tiny_processor
+from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config, tiny_processor
 from stageline.checkpoint import export_check
 from stageline.checkpoint.export_check import Answer, compare_answers
 from stageline.checkpoint.host_memory import available_memory
