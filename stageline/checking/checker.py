@@ -54,7 +54,7 @@ from stageline.pipeline.schedules import Schedule
 from stageline.pipeline.stage_passes import model_inputs
 
 if TYPE_CHECKING:
-    from stageline.stages.base import StageModel
+    pass
 
 TIED_TOLERANCE = 1e-6
 PADDING_TOLERANCE = 1e-5  # other shapes, so sums in another order
@@ -380,83 +380,101 @@ def check_split(
     Raises:
         UserError: there is nothing to check: wrong paths, keys or numbers of stages.
     """
-    options: dict[str, Any] = {
-        "seed": settings.seed,
-        "trust_remote_code": settings.trust_remote_code,
-        "build": build,
-    }
+    options: dict[str, Any] = dict(
+        build=build, seed=settings.seed, trust_remote_code=settings.trust_remote_code
+    )
+    kind = {"layers": settings.layers, "reference": settings.reference}
     ranks = Ranks.of(context.pp_group)
-
-    def find_weights() -> Preparation | None:
-        if ranks.rank > 0:
-            return None
-        return prepare(
-            source, folder, layers=settings.layers, reference=settings.reference, **options
-        )
-
-    def load() -> tuple[WholeModel | None, list["StageModel"]]:
-        whole = load_whole(preparation, **options) if ranks.rank == 0 else None
-        stages = schedule.stages_of(context.pp_rank)
-        count = schedule.num_stages
-        return whole, [
-            build(stage=stage, num_stages=count, source=preparation.source) for stage in stages
-        ]
-
     with _shared_folder(ranks) as folder:
-        preparation = ranks.together(find_weights)[0]
+        preparation = ranks.together(
+            lambda: prepare(source, folder, **kind, **options) if ranks.rank == 0 else None
+        )[0]
         assert preparation is not None  # rank 0 made one
         report.notes += preparation.notes
-        problem = None
-        try:
-            whole, models = load()
-        except CheckpointMismatch as error:
-            problem = str(error)
-        found = [text for text in ranks.gather(problem) if text is not None]
-        if found:
-            details = list(dict.fromkeys(found))
-            report.add("checkpoint fits the model", False, "it does not load", details)
+        loaded, problem = _load(
+            preparation,
+            schedule.stages_of(context.pp_rank),
+            schedule.num_stages,
+            with_whole=ranks.rank == 0,
+            **options,
+        )
+        problems = dict.fromkeys(text for text in ranks.gather(problem) if text)
+        if problems:
+            report.add("checkpoint fits the model", False, "it does not load", list(problems))
         else:
-            for model in models:
-                start_lora(model, seed=settings.seed)
-            own = [stage_facts(model, preparation.files) for model in models]
-            facts = sorted(
-                (fact for some in ranks.gather(own) for fact in some), key=lambda fact: fact.stage
-            )
+            whole, models = loaded
             runner = PipelineRunner(
                 models, device=context.device, group=context.pp_group, schedule=schedule
             )
-            batches = make_batches(preparation)
-            report.facts |= _told_facts(preparation, whole, schedule, facts, batches(0))
-            SplitCheck(
+            check = _make_check(
                 Split(runner, loss_fn=loss_fn),
-                whole=whole,
-                preparation=preparation,
-                facts=facts,
-                batches=batches,
+                whole,
+                preparation,
+                make_batches(preparation),
                 tolerance=settings.tolerance,
                 report=report,
-            ).run(steps=settings.steps)
+            )
+            check.run(steps=settings.steps)
         return ranks.gather(report.passed)[0]
 
 
-def _told_facts(
+def _load(
     preparation: Preparation,
+    stages: Sequence[int],
+    num_stages: int,
+    *,
+    build: Build,
+    with_whole: bool,
+    seed: int,
+    **options: Any,
+) -> tuple[Any, str]:
+    """(the whole model or None, this rank's stages), or why the checkpoint does not fit."""
+    try:
+        whole = None
+        if with_whole:
+            whole = load_whole(preparation, build=build, seed=seed, **options)
+        source = preparation.source
+        models = [build(stage=stage, num_stages=num_stages, source=source) for stage in stages]
+    except CheckpointMismatch as error:
+        return None, str(error)
+    for model in models:
+        start_lora(model, seed=seed)
+    return (whole, models), ""
+
+
+def _make_check(
+    split: Split,
     whole: WholeModel | None,
-    schedule: Schedule,
-    facts: Sequence[StageFacts],
-    batches: Sequence[MicroBatch],
-) -> dict[str, str]:
-    """What is compared with what, for the head of the report."""
-    lengths = ", ".join("x".join(map(str, batch["input_ids"].shape)) for batch in batches)
+    preparation: Preparation,
+    batches: Callable[[int], list[MicroBatch]],
+    *,
+    tolerance: float | None,
+    report: Report,
+) -> SplitCheck:
+    """The check, once what is compared with what is written down."""
+    own = [stage_facts(model, preparation.files) for model in split.models]
+    facts = [fact for some in Ranks.of(split.group).gather(own) for fact in some]
+    facts.sort(key=lambda fact: fact.stage)
+    schedule, made = split.runner.schedule, batches(0)
+    lengths = ", ".join("x".join(map(str, batch["input_ids"].shape)) for batch in made)
     compared = type(whole.model).__name__ if whole is not None else ""
     origin = "of transformers, in plain PyTorch" if preparation.is_library else "on one stage"
-    return {
+    report.facts |= {
         "model": f"{preparation.config.model_type}, {sum(fact.layers for fact in facts)} layers",
         "split": f"{schedule.num_stages} stages of {', '.join(str(f.layers) for f in facts)} "
         f"layers on {schedule.num_ranks} processes, {schedule.name}",
         "compared with": f"{compared} {origin}",
-        "micro-batches": f"{len(batches)} of {lengths} tokens",
+        "micro-batches": f"{len(made)} of {lengths} tokens",
     }
+    return SplitCheck(
+        split,
+        whole=whole,
+        preparation=preparation,
+        facts=facts,
+        batches=batches,
+        tolerance=tolerance,
+        report=report,
+    )
 
 
 @contextmanager

@@ -338,9 +338,7 @@ def _code_of(part: Callable[..., Any]) -> str:
     owner = getattr(part, "__self__", None)
     for one in (part, *(owner.__mro__ if isinstance(owner, type) else ())):
         home = _file_of(one)
-        if home is not None and home.is_relative_to(package.parent / "pp_models"):
-            files.update(home.parent.glob("*.py"))
-        elif home is not None and not _is_installed(home):
+        if home is not None and home.is_file() and "site-packages" not in home.parts:
             files.add(home)
     found = hashlib.sha256()
     for file in sorted(files):
@@ -353,10 +351,6 @@ def _file_of(one: Any) -> Path | None:
         return Path(inspect.getsourcefile(inspect.unwrap(one)) or "")
     except TypeError:
         return None
-
-
-def _is_installed(file: Path) -> bool:
-    return "site-packages" in file.parts or not file.is_file()
 
 
 def _is_proven(record: Path) -> bool:

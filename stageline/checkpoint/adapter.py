@@ -355,7 +355,7 @@ def attach_adapter(hf_model: Model, adapter_path: str | Path) -> Model:
     """
     adapter = read_adapter(adapter_path)
     modules = dict(hf_model.named_modules())
-    unknown = {name for name in adapter.pairs if not _is_wrappable(modules.get(name))}
+    unknown = {name for name in adapter.pairs if not is_linear(modules.get(name))}
     unknown |= {name for name in adapter.extras if name.rpartition(".")[0] not in modules}
     refuse_unknown(adapter, unknown, type(hf_model).__name__)
     fit_vocabulary(hf_model, [adapter])
@@ -370,10 +370,6 @@ def attach_adapter(hf_model: Model, adapter_path: str | Path) -> Model:
     put_extras(hf_model, adapter.extras)
     put_rows(hf_model, adapter)
     return hf_model
-
-
-def _is_wrappable(module: nn.Module | None) -> bool:
-    return module is not None and is_linear(module)
 
 
 def refuse_unknown(adapter: Adapter, unknown: set[str], model_name: str) -> None:
@@ -445,15 +441,14 @@ def fill_earlier_lora(model: Stage, folder: Path, adapters: list[Adapter]) -> No
             layer.load(*pair, adapter.scale(name), adapter.magnitudes.get(name))
             layer.use_rslora = bool(adapter.config.get("use_rslora"))
         here = dict(model.named_parameters(remove_duplicate=False))
-        plain = {name: adapter.extras[name] for name in adapter.extras if name in here}
-        wrapped = {
+        extras = {
             name: value
             for name, value in adapter.extras.items()
-            if name not in here and name.rpartition(".")[0] in stacks
+            if name in here or name.rpartition(".")[0] in stacks
         }
-        put_extras(model, {**plain, **wrapped})
+        put_extras(model, extras)
         put_rows(model, adapter)
-        model.carried = frozenset({*getattr(model, "carried", ()), *plain, *wrapped})
+        model.carried = frozenset({*getattr(model, "carried", ()), *extras})
 
 
 def _check_kind(adapter: Adapter, name: str, layer: LoRALayer, *, is_alone: bool) -> None:

@@ -26,7 +26,7 @@ from stageline.checkpoint.plain_model import (
 from stageline.data.images.images import CROSS_MASK, grow_cross_mask
 from stageline.data.text.processor import get_image_processor, get_pad_token_id, load_processor
 from stageline.errors import CRASH, UserError
-from stageline.model_folder import load_config
+from stageline.model_folder import load_config, special_tokens
 from stageline.stage import Stage
 
 # -- inputs that an export is tried with ----------------------------------------------------------
@@ -70,11 +70,7 @@ def make_probes(
 def text_probe(config: PretrainedConfig, new_ids: Sequence[int] = ()) -> Inputs:
     """Fixed random ids [B, T] that stand for nothing special; the first row begins with new ids."""
     text = config.get_text_config(decoder=True)
-    special = set()
-    for one in (config, text):
-        for name, value in vars(one).items():
-            if name.endswith(("_token_id", "_token_index")):
-                special.update(value if isinstance(value, list) else [value])
+    special = special_tokens(config)
     plain = torch.tensor([i for i in range(text.vocab_size) if i not in special])
     longest = getattr(text, "max_position_embeddings", None) or 2 * TOKENS
     shape = (ROWS, max(1, min(TOKENS, longest // 2)))

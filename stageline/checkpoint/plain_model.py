@@ -23,7 +23,7 @@ from stageline.checkpoint.files import (
     weight_files,
 )
 from stageline.checkpoint.layout import check_read
-from stageline.checkpoint.load import dtypes_of, integer_weights
+from stageline.checkpoint.load import FLOATS, dtypes_of, integer_weights
 from stageline.errors import CheckpointError
 from stageline.model_folder import load_config, read_json
 
@@ -127,13 +127,6 @@ def _does_not_fit(folder: Path, why: str) -> CheckpointError:
 
 # -------------------------------------------------------------------------------------------------
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
-
 
 def load_plain(
     folder: Path,
@@ -209,16 +202,10 @@ def load_with_peft(folder: Path, base: PreTrainedModel) -> PreTrainedModel | Non
 
 def tensor_dtypes(folder: Path) -> set[torch.dtype]:
     """The floating-point types in a model or adapter folder; reads headers only."""
-    if (folder / ADAPTER_CONFIG).exists():
-        files = {folder / ADAPTER_FILE}
-    else:
-        files = set(weight_files(folder).values())
-    found = set()
-    for file in files:
-        with open_tensors(file) as tensors:
-            names = tensors.keys()
-            found |= {tensors.get_slice(name).get_dtype() for name in names}
-    return {_DTYPES[name] for name in found if name in _DTYPES}
+    is_adapter = (folder / ADAPTER_CONFIG).exists()
+    files = weight_files(folder / ADAPTER_FILE if is_adapter else folder)
+    found = set(dtypes_of(files).values())
+    return {FLOATS[name] for name in found if name in FLOATS}
 
 
 def weight_sizes(folder: Path) -> tuple[int, int]:

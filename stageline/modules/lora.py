@@ -98,7 +98,7 @@ class LoRAWrapper(nn.Module):
         return result + more.to(result.dtype)
 
 
-def is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module | None) -> bool:
     """Whether a module can be wrapped: also one of another class that says so itself."""
     known = isinstance(module, (nn.Linear, Conv1D, LoRAWrapper))
     return known or getattr(module, "is_linear_layer", False)
