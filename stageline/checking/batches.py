@@ -26,6 +26,7 @@ LENGTHS = (14, 11, 19, 12, 17)  # of a check
 TEXT_LENGTHS = ((11, 4), (7, 0))  # of a proof: tokens, padding of the last row
 PICTURES = ((2, 0, 1), (0, 0), (1, 1))  # of a proof: of each row of each micro-batch
 ROWS = 2
+NUM_PICTURES = 64  # of a check without a dataset
 PADDED = 3  # tokens of padding at the end of the last row
 
 
@@ -127,9 +128,9 @@ def has_pixels(micro_batches: Sequence[MicroBatch]) -> bool:
     return any(batch.get("pixel_values", torch.empty(0)).numel() for batch in micro_batches)
 
 
-def add_padding(micro_batches: Sequence[MicroBatch], *, count: int = 2) -> list[MicroBatch]:
-    """Copies with `count` more tokens at the end that are masked out."""
-    fill = {"labels": IGNORE}
+def add_padding(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Copies with two more tokens at the end that are masked out."""
+    count, fill = 2, {"labels": IGNORE}
     padded = []
     for batch in micro_batches:
         shape = batch["input_ids"].shape
@@ -153,20 +154,18 @@ class RandomPictures:
         size: pixels of the longer edge.
     """
 
-    def __init__(self, *, size: int, seed: int = 0, length: int = 64) -> None:
+    def __init__(self, *, size: int) -> None:
         self.size = size
-        self.seed = seed
-        self.length = length
 
     def __len__(self) -> int:
-        return self.length
+        return NUM_PICTURES
 
     def __getitem__(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         from PIL import Image  # a text model's check needs no pictures
 
-        if index >= self.length:
+        if index >= NUM_PICTURES:
             raise IndexError(index)
-        generator = torch.Generator().manual_seed(self.seed * self.length + index)
+        generator = torch.Generator().manual_seed(index)
         edges = (self.size, self.size if index % 2 else max(1, self.size * 3 // 4), 3)
         pixels = torch.randint(256, edges, generator=generator, dtype=torch.uint8)
         words = torch.randint(1000, (1 + index % 4,), generator=generator).tolist()

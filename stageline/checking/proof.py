@@ -9,7 +9,7 @@ Shapes: B rows, T tokens, H hidden size, V vocabulary.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -77,7 +77,6 @@ def compare_with_whole(
     num_stages: int,
     make_batches: Callable[[nn.Module, torch.dtype], Sequence[MicroBatch]],
     is_library: bool = True,
-    seed: int = 0,
 ) -> Proof:
     """Runs stages and whole model on the same batches with the same weights.
 
@@ -91,7 +90,7 @@ def compare_with_whole(
     for dtype in TOLERANCES:
         try:
             whole = build_whole(dtype).to(dtype).train()
-            _randomise(whole, seed)
+            _randomise(whole)
             batches = make_batches(whole, dtype)
             expected = _run_whole(whole, batches, {}, is_library=is_library)
             if not all(map(math.isfinite, expected.losses)):
@@ -106,22 +105,28 @@ def compare_with_whole(
         found = _run_stages(stages, batches)
     except Exception as error:
         raise CannotRun(f"its stages: {_said(error)}") from error
-    proof = _judge(found, expected, dtype)
-    if proof.is_equal:
-        return proof
-    places = {stage: sum(stages[0].partition[: stage + 1]) for stage in range(num_stages - 1)}
-    expected = _run_whole(
-        whole, batches, _layers_at(whole, stages[0], places), is_library=is_library
+    limit = TOLERANCES[dtype]
+    loss = max(
+        _apart(torch.tensor(one), torch.tensor(other), abs(other) or 1.0)
+        for one, other in zip(found.losses, expected.losses, strict=True)
     )
-    return _find_place(proof, found, expected, stages)
-
-
-# -- both sides --------------------------------------------------------------------------------
+    gaps = _gradient_gaps(found, expected)
+    proof = Proof(loss, max(gaps.values(), default=0.0), str(dtype).removeprefix("torch."))
+    if loss <= limit and proof.gradient <= limit:
+        return proof
+    layers = _layers_behind_borders(whole, stages[0], num_stages)
+    expected = _run_whole(whole, batches, layers, is_library=is_library)
+    place, cause = _find_place(
+        found, expected, stages[0].partition, limit, is_loss_off=loss > limit
+    )
+    first = next((name for name, gap in gaps.items() if gap > limit), "no parameter")
+    place += f"the first gradient that differs is that of {first}"
+    return replace(proof, place=place, cause=cause)
 
 
 @torch.no_grad()
-def _randomise(whole: nn.Module, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
+def _randomise(whole: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(0)
     for parameter in whole.parameters():
         if parameter.is_floating_point():
             parameter.add_(SPREAD * torch.randn(parameter.shape, generator=generator).to(parameter))
@@ -210,7 +215,9 @@ def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _layers_at(whole: nn.Module, stage: Any, places: Mapping[int, int]) -> dict[int, nn.Module]:
+def _layers_behind_borders(whole: nn.Module, stage: Any, num_stages: int) -> dict[int, nn.Module]:
+    """Number of a border -> the layer of the whole model that comes first behind it."""
+    places = {border: sum(stage.partition[: border + 1]) for border in range(num_stages - 1)}
     try:
         return {
             border: whole.get_submodule(stage.layer_name(index))
@@ -221,27 +228,9 @@ def _layers_at(whole: nn.Module, stage: Any, places: Mapping[int, int]) -> dict[
         return {}
 
 
-# -- what differs ------------------------------------------------------------------------------
-
-
-def _judge(found: _Run, expected: _Run, dtype: torch.dtype) -> Proof:
-    scale = max((g.abs().max().item() for g in expected.gradients.values()), default=0.0) or 1.0
-    loss = max(
-        _apart(torch.tensor(one), torch.tensor(other), abs(other) or 1.0)
-        for one, other in zip(found.losses, expected.losses, strict=True)
-    )
-    gaps = _gradient_gaps(found, expected, scale)
-    gradient = max(gaps.values(), default=0.0)
-    limit = TOLERANCES[dtype]
-    name = str(dtype).removeprefix("torch.")
-    if loss <= limit and gradient <= limit:
-        return Proof(loss, gradient, name)
-    first = next((name for name, gap in gaps.items() if gap > limit), "no parameter")
-    return Proof(loss, gradient, name, place=first)
-
-
-def _gradient_gaps(found: _Run, expected: _Run, scale: float) -> dict[str, float]:
+def _gradient_gaps(found: _Run, expected: _Run) -> dict[str, float]:
     """Name of a parameter, in the model's order -> how far its gradients are apart."""
+    scale = max((g.abs().max().item() for g in expected.gradients.values()), default=0.0) or 1.0
     gaps = {}
     for name in dict.fromkeys((*expected.gradients, *found.gradients)):
         one, other = found.gradients.get(name), expected.gradients.get(name)
@@ -261,28 +250,25 @@ def _apart(one: torch.Tensor, other: torch.Tensor, scale: float) -> float:
     return float("inf") if gap.isnan().any() else gap.max().item() / scale
 
 
-def _find_place(proof: Proof, found: _Run, expected: _Run, stages: Sequence[Any]) -> Proof:
-    """The first border at which hidden states differ, and the parameter that differs first."""
-    limit = TOLERANCES[getattr(torch, proof.dtype)]
-    gradient = f"the first gradient that differs is that of {proof.place}"
+def _find_place(
+    found: _Run, expected: _Run, partition: Sequence[int], limit: float, *, is_loss_off: bool
+) -> tuple[str, str]:
+    """The first border at which hidden states differ, in words, and what usually makes it."""
     for border in sorted(found.borders):
         pairs = list(zip(found.borders[border], expected.borders.get(border, [])))
         wrong = [pair for pair in pairs if _apart(*pair, pair[1].abs().max().item() or 1) > limit]
         if wrong:
-            layer = sum(stages[0].partition[: border + 1])
-            at = f"the border before layer {layer} (stage {border} to {border + 1})"
-            place = f"{at} is the first that differs{_factor(*wrong[0])}, and {gradient}"
-            return Proof(proof.loss, proof.gradient, proof.dtype, place, _cause(border))
-    last = len(stages) - 1
-    if proof.loss > limit:
-        at = f"all borders are equal, stage {last} gives another loss"
-        return Proof(proof.loss, proof.gradient, proof.dtype, f"{at}, and {gradient}", _cause(last))
+            at = f"layer {sum(partition[: border + 1])} (stage {border} to {border + 1})"
+            factor = _factor(*wrong[0])
+            return f"the border before {at} is the first that differs{factor}, and ", _cause(border)
+    if is_loss_off:
+        last = len(partition) - 1
+        return f"all borders are equal, stage {last} gives another loss, and ", _cause(last)
     cause = (
         "something that layers read besides the hidden states goes to later stages without its "
         "gradient, or a weight that several stages read is on one of them only"
     )
-    place = f"all borders and the loss are equal; {gradient}"
-    return Proof(proof.loss, proof.gradient, proof.dtype, place, cause)
+    return "all borders and the loss are equal; ", cause
 
 
 def _factor(ours: torch.Tensor, theirs: torch.Tensor) -> str:

@@ -1,6 +1,6 @@
 """Makes a native folder of an InternVL2 checkpoint of the remote-code class, file by file.
 
-No code of the old folder runs. What the tensors are called is in internvl_chat.py.
+No code of the old folder runs.
 """
 
 import json

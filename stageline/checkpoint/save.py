@@ -2,8 +2,8 @@
 
 A full fine-tune becomes a model folder: each stage writes its own shards with names as on disk, by
 the library's own reverse conversion. A LoRA run becomes an adapter folder in the format of `peft`,
-with the frozen base by reference. What else a run needs to go on is in state_share.py, saving while
-training goes on in writer.py.
+with the frozen base by reference. What else a run needs to go on is in optimizer_state.py, saving
+while training goes on in writer.py.
 """
 
 import importlib.metadata
