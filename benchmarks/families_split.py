@@ -20,8 +20,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from benchmarks.families_page import FamilyResult, Said
-from stageline.checking.batches import probe_batches, run_chain
-from stageline.checking.proof import loss_of
+from stageline.checking.batches import loss_of, probe_batches, run_chain
 from stageline.checking.shrink import layer_period, shrink_config
 from stageline.errors import UserError
 from stageline.pipeline.stage_passes import MicroBatch, model_inputs

@@ -16,7 +16,7 @@ from register import import_shelf, train_model_register
 from stageline.errors import UserError
 
 if TYPE_CHECKING:
-    from stageline.checking.proof_record import ProveMode
+    from stageline.checking.proof import ProveMode
     from stageline.stage import Stage
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -219,7 +219,7 @@ def prove(
     build: functools.partial, config_path: str, *, mode: str, gives_scores: bool = False
 ) -> None:
     """Compares a cut-down copy of the model, split and whole."""
-    from stageline.checking.proof_record import SplitToProve, prove_split
+    from stageline.checking.proof import SplitToProve, prove_split
     from stageline.checkpoint.layout import Ranks
 
     split = SplitToProve(

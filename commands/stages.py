@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
-    from stageline.checking.proof_record import ProveMode
+    from stageline.checking.proof import ProveMode
     from stageline.checkpoint.layout import Ranks
 
 
@@ -99,7 +99,7 @@ class AnsweringModel:
         Raises:
             UserError: they differ; says where.
         """
-        from stageline.checking.proof_record import SplitToProve, options_of_proof, prove_split
+        from stageline.checking.proof import SplitToProve, options_of_proof, prove_split
 
         layers = self.layers() if self.num_stages > 1 else None
         split = SplitToProve(

@@ -19,7 +19,7 @@ from options.train import RunConfig
 from parse_args import TrainArguments
 from register import load_target
 from stageline.checking.outline import check_filled_stages, check_outlines
-from stageline.checking.proof_record import SplitToProve, options_of_proof, prove_split
+from stageline.checking.proof import SplitToProve, options_of_proof, prove_split
 from stageline.checkpoint.layout import Ranks
 from stageline.contracts import call, check_call
 from stageline.data.batches.check_batch import check_encode

@@ -3,7 +3,7 @@
 Made of seeds alone, so that every rank makes the same. Shapes: B rows, T tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -182,6 +182,21 @@ class RandomPictures:
 LossFn = Callable[[torch.Tensor | Tensors, MicroBatch], torch.Tensor]
 # (stage, what it sends on of a micro-batch)
 Watch = Callable[[int, Tensors], None]
+
+
+def loss_of(output: torch.Tensor | Tensors, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Cross entropy of logits [B, T, V] and, of a mixture of experts, the weighted router loss.
+
+    Scores [B, T, 1] of a reward model are squared.
+    """
+    logits, extra = output if isinstance(output, tuple) else (output, 0.0)
+    labels = batch["labels"][:, 1:]
+    if logits.shape[-1] == 1:
+        return (logits[:, 1:, 0].square() * (labels != IGNORE)).mean() + extra
+    total = functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
+    return total / 8 + extra
 
 
 def run_chain(
