@@ -181,7 +181,7 @@ class StreamedModel(nn.Module):
             Exception: what this step (synchronous) or the one before raised.
         """
         self._make_masters()
-        self._heed()
+        self._take_shown_gradients()
         # not for the gradients of this step, which are on their way: devices go on meanwhile. The
         # back page is free, since its last readers come before these gradients
         self._worker.wait_for(self._last_step)
@@ -200,15 +200,15 @@ class StreamedModel(nn.Module):
         The sums stay: the next `step` uses them. What is done to `.grad` now holds for them, so
         an optimizer of the model's own parameters, and its `zero_grad`, can be used instead.
         """
-        self._heed()
+        self._take_shown_gradients()
         self._worker.wait()
         self._flip()
         for home in self._homes():
             home.show()
 
-    def _heed(self) -> None:
+    def _take_shown_gradients(self) -> None:
         for home in self._homes():
-            home.heed()
+            home.take_shown_gradient()
 
     def _values_changed(self) -> None:
         """Parameters got values from elsewhere."""
@@ -523,7 +523,7 @@ class RoundPipe(StreamedModel):
     ) -> tuple[RoundPipeRunConfig, list[Inputs]]:
         """The settings of a call, and its micro-batches."""
         self._worker.check()
-        self._heed()
+        self._take_shown_gradients()
         settings = config.over(self._run_config).filled(len(self._lanes))
         assert settings.num_microbatch is not None  # `filled` gave one
         return settings, split_inputs(args, kwargs, settings.split_input, settings.num_microbatch)

@@ -62,7 +62,7 @@ class AutoRoundPipe(StreamedModel):
             Exception: what an earlier optimizer step raised.
         """
         self._worker.check()
-        self._heed()
+        self._take_shown_gradients()
         self._watch()
         if self._has_cache:
             # the layers of a micro-batch would append to what those of another one wrote
