@@ -151,8 +151,6 @@ def rows_share(stage: Stage, *, trained: Sequence[str]) -> Rows:
     return rows
 
 
-# -------------------------------------------------------------------------------------------------
-
 PEFT_PREFIX = "base_model.model."
 STACK_FOLDER = "stack"
 _PART = re.compile(r"^(?P<module>.+)\.lora_(?P<which>[AB])\.weight$")

@@ -227,8 +227,6 @@ def _known_fields(
     return {name: value for name, value in fields.items() if name in known and value is not None}
 
 
-# -------------------------------------------------------------------------------------------------
-
 _IMAGE_TOKENS = {
     "start_image_token": "<img>",
     "end_image_token": "</img>",

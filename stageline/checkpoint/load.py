@@ -113,9 +113,6 @@ def cast_note(dtypes: dict[str, str], names: Iterable[str], dtype: torch.dtype) 
     return f"the weights were saved in {', '.join(others)} and are kept in {kept} here"
 
 
-# -------------------------------------------------------------------------------------------------
-
-
 class CheckpointMismatch(CheckpointError):
     """The names or shapes in a checkpoint are not those of the model."""
 

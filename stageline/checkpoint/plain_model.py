@@ -133,9 +133,6 @@ def _does_not_fit(folder: Path, why: str) -> CheckpointError:
     )
 
 
-# -------------------------------------------------------------------------------------------------
-
-
 def load_plain(
     folder: Path,
     *,

@@ -107,9 +107,6 @@ class BufferPool:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
 
-# -------------------------------------------------------------------------------------------------
-
-
 class Mark(Protocol):
     """A point in a queue."""
 

@@ -364,8 +364,6 @@ def _same(left: Any, right: Any) -> None:
         raise NoPresetError("the model computes between its last layer and its final norm")
 
 
-# -------------------------------------------------------------------------------------------------
-
 # flag of a call -> why it is refused
 _REFUSED = {
     "use_cache": "no block keeps a cache",

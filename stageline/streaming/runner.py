@@ -180,8 +180,6 @@ class StageLayer(nn.Module):
         return index, self.call.run(self.stage, index, came)
 
 
-# -------------------------------------------------------------------------------------------------
-
 LossFn = Callable[[Output, MicroBatch], torch.Tensor]
 
 

@@ -144,8 +144,6 @@ def _shared_homes(engines: list[RoundPipe]) -> dict[int, Home]:
     return shared
 
 
-# -------------------------------------------------------------------------------------------------
-
 _INHERIT = RoundPipeRunConfig()
 
 
