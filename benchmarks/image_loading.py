@@ -28,7 +28,7 @@ from PIL import Image
 
 from dataset import sft
 from prompt_fn import auto, fill
-from stageline.checking.tiny_processors import tiny_processor
+from stageline.checking.tiny_models import tiny_processor
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.images.image_settings import make_image_settings, using_images
 from stageline.data.images.tiling import Tiling, prepare_images

@@ -29,7 +29,7 @@ def work(file: str, way: str, num_workers: int) -> None:
 
     from dataset import sft
     from prompt_fn import chat, none
-    from stageline.checking.tiny_processors import tiny_tokenizer
+    from stageline.checking.tiny_models import tiny_tokenizer
     from stageline.data.batches.loader import MicroBatchLoader
     from stageline.data.rows.json_lines import JsonLines
 

@@ -143,7 +143,7 @@ def measure(name: str) -> dict[str, float]:
     import transformers
 
     from register import import_shelf, train_model_register
-    from stageline.checking.proof_record import SplitToProve, prove_split
+    from stageline.checking.proof import SplitToProve, prove_split
     from stageline.checkpoint.layout import Ranks
 
     transformers.logging.set_verbosity_error()

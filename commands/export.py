@@ -17,7 +17,7 @@ from register import import_shelf
 from stageline.errors import UserError
 
 if TYPE_CHECKING:
-    from stageline.checking.proof_record import ProveMode
+    from stageline.checking.proof import ProveMode
     from stageline.stage import Stage
 
 DTYPES = ("float32", "bfloat16", "float16")

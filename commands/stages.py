@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
-    from stageline.checking.proof_record import ProveMode
+    from stageline.checking.proof import ProveMode
     from stageline.checkpoint.layout import Ranks
 
 # what says where a tower lies: the whole model on one stage has no such choice
@@ -128,7 +128,7 @@ class StageBuilder:
         Raises:
             UserError: they differ; says where.
         """
-        from stageline.checking.proof_record import SplitToProve, options_of_proof, prove_split
+        from stageline.checking.proof import SplitToProve, options_of_proof, prove_split
 
         split = SplitToProve(
             self.part.part,

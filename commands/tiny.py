@@ -50,9 +50,11 @@ def make(family: str) -> tuple[Any, Any]:
     Raises:
         UserError: the library has no such decoder, or there is no processor for its pictures.
     """
-    from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
-    from stageline.checking.tiny_processors import (
+    from stageline.checking.tiny_models import (
+        DECODERS,
         PROCESSOR_FAMILIES,
+        VISION_LANGUAGE,
+        tiny_config,
         tiny_mllama_config,
         tiny_mllama_processor,
         tiny_processor,

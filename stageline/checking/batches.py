@@ -3,7 +3,7 @@
 Made of seeds alone, so that every rank makes the same. Shapes: B rows, T tokens.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -13,33 +13,67 @@ from transformers import PretrainedConfig
 
 from stageline.data.batches.batch import IGNORE
 from stageline.data.images.images import CROSS_MASK, grow_cross_mask
+from stageline.model_folder import special_tokens
 from stageline.pipeline.borders import batch_input, batch_output
 from stageline.pipeline.plan import Kind
 from stageline.pipeline.stage_passes import MicroBatch, StagePasses, Tensors, model_inputs
+from stageline.stages.example_batch import picture_batch
 
 if TYPE_CHECKING:
     from stageline.stages.base import StageModel
 
-LENGTHS = (14, 11, 19, 12, 17)
+LENGTHS = (14, 11, 19, 12, 17)  # of a check
+TEXT_LENGTHS = ((11, 4), (7, 0))  # of a proof: tokens, padding of the last row
+PICTURES = ((2, 0, 1), (0, 0), (1, 1))  # of a proof: of each row of each micro-batch
 ROWS = 2
+NUM_PICTURES = 64  # of a check without a dataset
 PADDED = 3  # tokens of padding at the end of the last row
-IMAGE_WORDS = ("image", "video", "vision", "audio")
 
 
-def special_ids(config: PretrainedConfig, words: Iterable[str] = ("",)) -> set[int]:
-    """Token ids that the config names, such as `image_token_id`.
+def ordinary_ids(config: PretrainedConfig) -> torch.Tensor:
+    """The token ids that stand for text."""
+    text, special = config.get_text_config(decoder=True), special_tokens(config)
+    most = getattr(text, "unpadded_vocab_size", None) or text.vocab_size
+    return torch.tensor([one for one in range(3, most) if one not in special] or [0])
+
+
+def draw_text(
+    config: PretrainedConfig, length: int, padding: int, *, generator: torch.Generator
+) -> MicroBatch:
+    """Random ids [2, T] and their mask; `padding` tokens at the end of the last row are masked."""
+    ordinary = ordinary_ids(config)
+    ids = ordinary[torch.randint(len(ordinary), (ROWS, length), generator=generator)]
+    mask = torch.ones_like(ids)
+    if padding:
+        pad = getattr(config.get_text_config(decoder=True), "pad_token_id", None)
+        ids[-1, -padding:] = pad if isinstance(pad, int) and pad >= 0 else 0
+        mask[-1, -padding:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def probe_batches(whole: Any, kind: str, dtype: torch.dtype) -> list[MicroBatch]:
+    """Micro-batches of different lengths: padded and full; of pictures many, none and some.
 
     Args:
-        words: only those whose name has one of them in it.
+        kind: "vision" or "text".
+        dtype: of pictures.
     """
-    found: set[int] = set()
-    for part in (config, config.get_text_config(decoder=True)):
-        for name, value in part.to_dict().items():
-            is_id = name.endswith(("_token_id", "_token_index"))
-            if is_id and any(word in name for word in words):
-                values = value if isinstance(value, list) else [value]
-                found.update(item for item in values if isinstance(item, int))
-    return found
+    config = whole.config
+    if kind == "vision":
+        made = [
+            picture_batch(config, whole, rows=rows, dtype=dtype, seed=seed, longer=seed)
+            for seed, rows in enumerate(PICTURES)
+        ]
+    else:
+        made = [
+            draw_text(config, *size, generator=torch.Generator().manual_seed(seed))
+            for seed, size in enumerate(TEXT_LENGTHS)
+        ]
+    ends = torch.tensor(sorted(special_tokens(config)), dtype=torch.long)
+    for batch in made:
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        batch["labels"] = ids.masked_fill((mask == 0) | torch.isin(ids, ends), IGNORE)
+    return made
 
 
 def random_batches(
@@ -48,40 +82,34 @@ def random_batches(
     """Micro-batches of random ids, each of another length; the last row of each is padded."""
     text = config.get_text_config(decoder=True)
     generator = torch.Generator().manual_seed(seed)
-    special = special_ids(config)
-    ordinary = [i for i in range(text.vocab_size) if i not in special]
-    choice = torch.tensor(ordinary or [0])
-    pad = getattr(text, "pad_token_id", None)
     longest = getattr(text, "max_position_embeddings", None) or max(LENGTHS)
     batches = []
     for index in range(num_micro_batches):
-        shape = (ROWS, min(LENGTHS[(index + seed) % len(LENGTHS)], longest))
-        picked = torch.randint(len(choice), shape, generator=generator)
-        ids, mask = choice[picked], torch.ones(shape, dtype=torch.long)
-        mask[-1, shape[1] - PADDED :] = 0
+        length = min(LENGTHS[(index + seed) % len(LENGTHS)], longest)
+        batch = draw_text(config, length, PADDED, generator=generator)
+        ids, mask = batch["input_ids"], batch["attention_mask"]
         # shares differ widely: a mean of micro-batches' means would be another number
-        is_target = torch.rand(shape, generator=generator) < 0.2 + 0.6 * (index % 2)
-        is_target[:, shape[1] // 2] = True
-        labels = torch.where(is_target & mask.bool(), ids, IGNORE)
-        ids = ids.masked_fill(mask == 0, pad if isinstance(pad, int) else 0)
-        batches.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
+        is_target = torch.rand(ids.shape, generator=generator) < 0.2 + 0.6 * (index % 2)
+        is_target[:, length // 2] = True
+        batch["labels"] = torch.where(is_target & mask.bool(), ids, IGNORE)
+        batches.append(batch)
     return batches
 
 
 def change_first_token(
     micro_batches: Sequence[MicroBatch], config: PretrainedConfig
 ) -> list[MicroBatch]:
-    """Copies with another first token in each row; image tokens are passed over."""
-    of_images = special_ids(config, IMAGE_WORDS)
-    special = special_ids(config)
-    vocab_size = config.get_text_config(decoder=True).vocab_size
+    """Copies with another first token of text in each row."""
+    ordinary = ordinary_ids(config)
     changed = []
     for batch in micro_batches:
         ids = batch["input_ids"].clone()
         for row in ids:
-            place = next((i for i, value in enumerate(row) if int(value) not in of_images), 0)
-            others = ((int(row[place]) + 1 + k) % vocab_size for k in range(vocab_size))
-            row[place] = next((i for i in others if i not in special), int(row[place]))
+            is_text = torch.isin(row, ordinary)
+            place = int(is_text.int().argmax())
+            others = ordinary[ordinary != row[place]]
+            if len(others):
+                row[place] = others[int((others > row[place]).int().argmax())]
         changed.append({**batch, "input_ids": ids})
     return changed
 
@@ -100,9 +128,9 @@ def has_pixels(micro_batches: Sequence[MicroBatch]) -> bool:
     return any(batch.get("pixel_values", torch.empty(0)).numel() for batch in micro_batches)
 
 
-def add_padding(micro_batches: Sequence[MicroBatch], *, count: int = 2) -> list[MicroBatch]:
-    """Copies with `count` more tokens at the end that are masked out."""
-    fill = {"labels": IGNORE}
+def add_padding(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Copies with two more tokens at the end that are masked out."""
+    count, fill = 2, {"labels": IGNORE}
     padded = []
     for batch in micro_batches:
         shape = batch["input_ids"].shape
@@ -126,20 +154,18 @@ class RandomPictures:
         size: pixels of the longer edge.
     """
 
-    def __init__(self, *, size: int, seed: int = 0, length: int = 64) -> None:
+    def __init__(self, *, size: int) -> None:
         self.size = size
-        self.seed = seed
-        self.length = length
 
     def __len__(self) -> int:
-        return self.length
+        return NUM_PICTURES
 
     def __getitem__(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         from PIL import Image  # a text model's check needs no pictures
 
-        if index >= self.length:
+        if index >= NUM_PICTURES:
             raise IndexError(index)
-        generator = torch.Generator().manual_seed(self.seed * self.length + index)
+        generator = torch.Generator().manual_seed(index)
         edges = (self.size, self.size if index % 2 else max(1, self.size * 3 // 4), 3)
         pixels = torch.randint(256, edges, generator=generator, dtype=torch.uint8)
         words = torch.randint(1000, (1 + index % 4,), generator=generator).tolist()
@@ -156,6 +182,21 @@ class RandomPictures:
 LossFn = Callable[[torch.Tensor | Tensors, MicroBatch], torch.Tensor]
 # (stage, what it sends on of a micro-batch)
 Watch = Callable[[int, Tensors], None]
+
+
+def loss_of(output: torch.Tensor | Tensors, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Cross entropy of logits [B, T, V] and, of a mixture of experts, the weighted router loss.
+
+    Scores [B, T, 1] of a reward model are squared.
+    """
+    logits, extra = output if isinstance(output, tuple) else (output, 0.0)
+    labels = batch["labels"][:, 1:]
+    if logits.shape[-1] == 1:
+        return (logits[:, 1:, 0].square() * (labels != IGNORE)).mean() + extra
+    total = functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
+    return total / 8 + extra
 
 
 def run_chain(
@@ -177,25 +218,18 @@ def run_chain(
     Returns:
         The loss of each micro-batch.
     """
-    chain = _passes(stages)
-    losses = []
-    for index, batch in enumerate(micro_batches):
-        losses.append(_forward(chain, index, batch, loss_fn, watch))
+    chain = chain_of(stages)
+    losses = [
+        forward_chain(chain, index, batch, loss_fn, watch)
+        for index, batch in enumerate(micro_batches)
+    ]
     for index in range(len(micro_batches)):
         _backward(chain, index, splits_backward)
     return losses
 
 
-@torch.no_grad()
-def evaluate_chain(
-    stages: Sequence["StageModel"], micro_batches: Sequence[MicroBatch], *, loss_fn: LossFn
-) -> list[torch.Tensor]:
-    """The loss of each micro-batch without gradients; modes stay as they are."""
-    chain = _passes(stages)
-    return [_forward(chain, index, batch, loss_fn) for index, batch in enumerate(micro_batches)]
-
-
-def _passes(stages: Sequence["StageModel"]) -> list[StagePasses]:
+def chain_of(stages: Sequence["StageModel"]) -> list[StagePasses]:
+    """The passes of each stage, which know whether gradients come and go."""
     chain, is_trained = [], False
     for model in stages:
         sends = is_trained
@@ -211,13 +245,14 @@ def drop_pixels(micro_batch: MicroBatch) -> MicroBatch:
     return {name: value for name, value in micro_batch.items() if not name.startswith("pixel")}
 
 
-def _forward(
+def forward_chain(
     chain: Sequence[StagePasses],
     index: int,
     batch: MicroBatch,
     loss_fn: LossFn,
     watch: Watch | None = None,
 ) -> torch.Tensor:
+    """The loss of one micro-batch."""
     tensors: Tensors = (batch["input_ids"],)
     for number, passes in enumerate(chain):
         own = batch if passes.model.stage == 0 else drop_pixels(batch)

@@ -7,13 +7,12 @@ import functools
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from stageline.checking.batches import (
@@ -46,6 +45,7 @@ from stageline.checking.setup import (
     prepare,
     start_lora,
 )
+from stageline.checkpoint.layout import Ranks
 from stageline.checkpoint.load import CheckpointMismatch
 from stageline.distributed.process_group import DistributedContext
 from stageline.errors import PlanError, spelled
@@ -54,7 +54,7 @@ from stageline.pipeline.schedules import Schedule
 from stageline.pipeline.stage_passes import model_inputs
 
 if TYPE_CHECKING:
-    from stageline.stages.base import StageModel
+    pass
 
 TIED_TOLERANCE = 1e-6
 PADDING_TOLERANCE = 1e-5  # other shapes, so sums in another order
@@ -98,6 +98,7 @@ class SplitCheck:
         report: Report,
     ) -> None:
         self.split, self.group = split, split.group
+        self.ranks = Ranks.of(split.group)
         self.whole, self.preparation, self.facts = whole, preparation, facts
         self.batches, self.report = batches, report
         held = [name for fact in facts for name in fact.names]
@@ -145,7 +146,7 @@ class SplitCheck:
         batch = self.batches(0)[0]
         own = self.split.borders(batch)
         expected = None if self.reference is None else self._hidden_states(batch)
-        if self._first(expected) is None:
+        if self._first(expected is None):
             return  # a model that does not give them
         found = compare_named(own, expected, tolerance=self.tolerance, group=self.group)
         self._add("hidden states between stages", found)
@@ -238,8 +239,8 @@ class SplitCheck:
             expected = None if self.reference is None else self.reference.gradients()
             own = self.split.gradients()
             found = compare_named(own, expected, tolerance=self.tolerance, group=self.group)
-            have = self._all([(stage, name) for stage, name, grad in own if grad is not None])
-            steps.seen.update(pair for pairs in have for pair in pairs)
+            have = [(stage, name) for stage, name, grad in own if grad is not None]
+            steps.seen.update(pair for pairs in self.ranks.gather(have) for pair in pairs)
             if found is not None:
                 steps.losses.append((result.loss, loss))
                 steps.norms.append((result.grad_norm, norm))
@@ -280,7 +281,7 @@ class SplitCheck:
             self._row(name, None, "not needed: a difference was seen above")
             return
         stage = len(self.facts) // 2
-        told = self._all(self.split.break_one_number(stage))
+        told = self.ranks.gather(self.split.break_one_number(stage))
         broken = next(text for text in told if text is not None)
         # the batch that the number was chosen for: another may not use it
         steps = self._compare_steps([number - 1])
@@ -297,19 +298,9 @@ class SplitCheck:
         blind = f"the check cannot see a broken split: {broken} (stage {stage}) was changed"
         self._row(name, bool(seen), figure if seen else blind)
 
-    # -- rank 0 and the others -------------------------------------------------------------
-
     def _first(self, value: Any) -> Any:
         """The value that rank 0 has, on all ranks."""
-        box = [value]
-        dist.broadcast_object_list(box, group=self.group, group_src=0)
-        return box[0]
-
-    def _all(self, value: Any) -> list[Any]:
-        """The values of all ranks, on all ranks."""
-        values: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return self.ranks.gather(value)[0]
 
     def _row(
         self, name: str, passed: bool | None, figure: str, details: Sequence[str] = ()
@@ -389,74 +380,82 @@ def check_split(
     Raises:
         UserError: there is nothing to check: wrong paths, keys or numbers of stages.
     """
-    options: dict[str, Any] = {
-        "seed": settings.seed,
-        "trust_remote_code": settings.trust_remote_code,
-    }
-    with _shared_folder(context) as folder:
-        preparation: Preparation | None = None
-        if context.pp_rank == 0:
-            preparation = prepare(
-                source,
-                folder,
-                layers=settings.layers,
-                reference=settings.reference,
-                build=build,
-                **options,
-            )
-        preparation = _first(preparation, context)
+    options: dict[str, Any] = dict(
+        build=build, seed=settings.seed, trust_remote_code=settings.trust_remote_code
+    )
+    kind = {"layers": settings.layers, "reference": settings.reference}
+    ranks = Ranks.of(context.pp_group)
+    with _shared_folder(ranks) as folder:
+        preparation = ranks.together(
+            lambda: prepare(source, folder, **kind, **options) if ranks.rank == 0 else None
+        )[0]
+        assert preparation is not None  # rank 0 made one
         report.notes += preparation.notes
-        whole, problem = _try(
-            lambda: load_whole(preparation, build=build, **options), context.pp_rank == 0
+        loaded, problem = _load(
+            preparation,
+            schedule.stages_of(context.pp_rank),
+            schedule.num_stages,
+            with_whole=ranks.rank == 0,
+            **options,
         )
-        problem = _first(problem, context)
-        models: list[StageModel] = []
-        problems = [problem]
-        if problem is None:
-            models, problem = _try(lambda: _build_stages(context, schedule, build, preparation))
-            problems = _all(problem, context)
-        found = [text for text in problems if text is not None]
-        if found:
-            report.add("checkpoint fits the model", False, "it does not load", found)
+        problems = dict.fromkeys(text for text in ranks.gather(problem) if text)
+        if problems:
+            report.add("checkpoint fits the model", False, "it does not load", list(problems))
         else:
+            whole, models = loaded
+            runner = PipelineRunner(
+                models, device=context.device, group=context.pp_group, schedule=schedule
+            )
             check = _make_check(
-                context, models, whole, preparation, schedule, loss_fn, settings, report,
-                batches=make_batches(preparation),
-            )  # fmt: skip
+                Split(runner, loss_fn=loss_fn),
+                whole,
+                preparation,
+                make_batches(preparation),
+                tolerance=settings.tolerance,
+                report=report,
+            )
             check.run(steps=settings.steps)
-        return _first(report.passed, context)
+        return ranks.gather(report.passed)[0]
 
 
-def _build_stages(
-    context: DistributedContext, schedule: Schedule, build: Build, preparation: Preparation
-) -> list["StageModel"]:
-    return [
-        build(stage=stage, num_stages=schedule.num_stages, source=preparation.source)
-        for stage in schedule.stages_of(context.pp_rank)
-    ]
+def _load(
+    preparation: Preparation,
+    stages: Sequence[int],
+    num_stages: int,
+    *,
+    build: Build,
+    with_whole: bool,
+    seed: int,
+    **options: Any,
+) -> tuple[Any, str]:
+    """(the whole model or None, this rank's stages), or why the checkpoint does not fit."""
+    try:
+        whole = None
+        if with_whole:
+            whole = load_whole(preparation, build=build, seed=seed, **options)
+        source = preparation.source
+        models = [build(stage=stage, num_stages=num_stages, source=source) for stage in stages]
+    except CheckpointMismatch as error:
+        return None, str(error)
+    for model in models:
+        start_lora(model, seed=seed)
+    return (whole, models), ""
 
 
 def _make_check(
-    context: DistributedContext,
-    models: Sequence["StageModel"],
+    split: Split,
     whole: WholeModel | None,
     preparation: Preparation,
-    schedule: Schedule,
-    loss_fn: Callable[..., torch.Tensor],
-    settings: CheckSettings,
-    report: Report,
-    *,
     batches: Callable[[int], list[MicroBatch]],
+    *,
+    tolerance: float | None,
+    report: Report,
 ) -> SplitCheck:
-    for model in models:
-        start_lora(model, seed=settings.seed)
-    own = [stage_facts(model, preparation.files) for model in models]
-    gathered = _all(own, context)
-    facts = sorted((fact for facts in gathered for fact in facts), key=lambda fact: fact.stage)
-    runner = PipelineRunner(
-        list(models), device=context.device, group=context.pp_group, schedule=schedule
-    )
-    made = batches(0)
+    """The check, once what is compared with what is written down."""
+    own = [stage_facts(model, preparation.files) for model in split.models]
+    facts = [fact for some in Ranks.of(split.group).gather(own) for fact in some]
+    facts.sort(key=lambda fact: fact.stage)
+    schedule, made = split.runner.schedule, batches(0)
     lengths = ", ".join("x".join(map(str, batch["input_ids"].shape)) for batch in made)
     compared = type(whole.model).__name__ if whole is not None else ""
     origin = "of transformers, in plain PyTorch" if preparation.is_library else "on one stage"
@@ -468,47 +467,23 @@ def _make_check(
         "micro-batches": f"{len(made)} of {lengths} tokens",
     }
     return SplitCheck(
-        Split(runner, loss_fn=loss_fn),
+        split,
         whole=whole,
         preparation=preparation,
         facts=facts,
         batches=batches,
-        tolerance=settings.tolerance,
+        tolerance=tolerance,
         report=report,
     )
 
 
-def _try(make: Callable[[], Any], wanted: bool = True) -> tuple[Any, str | None]:
-    """(what was made, None), or (None, why the checkpoint does not fit)."""
-    if not wanted:
-        return None, None
-    try:
-        return make(), None
-    except CheckpointMismatch as error:
-        return None, str(error)
-
-
 @contextmanager
-def _shared_folder(context: DistributedContext) -> Iterator[Path]:
+def _shared_folder(ranks: Ranks) -> Iterator[Path]:
     """A folder of rank 0 that all ranks of this machine see, while the block lasts."""
-    if context.pp_rank > 0:
-        yield Path(_first(None, context))
-        dist.barrier(group=context.pp_group)
-        return
-    with tempfile.TemporaryDirectory(prefix="stageline_check_") as name:
-        _first(name, context)
-        yield Path(name)
-        # before it is removed
-        dist.barrier(group=context.pp_group)
-
-
-def _first(value: Any, context: DistributedContext) -> Any:
-    box = [value]
-    dist.broadcast_object_list(box, group=context.pp_group, group_src=0)
-    return box[0]
-
-
-def _all(value: Any, context: DistributedContext) -> list[Any]:
-    values: list[Any] = [None] * context.num_ranks
-    dist.all_gather_object(values, value, group=context.pp_group)
-    return values
+    with ExitStack() as stack:
+        name = ""
+        if ranks.rank == 0:
+            made = tempfile.TemporaryDirectory(prefix="stageline_check_")
+            name = stack.enter_context(made)
+        yield Path(ranks.gather(name)[0])
+        ranks.gather(None)  # before it is removed

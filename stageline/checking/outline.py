@@ -4,13 +4,12 @@ Every rank calls these together. A part that cannot be built so is compared when
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from stageline.checkpoint.adapter import find_base
-from stageline.checkpoint.files import ADAPTER_CONFIG, find_checkpoint, list_names, weight_files
+from stageline.checkpoint.adapter import base_of
+from stageline.checkpoint.files import find_checkpoint, list_names, weight_files
 from stageline.checkpoint.layout import Ranks
 from stageline.errors import CheckpointError
 from stageline.modules.lora import WRAPPED, is_lora_name
@@ -91,9 +90,7 @@ def _names_of_one_stage(outline: Outline) -> StageNames | None:
 
 def _check_files(found: Sequence[StageNames], checkpoint: str) -> None:
     """Every weight of the checkpoint is read by some stage."""
-    folder = find_checkpoint(checkpoint)
-    if (folder / ADAPTER_CONFIG).exists():
-        folder = find_base(Path(folder))
+    folder = base_of(find_checkpoint(checkpoint))
     read = {name for one in found for name in one.on_disk}
     unread = tuple(beginning for one in found for beginning in one.unread)
     unknown = {

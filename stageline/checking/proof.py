@@ -4,29 +4,56 @@ Loss and every gradient, in one process, in float64 where the model's operators 
 has the user's own multipliers, flags and kinds of layers, see shrink.py; its weights are random.
 Where the first difference is, and what usually makes it, is part of the result.
 
+A proof is asked for at the start of a run, made once, and kept for the next run: in one small file,
+under a name made of all that it depends on: the cut-down configuration, the layers of each stage,
+the part and its options, the versions of torch and transformers, and the code that splits. A file
+that is there builds nothing.
+
 Shapes: B rows, T tokens, H hidden size, V vocabulary.
 """
 
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import inspect
+import json
 import math
+import os
+import secrets
+import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from stageline.checking.batches import Tensors, run_chain
+from stageline import progress
+from stageline.checking.batches import Tensors, loss_of, probe_batches, run_chain
 from stageline.checking.reference import run_library_model, run_stage_model
-from stageline.data.batches.batch import IGNORE
-from stageline.errors import PlanError
+from stageline.checking.setup import has_images, library_class, save_config
+from stageline.checking.shrink import layer_period, shrink_config
+from stageline.checkpoint.layout import Ranks
+from stageline.checkpoint.load import quiet
+from stageline.errors import PlanError, UserError, spelled
+from stageline.model_folder import load_config
 from stageline.pipeline.stage_passes import MicroBatch, model_inputs
+from stageline.pipeline.topology import stage_layers
 
-# (stage, num_stages, dtype) -> a stage model on the CPU, whatever its weights are
-BuildStage = Callable[[int, int, torch.dtype], Any]
-# (dtype) -> the whole model on the CPU
-BuildWhole = Callable[[torch.dtype], nn.Module]
+ProveMode = Literal["auto", "always", "never"]
+MODE = "STAGELINE_PROVE_SPLIT"  # stands for auto: never, where many short runs start
+CACHE = "STAGELINE_CACHE"  # the folder for what can be made again; default: ~/.cache/stageline
+# what a split is made of; below the folder of the package, or beside it
+CODE = ("stages/*.py", "checking/*.py", "modules/pass_through.py")
+VERSIONS = ("torch", "transformers")
+MOST_STAGES = 4  # of a copy
+MOST_WEIGHTS = 20_000_000  # of a copy; a user's own configuration may not have become small
+
+
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 SPREAD = 0.1  # of the noise on all weights: those that start at 0 or 1 hide a swap or a loss
 
@@ -57,6 +84,238 @@ class Proof:
         return not self.place
 
 
+@dataclass(frozen=True)
+class SplitToProve:
+    """How a run splits its model.
+
+    Attributes:
+        part: a train_model part.
+        options: what it is told besides where the model is and which stage it makes.
+        config_path: None: the part will say what is missing.
+        partition: layers of each stage behind those of a tower; None: as even as can be.
+        vision_stages: stages of a tower.
+        gives_scores: scores in the place of logits, which no class of the library gives.
+    """
+
+    part: Callable[..., tuple[Any, Any, int]]
+    config_path: str | None
+    num_stages: int
+    partition: Sequence[int] | None = None
+    visual_gpu_ratio: float = 0.0
+    vision_stages: int = 0
+    trust_remote_code: bool = False
+    gives_scores: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        owner = getattr(self.part, "__self__", self.part)
+        return getattr(owner, "__qualname__", type(owner).__name__)
+
+
+def options_of_proof(kwargs: Mapping[str, Any], attention: str | None) -> dict[str, Any]:
+    """What a part is told in a proof, of its own options and the attention of the run.
+
+    On the CPU: what needs a GPU computes what sdpa does.
+    """
+    options = {name: value for name, value in kwargs.items() if value is not None}
+    found = attention or options.pop("attn_implementation", None)
+    if found in ("eager", "sdpa"):
+        options["attn_implementation"] = found
+    return options
+
+
+def prove_split(
+    split: SplitToProve, *, mode: ProveMode, ranks: Ranks, say: Callable[[str], None]
+) -> None:
+    """Compares a cut-down copy, split and whole, unless that was done before; all ranks call this.
+
+    Args:
+        mode: auto: where nothing is recorded; always; never.
+        say: prints a line, on the first rank.
+
+    Raises:
+        UserError: they differ; says where, and what usually makes it.
+    """
+    if split.num_stages == 1:
+        return
+    if mode == "never" or (mode == "auto" and os.environ.get(MODE) == "never"):
+        warning = (
+            "WARNING: `prove_split` never: nobody has compared this split with the whole model on "
+            "this machine; if it computes something else, nothing will say so"
+        )
+        if ranks.rank == 0:
+            say(spelled(warning))
+        return
+
+    def prove() -> None:
+        if ranks.rank == 0:
+            with progress.doing("proof of the split"):
+                _prove(split, mode, say)
+
+    ranks.together(prove)
+
+
+def _prove(split: SplitToProve, mode: ProveMode, say: Callable[[str], None]) -> None:
+    try:
+        config = load_config(str(split.config_path), trust_remote_code=split.trust_remote_code)
+        partition = tiny_partition(_layers(split, config), layer_period(config))
+        small = shrink_config(config, num_layers=sum(partition))
+        _tell_routers(small, split.options)
+    except Exception as error:
+        # what is wrong with the model's folder is said where it is read
+        if split.config_path and Path(split.config_path).exists():
+            _say_unproven(error, say)
+        return
+    facts = _facts(split, small, partition)
+    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    record = cache_folder() / "proofs" / f"{name}.json"
+    if mode == "auto" and _is_proven(record):
+        return
+    started = time.perf_counter()
+    try:
+        proof, reference = _compare(split, small, partition)
+    except Exception as error:  # CannotRun, or a copy that cannot be saved, or read again
+        _say_unproven(error, say)
+        return
+    what = f"{small.model_type}, cut down to {_shown(small, partition)}"
+    if not proof.is_equal:
+        raise _refusal(split, small, partition, proof, reference)
+    _write(record, {"model": what, "reference": reference, "loss": proof.loss, "facts": facts,
+                    "gradient": proof.gradient, "dtype": proof.dtype})  # fmt: skip
+    say(
+        f"the split of {what}, equals {reference} in loss ({_within(proof.loss)}) and every "
+        f"gradient ({_within(proof.gradient)}): {time.perf_counter() - started:.1f} s, recorded"
+    )
+
+
+def _within(share: float) -> str:
+    return "to the bit" if share == 0 else f"within {share:.0e} of the largest"
+
+
+def _say_unproven(error: Exception, say: Callable[[str], None]) -> None:
+    text = " ".join(str(error).split())
+    say(f"note: this split was not compared with the whole model on a cut-down copy: {text[:400]}")
+
+
+def _layers(split: SplitToProve, config: PretrainedConfig) -> list[int]:
+    text = config.get_text_config(decoder=True)
+    layers = stage_layers(
+        list(split.partition) if split.partition is not None else None,
+        num_layers=text.num_hidden_layers,
+        num_stages=split.num_stages,
+        vision_stages=split.vision_stages,
+        visual_gpu_ratio=split.visual_gpu_ratio,
+    )
+    return layers[split.vision_stages :]
+
+
+def _tell_routers(small: PretrainedConfig, options: Mapping[str, Any]) -> None:
+    """Options about the routers of a mixture of experts, to the whole model as well."""
+    for name in ("output_router_logits", "router_aux_loss_coef"):
+        if options.get(name) is not None:
+            setattr(small.get_text_config(decoder=True), name, options[name])
+
+
+def tiny_partition(real: Sequence[int], period: int) -> list[int]:
+    """Layers of few stages whose borders lie at the same places of the layers' pattern.
+
+    Of more stages than `MOST_STAGES` these are the first ones, and the last.
+
+    Args:
+        real: layers of each stage of the run.
+        period: after how many layers their kinds begin anew.
+    """
+    borders = [sum(real[: stage + 1]) for stage in range(len(real) - 1)]
+    if len(borders) > MOST_STAGES - 1:
+        borders = [*borders[: MOST_STAGES - 2], borders[-1]]
+    places = [number * period + ((at - 1) % period + 1) for number, at in enumerate(borders)]
+    total = (len(borders) + 1) * period
+    return [end - start for start, end in zip([0, *places], [*places, total])]
+
+
+def _shown(config: PretrainedConfig, partition: Sequence[int]) -> str:
+    """The copy in words."""
+    width = getattr(config.get_text_config(decoder=True), "hidden_size", "?")
+    return f"{sum(partition)} layers of width {width} on {len(partition)} stages"
+
+
+def _compare(
+    split: SplitToProve, small: PretrainedConfig, partition: list[int]
+) -> tuple[Proof, str]:
+    """The proof, and what the stages were compared with."""
+    vision_stages = min(split.vision_stages, 2)  # the tower has few blocks, too
+    with quiet(), tempfile.TemporaryDirectory() as name, torch.random.fork_rng(devices=[]):
+        save_config(small, str(split.config_path), Path(name))
+
+        def build(stage: int, count: int, dtype: torch.dtype, **changes: Any) -> nn.Module:
+            alone = count == 1
+            options = dict(split.options)
+            if vision_stages and not alone:
+                options["vision_stages"] = vision_stages
+            fixed = {
+                "config_path": name,
+                "processor_path": None,
+                "checkpoint_path": None,
+                "stage": stage,
+                "num_stages": count,
+                "partition": None if alone else partition,
+                "dtype": dtype,
+                "device": "cpu",
+                "is_piece": True,
+                "trust_remote_code": split.trust_remote_code,
+            }
+            return split.part(**{**options, **fixed, **changes})[0]
+
+        compare = functools.partial(
+            _compare_with_whole,
+            build,
+            num_stages=vision_stages + len(partition),
+            kind="vision" if has_images(small) else "text",
+        )
+        with_itself = functools.partial(compare, functools.partial(build, 0, 1), is_library=False)
+        auto_class = library_class(small, trust_remote_code=split.trust_remote_code)
+        reference = f"{type(small).__name__.removesuffix('Config')} of transformers"
+        if auto_class is None or split.gives_scores:
+            _refuse_large(build)
+            return with_itself(), "the part on one stage"
+        told: dict[str, Any] = {"trust_remote_code": split.trust_remote_code}
+        if split.options.get("attn_implementation"):
+            told["attn_implementation"] = split.options["attn_implementation"]
+        proof = compare(lambda dtype: auto_class.from_config(small, dtype=dtype, **told))
+        is_ours = split.part.__module__ == "pp_models" and not hasattr(split.part, "__self__")
+        if not proof.is_equal and not is_ours:
+            # a user's part may be meant to differ from the library's model
+            own = with_itself()
+            if own.is_equal:
+                return own, "the part on one stage"
+        return proof, reference
+
+
+def _refuse_large(build: Callable[..., Any]) -> None:
+    try:
+        outline = build(0, 1, torch.float32, device="meta")
+    except Exception as error:
+        raise CannotRun(f"the part builds no cut-down model: {error}") from error
+    count = sum(parameter.numel() for parameter in outline.parameters())
+    if count > MOST_WEIGHTS:
+        raise CannotRun(f"its cut-down copy has {count} weights still")
+
+
+def _refusal(
+    split: SplitToProve, small: PretrainedConfig, partition: list[int], proof: Proof, reference: str
+) -> UserError:
+    return UserError(
+        f"the split of {small.model_type} by {split.name} does not compute what {reference} "
+        f"computes: on a copy cut down to {_shown(small, partition)} the loss is {proof.loss:.1e} "
+        f"off and a gradient {proof.gradient:.1e} of the largest; {proof.place}. Equal numbers "
+        f"were expected ({proof.dtype}), because such a run would train or answer with another "
+        f"model without a word. The usual cause: {proof.cause}. Take another `train_model`, mend "
+        "the stage model (docs/add_a_model.md; check_model.py compares in detail), or run on one "
+        "stage; `prove_split` never runs it as it is."
+    )
+
+
 @dataclass
 class _Run:
     """What one of both sides computed.
@@ -70,19 +329,20 @@ class _Run:
     borders: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
 
-def compare_with_whole(
-    build: BuildStage,
-    build_whole: BuildWhole,
+def _compare_with_whole(
+    build: Callable[..., Any],
+    build_whole: Callable[[torch.dtype], nn.Module],
     *,
     num_stages: int,
-    make_batches: Callable[[nn.Module, torch.dtype], Sequence[MicroBatch]],
+    kind: str,
     is_library: bool = True,
-    seed: int = 0,
 ) -> Proof:
     """Runs stages and whole model on the same batches with the same weights.
 
     Args:
-        make_batches: (whole model, dtype of pictures) -> micro-batches with labels.
+        build: (stage, num_stages, dtype) -> a stage model on the CPU, whatever its weights are.
+        build_whole: (dtype) -> the whole model on the CPU.
+        kind: "vision" or "text": what the micro-batches hold.
         is_library: the whole model is transformers' own; else the part on one stage.
 
     Raises:
@@ -91,8 +351,8 @@ def compare_with_whole(
     for dtype in TOLERANCES:
         try:
             whole = build_whole(dtype).to(dtype).train()
-            _randomise(whole, seed)
-            batches = make_batches(whole, dtype)
+            _randomise(whole)
+            batches = probe_batches(getattr(whole, "whole", None) or whole, kind, dtype)
             expected = _run_whole(whole, batches, {}, is_library=is_library)
             if not all(map(math.isfinite, expected.losses)):
                 raise ArithmeticError("its loss is not a finite number")
@@ -106,22 +366,28 @@ def compare_with_whole(
         found = _run_stages(stages, batches)
     except Exception as error:
         raise CannotRun(f"its stages: {_said(error)}") from error
-    proof = _judge(found, expected, dtype)
-    if proof.is_equal:
-        return proof
-    places = {stage: sum(stages[0].partition[: stage + 1]) for stage in range(num_stages - 1)}
-    expected = _run_whole(
-        whole, batches, _layers_at(whole, stages[0], places), is_library=is_library
+    limit = TOLERANCES[dtype]
+    loss = max(
+        _apart(torch.tensor(one), torch.tensor(other), abs(other) or 1.0)
+        for one, other in zip(found.losses, expected.losses, strict=True)
     )
-    return _find_place(proof, found, expected, stages)
-
-
-# -- both sides --------------------------------------------------------------------------------
+    gaps = _gradient_gaps(found, expected)
+    proof = Proof(loss, max(gaps.values(), default=0.0), str(dtype).removeprefix("torch."))
+    if loss <= limit and proof.gradient <= limit:
+        return proof
+    layers = _layers_behind_borders(whole, stages[0], num_stages)
+    expected = _run_whole(whole, batches, layers, is_library=is_library)
+    place, cause = _find_place(
+        found, expected, stages[0].partition, limit, is_loss_off=loss > limit
+    )
+    first = next((name for name, gap in gaps.items() if gap > limit), "no parameter")
+    place += f"the first gradient that differs is that of {first}"
+    return replace(proof, place=place, cause=cause)
 
 
 @torch.no_grad()
-def _randomise(whole: nn.Module, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
+def _randomise(whole: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(0)
     for parameter in whole.parameters():
         if parameter.is_floating_point():
             parameter.add_(SPREAD * torch.randn(parameter.shape, generator=generator).to(parameter))
@@ -139,21 +405,6 @@ def _copy_weights(whole: nn.Module, stages: Sequence[Any]) -> None:
         for name, buffer in stage.named_buffers():
             if name in values and values[name].shape == buffer.shape:
                 buffer.copy_(values[name])
-
-
-def loss_of(output: torch.Tensor | Tensors, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Cross entropy of logits [B, T, V] and, of a mixture of experts, the weighted router loss.
-
-    Scores [B, T, 1] of a reward model are squared.
-    """
-    logits, extra = output if isinstance(output, tuple) else (output, 0.0)
-    labels = batch["labels"][:, 1:]
-    if logits.shape[-1] == 1:
-        return (logits[:, 1:, 0].square() * (labels != IGNORE)).mean() + extra
-    total = F.cross_entropy(
-        logits[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
-    )
-    return total / 8 + extra
 
 
 def _run_whole(
@@ -198,19 +449,24 @@ def _run_stages(stages: Sequence[Any], batches: Sequence[MicroBatch]) -> _Run:
 
     losses = run_chain(stages, list(batches), loss_fn=loss_of, watch=watch)
     run.losses = [loss.item() for loss in losses]
-    for stage in stages:
-        for name, gradient in _gradients(stage).items():
-            # a weight on several stages: the step sums its gradients
-            known = run.gradients.get(name)
-            run.gradients[name] = gradient if known is None else known + gradient
+    run.gradients = _gradients(*stages)
     return run
 
 
-def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+def _gradients(*models: nn.Module) -> dict[str, torch.Tensor]:
+    """By name; of a weight on several stages their sum, as a step takes it."""
+    found: dict[str, torch.Tensor] = {}
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                grad = parameter.grad
+                found[name] = found[name] + grad if name in found else grad.clone()
+    return found
 
 
-def _layers_at(whole: nn.Module, stage: Any, places: Mapping[int, int]) -> dict[int, nn.Module]:
+def _layers_behind_borders(whole: nn.Module, stage: Any, num_stages: int) -> dict[int, nn.Module]:
+    """Number of a border -> the layer of the whole model that comes first behind it."""
+    places = {border: sum(stage.partition[: border + 1]) for border in range(num_stages - 1)}
     try:
         return {
             border: whole.get_submodule(stage.layer_name(index))
@@ -221,39 +477,20 @@ def _layers_at(whole: nn.Module, stage: Any, places: Mapping[int, int]) -> dict[
         return {}
 
 
-# -- what differs ------------------------------------------------------------------------------
-
-
-def _judge(found: _Run, expected: _Run, dtype: torch.dtype) -> Proof:
-    scale = max((g.abs().max().item() for g in expected.gradients.values()), default=0.0) or 1.0
-    loss = max(
-        _apart(torch.tensor(one), torch.tensor(other), abs(other) or 1.0)
-        for one, other in zip(found.losses, expected.losses, strict=True)
-    )
-    gaps = _gradient_gaps(found, expected, scale)
-    gradient = max(gaps.values(), default=0.0)
-    limit = TOLERANCES[dtype]
-    name = str(dtype).removeprefix("torch.")
-    if loss <= limit and gradient <= limit:
-        return Proof(loss, gradient, name)
-    first = next((name for name, gap in gaps.items() if gap > limit), "no parameter")
-    return Proof(loss, gradient, name, place=first)
-
-
-def _gradient_gaps(found: _Run, expected: _Run, scale: float) -> dict[str, float]:
+def _gradient_gaps(found: _Run, expected: _Run) -> dict[str, float]:
     """Name of a parameter, in the model's order -> how far its gradients are apart."""
-    gaps = {}
-    for name in dict.fromkeys((*expected.gradients, *found.gradients)):
-        one, other = found.gradients.get(name), expected.gradients.get(name)
-        if one is None or other is None:
-            there = [value for value in (one, other) if value is not None]
-            gaps[name] = there[0].abs().max().item() / scale
-        else:
-            gaps[name] = _apart(one, other, scale)
-    return gaps
+    scale = max((g.abs().max().item() for g in expected.gradients.values()), default=0.0) or 1.0
+    return {
+        name: _apart(found.gradients.get(name), expected.gradients.get(name), scale)
+        for name in dict.fromkeys((*expected.gradients, *found.gradients))
+    }
 
 
-def _apart(one: torch.Tensor, other: torch.Tensor, scale: float) -> float:
+def _apart(one: torch.Tensor | None, other: torch.Tensor | None, scale: float) -> float:
+    if one is None or other is None:
+        there = other if one is None else one
+        assert there is not None  # one of the two has it
+        return there.abs().max().item() / scale
     if one.shape != other.shape:
         return float("inf")
     gap = (one.double() - other.double()).abs()
@@ -261,28 +498,25 @@ def _apart(one: torch.Tensor, other: torch.Tensor, scale: float) -> float:
     return float("inf") if gap.isnan().any() else gap.max().item() / scale
 
 
-def _find_place(proof: Proof, found: _Run, expected: _Run, stages: Sequence[Any]) -> Proof:
-    """The first border at which hidden states differ, and the parameter that differs first."""
-    limit = TOLERANCES[getattr(torch, proof.dtype)]
-    gradient = f"the first gradient that differs is that of {proof.place}"
+def _find_place(
+    found: _Run, expected: _Run, partition: Sequence[int], limit: float, *, is_loss_off: bool
+) -> tuple[str, str]:
+    """The first border at which hidden states differ, in words, and what usually makes it."""
     for border in sorted(found.borders):
         pairs = list(zip(found.borders[border], expected.borders.get(border, [])))
         wrong = [pair for pair in pairs if _apart(*pair, pair[1].abs().max().item() or 1) > limit]
         if wrong:
-            layer = sum(stages[0].partition[: border + 1])
-            at = f"the border before layer {layer} (stage {border} to {border + 1})"
-            place = f"{at} is the first that differs{_factor(*wrong[0])}, and {gradient}"
-            return Proof(proof.loss, proof.gradient, proof.dtype, place, _cause(border))
-    last = len(stages) - 1
-    if proof.loss > limit:
-        at = f"all borders are equal, stage {last} gives another loss"
-        return Proof(proof.loss, proof.gradient, proof.dtype, f"{at}, and {gradient}", _cause(last))
+            at = f"layer {sum(partition[: border + 1])} (stage {border} to {border + 1})"
+            factor = _factor(*wrong[0])
+            return f"the border before {at} is the first that differs{factor}, and ", _cause(border)
+    if is_loss_off:
+        last = len(partition) - 1
+        return f"all borders are equal, stage {last} gives another loss, and ", _cause(last)
     cause = (
         "something that layers read besides the hidden states goes to later stages without its "
         "gradient, or a weight that several stages read is on one of them only"
     )
-    place = f"all borders and the loss are equal; {gradient}"
-    return Proof(proof.loss, proof.gradient, proof.dtype, place, cause)
+    return "all borders and the loss are equal; ", cause
 
 
 def _factor(ours: torch.Tensor, theirs: torch.Tensor) -> str:
@@ -304,23 +538,60 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def tiny_partition(real: Sequence[int], period: int, *, most: int = 4) -> list[int]:
-    """Layers of few stages whose borders lie at the same places of the layers' pattern.
-
-    Args:
-        real: layers of each stage of the run.
-        period: after how many layers their kinds begin anew.
-        most: stages at most; of more the first ones, and the last.
-    """
-    borders = [sum(real[: stage + 1]) for stage in range(len(real) - 1)]
-    if len(borders) > most - 1:
-        borders = [*borders[: most - 2], borders[-1]]
-    places = [number * period + ((at - 1) % period + 1) for number, at in enumerate(borders)]
-    total = (len(borders) + 1) * period
-    return [end - start for start, end in zip([0, *places], [*places, total])]
+def cache_folder() -> Path:
+    """Where this machine keeps what can be made again."""
+    given = os.environ.get(CACHE)
+    if given:
+        return Path(given).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "stageline"
 
 
-def shown(config: PretrainedConfig, partition: Sequence[int]) -> str:
-    """The copy in words."""
-    width = getattr(config.get_text_config(decoder=True), "hidden_size", "?")
-    return f"{sum(partition)} layers of width {width} on {len(partition)} stages"
+def _facts(
+    split: SplitToProve, small: PretrainedConfig, partition: Sequence[int]
+) -> dict[str, Any]:
+    told = small.to_dict()
+    config = {k: v for k, v in told.items() if k not in ("_name_or_path", "transformers_version")}
+    return {
+        "config": json.loads(json.dumps(config, default=str)),
+        "partition": list(partition),
+        "vision_stages": split.vision_stages,
+        "part": split.name,
+        "options": {name: str(value) for name, value in sorted(split.options.items())},
+        "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
+        "code": _code_of(split.part),
+    }
+
+
+def _code_of(part: Callable[..., Any]) -> str:
+    """A sum of the code that splits: the engine's, the shelf's, and the part's own file."""
+    package = Path(__file__).resolve().parents[1]
+    files = {file for pattern in CODE for file in package.glob(pattern)}
+    owner = getattr(part, "__self__", None)
+    for one in (part, *(owner.__mro__ if isinstance(owner, type) else ())):
+        with contextlib.suppress(TypeError):  # it has no file
+            home = Path(inspect.getsourcefile(inspect.unwrap(one)) or "")
+            if home.is_file() and "site-packages" not in home.parts:
+                files.add(home)
+    found = hashlib.sha256()
+    for file in sorted(files):
+        found.update(file.name.encode() + b"\0" + file.read_bytes())
+    return found.hexdigest()
+
+
+def _is_proven(record: Path) -> bool:
+    try:
+        return "gradient" in json.loads(record.read_bytes())
+    except (OSError, ValueError):
+        return False
+
+
+def _write(record: Path, content: Mapping[str, Any]) -> None:
+    """A record that cannot be kept costs the next run some seconds, and nothing else."""
+    draft = record.with_name(f"{record.name}.{secrets.token_hex(4)}")
+    try:
+        record.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(draft, record)
+    except OSError:
+        draft.unlink(missing_ok=True)

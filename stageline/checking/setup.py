@@ -3,7 +3,7 @@
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from stageline.checking.batches import MicroBatch
 from stageline.checking.compare import tied_names
@@ -23,8 +23,8 @@ from stageline.checking.reference import (
     run_stage_model,
     train_same_parameters,
 )
-from stageline.checkpoint.adapter import find_base
-from stageline.checkpoint.files import ADAPTER_CONFIG, SINGLE_FILE, find_checkpoint, weight_files
+from stageline.checkpoint.adapter import base_of
+from stageline.checkpoint.files import SINGLE_FILE, find_checkpoint, weight_files
 from stageline.data.text.processor import load_processor
 from stageline.errors import CheckpointError, UserError, spelled
 from stageline.model_folder import load_config
@@ -54,20 +54,6 @@ class ModelSource:
     model_path: str | None
     processor_path: str | None
     has_processor: bool = True
-
-
-def read_config(path: str | None, *, trust_remote_code: bool) -> PretrainedConfig:
-    """The config of the model that is checked.
-
-    Raises:
-        UserError: no path, or no config that the library or a part of the user knows.
-    """
-    if path is None:
-        raise UserError(
-            "neither `model_path` nor `config_path` came: the model's config.json must lie in one "
-            "of them, because its split is what is checked. Give the same as for training."
-        )
-    return load_config(path, trust_remote_code=trust_remote_code)
 
 
 def cut_layers(config: PretrainedConfig, layers: int) -> int:
@@ -112,25 +98,6 @@ def has_images(config: PretrainedConfig) -> bool:
     return getattr(config, "vision_config", None) is not None
 
 
-def has_processor(path: str | None, *, trust_remote_code: bool = False) -> bool:
-    """Whether a folder holds a tokenizer or a processor."""
-    if path is None:
-        return False
-    try:
-        load_processor(path, trust_remote_code=trust_remote_code)
-    except CheckpointError:
-        raise  # there is one, and it is broken
-    except (UserError, OSError, ValueError):
-        return False
-    return True
-
-
-def save_stand_in_tokenizer(folder: Path) -> None:
-    """A tokenizer of one token: parts load one, a check on random ids needs none."""
-    backend = Tokenizer(models.WordLevel({"<pad>": 0}, unk_token="<pad>"))
-    PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>").save_pretrained(folder)
-
-
 def save_config(config: PretrainedConfig, origin: str, folder: Path) -> None:
     """Writes config.json, with the Python files that lie beside the original."""
     config.save_pretrained(folder)
@@ -139,24 +106,29 @@ def save_config(config: PretrainedConfig, origin: str, folder: Path) -> None:
         shutil.copy(file, folder)
 
 
-def save_random_library_model(
-    auto_class: Any, config: PretrainedConfig, folder: Path, *, seed: int, trust_remote_code: bool
+def _save_random_weights(
+    auto_class: Any,
+    config: PretrainedConfig,
+    source: ModelSource,
+    build: Build,
+    *,
+    seed: int,
+    **code: bool,
 ) -> None:
-    """A whole model of the library with random weights, saved by the library."""
+    """A whole model of random weights; without a class of the library the part on one stage.
+
+    The library's model is saved by the library, the part under the names that it reads weights by.
+    """
+    folder = Path(source.model_path or "")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        whole = auto_class.from_config(
-            config, dtype=torch.float32, trust_remote_code=trust_remote_code
-        )
-        move_constants(whole)
-    whole.save_pretrained(folder)
-
-
-def save_random_part(part: "StageModel", folder: Path, *, seed: int) -> None:
-    """The weights of a part on one stage, under the names that it reads them by."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        move_constants(part)
+        if auto_class is not None:
+            whole = auto_class.from_config(config, dtype=torch.float32, **code)
+            _move_constants(whole)
+            whole.save_pretrained(folder)
+            return
+        part = build(stage=0, num_stages=1, source=replace(source, model_path=None))
+        _move_constants(part)
     key_map = part.get_key_map_without_last_lora()
     state = {
         key_map[name]: value.detach().clone().contiguous()
@@ -167,46 +139,12 @@ def save_random_part(part: "StageModel", folder: Path, *, seed: int) -> None:
 
 
 @torch.no_grad()
-def move_constants(model: nn.Module) -> None:
+def _move_constants(model: nn.Module) -> None:
     """Moves norms and biases from the 0 and 1 they start at, which hide a swap or a loss."""
     for parameter in model.parameters():
         if parameter.ndim < 2 or bool((parameter == parameter.flatten()[0]).all()):
             parameter.add_(torch.randn_like(parameter) * 0.05)
 
-
-def weights_folder(model_path: str | None) -> Path:
-    """The checkpoint that holds the model's weights; of an adapter, its base."""
-    assert model_path is not None  # a model without one has been given a folder
-    checkpoint = find_checkpoint(model_path)
-    return find_base(checkpoint) if (checkpoint / ADAPTER_CONFIG).exists() else checkpoint
-
-
-def is_plain(checkpoint: Path) -> bool:
-    """Whether the library can read it: no LoRA names are in it."""
-    return not any(WRAPPED in name.split(".") for name in weight_files(checkpoint))
-
-
-def load_library_model(
-    auto_class: Any,
-    config: PretrainedConfig,
-    checkpoint: Path,
-    *,
-    attn_implementation: str | None,
-    trust_remote_code: bool,
-) -> PreTrainedModel:
-    """The library's whole model with the weights of a checkpoint, in float32."""
-    folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
-    options: dict[str, Any] = {
-        "trust_remote_code": trust_remote_code,
-        "local_files_only": True,
-        "use_safetensors": True,
-    }
-    if attn_implementation:
-        options["attn_implementation"] = attn_implementation
-    return auto_class.from_pretrained(folder, config=config, dtype=torch.float32, **options)
-
-
-# -------------------------------------------------------------------------------------------------
 
 ReferenceKind = Literal["auto", "transformers", "part"]
 
@@ -265,11 +203,15 @@ def prepare(
         UserError: there is no config, or no such reference.
     """
     origin = source.config_path or source.model_path
-    config = read_config(origin, trust_remote_code=trust_remote_code)
+    if origin is None:
+        raise UserError(
+            "neither `model_path` nor `config_path` came: the model's config.json must lie in one "
+            "of them, because its split is what is checked. Give the same as for training."
+        )
+    config = load_config(origin, trust_remote_code=trust_remote_code)
     auto_class = _choose_class(config, reference, trust_remote_code=trust_remote_code)
     processor, notes = _find_processor(source, folder, trust_remote_code=trust_remote_code)
     is_own = not notes
-    assert origin is not None  # read_config has refused that
     if layers is not None:
         before = cut_layers(config, layers)
         cut = f"the model was cut from {before} to {layers} layers (`check_layers`)"
@@ -278,23 +220,24 @@ def prepare(
     if is_random:
         save_config(config, origin, folder)
         source = ModelSource(str(folder), str(folder), processor, is_own)
-        if auto_class is not None:
-            save_random_library_model(
-                auto_class, config, folder, seed=seed, trust_remote_code=trust_remote_code
-            )
-        else:
-            without = ModelSource(str(folder), None, processor)
-            save_random_part(build(stage=0, num_stages=1, source=without), folder, seed=seed)
+        _save_random_weights(
+            auto_class, config, source, build, seed=seed, trust_remote_code=trust_remote_code
+        )
         if layers is None:
             notes.append(spelled("no `model_path`: the weights are random"))
     else:
         source = ModelSource(source.config_path, source.model_path, processor, is_own)
-    checkpoint = weights_folder(source.model_path)
-    if auto_class is not None and not is_plain(checkpoint):
+    files = tuple(weight_files(_weights_folder(source)))
+    if auto_class is not None and any(WRAPPED in name.split(".") for name in files):
         auto_class = None
         notes.append("the checkpoint has LoRA names in it, which the library can't read")
-    files = tuple(weight_files(checkpoint))
     return Preparation(source, config, files, auto_class is not None, tuple(notes))
+
+
+def _weights_folder(source: ModelSource) -> Path:
+    """The checkpoint that holds the model's weights; of an adapter, its base."""
+    assert source.model_path is not None  # a model without one has been given a folder
+    return base_of(find_checkpoint(source.model_path))
 
 
 def _find_processor(
@@ -302,11 +245,18 @@ def _find_processor(
 ) -> tuple[str, list[str]]:
     """The user's tokenizer or processor, or a stand-in and a note that says so."""
     path = source.processor_path or source.model_path or source.config_path or ""
-    if has_processor(path, trust_remote_code=trust_remote_code):
+    try:
+        load_processor(path, trust_remote_code=trust_remote_code)
         return path, []
-    # in a folder of its own: beside a config the library would want the model's processor
+    except CheckpointError:
+        raise  # there is one, and it is broken
+    except (UserError, OSError, ValueError):
+        pass
+    # one token: parts load a tokenizer, a check on random ids needs none. In a folder of its own:
+    # beside a config the library would want the model's processor
     stand_in = folder / "tokenizer"
-    save_stand_in_tokenizer(stand_in)
+    backend = Tokenizer(models.WordLevel({"<pad>": 0}, unk_token="<pad>"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>").save_pretrained(stand_in)
     return str(stand_in), [f"{path} holds no tokenizer or processor: token ids are random"]
 
 
@@ -341,13 +291,19 @@ def load_whole(
         unused = getattr(single, "unused_names", ())
         passed_over = tuple("^" + re.escape(beginning) for beginning in unused)
         return WholeModel(single, run_stage_model, trains, tied_names(single) | shared, passed_over)
-    inner = getattr(single, "whole", None)
-    whole = load_library_model(
-        library_class(preparation.config, trust_remote_code=trust_remote_code),
-        preparation.config,
-        weights_folder(preparation.source.model_path),
-        attn_implementation=None if inner is None else inner.config._attn_implementation,
+    auto_class = library_class(preparation.config, trust_remote_code=trust_remote_code)
+    checkpoint = _weights_folder(preparation.source)
+    options: dict[str, Any] = {}
+    if getattr(single, "whole", None) is not None:
+        options["attn_implementation"] = single.whole.config._attn_implementation
+    whole: Any = auto_class.from_pretrained(
+        checkpoint if checkpoint.is_dir() else checkpoint.parent,
+        config=preparation.config,
+        dtype=torch.float32,
         trust_remote_code=trust_remote_code,
+        local_files_only=True,
+        use_safetensors=True,
+        **options,
     )
     not_read = whole._keys_to_ignore_on_load_unexpected or ()
     add_plain_lora(whole, single)

@@ -151,8 +151,6 @@ def rows_share(stage: Stage, *, trained: Sequence[str]) -> Rows:
     return rows
 
 
-# -------------------------------------------------------------------------------------------------
-
 PEFT_PREFIX = "base_model.model."
 STACK_FOLDER = "stack"
 _PART = re.compile(r"^(?P<module>.+)\.lora_(?P<which>[AB])\.weight$")
@@ -207,6 +205,15 @@ def find_base(folder: Path) -> Path:
         f"weights are the greater part. Put them there, or change base_model_name_or_path in "
         f"{folder / ADAPTER_CONFIG}."
     )
+
+
+def base_of(folder: Path) -> Path:
+    """A model folder itself; of an adapter's folder that of its base.
+
+    Raises:
+        CheckpointError: the base is not on this machine.
+    """
+    return find_base(folder) if (folder / ADAPTER_CONFIG).exists() else folder
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
@@ -346,7 +353,7 @@ def attach_adapter(hf_model: Model, adapter_path: str | Path) -> Model:
     """
     adapter = read_adapter(adapter_path)
     modules = dict(hf_model.named_modules())
-    unknown = {name for name in adapter.pairs if not _is_wrappable(modules.get(name))}
+    unknown = {name for name in adapter.pairs if not is_linear(modules.get(name))}
     unknown |= {name for name in adapter.extras if name.rpartition(".")[0] not in modules}
     refuse_unknown(adapter, unknown, type(hf_model).__name__)
     fit_vocabulary(hf_model, [adapter])
@@ -361,10 +368,6 @@ def attach_adapter(hf_model: Model, adapter_path: str | Path) -> Model:
     put_extras(hf_model, adapter.extras)
     put_rows(hf_model, adapter)
     return hf_model
-
-
-def _is_wrappable(module: nn.Module | None) -> bool:
-    return module is not None and is_linear(module)
 
 
 def refuse_unknown(adapter: Adapter, unknown: set[str], model_name: str) -> None:
@@ -436,15 +439,14 @@ def fill_earlier_lora(model: Stage, folder: Path, adapters: list[Adapter]) -> No
             layer.load(*pair, adapter.scale(name), adapter.magnitudes.get(name))
             layer.use_rslora = bool(adapter.config.get("use_rslora"))
         here = dict(model.named_parameters(remove_duplicate=False))
-        plain = {name: adapter.extras[name] for name in adapter.extras if name in here}
-        wrapped = {
+        extras = {
             name: value
             for name, value in adapter.extras.items()
-            if name not in here and name.rpartition(".")[0] in stacks
+            if name in here or name.rpartition(".")[0] in stacks
         }
-        put_extras(model, {**plain, **wrapped})
+        put_extras(model, extras)
         put_rows(model, adapter)
-        model.carried = frozenset({*getattr(model, "carried", ()), *plain, *wrapped})
+        model.carried = frozenset({*getattr(model, "carried", ()), *extras})
 
 
 def _check_kind(adapter: Adapter, name: str, layer: LoRALayer, *, is_alone: bool) -> None:
@@ -491,13 +493,12 @@ def num_rows_on_disk(
     Args:
         of_base: of an adapter, those of its base as it is before the adapter is put on.
     """
-    is_adapter = (folder / ADAPTER_CONFIG).exists()
-    base = find_base(folder) if is_adapter else folder
+    base = base_of(folder)
     if not (base / "config.json").exists():
         return 0
     config = load_config(base, trust_remote_code=trust_remote_code)
     num_rows = vocab_size_of(config) or 0
-    if of_base or not is_adapter:
+    if of_base or base == folder:
         return num_rows
     width = getattr(config.get_text_config(decoder=True), "hidden_size", None)
     return max([num_rows, *rows_of_adapter(folder, width)])

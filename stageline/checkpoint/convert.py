@@ -1,6 +1,6 @@
 """Makes a native folder of an InternVL2 checkpoint of the remote-code class, file by file.
 
-No code of the old folder runs. What the tensors are called is in internvl_chat.py.
+No code of the old folder runs.
 """
 
 import json
@@ -25,13 +25,10 @@ from transformers.core_model_loading import revert_weight_conversion
 from stageline.checkpoint.files import (
     find_checkpoint,
     list_names,
-    open_tensors,
-    read_tensor,
     weight_files,
-    write_tensors,
 )
-from stageline.checkpoint.layout import discard, draft_name, file_facts, refuse_existing
-from stageline.checkpoint.shards import shard_name, write_index
+from stageline.checkpoint.layout import discard, draft_name, refuse_existing
+from stageline.checkpoint.shards import rewrite_weights
 from stageline.data.text.processor import compose_processor, save_processor
 from stageline.errors import CheckpointError, UserError
 from stageline.model_folder import find_folder, read_json
@@ -115,6 +112,8 @@ def new_tensors(name: str, tensor: torch.Tensor, config: InternVLConfig) -> dict
     if ".self_attn.wqkv." in new:
         pieces = _split_wqkv(tensor, config.get_text_config(decoder=True), name=name)
         return _named(new, "wqkv", ("q_proj", "k_proj", "v_proj"), pieces)
+    if new == HEAD and config.tie_word_embeddings:
+        return {}  # the embedding is what runs
     return {new: tensor}
 
 
@@ -228,8 +227,6 @@ def _known_fields(
     return {name: value for name, value in fields.items() if name in known and value is not None}
 
 
-# -------------------------------------------------------------------------------------------------
-
 _IMAGE_TOKENS = {
     "start_image_token": "<img>",
     "end_image_token": "</img>",
@@ -285,8 +282,11 @@ def convert_internvl(source: str | Path, target: str | Path) -> Path:
     draft = target.parent / draft_name(target)
     draft.mkdir(parents=True)
     try:
-        written, dtypes = _write_weights(files, draft, config)
-        _check_names(written, config, folder)
+        written = rewrite_weights(
+            files, draft, lambda name, tensor: new_tensors(name, tensor, config)
+        )
+        _check_names({name: shape for name, (shape, _) in written.items()}, config, folder)
+        dtypes = {dtype for _, dtype in written.values()}
         config.dtype = dtypes.pop() if len(dtypes) == 1 else None
         config.save_pretrained(draft)
         _write_processor(tokenizer, config, settings, draft)
@@ -314,35 +314,6 @@ def _old_settings(folder: Path) -> dict[str, Any]:
 
 
 # -- weights ---------------------------------------------------------------------------------
-
-
-def _write_weights(
-    files: dict[str, Path], draft: Path, config: InternVLConfig
-) -> tuple[dict[str, tuple[int, ...]], set[torch.dtype]]:
-    """One new file for each old one; returns name -> shape, and the types of all tensors."""
-    paths = sorted(set(files.values()))
-    shapes: dict[str, tuple[int, ...]] = {}
-    written, dtypes = {}, set()
-    for number, path in enumerate(paths, 1):
-        tensors: dict[str, torch.Tensor] = {}
-        with open_tensors(path) as file:
-            for name in [name for name, place in files.items() if place == path]:
-                tensors |= new_tensors(name, read_tensor(file, name, path), config)
-        if config.tie_word_embeddings:
-            tensors.pop(HEAD, None)  # the embedding is what runs
-        if not tensors:
-            continue
-        new_file = draft / shard_name(number, len(paths))
-        write_tensors(tensors, new_file)
-        written[new_file.name] = (
-            file_facts(new_file),
-            {name: value.numel() for name, value in tensors.items()},
-        )
-        shapes |= {name: tuple(value.shape) for name, value in tensors.items()}
-        dtypes |= {value.dtype for value in tensors.values()}
-    if len(paths) > 1:
-        write_index(draft, written)
-    return shapes, dtypes
 
 
 def _check_names(written: dict[str, tuple[int, ...]], config: InternVLConfig, folder: Path) -> None:

@@ -16,13 +16,10 @@ from stageline.checkpoint.export_files import copy_side_files
 from stageline.checkpoint.files import (
     ADAPTER_CONFIG,
     find_checkpoint,
-    open_tensors,
-    read_tensor,
     weight_files,
-    write_tensors,
 )
-from stageline.checkpoint.layout import discard, draft_name, file_facts, refuse_existing
-from stageline.checkpoint.shards import shard_name, write_index
+from stageline.checkpoint.layout import discard, draft_name, refuse_existing
+from stageline.checkpoint.shards import rewrite_weights
 from stageline.errors import UserError
 from stageline.model_folder import load_config
 
@@ -131,20 +128,10 @@ def expand_config(config: PretrainedConfig, places: Places) -> None:
 
 
 def _write_weights(files: dict[str, Path], path: str, places: Places, draft: Path) -> None:
-    """One new file for each old one."""
-    old_files = sorted(set(files.values()))
-    written = {}
     zeroed: dict[int, set[str]] = {new: set() for new, (_, is_copy) in enumerate(places) if is_copy}
-    for number, old_file in enumerate(old_files, 1):
-        tensors: dict[str, torch.Tensor] = {}
-        with open_tensors(old_file) as file:
-            for name in [name for name, place in files.items() if place == old_file]:
-                value = read_tensor(file, name, old_file)
-                tensors |= _new_tensors(name, value, path, places, zeroed)
-        new_file = draft / shard_name(number, len(old_files))
-        write_tensors(tensors, new_file)
-        counts = {name: value.numel() for name, value in tensors.items()}
-        written[new_file.name] = (file_facts(new_file), counts)
+    rewrite_weights(
+        files, draft, lambda name, value: _new_tensors(name, value, path, places, zeroed)
+    )
     # attention and feed-forward part: each has an output of its own
     poor = [new for new, parents in zeroed.items() if len(parents) < 2]
     if poor:
@@ -154,8 +141,6 @@ def _write_weights(files: dict[str, Path], path: str, places: Places, draft: Pat
             "expected: a copy changes nothing only if both are zero. This architecture cannot be "
             "expanded here."
         )
-    if len(old_files) > 1:
-        write_index(draft, written)
 
 
 def _new_tensors(

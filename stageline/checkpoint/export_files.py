@@ -1,7 +1,7 @@
 """Writes the files of an exported folder: weights, configuration, what tokenizes and generates.
 
 Each operation on files begins with `chaos.point("file")`, so that a test can stop before any of
-them. Not here: how the folder gets its name (`export.py`, `layout.py`).
+them.
 """
 
 import ctypes

@@ -64,8 +64,6 @@ def _is_inner_name(name: object) -> TypeGuard[str]:
     return not is_absolute and ".." not in path.parts and name != "."
 
 
-# -------------------------------------------------------------------------------------------------
-
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"

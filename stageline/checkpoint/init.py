@@ -69,8 +69,6 @@ def _count(tensor: torch.Tensor) -> str:
     return f"{nan} nan, {inf} inf of {tensor.numel()} values"
 
 
-# -------------------------------------------------------------------------------------------------
-
 UNSET = -(2**31)  # for whole numbers what NaN is for others
 HALF_AND_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
 

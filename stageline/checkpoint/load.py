@@ -64,7 +64,7 @@ def quiet() -> Iterator[None]:
 
 # -- what may be cast while weights are read: floats of one width to another, and nothing else ----
 
-_NAMES = {
+FLOATS = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -103,17 +103,14 @@ def cast_note(dtypes: dict[str, str], names: Iterable[str], dtype: torch.dtype) 
     """What is said where weights are kept in another type than they were saved in; else None."""
     kinds = {dtypes[name] for name in names if name in dtypes}
     others = sorted(
-        str(_NAMES.get(kind, kind)).removeprefix("torch.")
+        str(FLOATS.get(kind, kind)).removeprefix("torch.")
         for kind in kinds
-        if _is_float(kind) and _NAMES.get(kind) != dtype
+        if _is_float(kind) and FLOATS.get(kind) != dtype
     )
     if not others:
         return None
     kept = str(dtype).removeprefix("torch.")
     return f"the weights were saved in {', '.join(others)} and are kept in {kept} here"
-
-
-# -------------------------------------------------------------------------------------------------
 
 
 class CheckpointMismatch(CheckpointError):

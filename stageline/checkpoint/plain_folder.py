@@ -6,27 +6,25 @@ one is exported, once: it lies in a cache under a name made from the content.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from stageline import chaos
-from stageline.checkpoint.adapter import find_base, read_adapter_config
-from stageline.checkpoint.adapter_start import Adapters
-from stageline.checkpoint.export_check import (
-    TOLERANCE,
-    ExportError,
-    ExportVerdict,
-    StageMaker,
-    check_export,
-    lacks_memory,
-    read_config_of_base,
+from stageline.checkpoint.adapter import (
+    base_of,
+    config_folder,
+    find_base,
+    read_adapter_config,
+    token_ids_on_disk,
 )
+from stageline.checkpoint.adapter_start import Adapters
 from stageline.checkpoint.export_files import (
     Kind,
     ModelFacts,
@@ -44,22 +42,176 @@ from stageline.checkpoint.export_files import (
     write_model,
 )
 from stageline.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FILE
+from stageline.checkpoint.host_memory import available_memory
 from stageline.checkpoint.layout import MANIFEST, discard, draft_name, read_manifest, verify
 from stageline.checkpoint.plain_model import (
     CLASSIFIER,
+    Answer,
+    Inputs,
+    answer_of_model,
+    answer_of_stages,
+    compare_answers,
     is_scored,
+    load_base,
     load_plain,
+    load_with_peft,
+    make_probes,
     tensor_dtypes,
     weight_sizes,
 )
-from stageline.errors import UserError
+from stageline.errors import CRASH, UserError
+from stageline.model_folder import load_config
 from stageline.modules.lora import merge_lora
+from stageline.stage import Stage
+
+# -- proves that an exported folder computes what the checkpoint does ------------------------------
+# The checkpoint's side is its stages, as training runs them; they come from a function, as nothing
+# here knows an architecture. Without one, it is plain transformers.
+
+# a checkpoint's folder -> its stages in float32 on the CPU, or why there are none
+StageMaker = Callable[[Path], Sequence[Stage] | str]
+# largest difference of a logit allowed, as a share of the largest; both sides are computed in
+# float32, so that the greater ones are what rounding the weights to a half type does
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+COMPUTE = torch.float32
+
+
+class ExportError(RuntimeError):
+    """What was written does not compute what the checkpoint does."""
+
+    exit_code = CRASH
+    kind = "export"
+
+
+@dataclass(frozen=True)
+class ExportVerdict:
+    """How an export was compared.
+
+    Attributes:
+        reference: what it was compared with, in words.
+        difference: largest difference of a logit, as a share of the largest.
+        tolerance: how much was allowed.
+        probes: what was tried: text, image.
+        notes: what was not compared, and why.
+    """
+
+    reference: str
+    difference: float
+    tolerance: float
+    probes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+def lacks_memory(source: Path, *, trust_remote_code: bool = False) -> str | None:
+    """Why a comparison does not fit into this machine's memory; None: it fits.
+
+    Two models in float32, though they are never there at once: loading one has peaks.
+    """
+    available = available_memory()
+    if available is None:
+        return None
+    count, _ = weight_sizes(base_of(source))
+    config = read_config_of_base(source, trust_remote_code=trust_remote_code)
+    vocab_size = getattr(config.get_text_config(decoder=True), "vocab_size", 0)
+    needed = 2 * count * COMPUTE.itemsize + 64 * vocab_size * COMPUTE.itemsize * 8
+    if needed <= available:
+        return None
+    return (
+        f"comparing needs {needed / 1e9:.1f} GB of host memory (twice the model in float32), "
+        f"{available / 1e9:.1f} GB are free"
+    )
+
+
+def read_config_of_base(folder: Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The configuration of a model folder, or of the model that an adapter belongs to."""
+    return load_config(config_folder(folder), trust_remote_code=trust_remote_code)
+
+
+def check_export(
+    source: Path,
+    exported: Path,
+    *,
+    rounded_to: torch.dtype | None,
+    make_stages: StageMaker | None = None,
+    adapters: Adapters | None = None,
+    trust_remote_code: bool = False,
+) -> ExportVerdict:
+    """Compares logits and greedy tokens of a checkpoint and of what was exported of it.
+
+    Args:
+        adapters: what was added to it.
+        rounded_to: a half type that weights were rounded to; None: no weight was.
+
+    Raises:
+        ExportError: they differ by more than the tolerance.
+    """
+    config = read_config_of_base(source, trust_remote_code=trust_remote_code)
+    told = [source, *(adapters.paths if adapters else ())]
+    new_ids = sorted({token for folder in told for token in token_ids_on_disk(folder)})
+    probes, note = make_probes(
+        config, exported, new_ids=new_ids, trust_remote_code=trust_remote_code
+    )
+    notes = [] if note is None else [f"compared without an image: {note}"]
+    expected, reference, why = _expected(source, probes, make_stages, adapters, trust_remote_code)
+    notes += [] if why is None else [why]
+    model = _load_exported(exported, trust_remote_code=trust_remote_code)
+    tolerance = TOLERANCE[rounded_to or COMPUTE]
+    worst = 0.0
+    for name, inputs in probes.items():
+        found = compare_answers(expected[name], answer_of_model(model, inputs), tolerance=tolerance)
+        if not found.difference <= tolerance:  # also when it is NaN
+            raise ExportError(
+                f"the exported model's logits differ from the checkpoint's by "
+                f"{found.difference:.2e} of the largest ({name}, compared with {reference}), at "
+                f"most {tolerance} was expected: what was written is not the same model. Nothing "
+                "was kept; export with `dtype` float32, and report this."
+            )
+        if found.wrong_tokens:
+            raise ExportError(
+                f"the exported model generates other tokens than the checkpoint in "
+                f"{found.wrong_tokens} rows ({name}, compared with {reference}), though its "
+                "logits agree: the same were expected, as nothing else decides about them. "
+                "Nothing was kept; report this."
+            )
+        worst = max(worst, found.difference)
+    return ExportVerdict(reference, worst, tolerance, tuple(probes), tuple(notes))
+
+
+def _expected(
+    source: Path,
+    probes: dict[str, Inputs],
+    make_stages: StageMaker | None,
+    adapters: Adapters | None,
+    trust_remote_code: bool,
+) -> tuple[dict[str, Answer], str, str | None]:
+    """Answers of the checkpoint, of whom they are, and why not of its stages."""
+    why = None
+    if make_stages is not None and adapters is None:
+        stages = make_stages(source)
+        if not isinstance(stages, str):
+            answers = {name: answer_of_stages(stages, inputs) for name, inputs in probes.items()}
+            return answers, f"its {len(stages)} stages", None
+        why = f"compared with plain transformers, not with stages: {stages}"
+    model = load_plain(source, dtype=COMPUTE, trust_remote_code=trust_remote_code)
+    if adapters is not None:
+        adapters.merge(model)
+    answers = {name: answer_of_model(model, inputs, steps=True) for name, inputs in probes.items()}
+    return answers, "the checkpoint in plain transformers", why
+
+
+def _load_exported(folder: Path, *, trust_remote_code: bool) -> PreTrainedModel:
+    """As its user would: an adapter through `peft` where that is installed."""
+    if (folder / ADAPTER_CONFIG).exists():
+        base = load_base(folder, dtype=COMPUTE, trust_remote_code=trust_remote_code)
+        adapted = load_with_peft(folder, base)
+        if adapted is not None:
+            return adapted
+    return load_plain(folder, dtype=COMPUTE, trust_remote_code=trust_remote_code)
+
 
 # -- makes one plain Hugging Face folder of a checkpoint: a whole model, or an adapter for `peft` -
 # Works in host memory with the whole model, on one process. The new folder is written aside,
 # compared with the checkpoint, and gets its name when all is there. Not here: saving during a run.
-
-__all__ = ["TOLERANCE", "ExportError", "ExportReport", "export_folder"]
 
 MAX_SHARD_BYTES = 5_000_000_000
 HALVES = (torch.bfloat16, torch.float16)
@@ -294,7 +446,7 @@ def named_base(folder: Path) -> str | None:
     return str(name) if name else None
 
 
-# -------------------------------------------------------------------------------------------------
+# -- the folder of a model for engines that read no other, exported where there is none yet --------
 
 _KEY_LENGTH = 16
 # what changes no answer

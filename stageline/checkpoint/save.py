@@ -2,112 +2,294 @@
 
 A full fine-tune becomes a model folder: each stage writes its own shards with names as on disk, by
 the library's own reverse conversion. A LoRA run becomes an adapter folder in the format of `peft`,
-with the frozen base by reference. What else a run needs to go on is in state_share.py, saving while
-training goes on in writer.py.
+with the frozen base by reference. What else a run needs to go on is in optimizer_state.py, saving
+while training goes on in writer.py.
 """
 
 import importlib.metadata
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
 
 from stageline import chaos
-from stageline.checkpoint.files import write_tensors
-from stageline.checkpoint.layout import Ranks, draft_name, file_facts, publish, refuse_existing
-from stageline.checkpoint.save_adapter import (
-    AdapterShare,
-    adapter_share,
-    merge_parts,
-    trained_names,
-    write_part,
+from stageline.checkpoint.adapter import (
+    INDICES,
+    PEFT_PREFIX,
+    ROWS_OF_PEFT,
+    STACK_FOLDER,
+    rows_share,
 )
+from stageline.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FILE, write_tensors
+from stageline.checkpoint.layout import Ranks, draft_name, publish, refuse_existing
+from stageline.checkpoint.plain_model import task_of
 from stageline.checkpoint.shards import (
     HostCopies,
     Shard,
     copy_state,
     disk_state,
+    gathered,
     save_config,
     save_processor,
     shard_name,
     split_state,
     write_index,
+    write_shard,
 )
-from stageline.modules.lora import lora_stacks, unwrapped
+from stageline.errors import UserError
+from stageline.modules.lora import (
+    WRAPPED,
+    LoRAWrapper,
+    innermost,
+    is_lora_name,
+    lora_stacks,
+    strip_lora,
+    unwrapped,
+)
+from stageline.modules.lora_layer import MAGNITUDE
+from stageline.modules.new_rows import is_row_name
 from stageline.modules.stage_names import StageNames, check_names, names_of_stage
 from stageline.stage import Stage
 
-# -- puts the weights of sharded stages together on the host, for as long as they are saved -------
+# -- the adapters of a stage ---------------------------------------------------------------------
 
-Place = tuple[nn.Module, str]  # a module and the name of its parameter
+SUM = -1  # stands for all levels as one adapter
+KINDS = ("use_dora", "use_rslora")
 
 
-@contextmanager
-def gathered(stages: Iterable[nn.Module], *, keep: bool) -> Iterator[None]:
-    """While open, sharded parameters are whole tensors on the host; every replica calls this.
+@dataclass(frozen=True)
+class AdapterLevel:
+    """One adapter of a stage: of stacked ones those of one level, or all of them side by side.
 
-    They come in the type that the model computes in. Module by module is put together on the
-    device, so at no time is more of a stage there than one of them.
+    Attributes:
+        tensors: copies on the host, by name in the file.
+        facts: module name -> (rank, alpha, whether the layer keeps its weight transposed).
+        kinds: which of `KINDS` its layers have.
+        file: where the tensors were written; then they are not here any more.
+    """
+
+    tensors: Shard
+    facts: dict[str, tuple[int, float, bool]]
+    kinds: set[str]
+    file: str = ""
+
+
+@dataclass(frozen=True)
+class AdapterShare:
+    """What one stage saves of the adapters.
+
+    Attributes:
+        depth: adapters stacked on the layer that has most.
+        levels: 0 is the innermost one; `SUM` all of them.
+        modules: modules that were trained whole.
+        token_ids: module -> ids of the new tokens whose rows are among the tensors.
+    """
+
+    stage: int
+    depth: int
+    dropout: float
+    levels: dict[int, AdapterLevel]
+    modules: list[str]
+    token_ids: dict[str, list[int]]
+
+
+def trained_names(stage: nn.Module) -> list[str]:
+    """Parameters besides the adapters that this stage trains; a tied one under each name.
+
+    Those, too, that an earlier adapter on which this run builds trained whole.
+
+    Raises:
+        UserError: a weight below an adapter is trained: an adapter folder has no place for it.
+    """
+    names = []
+    carried = getattr(stage, "carried", ())
+    for name, parameter in stage.named_parameters(remove_duplicate=False):
+        is_kept = parameter.requires_grad or strip_lora(name) in carried
+        if not is_kept or is_lora_name(name) or is_row_name(name):
+            continue
+        if WRAPPED in name.split("."):
+            raise UserError(
+                f"{strip_lora(name)} is trained and has a LoRA as well, one of both was expected: "
+                "an adapter folder holds no base weights. Freeze the base of layers with LoRA, or "
+                "merge an earlier adapter that changed it (`adapter_path`, `create_new_adapter`)."
+            )
+        names.append(name)
+    return names
+
+
+def adapter_share(stage: Stage, *, claimed: set[str]) -> AdapterShare:
+    """Copies this stage's share of every adapter.
 
     Args:
-        keep: whether this replica wants them; else its stages stay as they are.
+        claimed: trained names that an earlier stage saves.
     """
-    modules = [m for stage in stages for m in stage.modules() if isinstance(m, FSDPModule)]
-    for module in modules:
-        module.reshard()  # an evaluation may have left them whole
-    before: dict[Place, nn.Parameter] = {}
-    copies: dict[Place, nn.Parameter] = {}
-    for module in modules:
-        sharded = _sharded(module)
-        module.unshard()
-        if keep:
-            before.update(sharded)
-            copies.update(_copies(sharded))
-        module.reshard()
-    try:
-        _put(copies)
-        yield
-    finally:
-        _put({place: before[place] for place in copies})
+    stacks = lora_stacks(stage)
+    depth = max((len(wrappers) for wrappers in stacks.values()), default=0)
+    trained = trained_names(stage)
+    extras = [name for name in trained if name not in claimed]
+    rows = rows_share(stage, trained=trained)
+    parameters = dict(stage.named_parameters(remove_duplicate=False))
+    levels = {level: _adapter_level(stacks, level) for level in _levels(depth)}
+    for level in {SUM, depth - 1} & levels.keys():
+        state = levels[level].tensors
+        for name in extras:
+            state[PEFT_PREFIX + name] = parameters[name].detach().to("cpu", copy=True)
+        for module, (_, values) in rows.items():
+            state[PEFT_PREFIX + module + ROWS_OF_PEFT] = values
+    dropout = 0.0
+    for wrappers in stacks.values():
+        dropout = getattr(wrappers[-1].lora.dropout, "p", 0.0)
+    modules = sorted({name.rpartition(".")[0] for name in extras})
+    token_ids = {module: ids for module, (ids, _) in rows.items()}
+    return AdapterShare(stage.stage, depth, dropout, levels, modules, token_ids)
 
 
-def _sharded(module: nn.Module) -> dict[Place, nn.Parameter]:
+def _levels(depth: int) -> list[int]:
+    return [SUM, *range(depth)] if depth > 1 else [SUM]
+
+
+def _adapter_level(stacks: Mapping[str, Sequence[LoRAWrapper]], level: int) -> AdapterLevel:
+    found = AdapterLevel({}, {}, set())
+    for name, wrappers in stacks.items():
+        layers = [wrapper.lora for wrapper in wrappers]
+        layers = layers if level == SUM else layers[level : level + 1]
+        if not layers:
+            continue
+        last = layers[-1]
+        downs = [layer.lora_A.weight.detach() for layer in layers]
+        ups = [layer.lora_B.weight.detach() * (layer.scale / last.scale) for layer in layers]
+        if last.taken is not None:  # the file is for the weights before PiSSA
+            down, up = (value.to(downs[0]) for value in last.taken)
+            downs, ups = [*downs, down], [*ups, -up]
+        values = {"lora_A.weight": torch.cat(downs), "lora_B.weight": torch.cat(ups, dim=1)}
+        if last.lora_magnitude_vector is not None:
+            values[MAGNITUDE] = last.lora_magnitude_vector.detach().clone()
+        for leaf, value in values.items():
+            found.tensors[f"{PEFT_PREFIX}{name}.{leaf}"] = value.contiguous().to("cpu")
+        rank = sum(layer.rank * (1 if layer.taken is None else 2) for layer in layers)
+        found.facts[name] = rank, last.scale * rank, isinstance(innermost(wrappers[0]), Conv1D)
+        found.kinds.update(kind for kind in KINDS for layer in layers if getattr(layer, kind))
+    return found
+
+
+def _write_part(share: AdapterShare, folder: Path) -> AdapterShare:
+    """Writes a stage's share; returns it with files in the place of tensors."""
+    levels = {}
+    for number, level in share.levels.items():
+        file = f"part-{share.stage:05d}-{number}.safetensors" if level.tensors else ""
+        if file:
+            write_tensors(level.tensors, folder / file)
+        levels[number] = replace(level, tensors={}, file=file)
+    return replace(share, levels=levels)
+
+
+def _merge_parts(parts: list[AdapterShare], folder: Path, *, base: str, model_class: str) -> None:
+    """Makes one adapter of the stages' parts, and one per level where adapters are stacked."""
+    depth = max(part.depth for part in parts)
+    modules = _outermost(_without_adapters_inside(parts))
+    token_ids = {module: ids for part in parts for module, ids in part.token_ids.items()}
+    for number in _levels(depth):
+        chaos.point("file")
+        target = folder if number == SUM else folder / STACK_FOLDER / str(number)
+        target.mkdir(parents=True, exist_ok=True)
+        levels = [part.levels[number] for part in parts if number in part.levels]
+        tensors = {}
+        for level in levels:
+            tensors.update(load_file(folder / level.file) if level.file else {})
+        has_extras = number in (SUM, depth - 1)
+        config = _peft_config(
+            {name: fact for level in levels for name, fact in level.facts.items()},
+            base=base,
+            dropout=max(part.dropout for part in parts),
+            modules_to_save=modules if has_extras else [],
+            token_ids=token_ids if has_extras else None,
+            kinds={kind for level in levels for kind in level.kinds},
+            task=task_of(model_class),
+        )
+        write_tensors(dict(sorted(tensors.items())), target / ADAPTER_FILE)
+        (target / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    for part in parts:
+        chaos.point("file")
+        for level in part.levels.values():
+            if level.file:
+                (folder / level.file).unlink()
+
+
+def _peft_config(
+    facts: dict[str, tuple[int, float, bool]],
+    *,
+    base: str,
+    dropout: float,
+    modules_to_save: list[str],
+    task: str | None,
+    token_ids: dict[str, list[int]] | None = None,
+    kinds: Iterable[str] = (),
+) -> dict[str, object]:
+    """The content of adapter_config.json.
+
+    Args:
+        facts: of all stages, see `AdapterLevel`.
+        base: the folder of the frozen model.
+        modules_to_save: modules that were trained whole.
+        task: what peft calls the kind of model.
+        token_ids: module -> ids of the new tokens whose rows the adapter holds.
+        kinds: see `AdapterLevel`.
+    """
+    if "use_rslora" in kinds:  # the scale is alpha / sqrt(rank) then, and stays what it is
+        facts = {n: (r, round(alpha / r**0.5, 9), t) for n, (r, alpha, t) in facts.items()}
+    ordered = sorted(facts)
+    rank, alpha, _ = facts[ordered[0]]
     return {
-        (child, name): parameter
-        for child in module.modules()
-        for name, parameter in child._parameters.items()
-        if parameter is not None and isinstance(parameter, DTensor)
+        "peft_type": "LORA",
+        "task_type": task,
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": dropout,
+        "bias": "none",
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "fan_in_fan_out": any(transposed for _, _, transposed in facts.values()),
+        "target_modules": ordered,
+        "modules_to_save": modules_to_save or None,
+        "rank_pattern": {re.escape(n): facts[n][0] for n in ordered if facts[n][0] != rank},
+        "alpha_pattern": {re.escape(n): facts[n][1] for n in ordered if facts[n][1] != alpha},
+        **({INDICES: token_ids} if token_ids else {}),
+        **dict.fromkeys(sorted(kinds), True),
     }
 
 
-@torch.no_grad()
-def _copies(sharded: dict[Place, nn.Parameter]) -> dict[Place, nn.Parameter]:
-    """Copies of what is whole now; a weight of two modules stays one."""
-    made: dict[int, nn.Parameter] = {}
-    copies = {}
-    for (module, name), share in sharded.items():
-        whole = module._parameters[name]
-        if whole is None or isinstance(whole, DTensor):
-            continue  # its module's turn comes
-        if id(whole) not in made:
-            copy = whole.detach().to("cpu", copy=True)
-            made[id(whole)] = nn.Parameter(copy, requires_grad=share.requires_grad)
-        copies[module, name] = made[id(whole)]
-    return copies
+def _without_adapters_inside(parts: list[AdapterShare]) -> list[str]:
+    """Modules that were trained whole, sorted.
+
+    A parameter that lies on the base model itself (the line end of LLaVA-NeXT) has no module that
+    peft could replace; it is in the file, and peft reads it by its name alone.
+    """
+    adapted = {name for part in parts for level in part.levels.values() for name in level.facts}
+    return [
+        module
+        for module in sorted({name for part in parts for name in part.modules})
+        if not any(name.startswith(module + ".") for name in adapted)
+    ]
 
 
-def _put(parameters: dict[Place, nn.Parameter]) -> None:
-    for (module, name), parameter in parameters.items():
-        module._parameters[name] = parameter
+def _outermost(modules: list[str]) -> list[str]:
+    """Without modules that lie inside another one of the list, which has their weights too."""
+    return [
+        name
+        for name in modules
+        if not any(name != other and name.startswith(other + ".") for other in modules)
+    ]
 
 
-# -------------------------------------------------------------------------------------------------
+# -- saving the stages of all ranks --------------------------------------------------------------
 
 MAX_SHARD_BYTES = 5_000_000_000
 BASE_FOLDER = "base"
@@ -226,8 +408,8 @@ class WeightShare:
         for state in self.full.values():
             yield from state.items()
         for adapter in self.adapters:
-            for tensors in adapter.tensors.values():
-                yield from tensors.items()
+            for level in adapter.levels.values():
+                yield from level.tensors.items()
 
 
 class WeightSaver:
@@ -352,7 +534,7 @@ class WeightSaver:
             for index, shards in planned.items():
                 for position, shard in enumerate(shards):
                     name = names[index, position]
-                    written[name] = _write_shard(shard, folder / name)
+                    written[name] = write_shard(shard, folder / name)
             for stage in self.stages:
                 if stage.stage == 0:
                     save_config(stage, folder)
@@ -371,23 +553,18 @@ class WeightSaver:
 
     def _write_adapter(self, share: WeightShare, draft: Path, base: str) -> None:
         told = self.ranks.together(
-            lambda: [write_part(adapter, draft) for adapter in share.adapters], draft
+            lambda: [_write_part(adapter, draft) for adapter in share.adapters], draft
         )
         parts = [part for entry in told for part in entry]
 
         def merge() -> None:
             if self.ranks.rank == 0:
                 model_class = type(self.stages[0].whole).__name__
-                merge_parts(parts, draft, base=base, model_class=model_class)
+                _merge_parts(parts, draft, base=base, model_class=model_class)
                 if getattr(self.stages[0], "changes_config", False):
                     save_config(self.stages[0], draft)  # the base's says nothing of it
 
         self.ranks.together(merge, draft)
-
-
-def _write_shard(shard: Shard, path: Path) -> tuple[dict, dict[str, int]]:
-    write_tensors(shard, path)
-    return file_facts(path), {name: tensor.numel() for name, tensor in shard.items()}
 
 
 def _base_of(stages: Sequence[Stage]) -> str | None:

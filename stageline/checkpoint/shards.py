@@ -5,15 +5,26 @@ Knows no ranks; `save.py` puts the stages together.
 
 import copy
 import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
-from stageline.checkpoint.files import INDEX_FILE, SINGLE_FILE
+from stageline.checkpoint.files import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    open_tensors,
+    read_tensor,
+    write_tensors,
+)
+from stageline.checkpoint.layout import file_facts
 from stageline.modules.lora import innermost, lora_stacks, unwrapped
 from stageline.modules.lora_layer import restored_weight
 from stageline.modules.new_rows import fold_rows, is_row_name
@@ -42,7 +53,71 @@ class HostCopies:
         return place.copy_(tensor.detach())
 
 
-# -------------------------------------------------------------------------------------------------
+# -- weights of sharded stages, put together on the host for as long as they are saved -------------
+
+Place = tuple[nn.Module, str]  # a module and the name of its parameter
+
+
+@contextmanager
+def gathered(stages: Iterable[nn.Module], *, keep: bool) -> Iterator[None]:
+    """While open, sharded parameters are whole tensors on the host; every replica calls this.
+
+    They come in the type that the model computes in. Module by module is put together on the
+    device, so at no time is more of a stage there than one of them.
+
+    Args:
+        keep: whether this replica wants them; else its stages stay as they are.
+    """
+    modules = [m for stage in stages for m in stage.modules() if isinstance(m, FSDPModule)]
+    for module in modules:
+        module.reshard()  # an evaluation may have left them whole
+    before: dict[Place, nn.Parameter] = {}
+    copies: dict[Place, nn.Parameter] = {}
+    for module in modules:
+        sharded = _sharded(module)
+        module.unshard()
+        if keep:
+            before.update(sharded)
+            copies.update(_copies(sharded))
+        module.reshard()
+    try:
+        _put(copies)
+        yield
+    finally:
+        _put({place: before[place] for place in copies})
+
+
+def _sharded(module: nn.Module) -> dict[Place, nn.Parameter]:
+    return {
+        (child, name): parameter
+        for child in module.modules()
+        for name, parameter in child._parameters.items()
+        if parameter is not None and isinstance(parameter, DTensor)
+    }
+
+
+@torch.no_grad()
+def _copies(sharded: dict[Place, nn.Parameter]) -> dict[Place, nn.Parameter]:
+    """Copies of what is whole now; a weight of two modules stays one."""
+    made: dict[int, nn.Parameter] = {}
+    copies = {}
+    for (module, name), share in sharded.items():
+        whole = module._parameters[name]
+        if whole is None or isinstance(whole, DTensor):
+            continue  # its module's turn comes
+        if id(whole) not in made:
+            copy = whole.detach().to("cpu", copy=True)
+            made[id(whole)] = nn.Parameter(copy, requires_grad=share.requires_grad)
+        copies[module, name] = made[id(whole)]
+    return copies
+
+
+def _put(parameters: dict[Place, nn.Parameter]) -> None:
+    for (module, name), parameter in parameters.items():
+        module._parameters[name] = parameter
+
+
+# -- a stage's share -----------------------------------------------------------------------------
 
 Shard = dict[str, torch.Tensor]
 WEIGHTS = "weights"
@@ -125,6 +200,12 @@ def shard_name(number: int, count: int) -> str:
     return SINGLE_FILE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
+def write_shard(shard: Shard, path: Path) -> tuple[dict, dict[str, int]]:
+    """Writes a file of weights; its facts for a manifest, and the number of elements by name."""
+    write_tensors(shard, path)
+    return file_facts(path), {name: tensor.numel() for name, tensor in shard.items()}
+
+
 def write_index(folder: Path, written: dict[str, tuple[dict, dict[str, int]]]) -> None:
     """Writes which file has which tensor.
 
@@ -138,6 +219,38 @@ def write_index(folder: Path, written: dict[str, tuple[dict, dict[str, int]]]) -
     weight_map = {name: file for file, (_, sizes) in written.items() for name in sizes}
     index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def rewrite_weights(
+    files: Mapping[str, Path],
+    folder: Path,
+    change: Callable[[str, torch.Tensor], dict[str, torch.Tensor]],
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Writes one new file of weights for each old one, and their index; one is in memory at a time.
+
+    Args:
+        files: name on disk -> file.
+        change: (name, tensor) -> what is written in its place, by name.
+
+    Returns:
+        Name -> shape and dtype of what was written.
+    """
+    paths = sorted(set(files.values()))
+    facts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    written = {}
+    for number, path in enumerate(paths, 1):
+        tensors: dict[str, torch.Tensor] = {}
+        with open_tensors(path) as file:
+            for name in [name for name, place in files.items() if place == path]:
+                tensors |= change(name, read_tensor(file, name, path))
+        if not tensors:
+            continue
+        target = folder / shard_name(number, len(paths))
+        written[target.name] = write_shard(tensors, target)
+        facts |= {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}
+    if len(paths) > 1:
+        write_index(folder, written)
+    return facts
 
 
 def save_config(stage: Stage, folder: Path) -> None:

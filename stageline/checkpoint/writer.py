@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch import nn
 from stageline import chaos
 from stageline.checkpoint.init import check_finite
 from stageline.checkpoint.layout import Ranks, discard, draft_name, file_facts, verify
-from stageline.checkpoint.layout import verify as verify_files
 from stageline.checkpoint.optimizer_state import (
     STATE_FILE,
     STATE_FOLDER,
@@ -35,20 +34,15 @@ from stageline.checkpoint.save import (
     WeightSaver,
     WeightShare,
     finish_draft,
-    gathered,
     start_draft,
 )
-from stageline.checkpoint.shards import HostCopies
+from stageline.checkpoint.shards import HostCopies, gathered
 from stageline.errors import CheckpointError, UserError, spelled
 from stageline.progress import doing
 from stageline.stage import Stage
 
-# -- which checkpoints of a run stay --------------------------------------------------------------
-# The last ones; what a crash left goes, what is replaced is kept.
-#
+# -- the checkpoints of a run: the newest one that is whole, and which ones stay ------------------
 # Nothing is deleted under its own name: a folder that is called step-... is whole at any time.
-
-# -- finds the newest checkpoint of a run that is whole, and says why newer ones are not ----------
 
 _STEP = re.compile(r"step-(\d{8,})")
 Skipped = tuple[Path, str]
@@ -66,13 +60,8 @@ def step_folders(folder: Path) -> list[tuple[int, Path]]:
     return sorted(((int(match[1]), path) for match, path in found), reverse=True)
 
 
-def find_latest(
-    folder: Path, *, verify: Callable[[Path], object] = verify_files
-) -> tuple[Path | None, list[Skipped]]:
+def find_latest(folder: Path) -> tuple[Path | None, list[Skipped]]:
     """The newest checkpoint that verifies, and (path, reason) of each newer one.
-
-    Args:
-        verify: raises `UserError` or `OSError` for a folder that is not whole.
 
     Returns:
         None in place of a path if none verifies. The caller must not start from scratch then,
@@ -106,9 +95,6 @@ def no_checkpoint_left(skipped: Sequence[Skipped]) -> CheckpointError:
         "checkpoint from elsewhere by its path, or choose another `output_dir` to start anew.\n"
         f"{reasons}"
     )
-
-
-# -------------------------------------------------------------------------------------------------
 
 
 def step_name(step: int) -> str:
@@ -171,7 +157,7 @@ def remove_checkpoint(folder: Path) -> None:
     discard(gone)
 
 
-# -------------------------------------------------------------------------------------------------
+# -- writing them --------------------------------------------------------------------------------
 
 
 class CheckpointWriter:

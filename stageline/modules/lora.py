@@ -7,8 +7,8 @@ as fused parameters and not as linear layers.
 """
 
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -48,7 +48,7 @@ class LoRAWrapper(nn.Module):
         dropout: on the adapter's input.
         use_rslora: it is scaled by alpha / sqrt(rank) (arXiv 2312.03732).
         use_dora: a magnitude for each output, too; not beside another adapter.
-        start: see `lora_start.py`.
+        start: see `init_lora_layer`.
         dtype: of the adapter; None: the weight's, float32 beside one that holds no floats.
     """
 
@@ -98,7 +98,7 @@ class LoRAWrapper(nn.Module):
         return result + more.to(result.dtype)
 
 
-def is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module | None) -> bool:
     """Whether a module can be wrapped: also one of another class that says so itself."""
     known = isinstance(module, (nn.Linear, Conv1D, LoRAWrapper))
     return known or getattr(module, "is_linear_layer", False)
@@ -233,23 +233,49 @@ def lora_stacks(model: nn.Module) -> dict[str, list[LoRAWrapper]]:
     return stacks
 
 
-@contextmanager
-def unwrapped(model: nn.Module) -> Iterator[None]:
-    """While open, wrapped layers stand in their places without adapters: names are plain."""
-    outer = [
+Place = tuple[nn.Module, str, LoRAWrapper]  # parent, name in it, what stands there
+
+
+def outermost(model: nn.Module) -> list[Place]:
+    """Where the outermost adapters of a model are."""
+    return [
         (parent, leaf, child)
-        for parent in list(model.modules())
+        for parent in model.modules()
         if not isinstance(parent, LoRAWrapper)
-        for leaf, child in parent.named_children()
+        for leaf, child in parent._modules.items()
         if isinstance(child, LoRAWrapper)
     ]
+
+
+@contextmanager
+def _replaced(
+    places: Iterable[Place], stand_in: Callable[[LoRAWrapper], nn.Module]
+) -> Iterator[None]:
+    """While open, something else stands in the places of wrapped layers."""
+    places = list(places)
     try:
-        for parent, leaf, wrapper in outer:
-            parent._modules[leaf] = innermost(wrapper)
+        for parent, leaf, wrapper in places:
+            parent._modules[leaf] = stand_in(wrapper)
         yield
     finally:
-        for parent, leaf, wrapper in outer:
+        for parent, leaf, wrapper in places:
             parent._modules[leaf] = wrapper
+
+
+def unwrapped(model: nn.Module) -> AbstractContextManager[None]:
+    """While open, wrapped layers stand in their places without adapters: names are plain."""
+    return _replaced(outermost(model), innermost)
+
+
+def adapters_off(models: Iterable[nn.Module]) -> AbstractContextManager[None]:
+    """While open, the outermost adapter of every layer has no part in the passes.
+
+    The layer below stands in the adapter's place, so what runs is the very code and weights of the
+    model as it was before the adapter was trained. Adapters below the outermost stay: they belong
+    to the model that training began with.
+    """
+    places = [place for model in models for place in outermost(model)]
+    return _replaced(places, lambda wrapper: wrapper.lora_module)
 
 
 def innermost(module: nn.Module) -> Linear:
@@ -279,10 +305,8 @@ def merge_lora(model: nn.Module) -> nn.Module:
         put_weight(base, total, why="merging an adapter")
     if isinstance(model, LoRAWrapper):
         return innermost(model)
-    for parent in list(model.modules()):
-        for leaf, child in list(parent.named_children()):
-            if isinstance(child, LoRAWrapper):
-                parent._modules[leaf] = innermost(child)
+    for parent, leaf, wrapper in outermost(model):
+        parent._modules[leaf] = innermost(wrapper)
     return model
 
 
@@ -312,32 +336,11 @@ def key_map_without_last_lora(names: Iterable[str]) -> dict[str, str]:
     return key_map
 
 
-# -- a model as it was before its adapters were trained: the outermost one of each layer set aside
-# The layer below stands in the adapter's place, so what runs is the very code and weights of the
-# model without it. Adapters below the outermost stay: they belong to the model that training began
-# with.
-
-Place = tuple[nn.Module, str, LoRAWrapper]  # parent, name in it, what stands there
-
-
-@contextmanager
-def adapters_off(models: Iterable[nn.Module]) -> Iterator[None]:
-    """While open, the outermost adapter of every layer has no part in the passes."""
-    places = [place for model in models for place in _outermost(model)]
-    try:
-        for parent, leaf, wrapper in places:
-            parent._modules[leaf] = wrapper.lora_module
-        yield
-    finally:
-        for parent, leaf, wrapper in places:
-            parent._modules[leaf] = wrapper
-
-
 def trained_besides(model: nn.Module) -> list[str]:
     """Names of what is trained and would still be there with adapters off."""
     inside = {
         id(parameter)
-        for _, _, wrapper in _outermost(model)
+        for _, _, wrapper in outermost(model)
         for name, parameter in wrapper.named_parameters()
         if not name.startswith("lora_module.")
     }
@@ -356,13 +359,3 @@ def begun_adapters(model: nn.Module) -> list[str]:
         if bool(torch.any(own != 0)):
             found.append(name)
     return found
-
-
-def _outermost(model: nn.Module) -> list[Place]:
-    return [
-        (parent, leaf, child)
-        for parent in list(model.modules())
-        if not isinstance(parent, LoRAWrapper)
-        for leaf, child in parent._modules.items()
-        if isinstance(child, LoRAWrapper)
-    ]

@@ -1,8 +1,7 @@
 """The adapter of one linear layer: plain LoRA, or DoRA with a magnitude for each output.
 
 DoRA (arXiv 2402.09353) turns W + s B A into m (W + s B A) / |W + s B A|, a norm for each output,
-through which no gradient goes. Not here: what wraps a layer (`lora.py`), how an adapter starts
-(`lora_start.py`).
+through which no gradient goes. Not here: what wraps a layer (`lora.py`).
 """
 
 import hashlib
@@ -31,7 +30,7 @@ class LoRALayer(nn.Module):
         use_dora: a magnitude for each output, too.
 
     Attributes:
-        start: how it begins, see `lora_start.py`.
+        start: how it begins, see `init_lora_layer`.
         use_rslora: how files tell the scale.
         taken: (A, B) whose product was taken out of the layer's weight at the start; None: nothing.
     """

@@ -13,7 +13,7 @@ from torch.nn import functional
 from stageline.errors import DataError, UserError
 
 IGNORE = -100
-MicroBatch = dict[str, torch.Tensor]
+MicroBatch = Mapping[str, torch.Tensor]
 Similarity = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -152,16 +152,11 @@ def _kl(p_NV: torch.Tensor, q_NV: torch.Tensor) -> torch.Tensor:
 
 # -- rewards of pairs, read off the scores of a micro-batch ---------------------------------------
 # Rows come as chosen, rejected, chosen, rejected ...; a row has one label, where its reward is
-# read.
-#
-# Shapes: B rows, T tokens, P = B / 2 pairs.
-
-IGNORE = -100
-Batch = dict[str, torch.Tensor]
+# read. Shapes: P = B / 2 pairs.
 
 
 def pair_rewards(
-    scores_BT1: torch.Tensor, batch: Batch
+    scores_BT1: torch.Tensor, batch: MicroBatch
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rewards [P] of chosen and rejected answers, and 1.0 for each pair that counts.
 
@@ -169,8 +164,7 @@ def pair_rewards(
 
     Pairs that only fill a batch up, or were dropped, have no labels; their rewards are 0.
     """
-    if scores_BT1.dtype in (torch.bfloat16, torch.float16):
-        scores_BT1 = scores_BT1.float()
+    scores_BT1 = at_least_float32(scores_BT1)
     counts_P = _has_labels(batch).to(scores_BT1)
     is_read_BT = (batch["labels"] != IGNORE).to(scores_BT1.device)
     rewards_B = scores_BT1[..., 0].masked_fill(~is_read_BT, 0.0).sum(dim=1)
@@ -178,26 +172,21 @@ def pair_rewards(
     return chosen_P, rejected_P, counts_P
 
 
-def count_reward_pairs(batch: Batch) -> int:
+def count_reward_pairs(batch: MicroBatch) -> int:
     """Pairs of a micro-batch that count."""
     return int(_has_labels(batch).sum())
 
 
-def _has_labels(batch: Batch) -> torch.Tensor:
+def _has_labels(batch: MicroBatch) -> torch.Tensor:
     has_B = (batch["labels"] != IGNORE).any(dim=1)
     return (has_B[0::2] & has_B[1::2]).float()
 
 
 # -- losses over preferences, from log-probabilities of whole answers -----------------------------
-# Of pairs (DPO and its kin), and.
-#
-# of single answers that are wanted or not (KTO).
-#
-# Rows of a pair lie next to each other, [c0, r0, c1, r1, ...]. A row without a target was left out,
-# and weighs nothing. Shapes: B rows, P pairs, T tokens, V vocabulary.
+# Of pairs (DPO and its kin), and of single answers that are wanted or not (KTO). Rows of a pair
+# lie next to each other, [c0, r0, c1, r1, ...]. A row without a target was left out, and weighs
+# nothing. Shapes: P pairs.
 
-IGNORE = -100
-PairBatch = Mapping[str, torch.Tensor]
 REFERENCE = "loss_reference"  # [B], log-probabilities of the answers under the start model
 KL = "loss_kl"  # a scalar, of the whole step
 PAIRS, IS_CHOSEN, IS_WANTED = "loss_pairs", "loss_is_chosen", "loss_is_wanted"
@@ -205,13 +194,7 @@ PAIRS, IS_CHOSEN, IS_WANTED = "loss_pairs", "loss_is_chosen", "loss_is_wanted"
 
 def row_log_probs(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
     """The summed log-probability [B] of each row's supervised tokens, in float32 at least."""
-    labels = functional.pad(labels_BT, (0, 1), value=IGNORE)[:, 1:]
-    if logits_BTV.dtype in (torch.bfloat16, torch.float16):
-        logits_BTV = logits_BTV.float()
-    losses = functional.cross_entropy(
-        logits_BTV.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="none"
-    )
-    return -losses.view(labels.shape).sum(dim=1)
+    return -token_losses(logits_BTV, {"labels": labels_BT}).sum(dim=1)
 
 
 def row_lengths(labels_BT: torch.Tensor) -> torch.Tensor:
@@ -219,7 +202,7 @@ def row_lengths(labels_BT: torch.Tensor) -> torch.Tensor:
     return (labels_BT[:, 1:] != IGNORE).sum(dim=1)
 
 
-def given(batch: PairBatch, name: str) -> torch.Tensor:
+def given(batch: MicroBatch, name: str) -> torch.Tensor:
     """What the run adds to a micro-batch before the loss.
 
     Raises:
@@ -234,7 +217,7 @@ def given(batch: PairBatch, name: str) -> torch.Tensor:
     return batch[name]
 
 
-def without_reference(batch: PairBatch) -> dict[str, torch.Tensor]:
+def without_reference(batch: MicroBatch) -> dict[str, torch.Tensor]:
     """The micro-batch with zeros for what a run adds: to measure with, not to train on."""
     zeros = torch.zeros(len(batch["input_ids"]))
     return {**batch, REFERENCE: zeros, KL: torch.zeros(())}
@@ -243,7 +226,7 @@ def without_reference(batch: PairBatch) -> dict[str, torch.Tensor]:
 # -- pairs -----------------------------------------------------------------------------------
 
 
-def count_pairs(batch: PairBatch) -> int:
+def count_pairs(batch: MicroBatch) -> int:
     """Pairs with something to learn.
 
     Raises:
@@ -278,7 +261,7 @@ def count_pairs(batch: PairBatch) -> int:
     return int(is_there[::2].sum())
 
 
-def count_chosen(batch: PairBatch) -> int:
+def count_chosen(batch: MicroBatch) -> int:
     """Supervised tokens of the chosen answers."""
     return int(row_lengths(batch["labels"])[::2].sum())
 
@@ -403,7 +386,7 @@ WITHOUT_REFERENCE = ("simpo", "orpo")
 
 def pair_losses(
     log_probs_B: torch.Tensor,
-    batch: PairBatch,
+    batch: MicroBatch,
     *,
     loss_type: str,
     options: PairOptions,
@@ -436,7 +419,7 @@ def pair_losses(
 # -- single answers --------------------------------------------------------------------------
 
 
-def count_answers(batch: PairBatch) -> int:
+def count_answers(batch: MicroBatch) -> int:
     """Rows with something to learn.
 
     Raises:
@@ -445,17 +428,17 @@ def count_answers(batch: PairBatch) -> int:
     return int(_is_there(batch).sum())
 
 
-def count_wanted(batch: PairBatch) -> int:
+def count_wanted(batch: MicroBatch) -> int:
     """Of those the wanted ones."""
     return int((_is_there(batch) & batch[IS_WANTED]).sum())
 
 
-def count_unwanted(batch: PairBatch) -> int:
+def count_unwanted(batch: MicroBatch) -> int:
     """Of those the unwanted ones."""
     return int((_is_there(batch) & ~batch[IS_WANTED]).sum())
 
 
-def _is_there(batch: PairBatch) -> torch.Tensor:
+def _is_there(batch: MicroBatch) -> torch.Tensor:
     if IS_WANTED not in batch:
         raise UserError(
             f"the loss kto got a micro-batch without {IS_WANTED}. Whether each answer is wanted "
@@ -467,7 +450,7 @@ def _is_there(batch: PairBatch) -> torch.Tensor:
 
 def answer_losses(
     log_probs_B: torch.Tensor,
-    batch: PairBatch,
+    batch: MicroBatch,
     *,
     beta: float,
     kl: torch.Tensor | None,

@@ -71,7 +71,7 @@ def lora_of_parts(
 
     Args:
         lora_exclude: layers that get no LoRA in any part, see `PartLoRA`.
-        lora_init: how a new adapter starts, see `lora_start.py`.
+        lora_init: how a new adapter starts, see `init_lora_layer`.
         of_parts: `vit_lora_num`, `vit_lora_rank`, `vit_lora_alpha`, `vit_lora_target`, and the same
             of `mlp` and `llm`; what is left out or None is what the options of all parts say.
 

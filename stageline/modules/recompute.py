@@ -42,8 +42,6 @@ class RandomState:
             yield
 
 
-# -------------------------------------------------------------------------------------------------
-
 # two context managers: around the first run, around the second
 Contexts = Callable[[], tuple[AbstractContextManager, AbstractContextManager]]
 

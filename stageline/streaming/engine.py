@@ -5,6 +5,7 @@ state, stage k of a pass runs on device k mod n, so any number of stages fits an
 devices. The model's parameters stay where they are; what a device holds is dropped after use.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -14,31 +15,57 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from stageline.streaming.call import EngineCall
 from stageline.streaming.host_memory import allocate, check_host_memory, make_pages
 from stageline.streaming.host_weights import Home, HostWeights, all_homes, make_shelves, update
 from stageline.streaming.lanes import Lane, Mark, OptimizerThread, default_lanes
-from stageline.streaming.microbatch import Inputs, merge_outputs, split_inputs, split_label
-from stageline.streaming.passes import LossFn, Pass, Rules
+from stageline.streaming.passes import (
+    Flow,
+    LossFn,
+    Pass,
+    PassPart,
+    Rules,
+    bring,
+    can_have,
+    on_host,
+    on_tensors,
+)
 from stageline.streaming.plan import Plan, choose, costs_of
-from stageline.streaming.run_config import RoundPipeRunConfig, place_of_call
-
-# -- lets a wrapper pass for the model inside: attributes, parameters, state, modes ---------------
-# The wrapped model is no submodule, so names of parameters and of the state are those of the model.
-# What the wrapper itself sets while it is made stays its own; later writes go to the model.
+from stageline.streaming.run_config import (
+    Inputs,
+    RoundPipeRunConfig,
+    merge_outputs,
+    place_of_call,
+    split_inputs,
+    split_label,
+)
 
 _OWN = "_own_names"
 
 
-class ForwardsAttributes:
-    """A base before nn.Module; `_forward_to` ends the making of the wrapper.
+class StreamedModel(nn.Module):
+    """A wrapper that passes for the model inside, whose weights one optimizer thread updates.
+
+    The wrapped model is no submodule, so names of parameters and of the state are those of the
+    model. What the wrapper sets while it is made stays its own; later writes go to the model.
+
+    Args:
+        optim_dtype: of the optimizer's parameters; default: the model's.
+        name: for messages; default: the place of the call.
 
     Attributes:
         _forwards_to: models that attributes are looked up in, the first one that has it; the last
-            is the one that was wrapped.
+            is the one that was wrapped. `_forward_to` sets them, and ends the making.
     """
 
     _forwards_to: tuple[nn.Module, ...]
+
+    def __init__(self, optim_dtype: torch.dtype | None, name: str | None) -> None:
+        super().__init__()
+        self._name = name or place_of_call()
+        self._optim_dtype = optim_dtype
+        self._worker = OptimizerThread(f"optimizer of {self._name}")
+        self._turn_pages = False  # a finished step has new values on the back pages
+        self._last_step: Future | None = None
 
     def _forward_to(self, *models: nn.Module) -> None:
         self.__dict__["_forwards_to"] = models
@@ -109,17 +136,294 @@ class ForwardsAttributes:
             "engine keeps their place. Cast the model before it is wrapped."
         )
 
+    def _homes(self) -> list[Home]:
+        """Every parameter, once."""
+        raise NotImplementedError
+
+    def _make_masters(self) -> None:
+        """Gives what is trained a copy for the optimizer, and a second page."""
+        raise NotImplementedError
+
+    def optim_parameters(self) -> Iterator[nn.Parameter]:
+        """The optimizer's copies of the trained parameters, in `optim_dtype`."""
+        return (parameter for _, parameter in self.optim_named_parameters())
+
+    def optim_named_parameters(
+        self, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As `optim_parameters`, with the names that they have in the model.
+
+        Args:
+            remove_duplicate: a parameter of several layers comes once; else under each name.
+        """
+        self._make_masters()
+        masters = {id(home.parameter): master for home, master in self._updated()}
+        model = self._forwards_to[0]
+        for name, parameter in model.named_parameters(prefix, remove_duplicate=remove_duplicate):
+            if id(parameter) in masters:
+                yield name, masters[id(parameter)]
+
+    def step(
+        self, step_fn: Callable[..., None], is_async: bool = True, *args: Any, **kwargs: Any
+    ) -> None:
+        """Runs `step_fn(*args, **kwargs)` on the summed gradients in a thread of its own.
+
+        With V the weights that passes compute with and W those of the optimizer, V_0 = W_0:
+        W_(t+1) = update(W_t, gradients at V_t). Synchronous: V_(t+1) = W_(t+1), and this waits.
+        Asynchronous: V_(t+1) = W_t, one step stale, so steps 0 and 1 both use W_0; this waits for
+        the step before only.
+
+        Args:
+            step_fn: touches the optimizer's parameters, their `.grad`, and nothing else of the
+                model.
+
+        Raises:
+            Exception: what this step (synchronous) or the one before raised.
+        """
+        self._make_masters()
+        self._take_shown_gradients()
+        # not for the gradients of this step, which are on their way: devices go on meanwhile. The
+        # back page is free, since its last readers come before these gradients
+        self._worker.wait_for(self._last_step)
+        self._flip()
+        homes = [home for home, _ in self._updated()]
+        step = functools.partial(step_fn, *args, **kwargs)
+        self._last_step = self._worker.submit(functools.partial(update, homes, step))
+        self._turn_pages = True
+        if not is_async:
+            self._worker.wait()
+            self._flip()
+
+    def synchronize(self) -> None:
+        """Waits for all steps; parameters get their newest values, `.grad` what is summed.
+
+        The sums stay: the next `step` uses them. What is done to `.grad` now holds for them, so
+        an optimizer of the model's own parameters, and its `zero_grad`, can be used instead.
+        """
+        self._take_shown_gradients()
+        self._worker.wait()
+        self._flip()
+        for home in self._homes():
+            home.show()
+
+    def _take_shown_gradients(self) -> None:
+        for home in self._homes():
+            home.take_shown_gradient()
+
     def _values_changed(self) -> None:
         """Parameters got values from elsewhere."""
+        self._worker.wait()
+        self._turn_pages = False  # what a step made of the old values is not wanted any more
+        with torch.no_grad():
+            for home, master in self._updated():
+                master.copy_(home.parameter)
+
+    def _flip(self) -> None:
+        """What the last step made becomes what passes compute with."""
+        if self._turn_pages:
+            for home, _ in self._updated():
+                home.turn()
+            self._turn_pages = False
+
+    def _updated(self) -> list[tuple[Home, nn.Parameter]]:
+        """The parameters that an optimizer updates, and its copies."""
+        return [(home, home.master) for home in self._homes() if home.master is not None]
 
 
-# -------------------------------------------------------------------------------------------------
+class Detour(torch.autograd.Function):
+    """Joins a forward pass without a graph to autograd: its backward recomputes and streams again.
+
+    `run_forward()` gives the output leaves, `run_backward(gradients)` the inputs' gradients. As
+    with a checkpoint, there is no second backward pass through it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run_forward: Callable[[], list[Any]],
+        run_backward: Callable[[tuple], list[Any]],
+        anchor: torch.Tensor,
+        *inputs: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.run_backward = run_backward
+        ctx.is_used = False
+        outputs = run_forward()
+        ctx.mark_non_differentiable(*(each for each in outputs if not can_have(each)))
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple:
+        if ctx.is_used:
+            raise RuntimeError(
+                "backward came a second time through one call of RoundPipe: what it kept is gone "
+                "after the first. Call the model again."
+            )
+        ctx.is_used = True
+        return (None, None, None, *ctx.run_backward(gradients))
+
+
+def through_detour(
+    run_forward: Callable[[], Any], run_backward: Callable[[list[Any]], list[Any]], inputs: Any
+) -> Any:
+    """The value of `run_forward()`, whose tensors lead back to `run_backward`.
+
+    Args:
+        run_forward: gives nested tuples, lists and dicts with tensors.
+        run_backward: gets a gradient or None for each tensor of them, gives one for each of
+            `inputs`.
+        inputs: the tensors of the call, in order.
+    """
+    kept: dict[str, Any] = {}
+
+    def run() -> list[Any]:
+        leaves, kept["structure"] = pytree.tree_flatten(run_forward())
+        kept["leaves"] = leaves
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    anchor = torch.zeros((), requires_grad=True)  # inputs alone need not want gradients
+    tensors = Detour.apply(run, lambda each: run_backward(list(each)), anchor, *inputs)
+    made = iter(tensors)
+    leaves = [next(made) if isinstance(leaf, torch.Tensor) else leaf for leaf in kept["leaves"]]
+    return pytree.tree_unflatten(leaves, kept["structure"])
+
+
+class EngineCall:
+    """A pass with its micro-batches, in the caller's terms.
+
+    Args:
+        settle: what is to be done with a pass whose work was given to the queues.
+        output_device: where results lie.
+        labels: of each micro-batch, for a call that runs forward and backward.
+    """
+
+    def __init__(
+        self,
+        shelves: Sequence[HostWeights],
+        lanes: Sequence[Lane],
+        rules: Rules,
+        inputs: Sequence[Inputs],
+        *,
+        settle: Callable[[Pass], None],
+        output_device: torch.device | str | None,
+        labels: Sequence[Any] | None = None,
+    ) -> None:
+        labels = [None] * len(inputs) if labels is None else labels
+        parts = [PassPart(on_host(each), its) for each, its in zip(inputs, labels, strict=True)]
+        self._run = Pass(shelves, lanes, rules, parts)
+        self._gpus = [lane.device for lane in lanes if lane.device.type == "cuda"]
+        self._settle = settle
+        self._device = torch.device(output_device or "cpu")
+
+    def outputs(self, plan: Plan) -> list[Any]:
+        """What the last layer makes of each micro-batch, without a graph."""
+        with self._generators_kept():
+            self._run.forward(plan.forward)
+            outputs = [self._brought(part.output) for part in self._run.parts]
+        self._settle(self._run)
+        return outputs
+
+    def outputs_with_graph(self, plan: Plan, check: Callable[[], None]) -> list[Any]:
+        """The same, joined to autograd.
+
+        Args:
+            check: raises what went wrong since, before the backward pass begins.
+        """
+        stages = (*plan.forward, plan.backward[0])
+
+        def forward() -> list[Any]:
+            self._run.forward(stages, self._run.segments(plan.backward))
+            outputs = [self._brought(part.output) for part in self._run.parts]
+            self._settle(self._run)
+            return outputs
+
+        def backward(gradients: list[Any]) -> list[Any]:
+            check()
+            rest = iter(gradients)
+            for part in self._run.parts:
+                assert part.output is not None
+                own = [(leaf, next(rest)) for leaf in _tensors(part.output.value)]
+                part.gradients = on_host([each for leaf, each in own if can_have(leaf)])
+            with self._generators_kept():
+                self._run.backward(plan.backward)
+            found = [_input_gradients(part) for part in self._run.parts]
+            self._settle(self._run)
+            return [gradient for each in found for gradient in each]
+
+        inputs = [leaf for part in self._run.parts for leaf in _tensors(part.inputs.value)]
+        with self._generators_kept():
+            return through_detour(forward, backward, inputs)
+
+    def forward_backward(self, plan: Plan, *, keeps_outputs: bool) -> tuple[Any, list[Any]]:
+        """The sum of losses, and the outputs of each micro-batch if they are kept."""
+        parts = self._run.parts
+        with self._generators_kept():
+            self._run.forward_backward(plan)
+        losses = [self._brought(part.loss) for part in parts]
+        if self._run.rules.input_gradients:
+            _to_inputs(parts)
+        outputs = [self._brought(part.output) for part in parts] if keeps_outputs else []
+        self._settle(self._run)
+        return _summed(losses), outputs
+
+    def _brought(self, flow: Flow | None) -> Any:
+        assert flow is not None
+        here = bring(flow, None)
+        here.mark.wait()
+        return on_tensors(lambda each: each.to(self._device), here.value)
+
+    @contextlib.contextmanager
+    def _generators_kept(self) -> Iterator[None]:
+        """Leaves the caller's generators as they are, where layers get seeds of their own."""
+        if self._run.rules.seed is None:
+            yield
+            return
+        with torch.random.fork_rng(self._gpus):
+            yield
+            if not self._gpus:  # the host's generator is drawn from when work is done, not given
+                for _, mark in self._run.landed:
+                    mark.wait()
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _input_gradients(part: PassPart) -> list[torch.Tensor | None]:
+    """A gradient or None for each tensor of a micro-batch's inputs."""
+    tensors = _tensors(part.inputs.value)
+    assert part.gradients is not None
+    here = bring(part.gradients, None)
+    here.mark.wait()
+    rest = iter(here.value)
+    found = [next(rest) if can_have(leaf) else None for leaf in tensors]
+    return [
+        gradient if leaf.requires_grad else None
+        for leaf, gradient in zip(tensors, found, strict=True)
+    ]
+
+
+def _to_inputs(parts: Sequence[PassPart]) -> None:
+    """Hands gradients on to where the call's inputs come from."""
+    leaves = [leaf for part in parts for leaf in _tensors(part.inputs.value)]
+    found = [gradient for part in parts for gradient in _input_gradients(part)]
+    pairs = [pair for pair in zip(leaves, found, strict=True) if pair[1] is not None]
+    if pairs:
+        torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
+
+
+def _summed(losses: Sequence[Any]) -> Any:
+    """Micro-batches' losses added up; of sequences loss by loss."""
+    if isinstance(losses[0], torch.Tensor):
+        return sum(losses[1:], start=losses[0])
+    return [_summed(column) for column in zip(*losses, strict=True)]
+
 
 PinModel = Literal["alloc", "register", "off"]
 _INHERIT = RoundPipeRunConfig()
 
 
-class RoundPipe(ForwardsAttributes, nn.Module):
+class RoundPipe(StreamedModel):
     """A model that streams through the devices of this machine.
 
     Args:
@@ -143,21 +447,15 @@ class RoundPipe(ForwardsAttributes, nn.Module):
         *,
         lanes: Sequence[Lane] | None = None,
     ) -> None:
-        super().__init__()
-        self._name = name or place_of_call()
+        super().__init__(optim_dtype, name)
         self._run_config = model_run_config
-        self._optim_dtype = optim_dtype
-        self._pin_model = pin_model
-        self._lanes = list(lanes) if lanes is not None else default_lanes()
+        self._lanes = default_lanes() if lanes is None else list(lanes)
         self._layers = list(model) if isinstance(model, nn.Sequential) else [model]
         names = {id(parameter): key for key, parameter in model.named_parameters()}
         self._shelves = make_shelves(self._layers, names)
-        on_gpu = self._lanes[0].device.type == "cuda"
-        make_pages(self._shelves, pin_model, on_gpu=on_gpu, owner=self)
-        self._worker = OptimizerThread(f"optimizer of {self._name}")
-        self._turn_pages = False  # a finished step has new values on the back pages
-        self._last_step: Future | None = None
-        self._has_masters = False
+        make_pages(
+            self._shelves, pin_model, on_gpu=self._lanes[0].device.type == "cuda", owner=self
+        )
         self._forward_to(model)
 
     def forward(
@@ -171,9 +469,7 @@ class RoundPipe(ForwardsAttributes, nn.Module):
         Raises:
             Exception: what an earlier optimizer step raised.
         """
-        settings = self._settings(roundpipe_run_config)
-        assert settings.num_microbatch is not None  # `filled` gave one
-        inputs = split_inputs(args, kwargs, settings.split_input, settings.num_microbatch)
+        settings, inputs = self._begin(roundpipe_run_config, args, kwargs)
         rules = self._rules(settings, inputs)
         is_trained = any(shelf.is_trained for shelf in self._shelves)
         with_graph = bool(settings.requires_grad) and (is_trained or rules.input_gradients)
@@ -205,11 +501,7 @@ class RoundPipe(ForwardsAttributes, nn.Module):
         Raises:
             Exception: what a layer, the loss or an earlier optimizer step raised.
         """
-        settings = self._settings(run_config)
-        assert settings.num_microbatch is not None  # `filled` gave one
-        inputs = split_inputs(
-            input_args, input_kwargs, settings.split_input, settings.num_microbatch
-        )
+        settings, inputs = self._begin(run_config, input_args, input_kwargs)
         labels = split_label(label, settings.split_label, len(inputs))
         rules = self._rules(settings, inputs, loss_fn=loss_fn, keeps=return_outputs)
         plan = self._plan(settings, len(inputs), with_graph=True)
@@ -219,81 +511,22 @@ class RoundPipe(ForwardsAttributes, nn.Module):
             return total
         return total, merge_outputs(outputs, settings.merge_output)
 
-    def optim_parameters(self) -> Iterator[nn.Parameter]:
-        """The optimizer's copies of the trained parameters, in `optim_dtype`."""
-        return (parameter for _, parameter in self.optim_named_parameters())
-
-    def optim_named_parameters(
-        self, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As `optim_parameters`, with the names that they have in the model.
-
-        Args:
-            remove_duplicate: a parameter of several layers comes once; else under each name.
-        """
-        self._make_masters()
-        masters = {id(home.parameter): home.master for home in all_homes(self._shelves)}
-        model = self._forwards_to[0]
-        for name, parameter in model.named_parameters(prefix, remove_duplicate=remove_duplicate):
-            master = masters.get(id(parameter))
-            if master is not None:
-                yield name, master
-
-    def step(
-        self, step_fn: Callable[..., None], is_async: bool = True, *args: Any, **kwargs: Any
-    ) -> None:
-        """Runs `step_fn(*args, **kwargs)` on the summed gradients in a thread of its own.
-
-        With V the weights that passes compute with and W those of the optimizer, V_0 = W_0:
-        W_(t+1) = update(W_t, gradients at V_t). Synchronous: V_(t+1) = W_(t+1), and this waits.
-        Asynchronous: V_(t+1) = W_t, one step stale, so steps 0 and 1 both use W_0; this waits for
-        the step before only.
-
-        Args:
-            step_fn: touches the optimizer's parameters, their `.grad`, and nothing else of the
-                model.
-
-        Raises:
-            Exception: what this step (synchronous) or the one before raised.
-        """
-        self._make_masters()
-        self._heed()
-        # not for the gradients of this step, which are on their way: devices go on meanwhile. The
-        # back page is free, since its last readers come before these gradients
-        self._worker.wait_for(self._last_step)
-        self._flip()
-        homes = [home for home in all_homes(self._shelves) if home.master is not None]
-
-        step = functools.partial(step_fn, *args, **kwargs)
-        self._last_step = self._worker.submit(functools.partial(update, homes, step))
-        self._turn_pages = True
-        if not is_async:
-            self._worker.wait()
-            self._flip()
-
-    def synchronize(self) -> None:
-        """Waits for all steps; parameters get their newest values, `.grad` what is summed.
-
-        The sums stay: the next `step` uses them. What is done to `.grad` now holds for them, so
-        an optimizer of the model's own parameters, and its `zero_grad`, can be used instead.
-        """
-        self._heed()
-        self._worker.wait()
-        self._flip()
-        for home in all_homes(self._shelves):
-            home.show()
-
     def set_original_model(self, original_model: nn.Module) -> None:
         """Attributes are looked up in, and written to, this model first; names are its own."""
         self._forward_to(original_model, *self._forwards_to[-1:])
         names = {id(each): name for name, each in original_model.named_parameters()}
-        for home in all_homes(self._shelves):
+        for home in self._homes():
             home.name = names.get(id(home.parameter), home.name)
 
-    def _settings(self, config: RoundPipeRunConfig) -> RoundPipeRunConfig:
+    def _begin(
+        self, config: RoundPipeRunConfig, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[RoundPipeRunConfig, list[Inputs]]:
+        """The settings of a call, and its micro-batches."""
         self._worker.check()
-        self._heed()
-        return config.over(self._run_config).filled(len(self._lanes))
+        self._take_shown_gradients()
+        settings = config.over(self._run_config).filled(len(self._lanes))
+        assert settings.num_microbatch is not None  # `filled` gave one
+        return settings, split_inputs(args, kwargs, settings.split_input, settings.num_microbatch)
 
     def _rules(
         self,
@@ -305,8 +538,7 @@ class RoundPipe(ForwardsAttributes, nn.Module):
     ) -> Rules:
         seed = int(torch.randint(2**62, ())) if settings.preserve_rng_state else None
         by_layer = settings.recompute_grain == "layer"
-        leaves = pytree.tree_leaves(inputs)
-        wanting = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+        wanting = any(leaf.requires_grad for leaf in _tensors(inputs))
         return Rules(seed, by_layer, loss_fn, keeps, input_gradients=wanting)
 
     def _call(
@@ -351,31 +583,13 @@ class RoundPipe(ForwardsAttributes, nn.Module):
         run.landed.clear()
 
     def _make_masters(self) -> None:
-        if not self._has_masters:
+        if not self._updated():  # not yet
             check_host_memory(self._shelves, self._optim_dtype)
-            self._has_masters = True
         for shelf in self._shelves:
             shelf.make_masters(self._optim_dtype, allocate)
 
-    def _heed(self) -> None:
-        for home in all_homes(self._shelves):
-            home.heed()
-
-    def _values_changed(self) -> None:
-        self._worker.wait()
-        self._turn_pages = False  # what a step made of the old values is not wanted any more
-        for home in all_homes(self._shelves):
-            if home.master is not None:
-                with torch.no_grad():
-                    home.master.copy_(home.parameter)
-
-    def _flip(self) -> None:
-        """What the last step made becomes what passes compute with."""
-        if self._turn_pages:
-            for home in all_homes(self._shelves):
-                if home.master is not None:
-                    home.turn()
-            self._turn_pages = False
+    def _homes(self) -> list[Home]:
+        return all_homes(self._shelves)
 
 
 def _collect(

@@ -67,7 +67,7 @@ class Home:
         elif self.parameter.requires_grad:
             self.parameter.grad = None
 
-    def heed(self) -> None:
+    def take_shown_gradient(self) -> None:
         """What was done to the gradient that was shown holds for the sum: cleared, clipped."""
         if self.shown is None:
             return

@@ -107,9 +107,6 @@ class BufferPool:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
 
-# -------------------------------------------------------------------------------------------------
-
-
 class Mark(Protocol):
     """A point in a queue."""
 
@@ -136,14 +133,18 @@ class Queue(Protocol):
         """
 
 
-class Done:
-    """The mark of what is done."""
+@dataclass(frozen=True)
+class StreamMark:
+    """Where these events on streams have happened; without any all is done."""
+
+    events: "tuple[torch.cuda.Event, ...]" = ()
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        for event in self.events:
+            event.synchronize()
 
 
-DONE = Done()
+DONE = StreamMark()
 
 
 class EagerQueue:
@@ -162,27 +163,6 @@ class EagerQueue:
         pass
 
 
-@dataclass(frozen=True)
-class AllOf:
-    """Several points."""
-
-    marks: tuple[Mark, ...]
-
-    def wait(self) -> None:
-        for mark in self.marks:
-            mark.wait()
-
-
-@dataclass(frozen=True)
-class CudaMark:
-    """An event on a stream."""
-
-    event: "torch.cuda.Event"
-
-    def wait(self) -> None:
-        self.event.synchronize()
-
-
 class CudaQueue:
     """A stream of a GPU."""
 
@@ -193,31 +173,29 @@ class CudaQueue:
         with torch.cuda.stream(self._stream):
             work()
 
-    def record(self) -> Mark:
+    def record(self) -> StreamMark:
         # blocking: who waits sleeps, and leaves the processor to the optimizer
         event = torch.cuda.Event(blocking=True)
         event.record(self._stream)
-        return CudaMark(event)
+        return StreamMark((event,))
 
     def after(self, mark: Mark) -> None:
-        if isinstance(mark, CudaMark):
-            self._stream.wait_event(mark.event)
-        elif isinstance(mark, AllOf):
-            for each in mark.marks:
-                self.after(each)
-        else:
+        if not isinstance(mark, StreamMark):
             mark.wait()
+            return
+        for event in mark.events:
+            self._stream.wait_event(event)
 
     def uses(self, tensor: torch.Tensor) -> None:
         if tensor.device.type == "cuda":
             tensor.record_stream(self._stream)
 
 
-def mark_of_caller(tensors: Iterable[torch.Tensor]) -> Mark:
+def mark_of_caller(tensors: Iterable[torch.Tensor]) -> StreamMark:
     """Where tensors that the caller made are ready: streams of lanes don't wait for his."""
     devices = {each.device for each in tensors if each.device.type == "cuda"}
     marks = [CudaQueue(torch.cuda.current_stream(device)).record() for device in devices]
-    return AllOf(tuple(marks)) if marks else DONE
+    return StreamMark(tuple(event for mark in marks for event in mark.events))
 
 
 @dataclass

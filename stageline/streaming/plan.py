@@ -81,56 +81,23 @@ def wavefront(num_slots: int, num_lanes: int, num_microbatches: int) -> Iterator
     return ((slot, part) for _, slot, part in sorted(order))
 
 
-def start_times(
-    times: Times,
-    num_lanes: int,
-    num_microbatches: int,
-    *,
-    hand_over: float = 0.0,
-    slots_of_pass: int | None = None,
-) -> list[list[float]]:
+def start_times(times: Times, num_lanes: int, num_microbatches: int) -> list[list[float]]:
     """When each micro-batch of each slot starts.
 
     Args:
         times: of one micro-batch in each slot.
-        hand_over: from the end of a micro-batch in one slot to where the next can start it.
-        slots_of_pass: after so many slots another pass begins, which waits for lanes alone.
     """
     starts: list[list[float]] = []
     for slot, time in enumerate(times):
         free = starts[slot - num_lanes][-1] + times[slot - num_lanes] if slot >= num_lanes else 0.0
-        begins_pass = slot % (slots_of_pass or len(times)) == 0
         own = []
         for part in range(num_microbatches):
-            ready = 0.0 if begins_pass else starts[slot - 1][part] + times[slot - 1] + hand_over
+            ready = starts[slot - 1][part] + times[slot - 1] if slot else 0.0
             start = max(free, ready)
             own.append(start)
             free = start + time
         starts.append(own)
     return starts
-
-
-def idle_share(
-    times: Times,
-    num_lanes: int,
-    num_microbatches: int,
-    *,
-    hand_over: float = 0.0,
-    num_passes: int = 1,
-) -> float:
-    """The share of all lanes' time that is spent waiting, from the first start to the last end.
-
-    Passes follow each other without a wait for the one before: lanes that are free begin the
-    next one. Of equal slots that are a multiple of the lanes and many micro-batches it is
-    n (n - 1) / (micro-batches x slots x passes + n (n - 1)).
-    """
-    all_times = list(times) * num_passes
-    starts = start_times(
-        all_times, num_lanes, num_microbatches, hand_over=hand_over, slots_of_pass=len(times)
-    )
-    end = max(own[-1] + time for own, time in zip(starts, all_times, strict=True))
-    busy = sum(all_times) * num_microbatches
-    return 1.0 - busy / (end * num_lanes)
 
 
 # -- chooses a plan from what layers cost. Pure integers and floats: measures nothing -------------
@@ -170,7 +137,6 @@ def choose(
     num_lanes: int,
     num_microbatches: int,
     budget: int | None = None,
-    hand_over: float = 0.0,
 ) -> Plan:
     """The plan that takes least time by `start_times`; of equal ones that with fewest slots.
 
@@ -189,7 +155,7 @@ def choose(
     for limit in _limits(costs, num_lanes):
         plan = _cut(costs, room, limit=limit, parts=num_lanes)
         times = slot_times(plan, costs)
-        starts = start_times(times, num_lanes, num_microbatches, hand_over=hand_over)
+        starts = start_times(times, num_lanes, num_microbatches)
         end = max(own[-1] + time for own, time in zip(starts, times, strict=True))
         if best is None or (end, plan.num_slots) < best[:2]:
             best = (end, plan.num_slots, plan)

@@ -2,7 +2,7 @@
 
 The intro is the model's own forward up to the first layer, each block one layer, the outro its own
 forward from the last layer on: softcaps, scaled logits, losses are the library's. That the layers
-are such a row is proved by a rehearsal with two tokens, not looked up by a name.
+are such a row is proved by a warm-up run on two tokens, not looked up by a name.
 """
 
 import inspect
@@ -201,13 +201,13 @@ def follow(twin: nn.Module, original: nn.Module) -> None:
 
 
 # -- proves that a decoder of transformers is a row of layers, and finds what lies before and after
-# A rehearsal runs the model on two tokens without its layers, and looks at who hands which tensor
-# to whom. Nothing is looked up by the name of a family.
+# A warm-up run calls the model with two tokens without its layers, and looks at who hands which
+# tensor to whom. Nothing is looked up by the name of a family.
 
 
 @dataclass(frozen=True)
 class DecoderLayout:
-    """Where the parts of a model lie, and what its rehearsal showed.
+    """Where the parts of a model lie, and what its warm-up run showed.
 
     Attributes:
         base: path of the model without its head; empty if it has none.
@@ -225,7 +225,7 @@ class DecoderLayout:
     output_class: Any
 
 
-def rehearse(model: nn.Module) -> list[DecoderLayout]:
+def find_layouts(model: nn.Module) -> list[DecoderLayout]:
     """Layouts that fit, the likeliest first.
 
     Raises:
@@ -239,7 +239,7 @@ def rehearse(model: nn.Module) -> list[DecoderLayout]:
     for base in bases:
         for gives_tuple in (False, True):
             try:
-                layouts.append(_rehearsed(model, base, layers, gives_tuple=gives_tuple))
+                layouts.append(_warm_up_run(model, base, layers, gives_tuple=gives_tuple))
             except Exception as error:  # the library's own, of models that want other inputs
                 reasons.append(f"{type(error).__name__}: {error}")
     if not layouts:
@@ -283,7 +283,7 @@ def _find_layers(model: nn.Module) -> str:
     return f"{body}.{lists[0]}".lstrip(".")
 
 
-def _rehearsed(model: nn.Module, base: str, layers: str, *, gives_tuple: bool) -> DecoderLayout:
+def _warm_up_run(model: nn.Module, base: str, layers: str, *, gives_tuple: bool) -> DecoderLayout:
     inner = layers.removeprefix(f"{base}.") if base else layers
     base_model = model.get_submodule(base)
     row = recorders(_list_at(model, layers), gives_tuple=gives_tuple)
@@ -310,7 +310,7 @@ def _rehearsed(model: nn.Module, base: str, layers: str, *, gives_tuple: bool) -
 
 
 class _AfterLayers:
-    """Notes which children of the layers' parent run after the last layer, in a rehearsal."""
+    """Notes which children of the layers' parent run after the last layer, in a warm-up run."""
 
     def __init__(self, base_model: nn.Module, layers: str) -> None:
         parent = base_model.get_submodule(layers.rpartition(".")[0])
@@ -363,8 +363,6 @@ def _same(left: Any, right: Any) -> None:
     if not is_same:
         raise NoPresetError("the model computes between its last layer and its final norm")
 
-
-# -------------------------------------------------------------------------------------------------
 
 # flag of a call -> why it is refused
 _REFUSED = {
@@ -500,7 +498,7 @@ def sequential_of(model: nn.Module) -> nn.Sequential:
     if not hasattr(model, "get_input_embeddings") or not hasattr(model, "base_model_prefix"):
         raise NoPresetError(f"{type(model).__name__} is no model of transformers")
     reasons = []
-    for layout in rehearse(model):
+    for layout in find_layouts(model):
         try:
             row = _row(model, layout)
             with torch.no_grad():

@@ -1,12 +1,18 @@
-"""How one call runs through the streaming engine; a call's settings win over the model's."""
+"""How one call runs through the streaming engine, and how its values become micro-batches.
+
+A call's settings win over the model's.
+"""
 
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomReducer, _Replicate
+from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
     from stageline.streaming.plan import Plan
@@ -80,12 +86,230 @@ class RoundPipeRunConfig:
         return replace(filled, output_device=torch.device(filled.output_device))
 
 
-# -- where in the user's code something of this room was made: the name of what has no other ------
-
-
 def place_of_call() -> str:
     """file:line of whoever called into this room."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(__package__):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+# -- splitting the values of a call, and joining what comes out ------------------------------------
+# Values are tuples, lists and dicts of tensors and of anything else. Nothing is copied: parts of a
+# tensor are views, which gradients flow through.
+
+Inputs = tuple[tuple, dict[str, Any]]
+
+
+class Packed(list):
+    """A value a micro-batch, as `merge_output=False` returns it; the next model takes it as is."""
+
+
+def split_inputs(
+    args: tuple,
+    kwargs: dict[str, Any],
+    spec: tuple[Any, Any] | Callable[..., tuple[list, list]] | None,
+    num_microbatch: int,
+) -> list[Inputs]:
+    """(args, kwargs) of each micro-batch.
+
+    Without a spec the size of the batch is the first dimension of the first tensor that has one;
+    tensors of that size are cut, others and all else are repeated. A smaller batch gives fewer
+    micro-batches; a `Packed` gives as many as it has.
+
+    Raises:
+        ValueError: a function or a spec that does not fit.
+    """
+    if callable(spec):
+        return _from_function(spec, args, kwargs, num_microbatch)
+    args_spec, kwargs_spec = spec if spec is not None else (None, None)
+    values = [value for value, its in ((args, args_spec), (kwargs, kwargs_spec)) if its is None]
+    size = _batch_size(values)
+    num_parts = _number_of_parts((args, kwargs), size, num_microbatch)
+    all_args = _split(args, args_spec, num_parts, size)
+    all_kwargs = _split(kwargs, kwargs_spec, num_parts, size)
+    return list(zip(all_args, all_kwargs, strict=True))
+
+
+def split_label(label: Any, spec: Any, num_parts: int) -> list[Any]:
+    """The label of each micro-batch.
+
+    Raises:
+        ValueError: a function that gives another number of them.
+    """
+    if callable(spec):
+        made = list(spec(label, num_parts))
+        if len(made) != num_parts:
+            raise ValueError(f"split_label made {len(made)} labels, {num_parts} were expected")
+        return made
+    return _split(label, spec, num_parts, _batch_size(label))
+
+
+def merge_outputs(outputs: Sequence[Any], spec: Any) -> Any:
+    """One value of those of all micro-batches.
+
+    Raises:
+        ValueError: values that are neither tensors nor equal, or differ in structure.
+    """
+    if spec is False:
+        return Packed(outputs)
+    if callable(spec) and not isinstance(spec, (TensorChunkSpec, _CustomReducer)):
+        return spec(list(outputs))
+    flat, structure = pytree.tree_flatten(outputs[0])
+    columns = [flat]
+    for output in outputs[1:]:
+        leaves, other = pytree.tree_flatten(output)
+        if other != structure:
+            raise ValueError(
+                f"micro-batches gave {structure} and {other}; one structure was expected, because "
+                "they are joined leaf by leaf: give merge_output a function"
+            )
+        columns.append(leaves)
+    rules = [None] * len(flat) if spec in (None, True) else _leaf_rules(outputs[0], spec)
+    automatic = spec in (None, True)
+    leaves = [
+        _merge_leaf(list(values), rule, automatic)
+        for values, rule in zip(zip(*columns, strict=True), rules, strict=True)
+    ]
+    return pytree.tree_unflatten(leaves, structure)
+
+
+def _merge_leaf(values: list[Any], rule: Any, automatic: bool) -> Any:
+    first = values[0]
+    if isinstance(rule, TensorChunkSpec):
+        return torch.cat(values, dim=rule.split_dim)
+    if isinstance(rule, _CustomReducer):
+        reduced = rule.init_value
+        for value in values:
+            reduced = rule.reduce_fn(reduced, value)
+        return reduced
+    if isinstance(first, torch.Tensor):
+        if not automatic:
+            return first
+        if first.ndim == 0:
+            return torch.stack(values).mean(0) if first.is_floating_point() else _equal(values)
+        return torch.cat(values, dim=0)
+    return _equal(values)
+
+
+def _equal(values: list[Any]) -> Any:
+    differing = [value for value in values[1:] if value != values[0]]
+    if differing:
+        raise ValueError(
+            f"micro-batches gave {values[0]!r} and {differing[0]!r}; equal values were expected, "
+            "because only tensors can be joined: give merge_output a function"
+        )
+    return values[0]
+
+
+def _from_function(
+    function: Callable[..., tuple[list, list]], args: tuple, kwargs: dict, num_microbatch: int
+) -> list[Inputs]:
+    all_args, all_kwargs = function(args, kwargs, num_microbatch)
+    if len(all_args) != len(all_kwargs) or not all_args:
+        raise ValueError(
+            f"split_input made {len(all_args)} args and {len(all_kwargs)} kwargs; equally many and "
+            "at least one were expected"
+        )
+    return [(tuple(one), dict(other)) for one, other in zip(all_args, all_kwargs, strict=True)]
+
+
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, Packed)
+
+
+def _leaves(value: Any) -> list[Any]:
+    return pytree.tree_leaves(value, is_leaf=_is_packed)
+
+
+def _batch_size(value: Any) -> int | None:
+    """Of the first tensor with dimensions, outside or inside of what is packed."""
+    for leaf in _leaves(value):
+        if isinstance(leaf, Packed):
+            sizes = [_batch_size(part) for part in leaf]
+            known = [size for size in sizes if size is not None]
+            if sizes and len(known) == len(sizes):
+                return sum(known)
+        elif isinstance(leaf, torch.Tensor) and leaf.ndim > 0:
+            return leaf.shape[0]
+    return None
+
+
+def _number_of_parts(value: Any, size: int | None, num_microbatch: int) -> int:
+    packed = {len(leaf) for leaf in _leaves(value) if isinstance(leaf, Packed)}
+    if len(packed) > 1:
+        raise ValueError(
+            f"packed inputs of {sorted(packed)} micro-batches came together; equally many were "
+            "expected"
+        )
+    if packed:
+        (count,) = packed
+        if count < num_microbatch:
+            warnings.warn(
+                f"num_microbatch is {num_microbatch} and packed inputs have {count}: so many "
+                "micro-batches are run",
+                stacklevel=2,
+            )
+        return count
+    return num_microbatch if size is None else max(1, min(size, num_microbatch))
+
+
+def _split(value: Any, spec: Any, num_parts: int, size: int | None) -> list[Any]:
+    leaves, structure = pytree.tree_flatten(value, is_leaf=_is_packed)
+    rules: Sequence[Any] = [None] * len(leaves)
+    if spec is not None:
+        rules = _leaf_rules(value, spec)
+    columns = [
+        _split_leaf(leaf, rule, num_parts, size if spec is None else None)
+        for leaf, rule in zip(leaves, rules, strict=True)
+    ]
+    return [
+        pytree.tree_unflatten([column[part] for column in columns], structure)
+        for part in range(num_parts)
+    ]
+
+
+def _split_leaf(leaf: Any, rule: Any, num_parts: int, size: int | None) -> Sequence[Any]:
+    if isinstance(leaf, Packed):
+        return leaf
+    is_tensor = isinstance(leaf, torch.Tensor) and leaf.ndim > 0
+    if is_tensor and isinstance(rule, TensorChunkSpec):
+        if leaf.shape[rule.split_dim] < num_parts:
+            raise ValueError(
+                f"a tensor of shape {tuple(leaf.shape)} cannot be cut into {num_parts} along "
+                f"dimension {rule.split_dim}: lower num_microbatch"
+            )
+        return leaf.tensor_split(num_parts, rule.split_dim)
+    if is_tensor and size is not None and leaf.shape[0] == size:
+        return leaf.tensor_split(num_parts)
+    return [leaf] * num_parts
+
+
+def _is_rule(spec: Any) -> bool:
+    return spec is None or isinstance(spec, (TensorChunkSpec, _CustomReducer, _Replicate))
+
+
+def _leaf_rules(value: Any, spec: Any) -> list[Any]:
+    """The spec of each leaf; one that stands above a structure holds for all leaves below it.
+
+    Raises:
+        ValueError: the spec has another structure.
+    """
+    rules: list[Any] = []
+
+    def walk(part: Any, rule: Any) -> None:
+        if not isinstance(part, (tuple, list, dict)) or _is_rule(rule) or _is_packed(part):
+            rules.extend([rule] * len(_leaves(part)))
+        elif isinstance(part, dict):
+            if not isinstance(rule, dict):
+                raise ValueError(f"{rule!r} came as the spec of a dict with {sorted(part)}")
+            for key in part:
+                walk(part[key], rule.get(key))
+        else:
+            if not isinstance(rule, (tuple, list)) or len(rule) != len(part):
+                raise ValueError(f"{rule!r} came as the spec of {len(part)} values")
+            for each, its_rule in zip(part, rule, strict=True):
+                walk(each, its_rule)
+
+    walk(value, spec)
+    return rules

@@ -19,7 +19,6 @@ from stageline.pipeline.schedules import Schedule, make_schedule
 from stageline.pipeline.stage_passes import MicroBatch, Tensors, model_inputs
 from stageline.stage import Stage
 from stageline.streaming.engine import PinModel, RoundPipe
-from stageline.streaming.host_weights import Home, all_homes
 from stageline.streaming.lanes import Lane
 from stageline.streaming.plan import Plan, choose, costs_of
 from stageline.streaming.run_config import RoundPipeRunConfig
@@ -50,10 +49,7 @@ class StageWeights:
         self._stale = stale
         self._is_given = False  # the sums belong to a step that may still run
         masters = dict(pipe.optim_named_parameters())
-        homes = {id(home.parameter): home for home in all_homes(pipe._shelves)}
-        self._homes: list[tuple[Home, nn.Parameter]] = [
-            (home, home.master) for home in homes.values() if home.master is not None
-        ]
+        self._homes = pipe._updated()
         master_of = {id(home.parameter): master for home, master in self._homes}
         assert len(masters) == len(self._homes), "each trained parameter once"
         self.parameters: dict[str, nn.Parameter] = {
@@ -183,8 +179,6 @@ class StageLayer(nn.Module):
         index, came = value
         return index, self.call.run(self.stage, index, came)
 
-
-# -------------------------------------------------------------------------------------------------
 
 LossFn = Callable[[Output, MicroBatch], torch.Tensor]
 

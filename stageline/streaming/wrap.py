@@ -6,7 +6,7 @@ The rules follow the documentation of RoundPipe in their order of priority.
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _forward_unimplemented
 
-from stageline.streaming.engine import ForwardsAttributes, RoundPipe
+from stageline.streaming.engine import RoundPipe, StreamedModel
 from stageline.streaming.host_memory import allocate
-from stageline.streaming.host_weights import Home, all_homes, page_views, update
-from stageline.streaming.lanes import OptimizerThread, default_lanes
+from stageline.streaming.host_weights import Home, all_homes, page_views
+from stageline.streaming.lanes import default_lanes
 from stageline.streaming.presets import NoPresetError, sequential_of
 from stageline.streaming.run_config import RoundPipeRunConfig, place_of_call
 
@@ -26,7 +26,7 @@ from stageline.streaming.run_config import RoundPipeRunConfig, place_of_call
 # Weights outside of the parts are trained beside them, by the same rule of staleness.
 
 
-class AutoRoundPipe(ForwardsAttributes, nn.Module):
+class AutoRoundPipe(StreamedModel):
     """A model with RoundPipes inside. It has no `forward_backward`: its layers have no order.
 
     Args:
@@ -38,19 +38,15 @@ class AutoRoundPipe(ForwardsAttributes, nn.Module):
     def __init__(
         self, model: nn.Module, optim_dtype: torch.dtype | None = None, name: str | None = None
     ) -> None:
-        super().__init__()
-        self._name = name or place_of_call()
-        self._optim_dtype = optim_dtype
-        self._worker = OptimizerThread(f"optimizer of {self._name}")
-        self._turn_pages = False  # a finished step has new values on the back pages
+        super().__init__(optim_dtype, name)
         engines, loose = _parts(model)
-        self._homes = _shared_homes(engines)
+        self._home_of = _shared_homes(engines)
         for engine in engines:
             engine._worker = self._worker
         names = {id(parameter): key for key, parameter in model.named_parameters()}
         self._loose: list[Home] = []
         for parameter in loose:
-            home = self._homes.setdefault(
+            home = self._home_of.setdefault(
                 id(parameter), Home(names.get(id(parameter), ""), parameter)
             )
             self._loose.append(home)
@@ -66,7 +62,7 @@ class AutoRoundPipe(ForwardsAttributes, nn.Module):
             Exception: what an earlier optimizer step raised.
         """
         self._worker.check()
-        self._heed()
+        self._take_shown_gradients()
         self._watch()
         if self._has_cache:
             # the layers of a micro-batch would append to what those of another one wrote
@@ -78,25 +74,6 @@ class AutoRoundPipe(ForwardsAttributes, nn.Module):
             kwargs["use_cache"] = False
         return self._forwards_to[0](*args, **kwargs)
 
-    def optim_parameters(self) -> Iterator[nn.Parameter]:
-        """The optimizer's copies of the trained parameters, in `optim_dtype`."""
-        return (parameter for _, parameter in self.optim_named_parameters())
-
-    def optim_named_parameters(
-        self, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As `optim_parameters`, with the names that they have in the model.
-
-        Args:
-            remove_duplicate: a parameter of several modules comes once; else under each name.
-        """
-        self._make_masters()
-        model = self._forwards_to[0]
-        for name, parameter in model.named_parameters(prefix, remove_duplicate=remove_duplicate):
-            home = self._homes.get(id(parameter))
-            if home is not None and home.master is not None:
-                yield name, home.master
-
     def step(
         self, step_fn: Callable[..., None], is_async: bool = True, *args: Any, **kwargs: Any
     ) -> None:
@@ -105,31 +82,9 @@ class AutoRoundPipe(ForwardsAttributes, nn.Module):
         Raises:
             Exception: what this step (synchronous) or the one before raised.
         """
-        self._make_masters()
-        self._heed()
-        self._worker.wait()
-        self._flip()
-        homes = [home for home in self._homes.values() if home.master is not None]
-
-        step = functools.partial(step_fn, *args, **kwargs)
-        self._worker.submit(functools.partial(update, homes, step))
+        super().step(step_fn, is_async, *args, **kwargs)
         for home in self._loose:
             home.parameter.grad = None
-        self._turn_pages = True
-        if not is_async:
-            self._worker.wait()
-            self._flip()
-
-    def synchronize(self) -> None:
-        """Waits for all steps; parameters get their newest values, `.grad` what is summed.
-
-        The sums stay, as those of `RoundPipe.synchronize` do.
-        """
-        self._heed()
-        self._worker.wait()
-        self._flip()
-        for home in self._homes.values():
-            home.show()
 
     def __getattr__(self, name: str) -> Any:
         if name == "forward_backward":
@@ -151,30 +106,14 @@ class AutoRoundPipe(ForwardsAttributes, nn.Module):
         mine = gradient.detach().clone()
         self._worker.submit(functools.partial(home.collect, mine, self._optim_dtype))
 
+    def _homes(self) -> list[Home]:
+        return list(self._home_of.values())
+
     def _make_masters(self) -> None:
-        for home in self._homes.values():
+        for home in self._homes():
             if home.parameter.requires_grad and home.master is None:
                 home.make_master(self._optim_dtype)
                 home.back = page_views([home.parameter.detach()], allocate)[0]
-
-    def _heed(self) -> None:
-        for home in self._homes.values():
-            home.heed()
-
-    def _values_changed(self) -> None:
-        self._worker.wait()
-        self._turn_pages = False  # what a step made of the old values is not wanted any more
-        for home in self._homes.values():
-            if home.master is not None:
-                with torch.no_grad():
-                    home.master.copy_(home.parameter)
-
-    def _flip(self) -> None:
-        if self._turn_pages:
-            for home in self._homes.values():
-                if home.master is not None:
-                    home.turn()
-            self._turn_pages = False
 
 
 def _parts(model: nn.Module) -> tuple[list[RoundPipe], list[nn.Parameter]]:
@@ -204,8 +143,6 @@ def _shared_homes(engines: list[RoundPipe]) -> dict[int, Home]:
     assert len(all_homes(shelf for engine in engines for shelf in engine._shelves)) == len(shared)
     return shared
 
-
-# -------------------------------------------------------------------------------------------------
 
 _INHERIT = RoundPipeRunConfig()
 

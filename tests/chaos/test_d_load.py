@@ -17,7 +17,6 @@ from stageline.checkpoint.layout import FORMAT_VERSION, MANIFEST, content_sum, r
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.writer import find_latest, no_checkpoint_left, skip_lines
-from stageline.errors import CheckpointError
 from stageline.modules.lora import is_lora_name
 from tests.helpers.faulty_files import edit, flip, refused, rewrite
 from tests.helpers.small_run import Job
@@ -287,18 +286,6 @@ def test_d11_none_left_is_an_error_with_every_reason(three):
         assert folder.name in str(error)
     assert "incomplete" in str(error) and "sha256" in str(error) and "100 bytes" in str(error)
     assert find_latest(three[0].parent / "nothing") == (None, [])
-
-
-def test_d11_another_way_to_verify_may_be_given(three):
-    seen = []
-
-    def verify_together(folder):
-        seen.append(folder.name)
-        if len(seen) == 1:
-            raise CheckpointError("rank 3 says no")
-
-    assert find_latest(three[0].parent, verify=verify_together)[0] == three[1]
-    assert seen == ["step-00000006", "step-00000004"]
 
 
 @pytest.mark.parametrize("version", [FORMAT_VERSION + 1, FORMAT_VERSION + 40, 1, "2", None])

@@ -5,8 +5,7 @@ import json
 import pytest
 import torch
 
-from stageline.checking.tiny_models import tiny_config
-from stageline.checking.tiny_processors import tiny_processor
+from stageline.checking.tiny_models import tiny_config, tiny_processor
 from tests.helpers.small_run import Job, saved_tensors
 
 KILL = "at=step,step={},do=sigkill"

@@ -7,7 +7,7 @@ import torch
 
 from prompt_fn import auto, chat, fill
 from register import dataset_register, import_shelf
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.batches.check_batch import CheckedCollate
 from stageline.data.batches.collate import collate_packed_sft, collate_sft, encode_sft
 from stageline.data.batches.collate_part import CollatePart

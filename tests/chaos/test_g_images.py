@@ -11,7 +11,7 @@ from PIL import Image, ImageFile
 
 from prompt_fn import auto, fill
 from register import dataset_register, import_shelf
-from stageline.checking.tiny_processors import tiny_processor
+from stageline.checking.tiny_models import tiny_processor
 from stageline.data.batches.collate import collate_sft
 from stageline.data.batches.preflight import preflight
 from stageline.data.images.images import MAX_PIXELS, ImageExpander, check_image, decode_image

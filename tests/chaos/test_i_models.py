@@ -15,7 +15,7 @@ from transformers import AutoConfig
 import models
 from commands import train as train_pp  # noqa: F401  now: what a test registers goes after it
 from pp_models import CausalLMStage
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.checkpoint.files import weight_files
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.plain_folder import load_plain

@@ -8,7 +8,7 @@ import torch
 
 import pp_models  # noqa: F401 (puts the parts on the shelf)
 from register import train_model_register
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.distributed.failure import name_stages, run_entry
 from stageline.distributed.launch import launch_if_needed
 from stageline.distributed.process_group import distributed_context

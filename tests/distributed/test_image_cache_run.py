@@ -9,8 +9,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from commands import train as train_pp  # noqa: F401 - its engines, before a fixture keeps registers as they are
-from stageline.checking.tiny_models import tiny_config
-from stageline.checking.tiny_processors import tiny_processor
+from stageline.checking.tiny_models import tiny_config, tiny_processor
 from tests.helpers.small_run import Job, saved_tensors
 
 OPTIONS = (

@@ -12,8 +12,7 @@ import dataset as parts
 from pp_models import CausalLMStage
 from prompt_fn import chat
 from prompt_fn import none as no_image
-from stageline.checking.tiny_models import tiny_config
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.checkpoint.init import init_split_model
 from stageline.data.batches.preference import WithOthers
 from stageline.modules.lora import LoRAWrapper, adapters_off

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from pp_models import CausalLMStage
-from stageline.checkpoint import save
+from stageline.checkpoint import shards
 from stageline.checkpoint.layout import verify
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
@@ -73,7 +73,7 @@ def save_with_a_failing_rank(rank, base, folder, kind):
     if rank == 1 and kind == "weights":
         model.state_dict = lambda **kwargs: 1 / 0
     if rank == 1 and kind == "disk":
-        save.write_tensors = no_space
+        shards.write_tensors = no_space
     if rank == 0 and kind == "exists":
         folder.mkdir()
     dist.barrier()

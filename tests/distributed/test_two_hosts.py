@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stageline.checking.tiny_models import tiny_config
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from tests.helpers.forked_entry import run_entry
 
 # a file beside this one; tests are no package

@@ -17,8 +17,7 @@ import transformers
 from loss_fn import sft
 from pp_models import class_of_key
 from prompt_fn import auto, fill
-from stageline.checking.tiny_models import VISION_LANGUAGE, tiny_config
-from stageline.checking.tiny_processors import tiny_processor
+from stageline.checking.tiny_models import VISION_LANGUAGE, tiny_config, tiny_processor
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
 from stageline.stages.vision_language import VisionLanguageStage

@@ -14,8 +14,7 @@ from torch import nn
 from loss_fn import sft
 from pp_models import CausalLMStage, VisionLanguageStage, class_of_key
 from prompt_fn import auto, fill
-from stageline.checking.tiny_models import VISION_LANGUAGE, tiny_config
-from stageline.checking.tiny_processors import tiny_processor
+from stageline.checking.tiny_models import VISION_LANGUAGE, tiny_config, tiny_processor
 from stageline.checkpoint.load import load_split_model
 from stageline.errors import UserError
 from stageline.pipeline.runner import PipelineRunner

@@ -14,8 +14,8 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stageline.checking.tiny_models import tiny_config
-from stageline.checking.tiny_processors import (
+from stageline.checking.tiny_models import (
+    tiny_config,
     tiny_mllama_config,
     tiny_mllama_processor,
     tiny_processor,

@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 from transformers import PretrainedConfig
 
-from stageline.checking.tiny_models import tiny_config
-from stageline.checking.tiny_processors import (
+from stageline.checking.tiny_models import (
+    tiny_config,
     tiny_mllama_config,
     tiny_mllama_processor,
     tiny_processor,

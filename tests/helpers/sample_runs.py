@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from transformers import LlavaForConditionalGeneration
 
-from stageline.checking.tiny_models import tiny_config
-from stageline.checking.tiny_processors import tiny_processor
+from stageline.checking.tiny_models import tiny_config, tiny_processor
 from tests.helpers.small_run import ROOT, Finished, ForkedRun
 
 # forked processes need not import these again

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_tokenizer
 from tests.helpers.small_run import ForkedRun
 from tests.helpers.tiny_checkpoints import tiny_whole
 

@@ -26,8 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from stageline import progress
 from stageline.chaos import VARIABLE, arm
-from stageline.checking.tiny_models import tiny_config
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.checkpoint.layout import verify
 from stageline.training import run_log
 from tests.helpers.house import ROOT, enter_house, untouched_house

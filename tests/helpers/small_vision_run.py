@@ -10,8 +10,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, PretrainedConfig
 
-from stageline.checking.tiny_models import tiny_config
-from stageline.checking.tiny_processors import tiny_processor
+from stageline.checking.tiny_models import tiny_config, tiny_processor
 from tests.helpers.small_run import Job
 
 VISION_OPTIONS = ("--image-token", "auto", "--prompt", "vqa", "--max-token-num", 128)

@@ -13,8 +13,8 @@ from commands import check as check_model
 from parse_args import parse_check_args
 from pp_models import CausalLMStage
 from register import import_shelf, train_model_register
-from stageline.checking.tiny_models import tiny_config
-from stageline.checking.tiny_processors import (
+from stageline.checking.tiny_models import (
+    tiny_config,
     tiny_mllama_config,
     tiny_mllama_processor,
     tiny_processor,

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_tokenizer
 from tests.helpers.forked_entry import run_entry
 
 ROOT = Path(__file__).resolve().parents[2]

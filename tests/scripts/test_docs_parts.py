@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 from options.parts import CONTRACTS
 from prompt_fn import fill, none
 from register import import_parts, restored_registers
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.batches.loader import MicroBatchLoader
 from tests.helpers.forked_entry import run_entry
 

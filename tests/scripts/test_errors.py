@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from stageline.checking.tiny_models import tiny_config
-from stageline.checking.tiny_processors import tiny_processor, tiny_tokenizer
+from stageline.checking.tiny_models import tiny_config, tiny_processor, tiny_tokenizer
 from tests.helpers.forked_entry import run_entry
 from tests.helpers.warm_start import WarmLauncher
 

@@ -19,8 +19,7 @@ from commands.command_line import COMMANDS, rewritten
 from options.command_line import read_options
 from parse_args import parse_evaluate_args, parse_infer_args, parse_train_args
 from register import import_shelf
-from stageline.checking.tiny_models import tiny_config
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from tests.helpers.small_run import ForkedRun
 from tests.helpers.tiny_corpora import documents, tiny_corpus
 

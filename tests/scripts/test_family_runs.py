@@ -17,7 +17,7 @@ from commands.export import make_stages
 from commands.tiny import make
 from stageline.checking.family_configs import family_config
 from stageline.checking.shrink import layer_period, shrink_config
-from stageline.checking.tiny_processors import tiny_processor
+from stageline.checking.tiny_models import tiny_processor
 from stageline.checkpoint.plain_folder import export_folder
 from stageline.data.text.processor import save_processor
 from tests.helpers.small_run import Job
@@ -31,7 +31,7 @@ WAYS = {
 }
 STEPS = ("--total-steps", 4)
 IMAGE_SIZES = ((16, 16), (32, 16), (20, 28))  # width and height, in turn
-# the configuration's ids of special tokens, by the tokens of tiny_processors.py
+# the configuration's ids of special tokens, by the tokens of tiny_models.py
 SPECIAL_IDS = {
     "qwen3_5": {
         "image_token_id": "<|image_pad|>",

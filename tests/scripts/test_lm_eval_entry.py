@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.text.processor import save_processor
 from tests.helpers.forked_entry import run_entry
 from tests.helpers.tiny_checkpoints import tiny_whole

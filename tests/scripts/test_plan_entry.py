@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from stageline.checking.tiny_models import tiny_config
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from tests.helpers.forked_entry import run_entry
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from loss_fn import sft as sft_loss
 from pp_models import CausalLMStage
 from prompt_fn import fill, none
 from register import import_shelf, prompt_register
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.checkpoint.init import init_split_model
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.rows.json_lines import JsonLines

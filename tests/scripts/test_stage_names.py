@@ -14,7 +14,7 @@ from torch import nn
 from commands.export import make_stages
 from pp_models import StageModel
 from register import import_shelf, train_model_register
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.checkpoint.files import weight_files
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError

@@ -13,8 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from commands import train as train_pp  # noqa: F401  now: what a test registers goes after it
-from stageline.checking.tiny_models import tiny_config
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.corpus import sentences
 from stageline.corpus.build import build_corpus
 from stageline.corpus.cutter import DocumentCutter

@@ -13,8 +13,7 @@ from commands import train as train_pp  # noqa: F401 - its engines
 from commands.run_plan import make_plan
 from options.parts import chosen_part
 from options.train import RunConfig
-from stageline.checking.tiny_models import tiny_config
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.errors import UserError
 from tests.helpers.forked_entry import run_entry
 from tests.helpers.warm_start import WarmLauncher

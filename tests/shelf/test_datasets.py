@@ -13,7 +13,7 @@ from register import (
     prompt_fn_register,
     prompt_register,
 )
-from stageline.checking.tiny_processors import tiny_processor, tiny_tokenizer
+from stageline.checking.tiny_models import tiny_processor, tiny_tokenizer
 from stageline.errors import DataError, UserError
 from tests.helpers.tiny_datasets import (
     make_groups,

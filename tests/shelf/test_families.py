@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.families import KINDS, build_stage
-from stageline.checking.families import Family, judge, make_family
+from benchmarks.families_split import Family, judge, make_family
 from stageline.checking.family_configs import family_config
 
 TEXT = [

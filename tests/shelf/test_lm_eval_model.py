@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.errors import UserError
 from stageline.inference.decoding.request import Failed
 from tests.helpers.tiny_checkpoints import tiny_whole

@@ -9,7 +9,7 @@ import torch
 
 from commands.stages import AnsweringModel
 from register import image_token_register, import_shelf, prompt_fn_register
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.text.processor import load_processor, save_processor
 from stageline.inference.decoding.chain import LocalChain
 from stageline.inference.decoding.engine import DecodingEngine

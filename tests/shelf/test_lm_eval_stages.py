@@ -11,7 +11,7 @@ import torch
 
 from commands.stages import AnsweringModel
 from register import import_shelf
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.text.processor import load_processor, save_processor
 from stageline.errors import UserError
 from stageline.inference.decoding.chain import LocalChain

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from pp_models import CausalLMStage, VisionLanguageStage
 from register import train_model_register
-from stageline.checking.tiny_models import tiny_config
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.errors import UserError
 from stageline.modules.lora import wrap_linear
 from stageline.stages.packing import RouterLoss

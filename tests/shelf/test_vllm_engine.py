@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.text.processor import save_processor
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import UserError

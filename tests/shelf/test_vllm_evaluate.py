@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.text.processor import save_processor
 from tests.helpers import fake_vllm
 from tests.helpers.forked_entry import run_entry

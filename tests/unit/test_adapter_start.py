@@ -10,8 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from commands.export import make_stages
 from models.builders import auto
 from pp_models import CausalLMStage
-from stageline.checking.tiny_models import tiny_config
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.checkpoint.adapter import read_adapter
 from stageline.checkpoint.adapter_start import Adapters
 from stageline.checkpoint.load import load_split_model

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from stageline.checking.tiny_processors import tiny_metaspace_tokenizer, tiny_tokenizer
+from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.inference.decoding.answer import AnswerText
+from tests.helpers.tiny_tokenizers import tiny_metaspace_tokenizer
 
 SMOLLM2 = Path(__file__).parents[2] / ".cache" / "smollm2"
 TEXT = "The café: 你好, 世界! 👩‍👩‍👧 naïve — 🇫🇷\n\n  It isn't , is it ? 'no' we 've ... \ufffd end"

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from prompt_fn import auto, chat
-from stageline.checking.tiny_processors import tiny_processor, tiny_tokenizer
+from stageline.checking.tiny_models import tiny_processor, tiny_tokenizer
 from stageline.data.batches.batch import encode_sample, render_sample
 from stageline.data.text import chat_template
 from stageline.data.text.chat_template import ChatTemplate

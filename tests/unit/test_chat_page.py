@@ -7,7 +7,7 @@ import pytest
 from PIL import Image, ImageDraw
 
 from prompt_fn import auto, chat
-from stageline.checking.tiny_processors import tiny_processor
+from stageline.checking.tiny_models import tiny_processor
 from stageline.errors import UserError
 from stageline.inference.decoding.request import Request
 from tests.helpers.fake_engine import FakeEngine

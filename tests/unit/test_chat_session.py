@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from register import import_shelf, prompt_fn_register
-from stageline.checking.tiny_models import tiny_config
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.errors import UserError
 from stageline.inference.dialogue import Dialogue, LocalModel
 from tests.helpers.small_run import ForkedRun, Job

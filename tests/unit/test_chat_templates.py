@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from prompt_fn import chat
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.text.encode import TextEncoder, encode_rendered
 from stageline.errors import UserError
 from tests.helpers.chat_samples import (  # fmt: skip

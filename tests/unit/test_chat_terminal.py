@@ -15,8 +15,7 @@ from options.fields import OptionError
 from parse_args import parse_chat_args
 from prompt_fn import auto, chat
 from register import import_shelf
-from stageline.checking.tiny_models import tiny_config
-from stageline.checking.tiny_processors import tiny_processor
+from stageline.checking.tiny_models import tiny_config, tiny_processor
 from stageline.data.rows.converters import make_converter
 from stageline.errors import RemoteError, UserError
 from stageline.inference.dialogue import Dialogue, LocalModel, Server, read_message, server_url

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
 
-from stageline.checking.tiny_processors import SPECIAL_TOKENS, tiny_tokenizer
+from stageline.checking.tiny_models import SPECIAL_TOKENS, tiny_tokenizer
 from stageline.checkpoint.convert import convert_internvl
 from stageline.checkpoint.plain_model import load_plain
 from stageline.data.text.processor import load_processor

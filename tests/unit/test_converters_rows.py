@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from prompt_fn import chat
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.images.image_files import ImageFolders
 from stageline.data.images.videos import frame_places, read_frames
 from stageline.data.rows.json_lines import JsonLines

@@ -14,7 +14,7 @@ from options.data import CorpusRunOptions, check_corpus_run
 from options.fields import OptionError, check_together
 from options.train import RunConfig
 from register import collate_fn_register, dataset_register, import_shelf
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.corpus.header import CorpusHeader, CutRules, SegmentType, TokenizerInfo
 from stageline.corpus.run_sampler import run_sampler
 from stageline.data.batches.loader import MicroBatchLoader, example_micro_batch

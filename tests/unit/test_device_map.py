@@ -7,12 +7,12 @@ layers on disk; what needs true GPUs (speed, memory, kernels) is shown by neithe
 import pytest
 import torch
 
-from stageline.checking.tiny_models import VISION_LANGUAGE, tiny_config
-from stageline.checking.tiny_processors import mllama_micro_batch, tiny_mllama_config
+from stageline.checking.tiny_models import VISION_LANGUAGE, tiny_config, tiny_mllama_config
 from stageline.inference.model_cutter import ModelCutter
 from tests.helpers.fake_devices import fake_devices
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_checkpoints import auto_class
+from tests.helpers.tiny_mllama import mllama_micro_batch
 
 FAMILIES = ("llama", *VISION_LANGUAGE, "mllama")
 # their towers read sizes of images from tensors, and fake ones have no values

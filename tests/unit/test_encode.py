@@ -6,7 +6,7 @@ import numpy
 import pytest
 
 from prompt_fn import fill
-from stageline.checking.tiny_processors import tiny_metaspace_tokenizer, tiny_tokenizer
+from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.text import limit
 from stageline.data.text.encode import (
     TextEncoder,
@@ -18,6 +18,7 @@ from stageline.data.text.encode import (
 from stageline.data.text.limit import limit_length
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError
+from tests.helpers.tiny_tokenizers import tiny_metaspace_tokenizer
 
 PROMPT = "Question: [QUESTION]\nAnswer: [ANSWER]"
 TOKENIZERS = {

@@ -17,7 +17,7 @@ from commands.train_data import check_data
 from parse_args import parse_train_args
 from prompt_fn import fill, none
 from register import import_shelf
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.batches import collate as bodies
 from stageline.data.batches.collate_part import CollatePart, as_collate_part
 from stageline.data.batches.loader import MicroBatchLoader

@@ -11,13 +11,12 @@ from transformers import AutoTokenizer
 import pp_models  # noqa: F401 - puts the parts that make_stages looks for on the shelf
 from commands.export import make_stages, stage_key
 from pp_models import CausalLMStage
-from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
-from stageline.checking.tiny_processors import tiny_processor
-from stageline.checkpoint import export_check
-from stageline.checkpoint.export_check import Answer, compare_answers
+from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config, tiny_processor
+from stageline.checkpoint import plain_folder
 from stageline.checkpoint.host_memory import available_memory
 from stageline.checkpoint.layout import MANIFEST
 from stageline.checkpoint.plain_folder import ExportError, export_folder
+from stageline.checkpoint.plain_model import Answer, compare_answers
 from stageline.data.text.processor import save_processor
 from stageline.errors import CheckpointError, UserError
 from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
@@ -138,7 +137,7 @@ def test_every_family_has_its_key():
 
 def test_too_little_memory_is_said_and_the_export_goes_on(tmp_path, monkeypatch):
     tiny_whole("llama", tmp_path / "base")
-    monkeypatch.setattr(export_check, "available_memory", lambda: 1000)
+    monkeypatch.setattr(plain_folder, "available_memory", lambda: 1000)
     report = export_folder(tmp_path / "base", tmp_path / "out", make_stages=make_stages)
     assert report.verdict is None
     assert "not compared: comparing needs" in report.notes[0]

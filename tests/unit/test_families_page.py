@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from stageline.checking.families import FamilyResult, write_page
+from benchmarks.families_page import FamilyResult, write_page
 
 
 def test_the_worst_verdict_is_shown(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from prompt_fn import chat, fill
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.text.encode import encode_rendered
 from stageline.errors import UserError
 from stageline.evaluation.runner import FewShot

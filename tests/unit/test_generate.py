@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from stageline.checking.tiny_models import tiny_config
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.inference.generation import encode_prompts, generate
 from tests.helpers.tiny_checkpoints import auto_class

@@ -11,7 +11,7 @@ from torch.utils.data import Subset
 from dataset import sft
 from prompt_fn import fill, none
 from register import dataset_register
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.batches.collate_part import CollatePart, EncodedSample
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.batches.sampler import (

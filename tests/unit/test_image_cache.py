@@ -12,7 +12,7 @@ import torch
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 
-from stageline.checking.tiny_processors import PROCESSOR_FAMILIES, tiny_processor
+from stageline.checking.tiny_models import PROCESSOR_FAMILIES, tiny_processor
 from stageline.data.batches.batch import add_image_inputs
 from stageline.data.images.image_cache import ImageCache, find_layout
 from stageline.data.images.image_files import FileFacts, ImageFolders, ImageIndex

@@ -13,8 +13,12 @@ from options.fields import OptionError
 from options.train import RunConfig
 from parse_args import parse_evaluate_args
 from register import import_shelf
-from stageline.checking.tiny_models import IMAGE_TOKEN_ID
-from stageline.checking.tiny_processors import PROCESSOR_FAMILIES, tiny_processor, tiny_tokenizer
+from stageline.checking.tiny_models import (
+    IMAGE_TOKEN_ID,
+    PROCESSOR_FAMILIES,
+    tiny_processor,
+    tiny_tokenizer,
+)
 from stageline.data.batches.batch import encode_sample
 from stageline.data.batches.preflight import preflight
 from stageline.data.images.image_files import ImageFolders

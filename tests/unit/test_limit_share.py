@@ -7,7 +7,7 @@ import pytest
 
 from dataset import contrastive, sft
 from prompt_fn import auto, chat, fill
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.batches.collate import collate_sft
 from stageline.data.batches.preflight import preflight
 from stageline.data.text import limit

@@ -8,7 +8,7 @@ import torch
 
 from dataset import sft
 from prompt_fn import fill, none
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.batches.collate_part import CollatePart, as_collate_part
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.batches.step_maker import padding_argument

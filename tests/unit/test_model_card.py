@@ -13,8 +13,7 @@ from transformers import AutoConfig
 from commands import train as train_pp  # noqa: F401 - registers the engine that config.yaml names
 from parse_args import parse_train_args
 from register import import_shelf
-from stageline.checking.tiny_models import tiny_config
-from stageline.checking.tiny_processors import tiny_processor, tiny_tokenizer
+from stageline.checking.tiny_models import tiny_config, tiny_processor, tiny_tokenizer
 from stageline.checkpoint.export_files import (
     ModelFacts,
     RunFacts,

@@ -6,8 +6,12 @@ import pytest
 import torch
 import transformers
 
-from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
-from stageline.checking.tiny_processors import tiny_mllama_config
+from stageline.checking.tiny_models import (
+    DECODERS,
+    VISION_LANGUAGE,
+    tiny_config,
+    tiny_mllama_config,
+)
 from stageline.errors import UserError
 from stageline.inference.model_cutter import ModelCutter, layer_counts, layer_devices
 from tests.helpers.tiny_checkpoints import auto_class

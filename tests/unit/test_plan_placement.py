@@ -16,8 +16,7 @@ from models.devices import make_device_map, plan, plan_text
 from options.answer import device_memory
 from options.fields import OptionError
 from parse_args import parse_chat_args, parse_infer_args
-from stageline.checking.tiny_models import tiny_config
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.errors import UserError
 from stageline.inference.model_bytes import Load
 from stageline.inference.model_cutter import Wanted

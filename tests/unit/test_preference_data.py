@@ -9,7 +9,7 @@ from PIL import Image
 import dataset as parts
 from prompt_fn import auto, chat, fill
 from prompt_fn import none as no_image
-from stageline.checking.tiny_processors import tiny_processor, tiny_tokenizer
+from stageline.checking.tiny_models import tiny_processor, tiny_tokenizer
 from stageline.data.batches.batch import count_samples
 from stageline.data.batches.check_batch import CheckedCollate
 from stageline.data.batches.preference import WithOthers

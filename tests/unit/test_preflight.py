@@ -4,7 +4,7 @@ import pytest
 from PIL import Image
 
 from prompt_fn import auto, fill
-from stageline.checking.tiny_processors import tiny_processor, tiny_tokenizer
+from stageline.checking.tiny_models import tiny_processor, tiny_tokenizer
 from stageline.data.batches.preflight import check_vocabulary, preflight
 from stageline.data.text.processor import get_pad_token_id, load_processor
 from stageline.errors import DataError, UserError

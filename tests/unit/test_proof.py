@@ -7,8 +7,8 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from pp_models import CausalLMStage, VisionLanguageStage
-from stageline.checking import proof_record
-from stageline.checking.proof_record import SplitToProve, prove_split
+from stageline.checking import proof
+from stageline.checking.proof import SplitToProve, prove_split
 from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.layout import Ranks
 from stageline.errors import UserError
@@ -115,7 +115,7 @@ def test_a_record_builds_nothing(tmp_path, monkeypatch):
         raise AssertionError("something was built")
 
     monkeypatch.setattr(CausalLMStage, "__init__", fail)
-    monkeypatch.setattr(proof_record, "_compare", fail)
+    monkeypatch.setattr(proof, "_compare", fail)
     assert prove(tmp_path, CausalLMStage, tiny_config("llama")) == ""
     assert prove(tmp_path, CausalLMStage, tiny_config("llama"), 1, "always") == ""
 
@@ -127,9 +127,9 @@ def test_other_versions_code_and_settings_are_not_proven_by_a_record(tmp_path, m
     assert "recorded" in prove(tmp_path, CausalLMStage, config)
     assert prove(tmp_path, CausalLMStage, config) == ""
     assert "recorded" in prove(tmp_path, CausalLMStage, config, 3)
-    monkeypatch.setattr(proof_record, "VERSIONS", ("torch", "transformers", "tokenizers"))
+    monkeypatch.setattr(proof, "VERSIONS", ("torch", "transformers", "tokenizers"))
     assert "recorded" in prove(tmp_path, CausalLMStage, config)
-    monkeypatch.setattr(proof_record, "_code_of", lambda part: "changed")
+    monkeypatch.setattr(proof, "_code_of", lambda part: "changed")
     assert "recorded" in prove(tmp_path, CausalLMStage, config)
     records = [json.loads(file.read_text()) for file in tmp_path.glob("cache/proofs/*.json")]
     assert len(records) == 5 and not list(tmp_path.glob("cache/proofs/*.json.*"))

@@ -10,8 +10,7 @@ from loss_fn import sft
 from parse_args import parse_train_args
 from prompt_fn import fill, none
 from register import engine_register, import_shelf, loss_fn_register, restored_registers
-from stageline.checking.tiny_models import tiny_config
-from stageline.checking.tiny_processors import tiny_metaspace_tokenizer, tiny_tokenizer
+from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.data.batches.batch import pack_rows
 from stageline.data.batches.collate_part import CollatePart
 from stageline.data.batches.loader import MicroBatchLoader
@@ -24,6 +23,7 @@ from stageline.data.batches.preflight import preflight
 from stageline.data.text import limit
 from stageline.errors import DataError
 from tests.helpers.tiny_batches import count_targets
+from tests.helpers.tiny_tokenizers import tiny_metaspace_tokenizer
 
 import_shelf()
 

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from models import builders, devices
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.errors import UserError
 from stageline.inference.meta_model import model_on_meta, quantization_settings
 from stageline.inference.model_bytes import Load, Stored, measure_model, stored_of

@@ -8,8 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from commands.train_vocabulary import add_tokens
 from pp_models import CausalLMStage
-from stageline.checking.tiny_models import VOCAB_SIZE
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import VOCAB_SIZE, tiny_tokenizer
 from stageline.checkpoint.save import save_split_model
 from stageline.data.text.tokenizers import NewTokens, with_rowless
 from stageline.modules.new_rows import NewRows

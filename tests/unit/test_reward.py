@@ -14,8 +14,7 @@ from parse_args import parse_train_args
 from pp_models import RewardStage
 from prompt_fn import chat, none
 from register import collate_fn_register, engine_register, import_shelf, restored_registers
-from stageline.checking.tiny_models import tiny_config
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.checkpoint.init import init_split_model
 from stageline.checkpoint.load import CheckpointMismatch
 from stageline.data.batches.loader import MicroBatchLoader

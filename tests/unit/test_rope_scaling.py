@@ -8,8 +8,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from commands.stages import AnsweringModel
 from models.builders import auto
 from pp_models import CausalLMStage, VisionLanguageStage
-from stageline.checking.tiny_models import tiny_config
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.checkpoint.plain_folder import export_folder
 from stageline.checkpoint.plain_model import load_plain
 from stageline.checkpoint.save import save_split_model

@@ -9,7 +9,7 @@ import torch
 
 from prompt_fn import auto, chat
 from register import import_shelf
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.text.processor import save_processor
 from stageline.inference.decoding import stage_decoder
 from stageline.inference.decoding import stage_decoder as scores

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from prompt_fn import auto, chat
-from stageline.checking.tiny_processors import tiny_processor
+from stageline.checking.tiny_models import tiny_processor
 from stageline.serving import prompts
 from stageline.serving.errors import ApiError
 from stageline.serving.prompts import FetchError, fetch, is_public, read_pictures

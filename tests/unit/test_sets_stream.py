@@ -7,7 +7,7 @@ import datasets
 import pytest
 import torch
 
-from stageline.checking.tiny_processors import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.batches.preflight import preflight
 from stageline.data.rows import stream as streams

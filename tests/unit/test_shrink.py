@@ -90,7 +90,7 @@ def runs(config: PretrainedConfig) -> bool:
 def test_a_class_that_refuses_the_copy_is_named() -> None:
     config = transformers.LlamaConfig()
     config.layer_types = "nonsense"
-    with pytest.raises(UserError, match=r"llama could not be cut down .*shrink_rules\.py"):
+    with pytest.raises(UserError, match=r"llama could not be cut down .*family_configs\.py"):
         shrink_config(config, num_layers=2)
 
 

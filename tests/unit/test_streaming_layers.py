@@ -4,17 +4,16 @@ import pytest
 import torch
 from torch import nn
 
-from stageline.streaming import stage_pass as seat_module
+from stageline.streaming import passes
 from stageline.streaming.engine import RoundPipe
 from stageline.streaming.host_weights import all_homes
 from stageline.streaming.lanes import Lane
-from stageline.streaming.microbatch import Packed
 from stageline.streaming.recompute import (
     doing_recompute,
     get_recompute_data,
     save_for_recompute,
 )
-from stageline.streaming.run_config import RoundPipeRunConfig
+from stageline.streaming.run_config import Packed, RoundPipeRunConfig
 from tests.helpers.late_queues import late_lanes
 from tests.helpers.streamed_models import BATCH, each_layer, linears, loop, run, square
 
@@ -38,9 +37,9 @@ def test_frozen_layers_send_nothing(lanes, monkeypatch):
             model[frozen].requires_grad_(False)
         model[2].bias.requires_grad_(False)
     made = []
-    original = seat_module.StagePass.open
+    original = passes.StagePass.open
     monkeypatch.setattr(
-        seat_module.StagePass, "open", lambda seat: (made.append(seat), original(seat))[1]
+        passes.StagePass, "open", lambda seat: (made.append(seat), original(seat))[1]
     )
     engine = RoundPipe(ours, lanes=lanes)
     assert torch.equal(run(engine, BATCH, 5), loop(theirs, BATCH, 2))

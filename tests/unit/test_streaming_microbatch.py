@@ -4,8 +4,13 @@ import pytest
 import torch
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate, sum_reducer
 
-from stageline.streaming.microbatch import Packed, merge_outputs, split_inputs, split_label
-from stageline.streaming.run_config import RoundPipeRunConfig
+from stageline.streaming.run_config import (
+    Packed,
+    RoundPipeRunConfig,
+    merge_outputs,
+    split_inputs,
+    split_label,
+)
 
 
 def values(size=6):

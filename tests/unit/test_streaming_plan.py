@@ -9,7 +9,6 @@ from stageline.streaming.plan import (
     LayerCost,
     Plan,
     choose,
-    idle_share,
     slot_times,
     start_times,
     wavefront,
@@ -55,16 +54,14 @@ def test_the_order_of_a_wavefront():
 def test_starts_by_hand():
     # lane 0 has slots 0 and 2, lane 1 slot 1
     assert start_times([1, 2, 1], 2, 2) == [[0, 1], [1, 3], [3, 5]]
-    assert start_times([1, 2, 1], 2, 2, hand_over=1) == [[0, 1], [2, 4], [5, 7]]
-    assert start_times([1, 1, 1, 1], 2, 1, slots_of_pass=2) == [[0], [1], [1], [2]]
 
 
 @pytest.mark.parametrize(("lanes", "slots", "parts"), [(2, 4, 3), (3, 6, 4), (4, 8, 8)])
 def test_equal_slots_are_idle_as_the_formula_says(lanes, slots, parts):
-    for passes in (1, 3):
-        waits = lanes * (lanes - 1)
-        expected = waits / (parts * slots * passes + waits)
-        assert idle_share([2.5] * slots, lanes, parts, num_passes=passes) == pytest.approx(expected)
+    waits = lanes * (lanes - 1)
+    expected = waits / (parts * slots + waits)
+    end = max(own[-1] + 2.5 for own in start_times([2.5] * slots, lanes, parts))
+    assert 1 - 2.5 * slots * parts / (end * lanes) == pytest.approx(expected)
 
 
 def random_costs(draw, num_layers):

@@ -16,8 +16,7 @@ from loss_fn import sft
 from options.train import RunConfig
 from pp_models import CausalLMStage, stage_class_of
 from prompt_fn import auto, fill
-from stageline.checking.tiny_models import VISION_LANGUAGE, tiny_config
-from stageline.checking.tiny_processors import tiny_processor
+from stageline.checking.tiny_models import VISION_LANGUAGE, tiny_config, tiny_processor
 from stageline.checkpoint.load import load_split_model
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule

@@ -12,6 +12,7 @@ from stageline.streaming.engine import RoundPipe
 from stageline.streaming.host_memory import make_pages, page_runs
 from stageline.streaming.host_weights import make_shelves
 from stageline.streaming.lanes import BufferPool, DeviceBudgetError, EagerQueue, Lane
+from stageline.streaming.passes import StagePass
 from stageline.streaming.plan import Plan
 from stageline.streaming.recompute import (
     doing_recompute,
@@ -19,7 +20,6 @@ from stageline.streaming.recompute import (
     save_for_recompute,
 )
 from stageline.streaming.run_config import RoundPipeRunConfig
-from stageline.streaming.stage_pass import StagePass
 from tests.helpers.late_queues import late_lanes
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from dataset import sft
 from parse_args import parse_train_args
 from prompt_fn import auto, chat, fill, none
 from register import import_shelf
-from stageline.checking.tiny_processors import tiny_processor, tiny_tokenizer
+from stageline.checking.tiny_models import tiny_processor, tiny_tokenizer
 from stageline.data.batches import token_cache
 from stageline.data.batches.check_batch import CheckedCollate
 from stageline.data.batches.collate import encode_for_training

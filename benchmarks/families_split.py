@@ -6,42 +6,34 @@ them. Weights travel as in life: the whole model is saved, each stage reads its 
 Shapes: B rows, T tokens, V vocabulary.
 """
 
-import datetime
 import functools
 import math
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import PretrainedConfig
 
-from stageline.checking.batches import run_chain
-from stageline.checking.proof import loss_of
+from benchmarks.families_page import FamilyResult, Said
+from stageline.checking.batches import loss_of, probe_batches, run_chain
 from stageline.checking.shrink import layer_period, shrink_config
-from stageline.data.batches.batch import IGNORE
 from stageline.errors import UserError
-from stageline.model_folder import special_tokens
 from stageline.pipeline.stage_passes import MicroBatch, model_inputs
-from stageline.stages.example_batch import picture_batch
 
 if TYPE_CHECKING:
     from stageline.stages.base import StageModel
 
-Said = Literal["equal", "close", "WRONG", "crash", "refused", "no model"]
 # (folder with config and weights, stage, number of stages, dtype) -> the stage, filled
 BuildStage = Callable[[Path, int, int, torch.dtype], Any]
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-5}  # a sum in another order
 SPREAD = 0.1  # of the noise on all weights: norms of ones and gates of zeros hide faults
 LEAST_LAYERS, MOST_LAYERS = 4, 8
-TEXT_LENGTHS = ((11, 4), (7, 0))  # tokens, padding of the last row
-PICTURES = ((2, 0, 1), (0, 0), (1, 1))  # of each row of each micro-batch
 
 
 @dataclass(frozen=True)
@@ -63,28 +55,6 @@ class LargestGaps:
     def largest(self) -> float:
         """The greatest of all."""
         return max(self.loss, self.logits, self.gradient)
-
-
-@dataclass(frozen=True)
-class FamilyResult:
-    """What was found about one family, split one way.
-
-    Attributes:
-        detail: the refusal's sentence, the exception, or where the difference is.
-        largest: the greatest difference, as a share; 0 for equal bits.
-    """
-
-    name: str
-    kind: str
-    num_stages: int
-    is_tied: bool
-    said: Said
-    detail: str = ""
-    largest: float = 0.0
-    dtype: str = "float64"
-
-    def row(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def compare_split(
@@ -266,37 +236,6 @@ def randomise(whole: nn.Module, seed: int = 1) -> None:
             parameter.add_(noise.to(parameter), alpha=SPREAD)
 
 
-def make_batches(whole: Any, kind: str, dtype: torch.dtype) -> list[MicroBatch]:
-    """Micro-batches of different lengths: padded and full; of pictures many, none and some."""
-    config = whole.config
-    if kind == "vision":
-        made = [
-            picture_batch(config, whole, rows=rows, dtype=dtype, seed=seed, longer=seed)
-            for seed, rows in enumerate(PICTURES)
-        ]
-    else:
-        made = [_text_batch(config, *size, seed=seed) for seed, size in enumerate(TEXT_LENGTHS)]
-    ends = torch.tensor(sorted(special_tokens(config)), dtype=torch.long)
-    for batch in made:
-        ids, mask = batch["input_ids"], batch["attention_mask"]
-        batch["labels"] = ids.masked_fill((mask == 0) | torch.isin(ids, ends), IGNORE)
-    return made
-
-
-def _text_batch(config: PretrainedConfig, length: int, padding: int, *, seed: int) -> MicroBatch:
-    text, special = config.get_text_config(decoder=True), special_tokens(config)
-    most = getattr(text, "unpadded_vocab_size", None) or text.vocab_size
-    letters = torch.tensor([one for one in range(3, most) if one not in special])
-    generator = torch.Generator().manual_seed(seed)
-    ids = letters[torch.randint(len(letters), (2, length), generator=generator)]
-    mask = torch.ones_like(ids)
-    if padding:
-        pad = getattr(text, "pad_token_id", None)
-        ids[-1, -padding:] = pad if isinstance(pad, int) and pad >= 0 else 0
-        mask[-1, -padding:] = 0
-    return {"input_ids": ids, "attention_mask": mask}
-
-
 def _fill(family: Family, config: PretrainedConfig, auto_class: Any) -> None:
     """Builds the model in float64, or in float32 where an operator of it does not know that."""
     problem: Exception | None = None
@@ -306,7 +245,7 @@ def _fill(family: Family, config: PretrainedConfig, auto_class: Any) -> None:
             # built in its dtype, as stages are: the value of a buffer may depend on it
             whole = auto_class.from_config(config, dtype=dtype).train()
             randomise(whole)
-            batches = make_batches(whole, family.kind, dtype)
+            batches = probe_batches(whole, family.kind, dtype)
             for batch in batches:
                 loss = loss_of(whole(**model_inputs(batch), use_cache=False).logits, batch)
                 loss.backward()
@@ -346,102 +285,3 @@ def told(error: BaseException) -> str:
     place = f" ({Path(at[-1].filename).name}:{at[-1].lineno})" if at else ""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}{place}"
-
-
-# -- writes docs/models.md: one row a name, from verdicts -----------------------------------------
-
-ORDER = ("WRONG", "crash", "refused", "no model", "close", "equal")
-WORDS = {
-    "equal to the bit": "equal to the bit",
-    "equal": "equal, sums in another order",
-    "close": "close",
-    "WRONG": "**wrong**",
-    "crash": "**crash**",
-    "refused": "refused",
-    "no model": "not tried",
-}
-HEAD = """# Models: which families are split exactly
-
-Every name that transformers {transformers} lists for causal language models and for
-image-text-to-text models, tried on {date} with PyTorch {torch} on a CPU.
-
-How a name is tried: its configuration is cut down to 4 to 8 layers, with every kind of layer
-among them. Weights, norms and biases are random; multipliers are set to something other than 1.
-The stages are filled from a saved folder, each with the parameters of its own, and run one after
-the other in one process, on 2 and on 3 stages, with and without a tied head. Only detached
-tensors cross a border, as between processes. Losses, logits and **every gradient** are compared
-with those of the library's whole model, on a padded and on a full micro-batch; for
-vision-language models on rows with several images, one image and none. A family that is not in
-this table, or that another version of the library changed, is compared in the same way when a run
-begins (`prove_split`).
-
-- **equal to the bit**: all bits of losses, logits and gradients are the same, on each split.
-- **equal, sums in another order**: the difference is at most 1e-13 of the largest number in float64
-  (1e-5 in float32). The gradients of a weight that two stages hold are added up in another order.
-- **close**: the difference is larger than that, and at most 1e-9 (1e-4 in float32).
-- **refused**: the run ends before it begins, with one sentence that names the family.
-- **not tried**: there is no cut-down model, for the reason given.
-
-`float32` stands where a family has operators that do not support float64. The table is made by
-`python benchmarks/families.py --all --markdown docs/models.md`.
-
-{counts}
-"""
-TITLES = {"text": "Causal language models", "vision": "Vision-language models"}
-COLUMNS = "| name | stages | result | computed in | remark |"
-
-
-def write_page(verdicts: Sequence[FamilyResult], path: Path) -> None:
-    """Writes the page."""
-    text = HEAD.format(
-        transformers=transformers.__version__,
-        torch=torch.__version__,
-        date=datetime.date.today().isoformat(),
-        counts=_counts(verdicts),
-    )
-    for kind, title in TITLES.items():
-        rows = _by_name([one for one in verdicts if one.kind == kind])
-        text += f"\n## {title}\n\n{COLUMNS}\n|---|---|---|---|---|\n"
-        text += "".join(_row(name, found) for name, found in sorted(rows.items()))
-    path.write_text(text, encoding="utf-8")
-
-
-def _by_name(verdicts: Sequence[FamilyResult]) -> dict[str, list[FamilyResult]]:
-    found: dict[str, list[FamilyResult]] = {}
-    for one in verdicts:
-        found.setdefault(one.name, []).append(one)
-    return found
-
-
-def _worst(found: Sequence[FamilyResult]) -> FamilyResult:
-    return min(found, key=lambda one: (ORDER.index(one.said), -one.largest))
-
-
-def _result(found: Sequence[FamilyResult]) -> str:
-    worst = _worst(found)
-    if worst.said == "equal" and not worst.largest:
-        return WORDS["equal to the bit"]
-    figure = f" ({worst.largest:.0e})" if worst.said in ("equal", "close") else ""
-    return WORDS[worst.said] + figure
-
-
-def _row(name: str, found: Sequence[FamilyResult]) -> str:
-    worst = _worst(found)
-    stages = ", ".join(str(one) for one in sorted({one.num_stages for one in found}))
-    if worst.said == "no model":
-        stages = "-"
-    detail = worst.detail.replace("|", "\\|") if worst.said != "equal" else ""
-    dtype = worst.dtype if stages != "-" else "-"
-    return f"| `{name}` | {stages} | {_result(found)} | {dtype} | {detail} |\n"
-
-
-def _counts(verdicts: Sequence[FamilyResult]) -> str:
-    lines = []
-    for kind, title in TITLES.items():
-        rows = _by_name([one for one in verdicts if one.kind == kind])
-        results = [_result(found).split(" (")[0] for found in rows.values()]
-        counted = ", ".join(
-            f"{results.count(word)} {word}" for word in WORDS.values() if word in results
-        )
-        lines.append(f"- {title}: {len(rows)}; {counted}")
-    return "\n".join(lines)
