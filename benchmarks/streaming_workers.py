@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from stageline.streaming.engine import RoundPipe
-from stageline.streaming.host_weights import make_shelves
+from stageline.streaming.host_weights import make_host_weights
 from stageline.streaming.lanes import Lane
 from stageline.streaming.plan import Plan, choose, costs_of
 from stageline.streaming.run_config import RoundPipeRunConfig
@@ -53,10 +53,10 @@ def activation_bytes(setup: Setup, block: Block) -> int:
 
 def plan_of(setup: Setup, model: nn.Sequential) -> Plan:
     """The engine's choice for the budget, with the activations of a block as measured."""
-    shelves = make_shelves(list(model), {})
+    hosted_layers = make_host_weights(list(model), {})
     block = Block(SHAPES[setup.size], lora=setup.lora).to(setup.device, setup.dtype)
     size = activation_bytes(setup, block)
-    costs = [dataclasses.replace(cost, activation_bytes=size) for cost in costs_of(shelves)]
+    costs = [dataclasses.replace(cost, activation_bytes=size) for cost in costs_of(hosted_layers)]
     return choose(costs, num_lanes=1, num_microbatches=setup.micro_batches, budget=setup.budget)
 
 

@@ -389,10 +389,10 @@ def make_streaming_runner(
     )
     _check_budget(runner, run.num_micro_batches)
     try:
-        check_host_memory(runner.pipe._shelves, torch.float32)
+        check_host_memory(runner.pipe._hosted_layers, torch.float32)
     except MemoryError as error:
         raise UserError(f"the model does not fit the host's memory: {error}") from None
-    host = host_bytes(runner.pipe._shelves, torch.float32) / GIB
+    host = host_bytes(runner.pipe._hosted_layers, torch.float32) / GIB
     names = ", ".join(str(lane.device) for lane in lanes)
     budget = lanes[0].pool.budget
     limit = "all that is there" if budget is None else f"{budget / GIB:.2f} GiB"

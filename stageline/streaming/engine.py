@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from stageline.streaming.host_memory import allocate, check_host_memory, make_pages
-from stageline.streaming.host_weights import Home, HostWeights, all_homes, make_shelves, update
+from stageline.streaming.host_weights import Home, HostWeights, all_homes, make_host_weights, update
 from stageline.streaming.lanes import Lane, Mark, OptimizerThread, default_lanes
 from stageline.streaming.passes import (
     Flow,
@@ -299,7 +299,7 @@ class EngineCall:
 
     def __init__(
         self,
-        shelves: Sequence[HostWeights],
+        hosted_layers: Sequence[HostWeights],
         lanes: Sequence[Lane],
         rules: Rules,
         inputs: Sequence[Inputs],
@@ -310,7 +310,7 @@ class EngineCall:
     ) -> None:
         labels = [None] * len(inputs) if labels is None else labels
         parts = [PassPart(on_host(each), its) for each, its in zip(inputs, labels, strict=True)]
-        self._run = Pass(shelves, lanes, rules, parts)
+        self._run = Pass(hosted_layers, lanes, rules, parts)
         self._gpus = [lane.device for lane in lanes if lane.device.type == "cuda"]
         self._settle = settle
         self._device = torch.device(output_device or "cpu")
@@ -452,9 +452,9 @@ class RoundPipe(StreamedModel):
         self._lanes = default_lanes() if lanes is None else list(lanes)
         self._layers = list(model) if isinstance(model, nn.Sequential) else [model]
         names = {id(parameter): key for key, parameter in model.named_parameters()}
-        self._shelves = make_shelves(self._layers, names)
+        self._hosted_layers = make_host_weights(self._layers, names)
         make_pages(
-            self._shelves, pin_model, on_gpu=self._lanes[0].device.type == "cuda", owner=self
+            self._hosted_layers, pin_model, on_gpu=self._lanes[0].device.type == "cuda", owner=self
         )
         self._forward_to(model)
 
@@ -471,7 +471,7 @@ class RoundPipe(StreamedModel):
         """
         settings, inputs = self._begin(roundpipe_run_config, args, kwargs)
         rules = self._rules(settings, inputs)
-        is_trained = any(shelf.is_trained for shelf in self._shelves)
+        is_trained = any(hosted.is_trained for hosted in self._hosted_layers)
         with_graph = bool(settings.requires_grad) and (is_trained or rules.input_gradients)
         plan = self._plan(settings, len(inputs), with_graph=with_graph)
         call = self._call(settings, rules, inputs)
@@ -549,7 +549,7 @@ class RoundPipe(StreamedModel):
         labels: Sequence[Any] | None = None,
     ) -> EngineCall:
         return EngineCall(
-            self._shelves,
+            self._hosted_layers,
             self._lanes,
             rules,
             inputs,
@@ -562,7 +562,7 @@ class RoundPipe(StreamedModel):
         plan = settings.execute_plan
         if plan is None:
             plan = choose(
-                costs_of(self._shelves),
+                costs_of(self._hosted_layers),
                 num_lanes=len(self._lanes),
                 num_microbatches=num_parts,
                 budget=self._lanes[0].pool.budget,
@@ -575,26 +575,26 @@ class RoundPipe(StreamedModel):
     def _settle(self, run: Pass) -> None:
         """Lets the worker add up the gradients that are on their way; waits for buffers."""
         for seat, mark in run.landed:
-            if not seat.is_recomputed and any(shelf.buffers for shelf in seat.shelves):
+            if not seat.is_recomputed and any(hosted.buffers for hosted in seat.hosted_layers):
                 mark.wait()
-            for shelf, home in seat.sent:
-                job = functools.partial(_collect, seat.used, shelf, home, mark, self._optim_dtype)
-                shelf.collected = self._worker.submit(job)
+            for hosted, home in seat.sent:
+                job = functools.partial(_collect, seat.used, hosted, home, mark, self._optim_dtype)
+                hosted.collected = self._worker.submit(job)
         run.landed.clear()
 
     def _make_masters(self) -> None:
         if not self._updated():  # not yet
-            check_host_memory(self._shelves, self._optim_dtype)
-        for shelf in self._shelves:
-            shelf.make_masters(self._optim_dtype, allocate)
+            check_host_memory(self._hosted_layers, self._optim_dtype)
+        for hosted in self._hosted_layers:
+            hosted.make_masters(self._optim_dtype, allocate)
 
     def _homes(self) -> list[Home]:
-        return all_homes(self._shelves)
+        return all_homes(self._hosted_layers)
 
 
 def _collect(
-    used: set[int], shelf: HostWeights, home: Home, mark: Mark, dtype: torch.dtype | None
+    used: set[int], hosted: HostWeights, home: Home, mark: Mark, dtype: torch.dtype | None
 ) -> None:
     mark.wait()
     if id(home.parameter) in used:  # else no layer made one
-        home.collect(shelf.staged[id(home.parameter)], dtype)
+        home.collect(hosted.staged[id(home.parameter)], dtype)

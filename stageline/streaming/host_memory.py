@@ -13,7 +13,7 @@ Run = tuple[int, int]  # first address, behind the last
 
 
 def make_pages(
-    shelves: Sequence[HostWeights], pin_model: str, *, on_gpu: bool, owner: object
+    hosted_layers: Sequence[HostWeights], pin_model: str, *, on_gpu: bool, owner: object
 ) -> None:
     """Puts weights where a GPU fetches them quickly.
 
@@ -29,14 +29,14 @@ def make_pages(
     if not on_gpu or pin_model == "off":
         return
     if pin_model == "register":
-        values = [home.parameter.detach() for home in all_homes(shelves)]
+        values = [home.parameter.detach() for home in all_homes(hosted_layers)]
         runs = _register([each for each in values if not each.is_pinned()])
         weakref.finalize(owner, _unregister, runs).atexit = False
         return
-    _pin_buffers(shelves)
+    _pin_buffers(hosted_layers)
     placed: set[int] = set()
-    for shelf in shelves:
-        homes = [home for home in shelf.homes if id(home) not in placed]
+    for hosted in hosted_layers:
+        homes = [home for home in hosted.homes if id(home) not in placed]
         placed |= {id(home) for home in homes}
         values = [home.parameter.detach() for home in homes]
         views = page_views(values, allocate_pinned)
@@ -54,14 +54,14 @@ def allocate_pinned(num_bytes: int) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
-def host_bytes(shelves: Sequence[HostWeights], optim_dtype: torch.dtype | None) -> int:
+def host_bytes(hosted_layers: Sequence[HostWeights], optim_dtype: torch.dtype | None) -> int:
     """What weights, their second pages, gradients, their sums and the optimizer's copies take.
 
     Without the optimizer's own state, which is the optimizer's to choose (AdamW: two more values
     a trained parameter).
     """
     total = 0
-    for home in all_homes(shelves):
+    for home in all_homes(hosted_layers):
         count, size = home.parameter.numel(), home.parameter.element_size()
         total += count * size
         if home.parameter.requires_grad:
@@ -70,9 +70,9 @@ def host_bytes(shelves: Sequence[HostWeights], optim_dtype: torch.dtype | None) 
     return total
 
 
-def _pin_buffers(shelves: Sequence[HostWeights]) -> None:
+def _pin_buffers(hosted_layers: Sequence[HostWeights]) -> None:
     """Those that a pass changes come home, and who starts a copy to other memory waits for it."""
-    for buffer in {id(each): each for shelf in shelves for each in shelf.buffers}.values():
+    for buffer in {id(each): each for hosted in hosted_layers for each in hosted.buffers}.values():
         if not buffer.is_pinned():
             buffer.data = buffer.detach().pin_memory()
 
@@ -115,15 +115,17 @@ def _register(values: Sequence[torch.Tensor]) -> list[Run]:
     return done
 
 
-def check_host_memory(shelves: Sequence[HostWeights], optim_dtype: torch.dtype | None) -> None:
+def check_host_memory(
+    hosted_layers: Sequence[HostWeights], optim_dtype: torch.dtype | None
+) -> None:
     """Refuses to train what would drive the machine out of memory, before anything is taken.
 
     Raises:
         MemoryError: says what is needed and what there is.
     """
-    whole = host_bytes(shelves, optim_dtype)
+    whole = host_bytes(hosted_layers, optim_dtype)
     weights = sum(
-        home.parameter.numel() * home.parameter.element_size() for home in all_homes(shelves)
+        home.parameter.numel() * home.parameter.element_size() for home in all_homes(hosted_layers)
     )
     there = available_memory()
     if there is not None and whole - weights > there:

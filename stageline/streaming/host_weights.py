@@ -143,26 +143,26 @@ class HostWeights:
         return any(home.parameter.requires_grad for home in self.homes)
 
 
-def make_shelves(layers: Sequence[nn.Module], names: dict[int, str]) -> list[HostWeights]:
-    """A shelf a layer; a parameter of several layers has one home.
+def make_host_weights(layers: Sequence[nn.Module], names: dict[int, str]) -> list[HostWeights]:
+    """Host weights of each layer; a parameter of several layers has one home.
 
     Args:
         names: of each parameter in the model, by its id.
     """
     homes: dict[int, Home] = {}
-    shelves = []
+    hosted_layers = []
     for layer in layers:
         own = []
         for parameter in layer.parameters():
             name = names.get(id(parameter), "")
             own.append(homes.setdefault(id(parameter), Home(name, parameter)))
-        shelves.append(HostWeights(layer, own, list(layer.buffers())))
-    return shelves
+        hosted_layers.append(HostWeights(layer, own, list(layer.buffers())))
+    return hosted_layers
 
 
-def all_homes(shelves: Iterable[HostWeights]) -> list[Home]:
+def all_homes(hosted_layers: Iterable[HostWeights]) -> list[Home]:
     """Each home once, in the order of layers."""
-    found = {id(home): home for shelf in shelves for home in shelf.homes}
+    found = {id(home): home for hosted in hosted_layers for home in hosted.homes}
     return list(found.values())
 
 

@@ -175,7 +175,7 @@ class StagePass:
     Nothing waits here: each piece of work is put into a queue behind the marks that it needs.
 
     Args:
-        shelves: of its layers.
+        host weights: of its layers.
         makes_gradients: a backward stage.
         is_recomputed: its layers ran before in this pass: buffers start from `snapshots`.
         snapshots: buffers as they were when the layers first ran in this pass, by their id.
@@ -184,20 +184,22 @@ class StagePass:
     def __init__(
         self,
         lane: Lane,
-        shelves: Sequence[HostWeights],
+        hosted_layers: Sequence[HostWeights],
         *,
         makes_gradients: bool,
         is_recomputed: bool,
         snapshots: dict[int, torch.Tensor],
     ) -> None:
         self.lane = lane
-        self.shelves = shelves
+        self.hosted_layers = hosted_layers
         self.makes_gradients = makes_gradients
         self.is_recomputed = is_recomputed
         self.shells: list[Any] = []
         self._snapshots = snapshots
-        self._homes = {id(home.parameter): home for shelf in shelves for home in shelf.homes}
-        self._buffers = {id(each): each for shelf in shelves for each in shelf.buffers}
+        self._homes = {
+            id(home.parameter): home for hosted in hosted_layers for home in hosted.homes
+        }
+        self._buffers = {id(each): each for hosted in hosted_layers for each in hosted.buffers}
         self._on_device: dict[int, torch.Tensor] = {}
         self._weights: Buffer | None = None
         self._gradients: Buffer | None = None
@@ -231,7 +233,7 @@ class StagePass:
         self.lane.compute.after(self._uploaded)
         if self.makes_gradients:
             self._make_gradients()
-        self.shells = [shell_of(shelf.layer, self._on_device) for shelf in self.shelves]
+        self.shells = [shell_of(hosted.layer, self._on_device) for hosted in self.hosted_layers]
 
     def close(self) -> Mark:
         """Sends gradients and buffers home and gives the memory back.
@@ -242,12 +244,12 @@ class StagePass:
         computed = self.lane.compute.record()
         outward = self.lane.outward
         outward.after(computed)
-        for shelf, home in self.sent:
-            shelf.wait_until_collected()
+        for hosted, home in self.sent:
+            hosted.wait_until_collected()
             leaf = self._on_device[id(home.parameter)]
-            outward.run(functools.partial(_stage_gradient, self.used, shelf, home, leaf))
+            outward.run(functools.partial(_stage_gradient, self.used, hosted, home, leaf))
         if not self.is_recomputed and self._buffers:
-            outward.run(functools.partial(_buffers_home, self.shelves, self.shells))
+            outward.run(functools.partial(_buffers_home, self.hosted_layers, self.shells))
         gone = outward.record()
         assert self._weights is not None
         self.lane.pool.give(self._weights, gone if self._buffers else computed)
@@ -272,13 +274,13 @@ class StagePass:
 
     @property
     def sent(self) -> list[tuple[HostWeights, Home]]:
-        """Which gradients go to which shelf: that of a parameter of several layers goes once."""
+        """Where each gradient goes; that of a parameter of several layers goes once."""
         if not self.makes_gradients:
             return []
         first = {
-            id(home): (shelf, home)
-            for shelf in reversed(self.shelves)
-            for home in shelf.homes
+            id(home): (hosted, home)
+            for hosted in reversed(self.hosted_layers)
+            for home in hosted.homes
             if home.parameter.requires_grad
         }
         return list(first.values())
@@ -322,16 +324,16 @@ class StagePass:
             self._on_device[key] = leaf
 
 
-def _stage_gradient(used: set[int], shelf: HostWeights, home: Home, leaf: torch.Tensor) -> None:
+def _stage_gradient(used: set[int], hosted: HostWeights, home: Home, leaf: torch.Tensor) -> None:
     # not used, it has none, as in PyTorch, and not zeros to decay by
     if id(home.parameter) in used and leaf.grad is not None:
-        shelf.staged_for(home, allocate).copy_(leaf.grad, non_blocking=True)
+        hosted.staged_for(home, allocate).copy_(leaf.grad, non_blocking=True)
 
 
-def _buffers_home(shelves: Sequence[HostWeights], shells: Sequence[Any]) -> None:
-    for shelf, shell in zip(shelves, shells, strict=True):
+def _buffers_home(hosted_layers: Sequence[HostWeights], shells: Sequence[Any]) -> None:
+    for hosted, shell in zip(hosted_layers, shells, strict=True):
         # of the shell's own: a layer may put a new tensor in the place of a buffer
-        for host, device in zip(shelf.buffers, shell.buffers(), strict=True):
+        for host, device in zip(hosted.buffers, shell.buffers(), strict=True):
             host.copy_(device, non_blocking=True)
 
 
@@ -380,12 +382,12 @@ class Pass:
 
     def __init__(
         self,
-        shelves: Sequence[HostWeights],
+        hosted_layers: Sequence[HostWeights],
         lanes: Sequence[Lane],
         rules: Rules,
         parts: list[PassPart],
     ) -> None:
-        self.shelves = shelves
+        self.hosted_layers = hosted_layers
         self.lanes = lanes
         self.rules = rules
         self.parts = parts
@@ -395,8 +397,8 @@ class Pass:
         self._snapshots: dict[int, torch.Tensor] = {}
         self._aside_bytes = 0  # of layers' inputs that the backward pass will want
         self._kept: dict[Hashable, tuple] = {}  # what layers save for their recomputation
-        trained = [number for number, shelf in enumerate(shelves) if shelf.is_trained]
-        first = min(trained, default=len(shelves))
+        trained = [number for number, hosted in enumerate(hosted_layers) if hosted.is_trained]
+        first = min(trained, default=len(hosted_layers))
         self._first_graph = 0 if rules.input_gradients else first
 
     def forward(self, stages: Sequence[range], segments: Sequence[range] = ()) -> None:
@@ -406,7 +408,7 @@ class Pass:
             part.output = part.flow
 
     def forward_backward(self, plan: Plan) -> None:
-        """Runs a whole plan; gradients end on the shelves and in the parts."""
+        """Runs a whole plan; gradients end on the host weights and in the parts."""
         turn, *later = plan.backward
         slots: list[Slot] = [(FORWARD, stage, ()) for stage in plan.forward]
         slots.append((TURN, turn, (turn,)))
@@ -466,7 +468,7 @@ class Pass:
     def _seat(self, kind: str, stage: range, lane: Lane) -> StagePass:
         return StagePass(
             lane,
-            [self.shelves[layer] for layer in stage],
+            [self.hosted_layers[layer] for layer in stage],
             makes_gradients=kind != FORWARD,
             is_recomputed=kind == BACKWARD,
             snapshots=self._snapshots,

@@ -250,12 +250,12 @@ def _greedy(
 # -- what layers cost, before anything was timed: work grows with the weights ---------------------
 
 
-def costs_of(shelves: Sequence[HostWeights]) -> list[LayerCost]:
+def costs_of(hosted_layers: Sequence[HostWeights]) -> list[LayerCost]:
     """A cost a layer, in bytes; activations are not known yet."""
     costs = []
-    for shelf in shelves:
-        parameters = [home.parameter for home in shelf.homes]
-        _, weight_bytes = offsets([*parameters, *shelf.buffers])
+    for hosted in hosted_layers:
+        parameters = [home.parameter for home in hosted.homes]
+        _, weight_bytes = offsets([*parameters, *hosted.buffers])
         _, gradient_bytes = offsets([each for each in parameters if each.requires_grad])
         work = float(max(weight_bytes, 1))
         costs.append(LayerCost(work, 2 * work, weight_bytes, gradient_bytes))

@@ -263,7 +263,7 @@ class StreamingRunner:
         Raises:
             ValueError: names the layer or stage that does not fit.
         """
-        costs, budget = costs_of(self.pipe._shelves), self._lanes[0].pool.budget
+        costs, budget = costs_of(self.pipe._hosted_layers), self._lanes[0].pool.budget
         plan = self._plan_of_steps
         if plan is None:
             choose(

@@ -138,9 +138,11 @@ def _shared_homes(engines: list[RoundPipe]) -> dict[int, Home]:
     """The homes of all engines by their parameter; what two engines use has one."""
     shared: dict[int, Home] = {}
     for engine in engines:
-        for shelf in engine._shelves:
-            shelf.homes = [shared.setdefault(id(home.parameter), home) for home in shelf.homes]
-    assert len(all_homes(shelf for engine in engines for shelf in engine._shelves)) == len(shared)
+        for hosted in engine._hosted_layers:
+            hosted.homes = [shared.setdefault(id(home.parameter), home) for home in hosted.homes]
+    assert len(all_homes(hosted for engine in engines for hosted in engine._hosted_layers)) == len(
+        shared
+    )
     return shared
 
 

@@ -46,7 +46,9 @@ def test_frozen_layers_send_nothing(lanes, monkeypatch):
     engine.synchronize()
     assert_gradients(ours, theirs, rtol=0, atol=0)
     backward = [seat for seat in made if seat.makes_gradients]
-    layers = [engine._shelves.index(shelf) for seat in backward for shelf in seat.shelves]
+    layers = [
+        engine._hosted_layers.index(hosted) for seat in backward for hosted in seat.hosted_layers
+    ]
     assert layers == [4, 3, 2]  # before the first trained layer nothing goes backward
     sent = sum(home.parameter.numel() for seat in backward for _, home in seat.sent)
     assert sent == 6 * 6 * 2 + 6
@@ -77,7 +79,9 @@ def test_of_low_rank_layers_only_adapters_move(lanes):
     assert torch.equal(run(engine, BATCH, 3), loop(theirs, BATCH, 2))
     engine.synchronize()
     assert_gradients(ours, theirs, rtol=0, atol=0)
-    staged = sum(each.numel() for shelf in engine._shelves for each in shelf.staged.values())
+    staged = sum(
+        each.numel() for hosted in engine._hosted_layers for each in hosted.staged.values()
+    )
     assert staged == 3 * 12
 
 
@@ -284,7 +288,7 @@ def test_a_layer_keeps_what_its_recomputation_repeats(lanes):
                 value = layer(value)
         square(value, None).backward()
     # each gradient was there once, and has come once more
-    for parameter, home in zip(model.parameters(), all_homes(engine._shelves), strict=True):
+    for parameter, home in zip(model.parameters(), all_homes(engine._hosted_layers), strict=True):
         assert home.parameter is parameter
         torch.testing.assert_close(parameter.grad, 2 * home.total)
 

@@ -50,13 +50,13 @@ def test_the_host_memory_that_is_stated_is_what_it_takes():
     optimizer = torch.optim.SGD(engine.optim_parameters(), lr=1e-3)
     engine.forward_backward((BATCH.bfloat16(),), loss_fn=square)
     engine.synchronize()
-    tensors = [home.parameter for shelf in engine._shelves for home in shelf.homes]
-    tensors += [home.back for shelf in engine._shelves for home in shelf.homes]
-    tensors += [home.total for shelf in engine._shelves for home in shelf.homes]
+    tensors = [home.parameter for hosted in engine._hosted_layers for home in hosted.homes]
+    tensors += [home.back for hosted in engine._hosted_layers for home in hosted.homes]
+    tensors += [home.total for hosted in engine._hosted_layers for home in hosted.homes]
     tensors += list(optimizer.param_groups[0]["params"])
-    tensors += [each for shelf in engine._shelves for each in shelf.staged.values()]
+    tensors += [each for hosted in engine._hosted_layers for each in hosted.staged.values()]
     taken = sum(each.numel() * each.element_size() for each in tensors if each is not None)
-    assert host_bytes(engine._shelves, torch.float32) == taken
+    assert host_bytes(engine._hosted_layers, torch.float32) == taken
 
 
 @pytest.mark.parametrize(("limit", "num_moved"), [(None, 0), (0, 10), (2 * 2 * 6 * 4, 8)])
@@ -79,10 +79,10 @@ def test_inputs_that_wait_stay_on_the_device_within_their_budget(limit, num_move
 
 def test_a_model_that_the_host_cannot_hold_is_refused_before_memory_is_taken(monkeypatch):
     engine = RoundPipe(linears(3))
-    needed = host_bytes(engine._shelves, None) - 3 * 42 * 4
+    needed = host_bytes(engine._hosted_layers, None) - 3 * 42 * 4
     monkeypatch.setattr(host_memory, "available_memory", lambda: needed - 1)
     with pytest.raises(MemoryError, match=f"training takes {needed:,} bytes.*{needed - 1:,} are"):
         list(engine.optim_parameters())
-    assert all(home.master is None for home in all_homes(engine._shelves))
+    assert all(home.master is None for home in all_homes(engine._hosted_layers))
     monkeypatch.setattr(host_memory, "available_memory", lambda: needed)
     assert len(list(engine.optim_parameters())) == 6

@@ -138,7 +138,7 @@ def test_frozen_weights_get_nothing_and_masks_ask_for_nothing():
     )
     layers = [range(number, number + 1) for number in range(6)]
     engine = engine_of(model, execute_plan=Plan(tuple(layers[:5]), tuple(layers[::-1])))
-    assert [shelf.is_trained for shelf in engine._shelves].index(True) == 3
+    assert [hosted.is_trained for hosted in engine._hosted_layers].index(True) == 3
     loss = engine.forward_backward(input_kwargs=batch, loss_fn=loss_of)
     engine.synchronize()
     assert_close(loss, plain_loop(plain, batch))
@@ -283,7 +283,7 @@ def test_adapters_of_peft_stream_with_their_layers():
     plain, batch = copy.deepcopy(model), make_batch("llama")
     engine = engine_of(model)
     assert all("lora_" in name for name, _ in engine.optim_named_parameters())
-    assert [len(shelf.homes) for shelf in engine._shelves] == [1, 13, 13, 13, 13, 2]
+    assert [len(hosted.homes) for hosted in engine._hosted_layers] == [1, 13, 13, 13, 13, 2]
     loss = engine.forward_backward(input_kwargs=batch, loss_fn=loss_of)
     engine.synchronize()
     assert_close(loss, plain_loop(plain, batch))

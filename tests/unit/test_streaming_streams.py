@@ -10,7 +10,7 @@ from torch import nn
 
 from stageline.streaming.engine import RoundPipe
 from stageline.streaming.host_memory import make_pages, page_runs
-from stageline.streaming.host_weights import make_shelves
+from stageline.streaming.host_weights import make_host_weights
 from stageline.streaming.lanes import BufferPool, DeviceBudgetError, EagerQueue, Lane
 from stageline.streaming.passes import StagePass
 from stageline.streaming.plan import Plan
@@ -99,8 +99,8 @@ def test_a_prefetch_without_room_costs_no_idle_buffer():
 def test_after_an_error_memory_waits_for_what_is_on_its_way_in():
     lane = late_lanes(1)[0]
     model = linears(1)
-    shelves = make_shelves(list(model), {})
-    seat = StagePass(lane, shelves, makes_gradients=False, is_recomputed=False, snapshots={})
+    hosted_layers = make_host_weights(list(model), {})
+    seat = StagePass(lane, hosted_layers, makes_gradients=False, is_recomputed=False, snapshots={})
     seat.upload(1.0)
     seat.abandon()
     buffer = lane.pool.take(512, lane.compute)
@@ -172,7 +172,9 @@ def test_sums_of_gradients_take_memory_once():
     for _ in range(3):
         engine.forward_backward((BATCH,), loss_fn=square)
         engine.synchronize()
-        places.append([home.total.data_ptr() for shelf in engine._shelves for home in shelf.homes])
+        places.append(
+            [home.total.data_ptr() for hosted in engine._hosted_layers for home in hosted.homes]
+        )
         engine.step(optimizer.step)
     assert places[0] == places[1] == places[2]
 
@@ -200,19 +202,19 @@ class Driver:
 
 
 def test_registered_memory_is_given_back_with_its_owner_and_after_a_refusal(monkeypatch):
-    shelves = make_shelves([nn.Linear(64, 64), nn.Linear(640, 640)], {})
+    hosted_layers = make_host_weights([nn.Linear(64, 64), nn.Linear(640, 640)], {})
     driver = Driver(limit=100)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: False)
     owner = nn.Identity()
-    make_pages(shelves, "register", on_gpu=True, owner=owner)
+    make_pages(hosted_layers, "register", on_gpu=True, owner=owner)
     num_runs = len(driver.pinned)
     del owner
     assert num_runs and not driver.pinned
     driver.limit = num_runs - 1
     with pytest.raises(RuntimeError, match="cudaHostRegister returned 2"):
-        make_pages(shelves, "register", on_gpu=True, owner=nn.Identity())
+        make_pages(hosted_layers, "register", on_gpu=True, owner=nn.Identity())
     assert not driver.pinned
 
 
