@@ -18,22 +18,23 @@ from parse_args import EvaluateArguments, save_config
 from stageline.data.batches.step_maker import make_dataset, read_row
 from stageline.data.images.image_settings import make_image_settings, using_images
 from stageline.data.rows.bad_rows import BadRows, leaving_out
-from stageline.evaluation.compare import compare, comparison_markdown, format_comparison, read_other
 from stageline.evaluation.figures import format_usage, usage_of
 from stageline.evaluation.predictions import PredictionFile, fingerprint
-from stageline.evaluation.replicas import EvaluationReplicas
 from stageline.evaluation.report import (
     Bootstrap,
     check_metric,
+    compare,
+    comparison_markdown,
+    format_comparison,
     format_figures,
     format_report,
     make_report,
+    read_other,
     report_markdown,
     write_report,
 )
-from stageline.evaluation.runner import check_ids
-from stageline.plotting.pictures import caption, plot_predictions
-from stageline.plotting.text import plot_groups
+from stageline.evaluation.runner import EvaluationReplicas, check_ids
+from stageline.plotting.pictures import caption, plot_groups, plot_predictions
 
 NUM_PICTURES = 36
 

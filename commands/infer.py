@@ -39,8 +39,7 @@ def main() -> int:
     from stageline.data.images.image_settings import make_image_settings, using_images
     from stageline.data.rows.bad_rows import BadRows, leaving_out
     from stageline.evaluation.predictions import fingerprint
-    from stageline.evaluation.replicas import EvaluationReplicas
-    from stageline.evaluation.runner import check_ids
+    from stageline.evaluation.runner import EvaluationReplicas, check_ids
 
     run = arguments.run
     check_model_path(run.model_path, arguments.parts["builder"].part)

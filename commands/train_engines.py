@@ -42,14 +42,13 @@ from stageline.errors import UserError
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import Schedule
 from stageline.pipeline.topology import Topology, resolve_topology
-from stageline.planner.memory_plan import device_capacity
+from stageline.planner.cost import device_capacity
 from stageline.planner.planner import place_together
 from stageline.seeds import seed_everything
 from stageline.training.memory import MemoryAccount
-from stageline.training.replicas import Replicas
+from stageline.training.replicas import Replicas, ShardedReplicas
 from stageline.training.resume import ResumePoint
 from stageline.training.run_log import RunReport, summarize_stage
-from stageline.training.sharding import ShardedReplicas
 
 
 def run_training(arguments: TrainArguments) -> int:

@@ -13,9 +13,15 @@ from transformers import PretrainedConfig
 
 from stageline.data.batches.batch import IGNORE
 from stageline.data.images.images import CROSS_MASK, grow_cross_mask
-from stageline.pipeline.borders import batch_input, batch_output
 from stageline.pipeline.plan import Kind
-from stageline.pipeline.stage_passes import MicroBatch, StagePasses, Tensors, model_inputs
+from stageline.pipeline.stage_passes import (
+    MicroBatch,
+    StagePasses,
+    Tensors,
+    batch_input,
+    batch_output,
+    model_inputs,
+)
 
 if TYPE_CHECKING:
     from stageline.stages.base import StageModel

@@ -32,8 +32,7 @@ from stageline.distributed.failure_record import (
     write_first,
     write_record,
 )
-from stageline.distributed.lifeline import leave
-from stageline.distributed.machines import Machine, this_machine
+from stageline.distributed.machines import Machine, leave, this_machine
 from stageline.distributed.stop import (
     end_helpers,
     end_the_rest,

@@ -89,8 +89,6 @@ def bytes_asked(error: BaseException) -> int | None:
     return int(float(found[1]) * 1024 ** ("bkmgt".index(unit[0])))
 
 
-# -------------------------------------------------------------------------------------------------
-
 MAX_TRACEBACK = 20_000  # characters, their end
 _stages: list[int] = []
 _describers: list[Callable[[], str]] = []

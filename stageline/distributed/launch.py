@@ -194,8 +194,6 @@ def _record(folder: Path, rank: int, message: str, num_ranks: int) -> FailureRec
     )
 
 
-# -------------------------------------------------------------------------------------------------
-
 DEFAULT_RULES = GuardRules()
 
 

@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from stageline import chaos
 from stageline.distributed.board import disown_store
 from stageline.distributed.launch import launchers_store
-from stageline.distributed.lifeline import wait_tied
-from stageline.distributed.machines import this_machine
+from stageline.distributed.machines import this_machine, wait_tied
 from stageline.distributed.stop import settle, stop_code
 from stageline.errors import UserError
 
@@ -98,8 +97,6 @@ def _names(replicas: Sequence[int]) -> str:
 def _count(number: int, word: str) -> str:
     return f"{number} {word}{'s' * (number != 1)}"
 
-
-# -------------------------------------------------------------------------------------------------
 
 SECONDS_FOR_THE_LIFELINE = 10.0
 

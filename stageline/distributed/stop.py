@@ -147,8 +147,6 @@ def read_notes(folder: Path, name: str) -> dict[int, Any]:
     }
 
 
-# -------------------------------------------------------------------------------------------------
-
 SECONDS_TO_LEAVE = 3.0
 SECONDS_BETWEEN_LOOKS = 0.05
 PR_SET_PDEATHSIG = 1
@@ -259,8 +257,6 @@ def _state(pid: int) -> tuple[str, int]:
         return "", 0
     return "?", 0
 
-
-# -------------------------------------------------------------------------------------------------
 
 CODES = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: PREEMPTED, signal.SIGUSR1: PREEMPTED}
 # a terminal and a launcher may both pass on one key press, Slurm and torchrun one signal

@@ -117,8 +117,6 @@ def _refuse_unknown(kwargs: dict[str, Any]) -> None:
             )
 
 
-# -------------------------------------------------------------------------------------------------
-
 NAME = "stageline"
 MAX_GEN_TOKS = 256  # of a task that names none; as `hf`
 

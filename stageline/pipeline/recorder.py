@@ -104,8 +104,6 @@ def _span(events: Sequence[TimelineEvent]) -> float:
     return max((e.end for e in events), default=0.0) - min((e.start for e in events), default=0.0)
 
 
-# -------------------------------------------------------------------------------------------------
-
 Mark = float | torch.cuda.Event
 
 

@@ -15,14 +15,6 @@ from torch import nn
 from stageline import progress
 from stageline.errors import UserError
 from stageline.modules.layer_seeds import LayerSeeds
-from stageline.pipeline.borders import (
-    BorderFacts,
-    batch_input,
-    batch_output,
-    check_border,
-    check_borders,
-    describe_borders,
-)
 from stageline.pipeline.plan import (
     Action,
     GradFlow,
@@ -37,10 +29,16 @@ from stageline.pipeline.plan import (
 from stageline.pipeline.recorder import NO_RECORDER, Recorder
 from stageline.pipeline.schedules import Schedule, make_schedule
 from stageline.pipeline.stage_passes import (
+    BorderFacts,
     MicroBatch,
     StagePasses,
     Tensors,
+    batch_input,
+    batch_output,
+    check_border,
+    check_borders,
     copy_metas,
+    describe_borders,
     model_inputs,
 )
 from stageline.stage import Stage
@@ -232,8 +230,6 @@ def _begun(work: dist.Work | None) -> dist.Work:
     return work
 
 
-# -------------------------------------------------------------------------------------------------
-
 # -- the stages that one rank holds, seen as one thing with one set of parameters -----------------
 
 
@@ -298,8 +294,6 @@ def _share_equal_names(models: Sequence[nn.Module]) -> None:
                 if held is not None and id(held) in replaced:
                     module._parameters[name] = replaced[id(held)]
 
-
-# -------------------------------------------------------------------------------------------------
 
 Output = torch.Tensor | Tensors
 LossFn = Callable[[Output, MicroBatch], torch.Tensor]

@@ -114,8 +114,6 @@ def _check_complete(
                 )
 
 
-# -------------------------------------------------------------------------------------------------
-
 Orders = list[list[Action]]  # what each rank does, in order
 
 
@@ -308,11 +306,6 @@ def default_stages_per_rank(name: str) -> int:
         return max(1, len({action.stage for order in orders for action in order}) // len(orders))
     kind = SCHEDULES.get(name)
     return 2 if kind is not None and kind.is_multi else 1
-
-
-def ideal_bubble(*, num_stages: int, num_micro_batches: int) -> float:
-    """The idle share of GPipe and 1F1B at equal stages: (p - 1) / (m + p - 1)."""
-    return (num_stages - 1) / (num_micro_batches + num_stages - 1)
 
 
 def _check_stages_per_rank(name: str, kind: ScheduleKind, stages_per_rank: int) -> None:

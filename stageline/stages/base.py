@@ -129,8 +129,6 @@ def processor_of(path: str | None, *, trust_remote_code: bool) -> tuple[Any, int
     return processor, get_pad_token_id(processor)
 
 
-# -------------------------------------------------------------------------------------------------
-
 PARTS = ("vit", "mlp", "llm", "lm_head")
 
 

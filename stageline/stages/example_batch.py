@@ -270,8 +270,6 @@ def _size(size: int | Sequence[int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
-# -------------------------------------------------------------------------------------------------
-
 TEXT_IDS = 1000  # text is written in the first tokens of a vocabulary
 # model type and tower -> what it takes, and which of the layouts it took: found by one that has the
 # model, used where there is none

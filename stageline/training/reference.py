@@ -9,6 +9,7 @@ for it, `loss_kl`: the mean log-ratio of model and reference over prompts with t
 rows (`loss_kl_*` of the micro-batches), of the whole step and all replicas, and at least 0.
 """
 
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -40,23 +41,23 @@ class Reference:
     """Prepares micro-batches; every rank of a pipeline calls it with the same ones.
 
     Args:
-        needs_reference, needs_kl: what the loss asks for.
-        source: gives the log-probabilities under the reference, where the last stage is.
+        loss: says what it asks for; mostly nothing.
+        source: gives the log-probabilities under the reference, where the last stage is; None: the
+            same stages with adapters off.
     """
 
     def __init__(
         self,
         runner: PipelineRunner,
         *,
-        needs_reference: bool,
-        needs_kl: bool,
+        loss: LossPart,
         source: Source | None = None,
         replicas: Replicas | None = None,
     ) -> None:
         self.runner = runner
-        self.needs_reference = needs_reference
-        self.needs_kl = needs_kl
-        self.source = source or WithAdaptersOff(runner)
+        self.needs_reference = loss.needs_reference
+        self.needs_kl = loss.needs_kl
+        self.source = source or functools.partial(with_adapters_off, runner)
         self.replicas = replicas or Replicas()
 
     def __call__(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
@@ -90,23 +91,6 @@ class Reference:
         own = [torch.stack(sums).sum().item(), float(sum(int(kept.sum()) for kept in is_there))]
         total, count = self.replicas.sum(own)
         return torch.tensor(max(total / max(count, 1), 0.0), dtype=torch.float64)
-
-
-def make_reference(
-    runner: PipelineRunner,
-    *,
-    loss: LossPart,
-    source: Source | None = None,
-    replicas: Replicas | None = None,
-) -> Reference:
-    """The reference that a loss asks for: none, for most."""
-    return Reference(
-        runner,
-        needs_reference=loss.needs_reference,
-        needs_kl=loss.needs_kl,
-        source=source,
-        replicas=replicas,
-    )
 
 
 def holds_last_stage(runner: PipelineRunner) -> bool:
@@ -147,40 +131,30 @@ def log_probs_of(runner: PipelineRunner, batches: Sequence[MicroBatch]) -> list[
     return found
 
 
-class WithAdaptersOff:
+def with_adapters_off(
+    runner: PipelineRunner, batches: Sequence[MicroBatch], mixed: Sequence[MicroBatch]
+) -> list[torch.Tensor]:
     """The source of a run that trains adapters alone: the same stages without them."""
-
-    def __init__(self, runner: PipelineRunner) -> None:
-        self.runner = runner
-
-    def __call__(
-        self, batches: Sequence[MicroBatch], mixed: Sequence[MicroBatch]
-    ) -> list[torch.Tensor]:
-        with adapters_off(self.runner.local):
-            return log_probs_of(self.runner, [*batches, *mixed])
+    with adapters_off(runner.local):
+        return log_probs_of(runner, [*batches, *mixed])
 
 
-class FromColumns:
+def from_columns(
+    runner: PipelineRunner, batches: Sequence[MicroBatch], mixed: Sequence[MicroBatch]
+) -> list[torch.Tensor]:
     """The source of a dataset whose rows bring the log-probabilities."""
-
-    def __init__(self, runner: PipelineRunner) -> None:
-        self.runner = runner
-
-    def __call__(
-        self, batches: Sequence[MicroBatch], mixed: Sequence[MicroBatch]
-    ) -> list[torch.Tensor]:
-        missing = next((n for n, batch in enumerate(batches) if REFERENCE not in batch), None)
-        if missing is not None or mixed:
-            what = "answers of other rows" if mixed else f"micro-batch {missing}"
-            raise UserError(
-                f"`reference` columns: the rows bring no log-probabilities for {what}. "
-                "ref_chosen_logps and ref_rejected_logps (dpo), or ref_logps (kto without its KL "
-                "term), were expected in every row, of training and held-out data: add them, or "
-                "use `reference` auto."
-            )
-        if not holds_last_stage(self.runner):
-            return []
-        return [batch[REFERENCE] for batch in batches]
+    missing = next((n for n, batch in enumerate(batches) if REFERENCE not in batch), None)
+    if missing is not None or mixed:
+        what = "answers of other rows" if mixed else f"micro-batch {missing}"
+        raise UserError(
+            f"`reference` columns: the rows bring no log-probabilities for {what}. "
+            "ref_chosen_logps and ref_rejected_logps (dpo), or ref_logps (kto without its KL "
+            "term), were expected in every row, of training and held-out data: add them, or "
+            "use `reference` auto."
+        )
+    if not holds_last_stage(runner):
+        return []
+    return [batch[REFERENCE] for batch in batches]
 
 
 def choose_mode(

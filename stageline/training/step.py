@@ -18,12 +18,11 @@ from stageline import chaos, progress
 from stageline.data.batches.batch import count_samples
 from stageline.errors import UserError
 from stageline.modules.recompute import RandomState
-from stageline.pipeline.ownership import Ownership
 from stageline.pipeline.plan import Action, Kind
 from stageline.pipeline.recorder import NO_RECORDER, Recorder
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
-from stageline.training import loss_part
 from stageline.training.grad_norm import (
+    Ownership,
     clip_gradients,
     gather_norms,
     gather_owners,
@@ -31,12 +30,12 @@ from stageline.training.grad_norm import (
     total_norm,
 )
 from stageline.training.loss_part import LossPart, StepLoss
-from stageline.training.nonfinite import NonFiniteLocator, NonFiniteValue, Skips, StepVerdict
+from stageline.training.nonfinite import Skips, StepVerdict, find_non_finite
 from stageline.training.optimizers import set_learning_rate
 from stageline.training.part_checks import check_agreement
 from stageline.training.precision import LossScaler, MasterWeights
 from stageline.training.replicas import Replicas
-from stageline.training.step_timeline import StepTimeline
+from stageline.training.timeline import StepTimeline
 
 # -- notes each pass of a step where failure reports and the watchdog look, and asks for faults the
 # It stands before the recorder of the timeline, which sees the same passes: most steps have none.
@@ -153,10 +152,7 @@ class SharedFigures:
         self.names = list(dict.fromkeys([*self.names, *told]))
 
 
-# -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepResult:
     """What one optimizer step did; equal on all ranks.
 
@@ -185,8 +181,8 @@ class StepResult:
     num_tokens: int
     num_targets: int
     num_samples: int
-    is_skipped: bool
-    wants_stop: bool
+    is_skipped: bool = False
+    wants_stop: bool = False
     extra_loss: float = 0.0
     problem: str | None = None
     rows: tuple[int, ...] = ()
@@ -264,7 +260,6 @@ class TrainStep:
             if name in trainable
         }
         self.owners = gather_owners(self.ownership, stage_of)
-        self.detective = NonFiniteLocator(runner, owners=self.owners, replicas=self.replicas)
         self._stages_told: set[int] = set()
 
     def __call__(
@@ -300,10 +295,10 @@ class TrainStep:
         if math.isfinite(grad_norm):
             grad_norm += no_number  # a number is one on every rank, or on none
         verdict = self.skips.judge(loss, extra_loss, grad_norm)
-        culprit, warnings = NonFiniteValue(""), tuple[str, ...]()
+        where, rows, warnings = "", tuple[int, ...](), tuple[str, ...]()
         if verdict.problem is not None:
             with random_state.replayed():
-                culprit = self._find(micro_batches, verdict, loss_of, norms, passes)
+                where, rows = self._find(micro_batches, verdict, loss_of, norms, passes)
         if not verdict.is_skipped:
             warnings = self._zero_gradients(norms)
             with progress.doing("optimizer"):
@@ -319,8 +314,8 @@ class TrainStep:
             is_skipped=verdict.is_skipped,
             wants_stop=stop_count > 0,
             extra_loss=extra_loss,
-            problem=culprit.text or None,
-            rows=culprit.rows,
+            problem=where or None,
+            rows=rows,
             skipped_in_a_row=self.skips.in_a_row,
             num_skipped=self.skips.total,
             warnings=warnings,
@@ -427,21 +422,24 @@ class TrainStep:
         loss_of: StepLoss,
         norms: torch.Tensor,
         passes: Callable[[Recorder], StepLoss],
-    ) -> NonFiniteValue:
+    ) -> tuple[str, tuple[int, ...]]:
         """What is told about an odd step; drops the gradients if they are not to be used."""
         # an overflow of scaled gradients is no fault, and shares have been given away
         can_repeat = not (verdict.is_finite or self.scaler.enabled or self.weights.shares)
-        culprit = self.detective.find(
+        found = find_non_finite(
+            self.runner,
             micro_batches,
             verdict.problem or "",
             losses=loss_of.each,
             norms=norms.tolist(),
+            owners=self.owners,
             run_again=passes if can_repeat else None,
             gradients=self.weights.parameters,
+            replicas=self.replicas,
         )
         if verdict.is_skipped:
             self.weights.zero_grad()
-        return culprit
+        return found
 
     def _make_faults(self) -> None:
         """For tests: in what this rank has first."""
@@ -460,8 +458,3 @@ class TrainStep:
         places = torch.zeros(num_ranks * self.replicas.size)
         places[self.replicas.rank * num_ranks + self.runner.pp_rank] = seconds
         return places
-
-
-def count_targets(micro_batches: Sequence[MicroBatch]) -> int:
-    """Supervised tokens of a batch; the first token of a row is never predicted."""
-    return sum(loss_part.count_targets(batch) for batch in micro_batches)

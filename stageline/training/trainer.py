@@ -7,7 +7,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,112 +21,73 @@ from stageline.training.evaluation import EvalResult
 from stageline.training.step import StepResult, TrainStep
 
 
-@dataclass(frozen=True)
-class TrainOptions:
-    """When things happen, in optimizer steps; 0 for an interval means never.
-
-    Attributes:
-        total_steps: where training ends.
-        eval_steps, save_steps: evaluate / save after every so many steps, and after the last.
-        start_step: the first step to run: 0, or where a checkpoint left off.
-    """
-
-    total_steps: int
-    eval_steps: int = 0
-    save_steps: int = 0
-    start_step: int = 0
-
-
-class Trainer:
+def train(
+    train_step: TrainStep,
+    batches: Iterator[Sequence[MicroBatch]],
+    *,
+    total_steps: int,
+    start_step: int = 0,
+    eval_steps: int = 0,
+    save_steps: int = 0,
+    on_step: Callable[[int, StepResult, float], None],
+    evaluate: Callable[[int], bool] | None,
+    save: Callable[[int], None],
+    stop_requested: Callable[[], bool],
+) -> bool:
     """Trains from `start_step` to `total_steps`.
 
     Args:
-        train_step: runs one optimizer step.
         batches: yields, for each step, the list of micro-batches.
+        start_step: the first step to run: 0, or where a checkpoint left off.
+        eval_steps, save_steps: evaluate / save after every so many steps, and after the last; 0:
+            after the last alone.
         on_step: called after each step with (steps done, result, seconds).
         evaluate: called with the number of steps done; before the first step too. Returns whether
             training is to end here.
         save: called with the number of steps done.
         stop_requested: whether this rank was asked to stop; ranks agree at the end of a step.
+
+    Returns:
+        False when it was asked to stop before the last step; the weights are saved then too, as
+        they are where an evaluation ended it, which is an end like any other.
+
+    Raises:
+        NonFiniteError: too many steps in a row were skipped.
     """
-
-    def __init__(
-        self,
-        train_step: TrainStep,
-        *,
-        batches: Iterator[Sequence[MicroBatch]],
-        options: TrainOptions,
-        on_step: Callable[[int, StepResult, float], None],
-        evaluate: Callable[[int], bool | None] | None = None,
-        save: Callable[[int], None] | None = None,
-        stop_requested: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.train_step = train_step
-        self.batches = batches
-        self.options = options
-        self.on_step = on_step
-        self.evaluate = evaluate
-        self.save = save
-        self.stop_requested = stop_requested
-
-    def run(self) -> bool:
-        """Runs all steps.
-
-        Returns:
-            False when it was asked to stop before the last step; the weights are saved then too,
-            as they are where an evaluation ended it, which is an end like any other.
-
-        Raises:
-            NonFiniteError: too many steps in a row were skipped.
-        """
-        options = self.options
-        if self.evaluate is not None and options.start_step == 0:
-            self.evaluate(0)
-        progress.at_step(options.start_step)
-        for step in range(options.start_step, options.total_steps):
-            start = time.perf_counter()
-            with progress.doing("data"):
-                chaos.point("data")
-                micro_batches = next(self.batches)
-            result = self.train_step(
-                micro_batches,
-                step=step,
-                stop_requested=self.stop_requested,
-                data_wait=time.perf_counter() - start,
-            )
-            done = step + 1
-            progress.at_step(done)
-            self.on_step(done, result, time.perf_counter() - start)
-            self.train_step.skips.check(result.problem, step=done)
-            is_end = done == options.total_steps or result.wants_stop
-            is_saved = self.save is not None and _is_due(done, options.save_steps, is_end)
-            if is_saved and self.save is not None:
-                self.save(done)
-            is_stopped = result.wants_stop and done < options.total_steps  # it may be in a hurry
-            if (
-                self.evaluate is not None
-                and not is_stopped
-                and _is_due(done, options.eval_steps, done == options.total_steps)
-            ):
-                if self.evaluate(done):
-                    if self.save is not None and not is_saved:
-                        self.save(done)
-                    return True
-            if result.wants_stop:
-                return done == options.total_steps
-        return True
+    if evaluate is not None and start_step == 0:
+        evaluate(0)
+    progress.at_step(start_step)
+    for step in range(start_step, total_steps):
+        start = time.perf_counter()
+        with progress.doing("data"):
+            chaos.point("data")
+            micro_batches = next(batches)
+        result = train_step(
+            micro_batches,
+            step=step,
+            stop_requested=stop_requested,
+            data_wait=time.perf_counter() - start,
+        )
+        done = step + 1
+        progress.at_step(done)
+        on_step(done, result, time.perf_counter() - start)
+        train_step.skips.check(result.problem, step=done)
+        is_end = done == total_steps
+        is_saved = _is_due(done, save_steps, is_end or result.wants_stop)
+        if is_saved:
+            save(done)
+        if result.wants_stop and not is_end:  # it may be in a hurry
+            return False
+        if evaluate is not None and _is_due(done, eval_steps, is_end) and evaluate(done):
+            if not is_saved:
+                save(done)
+            return True
+    return True
 
 
 def _is_due(done: int, interval: int, is_end: bool) -> bool:
     return is_end or (interval > 0 and done % interval == 0)
 
-
-# -- keeps the weights of the best evaluation of a run, under a name that stays -------------------
-# `best` is a link to the folder `best-step-00000123` beside it: a link is exchanged in one step, a
-# folder is not. So whenever a run is killed, `best` leads to a whole checkpoint, the old or the
-# new.
-
-# -- which of two held-out figures is the better one, by the figure's name in the log -------------
 
 FALLING = ("loss", "perplexity")  # figures with such a word are better when lower
 
@@ -156,14 +116,15 @@ def is_better(value: float, best: float, *, metric: str, by: float = 0.0) -> boo
     return value < best - by if lower else value > best + by
 
 
-# -------------------------------------------------------------------------------------------------
-
 LINK = "best"
 Result = TypeVar("Result")
 
 
 class BestCheckpoint:
     """Decides which evaluation is the best so far, and keeps the weights of that one alone.
+
+    `best` is a link to the folder `best-step-00000123` beside it: a link is exchanged in one step,
+    a folder is not. Whenever a run is killed, `best` leads to a whole checkpoint, old or new.
 
     Every rank calls the same methods with the same results. A run that is continued goes on from
     the best it had; a new run in the folder of another one leaves that one's best where it is, and
@@ -263,9 +224,6 @@ class BestCheckpoint:
         """What `function` returns on the main rank; where it fails, all ranks raise."""
         nothing = self.folder / draft_name(self.link)  # there is no draft to remove
         return self.ranks.together(lambda: function() if self.ranks.rank == 0 else None, nothing)[0]
-
-
-# -- ends a run whose held-out figure no longer improves ------------------------------------------
 
 
 class EarlyStop:

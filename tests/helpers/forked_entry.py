@@ -29,7 +29,7 @@ HEAVY = (  # what entry files import; whatever else they need they import as alw
     "stageline.training.evaluation",
     "stageline.pipeline.runner",
     "stageline.plotting.pictures",
-    "stageline.plotting.timeline",
+    "stageline.training.timeline",
 )
 
 
