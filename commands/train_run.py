@@ -33,7 +33,7 @@ from stageline.pipeline.topology import Topology
 from stageline.streaming.host_memory import check_host_memory, host_bytes
 from stageline.streaming.lanes import Lane
 from stageline.streaming.runner import StreamingRunner, even_plan, streaming_schedule
-from stageline.training.evaluation import evaluate
+from stageline.training.evaluation import BestCheckpoint, EarlyStop, evaluate, figure_of
 from stageline.training.nonfinite import Skips
 from stageline.training.precision import LossScaler, MasterWeights
 from stageline.training.reference import (
@@ -52,9 +52,8 @@ from stageline.training.resume import (
     find_resume_point,
 )
 from stageline.training.run_log import RunReport
-from stageline.training.step import StepResult, TrainStep
+from stageline.training.step import StepResult, TrainStep, train
 from stageline.training.timeline import StepTimeline
-from stageline.training.trainer import BestCheckpoint, EarlyStop, figure_of, train
 
 # options that change what steps do, and not what the start model says
 ONLY_OF_STEPS = frozenset(

@@ -1,4 +1,6 @@
-"""One optimizer step over the pipeline: schedule, replicas, tied weights, norm, clipping, update.
+"""One optimizer step over the pipeline, and the loop over them.
+
+A step: schedule, replicas, tied weights, norm, clipping, update.
 
 Every rank of a pipeline calls `TrainStep` with the same micro-batches; replicas have others. All
 get the same result.
@@ -6,6 +8,7 @@ get the same result.
 
 import functools
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -458,3 +461,69 @@ class TrainStep:
         places = torch.zeros(num_ranks * self.replicas.size)
         places[self.replicas.rank * num_ranks + self.runner.pp_rank] = seconds
         return places
+
+
+def train(
+    train_step: TrainStep,
+    batches: Iterator[Sequence[MicroBatch]],
+    *,
+    total_steps: int,
+    start_step: int = 0,
+    eval_steps: int = 0,
+    save_steps: int = 0,
+    on_step: Callable[[int, StepResult, float], None],
+    evaluate: Callable[[int], bool] | None,
+    save: Callable[[int], None],
+    stop_requested: Callable[[], bool],
+) -> bool:
+    """Trains from `start_step` to `total_steps`.
+
+    Args:
+        batches: yields, for each step, the list of micro-batches.
+        start_step: the first step to run: 0, or where a checkpoint left off.
+        eval_steps, save_steps: evaluate / save after every so many steps, and after the last; 0:
+            after the last alone.
+        on_step: called after each step with (steps done, result, seconds).
+        evaluate: called with the steps done; before the first one too. Says whether to end here.
+        save: called with the steps done.
+        stop_requested: whether this rank was asked to stop; ranks agree at the end of a step.
+
+    Returns:
+        False when it was asked to stop before the last step; the weights are saved then too.
+
+    Raises:
+        NonFiniteError: too many steps in a row were skipped.
+    """
+    if evaluate is not None and start_step == 0:
+        evaluate(0)
+    progress.at_step(start_step)
+    for step in range(start_step, total_steps):
+        start = time.perf_counter()
+        with progress.doing("data"):
+            chaos.point("data")
+            micro_batches = next(batches)
+        result = train_step(
+            micro_batches,
+            step=step,
+            stop_requested=stop_requested,
+            data_wait=time.perf_counter() - start,
+        )
+        done = step + 1
+        progress.at_step(done)
+        on_step(done, result, time.perf_counter() - start)
+        train_step.skips.check(result.problem, step=done)
+        is_end = done == total_steps
+        is_saved = _is_due(done, save_steps, is_end or result.wants_stop)
+        if is_saved:
+            save(done)
+        if result.wants_stop and not is_end:  # it may be in a hurry
+            return False
+        if evaluate is not None and _is_due(done, eval_steps, is_end) and evaluate(done):
+            if not is_saved:
+                save(done)
+            return True
+    return True
+
+
+def _is_due(done: int, interval: int, is_end: bool) -> bool:
+    return is_end or (interval > 0 and done % interval == 0)
