@@ -80,7 +80,7 @@ def run_entry(main: Callable[[], int | None]) -> NoReturn:
     try:
         code = main() or 0
     except KeyboardInterrupt:
-        _end_interrupted()
+        end_stopped(stop.words_before_the_first_step(), stop.stop_code() or INTERRUPTED)
     except Exception as error:
         trace = error.__traceback__
         end_failed(error.with_traceback(trace and trace.tb_next))  # less the frame of this file
@@ -110,10 +110,6 @@ def end_failed(error: BaseException, **about: Any) -> NoReturn:
     )
     patience = SECONDS_FOR_THE_WATCH if has_watch else SECONDS_FOR_THE_CAUSE
     _end(replace(record, message=message), patience=patience)
-
-
-def _end_interrupted() -> NoReturn:
-    end_stopped(stop.words_before_the_first_step(), stop.stop_code() or INTERRUPTED)
 
 
 def end_stopped(message: str, code: int) -> NoReturn:

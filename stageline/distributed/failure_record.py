@@ -237,7 +237,7 @@ def record_of(error: BaseException, *, is_secondary: bool = False) -> FailureRec
 
 def _full_memory(error: BaseException) -> str:
     asked = bytes_asked(error)
-    many = "" if asked is None else f"; {_gib(asked)} more ({asked} bytes) were asked for"
+    many = "" if asked is None else f"; {asked / 2**30:.2f} GiB more ({asked} bytes) were asked for"
     said = "".join(filter(None, (_say(describe) for describe in _describers)))
     return f"out of memory{_during()}{many}. {said or _first_line(error)}"
 
@@ -247,10 +247,6 @@ def _say(describe: Callable[[], str]) -> str:
         return describe()
     except Exception as error:  # the report of a failure must not fail
         return f"What fills it could not be found out ({_first_line(error)})."
-
-
-def _gib(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB"
 
 
 def _first_line(error: BaseException) -> str:
@@ -301,8 +297,10 @@ def tell_run_folder(path: str | Path) -> None:
             files = sorted((_run.folder / FOLDER).glob("rank-*"), reverse=True)
             for file in (_run.folder / FILE, *files):
                 # a rank that is quicker than this one may have failed already
-                if file.is_file() and (rank is None or _is_stale(file)):
-                    _remove(file)
+                is_old = file.is_file() and (rank is None or _is_stale(file))
+                # a log of no length may be another process's, still open
+                if is_old and file.stat().st_size:
+                    file.unlink(missing_ok=True)
 
 
 def _is_stale(file: Path) -> bool:
@@ -314,11 +312,6 @@ def _is_stale(file: Path) -> bool:
         return json.loads(file.read_text()).get("attempt") != this_attempt()
     except ValueError:
         return True
-
-
-def _remove(file: Path) -> None:
-    if file.stat().st_size:  # a log of no length may be another process's, still open
-        file.unlink(missing_ok=True)
 
 
 def open_log() -> None:

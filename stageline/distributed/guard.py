@@ -384,7 +384,9 @@ class _Guard:
         bulletin.post(self._beat())
         claim = bulletin.claim()
         if claim is not None:
-            self._leave_as_told(claim)
+            if claim["code"] == HangError.exit_code:
+                write_stacks()
+            end_as_told()
         self._carry_stop(bulletin)
         self.lifeline.tie(bulletin.store)
         self._meet_neighbours(bulletin)
@@ -404,11 +406,6 @@ class _Guard:
             place=place,
             age=time.monotonic() - place.since,
         )
-
-    def _leave_as_told(self, claim: dict) -> NoReturn:
-        if claim["code"] == HangError.exit_code:
-            write_stacks()
-        end_as_told()
 
     def _carry_stop(self, bulletin: Bulletin) -> None:
         """A signal to one rank is one to all."""

@@ -4,6 +4,7 @@ It starts them as torchrun does (the same environment), so an entry file works u
 adds: the exit code of the rank that failed first, one clean Ctrl-C, and no text of its own.
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -94,7 +95,8 @@ class SignalsForWorkers:
         if len(pids) < self.num_processes:  # still starting: there is nothing to save
             self._end(signal.SIGTERM, "signalled at the start")
         for pid in pids:
-            _send(pid, passed_on)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(pid, passed_on)
 
     def _on_alarm(self, signum: int, frame: FrameType | None) -> None:
         print(
@@ -108,13 +110,6 @@ class SignalsForWorkers:
         from torch.distributed.elastic.multiprocessing import SignalException
 
         raise SignalException(why, sigval=signum)
-
-
-def _send(pid: int, signum: signal.Signals) -> None:
-    try:
-        os.kill(pid, signum)
-    except ProcessLookupError:  # it has just ended
-        return
 
 
 # -- what our launcher makes of the end of its workers: which failed first, and the exit code -----

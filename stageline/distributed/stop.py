@@ -336,7 +336,8 @@ def ask(signum: int) -> None:
     _stop.signum = signum
     if _stop.is_read and os.environ.get("RANK", "0") == "0":
         again = "Ctrl-C again" if signum == signal.SIGINT else f"a second {name_of(signum)}"
-        _say(f"Stopping after this step; {again} ends at once without saving.")
+        words = f"\nStopping after this step; {again} ends at once without saving.\n"
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, words.encode())
 
 
 def stop_code() -> int:
@@ -425,7 +426,3 @@ def _forget_in_child() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _say(message: str) -> None:
-    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"\n{message}\n".encode())

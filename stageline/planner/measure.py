@@ -354,7 +354,8 @@ class _Run:
         is_recomputed = recomputes(self.model)
 
         def mark(module: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
-            saved.share((args[1:], _but_hidden(kwargs)), is_held=is_recomputed)
+            others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+            saved.share((args[1:], others), is_held=is_recomputed)
 
         return [layer.register_forward_pre_hook(mark, with_kwargs=True) for layer in layers]
 
@@ -385,10 +386,6 @@ class _Run:
             for meta in metas
             if meta.is_floating_point()
         )
-
-
-def _but_hidden(kwargs: dict[str, object]) -> dict[str, object]:
-    return {name: value for name, value in kwargs.items() if name != "hidden_states"}
 
 
 BYTES_OF_SCORES = 4  # the loss is computed in float32

@@ -205,7 +205,9 @@ class Placement:
                 most_values=self.most_steps,
             )
         fitting = self._chain_or_none(
-            lambda stage, cost: self._seconds(stage, cost) if self._fits(stage, cost) else math.inf
+            lambda stage, cost: (
+                self._seconds(stage, cost) if self._fullness(stage, cost) <= 1 else math.inf
+            )
         )
         return fitting or self._chain(self._fullness)
 
@@ -223,9 +225,6 @@ class Placement:
 
     def _seconds(self, stage: int, cost: Cost) -> float:
         return cost.seconds(splits_backward=self.schedule.splits_backward)
-
-    def _fits(self, stage: int, cost: Cost) -> bool:
-        return self._fullness(stage, cost) <= 1
 
     def _fullness(self, stage: int, cost: Cost) -> float:
         if self.capacities is None:

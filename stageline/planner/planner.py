@@ -306,8 +306,12 @@ class Planner:
                 _ = self.outline
             except PlanError:
                 return None
-        needs_times = kind == "measured"
-        costs = self.measured(self.run.micro_batch_size) if needs_times else self._estimated()
+        size = self.run.micro_batch_size
+        if kind == "measured":
+            costs = self.measured(size)
+        else:
+            rows, tokens = self.micro_batch_of(size)["input_ids"].shape
+            costs = estimate(self.outline, shape=(rows, tokens))
         placement = self._placement(costs, capacities)
         partition = self._partition(kind, placement)
         expectation = placement.expect(partition)
@@ -352,10 +356,6 @@ class Planner:
         """What follows from measured costs for one way to split."""
         placement = self._placement(self.measured(self.run.micro_batch_size), None)
         return placement.expect(self._partition(kind, placement))
-
-    def _estimated(self) -> ModelCosts:
-        rows, tokens = self.micro_batch_of(self.run.micro_batch_size)["input_ids"].shape
-        return estimate(self.outline, shape=(rows, tokens))
 
     def _placement(self, costs: ModelCosts, capacities: tuple[int, ...] | None) -> Placement:
         return Placement(

@@ -105,23 +105,16 @@ def can_be_cut(config: PretrainedConfig) -> bool:
     """Whether a piece is read as it would be in the whole prompt."""
     text = config.get_text_config(decoder=True)
     layer_types = getattr(text, "layer_types", None) or ()
+    rope = getattr(text, "rope_parameters", None) or {}
+    by_layers = [value for value in rope.values() if isinstance(value, dict)]
+    rope_types = [one.get("rope_type", "default") for one in by_layers or [rope]]
     return (
         config.model_type in READ_IN_PIECES
         and LAYER_TYPES.issuperset(layer_types)
         and not getattr(text, "use_bidirectional_attention", None)
-        and not any(_follows_length(kind) for kind in _rope_types(text))
+        # frequencies of the longest row of a pass: a piece's would be others
+        and not any("dynamic" in kind or kind == "longrope" for kind in rope_types)
     )
-
-
-def _follows_length(rope_type: str) -> bool:
-    """Whether its frequencies are those of the longest row of a pass: a piece's are others."""
-    return "dynamic" in rope_type or rope_type == "longrope"
-
-
-def _rope_types(text: PretrainedConfig) -> list[str]:
-    found = getattr(text, "rope_parameters", None) or {}
-    by_layers = [value for value in found.values() if isinstance(value, dict)]
-    return [one.get("rope_type", "default") for one in by_layers or [found]]
 
 
 Batch = dict[str, torch.Tensor]

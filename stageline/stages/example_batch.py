@@ -73,7 +73,8 @@ def picture_layouts(order: PictureOrder, names: frozenset[str]) -> Iterator[Batc
     """Layouts of pictures that fit the names of what a tower takes, the likeliest first."""
     vision = order.vision
     merge = _merge(vision)
-    if "image_grid_thw" in names or ("grid" not in names and _has_grid(vision) and not names):
+    has_grid = hasattr(vision, "spatial_merge_size") and hasattr(vision, "temporal_patch_size")
+    if "image_grid_thw" in names or (has_grid and not names):
         yield from _patches_by_grid(order, merge, names)
     elif "spatial_shapes" in names:
         yield _patches_by_shape(order)
@@ -92,10 +93,6 @@ def picture_layouts(order: PictureOrder, names: frozenset[str]) -> Iterator[Batc
     elif "image_sizes" in names and getattr(vision, "model_type", "") == "pixtral":
         yield _pictures_of_sizes(order)
     yield from _whole_pictures(order, names)
-
-
-def _has_grid(vision: PretrainedConfig) -> bool:
-    return hasattr(vision, "spatial_merge_size") and hasattr(vision, "temporal_patch_size")
 
 
 def _merge(vision: PretrainedConfig) -> int:
@@ -464,10 +461,7 @@ class _Writer:
 
 def image_token(config: PretrainedConfig) -> int | None:
     """The token that stands where features of a picture go; None: the model has none."""
-    return _token(config, ("image_token_id", "image_token_index", "image_patch_id", "im_patch_id"))
-
-
-def _token(config: PretrainedConfig, names: Sequence[str]) -> int | None:
+    names = ("image_token_id", "image_token_index", "image_patch_id", "im_patch_id")
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int)), None)
 

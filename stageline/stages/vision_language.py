@@ -118,17 +118,14 @@ def run_placeholder(
         see: runs both on its inputs.
     """
     is_trained = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
-    if not is_trained and not _is_sent_on_its_own(tower):
+    is_sent_on_its_own = any(isinstance(module, FSDPModule) for module in tower.modules())
+    if not is_trained and not is_sent_on_its_own:
         return
     device = next(tower.parameters()).device
     inputs = example_pictures(whole.config, dtype=whole.dtype, device=device)
     if inputs is not None:
         with torch.no_grad(), RandomState(device).replayed():
             see(**inputs)
-
-
-def _is_sent_on_its_own(tower: nn.Module) -> bool:
-    return any(isinstance(module, FSDPModule) for module in tower.modules())
 
 
 class Gemma3VisionStage(VisionLanguageStage):

@@ -165,7 +165,8 @@ class _Figures:
 
     def __init__(self, loss_fn: Callable[..., Any], *, step: int, keep: int) -> None:
         self.part = LossPart.of(loss_fn)
-        self.pieces: Callable[[torch.Tensor, MicroBatch], Pieces] = _one_piece
+        # logits of whole rows in one piece
+        self.pieces: Callable[..., Pieces] = lambda logits, batch: iter([(logits, batch)])
         if isinstance(self.part.loss_fn, ChunkedLoss):
             self.pieces = self.part.loss_fn.pieces
             self.part = self.part.over(self.part.loss_fn.loss_fn)
@@ -187,7 +188,10 @@ class _Figures:
             return
         found = []
         for logits, piece in self.pieces(logits_of(output), batch):
-            self._add(self.part.sums(logits, piece, step=self.step))
+            for name, by_count in self.part.sums(logits, piece, step=self.step).items():
+                mine = self.sums.setdefault(name, dict.fromkeys(by_count, 0.0))
+                for count, value in by_count.items():
+                    mine[count] += value.item()
             found.append(logits[:, :-1].argmax(dim=-1))
         self.totals = _added([self.totals, self.part.count([batch])])
         if not self.part.predicts_tokens:
@@ -197,16 +201,6 @@ class _Figures:
         for index, row in enumerate(batch.get("loss_rows", in_order).tolist()):
             if row < self.keep and bool(is_target[index].any()):
                 self.predicted.setdefault(row, guesses[index][is_target[index]].tolist())
-
-    def _add(self, sums: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        for name, by_count in sums.items():
-            mine = self.sums.setdefault(name, dict.fromkeys(by_count, 0.0))
-            for count, value in by_count.items():
-                mine[count] += value.item()
-
-
-def _one_piece(logits: torch.Tensor, batch: MicroBatch) -> Pieces:
-    yield logits, batch
 
 
 FALLING = ("loss", "perplexity")  # figures with such a word are better when lower
@@ -278,7 +272,9 @@ class BestCheckpoint:
         self.step: int | None = None
         self._kept: str | None = None  # name of the folder that this run may remove
         if metric != "none":
-            self._look(is_continued=start_step > 0)
+            found = self._on_main(lambda: self._read(is_continued=start_step > 0))
+            if found is not None:
+                self.value, self.step, self._kept = found
 
     @property
     def link(self) -> Path:
@@ -303,12 +299,6 @@ class BestCheckpoint:
         self._on_main(lambda: self._exchange(name, old=self._kept))
         self.value, self.step, self._kept = figure_of(result, self.metric), step, name
         return f"best {self.metric} so far, {self.value:.4f} at step {step}: saved {self.link}"
-
-    def _look(self, *, is_continued: bool) -> None:
-        """Goes on from the best of a run that is continued; all ranks from the same."""
-        found = self._on_main(lambda: self._read(is_continued=is_continued))
-        if found is not None:
-            self.value, self.step, self._kept = found
 
     def _read(self, *, is_continued: bool) -> tuple[float, int, str] | None:
         if self.link.exists() and not self.link.is_symlink():

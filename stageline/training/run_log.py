@@ -179,7 +179,9 @@ class RunLog:
             self._bar.set_postfix_str(str(record), refresh=False)
             self._bar.update(record.step - self._bar.n)
         elif is_end or record.step % self._line_every == 0:
-            print(self._line(record), flush=True)
+            seconds = (time.monotonic() - self._start) / (record.step - self.start_step)
+            left = tqdm.format_interval(seconds * (self.total_steps - record.step))
+            print(f"step {record.step}/{self.total_steps}: {record}, {left} left", flush=True)
 
     def log_eval(self, step: int, figures: Mapping[str, Any]) -> None:
         """Logs an evaluation and redraws the curve."""
@@ -212,12 +214,6 @@ class RunLog:
             self._events.close()
         self._tell(lambda tracker: tracker.close())
         self.draw()
-
-    def _line(self, record: StepRecord) -> str:
-        done = record.step - self.start_step
-        seconds = (time.monotonic() - self._start) / done * (self.total_steps - record.step)
-        left = tqdm.format_interval(seconds)
-        return f"step {record.step}/{self.total_steps}: {record}, {left} left"
 
     def _write(self, kind: str, step: int, figures: Mapping[str, Any]) -> None:
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **finite(figures)}
@@ -389,10 +385,6 @@ def _layers_text(model: Stage) -> str:
     return f"{'tower ' if tower else ''}{layers[0]}-{layers[-1]}"
 
 
-def _perplexity(result: EvalResult) -> str:
-    return "" if result.perplexity is None else f" (perplexity {result.perplexity:.4g})"
-
-
 class RunReport:
     """Reports a run into its folder and onto the screen; a context manager.
 
@@ -485,14 +477,16 @@ class RunReport:
             is_best: the weights are kept as the best so far.
         """
         figures: dict[str, float | bool] = {**result.named(), "num_targets": result.num_targets}
-        told = ""
+        told = perplexity = ""
+        if result.perplexity is not None:
+            perplexity = f" (perplexity {result.perplexity:.4g})"
         if result.token_accuracy is not None:
             told = f", token accuracy {result.token_accuracy:.4f} on {result.num_targets} tokens"
         if is_best:
             figures["is_best"] = True
         self.log.log_eval(step, figures)
         self.say(
-            f"step {step}: held-out loss {result.loss:.4f}{_perplexity(result)}{told}"
+            f"step {step}: held-out loss {result.loss:.4f}{perplexity}{told}"
             f"{name_figures(result.figures)}"
         )
         if self.context.is_main and result.predicted:

@@ -26,7 +26,6 @@ HEAVY = (  # what entry files import; whatever else they need they import as alw
     "stageline.planner.planner",
     "stageline.training.evaluation",
     "stageline.training.run_log",
-    "stageline.training.evaluation",
     "stageline.pipeline.runner",
     "stageline.plotting.pictures",
     "stageline.training.timeline",
