@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -49,6 +50,7 @@ SECONDS_TO_END = 30.0
 KILLED = 128 + signal.SIGKILL
 
 
+@dataclass
 class SignalsForWorkers:
     """The launcher's handlers; the first signal is passed on, a second one of its kind ends all.
 
@@ -57,12 +59,11 @@ class SignalsForWorkers:
         patience: seconds that the workers may take to save; 0: for ever.
     """
 
-    def __init__(self, folder: Path, *, num_processes: int, patience: float) -> None:
-        self.folder = folder
-        self.num_processes = num_processes
-        self.patience = patience
-        self.times: dict[int, float] = {}
-        self.code: int | None = None
+    folder: Path
+    num_processes: int
+    patience: float
+    times: dict[int, float] = field(default_factory=dict, init=False)
+    code: int | None = field(default=None, init=False)
 
     def install(self) -> None:
         """Takes over from the handlers of a worker."""

@@ -1,4 +1,11 @@
-"""Which machine this process runs on, of those of the run, as torchrun tells it. Knows no torch."""
+"""The machines of a run: which one this process runs on, and a connection that tells of a lost one.
+
+Over the TCP connection from each machine to the first one nothing travels. It ends when a machine's
+processes end; and when the machine, or the network, goes without a word, the kernels notice: they
+ask each other for a sign of life. A process that computes for hours or was stopped in a debugger
+keeps its connection, because its kernel answers. Knows neither torch nor what is to be done about a
+lost machine.
+"""
 
 import contextlib
 import json
@@ -15,7 +22,7 @@ _IMPORTED_AT = time.time()
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine of a run.
+    """One machine of a run, as torchrun tells of it.
 
     Attributes:
         index, count: its number, and how many there are; torchrun says "node" or "group".

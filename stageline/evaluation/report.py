@@ -1,4 +1,7 @@
-"""From scores per sample to a report: shares with 95 % intervals, overall and per group."""
+"""From scores per sample to a report: shares with 95 % intervals, overall and per group.
+
+And the comparison of two runs over the same samples.
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""Predicts all samples of a dataset that the file does not hold yet."""
+"""Predicts all samples of a dataset that the file does not hold yet.
+
+And what that needs: solved samples to stand before a question, and where replicas of a model meet.
+"""
 
 import random
 import time
@@ -227,14 +230,13 @@ def check_ids(dataset: Any, rows: Sequence[int]) -> None:
         seen[sample_id] = row
 
 
-# -- solved samples that stand before a question: which ones. A prompt_fn part writes them --------
-
 # what makes a sample the question that it is, whatever its id
 _QUESTION = ("question", "messages", "caption", "text", "choices")
 
 
+@dataclass(frozen=True)
 class FewShot:
-    """Draws examples for samples.
+    """Draws examples, solved samples that stand before a question; a prompt_fn part writes them.
 
     Args:
         dataset: what they are drawn from.
@@ -243,9 +245,10 @@ class FewShot:
             for one that would be its own example.
     """
 
-    def __init__(self, dataset: Any, *, count: int, seed: int, per_sample: bool) -> None:
-        self.dataset, self.count = dataset, count
-        self.seed, self.per_sample = seed, per_sample
+    dataset: Any
+    count: int
+    seed: int
+    per_sample: bool
 
     def of(self, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The examples of one sample, in the order in which they are shown.

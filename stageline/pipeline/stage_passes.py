@@ -1,8 +1,11 @@
-"""Forward and backward passes of one stage, micro-batch by micro-batch. Talks to no other rank."""
+"""One stage: what crosses its borders, whether it keeps its contract, and its passes.
+
+Talks to no other rank.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +18,7 @@ from stageline.modules.layer_seeds import NO_SEEDS, LayerSeeds
 from stageline.pipeline.plan import Kind
 from stageline.stage import Stage
 
-PROBE = (2, 8)  # micro-batch size and tokens, for which neighbours compare
+PROBE = (2, 8)  # rows and tokens of an example, for which neighbours compare
 
 
 @dataclass(frozen=True)
@@ -76,11 +79,6 @@ def _describe(tensors: Sequence[torch.Tensor]) -> list[str]:
     return [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors]
 
 
-# -- whether what a train_model part built is a stage: what it says of its input, and what it gives
-# Looked at when a stage is built, and in each forward pass, whose output the next stage waits for.
-# Knows no rank.
-
-PROBE = (2, 8)  # rows and tokens of the example
 _METHODS = ("get_example_input", "get_example_output", "parts", "forward")
 _ATTRIBUTES = ("stage", "num_stages", "is_first", "is_last")
 
@@ -295,8 +293,11 @@ MicroBatch = dict[str, torch.Tensor]
 LossOf = Callable[[torch.Tensor | Tensors], torch.Tensor | tuple[()]]
 
 
+@dataclass(eq=False)
 class StagePasses:
-    """Keeps what each micro-batch needs for its backward pass, and no longer than that.
+    """Forward and backward passes, micro-batch by micro-batch.
+
+    Keeps what each micro-batch needs for its backward pass, and no longer than that.
 
     Args:
         computes_grad: something trains in this stage or before it; else no graph is made.
@@ -309,23 +310,14 @@ class StagePasses:
             does not tell the end of.
     """
 
-    def __init__(
-        self,
-        model: Stage,
-        *,
-        computes_grad: bool,
-        sends_grad: bool,
-        saving: Callable[[], AbstractContextManager],
-        seeds: LayerSeeds = NO_SEEDS,
-    ) -> None:
-        self.model = model
-        self.computes_grad = computes_grad
-        self.sends_grad = sends_grad
-        self.saving = saving
-        self.seeds = seeds
-        self.after_weights: Callable[[nn.Module], None] | None = None
-        self._kept: dict[int, tuple[Tensors, Tensors]] = {}
-        self._weight_work: dict[int, list[dict]] = {}
+    model: Stage
+    computes_grad: bool
+    sends_grad: bool
+    saving: Callable[[], AbstractContextManager]
+    seeds: LayerSeeds = NO_SEEDS
+    after_weights: Callable[[nn.Module], None] | None = field(default=None, init=False)
+    _kept: dict[int, tuple[Tensors, Tensors]] = field(default_factory=dict, init=False)
+    _weight_work: dict[int, list[dict]] = field(default_factory=dict, init=False)
 
     def forward(
         self,

@@ -302,8 +302,6 @@ def most_in_flight(schedule: Schedule, num_micro_batches: int) -> list[int]:
     return most
 
 
-# -- how much memory a rank may fill: of its GPU, or its share of the host's ----------------------
-
 KEPT_FREE = 0.05  # of a GPU: the allocator's gaps and the libraries
 _GROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),

@@ -4,7 +4,7 @@ Everything comes as plain objects; no checkpoint is read. The arithmetic is in p
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -224,6 +224,7 @@ class PlannedRun:
         return self.num_samples // self.micro_batch_size
 
 
+@dataclass
 class Planner:
     """Plans one run.
 
@@ -235,25 +236,15 @@ class Planner:
         device: where to measure.
     """
 
-    def __init__(
-        self,
-        make_piece: MakePiece,
-        run: PlannedRun,
-        *,
-        micro_batch_of: Callable[[int], MicroBatch],
-        loss_for: LossFor,
-        make_optimizer: MakeOptimizer,
-        device: torch.device,
-        repeats: int = 5,
-    ) -> None:
-        self.make_piece = make_piece
-        self.run = run
-        self.micro_batch_of = micro_batch_of
-        self.loss_for = loss_for
-        self.make_optimizer = make_optimizer
-        self.device = device
-        self.repeats = repeats
-        self._measured: dict[int, ModelCosts] = {}
+    make_piece: MakePiece
+    run: PlannedRun
+    _: KW_ONLY
+    micro_batch_of: Callable[[int], MicroBatch]
+    loss_for: LossFor
+    make_optimizer: MakeOptimizer
+    device: torch.device
+    repeats: int = 5
+    _measured: dict[int, ModelCosts] = field(default_factory=dict, init=False)
 
     @cached_property
     def outline(self) -> Outline:

@@ -1,4 +1,4 @@
-"""Stages of decoder-only language models: one class for every decoder of transformers.
+"""Stages of decoder-only language models, and of reward models: for every decoder of transformers.
 
 The model's own forward runs on every stage, on the token ids: masks, rotary embeddings and the loop
 over layers stay the library's, and no model code is copied (stageline/stages/splice.py).
@@ -342,6 +342,10 @@ CLASSIFIER = "ForSequenceClassification"
 
 class RewardStage(CausalLMStage):
     """A stage of a reward model; the last one gives scores [B, T, 1], one for each token.
+
+    The model is the library's sequence classifier with one label: any of its decoders with a linear
+    layer `score` in the place of the output layer. It starts from a language model, whose output
+    layer is left out and whose `score` is new, or from such a classifier.
 
     A reward is the score at the last token of a row; the loss_fn part knows where that is.
     """

@@ -336,6 +336,7 @@ class BestCheckpoint:
         return self.ranks.together(lambda: function() if self.ranks.rank == 0 else None, nothing)[0]
 
 
+@dataclass
 class EarlyStop:
     """Counts evaluations without improvement; the same on all ranks, as the figures are.
 
@@ -345,13 +346,12 @@ class EarlyStop:
         delta: an improvement is more than this.
     """
 
-    def __init__(self, patience: int, *, metric: str = "loss", delta: float = 0.0) -> None:
-        self.patience = patience
-        self.metric = metric
-        self.delta = delta
-        self.best: float | None = None
-        self.best_step = 0
-        self.count = 0
+    patience: int
+    metric: str = "loss"
+    delta: float = 0.0
+    best: float | None = field(default=None, init=False)
+    best_step: int = field(default=0, init=False)
+    count: int = field(default=0, init=False)
 
     @property
     def is_over(self) -> bool:

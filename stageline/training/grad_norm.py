@@ -1,4 +1,8 @@
-"""The gradient norm of the whole model, and clipping by it, across pipeline stages.
+"""Which rank owns which trained parameter, and the gradient norm of the whole model.
+
+A weight that is tied across stages (embedding and head) lives on two ranks under one name. Its
+gradients are exchanged and summed before each optimizer step, so that both copies take the same
+step, and it counts once in the norm.
 
 Norms are gathered per parameter and reduced in the order of the whole model on every rank: a sum
 of squares per rank would differ from the unsplit model in the last bits, and so would the weights.

@@ -6,7 +6,7 @@ Called on all ranks, and only for a step that is skipped, so it may talk and run
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 from typing import Any, Literal
 
@@ -245,6 +245,7 @@ class StepVerdict:
     is_finite: bool = True
 
 
+@dataclass
 class Skips:
     """Judges steps and counts those that are skipped.
 
@@ -260,19 +261,12 @@ class Skips:
         losses: the last finite ones, also of spikes: a level that lasts is no spike for long.
     """
 
-    def __init__(
-        self,
-        *,
-        max_in_a_row: int = 20,
-        spike_sigma: float = 0.0,
-        spike_action: Literal["warn", "skip"] = "warn",
-    ) -> None:
-        self.max_in_a_row = max_in_a_row
-        self.spike_sigma = spike_sigma
-        self.spike_action = spike_action
-        self.total = 0
-        self.in_a_row = 0
-        self.losses: list[float] = []
+    max_in_a_row: int = 20
+    spike_sigma: float = 0.0
+    spike_action: Literal["warn", "skip"] = "warn"
+    total: int = field(default=0, init=False)
+    in_a_row: int = field(default=0, init=False)
+    losses: list[float] = field(default_factory=list, init=False)
 
     def judge(self, loss: float, extra_loss: float, grad_norm: float) -> StepVerdict:
         """Decides about one step and counts it; every rank calls this once a step."""

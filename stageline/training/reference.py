@@ -13,6 +13,7 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -245,6 +246,7 @@ def rows_of_sample(batch: MicroBatch) -> int:
     return 2 if PAIRS in batch else 1
 
 
+@dataclass
 class TableMaker:
     """Reads the table of one dataset, or makes it; every rank calls it.
 
@@ -255,24 +257,18 @@ class TableMaker:
         say: tells how far it is.
     """
 
-    def __init__(
-        self,
-        runner: PipelineRunner,
-        *,
-        path: Path,
-        key: str,
-        needs_kl: bool,
-        replicas: Replicas | None = None,
-        say: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        self.runner = runner
-        self.path = path
-        self.key = key
-        self.needs_kl = needs_kl
-        self.replicas = replicas or Replicas()
-        self.say = say
-        self.is_last = holds_last_stage(runner)
-        self.part_path = path.with_name(f"{path.stem}.part{self.replicas.rank}.safetensors")
+    runner: PipelineRunner
+    _: KW_ONLY
+    path: Path
+    key: str
+    needs_kl: bool
+    replicas: Replicas = field(default_factory=Replicas)
+    say: Callable[[str], None] = lambda line: None
+
+    def __post_init__(self) -> None:
+        self.is_last = holds_last_stage(self.runner)
+        part = f"{self.path.stem}.part{self.replicas.rank}.safetensors"
+        self.part_path = self.path.with_name(part)
 
     def __call__(
         self,

@@ -1,7 +1,7 @@
 """The replicas of a pipeline, seen from one rank: what they add up, and what must be equal.
 
-Each replica has all weights and its own samples. Gradients are added up once an optimizer step.
-Not here: replicas that share their weights out among them (`sharding.py`).
+Each replica has its own samples, and all weights (`Replicas`) or a share of them
+(`ShardedReplicas`, by FSDP2). Gradients are added up once an optimizer step.
 """
 
 import os
@@ -178,6 +178,14 @@ def _buckets(grads: Sequence[torch.Tensor], max_bytes: int) -> Iterator[list[tor
 
 class ShardedReplicas(Replicas):
     """Shares out the stages of this rank, in place; give it the filled models before the runner.
+
+    Between steps each rank holds its share of every weight, and updates only that. In a step a
+    stage's weights are put together before its first forward pass and kept to the end, whatever the
+    number of micro-batches; gradients add up whole, and are reduced and shared out once, after the
+    last backward pass: one all-gather and one reduce-scatter for each layer and step.
+
+    Mixed precision is FSDP's: what trains is kept in float32 and computed with in the half type, so
+    a share is its own master; gradients are summed in float32.
 
     Some parameters stay whole on every replica, and their gradients are added up as without
     sharding: scalars, parameters of a half-precision model that are float32 by design, and a weight

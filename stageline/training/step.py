@@ -40,9 +40,6 @@ from stageline.training.precision import LossScaler, MasterWeights
 from stageline.training.replicas import Replicas
 from stageline.training.timeline import StepTimeline
 
-# -- notes each pass of a step where failure reports and the watchdog look, and asks for faults the
-# It stands before the recorder of the timeline, which sees the same passes: most steps have none.
-
 _shapes: list[tuple[int, ...]] = []
 OPERATIONS = {
     Kind.FORWARD: "forward",
@@ -54,6 +51,8 @@ OPERATIONS = {
 
 class StepProgress(Recorder):
     """A recorder that tells `stageline.progress` what it sees, then another recorder.
+
+    Failure reports and the watchdog look there; it asks for faults, too.
 
     Args:
         inner: times the passes.
@@ -98,12 +97,11 @@ def current_shapes() -> list[tuple[int, ...]]:
     return list(_shapes)
 
 
-# -- the named figures of a step's loss, from the last stage to all ranks -------------------------
-# Only the last stage learns what they are called, when it calls the loss; the names are told once.
-
-
 class SharedFigures:
     """Adds scalars up over the ranks of a pipeline and its replicas; every rank calls this.
+
+    Only the last stage learns how the figures of a loss are called, when it calls the loss; the
+    names are told once.
 
     Args:
         group: of the pipeline.
