@@ -18,8 +18,6 @@ from stageline.distributed.machines import this_machine
 from stageline.errors import CRASH, MemoryFull, StorageError, UserError, spelled
 from stageline.progress import place
 
-# -- what an exception means: its kind and exit code, and whether it only echoes another's end ----
-
 _KINDS = {2: "usage", 3: "data", 4: "checkpoint", 5: "storage", 6: "non-finite"}
 _KINDS |= {7: "memory", 8: "hang", CRASH: "crash"}
 _LOST_CONNECTION = re.compile(

@@ -177,9 +177,6 @@ def describe(verdict: HangVerdict, beats: Mapping[int, Beat], *, seconds: float)
     return "; ".join([what, *waiting[:3]])
 
 
-# -- what the guards of a run tell each other, in the TCP store: signs of life, and who stops -----
-
-
 class Bulletin:
     """The store's side of a guard.
 

@@ -43,8 +43,6 @@ from stageline.pipeline.stage_passes import (
 )
 from stageline.stage import Stage
 
-# -- carries out a rank's plan: passes in order, transfers beside them, waits only where it must --
-
 Key = tuple[bool, int, int]  # (is_grad, the stage whose pass it feeds, micro-batch)
 MOST_UNSENT = 2  # in forward-only runs: how far a rank may run ahead of a slower one
 
@@ -134,8 +132,6 @@ class Executor:
         for passes in self.passes.values():
             passes.clear()
 
-    # -- passes ----------------------------------------------------------------------------
-
     def _forward(
         self, action: Action, inputs: StepInputs, recorder: Recorder
     ) -> list[torch.Tensor]:
@@ -193,8 +189,6 @@ class Executor:
                 work.wait()
         return tensors
 
-    # -- transfers -------------------------------------------------------------------------
-
     def _receive(self, transfer: Transfer, inputs: StepInputs) -> None:
         # a gradient has the shape of what the stage behind received
         owner = transfer.stage + 1 if transfer.is_grad else transfer.stage
@@ -228,9 +222,6 @@ class Executor:
 def _begun(work: dist.Work | None) -> dist.Work:
     assert work is not None  # None is for ranks outside of the group
     return work
-
-
-# -- the stages that one rank holds, seen as one thing with one set of parameters -----------------
 
 
 class LocalStages:

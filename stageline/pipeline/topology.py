@@ -106,9 +106,6 @@ def _with_replicas(schedule: Schedule, dp_degree: int | None, world_size: int | 
     return Topology(schedule, dp_degree)
 
 
-# -- splits layers into stages. Pure integers: knows neither torch nor ranks ----------------------
-
-
 def uniform_partition(
     num_layers: int, num_stages: int, *, visual_gpu_ratio: float = 0.0
 ) -> list[int]:

@@ -18,8 +18,6 @@ from stageline.planner.cost import (
 )
 from stageline.planner.simulate import Expectation, expect, rank_seconds
 
-# -- the best of all ways to place layers on stages. Pure numbers: knows no model and no device ---
-
 StageCost = Callable[[int, int, int], float]  # (stage, first layer, last layer + 1)
 
 

@@ -39,8 +39,6 @@ from stageline.modules.stage_names import Names, names_in
 from stageline.pipeline.topology import layer_range, stage_layers
 from stageline.stage import Stage
 
-# -- where a stage's configuration and weights come from ------------------------------------------
-
 
 @dataclass(frozen=True)
 class WeightSource:
@@ -222,8 +220,6 @@ class StageModel(Stage):
         self.parameter_order: list[str] = []
         self.vocabulary: tuple[str, ...] = ()
 
-    # -- what a subclass gives -------------------------------------------------------------
-
     def forward(
         self, hidden_or_ids: torch.Tensor, *extras: torch.Tensor, **batch: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -268,8 +264,6 @@ class StageModel(Stage):
         With `dp_shard` their weights are sent one by one, and all others in one piece.
         """
         return []
-
-    # -- what follows from it --------------------------------------------------------------
 
     @property
     def is_first(self) -> bool:

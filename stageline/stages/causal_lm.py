@@ -30,8 +30,6 @@ from stageline.stages.packing import FLAG, RouterLoss, find_router_loss, is_pack
 from stageline.stages.splice import Spliced
 from stageline.stages.split_plan import SplitPlan
 
-# -- what a stage settles of attention before it is built: the kernel, and that nothing is cached -
-
 
 def cache_off(config: PretrainedConfig) -> tuple[str, ...]:
     """Turns the cache off in a model's configuration and in those of its parts.

@@ -21,9 +21,6 @@ from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PretrainedConfig
 from stageline.errors import UserError
 from stageline.model_folder import special_tokens
 
-# -- in which layout a vision tower takes small pictures, by the names of what it takes -----------
-# Shapes: N pictures, R rows of a micro-batch, P patches, C channels, H and W pixels.
-
 Batch = dict[str, torch.Tensor]
 
 
@@ -366,9 +363,6 @@ def picture_batch(
     return batch | pictures | _by_token(whole, pictures, batch, rows)
 
 
-# -- what a model takes -------------------------------------------------------------------------
-
-
 def _features_reader(whole: nn.Module) -> Callable[..., Any] | None:
     base = getattr(whole, "base_model", whole)
     return getattr(base, "get_image_features", None) or getattr(whole, "get_image_features", None)
@@ -421,9 +415,6 @@ def image_tokens(whole: nn.Module, pictures: Batch, rows: Sequence[int]) -> list
         sizes = pictures["image_grid_thw"].prod(-1).tolist()
         return [total * size // sum(sizes) for size in sizes]
     return [total // num_images] * num_images
-
-
-# -- text around pictures -----------------------------------------------------------------------
 
 
 class _Writer:

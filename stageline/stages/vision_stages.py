@@ -313,8 +313,6 @@ class VisionStages(CausalLMStage):
             self.tower_partition = split_tower(self.images, vision_stages, vision_partition)
         super().__init__(config, stage=stage, vision_stages=vision_stages, **kwargs)
 
-    # -- where this stage is ---------------------------------------------------------------
-
     @property
     def is_tower(self) -> bool:
         """Whether this is a stage of the tower alone."""
@@ -347,8 +345,6 @@ class VisionStages(CausalLMStage):
         own = [block for _, block in self.tower_list()] if self.is_tower else []
         return [*own, *super().modules_to_shard()]
 
-    # -- what crosses the borders ----------------------------------------------------------
-
     def get_example_input(self, micro_batch_size: int, max_token_num: int) -> Tensors:
         if not self.vision_stages or self.stage > self.vision_stages:
             return super().get_example_input(micro_batch_size, max_token_num)
@@ -372,8 +368,6 @@ class VisionStages(CausalLMStage):
         branches = [features for index in self.images.deepstack if index < num_blocks]
         shapes = [features if self.is_first else hidden_shape, *branches]
         return tuple(torch.empty(shape, dtype=self.dtype, device="meta") for shape in shapes)
-
-    # -- what is here ----------------------------------------------------------------------
 
     def prune(self, whole: PreTrainedModel) -> None:
         if not self.vision_stages:
@@ -425,8 +419,6 @@ class VisionStages(CausalLMStage):
         for place, index in enumerate(self.images.deepstack):
             if index not in own:
                 mergers[place] = Arrival() if index < own.start else PassThrough()
-
-    # -- passes ----------------------------------------------------------------------------
 
     def forward(
         self, hidden_or_ids: torch.Tensor, *extras: torch.Tensor, **batch: torch.Tensor

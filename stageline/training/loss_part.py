@@ -192,8 +192,6 @@ def _arguments(part: Any) -> set[str]:
     return {"**" if item.kind is item.VAR_KEYWORD else item.name for item in parameters}
 
 
-# -- the loss of one optimizer step, as the last stage adds it up: tokens and extra loss apart ----
-
 Output = torch.Tensor | tuple[torch.Tensor, ...]
 
 

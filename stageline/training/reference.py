@@ -353,8 +353,6 @@ class TableMaker:
             values[samples[is_real]] = made.cpu()[is_real]
         return values
 
-    # -- what ranks agree on -------------------------------------------------------------------
-
     def _first(self, values: torch.Tensor | None, *, of: int) -> torch.Tensor | None:
         """The tables of all replicas as one, where the last stage is."""
         if values is not None and len(values) != of:
