@@ -96,13 +96,13 @@ def _merge(vision: PretrainedConfig) -> int:
     """Patches of a side that become one token."""
     names = ("spatial_merge_size", "merge_size", "merge_kernel_size")
     found = next((getattr(vision, name) for name in names if hasattr(vision, name)), 1)
-    return _one(found)
+    return side_of(found)
 
 
 def _patches_by_grid(order: PictureOrder, merge: int, names: frozenset[str]) -> Iterator[Batch]:
     """All patches of all pictures in one row: [P, numbers of a patch]."""
     vision = order.vision
-    side, frames = _one(vision.patch_size), getattr(vision, "temporal_patch_size", 1) or 1
+    side, frames = side_of(vision.patch_size), getattr(vision, "temporal_patch_size", 1) or 1
     frames = getattr(vision, "patch_temporal", frames) or 1
     # 1 x 1 tokens, then 1 x 2, and so on
     grid = [[1, merge, merge * (1 + index % 2)] for index in range(order.num_images)]
@@ -126,7 +126,7 @@ def _patches_by_grid(order: PictureOrder, merge: int, names: frozenset[str]) -> 
 
 def _patches_by_shape(order: PictureOrder) -> Batch:
     """Patches of each picture in a row of their own, padded: [N, P, numbers of a patch]."""
-    side = _one(order.vision.patch_size)
+    side = side_of(order.vision.patch_size)
     factor = getattr(order.config, "downsample_factor", 2)
     shapes = [[factor, factor * (1 + index % 2)] for index in range(order.num_images)]
     longest = max(height * width for height, width in shapes)
@@ -142,7 +142,7 @@ def _patches_by_shape(order: PictureOrder) -> Batch:
 def _patches_by_position(order: PictureOrder) -> Iterator[Batch]:
     """Patches with their places: [N, P, numbers of a patch] and [N, P, 2]."""
     vision = order.vision
-    side, pool = _one(vision.patch_size), getattr(vision, "pooling_kernel_size", 1) or 1
+    side, pool = side_of(vision.patch_size), getattr(vision, "pooling_kernel_size", 1) or 1
     places = [[column, row] for row in range(pool) for column in range(pool * 2)]
     positions = order.integers([places] * order.num_images)
     for numbers in (3 * side**2, 3 * (side * pool) ** 2):
@@ -152,7 +152,7 @@ def _patches_by_position(order: PictureOrder) -> Iterator[Batch]:
 
 def _strips(order: PictureOrder) -> Iterator[Batch]:
     """Patches of a picture side by side: [1, C, side of a patch, P times that]."""
-    side = _one(order.vision.patch_size)
+    side = side_of(order.vision.patch_size)
     for factor in (4, 8, 16):
         sizes = [[factor, factor * (1 + index % 2)] for index in range(order.num_images)]
         longest = sum(height * width for height, width in sizes)
@@ -161,7 +161,7 @@ def _strips(order: PictureOrder) -> Iterator[Batch]:
 
 
 def _patches_by_sides(order: PictureOrder) -> Iterator[Batch]:
-    side = _one(order.vision.patch_size)
+    side = side_of(order.vision.patch_size)
     grid = [[2, 2 * (1 + index % 2)] for index in range(order.num_images)]
     num_patches = sum(height * width for height, width in grid)
     for shape in ((order.channels * side**2,), (order.channels, side, side)):
@@ -174,8 +174,8 @@ def _pictures_in_rows(order: PictureOrder) -> Iterator[Batch]:
     """Pictures by row, padded with pictures of zeros: [R, pictures of a row, C, H, W]."""
     vision = order.vision
     factor = getattr(order.config, "scale_factor", None) or getattr(vision, "scale_factor", None)
-    sides = [_one(vision.patch_size) * factor] if isinstance(factor, int) else []
-    for side in (*sides, _one(vision.image_size)):
+    sides = [side_of(vision.patch_size) * factor] if isinstance(factor, int) else []
+    for side in (*sides, side_of(vision.image_size)):
         pixels = order.fill(order.num_images, order.channels, side, side)
         mask = torch.ones(pixels.shape[0], side, side, dtype=torch.bool, device=order.device)
         yield {
@@ -215,7 +215,7 @@ def _tiles_by_size(order: PictureOrder) -> Batch:
 
 def _pictures_of_sizes(order: PictureOrder) -> Batch:
     """Pixtral: pictures padded to the largest, and their sizes: [N, C, H, W]."""
-    side = _one(order.vision.patch_size) * (getattr(order.config, "spatial_merge_size", 1) or 1)
+    side = side_of(order.vision.patch_size) * (getattr(order.config, "spatial_merge_size", 1) or 1)
     # the first one has two tokens: one token alone the library squeezes away
     sizes = [[side, side * (2 - index % 2)] for index in range(order.num_images)]
     widest = max(width for _, width in sizes)
@@ -251,12 +251,13 @@ def _bare_patches(order: PictureOrder) -> Iterator[Batch]:
         yield {"pixel_values": order.fill(order.num_images, 3, side, side)}
     if not hasattr(vision, "patch_size"):
         return
-    side, frames = _one(vision.patch_size), getattr(vision, "temporal_patch_size", 1)
+    side, frames = side_of(vision.patch_size), getattr(vision, "temporal_patch_size", 1)
     yield {"pixel_values": order.fill(order.num_images, 4, order.channels * side**2)}
     yield {"pixel_values": order.fill(order.num_images, frames, side, side, order.channels)}
 
 
-def _one(size: int | Sequence[int]) -> int:
+def side_of(size: int | Sequence[int]) -> int:
+    """Of a side, or of two equal ones."""
     return size if isinstance(size, int) else size[0]
 
 

@@ -32,7 +32,7 @@ from stageline.modules.pass_through import PassThrough, ZeroEmbedding
 from stageline.pipeline.topology import layer_range, uniform_partition
 from stageline.stages.causal_lm import CausalLMStage
 from stageline.stages.discover import tower_blocks
-from stageline.stages.example_batch import example_pictures
+from stageline.stages.example_batch import example_pictures, side_of
 
 Batch = dict[str, torch.Tensor]
 WITH_CLASS_TOKEN = ("clip_vision_model", "internvl_vision")
@@ -93,11 +93,11 @@ class TowerImages:
 
     def tile_side(self) -> int:
         """Patches of a row of a tile."""
-        return self.tile_size() // _one(self.vision.patch_size)
+        return self.tile_size() // side_of(self.vision.patch_size)
 
     def tile_size(self) -> int:
         """Pixels of a row of a tile."""
-        return _one(self.vision.image_size)
+        return side_of(self.vision.image_size)
 
     def pixels(self, hidden: torch.Tensor) -> torch.Tensor:
         """Pixels of the right shape without a content, and without memory; none is zero."""
@@ -247,11 +247,6 @@ def tower_images(config: PretrainedConfig) -> TowerImages:
             "tower's hidden states. Use `visual_gpu_ratio` or `partition` to place the tower."
         )
     return family(config)
-
-
-def _one(size: int | list[int] | tuple[int, ...]) -> int:
-    """Of a side, or of two equal ones."""
-    return size if isinstance(size, int) else size[0]
 
 
 DEEPSTACK = "deepstack_merger_list"

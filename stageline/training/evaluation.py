@@ -5,6 +5,7 @@ And what follows from it: which weights are kept as the best, and when a run end
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,7 +97,9 @@ def evaluate(
     if runner.schedule.num_ranks > 1:
         dist.broadcast_object_list(shared, src=runner.last_stage_rank, group=runner.group)
     told = replicas.gather(shared)
-    totals = _added(totals for _, totals, _, _ in told)
+    totals: Counter[str] = Counter()
+    for _, counts, _, _ in told:
+        totals.update(counts)
     num_targets = totals.get("num_targets", 0)
     _check_some_count(num_targets, num_rows)
     means = _means(told, totals)
@@ -144,14 +147,6 @@ def _means(told: Sequence[Any], totals: Mapping[str, int]) -> dict[str, float]:
     }
 
 
-def _added(counters: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    added: dict[str, int] = {}
-    for counter in counters:
-        for name, value in counter.items():
-            added[name] = added.get(name, 0) + value
-    return added
-
-
 class _Figures:
     """Adds up what the last stage gives.
 
@@ -173,7 +168,7 @@ class _Figures:
         self.step = step
         self.keep = keep
         self.hits = 0
-        self.totals = dict.fromkeys(self.part.counts, 0)
+        self.totals = Counter(dict.fromkeys(self.part.counts, 0))
         self.sums: dict[str, dict[str, float]] = {}
         self.predicted: dict[int, list[int]] = {}
         self.next_row = 0
@@ -193,7 +188,7 @@ class _Figures:
                 for count, value in by_count.items():
                     mine[count] += value.item()
             found.append(logits[:, :-1].argmax(dim=-1))
-        self.totals = _added([self.totals, self.part.count([batch])])
+        self.totals.update(self.part.count([batch]))
         if not self.part.predicts_tokens:
             return
         guesses = torch.cat(found, dim=1)

@@ -169,7 +169,7 @@ class RunLog:
         if is_end or notes or record.step % self.log_steps == 0:
             self._write("train", record.step, record.logged())
         for note in notes:
-            self.print(f"step {record.step}/{self.total_steps}: {note}")
+            self.say(f"step {record.step}/{self.total_steps}: {note}")
         self._waited += record.data_wait
         self._seconds += record.seconds
         record = replace(record, wait_share=self._waited / max(self._seconds, 1e-9))
@@ -193,8 +193,8 @@ class RunLog:
         """What was logged of evaluations, a run that is continued included."""
         return read_log(self.path)[1] if self.path.stat().st_size else []
 
-    def print(self, text: str) -> None:
-        """Prints without breaking the bar."""
+    def say(self, text: str) -> None:
+        """Prints without breaking the bar, on the main rank."""
         if self.is_main:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
@@ -239,7 +239,7 @@ class RunLog:
             what(self._tracker)
         except Exception as error:  # a service elsewhere raises what it likes
             self._tracker = None
-            self.print(
+            self.say(
                 f"note: the tracker failed ({type(error).__name__}: {error}); it is not told "
                 f"anything more, {self.path} has every figure"
             )
@@ -385,14 +385,12 @@ def _layers_text(model: Stage) -> str:
     return f"{'tower ' if tower else ''}{layers[0]}-{layers[-1]}"
 
 
-class RunReport:
+class RunReport(RunLog):
     """Reports a run into its folder and onto the screen; a context manager.
 
     Args:
-        start_step: steps done before.
-        log_steps: every how many steps one is written to the log.
         lr_scales: part of the model -> its learning rate as a multiple of the scheduled one.
-        tracker: follows the run elsewhere; the main rank's.
+        log: of `RunLog`.
 
     Attributes:
         num_pictures: held-out samples whose predictions are kept at each evaluation.
@@ -405,23 +403,12 @@ class RunReport:
         folder: Path,
         *,
         context: DistributedContext,
-        total_steps: int,
-        start_step: int = 0,
-        log_steps: int = 1,
         lr_scales: Mapping[str, float] | None = None,
-        tracker: Any | None = None,
+        **log: Any,
     ) -> None:
-        self.folder = folder
+        super().__init__(folder, is_main=context.is_main, **log)
         self.context = context
         self.lr_scales = {part: scale for part, scale in (lr_scales or {}).items() if scale != 1.0}
-        self.log = RunLog(
-            folder,
-            total_steps=total_steps,
-            start_step=start_step,
-            is_main=context.is_main,
-            log_steps=log_steps,
-            tracker=tracker,
-        )
         self.peaks: list[int] = []
 
     def __enter__(self) -> "RunReport":
@@ -430,15 +417,11 @@ class RunReport:
     def __exit__(self, *error: object) -> None:
         # after a failure its cause counts, not what closing the log meets
         with contextlib.suppress(Exception) if error[0] else contextlib.nullcontext():
-            self.log.close()
-
-    def say(self, text: str) -> None:
-        """Prints on the main rank."""
-        self.log.print(text)
+            self.close()
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The records of evaluations in the log so far; the same on every rank of the run."""
-        shared = [self.log.evaluations() if self.context.is_main else []]
+        shared = [super().evaluations() if self.is_main else []]
         dist.broadcast_object_list(shared, src=0)
         return shared[0]
 
@@ -460,7 +443,7 @@ class RunReport:
             peak_memory_bytes=tuple(self.peaks),
             part_rates={p: result.learning_rate * scale for p, scale in self.lr_scales.items()},
         )
-        self.log.log_step(record)
+        self.log_step(record)
 
     def evaluated(
         self,
@@ -484,12 +467,12 @@ class RunReport:
             told = f", token accuracy {result.token_accuracy:.4f} on {result.num_targets} tokens"
         if is_best:
             figures["is_best"] = True
-        self.log.log_eval(step, figures)
+        self.log_eval(step, figures)
         self.say(
             f"step {step}: held-out loss {result.loss:.4f}{perplexity}{told}"
             f"{name_figures(result.figures)}"
         )
-        if self.context.is_main and result.predicted:
+        if self.is_main and result.predicted:
             self._draw_samples(step, result, dataset, processor)
 
     def transfers(self, sent_bytes: int, num_micro_batches: int) -> None:
@@ -515,7 +498,7 @@ class RunReport:
             measured: of all ranks; what other ranks than the main one give is not looked at.
             ideal: what a simulation with the measured mean times gives.
         """
-        if not self.context.is_main or not measured:
+        if not self.is_main or not measured:
             return
         title = f"{self.folder.resolve().name}, step {step}"
         plot_timeline(measured, ideal, self.folder / "timeline.png", title=title)

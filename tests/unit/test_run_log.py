@@ -134,7 +134,7 @@ def test_a_torn_last_line_does_not_swallow_the_next(tmp_path):
 
 def test_other_ranks_write_and_say_nothing(tmp_path, capsys):
     log = write_log(tmp_path / "run", [1.0], is_main=False)
-    log.print("text")
+    log.say("text")
     log.draw()
     assert not (tmp_path / "run").exists()
     assert capsys.readouterr() == ("", "")
@@ -157,7 +157,7 @@ def test_without_a_terminal_there_are_plain_lines(tmp_path, capsys):
     log = RunLog(tmp_path, total_steps=450)
     for step in range(1, 31):
         log.log_step(record(step))
-    log.print("a note")
+    log.say("a note")
     log.close()
     out, err = capsys.readouterr()
     lines = out.splitlines()
@@ -174,7 +174,7 @@ def test_on_a_terminal_there_is_a_bar_and_no_lines(tmp_path, capsys, monkeypatch
     log = RunLog(tmp_path, total_steps=4, start_step=1)
     log._bar.mininterval = log._bar.miniters = 0
     log.log_step(record(2))
-    log.print("a note")
+    log.say("a note")
     log.close()
     out, err = capsys.readouterr()
     assert out.strip() == "a note"
