@@ -153,16 +153,25 @@ def _silent_end(folder: Path, codes: Mapping[int, int], num_processes: int) -> F
     ended = read_notes(folder, ENDED)
     silent = {rank: code for rank, code in codes.items() if rank not in ended}
     # the launcher ends the rest by SIGTERM as soon as one is gone
-    own = {rank: code for rank, code in silent.items() if code != -signal.SIGTERM}
-    for rank, code in own.items():
-        return _record(folder, rank, _how(code, rank), num_processes)
-    for rank in sorted(set(range(num_processes)) - set(codes) - set(ended)):
-        return _record(folder, rank, _how(0, rank), num_processes)
-    if ended:
+    found = [(rank, code) for rank, code in silent.items() if code != -signal.SIGTERM]
+    found += [(rank, 0) for rank in sorted(set(range(num_processes)) - set(codes) - set(ended))]
+    if not ended:
+        found += silent.items()
+    if not found:
         return None
-    for rank, code in silent.items():
-        return _record(folder, rank, _how(code, rank), num_processes)
-    return None
+    rank, code = found[0]
+    stages = read_notes(folder, STAGES).get(rank, [])
+    return FailureRecord(
+        kind="crash",
+        code=CRASH,
+        message=_how(code, rank),
+        rank=rank,
+        num_ranks=num_processes,
+        stages=tuple(stages),
+        stage=stages[0] if len(stages) == 1 else None,
+        host=this_machine().host,
+        time_ns=time.time_ns(),
+    )
 
 
 def _how(code: int, rank: int) -> str:
@@ -173,21 +182,6 @@ def _how(code: int, rank: int) -> str:
     log = log_with_words(rank)
     more += [f"threads: {log}" if log else ""]
     return f"killed by signal {-code} ({'; '.join(filter(None, more))})"
-
-
-def _record(folder: Path, rank: int, message: str, num_ranks: int) -> FailureRecord:
-    stages = read_notes(folder, STAGES).get(rank, [])
-    return FailureRecord(
-        kind="crash",
-        code=CRASH,
-        message=message,
-        rank=rank,
-        num_ranks=num_ranks,
-        stages=tuple(stages),
-        stage=stages[0] if len(stages) == 1 else None,
-        host=this_machine().host,
-        time_ns=time.time_ns(),
-    )
 
 
 DEFAULT_RULES = GuardRules()

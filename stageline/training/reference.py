@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ Mode = Literal["auto", "adapters_off", "precompute", "columns"]
 # rows [B] of each micro-batch, then of each one with the answers of other rows
 Source = Callable[[Sequence[MicroBatch], Sequence[MicroBatch]], list[torch.Tensor]]
 KL_PREFIX = "loss_kl_"
+T = TypeVar("T")
 
 
 class Reference:
@@ -290,7 +291,7 @@ class TableMaker:
         """
         values, _ = _read(self.path, self.key) if self.is_last else (None, 0)
         values = self._first(values, of=num_samples)
-        if self._any(values is not None):
+        if self._of_last(values is not None):
             return FromTable(values)
         if not is_start:
             raise UserError(
@@ -320,7 +321,7 @@ class TableMaker:
     ) -> torch.Tensor | None:
         """What this replica has a share in; NaN elsewhere."""
         values, done = _read(self.part_path, self.key) if self.is_last else (None, 0)
-        first = self._least(done)
+        first = self._of_last(min(self.replicas.gather(done)))  # that every replica has done
         every = max(num_batches // NUM_NOTES, 1)
         for number, micro_batches in enumerate(batches):
             if number < first:
@@ -365,15 +366,9 @@ class TableMaker:
             merged = torch.where(torch.isnan(merged), other, merged)
         return merged
 
-    def _any(self, flag: bool) -> bool:
-        """Whether the rank of the last stage says so; the same for all replicas."""
-        told = [flag]
-        dist.broadcast_object_list(told, src=self.runner.last_stage_rank, group=self.runner.group)
-        return told[0]
-
-    def _least(self, done: int) -> int:
-        """Batches that every replica has done."""
-        told = [min(self.replicas.gather(done))]
+    def _of_last(self, value: T) -> T:
+        """What the rank of the last stage says."""
+        told = [value]
         dist.broadcast_object_list(told, src=self.runner.last_stage_rank, group=self.runner.group)
         return told[0]
 
