@@ -173,10 +173,7 @@ class _Run:
             prompts=prompts,
             **{name: further[name] for name in self.asking.hands_over},
         )
-        # a list comes at once, what an iterator gives one by one
-        all_at_once = isinstance(answers, Sequence)
-        arrivals = [list(enumerate(answers))] if all_at_once else ([one] for one in answers)
-        for found in arrivals:
+        for found in _as_they_come(answers):
             records = []
             for place, result in found:
                 sample = pairs[place][1]
@@ -189,6 +186,15 @@ class _Run:
                 records.append(_record(sample, prompts[place].text, result))
             self.file.append(records)
             self.bar.update(len(found))
+
+
+def _as_they_come(answers: Answers) -> Iterator[list[tuple[int, Result]]]:
+    """A list at once, an iterator one by one."""
+    if isinstance(answers, Sequence):
+        yield list(enumerate(answers))
+        return
+    for place, result in answers:
+        yield [(place, result)]
 
 
 def _record(sample: dict[str, Any], prompt: str, result: dict[str, Any]) -> dict[str, Any]:

@@ -107,6 +107,7 @@ def outline_of(make_piece: MakePiece) -> Outline:
     ]
     first, last = (dict(end.named_parameters()) for end in ends)
     paths = map(whole.layer_name, range(num_layers))
+    layers: list[dict[str, torch.Tensor]]
     layers = [dict(whole.get_submodule(path).named_parameters()) for path in paths]
     is_recomputed = recomputes(whole)
     has_tower = bool(getattr(getattr(whole, "paths", None), "vision_tower", ""))
