@@ -14,10 +14,10 @@ from register import train_model_register
 STAGE_CLASSES = {
     "StageModel": "stageline.stages.base",
     "CausalLMStage": "stageline.stages.causal_lm",
-    "RewardStage": "stageline.stages.reward",
+    "RewardStage": "stageline.stages.causal_lm",
     "VisionLanguageStage": "stageline.stages.vision_language",
     "Gemma3VisionStage": "stageline.stages.vision_language",
-    "CrossAttentionStage": "stageline.stages.cross_attention",
+    "CrossAttentionStage": "stageline.stages.vision_language",
 }
 # key -> name of the stage class, model types that it serves
 VISION_LANGUAGE_MODELS: dict[str, tuple[str, tuple[str, ...]]] = {}

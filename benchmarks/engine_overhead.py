@@ -24,8 +24,9 @@ from loss_fn import sft
 from pp_models import CausalLMStage
 from stageline.checkpoint.init import init_split_model
 from stageline.pipeline.runner import PipelineRunner
+from stageline.training.loss_part import count_targets
 from stageline.training.optimizers import optimizer_groups
-from stageline.training.step import TrainStep, count_targets
+from stageline.training.step import TrainStep
 from tests.helpers.ranks import run_ranks
 
 SEQUENCE = 128

@@ -22,7 +22,8 @@ from pp_models import CausalLMStage
 from stageline.checkpoint.init import init_split_model
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
-from stageline.training.step import TrainStep, count_targets
+from stageline.training.loss_part import count_targets
+from stageline.training.step import TrainStep
 
 CPU = torch.device("cpu")
 RATE = 1e-4

@@ -30,9 +30,8 @@ from pp_models import CausalLMStage
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
 from stageline.pipeline.topology import uniform_partition
-from stageline.planner.cost import durations_of, flow_of
+from stageline.planner.cost import MemoryRules, durations_of, flow_of
 from stageline.planner.measure import Workload, measure, measure_stage, outline_of
-from stageline.planner.memory_plan import MemoryRules
 from stageline.planner.placement import Placement, legal_schedules
 from stageline.planner.planner import PlannedRun, Planner
 from stageline.planner.simulate import simulate

@@ -30,9 +30,9 @@ from register import import_shelf, prompt_register
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.rows.json_lines import JsonLines
 from stageline.data.text.processor import load_processor
+from stageline.pipeline.live_bytes import tensor_bytes
 from stageline.pipeline.runner import PipelineRunner
-from stageline.planner.cost import border_bytes
-from stageline.training.step import count_targets
+from stageline.training.loss_part import count_targets
 from tests.helpers.ranks import run_ranks
 
 DATA = Path(__file__).resolve().parents[1] / "data/manpages_instruct.jsonl"
@@ -114,6 +114,7 @@ def measure(rank, arguments):
 def facts(model, steps, seconds):
     """Figures of one shape."""
     shapes = [tuple(batch["input_ids"].shape) for step in steps for batch in step]
+    border = sum(tensor_bytes(model.get_example_output(*shape)) for shape in shapes)
     real = [sum(int(batch["attention_mask"].sum()) for batch in step) for step in steps]
     return {
         "seconds": seconds,
@@ -121,7 +122,7 @@ def facts(model, steps, seconds):
         "real_tokens": sum(real),
         "computed_tokens": sum(rows * width for rows, width in shapes),
         "micro_batches_per_step": [len(step) for step in steps],
-        "border_megabytes_per_step": sum(border_bytes(model, shapes)) / len(steps) / 1e6,
+        "border_megabytes_per_step": border / len(steps) / 1e6,
     }
 
 

@@ -21,11 +21,10 @@ import transformers
 
 from loss_fn import sft
 from pp_models import VisionLanguageStage
-from stageline.pipeline.borders import batch_input, batch_output
 from stageline.pipeline.live_bytes import PeakBytes
 from stageline.pipeline.plan import Kind, drop_dead_backward, grad_flow
 from stageline.pipeline.schedules import make_schedule
-from stageline.pipeline.stage_passes import StagePasses, model_inputs
+from stageline.pipeline.stage_passes import StagePasses, batch_input, batch_output, model_inputs
 
 NUM_MICRO_BATCHES, NUM_RANKS, NUM_TILES, IMAGE_TOKEN = 8, 2, 4, 5
 # what is typed -> schedule, options of the stages

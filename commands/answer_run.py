@@ -33,10 +33,16 @@ from stageline.data.images.tiling import Tiling, match_config, prepare_images
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.distributed.launch import launch_if_needed, launchers_store
 from stageline.errors import DataError, RemoteError, UserError
-from stageline.evaluation.compare import check_same_samples
 from stageline.evaluation.predictions import PredictionFile, fingerprint, merge_shards, shard_path
-from stageline.evaluation.replicas import EvaluationReplicas
-from stageline.evaluation.runner import Asking, FewShot, Outcome, check_ids, predict
+from stageline.evaluation.report import check_same_samples
+from stageline.evaluation.runner import (
+    Asking,
+    EvaluationReplicas,
+    FewShot,
+    Outcome,
+    check_ids,
+    predict,
+)
 from stageline.inference.model_bytes import Load
 from stageline.inference.model_cutter import Wanted
 from stageline.inference.vllm_engine import check_vllm, open_vllm

@@ -8,19 +8,21 @@ from typing import Any
 from commands.answer_run import ENGINE_FILE, Answered, answer_samples
 from parse_args import EvaluateArguments
 from stageline.data.batches.step_maker import make_dataset, read_row
-from stageline.evaluation.compare import compare, comparison_markdown, format_comparison, read_other
 from stageline.evaluation.figures import format_usage, usage_of
 from stageline.evaluation.report import (
     Bootstrap,
     check_metric,
+    compare,
+    comparison_markdown,
+    format_comparison,
     format_figures,
     format_report,
     make_report,
+    read_other,
     report_markdown,
     write_report,
 )
-from stageline.plotting.pictures import caption, plot_predictions
-from stageline.plotting.text import plot_groups
+from stageline.plotting.pictures import caption, plot_groups, plot_predictions
 
 NUM_PICTURES = 36
 

@@ -21,7 +21,7 @@ from stageline.distributed.guard import GuardRules
 from stageline.distributed.process_group import DistributedContext
 from stageline.errors import UserError
 from stageline.pipeline.topology import Topology, resolve_topology
-from stageline.planner.memory_plan import device_capacity
+from stageline.planner.cost import device_capacity
 from stageline.planner.planner import place_together
 
 

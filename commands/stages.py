@@ -61,7 +61,7 @@ class StageBuilder:
         """
         from stageline.contracts import call
         from stageline.data.images.tiling import match_config
-        from stageline.pipeline.borders import check_stage
+        from stageline.pipeline.stage_passes import check_stage
 
         is_cut = num_stages in (None, self.num_stages)
         given = {

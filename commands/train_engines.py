@@ -36,14 +36,13 @@ from stageline.distributed.process_group import (
     distributed_context,
 )
 from stageline.pipeline.runner import PipelineRunner
-from stageline.planner.memory_plan import device_capacity
+from stageline.planner.cost import device_capacity
 from stageline.seeds import seed_everything
 from stageline.stage import Stage
 from stageline.training.memory import MemoryAccount
-from stageline.training.replicas import Replicas
+from stageline.training.replicas import Replicas, ShardedReplicas
 from stageline.training.resume import ResumePoint
 from stageline.training.run_log import RunReport, summarize_stage
-from stageline.training.sharding import ShardedReplicas
 
 
 def run_training(arguments: TrainArguments) -> int:

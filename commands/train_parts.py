@@ -35,8 +35,8 @@ from stageline.distributed.process_group import DistributedContext
 from stageline.modules.chunked_loss import ChunkedLoss
 from stageline.modules.lora_layer import PISSA
 from stageline.modules.losses import without_reference
-from stageline.pipeline.borders import check_values_kept
 from stageline.pipeline.schedules import Schedule
+from stageline.pipeline.stage_passes import check_values_kept
 from stageline.pipeline.topology import Topology
 from stageline.planner.planner import PlannedRun, Planner
 from stageline.seeds import host_state_kept

@@ -34,18 +34,17 @@ from stageline.stage import Stage
 from stageline.streaming.host_memory import check_host_memory, host_bytes
 from stageline.streaming.lanes import Lane
 from stageline.streaming.runner import StreamingRunner, even_plan, streaming_schedule
-from stageline.training.evaluation import evaluate
+from stageline.training.evaluation import BestCheckpoint, EarlyStop, evaluate, figure_of
 from stageline.training.nonfinite import Skips
 from stageline.training.precision import LossScaler, MasterWeights
 from stageline.training.reference import (
-    FromColumns,
     Reference,
     TableMaker,
     choose_mode,
-    make_reference,
+    from_columns,
     weights_fingerprint,
 )
-from stageline.training.replicas import Replicas
+from stageline.training.replicas import Replicas, share_rows
 from stageline.training.resume import (
     ResumePoint,
     check_same_run,
@@ -54,10 +53,8 @@ from stageline.training.resume import (
     find_resume_point,
 )
 from stageline.training.run_log import RunReport
-from stageline.training.sharding import share_rows
-from stageline.training.step import StepResult, TrainStep
-from stageline.training.step_timeline import StepTimeline
-from stageline.training.trainer import BestCheckpoint, EarlyStop, Trainer, TrainOptions, figure_of
+from stageline.training.step import StepResult, TrainStep, train
+from stageline.training.timeline import StepTimeline
 
 LONGEST_SAVE = timedelta(hours=2)  # that a rank waits for the others while they write
 
@@ -142,21 +139,22 @@ def make_references(
     Computes what has to be computed before the first step.
     """
     run, loss = arguments.run, bind_loss(arguments)
-    make = functools.partial(make_reference, runner, loss=loss, replicas=replicas)
+    make = functools.partial(Reference, runner, loss=loss, replicas=replicas)
     plain = make()
     sets = {"train": data.train, "test": data.test}
     if not plain.needs_reference:
         return dict.fromkeys(sets, plain)
-    columns = {"ref_chosen_logps", "ref_logps"}
+    known = {"ref_chosen_logps", "ref_logps"}
     mode, why = choose_mode(
         run.reference,
         runner,
-        has_columns=not columns.isdisjoint(data.train[0][1]) and not plain.needs_kl,
+        has_columns=not known.isdisjoint(data.train[0][1]) and not plain.needs_kl,
         is_resumed=start_step > 0,
     )
     report.say(f"reference of the loss: {mode} ({why})")
     if mode != "precompute":
-        return dict.fromkeys(sets, make(source=FromColumns(runner)) if mode == "columns" else plain)
+        columns = make(source=functools.partial(from_columns, runner))
+        return dict.fromkeys(sets, columns if mode == "columns" else plain)
     found = dict.fromkeys(sets, plain)
     for name, dataset in sets.items():
         if dataset is None:
@@ -274,17 +272,19 @@ class TrainingRun:
         if self.early_stop.is_over:
             self.report.say(str(self.early_stop))
             return
-        trainer = Trainer(
+        stop_requested()  # from here on Ctrl-C ends the run after a step, with a checkpoint
+        is_done = train(
             self.train_step,
-            batches=iter(self.batches),
-            options=TrainOptions(run.total_steps, run.eval_steps, run.save_steps, self.start_step),
+            iter(self.batches),
+            total_steps=run.total_steps,
+            start_step=self.start_step,
+            eval_steps=run.eval_steps,
+            save_steps=run.save_steps,
             on_step=self.after_step,
             evaluate=self.evaluate_now if self.held_out is not None else None,
             save=self.save_now,
             stop_requested=stop_requested,
         )
-        stop_requested()  # from here on Ctrl-C ends the run after a step, with a checkpoint
-        is_done = trainer.run()
         self.writer.finish()
         self.tell_saved()
         if not is_done:

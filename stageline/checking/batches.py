@@ -14,9 +14,15 @@ from transformers import PretrainedConfig
 from stageline.data.batches.batch import IGNORE
 from stageline.data.images.images import CROSS_MASK, grow_cross_mask
 from stageline.model_folder import special_tokens
-from stageline.pipeline.borders import batch_input, batch_output
 from stageline.pipeline.plan import Kind
-from stageline.pipeline.stage_passes import MicroBatch, StagePasses, Tensors, model_inputs
+from stageline.pipeline.stage_passes import (
+    MicroBatch,
+    StagePasses,
+    Tensors,
+    batch_input,
+    batch_output,
+    model_inputs,
+)
 from stageline.stages.example_batch import picture_batch
 
 if TYPE_CHECKING:

@@ -61,42 +61,45 @@ def disown_store() -> None:
     _Ours.store = False
 
 
-class NoBoard:
-    """For a single process: always the first."""
+class Board:
+    """Where the ranks of a run agree who reports; this one is for a lone process, always the first.
+
+    Nobody waits for it, and it waits for nobody.
+    """
 
     def claim(self, mine: dict, *, patience: float) -> dict | None:
-        """As `StoreBoard.claim`."""
+        """Claims the report, after `patience` seconds; the claim of the rank that has it."""
         return None
 
     def claims(self) -> list[dict]:
-        """As `StoreBoard.claims`."""
+        """What all ranks that failed so far claim; more may come for a moment."""
         return []
 
     def settle(self, first: dict) -> None:
-        """Nobody waits for it."""
+        """Tells the others which claim was the earliest."""
 
     def settled(self, seconds: float) -> dict | None:
-        """There is nobody to wait for."""
+        """Waits at most `seconds` for what `settle` tells."""
         return None
 
     def mark_reported(self) -> None:
-        """Nobody waits for it."""
+        """Lets the other ranks of this machine end."""
 
     def wait_reported(self, seconds: float) -> None:
-        """There is nobody to wait for."""
+        """Waits at most `seconds` for `mark_reported`."""
 
     def leave(self, seconds: float) -> None:
-        """Nobody needs this process."""
+        """Ends the use of the board, at most `seconds` later."""
 
     def is_first_to_hear(self) -> bool:
-        """As `StoreBoard.is_first_to_hear`."""
+        """Whether no other rank of this machine has asked this before."""
         return False
 
     def wait_heard(self, seconds: float, *, but: int | None) -> None:
-        """There is nobody to wait for."""
+        """Waits at most `seconds` for the other machines, but one, to ask `is_first_to_hear`."""
 
 
-class StoreBoard:
+class StoreBoard(Board):
     """The claim in the TCP store."""
 
     def __init__(self) -> None:
@@ -105,7 +108,6 @@ class StoreBoard:
         self.store = connect_store()
 
     def claim(self, mine: dict, *, patience: float) -> dict | None:
-        """Claims the report, after `patience` seconds; the claim of the rank that has it."""
         text = json.dumps(mine)
         if not mine.get("is_secondary"):
             self.store.set(self._claim_of(mine["rank"]), text)
@@ -114,51 +116,39 @@ class StoreBoard:
         return None if held == text else json.loads(held)
 
     def claims(self) -> list[dict]:
-        """What all ranks that failed so far claim; more may come for a moment."""
         names = map(self._claim_of, range(int(os.environ["WORLD_SIZE"])))
         return [json.loads(self.store.get(name)) for name in names if self.store.check([name])]
 
     def settle(self, first: dict) -> None:
-        """Tells the others which claim was the earliest."""
         self.store.set(self.key + "/first", json.dumps(first))
 
     def settled(self, seconds: float) -> dict | None:
-        """Waits at most `seconds` for what `settle` tells."""
         name = self.key + "/first"
         _wait_until(lambda: self.store.check([name]), seconds)
         return json.loads(self.store.get(name)) if self.store.check([name]) else None
 
     def mark_reported(self) -> None:
-        """Lets the other ranks of this machine end."""
         self.store.set(self.key + "/reported", "1")
 
     def wait_reported(self, seconds: float) -> None:
-        """Waits at most `seconds` for `mark_reported`."""
         _wait_until(lambda: self.store.check([self.key + "/reported"]), seconds)
 
     def leave(self, seconds: float) -> None:
-        """Ends the use of the board; where this process is the store, at most `seconds` later.
-
-        With the store the others would lose what they read, and torch would write of it.
-        """
+        """Where this process is the store, the others would lose what they read without it."""
         _Ours.is_left = True
         time.sleep(2 * SECONDS_BETWEEN_LOOKS)  # until no other thread looks any more
-        self.store.add(self.key + "/gone", 1)
+        gone = self.key + "/gone"
+        self.store.add(gone, 1)
         if os.environ.get("RANK", "0") == "0" and "TORCHELASTIC_RUN_ID" not in os.environ:
             count = int(os.environ["WORLD_SIZE"])
             deadline = time.monotonic() + seconds
-            while time.monotonic() < deadline and self._count_gone() < count:
+            while time.monotonic() < deadline and self.store.add(gone, 0) < count:
                 time.sleep(SECONDS_BETWEEN_LOOKS)
 
-    def _count_gone(self) -> int:
-        return self.store.add(self.key + "/gone", 0)
-
     def is_first_to_hear(self) -> bool:
-        """Whether no other rank of this machine has asked this before."""
         return self.store.add(self._heard(self.machine.index), 1) == 1
 
     def wait_heard(self, seconds: float, *, but: int | None) -> None:
-        """Waits at most `seconds` for the other machines, but one, to ask `is_first_to_hear`."""
         others = set(range(self.machine.count)) - {self.machine.index, but}
         keys = [self._heard(index) for index in others]
         _wait_until(lambda: not keys or self.store.check(keys), seconds)
@@ -170,8 +160,11 @@ class StoreBoard:
         return f"{self.key}/heard/{machine}"
 
 
-class FileBoard:
-    """The claim as a file, for the ranks of one machine whose store is gone."""
+class FileBoard(Board):
+    """The claim as a file, for the ranks of one machine whose store is gone.
+
+    The files stay, and no other machine reads them.
+    """
 
     def __init__(self) -> None:
         run_id = re.sub(r"\W", "_", os.environ.get("TORCHELASTIC_RUN_ID", "none"))
@@ -191,7 +184,6 @@ class FileBoard:
                     path.unlink()
 
     def claim(self, mine: dict, *, patience: float) -> dict | None:
-        """As `StoreBoard.claim`."""
         draft = self.path.with_suffix(f".{os.getpid()}_{threading.get_ident()}")
         draft.write_text(json.dumps(mine))
         if not mine.get("is_secondary"):
@@ -207,41 +199,23 @@ class FileBoard:
         return None
 
     def claims(self) -> list[dict]:
-        """As `StoreBoard.claims`."""
         found = self.path.parent.glob(f"{self.path.stem}.claim*")
         return [json.loads(path.read_text()) for path in sorted(found)]
 
     def settle(self, first: dict) -> None:
-        """As `StoreBoard.settle`."""
         draft = self.first.with_suffix(".first_draft")
         draft.write_text(json.dumps(first))
         draft.replace(self.first)
 
     def settled(self, seconds: float) -> dict | None:
-        """As `StoreBoard.settled`."""
         _wait_until(self.first.exists, seconds)
         return json.loads(self.first.read_text()) if self.first.exists() else None
 
     def mark_reported(self) -> None:
-        """As `StoreBoard.mark_reported`."""
         self.reported.touch()
 
     def wait_reported(self, seconds: float) -> None:
-        """As `StoreBoard.wait_reported`."""
         _wait_until(self.reported.exists, seconds)
-
-    def leave(self, seconds: float) -> None:
-        """Files stay."""
-
-    def is_first_to_hear(self) -> bool:
-        """Never: all that read the file are on the machine of the claim."""
-        return False
-
-    def wait_heard(self, seconds: float, *, but: int | None) -> None:
-        """No other machine reads the file."""
-
-
-Board = NoBoard | StoreBoard | FileBoard
 
 
 def claim_report(
@@ -249,7 +223,7 @@ def claim_report(
 ) -> tuple[Board, dict | None]:
     """Claims the report on the best board there is; (the board, the claim that came before)."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return NoBoard(), None
+        return Board(), None
     # two threads of one rank may claim: equal texts would both seem to be the first
     mine = {**mine, "claimant": f"{os.getpid()}_{threading.get_ident()}"}
     is_store_lost = is_store_lost or _Ours.store is False

@@ -32,8 +32,7 @@ from stageline.distributed.failure_record import (
     write_first,
     write_record,
 )
-from stageline.distributed.lifeline import leave
-from stageline.distributed.machines import Machine, this_machine
+from stageline.distributed.machines import Machine, leave, this_machine
 from stageline.distributed.stop import (
     end_helpers,
     end_the_rest,
@@ -81,7 +80,7 @@ def run_entry(main: Callable[[], int | None]) -> NoReturn:
     try:
         code = main() or 0
     except KeyboardInterrupt:
-        _end_interrupted()
+        end_stopped(stop.words_before_the_first_step(), stop.stop_code() or INTERRUPTED)
     except Exception as error:
         trace = error.__traceback__
         end_failed(error.with_traceback(trace and trace.tb_next))  # less the frame of this file
@@ -111,10 +110,6 @@ def end_failed(error: BaseException, **about: Any) -> NoReturn:
     )
     patience = SECONDS_FOR_THE_WATCH if has_watch else SECONDS_FOR_THE_CAUSE
     _end(replace(record, message=message), patience=patience)
-
-
-def _end_interrupted() -> NoReturn:
-    end_stopped(stop.words_before_the_first_step(), stop.stop_code() or INTERRUPTED)
 
 
 def end_stopped(message: str, code: int) -> NoReturn:

@@ -18,8 +18,6 @@ from stageline.distributed.machines import this_machine
 from stageline.errors import CRASH, MemoryFull, StorageError, UserError, spelled
 from stageline.progress import place
 
-# -- what an exception means: its kind and exit code, and whether it only echoes another's end ----
-
 _KINDS = {2: "usage", 3: "data", 4: "checkpoint", 5: "storage", 6: "non-finite"}
 _KINDS |= {7: "memory", 8: "hang", CRASH: "crash"}
 _LOST_CONNECTION = re.compile(
@@ -88,8 +86,6 @@ def bytes_asked(error: BaseException) -> int | None:
     unit = found[2].lower()
     return int(float(found[1]) * 1024 ** ("bkmgt".index(unit[0])))
 
-
-# -------------------------------------------------------------------------------------------------
 
 MAX_TRACEBACK = 20_000  # characters, their end
 _stages: list[int] = []
@@ -239,7 +235,7 @@ def record_of(error: BaseException, *, is_secondary: bool = False) -> FailureRec
 
 def _full_memory(error: BaseException) -> str:
     asked = bytes_asked(error)
-    many = "" if asked is None else f"; {_gib(asked)} more ({asked} bytes) were asked for"
+    many = "" if asked is None else f"; {asked / 2**30:.2f} GiB more ({asked} bytes) were asked for"
     said = "".join(filter(None, (_say(describe) for describe in _describers)))
     return f"out of memory{_during()}{many}. {said or _first_line(error)}"
 
@@ -249,10 +245,6 @@ def _say(describe: Callable[[], str]) -> str:
         return describe()
     except Exception as error:  # the report of a failure must not fail
         return f"What fills it could not be found out ({_first_line(error)})."
-
-
-def _gib(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB"
 
 
 def _first_line(error: BaseException) -> str:
@@ -303,8 +295,10 @@ def tell_run_folder(path: str | Path) -> None:
             files = sorted((_run.folder / FOLDER).glob("rank-*"), reverse=True)
             for file in (_run.folder / FILE, *files):
                 # a rank that is quicker than this one may have failed already
-                if file.is_file() and (rank is None or _is_stale(file)):
-                    _remove(file)
+                is_old = file.is_file() and (rank is None or _is_stale(file))
+                # a log of no length may be another process's, still open
+                if is_old and file.stat().st_size:
+                    file.unlink(missing_ok=True)
 
 
 def _is_stale(file: Path) -> bool:
@@ -316,11 +310,6 @@ def _is_stale(file: Path) -> bool:
         return json.loads(file.read_text()).get("attempt") != this_attempt()
     except ValueError:
         return True
-
-
-def _remove(file: Path) -> None:
-    if file.stat().st_size:  # a log of no length may be another process's, still open
-        file.unlink(missing_ok=True)
 
 
 def open_log() -> None:

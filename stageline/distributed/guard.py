@@ -22,8 +22,15 @@ from stageline.distributed import stop
 from stageline.distributed.board import FileBoard, claim_key, connect_store, disown_store
 from stageline.distributed.failure import end_as_told, end_hung, end_lost, end_overdue
 from stageline.distributed.failure_record import own_stages
-from stageline.distributed.lifeline import expect_tie, is_leaving, mark_tied, open_hub, reach_hub
-from stageline.distributed.machines import Machine, this_machine
+from stageline.distributed.machines import (
+    Machine,
+    expect_tie,
+    is_leaving,
+    mark_tied,
+    open_hub,
+    reach_hub,
+    this_machine,
+)
 from stageline.distributed.stop import (
     Process,
     has_launcher,
@@ -37,7 +44,7 @@ from stageline.errors import HangError
 from stageline.progress import Progress
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import Store
 
 # -- what each rank tells of itself, about twice a second, and who is to blame when nothing goes on
 # Pure: knows neither the store nor the clock of another machine.
@@ -170,9 +177,6 @@ def describe(verdict: HangVerdict, beats: Mapping[int, Beat], *, seconds: float)
     return "; ".join([what, *waiting[:3]])
 
 
-# -- what the guards of a run tell each other, in the TCP store: signs of life, and who stops -----
-
-
 class Bulletin:
     """The store's side of a guard.
 
@@ -180,7 +184,7 @@ class Bulletin:
         store: a connection of the guard's own.
     """
 
-    def __init__(self, store: "TCPStore", *, num_ranks: int) -> None:
+    def __init__(self, store: "Store", *, num_ranks: int) -> None:
         self.store = store
         self.num_ranks = num_ranks
         self.key = claim_key()
@@ -212,32 +216,6 @@ class Bulletin:
         return f"{self.key}/beat/{rank}"
 
 
-class OwnBulletin:
-    """For a single process: it hears itself."""
-
-    def __init__(self) -> None:
-        self._beats: dict[int, Beat] = {}
-
-    def post(self, beat: Beat) -> None:
-        """As `Bulletin.post`."""
-        self._beats[beat.rank] = beat
-
-    def beats(self) -> dict[int, Beat]:
-        """As `Bulletin.beats`."""
-        return dict(self._beats)
-
-    def claim(self) -> dict | None:
-        """Nobody else claims."""
-        return None
-
-    def ask(self, signum: int) -> None:
-        """There is nobody to tell."""
-
-    def asked(self) -> int | None:
-        """Nobody else asks."""
-        return None
-
-
 # -- the lifeline between the machines of a run, and the way to its store -------------------------
 # A rank that waits for a neighbour on a machine that vanished would wait for the timeout of the
 # group. One process per machine keeps a connection to the first machine, which tells that it is
@@ -246,7 +224,7 @@ class OwnBulletin:
 SECONDS_BETWEEN_TRIALS = 0.2
 
 
-def patiently_connect(lost_after: float) -> "TCPStore":
+def patiently_connect(lost_after: float) -> "Store":
     """The store is there before the ranks, unless rank 0 has to make it.
 
     Where a rank failed before there was one, this process ends.
@@ -297,7 +275,7 @@ class Lifeline:
         if not self.is_tied:
             expect_tie()
 
-    def tie(self, store: "TCPStore") -> None:
+    def tie(self, store: "Store") -> None:
         """Does nothing the second time, or where the first machine is not ready."""
         if self.is_tied:
             return
@@ -324,8 +302,6 @@ class Lifeline:
                 flush=True,
             )
 
-
-# -------------------------------------------------------------------------------------------------
 
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_UNTIL_TIED = 0.1
@@ -391,23 +367,26 @@ class _Guard:
             if not self._is_over() and (self.machine.count == 1 or self.machine.index):
                 end_lost("the first machine", f"its store does not answer ({error})")
 
-    def _bulletin(self) -> Bulletin | OwnBulletin:
-        if self.num_ranks == 1:
-            return OwnBulletin()
-        return Bulletin(patiently_connect(self.rules.lost_after), num_ranks=self.num_ranks)
+    def _bulletin(self) -> Bulletin:
+        from torch.distributed import HashStore  # torch is slow to import: only where it is needed
+
+        is_alone = self.num_ranks == 1  # a lone process hears itself
+        store = HashStore() if is_alone else patiently_connect(self.rules.lost_after)
+        return Bulletin(store, num_ranks=self.num_ranks)
 
     def _is_over(self) -> bool:
         return self.dismissed.is_set() or is_leaving() or stop.is_ending()
 
-    def _look(self, bulletin: Bulletin | OwnBulletin) -> None:
+    def _look(self, bulletin: Bulletin) -> None:
         bulletin.post(self._beat())
         claim = bulletin.claim()
         if claim is not None:
-            self._leave_as_told(claim)
+            if claim["code"] == HangError.exit_code:
+                write_stacks()
+            end_as_told()
         self._carry_stop(bulletin)
-        if isinstance(bulletin, Bulletin):
-            self.lifeline.tie(bulletin.store)
-            self._meet_neighbours(bulletin)
+        self.lifeline.tie(bulletin.store)
+        self._meet_neighbours(bulletin)
         self._check_progress(bulletin)
         self._check_deadline()
 
@@ -425,12 +404,7 @@ class _Guard:
             age=time.monotonic() - place.since,
         )
 
-    def _leave_as_told(self, claim: dict) -> NoReturn:
-        if claim["code"] == HangError.exit_code:
-            write_stacks()
-        end_as_told()
-
-    def _carry_stop(self, bulletin: Bulletin | OwnBulletin) -> None:
+    def _carry_stop(self, bulletin: Bulletin) -> None:
         """A signal to one rank is one to all."""
         asked = stop.asked()
         if asked is None:
@@ -449,7 +423,7 @@ class _Guard:
         remember(beat.process for beat in here if beat.rank != self.rank)
         self.knows_all = len(here) == self.machine.num_ranks
 
-    def _check_progress(self, bulletin: Bulletin | OwnBulletin) -> None:
+    def _check_progress(self, bulletin: Bulletin) -> None:
         """Judges once this rank's own operation is too old; slow ranks get on meanwhile."""
         place, limit = progress.place(), self.rules.hang_timeout
         now = time.monotonic()

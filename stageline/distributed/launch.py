@@ -4,6 +4,7 @@ It starts them as torchrun does (the same environment), so an entry file works u
 adds: the exit code of the rank that failed first, one clean Ctrl-C, and no text of its own.
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -13,6 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -48,6 +50,7 @@ SECONDS_TO_END = 30.0
 KILLED = 128 + signal.SIGKILL
 
 
+@dataclass
 class SignalsForWorkers:
     """The launcher's handlers; the first signal is passed on, a second one of its kind ends all.
 
@@ -56,12 +59,11 @@ class SignalsForWorkers:
         patience: seconds that the workers may take to save; 0: for ever.
     """
 
-    def __init__(self, folder: Path, *, num_processes: int, patience: float) -> None:
-        self.folder = folder
-        self.num_processes = num_processes
-        self.patience = patience
-        self.times: dict[int, float] = {}
-        self.code: int | None = None
+    folder: Path
+    num_processes: int
+    patience: float
+    times: dict[int, float] = field(default_factory=dict, init=False)
+    code: int | None = field(default=None, init=False)
 
     def install(self) -> None:
         """Takes over from the handlers of a worker."""
@@ -94,7 +96,8 @@ class SignalsForWorkers:
         if len(pids) < self.num_processes:  # still starting: there is nothing to save
             self._end(signal.SIGTERM, "signalled at the start")
         for pid in pids:
-            _send(pid, passed_on)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(pid, passed_on)
 
     def _on_alarm(self, signum: int, frame: FrameType | None) -> None:
         print(
@@ -108,13 +111,6 @@ class SignalsForWorkers:
         from torch.distributed.elastic.multiprocessing import SignalException
 
         raise SignalException(why, sigval=signum)
-
-
-def _send(pid: int, signum: signal.Signals) -> None:
-    try:
-        os.kill(pid, signum)
-    except ProcessLookupError:  # it has just ended
-        return
 
 
 # -- what our launcher makes of the end of its workers: which failed first, and the exit code -----
@@ -157,16 +153,25 @@ def _silent_end(folder: Path, codes: Mapping[int, int], num_processes: int) -> F
     ended = read_notes(folder, ENDED)
     silent = {rank: code for rank, code in codes.items() if rank not in ended}
     # the launcher ends the rest by SIGTERM as soon as one is gone
-    own = {rank: code for rank, code in silent.items() if code != -signal.SIGTERM}
-    for rank, code in own.items():
-        return _record(folder, rank, _how(code, rank), num_processes)
-    for rank in sorted(set(range(num_processes)) - set(codes) - set(ended)):
-        return _record(folder, rank, _how(0, rank), num_processes)
-    if ended:
+    found = [(rank, code) for rank, code in silent.items() if code != -signal.SIGTERM]
+    found += [(rank, 0) for rank in sorted(set(range(num_processes)) - set(codes) - set(ended))]
+    if not ended:
+        found += silent.items()
+    if not found:
         return None
-    for rank, code in silent.items():
-        return _record(folder, rank, _how(code, rank), num_processes)
-    return None
+    rank, code = found[0]
+    stages = read_notes(folder, STAGES).get(rank, [])
+    return FailureRecord(
+        kind="crash",
+        code=CRASH,
+        message=_how(code, rank),
+        rank=rank,
+        num_ranks=num_processes,
+        stages=tuple(stages),
+        stage=stages[0] if len(stages) == 1 else None,
+        host=this_machine().host,
+        time_ns=time.time_ns(),
+    )
 
 
 def _how(code: int, rank: int) -> str:
@@ -178,23 +183,6 @@ def _how(code: int, rank: int) -> str:
     more += [f"threads: {log}" if log else ""]
     return f"killed by signal {-code} ({'; '.join(filter(None, more))})"
 
-
-def _record(folder: Path, rank: int, message: str, num_ranks: int) -> FailureRecord:
-    stages = read_notes(folder, STAGES).get(rank, [])
-    return FailureRecord(
-        kind="crash",
-        code=CRASH,
-        message=message,
-        rank=rank,
-        num_ranks=num_ranks,
-        stages=tuple(stages),
-        stage=stages[0] if len(stages) == 1 else None,
-        host=this_machine().host,
-        time_ns=time.time_ns(),
-    )
-
-
-# -------------------------------------------------------------------------------------------------
 
 DEFAULT_RULES = GuardRules()
 

@@ -1,17 +1,28 @@
-"""Which machine this process runs on, of those of the run, as torchrun tells it. Knows no torch."""
+"""The machines of a run: which one this process runs on, and a connection that tells of a lost one.
 
+Over the TCP connection from each machine to the first one nothing travels. It ends when a machine's
+processes end; and when the machine, or the network, goes without a word, the kernels notice: they
+ask each other for a sign of life. A process that computes for hours or was stopped in a debugger
+keeps its connection, because its kernel answers. Knows neither torch nor what is to be done about a
+lost machine.
+"""
+
+import contextlib
+import json
 import os
 import socket
+import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 
 _IMPORTED_AT = time.time()
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine of a run.
+    """One machine of a run, as torchrun tells of it.
 
     Attributes:
         index, count: its number, and how many there are; torchrun says "node" or "group".
@@ -53,3 +64,144 @@ def process_started_at() -> float:
         return time.time() - age
     except (OSError, ValueError, IndexError):
         return _IMPORTED_AT
+
+
+BYE = b"bye\n"
+SECONDS_FOR_HELLO = 10.0
+PROBES = 5
+OnLost = Callable[[Machine, str], None]
+
+_leaving = threading.Event()
+_tied = threading.Event()  # set where there is nothing to tie, too
+_tied.set()
+_connections: list[socket.socket] = []
+
+
+def leave() -> None:
+    """Tells the other machines that this process ends as it should."""
+    _leaving.set()
+    for connection in list(_connections):
+        with contextlib.suppress(OSError):
+            connection.sendall(BYE)
+
+
+def is_leaving() -> bool:
+    """Whether this process is about to end as it should."""
+    return _leaving.is_set()
+
+
+def expect_tie() -> None:
+    """Tells that `mark_tied` will follow."""
+    _tied.clear()
+
+
+def mark_tied() -> None:
+    """Tells that this machine watches over the others, as far as it can."""
+    _tied.set()
+
+
+def wait_tied(seconds: float) -> None:
+    """Waits for `mark_tied`: a machine that is lost before would be missed."""
+    _tied.wait(seconds)
+
+
+def open_hub(machine: Machine, *, lost_after: float, on_lost: OnLost) -> str:
+    """Listens on the first machine, in threads.
+
+    Args:
+        lost_after: seconds without a sign of life after which a machine is lost; 0: for ever.
+        on_lost: called with the machine and how it was lost.
+
+    Returns:
+        An invitation for the other machines.
+    """
+    server = _listen()
+    token = uuid.uuid4().hex
+    invitation = {"port": server.getsockname()[1], "token": token, "machine": asdict(machine)}
+
+    def greet(connection: socket.socket) -> None:
+        other = _read_hello(connection, token)
+        if other is None:
+            connection.close()  # a stranger
+        else:
+            _watch(connection, other, lost_after=lost_after, on_lost=on_lost)
+
+    def accept() -> None:
+        while True:
+            connection, _ = server.accept()
+            threading.Thread(target=greet, args=(connection,), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    return json.dumps(invitation)
+
+
+def reach_hub(
+    machine: Machine, address: str, invitation: str, *, lost_after: float, on_lost: OnLost
+) -> None:
+    """Connects another machine to the first one, and watches over it in a thread.
+
+    Raises:
+        OSError: there is no way to that port.
+    """
+    told = json.loads(invitation)
+    connection = socket.create_connection((address, told["port"]), timeout=SECONDS_FOR_HELLO)
+    hello = {"token": told["token"], "machine": asdict(machine)}
+    connection.sendall(json.dumps(hello).encode() + b"\n")
+    threading.Thread(
+        target=_watch,
+        args=(connection, Machine(**told["machine"])),
+        kwargs={"lost_after": lost_after, "on_lost": on_lost},
+        daemon=True,
+    ).start()
+
+
+def _listen() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):  # built in, but switched off
+            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
+def _read_hello(connection: socket.socket, token: str) -> Machine | None:
+    connection.settimeout(SECONDS_FOR_HELLO)
+    try:
+        with connection.makefile("rb", buffering=0) as file:  # a goodbye may follow at once
+            hello = json.loads(file.readline(4096))
+        return Machine(**hello["machine"]) if hello["token"] == token else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _watch(
+    connection: socket.socket, other: Machine, *, lost_after: float, on_lost: OnLost
+) -> None:
+    """Returns when the other machine or this one has said goodbye."""
+    connection.settimeout(None)
+    _ask_for_signs_of_life(connection, lost_after)
+    _connections.append(connection)
+    try:
+        said = connection.recv(len(BYE))
+        why = "its connection was closed"
+    except TimeoutError:
+        said, why = b"", f"no sign of life for {lost_after:g} s"
+    except OSError as error:
+        said, why = b"", f"its connection broke ({error.strerror})"
+    if not said and not is_leaving():
+        on_lost(other, why)
+
+
+def _ask_for_signs_of_life(connection: socket.socket, seconds: float) -> None:
+    """Lets the kernel give up after `seconds` of silence."""
+    if seconds <= 0:
+        return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    pause = max(1, round(seconds / (PROBES + 1)))
+    wanted = {
+        "TCP_KEEPIDLE": pause,
+        "TCP_KEEPINTVL": pause,
+        "TCP_KEEPCNT": PROBES,
+        "TCP_USER_TIMEOUT": int(seconds * 1000),
+    }
+    for name, value in wanted.items():
+        if hasattr(socket, name):  # not on every system
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

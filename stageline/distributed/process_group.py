@@ -6,7 +6,7 @@ A single process gets a group of its own, so that one stage runs the same code a
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from stageline import chaos
 from stageline.distributed.board import disown_store
 from stageline.distributed.launch import launchers_store
-from stageline.distributed.lifeline import wait_tied
-from stageline.distributed.machines import this_machine
+from stageline.distributed.machines import this_machine, wait_tied
 from stageline.distributed.stop import settle, stop_code
 from stageline.errors import UserError
 
@@ -84,22 +83,17 @@ def _warn(needless: Sequence[int], per_machine: int, num_ranks: int) -> str:
     else:
         above = -(-num_ranks // per_machine) * per_machine
         cure = f"{above - per_machine} or {above} ranks a pipeline"
+    names = f"pipeline{'s' * (len(needless) > 1)} {', '.join(map(str, needless))}"
     return (
-        f"warning: {_names(needless)} cross machines more often than {num_ranks} ranks need on "
+        f"warning: {names} cross machines more often than {num_ranks} ranks need on "
         f"{per_machine} processes each, and the network is slower than a machine. Better fitting: "
         f"{cure} (`num_stages`)."
     )
 
 
-def _names(replicas: Sequence[int]) -> str:
-    return f"{'pipeline' if len(replicas) == 1 else 'pipelines'} {', '.join(map(str, replicas))}"
-
-
 def _count(number: int, word: str) -> str:
     return f"{number} {word}{'s' * (number != 1)}"
 
-
-# -------------------------------------------------------------------------------------------------
 
 SECONDS_FOR_THE_LIFELINE = 10.0
 
@@ -158,16 +152,18 @@ def distributed_context(
         UserError: processes and ranks do not fit, or there are too few GPUs.
     """
     chaos.point("start")
-    rank, local_rank, world_size = _read_environment(os.environ)
+    # as torchrun sets them; one process without it
+    rank = int(os.environ.get("RANK", "0"))
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size % num_ranks:
         raise UserError(
             f"{world_size} processes can't hold pipelines of {num_ranks} ranks: their number "
             f"must be a multiple of that, because each rank has a process of its own. "
             f"Set `num_stages` or torchrun --nproc-per-node accordingly."
         )
-    chosen = choose_device(
-        device, local_rank=local_rank, local_world_size=_local_world_size(os.environ)
-    )
+    local_world_size = this_machine().num_ranks
+    chosen = choose_device(device, local_rank=local_rank, local_world_size=local_world_size)
     _init_group(rank, world_size, chosen, timeout=timeout)
     mesh = init_device_mesh(
         chosen.type, (world_size // num_ranks, num_ranks), mesh_dim_names=("dp", "pp")
@@ -262,16 +258,6 @@ def _pass_on(context: DistributedContext, *, source: int, target: int) -> None:
     elif context.pp_rank == target:
         dist.recv(value, group=context.pp_group, group_src=source)
         assert int(value) == source
-
-
-def _read_environment(environment: Mapping[str, str]) -> tuple[int, int, int]:
-    """(rank, local_rank, world_size) as torchrun sets them; one process without it."""
-    rank = int(environment.get("RANK", "0"))
-    return rank, int(environment.get("LOCAL_RANK", rank)), int(environment.get("WORLD_SIZE", "1"))
-
-
-def _local_world_size(environment: Mapping[str, str]) -> int:
-    return int(environment.get("LOCAL_WORLD_SIZE", environment.get("WORLD_SIZE", "1")))
 
 
 def _init_group(rank: int, world_size: int, device: torch.device, *, timeout: float) -> None:

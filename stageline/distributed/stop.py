@@ -147,8 +147,6 @@ def read_notes(folder: Path, name: str) -> dict[int, Any]:
     }
 
 
-# -------------------------------------------------------------------------------------------------
-
 SECONDS_TO_LEAVE = 3.0
 SECONDS_BETWEEN_LOOKS = 0.05
 PR_SET_PDEATHSIG = 1
@@ -260,8 +258,6 @@ def _state(pid: int) -> tuple[str, int]:
     return "?", 0
 
 
-# -------------------------------------------------------------------------------------------------
-
 CODES = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: PREEMPTED, signal.SIGUSR1: PREEMPTED}
 # a terminal and a launcher may both pass on one key press, Slurm and torchrun one signal
 MIN_SECONDS_BETWEEN = 1.0
@@ -340,7 +336,8 @@ def ask(signum: int) -> None:
     _stop.signum = signum
     if _stop.is_read and os.environ.get("RANK", "0") == "0":
         again = "Ctrl-C again" if signum == signal.SIGINT else f"a second {name_of(signum)}"
-        _say(f"Stopping after this step; {again} ends at once without saving.")
+        words = f"\nStopping after this step; {again} ends at once without saving.\n"
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, words.encode())
 
 
 def stop_code() -> int:
@@ -429,7 +426,3 @@ def _forget_in_child() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _say(message: str) -> None:
-    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"\n{message}\n".encode())

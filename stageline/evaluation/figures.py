@@ -56,9 +56,6 @@ def _exp(value: float) -> float:
     return math.exp(value) if value < 700 else math.inf
 
 
-# -- tokens and money that the answers of a remote model took, from the predictions themselves ----
-
-
 def usage_of(predictions: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Sums over predictions that know their usage; empty where none does.
 

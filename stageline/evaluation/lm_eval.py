@@ -33,9 +33,6 @@ from stageline.inference.decoding.request import (
     ScoreRequest,
 )
 
-# -- the generation options of an lm_eval task -> how our engine samples --------------------------
-# Not here: prompts and scores (lm_eval_model.py).
-
 # what a task may say, under the names of transformers, that Sampling knows too
 SHARED = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 # what a task may say and what it has to be then: anything else would change the answers
@@ -116,8 +113,6 @@ def _refuse_unknown(kwargs: dict[str, Any]) -> None:
                 "expected: each prompt gets one answer, without a beam search. Override it."
             )
 
-
-# -------------------------------------------------------------------------------------------------
 
 NAME = "stageline"
 MAX_GEN_TOKS = 256  # of a task that names none; as `hf`
@@ -336,10 +331,6 @@ def _whole(events: Iterable[Any]) -> Iterator[Any]:
         if isinstance(event, Failed):
             raise event.error
         yield event
-
-
-# -- finds tasks of lm-evaluation-harness, runs them through an engine, writes what it writes -----
-# Not here: how a question becomes tokens (lm_eval_model.py). Needs the package lm_eval.
 
 
 @dataclass(frozen=True)

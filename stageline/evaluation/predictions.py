@@ -175,7 +175,12 @@ def merge_shards(path: Path) -> int:
         key: line for key, (is_answer, line) in newest.items() if is_answer or key not in answered
     }
     kept = [line for key, _, line in old if key not in taken]
-    _replace(path, [*kept, *taken.values()])
+    draft = path.with_name(path.name + ".tmp")
+    with draft.open("w", encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in [*kept, *taken.values()])
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)
     for shard in shards:
         shard.unlink()
     return len(shards)
@@ -189,12 +194,3 @@ def _lines(path: Path) -> Iterator[tuple[Key, bool, str]]:
         if line.strip():
             record = parse_line(line, f"{path}:{number}")
             yield (record.get("settings"), record["id"]), "error" not in record, line
-
-
-def _replace(path: Path, lines: list[str]) -> None:
-    draft = path.with_name(path.name + ".tmp")
-    with draft.open("w", encoding="utf-8") as file:
-        file.writelines(f"{line}\n" for line in lines)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)

@@ -1,21 +1,24 @@
-"""From scores per sample to a report: shares with 95 % intervals, overall and per group."""
+"""From scores per sample to a report: shares with 95 % intervals, overall and per group.
+
+And the comparison of two runs over the same samples.
+"""
 
 import json
-import math
 import os
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Sequence, Sized
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy
+import scipy.stats
 
 from stageline.contracts import broken, check_call, shown
-
-# -- percentile bootstrap intervals of a mean (Efron 1979), seeded --------------------------------
-# Rows of one picture are no independent samples: where they name a cluster, whole clusters are
-# drawn and the mean is the sum of their scores over the number of their rows.
+from stageline.errors import UserError
+from stageline.evaluation.predictions import newest_records
+from stageline.tables import format_table, markdown_table
 
 LEVEL = 0.95
 DRAWS_AT_ONCE = 2_000_000  # 16 MB
@@ -23,7 +26,7 @@ DRAWS_AT_ONCE = 2_000_000  # 16 MB
 
 @dataclass(frozen=True)
 class Bootstrap:
-    """How intervals are drawn.
+    """How percentile intervals of a mean are drawn (Efron 1979).
 
     Attributes:
         resamples: how many; 0: no intervals.
@@ -43,48 +46,42 @@ class Bootstrap:
         """The 95 % interval of the mean; None without scores or resamples.
 
         Args:
-            clusters: of each score; by default each is its own.
+            clusters: of each score; by default each is its own. Rows of one picture are no
+                independent samples: whole clusters are drawn, and the mean is the sum of their
+                scores over the number of their rows.
             name: of what is measured; another name draws otherwise.
         """
         if not scores or not self.resamples:
             return None
-        means = self._means(*_by_cluster(scores, clusters), name=name)
-        low, high = numpy.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-        return float(low), float(high)
-
-    def _means(self, sums: numpy.ndarray, counts: numpy.ndarray, *, name: str) -> numpy.ndarray:
-        """The mean of each resample.
-
-        Args:
-            sums: of the scores of each cluster.
-            counts: rows of each cluster.
-        """
-        draw = numpy.random.default_rng([self.seed, zlib.crc32(name.encode())])
-        size = len(sums)
-        at_once = max(1, DRAWS_AT_ONCE // size)
-        means = []
-        for start in range(0, self.resamples, at_once):
-            shape = (min(at_once, self.resamples - start), size)
-            drawn = draw.integers(0, size, shape)
-            means.append(sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1))
-        return numpy.concatenate(means)
-
-
-def _by_cluster(
-    scores: Sequence[float], clusters: Sequence[Hashable] | None
-) -> tuple[numpy.ndarray, numpy.ndarray]:
-    if clusters is None:
-        return numpy.asarray(scores, dtype=numpy.float64), numpy.ones(len(scores))
-    totals: dict[Hashable, list[float]] = {}
-    for score, cluster in zip(scores, clusters, strict=True):
-        total = totals.setdefault(cluster, [0.0, 0.0])
-        total[0] += score
-        total[1] += 1
-    table = numpy.asarray(list(totals.values()), dtype=numpy.float64)
-    return table[:, 0], table[:, 1]
+        sums: dict[Hashable, float] = {}
+        counts: Counter[Hashable] = Counter()
+        for score, cluster in zip(scores, clusters or range(len(scores)), strict=True):
+            sums[cluster] = sums.get(cluster, 0.0) + score
+            counts[cluster] += 1
+        if len(sums) == 1:  # of which there is one resample, and scipy draws none
+            mean = sum(scores) / len(scores)
+            return mean, mean
+        found = scipy.stats.bootstrap(
+            (list(sums.values()), list(counts.values())),
+            lambda sums, counts, axis: sums.sum(axis=axis) / counts.sum(axis=axis),
+            paired=True,
+            vectorized=True,
+            n_resamples=self.resamples,
+            batch=max(1, DRAWS_AT_ONCE // len(sums)),
+            confidence_level=LEVEL,
+            method="percentile",
+            rng=numpy.random.default_rng([self.seed, zlib.crc32(name.encode())]),
+        )
+        return float(found.confidence_interval.low), float(found.confidence_interval.high)
 
 
-# -- which samples belong together in a report, and which are no independent draws ----------------
+def wilson_interval(num_hits: float, count: int) -> tuple[float, float]:
+    """The interval of a share (Wilson 1927); it stays within 0 and 1 and is right at both ends."""
+    if count == 0:
+        return (0.0, 1.0)
+    found = scipy.stats.binomtest(int(num_hits), count).proportion_ci(LEVEL, method="wilson")
+    return float(found.low), float(found.high)
+
 
 Groups = dict[str, list[int]]  # name of a group -> indices of its samples
 
@@ -112,20 +109,7 @@ def collect_clusters(samples: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-# -------------------------------------------------------------------------------------------------
-
-Z_95 = 1.959963984540054
 _TAKEN = ("score", "per_sample", "groups", "unparsed", "is_graded")
-
-
-def wilson_interval(num_hits: float, count: int, *, z: float = Z_95) -> tuple[float, float]:
-    """The interval of a share (Wilson 1927); it stays within 0 and 1 and is right at both ends."""
-    if count == 0:
-        return (0.0, 1.0)
-    share = num_hits / count
-    center = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
-    return (max(0.0, center - half), min(1.0, center + half))
 
 
 def check_metric(metric: Callable[..., Any], samples: Sequence[dict[str, Any]]) -> None:
@@ -172,64 +156,49 @@ def make_report(
         samples: their `groups` give further groupings, their `cluster` what is drawn as a whole.
         bootstrap: how the second interval is drawn.
     """
-    samples = samples if samples is not None else [{}] * len(figures["per_sample"])
-    shares = _Shares(figures, collect_clusters(samples), bootstrap or Bootstrap())
-    groupings = {
-        grouping: shares.of_groups(groups)
-        for grouping, groups in collect_groupings(samples).items()
-    }
-    others = {name: value for name, value in figures.items() if name not in _TAKEN}
+    scores: Sequence[float] = figures["per_sample"]
+    unparsed: Sequence[int] | None = figures.get("unparsed")
+    bootstrap = bootstrap or Bootstrap()
+    clusters = collect_clusters(samples or [{}] * len(scores))
+
+    def share_of(indices: Sequence[int], name: str) -> dict[str, Any]:
+        """Share, intervals and counts of the samples with these indices."""
+        own = [scores[index] for index in indices]
+        wilson = None if figures.get("is_graded") else wilson_interval(sum(own), len(own))
+        drawn = bootstrap.interval(own, clusters=[clusters[i] for i in indices], name=name)
+        share: dict[str, Any] = {
+            "score": sum(own) / len(own) if own else None,
+            "interval_95": None if wilson is None else list(wilson),
+            "bootstrap_95": None if drawn is None else list(drawn),
+            "num_samples": len(own),
+        }
+        if unparsed is not None:
+            share["num_unparsed"] = sum(unparsed[index] for index in indices)
+            share["unparsed_share"] = share["num_unparsed"] / len(own) if own else None
+        return share
+
     return {
-        **shares.of(range(len(figures["per_sample"])), "all"),
-        "groups": shares.of_groups(figures.get("groups", {})),
-        "groupings": groupings,
-        **others,
-        "bootstrap": shares.described(),
+        **share_of(range(len(scores)), "all"),
+        "groups": _by_name(figures.get("groups", {}), share_of),
+        "groupings": {
+            grouping: _by_name(groups, share_of)
+            for grouping, groups in collect_groupings(samples or ()).items()
+        },
+        **{name: value for name, value in figures.items() if name not in _TAKEN},
+        "bootstrap": {
+            "resamples": bootstrap.resamples,
+            "seed": bootstrap.seed,
+            "level": LEVEL,
+            "num_clusters": len(set(clusters)),
+        },
         "settings": settings,
     }
 
 
-class _Shares:
-    """Shares of right answers over some of the samples."""
-
-    def __init__(
-        self, figures: dict[str, Any], clusters: Sequence[str], bootstrap: Bootstrap
-    ) -> None:
-        self.scores: Sequence[float] = figures["per_sample"]
-        self.unparsed: Sequence[int] | None = figures.get("unparsed")
-        self.is_graded = bool(figures.get("is_graded"))
-        self.clusters = clusters
-        self.bootstrap = bootstrap
-
-    def of(self, indices: Sequence[int], name: str) -> dict[str, Any]:
-        """Share, intervals and counts of the samples with these indices."""
-        scores = [self.scores[index] for index in indices]
-        clusters = [self.clusters[index] for index in indices]
-        drawn = self.bootstrap.interval(scores, clusters=clusters, name=name)
-        wilson = None if self.is_graded else list(wilson_interval(sum(scores), len(scores)))
-        share: dict[str, Any] = {
-            "score": sum(scores) / len(scores) if scores else None,
-            "interval_95": wilson,
-            "bootstrap_95": None if drawn is None else list(drawn),
-            "num_samples": len(scores),
-        }
-        if self.unparsed is not None:
-            share["num_unparsed"] = sum(self.unparsed[index] for index in indices)
-            share["unparsed_share"] = share["num_unparsed"] / len(scores) if scores else None
-        return share
-
-    def of_groups(self, groups: dict[str, list[int]]) -> dict[str, Any]:
-        """The same for each group of a grouping."""
-        return {name: self.of(indices, name) for name, indices in sorted(groups.items())}
-
-    def described(self) -> dict[str, Any]:
-        """How the intervals were drawn."""
-        return {
-            "resamples": self.bootstrap.resamples,
-            "seed": self.bootstrap.seed,
-            "level": LEVEL,
-            "num_clusters": len(set(self.clusters)),
-        }
+def _by_name(
+    groups: Groups, figures_of: Callable[[Sequence[int], str], dict[str, Any]]
+) -> dict[str, Any]:
+    return {name: figures_of(indices, name) for name, indices in sorted(groups.items())}
 
 
 def write_report(report: dict[str, Any], path: str | Path) -> None:
@@ -242,8 +211,8 @@ def write_report(report: dict[str, Any], path: str | Path) -> None:
     os.replace(temporary, path)
 
 
-def tables(report: dict[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
-    """Name and cells of a table for each grouping; the whole set is the last row of each.
+def _tables(report: dict[str, Any]) -> Iterator[list[list[str]]]:
+    """A table for each grouping; the whole set is the last row of each.
 
     `group` is left out where another grouping has the same groups.
     """
@@ -251,31 +220,28 @@ def tables(report: dict[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
     if not groupings or (report["groups"] and report["groups"] not in groupings.values()):
         groupings = {"group": report["groups"], **groupings}
     for grouping, groups in groupings.items():
+        head = [grouping, "score", "95 % interval", "bootstrap", "samples", "unparsed"]
         rows = [*groups.items(), ("all", report)]
-        yield grouping, [_HEAD, *([name, *_cells(share)] for name, share in rows)]
+        yield [head, *([name, *_share_cells(share)] for name, share in rows)]
 
 
-_HEAD = ["", "score", "95 % interval", "bootstrap", "samples", "unparsed"]
-
-
-def _cells(share: dict[str, Any]) -> list[str]:
+def _share_cells(share: dict[str, Any]) -> list[str]:
     return [
         "-" if share["score"] is None else f"{share['score']:.4f}",
-        interval_text(share["interval_95"]),
-        interval_text(share["bootstrap_95"]),
+        _interval_text(share["interval_95"]),
+        _interval_text(share["bootstrap_95"]),
         str(share["num_samples"]),
         str(share.get("num_unparsed", "-")),
     ]
 
 
-def interval_text(interval: Sequence[float] | None) -> str:
-    """An interval as it is printed."""
+def _interval_text(interval: Sequence[float] | None) -> str:
     return "-" if interval is None else f"{interval[0]:.3f} - {interval[1]:.3f}"
 
 
 def format_report(report: dict[str, Any]) -> str:
     """Tables for a terminal: a line a group, the whole set last."""
-    return "\n\n".join(format_table(grouping, cells) for grouping, cells in tables(report))
+    return "\n\n".join(map(format_table, _tables(report)))
 
 
 def format_figures(figures: dict[str, Any]) -> str:
@@ -283,15 +249,6 @@ def format_figures(figures: dict[str, Any]) -> str:
     own = {name: value for name, value in figures.items() if name not in _TAKEN}
     numbers = {name: value for name, value in own.items() if isinstance(value, int | float)}
     return "\n".join(f"{name}: {value:.6g}" for name, value in numbers.items())
-
-
-def format_table(title: str, cells: Sequence[Sequence[str]]) -> str:
-    """Cells in columns, the first to the left and the others to the right."""
-    cells = [[title, *cells[0][1:]], *cells[1:]]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells
-    )
 
 
 def report_markdown(report: dict[str, Any]) -> str:
@@ -303,13 +260,135 @@ def report_markdown(report: dict[str, Any]) -> str:
         f"percentiles of {how['resamples']} resamples of {how['num_clusters']} clusters "
         f"(seed {how['seed']}).",
     ]
-    for grouping, cells in tables(report):
-        parts.append(markdown_table([[grouping, *cells[0][1:]], *cells[1:]]))
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, *map(markdown_table, _tables(report))]) + "\n"
 
 
-def markdown_table(cells: Sequence[Sequence[str]]) -> str:
-    """A table; bars in texts are escaped."""
-    rows = [[text.replace("|", "\\|") for text in row] for row in cells]
-    rule = ["---", *["--:"] * (len(rows[0]) - 1)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], rule, *rows[1:]])
+# what makes a sample the question that it is; its place in a file or its groups may change
+_FIELDS = ("question", "answer", "answers", "caption", "choices", "answer_index", "label")
+
+
+def check_same_samples(
+    records: Mapping[str, dict[str, Any]], samples: Sequence[dict[str, Any]], *, path: str | Path
+) -> None:
+    """Refuses records whose sample of the same id was another one.
+
+    Raises:
+        UserError: names the sample, and what it was.
+    """
+    for sample in samples:
+        kept = records.get(str(sample["id"]), {}).get("sample")
+        if not isinstance(kept, dict):
+            continue
+        for field in _FIELDS:
+            if field in kept and field in sample and kept[field] != sample[field]:
+                raise UserError(
+                    f"{path}: the prediction of sample {str(sample['id'])!r} was made for "
+                    f"{field} {_short(kept[field])}, and the dataset has {_short(sample[field])}. "
+                    "Predictions of the same data were expected, because others can't be scored "
+                    "with it: give another `output_dir` (or `compare_with`), or the data as it was."
+                )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def read_other(path: str | Path, samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The predictions of another run for the same samples, in their order.
+
+    Where the file holds several runs, the one of the last line counts.
+
+    Raises:
+        UserError: it lacks some of the samples, or is of another dataset.
+        DataError: a line is damaged.
+    """
+    records = newest_records(Path(path))
+    missing = [str(sample["id"]) for sample in samples if str(sample["id"]) not in records]
+    if missing:
+        raise UserError(
+            f"`compare_with` {path}: {len(missing)} of {len(samples)} samples have no prediction "
+            f"there, {missing[0]!r} among them. All were expected, because runs are compared "
+            "sample by sample: evaluate the other model on the same dataset and split, or `limit` "
+            "both to the same rows."
+        )
+    check_same_samples(records, samples, path=path)
+    return [records[str(sample["id"])] for sample in samples]
+
+
+def compare(
+    scores: Sequence[float],
+    other_scores: Sequence[float],
+    samples: Sequence[dict[str, Any]],
+    *,
+    bootstrap: Bootstrap | None = None,
+) -> dict[str, Any]:
+    """This run's scores less the other's, over all samples and for each group.
+
+    Samples are paired, which takes out what makes them hard for both runs: the interval is narrower
+    than two intervals side by side suggest. `interval_95` is the paired bootstrap's, `p_value` that
+    of the exact sign test over samples on which they differ (McNemar's, for scores of 0 and 1).
+    """
+    bootstrap = bootstrap or Bootstrap()
+    differences = [one - other for one, other in zip(scores, other_scores, strict=True)]
+    clusters = collect_clusters(samples)
+
+    def figures_of(indices: Sequence[int], name: str) -> dict[str, Any]:
+        chosen = [differences[index] for index in indices]
+        drawn = bootstrap.interval(chosen, clusters=[clusters[i] for i in indices], name=name)
+        better, worse = sum(item > 0 for item in chosen), sum(item < 0 for item in chosen)
+        return {
+            "difference": sum(chosen) / len(chosen) if chosen else None,
+            "interval_95": None if drawn is None else list(drawn),
+            "num_samples": len(chosen),
+            "num_better": better,
+            "num_worse": worse,
+            "p_value": sign_test(better, worse),
+        }
+
+    groupings = {
+        grouping: _by_name(groups, figures_of)
+        for grouping, groups in collect_groupings(samples).items()
+    }
+    return {**figures_of(range(len(samples)), "all"), "groupings": groupings}
+
+
+def sign_test(num_better: int, num_worse: int) -> float:
+    """How likely a split at least this uneven is where both are equally good; two-sided, exact."""
+    if num_better == num_worse:
+        return 1.0
+    return float(scipy.stats.binomtest(num_better, num_better + num_worse).pvalue)
+
+
+def format_comparison(comparison: dict[str, Any]) -> str:
+    """A table for a terminal."""
+    return format_table(_comparison_table("difference", comparison))
+
+
+def comparison_markdown(comparison: dict[str, Any]) -> str:
+    """The same in Markdown."""
+    table = markdown_table(_comparison_table("", comparison))
+    return f"## Compared with {comparison['with']}\n\n{table}\n"
+
+
+def _comparison_table(title: str, comparison: dict[str, Any]) -> list[list[str]]:
+    rows = [
+        (f"{grouping}: {name}", part)
+        for grouping, groups in comparison["groupings"].items()
+        for name, part in groups.items()
+    ]
+    head = [title, "difference", "95 % interval", "better", "worse", "p"]
+    return [
+        head,
+        *([name, *_difference_cells(part)] for name, part in [*rows, ("all", comparison)]),
+    ]
+
+
+def _difference_cells(part: dict[str, Any]) -> list[str]:
+    return [
+        "-" if part["difference"] is None else f"{part['difference']:+.4f}",
+        _interval_text(part["interval_95"]),
+        str(part["num_better"]),
+        str(part["num_worse"]),
+        f"{part['p_value']:.4f}",
+    ]

@@ -1,11 +1,16 @@
-"""Predicts all samples of a dataset that the file does not hold yet."""
+"""Predicts all samples of a dataset that the file does not hold yet.
+
+And what that needs: solved samples to stand before a question, and where replicas of a model meet.
+"""
 
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed import Store
 from tqdm import tqdm
 
 from stageline.contracts import broken, shown
@@ -21,6 +26,7 @@ Answer = Callable[..., Answers]
 # fields of a sample that go into its line: enough to compute any metric from the file
 KEPT_TYPES = (str, int, float, bool, list, type(None))
 KEPT_NAMES = ("groups",)
+SECONDS_BETWEEN_LOOKS = 0.1
 # batches whose samples are put in order of length together
 BATCHES_OF_A_WINDOW = 32
 MOST_AT_ONCE = 512  # pictures of a window may each keep a file open
@@ -89,7 +95,8 @@ def predict(
         unit="sample",
         disable=not asking.is_shown,
     )
-    run = _Run(dataset, answer, texts, processor, file, asking, bar)
+    texts = {**texts, "processor": processor, "for_generation": asking.for_generation}
+    run = _Run(dataset, answer, texts, file, asking, bar)
     size = asking.batch_size
     window = size * BATCHES_OF_A_WINDOW
     if asking.has_own_batches:
@@ -103,24 +110,18 @@ def predict(
     return run.outcome
 
 
+@dataclass
 class _Run:
     """The samples that are on their way to their lines."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        answer: Answer,
-        texts: dict[str, Any],
-        processor: Any,
-        file: PredictionFile,
-        asking: Asking,
-        bar: Any,
-    ) -> None:
-        self.dataset, self.answer, self.file, self.asking = dataset, answer, file, asking
-        self.texts = {**texts, "processor": processor, "for_generation": asking.for_generation}
-        self.bar = bar
-        self.outcome = Outcome()
-        self.done: set[int] = set()
+    dataset: Any
+    answer: Answer
+    texts: dict[str, Any]
+    file: PredictionFile
+    asking: Asking
+    bar: Any
+    outcome: Outcome = field(default_factory=Outcome)
+    done: set[int] = field(default_factory=set)
 
     def in_order(self, rows: Sequence[int]) -> list[int]:
         """The longest first; a row's place in the file makes no difference."""
@@ -235,14 +236,13 @@ def check_ids(dataset: Any, rows: Sequence[int]) -> None:
         seen[sample_id] = row
 
 
-# -- solved samples that stand before a question: which ones. A prompt_fn part writes them --------
-
 # what makes a sample the question that it is, whatever its id
 _QUESTION = ("question", "messages", "caption", "text", "choices")
 
 
+@dataclass(frozen=True)
 class FewShot:
-    """Draws examples for samples.
+    """Draws examples, solved samples that stand before a question; a prompt_fn part writes them.
 
     Args:
         dataset: what they are drawn from.
@@ -251,9 +251,10 @@ class FewShot:
             for one that would be its own example.
     """
 
-    def __init__(self, dataset: Any, *, count: int, seed: int, per_sample: bool) -> None:
-        self.dataset, self.count = dataset, count
-        self.seed, self.per_sample = seed, per_sample
+    dataset: Any
+    count: int
+    seed: int
+    per_sample: bool
 
     def of(self, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The examples of one sample, in the order in which they are shown.
@@ -299,3 +300,51 @@ def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
         return True
     known = [name for name in _QUESTION if one.get(name) is not None or other.get(name) is not None]
     return bool(known) and all(one.get(name) == other.get(name) for name in known)
+
+
+@dataclass(frozen=True)
+class EvaluationReplicas:
+    """Which replica of a model this process belongs to, and where replicas wait for each other.
+
+    They exchange no tensors: each answers its share of the samples. They meet in the store of the
+    run, without a time limit, because one may have hours more to do than another; a launcher that
+    sees one fail ends the others.
+
+    Attributes:
+        index: of its replica.
+        count: of replicas.
+        is_first: the first process of its replica, which asks and writes; others only compute.
+        store: of all processes of the run; None where there is one.
+    """
+
+    index: int = 0
+    count: int = 1
+    is_first: bool = True
+    store: Store | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """The one process that merges, reports and prints."""
+        return self.index == 0 and self.is_first
+
+    def share(self, items: Sequence[int]) -> list[int]:
+        """This replica's part of what all have to do; every item is in one part."""
+        return list(items[self.index :: self.count])
+
+    def tell(self, word: str) -> None:
+        """Says that this replica has come so far."""
+        if self.store is not None and self.is_first:
+            self.store.set(f"stageline/replica/{self.index}/{word}", "1")
+
+    def wait_for_main(self, word: str) -> None:
+        """Returns when the main process told this word."""
+        self._wait([0], word)
+
+    def wait_for_all(self, word: str) -> None:
+        """Returns when all replicas told this word."""
+        self._wait(range(self.count), word)
+
+    def _wait(self, replicas: Sequence[int], word: str) -> None:
+        names = [f"stageline/replica/{index}/{word}" for index in replicas]
+        while self.store is not None and not self.store.check(names):
+            time.sleep(SECONDS_BETWEEN_LOOKS)

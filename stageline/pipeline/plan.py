@@ -53,9 +53,6 @@ def parse_action(text: str) -> Action | None:
     return Action(int(stage), Kind(kind), int(micro_batch))
 
 
-# -------------------------------------------------------------------------------------------------
-
-
 class Transfer(NamedTuple):
     """A tensor that leaves or reaches a rank.
 

@@ -12,7 +12,7 @@ from stageline.pipeline.plan import Action
 
 # -- when each rank did what in one optimizer step: the record, and what follows from it ----------
 # Seconds count from the start of the step on each rank's own clock; all ranks start it together.
-# Pictures are in plotting/timeline.py.
+# Pictures are in training/timeline.py.
 
 WAIT = "wait"
 EVEN = 0.1  # stages whose times are no further above their mean need no other split
@@ -103,8 +103,6 @@ def _advise(events: Sequence[TimelineEvent]) -> list[str]:
 def _span(events: Sequence[TimelineEvent]) -> float:
     return max((e.end for e in events), default=0.0) - min((e.start for e in events), default=0.0)
 
-
-# -------------------------------------------------------------------------------------------------
 
 Mark = float | torch.cuda.Event
 

@@ -15,14 +15,6 @@ from torch import nn
 from stageline import progress
 from stageline.errors import UserError
 from stageline.modules.layer_seeds import LayerSeeds
-from stageline.pipeline.borders import (
-    BorderFacts,
-    batch_input,
-    batch_output,
-    check_border,
-    check_borders,
-    describe_borders,
-)
 from stageline.pipeline.plan import (
     Action,
     GradFlow,
@@ -37,15 +29,19 @@ from stageline.pipeline.plan import (
 from stageline.pipeline.recorder import NO_RECORDER, Recorder
 from stageline.pipeline.schedules import Schedule, make_schedule
 from stageline.pipeline.stage_passes import (
+    BorderFacts,
     MicroBatch,
     StagePasses,
     Tensors,
+    batch_input,
+    batch_output,
+    check_border,
+    check_borders,
     copy_metas,
+    describe_borders,
     model_inputs,
 )
 from stageline.stage import Stage
-
-# -- carries out a rank's plan: passes in order, transfers beside them, waits only where it must --
 
 Key = tuple[bool, int, int]  # (is_grad, the stage whose pass it feeds, micro-batch)
 MOST_UNSENT = 2  # in forward-only runs: how far a rank may run ahead of a slower one
@@ -136,8 +132,6 @@ class Executor:
         for passes in self.passes.values():
             passes.clear()
 
-    # -- passes ----------------------------------------------------------------------------
-
     def _forward(
         self, action: Action, inputs: StepInputs, recorder: Recorder
     ) -> list[torch.Tensor]:
@@ -195,8 +189,6 @@ class Executor:
                 work.wait()
         return tensors
 
-    # -- transfers -------------------------------------------------------------------------
-
     def _receive(self, transfer: Transfer, inputs: StepInputs) -> None:
         # a gradient has the shape of what the stage behind received
         owner = transfer.stage + 1 if transfer.is_grad else transfer.stage
@@ -230,11 +222,6 @@ class Executor:
 def _begun(work: dist.Work | None) -> dist.Work:
     assert work is not None  # None is for ranks outside of the group
     return work
-
-
-# -------------------------------------------------------------------------------------------------
-
-# -- the stages that one rank holds, seen as one thing with one set of parameters -----------------
 
 
 class LocalStages:
@@ -298,8 +285,6 @@ def _share_equal_names(models: Sequence[nn.Module]) -> None:
                 if held is not None and id(held) in replaced:
                     module._parameters[name] = replaced[id(held)]
 
-
-# -------------------------------------------------------------------------------------------------
 
 Output = torch.Tensor | Tensors
 LossFn = Callable[[Output, MicroBatch], torch.Tensor]

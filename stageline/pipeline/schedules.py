@@ -114,8 +114,6 @@ def _check_complete(
                 )
 
 
-# -------------------------------------------------------------------------------------------------
-
 Orders = list[list[Action]]  # what each rank does, in order
 
 
@@ -226,7 +224,10 @@ class Schedule:
             return
         per_batch = accumulate_steps / micro_batch_size
         batch_size = micro_batch_size * -(-legal // accumulate_steps)
-        while self.file is None and not self._is_legal(round(batch_size * per_batch)):
+        while self.file is None:
+            count = round(batch_size * per_batch)
+            if self.legal_micro_batches(count) == count:
+                break
             batch_size += micro_batch_size
         raise UserError(
             f"{num_micro_batches} micro-batches (`batch_size` x `accumulate_steps` / "
@@ -235,9 +236,6 @@ class Schedule:
             f"to {batch_size}, which makes {round(batch_size * per_batch)}, use fewer stages, or "
             "choose another `schedule` (gpipe runs any number)."
         )
-
-    def _is_legal(self, count: int) -> bool:
-        return self.legal_micro_batches(count) == count
 
     def _reason(self, count: int) -> str:
         if self.file is not None:
@@ -298,7 +296,10 @@ def make_schedule(name: str, *, num_ranks: int, stages_per_rank: int | None = No
     if stages_per_rank is None:
         stages_per_rank = 2 if kind.is_multi else 1
     _check_stages_per_rank(name, kind, stages_per_rank)
-    return Schedule(name, tuple(_placement(kind, num_ranks, stages_per_rank)), kind=kind)
+    placement = [stage % num_ranks for stage in range(num_ranks * stages_per_rank)]
+    if kind.is_v:
+        placement = [*range(num_ranks), *reversed(range(num_ranks))]
+    return Schedule(name, tuple(placement), kind=kind)
 
 
 def default_stages_per_rank(name: str) -> int:
@@ -308,11 +309,6 @@ def default_stages_per_rank(name: str) -> int:
         return max(1, len({action.stage for order in orders for action in order}) // len(orders))
     kind = SCHEDULES.get(name)
     return 2 if kind is not None and kind.is_multi else 1
-
-
-def ideal_bubble(*, num_stages: int, num_micro_batches: int) -> float:
-    """The idle share of GPipe and 1F1B at equal stages: (p - 1) / (m + p - 1)."""
-    return (num_stages - 1) / (num_micro_batches + num_stages - 1)
 
 
 def _check_stages_per_rank(name: str, kind: ScheduleKind, stages_per_rank: int) -> None:
@@ -328,12 +324,6 @@ def _check_stages_per_rank(name: str, kind: ScheduleKind, stages_per_rank: int) 
             f"{stages_per_rank} came: change one of them (several stages: "
             f"{', '.join(key for key, other in SCHEDULES.items() if other.is_multi)})."
         )
-
-
-def _placement(kind: ScheduleKind, num_ranks: int, stages_per_rank: int) -> list[int]:
-    if kind.is_v:
-        return [*range(num_ranks), *reversed(range(num_ranks))]
-    return [stage % num_ranks for stage in range(num_ranks * stages_per_rank)]
 
 
 def _from_file(name: str, *, num_ranks: int, stages_per_rank: int | None) -> Schedule:

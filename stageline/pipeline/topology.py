@@ -61,7 +61,7 @@ def resolve_topology(
         return _of_file(schedule, num_stages, stages_per_rank, dp_degree, world_size)
     per_rank = stages_per_rank or default_stages_per_rank(schedule)
     if num_stages is None:
-        num_stages = per_rank * _ranks_of(world_size, dp_degree)
+        num_stages = per_rank * max(1, (world_size or 1) // (dp_degree or 1))
     if num_stages % per_rank:
         below = num_stages // per_rank * per_rank
         raise UserError(
@@ -104,13 +104,6 @@ def _with_replicas(schedule: Schedule, dp_degree: int | None, world_size: int | 
             "its own: set `num_stages`, `dp_degree` or torchrun --nproc-per-node accordingly."
         )
     return Topology(schedule, dp_degree)
-
-
-def _ranks_of(world_size: int | None, dp_degree: int | None) -> int:
-    return max(1, (world_size or 1) // (dp_degree or 1))
-
-
-# -- splits layers into stages. Pure integers: knows neither torch nor ranks ----------------------
 
 
 def uniform_partition(

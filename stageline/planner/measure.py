@@ -15,10 +15,16 @@ import torch
 from torch import nn
 
 from stageline.modules.recompute import recomputes
-from stageline.pipeline.borders import batch_input, batch_output
 from stageline.pipeline.live_bytes import PeakBytes, SavedBytes, tensor_bytes
 from stageline.pipeline.plan import Kind
-from stageline.pipeline.stage_passes import MicroBatch, StagePasses, Tensors, model_inputs
+from stageline.pipeline.stage_passes import (
+    MicroBatch,
+    StagePasses,
+    Tensors,
+    batch_input,
+    batch_output,
+    model_inputs,
+)
 from stageline.planner.cost import Cost, ModelCosts, hand_over_seconds
 from stageline.stage import Stage
 
@@ -32,21 +38,6 @@ MASTER_BYTES = GRADIENT_BYTES = 4  # float32, whatever the weights are
 
 
 @dataclass(frozen=True)
-class ExamplePasses:
-    """What is known of activations without running anything.
-
-    Attributes:
-        border: (rows, tokens) -> bytes that travel between two stages.
-        widths: for each layer, numbers saved for each token; 0 where they are recomputed.
-        last_width: the same of head and norm.
-    """
-
-    border: Callable[[int, int], int]
-    widths: tuple[int, ...]
-    last_width: int
-
-
-@dataclass(frozen=True)
 class Outline:
     """The items of a model without their seconds and activations.
 
@@ -55,7 +46,9 @@ class Outline:
         first, layers, last: parameters of the items.
         kinds: for each layer the first one that is like it.
         tied: what first and last item both hold.
-        example: what passes keep, roughly.
+        border: (rows, tokens) -> bytes that travel between two stages.
+        widths: for each layer, numbers saved for each token, roughly; 0 where they are recomputed.
+        last_width: the same of head and norm.
         front: what the first item holds, for people.
     """
 
@@ -65,7 +58,9 @@ class Outline:
     last: Cost
     kinds: tuple[int, ...]
     tied: Cost
-    example: ExamplePasses
+    border: Callable[[int, int], int]
+    widths: tuple[int, ...]
+    last_width: int
     front: str = "embedding"
 
     @property
@@ -111,8 +106,11 @@ def outline_of(make_piece: MakePiece) -> Outline:
         for stage in (FIRST, LAST)
     ]
     first, last = (dict(end.named_parameters()) for end in ends)
-    layers = [_below(whole, whole.layer_name(index)) for index in range(num_layers)]
+    paths = map(whole.layer_name, range(num_layers))
+    layers: list[dict[str, torch.Tensor]]
+    layers = [dict(whole.get_submodule(path).named_parameters()) for path in paths]
     is_recomputed = recomputes(whole)
+    has_tower = bool(getattr(getattr(whole, "paths", None), "vision_tower", ""))
     return Outline(
         make_piece=make_piece,
         first=parameter_cost(first.values()),
@@ -120,17 +118,11 @@ def outline_of(make_piece: MakePiece) -> Outline:
         last=parameter_cost(last.values()),
         kinds=_kinds(whole, layers, is_after_trained=any(p.requires_grad for p in first.values())),
         tied=parameter_cost(last[name] for name in first.keys() & last.keys()),
-        example=ExamplePasses(
-            border=lambda *shape: tensor_bytes(ends[1].get_example_input(*shape)),
-            widths=tuple(0 if is_recomputed else token_width(layer) for layer in layers),
-            last_width=token_width(last),
-        ),
-        front="tower+embedding" if _has_tower(whole) else "embedding",
+        border=lambda *shape: tensor_bytes(ends[1].get_example_input(*shape)),
+        widths=tuple(0 if is_recomputed else token_width(layer) for layer in layers),
+        last_width=token_width(last),
+        front="tower+embedding" if has_tower else "embedding",
     )
-
-
-def _has_tower(whole: nn.Module) -> bool:
-    return bool(getattr(getattr(whole, "paths", None), "vision_tower", ""))
 
 
 def token_width(parameters: Mapping[str, torch.Tensor]) -> int:
@@ -158,10 +150,6 @@ def parameter_cost(parameters: Iterable[torch.Tensor]) -> Cost:
     )
 
 
-def _below(whole: nn.Module, path: str) -> dict[str, torch.Tensor]:
-    return dict(whole.get_submodule(path).named_parameters())
-
-
 def _kinds(
     whole: Stage, layers: list[dict[str, torch.Tensor]], *, is_after_trained: bool
 ) -> tuple[int, ...]:
@@ -175,8 +163,6 @@ def _kinds(
         is_after_trained = is_after_trained or any(p.requires_grad for p in layer.values())
     return tuple(kinds)
 
-
-# -------------------------------------------------------------------------------------------------
 
 MOST_REPEATS, SHORT_SECONDS = 30, 0.1  # short passes are repeated more often
 LossOf = Callable[[torch.Tensor | Tensors, MicroBatch], torch.Tensor]
@@ -210,15 +196,15 @@ def measure(outline: Outline, workload: Workload) -> ModelCosts:
     overhead, border = _measure_overhead(outline, workload)
     ends = {item: _measure_item(outline, item, workload) for item in (0, outline.num_layers + 1)}
     kinds = {kind: _measure_item(outline, kind + 1, workload) for kind in set(outline.kinds)}
-    shared = max((found.shared for found in kinds.values()), default=0)
+    shared = max((shared for _, shared in kinds.values()), default=0)
     return ModelCosts(
         overhead=replace(overhead, saved=shared),
-        first=_less(ends[0].cost, overhead, outline.first),
+        first=_less(ends[0][0], overhead, outline.first),
         layers=tuple(
-            _less(kinds[kind].cost, overhead, facts)
+            _less(kinds[kind][0], overhead, facts)
             for kind, facts in zip(outline.kinds, outline.layers, strict=True)
         ),
-        last=_less(ends[outline.num_layers + 1].cost, overhead, outline.last),
+        last=_less(ends[outline.num_layers + 1][0], overhead, outline.last),
         tied=outline.tied,
         border=border,
         hand_over=hand_over_seconds(workload.device.type, border),
@@ -234,14 +220,6 @@ def measure_stage(model: Stage, workload: Workload, *, computes: bool = True, se
         return _cost_of(run.time())
 
 
-@dataclass(frozen=True)
-class _Found:
-    """Attributes: shared: bytes saved that all layers of a stage have in common."""
-
-    cost: Cost
-    shared: int = 0
-
-
 def _measure_overhead(outline: Outline, workload: Workload) -> tuple[Cost, int]:
     """A stage without layers has a forward pass only: its masks need no gradient."""
     with _Run(outline.empty_piece(workload.device), workload) as run:
@@ -249,13 +227,14 @@ def _measure_overhead(outline: Outline, workload: Workload) -> tuple[Cost, int]:
         return Cost(forward=run.time()[Kind.FORWARD]), border
 
 
-def _measure_item(outline: Outline, item: int, workload: Workload) -> _Found:
+def _measure_item(outline: Outline, item: int, workload: Workload) -> tuple[Cost, int]:
+    """The item's cost, and the bytes saved that all layers of a stage have in common."""
     piece = outline.piece(item, workload.device)
     computes, sends = outline.computes(item), outline.sends(item)
     with _Run(piece, workload, computes=computes, sends=sends) as run:
         times = run.time()
         saved, shared, transient = run.weigh()
-    return _Found(replace(_cost_of(times), saved=saved, transient=transient), shared)
+    return replace(_cost_of(times), saved=saved, transient=transient), shared
 
 
 def _cost_of(times: dict[Kind, float]) -> Cost:
@@ -376,7 +355,8 @@ class _Run:
         is_recomputed = recomputes(self.model)
 
         def mark(module: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
-            saved.share((args[1:], _but_hidden(kwargs)), is_held=is_recomputed)
+            others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+            saved.share((args[1:], others), is_held=is_recomputed)
 
         return [layer.register_forward_pre_hook(mark, with_kwargs=True) for layer in layers]
 
@@ -409,31 +389,28 @@ class _Run:
         )
 
 
-def _but_hidden(kwargs: dict[str, object]) -> dict[str, object]:
-    return {name: value for name, value in kwargs.items() if name != "hidden_states"}
-
-
-# -- costs without running anything: exact bytes of weights and their state, rough activations ----
-# For the check at the start of a run: no seconds, and activations rather too small than too large,
-# so that nothing is refused that would have fitted. `measure` knows better.
-
 BYTES_OF_SCORES = 4  # the loss is computed in float32
 
 
 def estimate(outline: Outline, *, shape: tuple[int, int]) -> ModelCosts:
-    """The costs for micro-batches of `shape` (rows, tokens)."""
+    """The costs for micro-batches of `shape` (rows, tokens), without running anything.
+
+    For the check at the start of a run: bytes of weights and their state are exact, there are no
+    seconds, and activations are rather too small than too large, so that nothing is refused that
+    would have fitted. `measure` knows better.
+    """
     rows, tokens = shape
-    example = outline.example
-    border = example.border(rows, tokens)
+    border = outline.border(rows, tokens)
     # weights and hidden states have one type: bytes of an element of either
-    item_size = _item_size(outline)
+    total = sum((*outline.layers, outline.first), Cost())
+    item_size = max(1, total.weights // max(1, total.num_parameters))
     last_item = outline.num_layers + 1
-    saved_last = rows * tokens * example.last_width * BYTES_OF_SCORES
+    saved_last = rows * tokens * outline.last_width * BYTES_OF_SCORES
     layers = tuple(
         replace(facts, saved=border + rows * tokens * width * item_size)
         if outline.computes(index + 1)
         else facts
-        for index, (facts, width) in enumerate(zip(outline.layers, example.widths, strict=True))
+        for index, (facts, width) in enumerate(zip(outline.layers, outline.widths, strict=True))
     )
     return ModelCosts(
         overhead=Cost(),
@@ -444,11 +421,5 @@ def estimate(outline: Outline, *, shape: tuple[int, int]) -> ModelCosts:
         border=border,
         batch=0,
         shape=shape,
-        is_measured=False,
         front=outline.front,
     )
-
-
-def _item_size(outline: Outline) -> int:
-    total = sum((*outline.layers, outline.first), Cost())
-    return max(1, total.weights // max(1, total.num_parameters))

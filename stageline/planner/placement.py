@@ -8,11 +8,15 @@ from functools import cache, cached_property
 
 from stageline.errors import spelled
 from stageline.pipeline.schedules import SCHEDULES, Schedule, ScheduleKind, make_schedule
-from stageline.planner.cost import Cost, ModelCosts
-from stageline.planner.memory_plan import MemoryRules, RankMemory, most_in_flight, stage_peak
+from stageline.planner.cost import (
+    Cost,
+    MemoryRules,
+    ModelCosts,
+    RankMemory,
+    most_in_flight,
+    stage_peak,
+)
 from stageline.planner.simulate import Expectation, expect, rank_seconds
-
-# -- the best of all ways to place layers on stages. Pure numbers: knows no model and no device ---
 
 StageCost = Callable[[int, int, int], float]  # (stage, first layer, last layer + 1)
 
@@ -139,8 +143,6 @@ def _neighbours(split: Sequence[int]) -> Iterator[list[int]]:
             yield moved
 
 
-# -------------------------------------------------------------------------------------------------
-
 StageValue = Callable[[int, Cost], float]  # (stage, its cost)
 MOST_SPLITS = 3000  # up to so many are all looked at
 
@@ -201,11 +203,11 @@ class Placement:
                 most_values=self.most_steps,
             )
         fitting = self._chain_or_none(
-            lambda stage, cost: self._seconds(stage, cost) if self._fits(stage, cost) else math.inf
+            lambda stage, cost: (
+                self._seconds(stage, cost) if self._fullness(stage, cost) <= 1 else math.inf
+            )
         )
         return fitting or self._chain(self._fullness)
-
-    # -- one stage a rank: each stage by itself --------------------------------------------
 
     def _chain_or_none(self, value: StageValue) -> list[int] | None:
         return smallest_maximum(
@@ -221,9 +223,6 @@ class Placement:
 
     def _seconds(self, stage: int, cost: Cost) -> float:
         return cost.seconds(splits_backward=self.schedule.splits_backward)
-
-    def _fits(self, stage: int, cost: Cost) -> bool:
-        return self._fullness(stage, cost) <= 1
 
     def _fullness(self, stage: int, cost: Cost) -> float:
         if self.capacities is None:
@@ -242,8 +241,6 @@ class Placement:
     @cached_property
     def _in_flight(self) -> list[int]:
         return most_in_flight(self.schedule, self.num_micro_batches)
-
-    # -- several stages a rank: the step as a whole ----------------------------------------
 
     def _step_value(self, partition: Sequence[int]) -> tuple[float, float]:
         expectation = self.expect(partition)
@@ -352,10 +349,11 @@ def _ranked(choices: Sequence[Choice]) -> list[Choice]:
     by_time = sorted(choices, key=lambda c: (c.overshoot, c.expectation.seconds))
     if not by_time:
         return []
-    limit = by_time[0].expectation.seconds * AS_GOOD
-    is_good = [
-        c.overshoot == by_time[0].overshoot and c.expectation.seconds <= limit for c in by_time
-    ]
-    good = [c for c, keep in zip(by_time, is_good, strict=True) if keep]
-    rest = [c for c, keep in zip(by_time, is_good, strict=True) if not keep]
-    return sorted(good, key=lambda c: (c.stages_per_rank, c.peak)) + rest
+    best = by_time[0]
+
+    def rank(choice: Choice) -> tuple[bool, int, int]:
+        is_tie = choice.expectation.seconds <= best.expectation.seconds * AS_GOOD
+        is_good = is_tie and choice.overshoot == best.overshoot
+        return (False, choice.stages_per_rank, choice.peak) if is_good else (True, 0, 0)
+
+    return sorted(by_time, key=rank)

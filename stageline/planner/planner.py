@@ -4,7 +4,7 @@ Everything comes as plain objects; no checkpoint is read. The arithmetic is in p
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -16,7 +16,7 @@ from stageline.pipeline.live_bytes import PeakBytes
 from stageline.pipeline.schedules import Schedule
 from stageline.pipeline.stage_passes import MicroBatch
 from stageline.pipeline.topology import explicit_partition, uniform_partition
-from stageline.planner.cost import ModelCosts
+from stageline.planner.cost import MemoryRules, ModelCosts, RankMemory, most_in_flight
 from stageline.planner.measure import (
     LossFor,
     MakePiece,
@@ -26,12 +26,9 @@ from stageline.planner.measure import (
     measure,
     outline_of,
 )
-from stageline.planner.memory_plan import MemoryRules, RankMemory, most_in_flight
 from stageline.planner.placement import Choice, Placement, advise
 from stageline.planner.simulate import Expectation
-from stageline.planner.stage_table import human_bytes, human_count
-
-# -- what `plan` prints, and the refusal of a run that cannot fit. Pure formatting --------------
+from stageline.tables import format_table, human_bytes, human_count
 
 MOST_CHOICES = 3
 
@@ -60,17 +57,21 @@ def format_plan(
         + "tokens",
         f"partition ({kind}): {','.join(map(str, expectation.partition))}",
         "",
-        format_table([_STAGES, *_stage_rows(expectation, costs.front)], first_number=4),
+        format_table([_STAGES, *_stage_rows(expectation, costs.front)], num_texts=4, rules=[1]),
         "",
-        format_table([_RANKS, *_rank_rows(expectation.memory, capacities)], first_number=1),
+        format_table([_RANKS, *_rank_rows(expectation.memory, capacities)], rules=[1]),
         "",
         f"expected: {seconds_text(expectation.seconds)} for forward and backward of a step, "
         f"bubble {expectation.bubble:.1%}, slowest rank {seconds_text(expectation.slowest)} a "
         f"micro-batch, peak {human_bytes(max(rank.peak for rank in expectation.memory))}",
     ]
-    if overshoots(expectation.memory, capacities):
+    pairs = zip(expectation.memory, capacities or (), strict=False)
+    if any(rank.peak > capacity for rank, capacity in pairs):
         lines += ["", refusal(expectation, capacities or ())]
-    return "\n".join([*lines, *_advice(expectation, choices)])
+    if choices:
+        lines += ["", "the same step on these ranks, by simulation (hand-overs assumed):"]
+        lines += [_advice(expectation, choice) for choice in choices[:MOST_CHOICES]]
+    return "\n".join(lines)
 
 
 def refusal(expectation: Expectation, capacities: Sequence[int]) -> str:
@@ -90,28 +91,9 @@ def refusal(expectation: Expectation, capacities: Sequence[int]) -> str:
     )
 
 
-def overshoots(memory: Sequence[RankMemory], capacities: Sequence[int] | None) -> bool:
-    """Whether some rank needs more than it has."""
-    pairs = zip(memory, capacities or (), strict=bool(capacities))
-    return any(rank.peak > capacity for rank, capacity in pairs)
-
-
 def seconds_text(seconds: float) -> str:
     """0.0123 -> "12.3 ms"."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
-
-
-def format_table(rows: Sequence[Sequence[str]], *, first_number: int) -> str:
-    """Aligned columns under a rule; from `first_number` on to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if column >= first_number else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
 def _stage_rows(expectation: Expectation, front: str) -> list[tuple[str, ...]]:
@@ -170,41 +152,25 @@ def _state(memory: RankMemory) -> int:
     return memory.gradients + memory.masters + memory.optimizer
 
 
-def _advice(expectation: Expectation, choices: Sequence[Choice]) -> list[str]:
-    """The best ways with their gain over the planned one."""
-    lines = ["", "the same step on these ranks, by simulation (hand-overs assumed):"]
-    for choice in choices[:MOST_CHOICES]:
-        gain = expectation.seconds / max(choice.expectation.seconds, 1e-12)
-        fits = "" if not choice.overshoot else ", DOES NOT FIT"
-        lines.append(
-            f"  {seconds_text(choice.expectation.seconds)} ({gain:.2f} x as fast), bubble "
-            f"{choice.expectation.bubble:.1%}, peak {human_bytes(choice.peak)}{fits}: "
-            f"{choice.options()}"
-        )
-    return lines if choices else []
+def _advice(expectation: Expectation, choice: Choice) -> str:
+    """Another way, with its gain over the planned one."""
+    gain = expectation.seconds / max(choice.expectation.seconds, 1e-12)
+    fits = "" if not choice.overshoot else ", DOES NOT FIT"
+    return (
+        f"  {seconds_text(choice.expectation.seconds)} ({gain:.2f} x as fast), bubble "
+        f"{choice.expectation.bubble:.1%}, peak {human_bytes(choice.peak)}{fits}: "
+        f"{choice.options()}"
+    )
 
-
-# -- what an optimizer holds and needs for each element, found by a step on small parameters ------
 
 MakeOptimizer = Callable[[dict[str, torch.nn.Parameter]], torch.optim.Optimizer | None]
 _COUNT, _SIDE = 8, 128  # parameters to try on
 
 
-@dataclass(frozen=True)
-class OptimizerBytes:
-    """For each trained element.
-
-    Attributes:
-        state: stays.
-        update: more than that, during a step.
-    """
-
-    state: float
-    update: float
-
-
-def probe_optimizer(make_optimizer: MakeOptimizer, device: torch.device) -> OptimizerBytes:
-    """Lets an optimizer make one step and counts.
+def probe_optimizer(
+    make_optimizer: MakeOptimizer, device: torch.device, *, shards: int = 1
+) -> MemoryRules:
+    """What an optimizer holds and needs for each element, found by a step on small parameters.
 
     Args:
         make_optimizer: gets {name: parameter}.
@@ -215,7 +181,7 @@ def probe_optimizer(make_optimizer: MakeOptimizer, device: torch.device) -> Opti
     }
     optimizer = make_optimizer(parameters)
     if optimizer is None:
-        return OptimizerBytes(0.0, 0.0)
+        return MemoryRules(optimizer_bytes=0.0, shards=shards)
     for parameter in parameters.values():
         parameter.grad = torch.ones_like(parameter)
     meter = PeakBytes(device)
@@ -228,10 +194,9 @@ def probe_optimizer(make_optimizer: MakeOptimizer, device: torch.device) -> Opti
         for value in values.values()
         if isinstance(value, torch.Tensor) and value.dim() > 0
     )
-    return OptimizerBytes(state / count, max(0, meter.peak - state) / count)
+    update = max(0, meter.peak - state)
+    return MemoryRules(state / count, update_bytes=update / count, shards=shards)
 
-
-# -------------------------------------------------------------------------------------------------
 
 PartitionKind = Literal["uniform", "parameters", "measured"] | list[int]
 
@@ -259,6 +224,7 @@ class PlannedRun:
         return self.num_samples // self.micro_batch_size
 
 
+@dataclass
 class Planner:
     """Plans one run.
 
@@ -270,25 +236,15 @@ class Planner:
         device: where to measure.
     """
 
-    def __init__(
-        self,
-        make_piece: MakePiece,
-        run: PlannedRun,
-        *,
-        micro_batch_of: Callable[[int], MicroBatch],
-        loss_for: LossFor,
-        make_optimizer: MakeOptimizer,
-        device: torch.device,
-        repeats: int = 5,
-    ) -> None:
-        self.make_piece = make_piece
-        self.run = run
-        self.micro_batch_of = micro_batch_of
-        self.loss_for = loss_for
-        self.make_optimizer = make_optimizer
-        self.device = device
-        self.repeats = repeats
-        self._measured: dict[int, ModelCosts] = {}
+    make_piece: MakePiece
+    run: PlannedRun
+    _: KW_ONLY
+    micro_batch_of: Callable[[int], MicroBatch]
+    loss_for: LossFor
+    make_optimizer: MakeOptimizer
+    device: torch.device
+    repeats: int = 5
+    _measured: dict[int, ModelCosts] = field(default_factory=dict, init=False)
 
     @cached_property
     def outline(self) -> Outline:
@@ -309,10 +265,7 @@ class Planner:
     @cached_property
     def rules(self) -> MemoryRules:
         """Memory that does not follow from the model."""
-        found = probe_optimizer(self.make_optimizer, self.device)
-        return MemoryRules(
-            optimizer_bytes=found.state, update_bytes=found.update, shards=self.run.shards
-        )
+        return probe_optimizer(self.make_optimizer, self.device, shards=self.run.shards)
 
     def measured(self, micro_batch_size: int) -> ModelCosts:
         """The costs on this device, measured once for each size."""
@@ -344,8 +297,12 @@ class Planner:
                 _ = self.outline
             except PlanError:
                 return None
-        needs_times = kind == "measured"
-        costs = self.measured(self.run.micro_batch_size) if needs_times else self._estimated()
+        size = self.run.micro_batch_size
+        if kind == "measured":
+            costs = self.measured(size)
+        else:
+            rows, tokens = self.micro_batch_of(size)["input_ids"].shape
+            costs = estimate(self.outline, shape=(rows, tokens))
         placement = self._placement(costs, capacities)
         partition = self._partition(kind, placement)
         expectation = placement.expect(partition)
@@ -390,10 +347,6 @@ class Planner:
         """What follows from measured costs for one way to split."""
         placement = self._placement(self.measured(self.run.micro_batch_size), None)
         return placement.expect(self._partition(kind, placement))
-
-    def _estimated(self) -> ModelCosts:
-        rows, tokens = self.micro_batch_of(self.run.micro_batch_size)["input_ids"].shape
-        return estimate(self.outline, shape=(rows, tokens))
 
     def _placement(self, costs: ModelCosts, capacities: tuple[int, ...] | None) -> Placement:
         return Placement(

@@ -1,4 +1,4 @@
-"""Plays a schedule through with given times: the ideal timeline, its bubble, what is kept alive.
+"""Plays a schedule through with given times: the ideal timeline, its bubble, what to expect.
 
 Without `hand_over` no time passes between ranks and none is lost on the host: none can be faster.
 Pure arithmetic.
@@ -10,8 +10,15 @@ from dataclasses import dataclass
 from stageline.pipeline.plan import Action, GradFlow, Kind, drop_dead_backward, grad_flow, needs
 from stageline.pipeline.recorder import TimelineEvent, bubble
 from stageline.pipeline.schedules import Schedule
-from stageline.planner.cost import Cost, ModelCosts, durations_of, flow_of
-from stageline.planner.memory_plan import MemoryRules, RankMemory, rank_memory
+from stageline.planner.cost import (
+    Cost,
+    MemoryRules,
+    ModelCosts,
+    RankMemory,
+    durations_of,
+    flow_of,
+    rank_memory,
+)
 
 Durations = Mapping[tuple[int, Kind], float]  # (stage, kind) -> seconds of one pass
 
@@ -23,14 +30,10 @@ class Simulation:
     Attributes:
         events: every pass with its times.
         seconds: of the whole step.
-        peak_alive: for each stage, the most micro-batches whose activations it held at once.
-        fullest: for each rank, at its fullest moment, stage -> micro-batches alive.
     """
 
     events: list[TimelineEvent]
     seconds: float
-    peak_alive: list[int]
-    fullest: list[dict[int, int]]
 
     @property
     def bubble(self) -> float:
@@ -73,21 +76,14 @@ def simulate(
                     break
                 start = max(clocks[rank], ready)
                 clocks[rank] = ends[action] = start + seconds_of(action, durations)
+                stage, kind, micro_batch = action
                 events.append(
-                    TimelineEvent(
-                        rank,
-                        action.stage,
-                        action.kind.value,
-                        action.micro_batch,
-                        start,
-                        ends[action],
-                    )
+                    TimelineEvent(rank, stage, kind.value, micro_batch, start, ends[action])
                 )
                 places[rank] += 1
                 progress = True
     assert all(place == len(order) for place, order in zip(places, kept, strict=True))
-    peaks, fullest = _alive(kept, num_stages, flow)
-    return Simulation(events, max(clocks), peaks, fullest)
+    return Simulation(events, max(clocks))
 
 
 def seconds_of(action: Action, durations: Durations) -> float:
@@ -113,42 +109,6 @@ def _ready_time(
         is_near = rank_of_stage[found[0].stage] == rank_of_stage[action.stage]
         ready = max(ready, ends[found[0]] + (0.0 if is_near else hand_over))
     return ready
-
-
-def _alive(
-    orders: Sequence[Sequence[Action]], num_stages: int, flow: GradFlow
-) -> tuple[list[int], list[dict[int, int]]]:
-    """The most micro-batches alive on each stage; and per rank, at its fullest, on which stages.
-
-    A stage without a backward pass keeps nothing.
-    """
-    peaks = [0] * num_stages
-    fullest: list[dict[int, int]] = []
-    for order in orders:
-        alive: dict[int, int] = {}
-        best: dict[int, int] = {}
-        for action in order:
-            stage = action.stage
-            if not flow.computes[stage]:
-                continue
-            if action.kind == Kind.FORWARD:
-                alive[stage] = alive.get(stage, 0) + 1
-                peaks[stage] = max(peaks[stage], alive[stage])
-                if sum(alive.values()) > sum(best.values()):
-                    best = dict(alive)
-            elif action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD):
-                alive[stage] -= 1
-        fullest.append(best)
-    return peaks, fullest
-
-
-# -- what a step is expected to take on given stages: seconds, bubble, memory. Pure arithmetic ----
-
-
-def expected(durations: Durations, schedule: Schedule, num_micro_batches: int) -> Simulation:
-    """The ideal step with given pass times: its `seconds` and its `bubble`."""
-    orders = schedule.orders(num_micro_batches)
-    return simulate(orders, durations, num_stages=schedule.num_stages)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Draws the loss curve of a run from its log. Reads one file, writes one file."""
+"""Draws curves and bars: the loss of a run from its log, and what a corpus is made of."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from stageline.plotting.text import drawable, font_families
+from stageline.plotting.pictures import drawable, font_families, save_figure
 from stageline.run_records import read_log
 
 # a loss that falls by more than this factor shows its end on a logarithmic axis only
@@ -70,17 +70,11 @@ def loss_figure(
     return figure
 
 
-def plot_loss(log_path: str | Path, png_path: str | Path) -> None:
-    """Draws the log at `log_path` into `png_path`; the picture is named after the log's folder.
-
-    Who looks at the file meanwhile sees the old or the new one, never half of it.
-    """
-    png_path = Path(png_path)
+def plot_loss(log_path: Path, png_path: Path) -> None:
+    """Draws the log at `log_path` into `png_path`; the picture is named after the log's folder."""
     steps, evaluations = read_log(log_path)
-    figure = loss_figure(steps, evaluations, title=Path(log_path).resolve().parent.name)
-    temporary = png_path.with_name(png_path.name + ".tmp")
-    figure.savefig(temporary, dpi=100, format="png")
-    temporary.replace(png_path)
+    title = log_path.resolve().parent.name
+    save_figure(loss_figure(steps, evaluations, title=title), png_path)
 
 
 def _draw_losses(axes: Axes, steps: Sequence[dict]) -> list[float]:
@@ -137,111 +131,28 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-# -- draws a study: accuracy of each arm by group, and the losses of all runs. Takes plain figures
-
-COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:purple")
-
-
-def plot_accuracy(figures: Mapping[str, Any], path: str | Path) -> None:
-    """Bars with intervals over samples, a dot a seed, a line at chance."""
-    _save(accuracy_figure(figures), path)
-
-
-def accuracy_figure(figures: Mapping[str, Any]) -> Figure:
-    """A place for each group, a bar for each arm; `figures` as `study_figures` gives them."""
-    arms, groups = figures["arms"], list(figures["chance"])
-    figure = Figure(figsize=(1.5 + 1.1 * len(groups), 4), layout="constrained")
-    axes = figure.subplots()
-    width = 0.8 / len(arms)
-    for number, (arm, by_group) in enumerate(arms.items()):
-        places = [index + (number - (len(arms) - 1) / 2) * width for index in range(len(groups))]
-        means = [by_group[group]["mean"] for group in groups]
-        intervals = [by_group[group]["interval_95_over_samples"] for group in groups]
-        # a mean may lie outside its percentile interval by rounding
-        below = [max(0.0, mean - low) for mean, (low, _) in zip(means, intervals, strict=True)]
-        above = [max(0.0, high - mean) for mean, (_, high) in zip(means, intervals, strict=True)]
-        color = COLORS[number % len(COLORS)]
-        axes.bar(places, means, width, yerr=[below, above], capsize=3, color=color, label=arm)
-        for place, group in zip(places, groups, strict=True):
-            seeds = by_group[group]["by_seed"]
-            axes.plot([place] * len(seeds), seeds, ".", color="black", markersize=4, zorder=3)
-    for index, group in enumerate(groups):
-        chance = figures["chance"][group]
-        axes.plot([index - 0.45, index + 0.45], [chance] * 2, "--", color="black", linewidth=1)
-    axes.plot([], [], "--", color="black", linewidth=1, label="chance")
-    axes.set_xticks(range(len(groups)), [group.replace(", ", "\n") for group in groups])
-    axes.set(ylim=(0, 1.02), ylabel="held-out accuracy")
-    axes.grid(axis="y", alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.15), ncols=len(arms) + 1, frameon=False)
-    return figure
-
-
-def plot_losses(logs: Mapping[str, Sequence[Sequence[dict]]], path: str | Path) -> None:
-    """Next-token losses of all runs."""
-    _save(losses_figure(logs), path)
-
-
-def losses_figure(logs: Mapping[str, Sequence[Sequence[dict]]]) -> Figure:
-    """A thin line a run, in the colour of its arm.
-
-    Args:
-        logs: arm -> training records of each of its runs. A loss of several terms tells its
-            next-token loss apart as `token_loss`; that is what arms have in common.
-    """
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.subplots()
-    for number, (arm, runs) in enumerate(logs.items()):
-        for place, records in enumerate(runs):
-            known = [record for record in records if record.get("loss") is not None]
-            losses = [record.get("token_loss", record["loss"]) for record in known]
-            axes.plot(
-                [record["step"] for record in known],
-                smooth(losses),
-                color=COLORS[number % len(COLORS)],
-                linewidth=1,
-                label=arm if place == 0 else None,
-            )
-    axes.set(xlabel="optimizer step", ylabel="next-token loss, smoothed")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend()
-    return figure
-
-
-def _save(figure: Figure, path: str | Path) -> None:
-    path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
-    figure.savefig(temporary, dpi=100, format="png")
-    temporary.replace(path)
-
-
-# -- draws what a corpus is made of: lengths of its segments, padding, tokens of each type --------
-
 MOST_TYPES = 20  # with bars of their own; the largest ones
 _GREY = "#9aa0a6"
 
 
 def plot_corpus(
     histograms: Mapping[str, tuple[Sequence[float], Sequence[int]]],
-    path: str | Path,
+    path: Path,
     *,
     padding: Mapping[str, float],
     tokens: Mapping[str, int],
     title: str = "",
 ) -> None:
-    """Writes a picture of three panels; who looks at it meanwhile sees an old or a whole one.
+    """Writes a picture of three panels: lengths of segments, tokens of each type, padding.
 
     Args:
         histograms: type -> (borders [n + 1], segments [n]) of lengths in tokens.
         padding: way to fill rows -> share of them that is padding.
         tokens: type -> how many.
     """
-    path = Path(path)
-    figure = corpus_figure(histograms, padding=padding, tokens=tokens, title=title)
-    temporary = path.with_name(path.name + ".tmp")
-    figure.savefig(temporary, dpi=110, format="png")
-    temporary.replace(path)
+    save_figure(
+        corpus_figure(histograms, padding=padding, tokens=tokens, title=title), path, dpi=110
+    )
 
 
 def corpus_figure(

@@ -39,8 +39,6 @@ from stageline.modules.stage_names import Names, names_in
 from stageline.pipeline.topology import layer_range, stage_layers
 from stageline.stage import Stage
 
-# -- where a stage's configuration and weights come from ------------------------------------------
-
 
 @dataclass(frozen=True)
 class WeightSource:
@@ -128,8 +126,6 @@ def processor_of(path: str | None, *, trust_remote_code: bool) -> tuple[Any, int
     processor = load_processor(path, trust_remote_code=trust_remote_code)
     return processor, get_pad_token_id(processor)
 
-
-# -------------------------------------------------------------------------------------------------
 
 PARTS = ("vit", "mlp", "llm", "lm_head")
 
@@ -224,8 +220,6 @@ class StageModel(Stage):
         self.parameter_order: list[str] = []
         self.vocabulary: tuple[str, ...] = ()
 
-    # -- what a subclass gives -------------------------------------------------------------
-
     def forward(
         self, hidden_or_ids: torch.Tensor, *extras: torch.Tensor, **batch: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -270,8 +264,6 @@ class StageModel(Stage):
         With `dp_shard` their weights are sent one by one, and all others in one piece.
         """
         return []
-
-    # -- what follows from it --------------------------------------------------------------
 
     @property
     def is_first(self) -> bool:

@@ -1,4 +1,4 @@
-"""Stages of decoder-only language models: one class for every decoder of transformers.
+"""Stages of decoder-only language models, and of reward models: for every decoder of transformers.
 
 The model's own forward runs on every stage, on the token ids: masks, rotary embeddings and the loop
 over layers stay the library's, and no model code is copied (stageline/stages/splice.py).
@@ -8,10 +8,16 @@ Shapes: B rows, T tokens, H hidden size, V vocabulary.
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from stageline.errors import UserError
@@ -23,8 +29,6 @@ from stageline.stages.discover import ModelPaths, find_paths, is_pixel, plan_of,
 from stageline.stages.packing import FLAG, RouterLoss, find_router_loss, is_packed, without_masks
 from stageline.stages.splice import Spliced
 from stageline.stages.split_plan import SplitPlan
-
-# -- what a stage settles of attention before it is built: the kernel, and that nothing is cached -
 
 
 def cache_off(config: PretrainedConfig) -> tuple[str, ...]:
@@ -99,26 +103,17 @@ def can_be_cut(config: PretrainedConfig) -> bool:
     """Whether a piece is read as it would be in the whole prompt."""
     text = config.get_text_config(decoder=True)
     layer_types = getattr(text, "layer_types", None) or ()
+    rope = getattr(text, "rope_parameters", None) or {}
+    by_layers = [value for value in rope.values() if isinstance(value, dict)]
+    rope_types = [one.get("rope_type", "default") for one in by_layers or [rope]]
     return (
         config.model_type in READ_IN_PIECES
         and LAYER_TYPES.issuperset(layer_types)
         and not getattr(text, "use_bidirectional_attention", None)
-        and not any(_follows_length(kind) for kind in _rope_types(text))
+        # frequencies of the longest row of a pass: a piece's would be others
+        and not any("dynamic" in kind or kind == "longrope" for kind in rope_types)
     )
 
-
-def _follows_length(rope_type: str) -> bool:
-    """Whether its frequencies are those of the longest row of a pass: a piece's are others."""
-    return "dynamic" in rope_type or rope_type == "longrope"
-
-
-def _rope_types(text: PretrainedConfig) -> list[str]:
-    found = getattr(text, "rope_parameters", None) or {}
-    by_layers = [value for value in found.values() if isinstance(value, dict)]
-    return [one.get("rope_type", "default") for one in by_layers or [found]]
-
-
-# -------------------------------------------------------------------------------------------------
 
 Batch = dict[str, torch.Tensor]
 Tensors = tuple[torch.Tensor, ...]
@@ -337,3 +332,82 @@ def run_whole(whole: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> obje
     """A forward pass of a whole model, as a rehearsal runs it."""
     asks = getattr(whole.config.get_text_config(decoder=True), FLAG, False)
     return whole(**batch, use_cache=False, **({FLAG: False} if asks else {}))
+
+
+SCORE = "score"
+CLASSIFIER = "ForSequenceClassification"
+
+
+class RewardStage(CausalLMStage):
+    """A stage of a reward model; the last one gives scores [B, T, 1], one for each token.
+
+    The model is the library's sequence classifier with one label: any of its decoders with a linear
+    layer `score` in the place of the output layer. It starts from a language model, whose output
+    layer is left out and whose `score` is new, or from such a classifier.
+
+    A reward is the score at the last token of a row; the loss_fn part knows where that is.
+    """
+
+    auto_class = AutoModelForSequenceClassification
+    is_tied = False
+    gives_scores = True
+    runs_head = False  # the library's own would pick the last token by its id
+    # of a language model; older folders of gpt_neox have the second name
+    unused_names = ("lm_head.", "embed_out.")
+
+    def __init__(self, config: PretrainedConfig, **stage_kwargs: Any) -> None:
+        is_classifier = has_scores(config)
+        super().__init__(_with_one_score(config, is_classifier), **stage_kwargs)
+        if not is_classifier:
+            self.fresh_names = frozenset({f"{SCORE}.weight"})
+
+    def find_paths(self, whole: PreTrainedModel) -> ModelPaths:
+        if not isinstance(getattr(whole, SCORE, None), torch.nn.Linear):
+            raise UserError(
+                f"{type(whole).__name__} has no linear layer {SCORE!r}. One was expected behind "
+                "the decoder, as the library's classifiers of decoders have it: choose a decoder "
+                "of which it has one."
+            )
+        return replace(super().find_paths(whole), head=SCORE, behind=())
+
+    def find_plan(self, whole: PreTrainedModel) -> SplitPlan:
+        return plan_of(whole, _run_scores, kind="scores", sizes=self.sizes)
+
+    def finish(self, hidden_BTH: torch.Tensor) -> torch.Tensor:
+        return self.whole.score(hidden_BTH)
+
+    @classmethod
+    def build(cls, **options: Any) -> tuple[StageModel, object, int]:
+        model, processor, pad_token_id = super().build(**options)
+        if processor is not None:
+            # by it the library finds the end of a row when the saved folder is used
+            assert model.whole is not None  # it is a transformers model
+            model.config.pad_token_id = model.whole.config.pad_token_id = pad_token_id
+        return model, processor, pad_token_id
+
+
+def _run_scores(whole: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> object:
+    hidden = whole.base_model(**batch, use_cache=False).last_hidden_state
+    return whole.get_submodule(SCORE)(hidden)
+
+
+def has_scores(config: PretrainedConfig) -> bool:
+    """Whether a configuration is of a sequence classifier."""
+    return any(name.endswith(CLASSIFIER) for name in config.architectures or ())
+
+
+def _with_one_score(config: PretrainedConfig, is_classifier: bool) -> PretrainedConfig:
+    if type(config) not in AutoModelForSequenceClassification._model_mapping:
+        raise UserError(
+            f"`train_model` reward came with a {config.model_type} model, of which the library "
+            "has no sequence classifier. One was expected, because a reward model is saved as one: "
+            "choose another architecture."
+        )
+    if is_classifier and config.num_labels != 1:
+        raise UserError(
+            f"the model has {config.num_labels} labels, a reward model with one was expected: a "
+            "reward is one number. Start from a language model, or from a classifier with "
+            "num_labels 1."
+        )
+    config.num_labels = 1
+    return config

@@ -190,7 +190,8 @@ def find_paths(whole: PreTrainedModel, plan: SplitPlan) -> ModelPaths:
     names = {id(module): name for name, module in whole.named_modules()}
     head = names.get(id(whole.get_output_embeddings()), "")
     tower = _find_tower(whole)
-    ancestors = _ancestors(plan.layers)
+    steps = plan.layers.split(".")
+    ancestors = [".".join(steps[:count]) for count in range(1, len(steps))]
     # the outermost that holds the layers, and neither head nor what makes embeddings of pictures
     text_model = next(
         (path for path in ancestors if not any(_is_in(one, path) for one in (head, tower) if one)),
@@ -210,11 +211,6 @@ def find_paths(whole: PreTrainedModel, plan: SplitPlan) -> ModelPaths:
         beside_projector=tuple(projectors[1:]),
         behind=behind,
     )
-
-
-def _ancestors(path: str) -> list[str]:
-    steps = path.split(".")
-    return [".".join(steps[:count]) for count in range(1, len(steps))]
 
 
 def _is_in(path: str, parent: str) -> bool:
@@ -270,16 +266,14 @@ def _mergers(whole: PreTrainedModel, plan: SplitPlan, tower: str) -> list[str]:
     for name, last in plan.seen.items():
         is_begun = is_begun or name.startswith(f"{tower}.{blocks}.")
         is_outside = name.startswith(tower + ".") and not _is_in(name, f"{tower}.{blocks}")
-        if not (is_begun and is_outside and last == width) or _is_known(found, name):
+        if not (is_begun and is_outside and last == width) or any(
+            _is_in(name, one) for one in found
+        ):
             continue
         if any(weight.ndim > 1 for weight in whole.get_submodule(name).parameters()):
             found.append(name)
     lists = {name.rpartition(".")[0] for name in found if name.rpartition(".")[2].isdigit()}
     return [*(one for one in found if one.rpartition(".")[0] not in lists), *sorted(lists)]
-
-
-def _is_known(found: list[str], name: str) -> bool:
-    return any(_is_in(name, one) for one in found)
 
 
 def tower_blocks(tower: nn.Module, config: PretrainedConfig) -> str:

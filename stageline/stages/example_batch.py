@@ -21,9 +21,6 @@ from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PretrainedConfig
 from stageline.errors import UserError
 from stageline.model_folder import special_tokens
 
-# -- in which layout a vision tower takes small pictures, by the names of what it takes -----------
-# Shapes: N pictures, R rows of a micro-batch, P patches, C channels, H and W pixels.
-
 Batch = dict[str, torch.Tensor]
 
 
@@ -73,7 +70,8 @@ def picture_layouts(order: PictureOrder, names: frozenset[str]) -> Iterator[Batc
     """Layouts of pictures that fit the names of what a tower takes, the likeliest first."""
     vision = order.vision
     merge = _merge(vision)
-    if "image_grid_thw" in names or ("grid" not in names and _has_grid(vision) and not names):
+    has_grid = hasattr(vision, "spatial_merge_size") and hasattr(vision, "temporal_patch_size")
+    if "image_grid_thw" in names or (has_grid and not names):
         yield from _patches_by_grid(order, merge, names)
     elif "spatial_shapes" in names:
         yield _patches_by_shape(order)
@@ -94,21 +92,17 @@ def picture_layouts(order: PictureOrder, names: frozenset[str]) -> Iterator[Batc
     yield from _whole_pictures(order, names)
 
 
-def _has_grid(vision: PretrainedConfig) -> bool:
-    return hasattr(vision, "spatial_merge_size") and hasattr(vision, "temporal_patch_size")
-
-
 def _merge(vision: PretrainedConfig) -> int:
     """Patches of a side that become one token."""
     names = ("spatial_merge_size", "merge_size", "merge_kernel_size")
     found = next((getattr(vision, name) for name in names if hasattr(vision, name)), 1)
-    return _one(found)
+    return side_of(found)
 
 
 def _patches_by_grid(order: PictureOrder, merge: int, names: frozenset[str]) -> Iterator[Batch]:
     """All patches of all pictures in one row: [P, numbers of a patch]."""
     vision = order.vision
-    side, frames = _one(vision.patch_size), getattr(vision, "temporal_patch_size", 1) or 1
+    side, frames = side_of(vision.patch_size), getattr(vision, "temporal_patch_size", 1) or 1
     frames = getattr(vision, "patch_temporal", frames) or 1
     # 1 x 1 tokens, then 1 x 2, and so on
     grid = [[1, merge, merge * (1 + index % 2)] for index in range(order.num_images)]
@@ -132,7 +126,7 @@ def _patches_by_grid(order: PictureOrder, merge: int, names: frozenset[str]) -> 
 
 def _patches_by_shape(order: PictureOrder) -> Batch:
     """Patches of each picture in a row of their own, padded: [N, P, numbers of a patch]."""
-    side = _one(order.vision.patch_size)
+    side = side_of(order.vision.patch_size)
     factor = getattr(order.config, "downsample_factor", 2)
     shapes = [[factor, factor * (1 + index % 2)] for index in range(order.num_images)]
     longest = max(height * width for height, width in shapes)
@@ -148,7 +142,7 @@ def _patches_by_shape(order: PictureOrder) -> Batch:
 def _patches_by_position(order: PictureOrder) -> Iterator[Batch]:
     """Patches with their places: [N, P, numbers of a patch] and [N, P, 2]."""
     vision = order.vision
-    side, pool = _one(vision.patch_size), getattr(vision, "pooling_kernel_size", 1) or 1
+    side, pool = side_of(vision.patch_size), getattr(vision, "pooling_kernel_size", 1) or 1
     places = [[column, row] for row in range(pool) for column in range(pool * 2)]
     positions = order.integers([places] * order.num_images)
     for numbers in (3 * side**2, 3 * (side * pool) ** 2):
@@ -158,7 +152,7 @@ def _patches_by_position(order: PictureOrder) -> Iterator[Batch]:
 
 def _strips(order: PictureOrder) -> Iterator[Batch]:
     """Patches of a picture side by side: [1, C, side of a patch, P times that]."""
-    side = _one(order.vision.patch_size)
+    side = side_of(order.vision.patch_size)
     for factor in (4, 8, 16):
         sizes = [[factor, factor * (1 + index % 2)] for index in range(order.num_images)]
         longest = sum(height * width for height, width in sizes)
@@ -167,7 +161,7 @@ def _strips(order: PictureOrder) -> Iterator[Batch]:
 
 
 def _patches_by_sides(order: PictureOrder) -> Iterator[Batch]:
-    side = _one(order.vision.patch_size)
+    side = side_of(order.vision.patch_size)
     grid = [[2, 2 * (1 + index % 2)] for index in range(order.num_images)]
     num_patches = sum(height * width for height, width in grid)
     for shape in ((order.channels * side**2,), (order.channels, side, side)):
@@ -180,8 +174,8 @@ def _pictures_in_rows(order: PictureOrder) -> Iterator[Batch]:
     """Pictures by row, padded with pictures of zeros: [R, pictures of a row, C, H, W]."""
     vision = order.vision
     factor = getattr(order.config, "scale_factor", None) or getattr(vision, "scale_factor", None)
-    sides = [_one(vision.patch_size) * factor] if isinstance(factor, int) else []
-    for side in (*sides, _one(vision.image_size)):
+    sides = [side_of(vision.patch_size) * factor] if isinstance(factor, int) else []
+    for side in (*sides, side_of(vision.image_size)):
         pixels = order.fill(order.num_images, order.channels, side, side)
         mask = torch.ones(pixels.shape[0], side, side, dtype=torch.bool, device=order.device)
         yield {
@@ -221,7 +215,7 @@ def _tiles_by_size(order: PictureOrder) -> Batch:
 
 def _pictures_of_sizes(order: PictureOrder) -> Batch:
     """Pixtral: pictures padded to the largest, and their sizes: [N, C, H, W]."""
-    side = _one(order.vision.patch_size) * (getattr(order.config, "spatial_merge_size", 1) or 1)
+    side = side_of(order.vision.patch_size) * (getattr(order.config, "spatial_merge_size", 1) or 1)
     # the first one has two tokens: one token alone the library squeezes away
     sizes = [[side, side * (2 - index % 2)] for index in range(order.num_images)]
     widest = max(width for _, width in sizes)
@@ -257,20 +251,19 @@ def _bare_patches(order: PictureOrder) -> Iterator[Batch]:
         yield {"pixel_values": order.fill(order.num_images, 3, side, side)}
     if not hasattr(vision, "patch_size"):
         return
-    side, frames = _one(vision.patch_size), getattr(vision, "temporal_patch_size", 1)
+    side, frames = side_of(vision.patch_size), getattr(vision, "temporal_patch_size", 1)
     yield {"pixel_values": order.fill(order.num_images, 4, order.channels * side**2)}
     yield {"pixel_values": order.fill(order.num_images, frames, side, side, order.channels)}
 
 
-def _one(size: int | Sequence[int]) -> int:
+def side_of(size: int | Sequence[int]) -> int:
+    """Of a side, or of two equal ones."""
     return size if isinstance(size, int) else size[0]
 
 
 def _size(size: int | Sequence[int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
-
-# -------------------------------------------------------------------------------------------------
 
 TEXT_IDS = 1000  # text is written in the first tokens of a vocabulary
 # model type and tower -> what it takes, and which of the layouts it took: found by one that has the
@@ -371,9 +364,6 @@ def picture_batch(
     return batch | pictures | _by_token(whole, pictures, batch, rows)
 
 
-# -- what a model takes -------------------------------------------------------------------------
-
-
 def _features_reader(whole: nn.Module) -> Callable[..., Any] | None:
     base = getattr(whole, "base_model", whole)
     return getattr(base, "get_image_features", None) or getattr(whole, "get_image_features", None)
@@ -428,9 +418,6 @@ def image_tokens(whole: nn.Module, pictures: Batch, rows: Sequence[int]) -> list
     return [total // num_images] * num_images
 
 
-# -- text around pictures -----------------------------------------------------------------------
-
-
 class _Writer:
     """Writes rows of random text with places for pictures."""
 
@@ -466,10 +453,7 @@ class _Writer:
 
 def image_token(config: PretrainedConfig) -> int | None:
     """The token that stands where features of a picture go; None: the model has none."""
-    return _token(config, ("image_token_id", "image_token_index", "image_patch_id", "im_patch_id"))
-
-
-def _token(config: PretrainedConfig, names: Sequence[str]) -> int | None:
+    names = ("image_token_id", "image_token_index", "image_patch_id", "im_patch_id")
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int)), None)
 

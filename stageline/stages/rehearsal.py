@@ -184,9 +184,6 @@ def _watch(module: nn.Module, name: str, watched: ForwardTrace) -> tuple[Any, An
     return before, module.register_forward_hook(leave)
 
 
-# -- stand-ins for weights ---------------------------------------------------------------------
-
-
 @contextmanager
 def stand_ins(
     whole: nn.Module, *, dtype: torch.dtype, is_fake: bool | None = None
@@ -242,9 +239,6 @@ def _fake_maker(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
             return torch.empty(meta.shape, dtype=of, device="cpu")
 
     return make
-
-
-# -- nested values -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -135,8 +135,6 @@ class Spliced(_Mixed):
     _pass: _Pass | None = None
     _hollow: tuple[_Hollow, ...] = ()
 
-    # -- what is here ----------------------------------------------------------------------
-
     def own_places(self) -> frozenset[int]:
         """Places of the plan on this stage."""
         places = {*self.layers}
@@ -227,8 +225,6 @@ class Spliced(_Mixed):
             hook = functools.partial(self._exchange, name)
             self.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
 
-    # -- a pass ----------------------------------------------------------------------------
-
     def run_spliced(
         self, run: Callable[[], Any], came: Tensors, *, has_pictures: bool, ids: torch.Tensor
     ) -> Any:
@@ -288,8 +284,6 @@ class Spliced(_Mixed):
         finally:
             for values, hollow in zip(holders, self._hollow, strict=True):
                 values[hollow.name] = hollow.zeros("cpu")
-
-    # -- at a layer, or at a module around the layers ----------------------------------------
 
     def _exchange(
         self, where: Where, module: nn.Module, args: tuple, kwargs: dict[str, Any]

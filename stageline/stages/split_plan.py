@@ -210,9 +210,6 @@ def make_plan(
     )
 
 
-# -- layers ------------------------------------------------------------------------------------
-
-
 def _watch(
     whole: nn.Module,
     run: Run,
@@ -279,9 +276,6 @@ def _called(watched: _Watched) -> dict[str, int]:
     return found
 
 
-# -- owners ------------------------------------------------------------------------------------
-
-
 def _owners(
     whole: nn.Module, layers: str, watched: _Watched, *, only_read: bool = False
 ) -> dict[str, frozenset[int]]:
@@ -329,9 +323,6 @@ def _unread_place(whole: nn.Module, layers: str, watched: _Watched, name: str) -
         if calls and not layers.startswith(path + "."):
             return watched.place(calls[0].start)
     return -1
-
-
-# -- what crosses ------------------------------------------------------------------------------
 
 
 def _slots(
@@ -532,9 +523,6 @@ def _has_equal_value(one: torch.Tensor, other: torch.Tensor) -> bool:
     return is_fake or torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-# -- outputs -----------------------------------------------------------------------------------
-
-
 def _structure_of(call: TracedCall | None) -> Any:
     """The output of a layer as nested tuples: what stands in its place where it does not run."""
     if call is None:
@@ -568,9 +556,6 @@ def rebuild(structure: Any, get: Callable[[Path], Any]) -> Any:
         return structure[1]
     items = [rebuild(one, get) for one in structure[2]]
     return structure[1](*items) if hasattr(structure[1], "_fields") else structure[1](items)
-
-
-# -- refusals ----------------------------------------------------------------------------------
 
 
 def _closure(

@@ -11,12 +11,17 @@ import torch.distributed as dist
 from torch import nn
 
 from stageline.modules.layer_seeds import LayerSeeds
-from stageline.pipeline.borders import check_borders, describe_borders
 from stageline.pipeline.plan import Action, Kind, grad_flow
 from stageline.pipeline.recorder import NO_RECORDER, Recorder
 from stageline.pipeline.runner import LocalStages
 from stageline.pipeline.schedules import Schedule, make_schedule
-from stageline.pipeline.stage_passes import MicroBatch, Tensors, model_inputs
+from stageline.pipeline.stage_passes import (
+    MicroBatch,
+    Tensors,
+    check_borders,
+    describe_borders,
+    model_inputs,
+)
 from stageline.stage import Stage
 from stageline.streaming.engine import PinModel, RoundPipe
 from stageline.streaming.lanes import Lane

@@ -1,15 +1,23 @@
-"""Evaluation inside training: the loss on held-out samples, through the same stages."""
+"""Evaluation inside training: the loss on held-out samples, through the same stages.
+
+And what follows from it: which weights are kept as the best, and when a run ends early.
+"""
 
 import math
+import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from stageline.checkpoint.layout import Ranks, draft_name, fsync_path, read_manifest
+from stageline.checkpoint.writer import remove_checkpoint
 from stageline.data.batches.batch import IGNORE
-from stageline.errors import DataError
+from stageline.errors import DataError, UserError, spelled
 from stageline.modules.chunked_loss import ChunkedLoss
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
 from stageline.training.loss_part import LossPart, Output, logits_of
@@ -89,7 +97,9 @@ def evaluate(
     if runner.schedule.num_ranks > 1:
         dist.broadcast_object_list(shared, src=runner.last_stage_rank, group=runner.group)
     told = replicas.gather(shared)
-    totals = _added(totals for _, totals, _, _ in told)
+    totals: Counter[str] = Counter()
+    for _, counts, _, _ in told:
+        totals.update(counts)
     num_targets = totals.get("num_targets", 0)
     _check_some_count(num_targets, num_rows)
     means = _means(told, totals)
@@ -137,14 +147,6 @@ def _means(told: Sequence[Any], totals: Mapping[str, int]) -> dict[str, float]:
     }
 
 
-def _added(counters: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    added: dict[str, int] = {}
-    for counter in counters:
-        for name, value in counter.items():
-            added[name] = added.get(name, 0) + value
-    return added
-
-
 class _Figures:
     """Adds up what the last stage gives.
 
@@ -158,14 +160,15 @@ class _Figures:
 
     def __init__(self, loss_fn: Callable[..., Any], *, step: int, keep: int) -> None:
         self.part = LossPart.of(loss_fn)
-        self.pieces: Callable[[torch.Tensor, MicroBatch], Pieces] = _one_piece
+        # logits of whole rows in one piece
+        self.pieces: Callable[..., Pieces] = lambda logits, batch: iter([(logits, batch)])
         if isinstance(self.part.loss_fn, ChunkedLoss):
             self.pieces = self.part.loss_fn.pieces
             self.part = self.part.over(self.part.loss_fn.loss_fn)
         self.step = step
         self.keep = keep
         self.hits = 0
-        self.totals = dict.fromkeys(self.part.counts, 0)
+        self.totals = Counter(dict.fromkeys(self.part.counts, 0))
         self.sums: dict[str, dict[str, float]] = {}
         self.predicted: dict[int, list[int]] = {}
         self.next_row = 0
@@ -180,9 +183,12 @@ class _Figures:
             return
         found = []
         for logits, piece in self.pieces(logits_of(output), batch):
-            self._add(self.part.sums(logits, piece, step=self.step))
+            for name, by_count in self.part.sums(logits, piece, step=self.step).items():
+                mine = self.sums.setdefault(name, dict.fromkeys(by_count, 0.0))
+                for count, value in by_count.items():
+                    mine[count] += value.item()
             found.append(logits[:, :-1].argmax(dim=-1))
-        self.totals = _added([self.totals, self.part.count([batch])])
+        self.totals.update(self.part.count([batch]))
         if not self.part.predicts_tokens:
             return
         guesses = torch.cat(found, dim=1)
@@ -191,12 +197,187 @@ class _Figures:
             if row < self.keep and bool(is_target[index].any()):
                 self.predicted.setdefault(row, guesses[index][is_target[index]].tolist())
 
-    def _add(self, sums: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        for name, by_count in sums.items():
-            mine = self.sums.setdefault(name, dict.fromkeys(by_count, 0.0))
-            for count, value in by_count.items():
-                mine[count] += value.item()
+
+FALLING = ("loss", "perplexity")  # figures with such a word are better when lower
 
 
-def _one_piece(logits: torch.Tensor, batch: MicroBatch) -> Pieces:
-    yield logits, batch
+def figure_of(result: EvalResult, name: str) -> float:
+    """A held-out figure by its name in the log.
+
+    Raises:
+        UserError: the evaluation has none of that name.
+    """
+    figures = result.named()
+    if name not in figures:
+        raise UserError(
+            f"the held-out figure {name!r} was asked for, and an evaluation of this run has "
+            f"{', '.join(figures)}. One of these was expected, because the best weights and early "
+            "stopping go by it: name it with `save_best` or `early_stop_metric`."
+        )
+    return figures[name]
+
+
+def is_better(value: float, best: float, *, metric: str, by: float = 0.0) -> bool:
+    """Whether a figure beats the best so far by more than `by`; what is not a number never does."""
+    if not math.isfinite(value):
+        return False
+    lower = any(word in metric for word in FALLING)
+    return value < best - by if lower else value > best + by
+
+
+LINK = "best"
+Result = TypeVar("Result")
+
+
+class BestCheckpoint:
+    """Decides which evaluation is the best so far, and keeps the weights of that one alone.
+
+    `best` is a link to the folder `best-step-00000123` beside it: a link is exchanged in one step,
+    a folder is not. Whenever a run is killed, `best` leads to a whole checkpoint, old or new.
+
+    Every rank calls the same methods with the same results. A run that is continued goes on from
+    the best it had; a new run in the folder of another one leaves that one's best where it is, and
+    moves the link only.
+
+    Args:
+        folder: of the run's checkpoints.
+        metric: name of the held-out figure that is compared; "none" keeps nothing.
+        save: saves the weights as a new folder, `save(path, step=..., facts=...)`, on all ranks.
+        group: ranks that agree; None: all.
+        start_step: steps done before; 0 for a new run.
+
+    Raises:
+        UserError: something else is called "best", or what it leads to is not whole.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        metric: str,
+        save: Callable[..., object],
+        group: dist.ProcessGroup | None = None,
+        start_step: int = 0,
+    ) -> None:
+        self.folder = folder
+        self.metric = metric
+        self.save = save
+        self.ranks = Ranks.of(group)
+        self.value: float | None = None
+        self.step: int | None = None
+        self._kept: str | None = None  # name of the folder that this run may remove
+        if metric != "none":
+            found = self._on_main(lambda: self._read(is_continued=start_step > 0))
+            if found is not None:
+                self.value, self.step, self._kept = found
+
+    @property
+    def link(self) -> Path:
+        """What leads to the best checkpoint; not there before the first one."""
+        return self.folder / LINK
+
+    def improves(self, result: EvalResult) -> bool:
+        """Whether it is better than all before; equal is not, nor is what is not a number."""
+        if self.metric == "none" or result.num_targets == 0:
+            return False
+        value = figure_of(result, self.metric)
+        if self.value is None:
+            return math.isfinite(value)
+        return is_better(value, self.value, metric=self.metric)
+
+    def keep(self, step: int, result: EvalResult) -> str:
+        """Saves the weights as the new best, then removes the old ones; says so in a line."""
+        name = self.ranks.gather(self._free_name(step))[0]
+        figures = {**result.named(), "num_targets": result.num_targets}
+        facts = {"best": {"metric": self.metric, "step": step, "figures": figures}}
+        self.save(self.folder / name, step=step, facts=facts)
+        self._on_main(lambda: self._exchange(name, old=self._kept))
+        self.value, self.step, self._kept = figure_of(result, self.metric), step, name
+        return f"best {self.metric} so far, {self.value:.4f} at step {step}: saved {self.link}"
+
+    def _read(self, *, is_continued: bool) -> tuple[float, int, str] | None:
+        if self.link.exists() and not self.link.is_symlink():
+            raise UserError(
+                f"{self.link} is there and is no link, a link to the best checkpoint was expected: "
+                "`save_best` moves it to each new one. Rename that folder or choose another "
+                "`output_dir`."
+            )
+        if not is_continued or not self.link.exists():
+            return None
+        facts = read_manifest(self.link).get("best")
+        if not isinstance(facts, dict):
+            return None  # another program's: its figures are not known
+        # all figures are there: the run may be continued with another metric
+        value = facts["figures"].get(self.metric)
+        return None if value is None else (value, facts["step"], os.readlink(self.link))
+
+    def _free_name(self, step: int) -> str:
+        """A run that was killed, or an earlier run, may have left a folder of this step."""
+        name = f"{LINK}-step-{step:08d}"
+        names = [name, *(f"{name}-{number}" for number in range(2, 1000))]
+        return next(name for name in names if not (self.folder / name).exists())
+
+    def _exchange(self, name: str, *, old: str | None) -> None:
+        temporary = self.folder / draft_name(self.link)
+        os.symlink(name, temporary, target_is_directory=True)
+        os.replace(temporary, self.link)
+        fsync_path(self.folder)  # before the old one goes
+        if old is not None and old != name:
+            remove_checkpoint(self.folder / old)
+
+    def _on_main(self, function: Callable[[], Result]) -> Result | None:
+        """What `function` returns on the main rank; where it fails, all ranks raise."""
+        nothing = self.folder / draft_name(self.link)  # there is no draft to remove
+        return self.ranks.together(lambda: function() if self.ranks.rank == 0 else None, nothing)[0]
+
+
+@dataclass
+class EarlyStop:
+    """Counts evaluations without improvement; the same on all ranks, as the figures are.
+
+    Args:
+        patience: so many in a row end the run; 0: never.
+        metric: name of the figure in the log.
+        delta: an improvement is more than this.
+    """
+
+    patience: int
+    metric: str = "loss"
+    delta: float = 0.0
+    best: float | None = field(default=None, init=False)
+    best_step: int = field(default=0, init=False)
+    count: int = field(default=0, init=False)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run is to end."""
+        return 0 < self.patience <= self.count
+
+    def see(self, step: int, value: float) -> None:
+        """Takes the figure of one evaluation."""
+        if self.best is None or is_better(value, self.best, metric=self.metric, by=self.delta):
+            if math.isfinite(value):
+                self.best, self.best_step, self.count = value, step, 0
+                return
+        self.count += 1
+
+    def see_log(self, records: Iterable[Mapping[str, Any]], *, until: int) -> None:
+        """Takes the evaluations of a run that is continued, from the records of its log.
+
+        Args:
+            until: the step from which the run goes on; what was logged later is not looked at.
+        """
+        by_step = {
+            record["step"]: record.get(self.metric)
+            for record in records
+            if record.get("kind") == "eval" and record["step"] <= until
+        }
+        for step, value in sorted(by_step.items()):
+            self.see(step, math.nan if value is None else float(value))
+
+    def __str__(self) -> str:
+        best = "none" if self.best is None else f"{self.best:.4f} at step {self.best_step}"
+        return spelled(
+            f"{self.count} evaluations without a better {self.metric} (best: {best}): the run ends "
+            "here (`early_stop`)"
+        )

@@ -9,6 +9,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ RESERVED = frozenset(
 )
 
 
+@dataclass(eq=False)
 class LossPart:
     """A loss_fn part, and what it asks for.
 
@@ -47,26 +49,19 @@ class LossPart:
         UserError: a count has the name of another argument, or the part does not take it.
     """
 
-    def __init__(
-        self,
-        loss_fn: Callable[..., Any],
-        *,
-        counts: Mapping[str, Callable[[MicroBatch], int]] = {},
-        is_token_sum: bool = False,
-        predicts_tokens: bool = True,
-        needs_reference: bool = False,
-        needs_kl: bool = False,
-        weighs_by_itself: bool = False,
-    ) -> None:
-        self.loss_fn = loss_fn
-        self.is_token_sum = is_token_sum
-        self.predicts_tokens = predicts_tokens
-        self.needs_reference = needs_reference
-        self.needs_kl = needs_kl
-        self.weighs_by_itself = weighs_by_itself
-        part = innermost(loss_fn)
+    loss_fn: Callable[..., Any]
+    _: KW_ONLY
+    counts: Mapping[str, Callable[[MicroBatch], int]] = field(default_factory=dict)
+    is_token_sum: bool = False
+    predicts_tokens: bool = True
+    needs_reference: bool = False
+    needs_kl: bool = False
+    weighs_by_itself: bool = False
+
+    def __post_init__(self) -> None:
+        part = innermost(self.loss_fn)
         taken = _arguments(part)
-        for name in counts:
+        for name in self.counts:
             if name in ("num_targets", "step") or not (name in taken or "**" in taken):
                 raise UserError(
                     f"the loss {getattr(part, '__name__', type(part).__name__)!r} declares the "
@@ -74,10 +69,7 @@ class LossPart:
                     "expected, because the number is handed over by this name: correct its "
                     "`counts` or its signature."
                 )
-        self.counts: dict[str, Callable[[MicroBatch], int]] = {
-            "num_targets": count_targets,
-            **counts,
-        }
+        self.counts = {"num_targets": count_targets, **self.counts}
         self._takes_step = "step" in taken or "**" in taken
 
     @classmethod
@@ -199,8 +191,6 @@ def _arguments(part: Any) -> set[str]:
         return set()
     return {"**" if item.kind is item.VAR_KEYWORD else item.name for item in parameters}
 
-
-# -- the loss of one optimizer step, as the last stage adds it up: tokens and extra loss apart ----
 
 Output = torch.Tensor | tuple[torch.Tensor, ...]
 

@@ -1,4 +1,8 @@
-"""Peak memory of this process: of its GPU, or of the host where there is none."""
+"""Memory of this process, of its GPU or the host: its peak, and what fills it when it is full.
+
+Counts what is alive; allocates nothing on the device. How a device fills before a run is planned in
+planner/cost.py.
+"""
 
 import re
 import resource
@@ -13,30 +17,23 @@ from torch.distributed.tensor import DTensor
 from stageline import progress
 from stageline.training.step import TrainStep, current_shapes
 
-_STATUS = Path("/proc/self/status")
-
 
 def peak_memory(device: torch.device) -> int:
     """Bytes: the most that torch held on the GPU, or the largest resident set of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return peak_host_memory()
-
-
-def peak_host_memory() -> int:
-    """Bytes of the largest resident set of this process so far."""
-    if _STATUS.exists():
-        peak = parse_peak(_STATUS.read_text())
-        if peak is not None:
-            return peak
+    peak = read_status("VmHWM")
+    if peak is not None:
+        return peak
     # elsewhere; not the first choice, since it also counts the program that started this one
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def parse_peak(status: str) -> int | None:
-    """Bytes of the line `VmHWM` of /proc/self/status; None where a kernel leaves it out."""
-    found = re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)
+def read_status(name: str, path: Path = Path("/proc/self/status")) -> int | None:
+    """Bytes of a line of /proc/self/status; None where a system or kernel leaves it out."""
+    status = path.read_text() if path.exists() else ""
+    found = re.search(rf"^{name}:\s*(\d+) kB$", status, re.MULTILINE)
     return int(found[1]) * 1024 if found else None
 
 
@@ -50,15 +47,8 @@ def gather_peaks(device: torch.device, *, group: dist.ProcessGroup | None = None
     return [int(peak) for peak in peaks]
 
 
-# -- what fills the memory of a rank: for the report of a run that has no memory left -------------
-# Counts what is alive; allocates nothing on the device. How a device fills before a run is planned
-# in pipeline/memory_plan.py.
-
-_STATUS = Path("/proc/self/status")
-
-
 class MemoryAccount:
-    """Describes what fills the memory of this rank.
+    """Describes what fills the memory of this rank, for the report of a run that has none left.
 
     Args:
         remedies: what the options of the run leave to change, the best first.
@@ -74,8 +64,8 @@ class MemoryAccount:
 
     def describe(self) -> str:
         """One or two sentences: shape of the micro-batch, what is in use and by what, remedies."""
-        parts = [_describe_micro_batch(), self._describe_use(), self._describe_remedies()]
-        return " ".join(filter(None, parts))
+        helps = f"What helps: {'; '.join(self.remedies[:3])}." if self.remedies else ""
+        return " ".join(filter(None, [_describe_micro_batch(), self._describe_use(), helps]))
 
     def parts(self) -> dict[str, int]:
         """Bytes by name; what is none of weights, gradients and optimizer state is left out."""
@@ -94,30 +84,18 @@ class MemoryAccount:
         }
 
     def _describe_use(self) -> str:
-        used, total = used_memory(self.device)
+        used, of = read_status("VmRSS"), ""
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            used, of = total - free, f" of {_gib(total)}"
         parts = self.parts()
         if not parts or used is None:
             return ""
-        rest = max(0, used - sum(parts.values()))
-        name = "activations and the rest"
-        listed = ", ".join(f"{name} {_gib(count)}" for name, count in {**parts, name: rest}.items())
-        of = f" of {_gib(total)}" if total else ""
-        peak = peak_memory(self.device)
-        return f"In use: {_gib(used)}{of} ({listed}; the peak was {_gib(peak)})."
-
-    def _describe_remedies(self) -> str:
-        return f"What helps: {'; '.join(self.remedies[:3])}." if self.remedies else ""
-
-
-def used_memory(device: torch.device) -> tuple[int | None, int | None]:
-    """(bytes in use, bytes there are): of the GPU, or of this process and its host."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return total - free, total
-    if not _STATUS.exists():
-        return None, None
-    found = re.search(r"^VmRSS:\s*(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
-    return (int(found[1]) * 1024 if found else None), None
+        parts["activations and the rest"] = max(0, used - sum(parts.values()))
+        listed = ", ".join(f"{name} {_gib(count)}" for name, count in parts.items())
+        return (
+            f"In use: {_gib(used)}{of} ({listed}; the peak was {_gib(peak_memory(self.device))})."
+        )
 
 
 def _describe_micro_batch() -> str:

@@ -25,136 +25,111 @@ from stageline.training.replicas import Replicas
 MOST_NAMED = 8
 
 
-@dataclass(frozen=True)
-class NonFiniteValue:
-    """What a skipped step is told with.
-
-    Attributes:
-        text: where it went wrong, as far as that can be found out.
-        rows: rows of the dataset that the step took, of all replicas; empty where the loader does
-            not say.
-    """
-
-    text: str
-    rows: tuple[int, ...] = ()
-
-
 @dataclass
 class _Found:
-    """What one rank saw, as plain values.
+    """What the ranks of one pipeline saw, as plain values.
 
     Attributes:
+        rows: of the dataset, of each micro-batch; -1 where the loader does not say.
         losses: (micro-batch, value) of those that are no numbers.
         passes: (is_backward, stage, micro-batch, parameter) of the first bad passes, when the step
             was run again.
     """
 
-    losses: list[tuple[int, str]] = field(default_factory=list)
-    passes: list[tuple[bool, int, int, str]] = field(default_factory=list)
+    rows: list[list[int]]
+    losses: list[tuple[int, str]]
+    passes: list[tuple[bool, int, int, str]]
 
 
-class NonFiniteLocator:
-    """Asks all ranks about one step.
+def find_non_finite(
+    runner: PipelineRunner,
+    micro_batches: Sequence[MicroBatch],
+    problem: str,
+    *,
+    losses: Sequence[torch.Tensor],
+    norms: Sequence[float],
+    owners: Sequence[Owner],
+    run_again: Callable[[Recorder], object] | None,
+    gradients: dict[str, nn.Parameter],
+    replicas: Replicas,
+) -> tuple[str, tuple[int, ...]]:
+    """Asks all ranks about one step; every rank calls this, and gets the same.
 
     Args:
+        problem: what is known already.
+        losses: of the micro-batches, in the order of `runner.loss_order`; empty but on the last
+            stage.
+        norms: of all gradients.
         owners: of all trained parameters, in the order of the norms.
+        run_again: runs the passes of the step once more; None where that cannot be done.
+        gradients: the parameters of this rank that get gradients.
+
+    Returns:
+        Where it went wrong, as far as that can be found out; and the rows of the dataset that the
+        step took, of all replicas, empty where the loader does not say.
     """
+    passes: list[tuple[bool, int, int, str]] = []
+    if run_again is not None:
+        recorder = _Watch(runner, gradients)
+        with recorder.watching_outputs():
+            run_again(recorder)
+        passes = recorder.found
+    gathered: list[Any] = [None] * runner.schedule.num_ranks
+    own = (_bad_losses(losses, runner.loss_order), passes)
+    dist.all_gather_object(gathered, own, group=runner.group)
+    found = _Found(
+        _rows_of(micro_batches),
+        losses=[item for rank_losses, _ in gathered for item in rank_losses],
+        passes=[item for _, rank_passes in gathered for item in rank_passes],
+    )
+    told = replicas.gather(found)
+    parts = _name_losses(told) or [_name_gradient(norms, owners, len(told)) or problem]
+    if run_again is not None:
+        parts += _name_passes(told)
+    rows = (row for one in told for batch_rows in one.rows for row in batch_rows)
+    return "; ".join(parts), tuple(row for row in rows if row >= 0)
 
-    def __init__(
-        self, runner: PipelineRunner, *, owners: Sequence[Owner], replicas: Replicas
-    ) -> None:
-        self.runner = runner
-        self.owners = owners
-        self.replicas = replicas
 
-    def find(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        problem: str,
-        *,
-        losses: Sequence[torch.Tensor],
-        norms: Sequence[float],
-        run_again: Callable[[Recorder], object] | None,
-        gradients: dict[str, nn.Parameter],
-    ) -> NonFiniteValue:
-        """Every rank calls this, and gets the same.
+def _name_losses(told: Sequence[_Found]) -> list[str]:
+    return [
+        f"the loss is {one.losses[0][1]} in "
+        f"{_name_batches([number for number, _ in one.losses], one.rows)}{_of(replica, told)}"
+        for replica, one in enumerate(told)
+        if one.losses
+    ]
 
-        Args:
-            problem: what is known already.
-            losses: of the micro-batches, in the order of `runner.loss_order`; empty but on the
-                last stage.
-            norms: of all gradients.
-            run_again: runs the passes of the step once more; None where that cannot be done.
-            gradients: the parameters of this rank that get gradients.
-        """
-        found = _Found(losses=_bad_losses(losses, self.runner.loss_order))
-        if run_again is not None:
-            recorder = _Watch(self.runner, gradients)
-            with recorder.watching_outputs():
-                run_again(recorder)
-            found.passes = recorder.found
-        told = self.replicas.gather((_rows_of(micro_batches), self._gather(found)))
-        rows = tuple(row for own_rows, _ in told for rows in own_rows for row in rows if row >= 0)
-        text = self._text(told, problem, norms, ran_again=run_again is not None)
-        return NonFiniteValue(text, rows)
 
-    def _gather(self, found: _Found) -> _Found:
-        """Of all ranks of this pipeline."""
-        gathered: list[Any] = [None] * self.runner.schedule.num_ranks
-        dist.all_gather_object(gathered, (found.losses, found.passes), group=self.runner.group)
-        return _Found(
-            losses=[item for losses, _ in gathered for item in losses],
-            passes=[item for _, passes in gathered for item in passes],
+def _name_gradient(norms: Sequence[float], owners: Sequence[Owner], num_replicas: int) -> str:
+    """The first bad gradient that the backward pass comes to, which is the model's last."""
+    bad = [place for place, norm in enumerate(norms) if not math.isfinite(norm)]
+    if not bad:
+        return ""
+    owner = owners[bad[-1]]
+    rank = f", rank {owner.rank}" if num_replicas == 1 else ""
+    return (
+        f"the gradient of {owner.name} (stage {owner.stage}{rank}) has the norm "
+        f"{norms[bad[-1]]}; {len(bad)} of {len(norms)} are not finite"
+    )
+
+
+def _name_passes(told: Sequence[_Found]) -> list[str]:
+    parts = []
+    for replica, one in enumerate(told):
+        if not one.passes:
+            continue
+        # forward goes wrong at the first stage, backward at the last one
+        is_backward, stage, number, name = min(
+            one.passes, key=lambda item: (item[0], -item[1] if item[0] else item[1])
         )
+        what = f"the gradient of {name}" if is_backward else "what the stage returned"
+        which = _name_batches([number], one.rows)
+        where = f"stage {stage}{_of(replica, told)}"
+        parts.append(f"run again, {what} on {where} was first bad in {which}")
+    return parts or ["run again, all was finite; if that happens often, test the machine"]
 
-    def _text(
-        self,
-        told: Sequence[tuple[list[list[int]], _Found]],
-        problem: str,
-        norms: Sequence[float],
-        *,
-        ran_again: bool,
-    ) -> str:
-        parts = []
-        for replica, (rows, found) in enumerate(told):
-            where = f" of replica {replica}" if len(told) > 1 else ""
-            if found.losses:
-                _, value = found.losses[0]
-                numbers = [number for number, _ in found.losses]
-                parts.append(f"the loss is {value} in {_name_batches(numbers, rows)}{where}")
-        gradient = self._first_gradient(norms)
-        if not parts:
-            parts.append(gradient or problem)
-        if ran_again:
-            parts += self._passes(told)
-        return "; ".join(parts)
 
-    def _first_gradient(self, norms: Sequence[float]) -> str:
-        """The first bad gradient that the backward pass comes to, which is the model's last."""
-        bad = [place for place, norm in enumerate(norms) if not math.isfinite(norm)]
-        if not bad:
-            return ""
-        owner = self.owners[bad[-1]]
-        rank = f", rank {owner.rank}" if self.replicas.size == 1 else ""
-        return (
-            f"the gradient of {owner.name} (stage {owner.stage}{rank}) has the norm "
-            f"{norms[bad[-1]]}; {len(bad)} of {len(norms)} are not finite"
-        )
-
-    def _passes(self, told: Sequence[tuple[list[list[int]], _Found]]) -> list[str]:
-        parts = []
-        for replica, (rows, found) in enumerate(told):
-            if not found.passes:
-                continue
-            where = f" of replica {replica}" if len(told) > 1 else ""
-            # forward goes wrong at the first stage, backward at the last one
-            is_backward, stage, number, name = min(
-                found.passes, key=lambda item: (item[0], -item[1] if item[0] else item[1])
-            )
-            what = f"the gradient of {name}" if is_backward else "what the stage returned"
-            which = _name_batches([number], rows)
-            parts.append(f"run again, {what} on stage {stage}{where} was first bad in {which}")
-        return parts or ["run again, all was finite; if that happens often, test the machine"]
+def _of(replica: int, told: Sequence[_Found]) -> str:
+    return f" of replica {replica}" if len(told) > 1 else ""
 
 
 class _Watch(Recorder):
@@ -240,15 +215,11 @@ def _name_batches(numbers: Sequence[int], rows: Sequence[Sequence[int]]) -> str:
         return f"all {len(rows)} micro-batches"
     shown = ", ".join(map(str, numbers[:MOST_NAMED])) + ("..." if len(numbers) > MOST_NAMED else "")
     known = [row for number in numbers for row in rows[number] if row >= 0]
-    return f"micro-batch{'es' * (len(numbers) > 1)} {shown}" + (
-        f" (rows {name_rows(known)})" if known else ""
-    )
-
-
-def name_rows(rows: Sequence[int]) -> str:
-    """Rows for a line of text: 3, 7, 12."""
-    shown = ", ".join(map(str, rows[:MOST_NAMED]))
-    return shown + (f" ... {len(rows)} in all" if len(rows) > MOST_NAMED else "")
+    named = f"micro-batch{'es' * (len(numbers) > 1)} {shown}"
+    if not known:
+        return named
+    more = f" ... {len(known)} in all" if len(known) > MOST_NAMED else ""
+    return f"{named} (rows {', '.join(map(str, known[:MOST_NAMED]))}{more})"
 
 
 # -- which steps change no weight, and how many did: infinite losses or gradients, nan, spikes ----
@@ -274,6 +245,7 @@ class StepVerdict:
     is_finite: bool = True
 
 
+@dataclass
 class Skips:
     """Judges steps and counts those that are skipped.
 
@@ -289,19 +261,12 @@ class Skips:
         losses: the last finite ones, also of spikes: a level that lasts is no spike for long.
     """
 
-    def __init__(
-        self,
-        *,
-        max_in_a_row: int = 20,
-        spike_sigma: float = 0.0,
-        spike_action: Literal["warn", "skip"] = "warn",
-    ) -> None:
-        self.max_in_a_row = max_in_a_row
-        self.spike_sigma = spike_sigma
-        self.spike_action = spike_action
-        self.total = 0
-        self.in_a_row = 0
-        self.losses: list[float] = []
+    max_in_a_row: int = 20
+    spike_sigma: float = 0.0
+    spike_action: Literal["warn", "skip"] = "warn"
+    total: int = field(default=0, init=False)
+    in_a_row: int = field(default=0, init=False)
+    losses: list[float] = field(default_factory=list, init=False)
 
     def judge(self, loss: float, extra_loss: float, grad_norm: float) -> StepVerdict:
         """Decides about one step and counts it; every rank calls this once a step."""

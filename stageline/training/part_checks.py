@@ -1,4 +1,7 @@
-"""Looks at what optimizer, lr_scheduler, tracker and sim_fn parts gave, before the first step."""
+"""Looks at what parts gave before the first step, and at micro-batches before each.
+
+Shapes: B rows, T tokens, V vocabulary.
+"""
 
 import math
 import zlib
@@ -129,11 +132,6 @@ def check_sim_fn(sim_fn: Callable[..., torch.Tensor]) -> None:
         )
 
 
-# -- whether all ranks of a pipeline hold the same micro-batches, asked before a step sends anything
-# Each rank loads its micro-batches itself and takes shapes of what comes from them. Where they
-# differ, gloo fills a buffer in part without a word, or ends the process; and nobody would see that
-# tokens differ.
-
 # pixels are made on the first stage only
 SHARED = ("input_ids", "labels", "loss_kl_input_ids", "loss_kl_labels")
 
@@ -141,7 +139,11 @@ SHARED = ("input_ids", "labels", "loss_kl_input_ids", "loss_kl_labels")
 def check_agreement(
     micro_batches: Sequence[Mapping[str, torch.Tensor]], *, group: dist.ProcessGroup | None
 ) -> None:
-    """Compares a hash of 8 bytes over the pipeline; every rank calls this.
+    """Compares a hash over the pipeline, before a step sends anything; every rank calls this.
+
+    Each rank loads its micro-batches itself and takes shapes of what comes from them. Where they
+    differ, gloo fills a buffer in part without a word, or ends the process; and nobody would see
+    that tokens differ.
 
     Raises:
         DataError: ranks differ; on all of them.
@@ -151,71 +153,50 @@ def check_agreement(
         return
     # on the CPU where the group can: no wait for a GPU
     device = "cpu" if "cpu" in str(dist.get_backend_config(group)) else "cuda"
-    own = torch.tensor([digest(micro_batches)], device=device)
+    described = [_describe(batch) for batch in micro_batches]
+    own = torch.tensor([zlib.crc32("\n".join(described).encode())], device=device)
     hashes = [torch.empty_like(own) for _ in range(num_ranks)]
     with progress.doing("other ranks at the start of a step", is_waiting=True):
         dist.all_gather(hashes, own, group=group)
         if all(torch.equal(other, own) for other in hashes):
             return
         gathered: list[list[str]] = [[] for _ in range(num_ranks)]
-        dist.all_gather_object(gathered, list(map(_describe, micro_batches)), group=group)
+        dist.all_gather_object(gathered, described, group=group)
     raise DataError(explain_difference(gathered))
-
-
-def digest(micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> int:
-    """Number, shapes, types and contents of what every rank holds."""
-    told = 0
-    for batch in micro_batches:
-        for name, value in _shared(batch):
-            told = zlib.crc32(f"{name} {tuple(value.shape)} {value.dtype}".encode(), told)
-            told = zlib.crc32(_contents(value), told)
-    return told << 16 | len(micro_batches) & 0xFFFF
 
 
 def explain_difference(gathered: Sequence[Sequence[str]]) -> str:
     """The first difference between rank 0 of a pipeline and another one."""
     first = gathered[0]
-    other = next(rank for rank, batches in enumerate(gathered) if list(batches) != list(first))
-    why = (
-        "Stages exchange tensors of the shapes that each rank takes from its own copy: the dataset "
-        "and the collate part must give the same on every rank (no randomness of their own, no "
-        "files that differ between machines)."
-    )
-    if len(first) != len(gathered[other]):
-        return (
-            f"stage ranks 0 and {other} of a pipeline made {len(first)} and "
-            f"{len(gathered[other])} micro-batches of one step, equal ones were expected. {why}"
+    rank, other = next((rank, one) for rank, one in enumerate(gathered) if one != first)
+    made = f"stage ranks 0 and {rank} of a pipeline made"
+    if len(first) != len(other):
+        what = f"{len(first)} and {len(other)} micro-batches of one step"
+    else:
+        index = next(index for index, one in enumerate(first) if one != other[index])
+        what = (
+            f"different micro-batches {index} of one step: {first[index]} on rank 0, "
+            f"{other[index]} on rank {rank}"
         )
-    pairs = enumerate(zip(first, gathered[other], strict=True))
-    index, (here, there) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
     return (
-        f"stage ranks 0 and {other} of a pipeline made different micro-batches {index} of one "
-        f"step: {here} on rank 0, {there} on rank {other}; equal ones were expected. {why}"
+        f"{made} {what}; equal ones were expected. Stages exchange tensors of the shapes that each "
+        "rank takes from its own copy: the dataset and the collate part must give the same on "
+        "every rank (no randomness of their own, no files that differ between machines)."
     )
 
 
 def _describe(batch: Mapping[str, torch.Tensor]) -> str:
-    return ", ".join(
-        f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')} "
-        f"(contents {zlib.crc32(_contents(value)):08x})"
-        for name, value in _shared(batch)
-    )
+    """Shapes, types and contents of what every rank holds."""
+    parts = []
+    for name in SHARED:
+        if name in batch:
+            value = batch[name]
+            contents = value.cpu().contiguous().flatten().view(torch.uint8).numpy().data
+            kind = str(value.dtype).removeprefix("torch.")
+            checksum = f"{zlib.crc32(contents):08x}"
+            parts.append(f"{name} {tuple(value.shape)} {kind} (contents {checksum})")
+    return ", ".join(parts)
 
-
-def _shared(batch: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    return [(name, batch[name]) for name in SHARED if name in batch]
-
-
-def _contents(value: torch.Tensor) -> memoryview:
-    return value.cpu().contiguous().flatten().view(torch.uint8).numpy().data
-
-
-# -- tries a loss_fn part on a small random example before a run: what it returns, and how it weighs
-# A step is cut into micro-batches, of any number. The loss of each is divided by the counts of the
-# whole step, so that their sum is the loss of the step. A mean over a micro-batch looks well and
-# trains another loss: it neither halves where the counts double, nor adds up over rows.
-#
-# Shapes: B rows, T tokens, V vocabulary.
 
 MOST_LOGITS = 2**22  # numbers of the example: 16 MiB
 FIRST = 1000.0  # what counts are taken to be: above all that a loss may clamp them to
@@ -230,7 +211,11 @@ def check_loss(
     vocab_size: int,
     seed: int = 0,
 ) -> str | None:
-    """Calls the part a few times on the CPU, on random logits.
+    """Tries a loss_fn part on the CPU, on random logits: what it returns, and how it weighs.
+
+    The loss of each micro-batch is divided by the counts of the whole step, so that their sum is
+    the loss of the step. A mean over a micro-batch looks well and trains another loss: it neither
+    halves where the counts double, nor adds up over rows.
 
     Args:
         part: the part, with its options.
@@ -245,15 +230,14 @@ def check_loss(
         ContractError: it returns something else than a scalar, none of its gradients is known, it
             ignores a count, or it is no sum over samples; part, file and line are named.
     """
-    loss_fn = part.loss_fn
     _check_counts(part, batch)
     example = _Example(part, batch, vocab_size if part.predicts_tokens else 1, seed=seed)
     try:
-        _check_values(loss_fn, example, batch, halves)
+        _check_values(example, batch, halves)
     except UserError:
         raise
     except Exception as error:  # the step will say whether it is one, with its traceback
-        name = part_name(innermost(loss_fn))
+        name = part_name(innermost(part.loss_fn))
         return f"the loss_fn {name} could not be tried before the run: {_told(error)}"
     return None
 
@@ -279,89 +263,76 @@ def _check_counts(part: LossPart, batch: MicroBatch) -> None:
             )
 
 
-def _check_values(
-    loss_fn: Callable[..., Any],
-    example: "_Example",
-    batch: MicroBatch,
-    halves: Sequence[MicroBatch],
-) -> None:
+def _check_values(example: "_Example", batch: MicroBatch, halves: Sequence[MicroBatch]) -> None:
     part = example.part
     found = example.values(batch, FIRST)
     has_graph = found.pop("has graph") or count_targets(batch) == 0
     if not has_graph:
         raise _refused(
-            loss_fn,
+            part,
             "returned a loss without a graph: it does not depend on the logits",
             why="A loss that autograd can follow was expected, because training is its gradient",
             cure="leave out detach(), item(), no_grad() and casts to integers",
         )
     if not part.weighs_by_itself:
-        _check_scale(loss_fn, example, batch, found)
+        _check_scale(example, batch, found)
         if halves:
-            _check_sum(loss_fn, example, batch, halves, found)
+            _check_sum(example, batch, halves, found)
         if part.is_token_sum:
-            _check_chunks(loss_fn, example, batch, found["loss"])
+            _check_chunks(example, batch, found["loss"])
 
 
-def _check_scale(
-    loss_fn: Callable[..., Any], example: "_Example", batch: MicroBatch, found: dict[str, float]
-) -> None:
+def _check_scale(example: "_Example", batch: MicroBatch, found: dict[str, float]) -> None:
     """Half of each figure where all counts are doubled."""
-    doubled, counts = example.values(batch, 2 * FIRST), example.part.counts
+    part, doubled = example.part, example.values(batch, 2 * FIRST)
     for name, value in found.items():
         if not _close(doubled[name], value / 2, value):
             raise _refused(
-                loss_fn,
-                f"gave {_named(name)} {value:.6g} with {', '.join(counts)} {FIRST:.0f}, and "
+                part,
+                f"gave {_named(name)} {value:.6g} with {', '.join(part.counts)} {FIRST:.0f}, and "
                 f"{doubled[name]:.6g} with {2 * FIRST:.0f}",
                 why="Half of it was expected, because micro-batches of a step are added up and the "
                 "counts are those of the whole step: a mean over the micro-batch, or a term that "
                 "is divided by nothing, grows with their number",
-                cure=f"sum, and divide by {' or '.join(counts)}; {_unless_meant(loss_fn)}",
+                cure=f"sum, and divide by {' or '.join(part.counts)}; {_unless_meant(part)}",
             )
 
 
 def _check_sum(
-    loss_fn: Callable[..., Any],
-    example: "_Example",
-    batch: MicroBatch,
-    halves: Sequence[MicroBatch],
-    found: dict[str, float],
+    example: "_Example", batch: MicroBatch, halves: Sequence[MicroBatch], found: dict[str, float]
 ) -> None:
     """The same for two halves of the rows, added up: collated anew, or cut out of the batch."""
-    middle = len(halves[0]["input_ids"])
+    part, middle = example.part, len(halves[0]["input_ids"])
     ways = [example.added(halves), example.added(example.halves_of(batch, middle))]
     for name, value in found.items():
         sums = [way[name] for way in ways if way is not None and math.isfinite(way[name])]
         if sums and not any(_close(added, value, value) for added in sums):
             raise _refused(
-                loss_fn,
+                part,
                 f"gave {_named(name)} {value:.6g} for {example.num_rows} rows, and {sums[0]:.6g} "
                 "for two halves of them added up",
                 why="The same was expected, because it must not matter how rows fall into "
                 "micro-batches: a mean that is divided again gives each of them the same weight",
                 cure="sum over rows and tokens, and divide once, by "
-                f"{' or '.join(example.part.counts)}; {_unless_meant(loss_fn)}",
+                f"{' or '.join(part.counts)}; {_unless_meant(part)}",
             )
 
 
-def _unless_meant(loss_fn: Callable[..., Any]) -> str:
-    name = part_name(innermost(loss_fn)).partition(" ")[0]
+def _unless_meant(part: LossPart) -> str:
+    name = part_name(innermost(part.loss_fn)).partition(" ")[0]
     return (
         f"or register {name} with weighs_by_itself=True, if it is meant to depend on how rows fall "
         "into micro-batches"
     )
 
 
-def _check_chunks(
-    loss_fn: Callable[..., Any], example: "_Example", batch: MicroBatch, value: float
-) -> None:
+def _check_chunks(example: "_Example", batch: MicroBatch, value: float) -> None:
     chunk = max(1, example.logits_BTV.shape[1] // 2)
     pieces = slices(example.logits_BTV.detach(), example.cut(batch), chunk)
     added = sum(example.loss(logits, piece, FIRST)[0].item() for logits, piece in pieces)
     if not _close(added, value, value):
         raise _refused(
-            loss_fn,
+            example.part,
             f"says is_token_sum, and gave {value:.6g} for whole rows, {added:.6g} for pieces of "
             f"{chunk} tokens added up",
             why="The same was expected, because `logits_chunk` calls it piece by piece",
@@ -460,5 +431,5 @@ def _named(name: str) -> str:
     return "the loss" if name == "loss" else f"the figure {name!r}"
 
 
-def _refused(loss_fn: Callable[..., Any], came: str, *, why: str, cure: str) -> UserError:
-    return broken("loss_fn", innermost(loss_fn), came, why=why, cure=cure)
+def _refused(part: LossPart, came: str, *, why: str, cure: str) -> UserError:
+    return broken("loss_fn", innermost(part.loss_fn), came, why=why, cure=cure)

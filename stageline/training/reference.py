@@ -9,11 +9,13 @@ for it, `loss_kl`: the mean log-ratio of model and reference over prompts with t
 rows (`loss_kl_*` of the micro-batches), of the whole step and all replicas, and at least 0.
 """
 
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,29 +36,30 @@ Mode = Literal["auto", "adapters_off", "precompute", "columns"]
 # rows [B] of each micro-batch, then of each one with the answers of other rows
 Source = Callable[[Sequence[MicroBatch], Sequence[MicroBatch]], list[torch.Tensor]]
 KL_PREFIX = "loss_kl_"
+T = TypeVar("T")
 
 
 class Reference:
     """Prepares micro-batches; every rank of a pipeline calls it with the same ones.
 
     Args:
-        needs_reference, needs_kl: what the loss asks for.
-        source: gives the log-probabilities under the reference, where the last stage is.
+        loss: says what it asks for; mostly nothing.
+        source: gives the log-probabilities under the reference, where the last stage is; None: the
+            same stages with adapters off.
     """
 
     def __init__(
         self,
         runner: PipelineRunner,
         *,
-        needs_reference: bool,
-        needs_kl: bool,
+        loss: LossPart,
         source: Source | None = None,
         replicas: Replicas | None = None,
     ) -> None:
         self.runner = runner
-        self.needs_reference = needs_reference
-        self.needs_kl = needs_kl
-        self.source = source or WithAdaptersOff(runner)
+        self.needs_reference = loss.needs_reference
+        self.needs_kl = loss.needs_kl
+        self.source = source or functools.partial(with_adapters_off, runner)
         self.replicas = replicas or Replicas()
 
     def __call__(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
@@ -90,23 +93,6 @@ class Reference:
         own = [torch.stack(sums).sum().item(), float(sum(int(kept.sum()) for kept in is_there))]
         total, count = self.replicas.sum(own)
         return torch.tensor(max(total / max(count, 1), 0.0), dtype=torch.float64)
-
-
-def make_reference(
-    runner: PipelineRunner,
-    *,
-    loss: LossPart,
-    source: Source | None = None,
-    replicas: Replicas | None = None,
-) -> Reference:
-    """The reference that a loss asks for: none, for most."""
-    return Reference(
-        runner,
-        needs_reference=loss.needs_reference,
-        needs_kl=loss.needs_kl,
-        source=source,
-        replicas=replicas,
-    )
 
 
 def holds_last_stage(runner: PipelineRunner) -> bool:
@@ -147,40 +133,30 @@ def log_probs_of(runner: PipelineRunner, batches: Sequence[MicroBatch]) -> list[
     return found
 
 
-class WithAdaptersOff:
+def with_adapters_off(
+    runner: PipelineRunner, batches: Sequence[MicroBatch], mixed: Sequence[MicroBatch]
+) -> list[torch.Tensor]:
     """The source of a run that trains adapters alone: the same stages without them."""
-
-    def __init__(self, runner: PipelineRunner) -> None:
-        self.runner = runner
-
-    def __call__(
-        self, batches: Sequence[MicroBatch], mixed: Sequence[MicroBatch]
-    ) -> list[torch.Tensor]:
-        with adapters_off(self.runner.local):
-            return log_probs_of(self.runner, [*batches, *mixed])
+    with adapters_off(runner.local):
+        return log_probs_of(runner, [*batches, *mixed])
 
 
-class FromColumns:
+def from_columns(
+    runner: PipelineRunner, batches: Sequence[MicroBatch], mixed: Sequence[MicroBatch]
+) -> list[torch.Tensor]:
     """The source of a dataset whose rows bring the log-probabilities."""
-
-    def __init__(self, runner: PipelineRunner) -> None:
-        self.runner = runner
-
-    def __call__(
-        self, batches: Sequence[MicroBatch], mixed: Sequence[MicroBatch]
-    ) -> list[torch.Tensor]:
-        missing = next((n for n, batch in enumerate(batches) if REFERENCE not in batch), None)
-        if missing is not None or mixed:
-            what = "answers of other rows" if mixed else f"micro-batch {missing}"
-            raise UserError(
-                f"`reference` columns: the rows bring no log-probabilities for {what}. "
-                "ref_chosen_logps and ref_rejected_logps (dpo), or ref_logps (kto without its KL "
-                "term), were expected in every row, of training and held-out data: add them, or "
-                "use `reference` auto."
-            )
-        if not holds_last_stage(self.runner):
-            return []
-        return [batch[REFERENCE] for batch in batches]
+    missing = next((n for n, batch in enumerate(batches) if REFERENCE not in batch), None)
+    if missing is not None or mixed:
+        what = "answers of other rows" if mixed else f"micro-batch {missing}"
+        raise UserError(
+            f"`reference` columns: the rows bring no log-probabilities for {what}. "
+            "ref_chosen_logps and ref_rejected_logps (dpo), or ref_logps (kto without its KL "
+            "term), were expected in every row, of training and held-out data: add them, or "
+            "use `reference` auto."
+        )
+    if not holds_last_stage(runner):
+        return []
+    return [batch[REFERENCE] for batch in batches]
 
 
 def choose_mode(
@@ -271,6 +247,7 @@ def rows_of_sample(batch: MicroBatch) -> int:
     return 2 if PAIRS in batch else 1
 
 
+@dataclass
 class TableMaker:
     """Reads the table of one dataset, or makes it; every rank calls it.
 
@@ -281,24 +258,18 @@ class TableMaker:
         say: tells how far it is.
     """
 
-    def __init__(
-        self,
-        runner: PipelineRunner,
-        *,
-        path: Path,
-        key: str,
-        needs_kl: bool,
-        replicas: Replicas | None = None,
-        say: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        self.runner = runner
-        self.path = path
-        self.key = key
-        self.needs_kl = needs_kl
-        self.replicas = replicas or Replicas()
-        self.say = say
-        self.is_last = holds_last_stage(runner)
-        self.part_path = path.with_name(f"{path.stem}.part{self.replicas.rank}.safetensors")
+    runner: PipelineRunner
+    _: KW_ONLY
+    path: Path
+    key: str
+    needs_kl: bool
+    replicas: Replicas = field(default_factory=Replicas)
+    say: Callable[[str], None] = lambda line: None
+
+    def __post_init__(self) -> None:
+        self.is_last = holds_last_stage(self.runner)
+        part = f"{self.path.stem}.part{self.replicas.rank}.safetensors"
+        self.part_path = self.path.with_name(part)
 
     def __call__(
         self,
@@ -320,7 +291,7 @@ class TableMaker:
         """
         values, _ = _read(self.path, self.key) if self.is_last else (None, 0)
         values = self._first(values, of=num_samples)
-        if self._any(values is not None):
+        if self._of_last(values is not None):
             return FromTable(values)
         if not is_start:
             raise UserError(
@@ -350,7 +321,7 @@ class TableMaker:
     ) -> torch.Tensor | None:
         """What this replica has a share in; NaN elsewhere."""
         values, done = _read(self.part_path, self.key) if self.is_last else (None, 0)
-        first = self._least(done)
+        first = self._of_last(min(self.replicas.gather(done)))  # that every replica has done
         every = max(num_batches // NUM_NOTES, 1)
         for number, micro_batches in enumerate(batches):
             if number < first:
@@ -383,8 +354,6 @@ class TableMaker:
             values[samples[is_real]] = made.cpu()[is_real]
         return values
 
-    # -- what ranks agree on -------------------------------------------------------------------
-
     def _first(self, values: torch.Tensor | None, *, of: int) -> torch.Tensor | None:
         """The tables of all replicas as one, where the last stage is."""
         if values is not None and len(values) != of:
@@ -397,15 +366,9 @@ class TableMaker:
             merged = torch.where(torch.isnan(merged), other, merged)
         return merged
 
-    def _any(self, flag: bool) -> bool:
-        """Whether the rank of the last stage says so; the same for all replicas."""
-        told = [flag]
-        dist.broadcast_object_list(told, src=self.runner.last_stage_rank, group=self.runner.group)
-        return told[0]
-
-    def _least(self, done: int) -> int:
-        """Batches that every replica has done."""
-        told = [min(self.replicas.gather(done))]
+    def _of_last(self, value: T) -> T:
+        """What the rank of the last stage says."""
+        told = [value]
         dist.broadcast_object_list(told, src=self.runner.last_stage_rank, group=self.runner.group)
         return told[0]
 

@@ -150,8 +150,6 @@ def check_same_run(
     )
 
 
-# -- the folder of a run belongs to one run at a time: a lock, held as long as the process lives --
-
 LOCK_FILE = "run.lock"
 _held: list[IO[str]] = []  # until the process ends: the kernel lets go of them, whatever happens
 

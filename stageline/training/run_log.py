@@ -11,89 +11,60 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
 from tqdm import tqdm
 
+from stageline.distributed.process_group import DistributedContext
 from stageline.errors import StorageError
 from stageline.pipeline.live_bytes import tensor_bytes
 from stageline.pipeline.recorder import TimelineEvent, describe_timeline
-from stageline.planner.stage_table import (
-    StageSummary,
-    format_stage_table,
-    human_bytes,
-    human_memory,
-)
 from stageline.plotting.curves import plot_loss
 from stageline.plotting.pictures import caption, plot_predictions
-from stageline.plotting.timeline import plot_timeline, write_trace
 from stageline.run_records import read_log
 from stageline.stage import Stage
+from stageline.tables import format_table, human_bytes, human_count, human_memory
 from stageline.training.evaluation import EvalResult
 from stageline.training.memory import gather_peaks
 from stageline.training.step import StepResult
+from stageline.training.timeline import plot_timeline, write_trace
 
 MAX_LINES = 50  # of progress, where there is no terminal
+MEMORY_EVERY = 10  # steps between two looks at the peak of memory
 TOLD_WAIT = 0.05  # share of the time; a run that waits more for data can be made faster
 
 
-@dataclass(frozen=True)
-class StepRecord:
-    """One optimizer step in figures.
+@dataclass(frozen=True, kw_only=True)
+class StepRecord(StepResult):
+    """One optimizer step as it is logged and shown.
 
     Attributes:
         step: steps done; the first one is 1.
-        loss, grad_norm: of the whole batch, the norm before clipping; may be inf or nan.
-        num_tokens, num_targets, num_samples: real tokens, supervised ones, and rows of the batch.
         seconds: from the batch to the updated weights.
-        is_skipped: no weight changed, for the reason that `problem` gives.
         peak_memory_bytes: of each stage since the start; empty: not known.
-        router_loss: what balancing the experts adds to `loss`; 0 for models without, not shown.
-        problem: what is wrong with the step; None: nothing.
-        rows: rows of the dataset in a step with a problem.
-        skipped_in_a_row, num_skipped: up to this step, and since the start of the run.
-        warnings: of this step.
-        loss_figures: what the loss_fn part tells besides its loss, by name.
         part_rates: part of the model -> its learning rate, of those that have one of their own.
-        data_wait: of the seconds, those before the batch came, on the rank that waited longest.
-        wait_share: of the seconds since the last line on the screen.
+        wait_share: of the seconds since the last line on the screen, those before batches came.
     """
 
     step: int
-    loss: float
-    learning_rate: float
-    grad_norm: float
-    num_tokens: int
-    num_targets: int
-    num_samples: int
     seconds: float
-    is_skipped: bool = False
     peak_memory_bytes: tuple[int, ...] = ()
-    router_loss: float = 0.0
-    problem: str | None = None
-    rows: tuple[int, ...] = ()
-    skipped_in_a_row: int = 0
-    num_skipped: int = 0
-    warnings: tuple[str, ...] = ()
-    loss_figures: Mapping[str, float] = field(default_factory=dict)
     part_rates: Mapping[str, float] = field(default_factory=dict)
-    data_wait: float = 0.0
     wait_share: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
         return self.num_tokens / self.seconds if self.seconds > 0 else 0.0
 
-    def figures(self) -> dict[str, Any]:
+    def logged(self) -> dict[str, Any]:
         """What stands in the log, by name."""
-        return {
+        figures = {
             "loss": self.loss,
-            **self.loss_figures,
-            **({"loss_figures": list(self.loss_figures)} if self.loss_figures else {}),
-            **({"router_loss": self.router_loss} if self.router_loss else {}),
+            **self.figures,
+            **({"loss_figures": list(self.figures)} if self.figures else {}),
+            **({"router_loss": self.extra_loss} if self.extra_loss else {}),
             "grad_norm": self.grad_norm,
             "learning_rate": self.learning_rate,
             **{f"learning_rate_{part}": rate for part, rate in self.part_rates.items()},
@@ -105,8 +76,15 @@ class StepRecord:
             "data_wait": round(self.data_wait, 4),
             "is_skipped": self.is_skipped,
             "peak_memory_bytes": list(self.peak_memory_bytes),
-            **self._troubles(),
         }
+        if self.problem is not None:
+            figures["trouble"] = {
+                "problem": self.problem,
+                "rows": list(self.rows),
+                "skipped_in_a_row": self.skipped_in_a_row,
+                "num_skipped": self.num_skipped,
+            }
+        return {**figures, "warnings": list(self.warnings)} if self.warnings else figures
 
     def notes(self) -> list[str]:
         """Lines for the screen about what is wrong with the step; mostly none."""
@@ -121,28 +99,15 @@ class StepRecord:
             notes.insert(0, self.problem)
         return notes
 
-    def _troubles(self) -> dict[str, Any]:
-        told: dict[str, Any] = {}
-        if self.problem is not None:
-            told["trouble"] = {
-                "problem": self.problem,
-                "rows": list(self.rows),
-                "skipped_in_a_row": self.skipped_in_a_row,
-                "num_skipped": self.num_skipped,
-            }
-        if self.warnings:
-            told["warnings"] = list(self.warnings)
-        return told
-
     def __str__(self) -> str:
         skipped = ", skipped" if self.is_skipped else ""
-        router = f", router loss {self.router_loss:.4f}" if self.router_loss else ""
+        router = f", router loss {self.extra_loss:.4f}" if self.extra_loss else ""
         own = ", ".join(f"{part} {rate:.2e}" for part, rate in self.part_rates.items())
         rates = f", learning rate {self.learning_rate:.2e} ({own})" if own else ""
         waits = self.wait_share > TOLD_WAIT
         data = f", {100 * self.wait_share:.0f} % waiting for data" if waits else ""
         return (
-            f"loss {self.loss:.4f}{router}{name_figures(self.loss_figures)}{skipped}{rates}, "
+            f"loss {self.loss:.4f}{router}{name_figures(self.figures)}{skipped}{rates}, "
             f"{self.tokens_per_second:,.0f} tokens/s{data}, "
             f"memory {human_memory(self.peak_memory_bytes)}"
         )
@@ -153,7 +118,6 @@ class RunLog:
 
     Args:
         folder: is made; gets log.jsonl, tensorboard/ and loss.png.
-        config: written as config.yaml; None where that file is written elsewhere.
         is_main: whether this rank writes.
         start_step: steps done before; events and curves beyond it are replaced.
         log_steps: every how many steps one is written; the first and the last always are.
@@ -165,7 +129,6 @@ class RunLog:
         folder: str | Path,
         *,
         total_steps: int,
-        config: Mapping[str, Any] | None = None,
         is_main: bool = True,
         start_step: int = 0,
         log_steps: int = 1,
@@ -180,9 +143,6 @@ class RunLog:
         if not is_main:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        if config is not None:
-            text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
-            (self.folder / "config.yaml").write_text(text, encoding="utf-8")
         self.path = self.folder / "log.jsonl"
         end_torn_line(self.path)
         self._file = self.path.open("a", encoding="utf-8")
@@ -207,9 +167,9 @@ class RunLog:
         is_end = record.step in (self.start_step + 1, self.total_steps)
         notes = record.notes()
         if is_end or notes or record.step % self.log_steps == 0:
-            self._write("train", record.step, record.figures())
+            self._write("train", record.step, record.logged())
         for note in notes:
-            self.print(f"step {record.step}/{self.total_steps}: {note}")
+            self.say(f"step {record.step}/{self.total_steps}: {note}")
         self._waited += record.data_wait
         self._seconds += record.seconds
         record = replace(record, wait_share=self._waited / max(self._seconds, 1e-9))
@@ -219,7 +179,9 @@ class RunLog:
             self._bar.set_postfix_str(str(record), refresh=False)
             self._bar.update(record.step - self._bar.n)
         elif is_end or record.step % self._line_every == 0:
-            print(self._line(record), flush=True)
+            seconds = (time.monotonic() - self._start) / (record.step - self.start_step)
+            left = tqdm.format_interval(seconds * (self.total_steps - record.step))
+            print(f"step {record.step}/{self.total_steps}: {record}, {left} left", flush=True)
 
     def log_eval(self, step: int, figures: Mapping[str, Any]) -> None:
         """Logs an evaluation and redraws the curve."""
@@ -231,8 +193,8 @@ class RunLog:
         """What was logged of evaluations, a run that is continued included."""
         return read_log(self.path)[1] if self.path.stat().st_size else []
 
-    def print(self, text: str) -> None:
-        """Prints without breaking the bar."""
+    def say(self, text: str) -> None:
+        """Prints without breaking the bar, on the main rank."""
         if self.is_main:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
@@ -252,12 +214,6 @@ class RunLog:
             self._events.close()
         self._tell(lambda tracker: tracker.close())
         self.draw()
-
-    def _line(self, record: StepRecord) -> str:
-        done = record.step - self.start_step
-        seconds = (time.monotonic() - self._start) / done * (self.total_steps - record.step)
-        left = tqdm.format_interval(seconds)
-        return f"step {record.step}/{self.total_steps}: {record}, {left} left"
 
     def _write(self, kind: str, step: int, figures: Mapping[str, Any]) -> None:
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **finite(figures)}
@@ -283,7 +239,7 @@ class RunLog:
             what(self._tracker)
         except Exception as error:  # a service elsewhere raises what it likes
             self._tracker = None
-            self.print(
+            self.say(
                 f"note: the tracker failed ({type(error).__name__}: {error}); it is not told "
                 f"anything more, {self.path} has every figure"
             )
@@ -356,19 +312,55 @@ def _open_events(folder: Path, *, start_step: int) -> Any | None:
     return SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
 
 
-# -- what a person sees of a training run: the stage plan, the bar, evaluations, pictures ---------
+@dataclass(frozen=True)
+class StageSummary:
+    """One stage in figures.
 
+    Attributes:
+        layers: global indices of its layers, as text such as "0-6".
+        parts: names of the parts it holds.
+        num_parameters, num_trainable: a tied weight counts on each stage that holds it.
+        num_bytes: of the weights.
+    """
 
-class Context(Protocol):
-    """Where this process stands; `stageline.distributed` has it."""
-
-    is_main: bool
+    stage: int
     rank: int
-    device: torch.device
-    pp_group: dist.ProcessGroup
+    device: str
+    layers: str
+    parts: str
+    num_parameters: int
+    num_trainable: int
+    num_bytes: int
 
 
-def summarize_stage(model: Stage, context: Context) -> StageSummary:
+def format_stage_table(stages: Sequence[StageSummary]) -> str:
+    """A line a stage and, where there are several, a line of totals.
+
+    The share is that of the weights' bytes: what memory and, roughly, time go by.
+    """
+    all_bytes = sum(stage.num_bytes for stage in stages)
+
+    def figures(rows: Sequence[StageSummary]) -> list[str]:
+        num_bytes = sum(row.num_bytes for row in rows)
+        return [
+            human_count(sum(row.num_parameters for row in rows)),
+            human_count(sum(row.num_trainable for row in rows)),
+            human_bytes(num_bytes),
+            f"{num_bytes / max(all_bytes, 1):.1%}",
+        ]
+
+    texts = ["stage", "rank", "device", "layers", "parts"]
+    rows = [[*texts, "parameters", "trainable", "weights", "share"]]
+    for row in stages:
+        place = [str(row.stage), str(row.rank), row.device, row.layers, row.parts]
+        rows.append([*place, *figures([row])])
+    if len(stages) == 1:
+        return format_table(rows, num_texts=len(texts), rules=[1])
+    rows.append(["all", "", "", "", "", *figures(stages)])
+    return format_table(rows, num_texts=len(texts), rules=[1, len(rows) - 1])
+
+
+def summarize_stage(model: Stage, context: DistributedContext) -> StageSummary:
     """The figures of one stage of this rank."""
     parameters = dict(model.named_parameters())
     held = [
@@ -393,47 +385,30 @@ def _layers_text(model: Stage) -> str:
     return f"{'tower ' if tower else ''}{layers[0]}-{layers[-1]}"
 
 
-def _perplexity(result: EvalResult) -> str:
-    return "" if result.perplexity is None else f" (perplexity {result.perplexity:.4g})"
-
-
-class RunReport:
+class RunReport(RunLog):
     """Reports a run into its folder and onto the screen; a context manager.
 
     Args:
-        start_step: steps done before.
-        log_steps: every how many steps one is written to the log.
-        num_pictures: held-out samples whose predictions are kept at each evaluation.
         lr_scales: part of the model -> its learning rate as a multiple of the scheduled one.
-        tracker: follows the run elsewhere; the main rank's.
+        log: of `RunLog`.
+
+    Attributes:
+        num_pictures: held-out samples whose predictions are kept at each evaluation.
     """
+
+    num_pictures = 24
 
     def __init__(
         self,
         folder: Path,
         *,
-        context: Context,
-        total_steps: int,
-        start_step: int = 0,
-        log_steps: int = 1,
-        num_pictures: int = 24,
-        memory_every: int = 10,
+        context: DistributedContext,
         lr_scales: Mapping[str, float] | None = None,
-        tracker: Any | None = None,
+        **log: Any,
     ) -> None:
-        self.folder = folder
+        super().__init__(folder, is_main=context.is_main, **log)
         self.context = context
-        self.num_pictures = num_pictures
-        self.memory_every = memory_every
         self.lr_scales = {part: scale for part, scale in (lr_scales or {}).items() if scale != 1.0}
-        self.log = RunLog(
-            folder,
-            total_steps=total_steps,
-            start_step=start_step,
-            is_main=context.is_main,
-            log_steps=log_steps,
-            tracker=tracker,
-        )
         self.peaks: list[int] = []
 
     def __enter__(self) -> "RunReport":
@@ -442,15 +417,11 @@ class RunReport:
     def __exit__(self, *error: object) -> None:
         # after a failure its cause counts, not what closing the log meets
         with contextlib.suppress(Exception) if error[0] else contextlib.nullcontext():
-            self.log.close()
-
-    def say(self, text: str) -> None:
-        """Prints on the main rank."""
-        self.log.print(text)
+            self.close()
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The records of evaluations in the log so far; the same on every rank of the run."""
-        shared = [self.log.evaluations() if self.context.is_main else []]
+        shared = [super().evaluations() if self.is_main else []]
         dist.broadcast_object_list(shared, src=0)
         return shared[0]
 
@@ -463,30 +434,16 @@ class RunReport:
 
     def stepped(self, step: int, result: StepResult, seconds: float) -> None:
         """After each optimizer step."""
-        if step == 1 or step % self.memory_every == 0:
+        if step == 1 or step % MEMORY_EVERY == 0:
             self.peaks = gather_peaks(self.context.device, group=self.context.pp_group)
         record = StepRecord(
+            **vars(result),
             step=step,
-            loss=result.loss,
-            learning_rate=result.learning_rate,
-            grad_norm=result.grad_norm,
-            num_tokens=result.num_tokens,
-            num_targets=result.num_targets,
-            num_samples=result.num_samples,
             seconds=seconds,
-            is_skipped=result.is_skipped,
             peak_memory_bytes=tuple(self.peaks),
-            router_loss=result.extra_loss,
-            problem=result.problem,
-            rows=result.rows,
-            skipped_in_a_row=result.skipped_in_a_row,
-            num_skipped=result.num_skipped,
-            warnings=result.warnings,
-            loss_figures=result.figures,
             part_rates={p: result.learning_rate * scale for p, scale in self.lr_scales.items()},
-            data_wait=result.data_wait,
         )
-        self.log.log_step(record)
+        self.log_step(record)
 
     def evaluated(
         self,
@@ -503,17 +460,19 @@ class RunReport:
             is_best: the weights are kept as the best so far.
         """
         figures: dict[str, float | bool] = {**result.named(), "num_targets": result.num_targets}
-        told = ""
+        told = perplexity = ""
+        if result.perplexity is not None:
+            perplexity = f" (perplexity {result.perplexity:.4g})"
         if result.token_accuracy is not None:
             told = f", token accuracy {result.token_accuracy:.4f} on {result.num_targets} tokens"
         if is_best:
             figures["is_best"] = True
-        self.log.log_eval(step, figures)
+        self.log_eval(step, figures)
         self.say(
-            f"step {step}: held-out loss {result.loss:.4f}{_perplexity(result)}{told}"
+            f"step {step}: held-out loss {result.loss:.4f}{perplexity}{told}"
             f"{name_figures(result.figures)}"
         )
-        if self.context.is_main and result.predicted:
+        if self.is_main and result.predicted:
             self._draw_samples(step, result, dataset, processor)
 
     def transfers(self, sent_bytes: int, num_micro_batches: int) -> None:
@@ -539,7 +498,7 @@ class RunReport:
             measured: of all ranks; what other ranks than the main one give is not looked at.
             ideal: what a simulation with the measured mean times gives.
         """
-        if not self.context.is_main or not measured:
+        if not self.is_main or not measured:
             return
         title = f"{self.folder.resolve().name}, step {step}"
         plot_timeline(measured, ideal, self.folder / "timeline.png", title=title)

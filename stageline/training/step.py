@@ -1,4 +1,6 @@
-"""One optimizer step over the pipeline: schedule, replicas, tied weights, norm, clipping, update.
+"""One optimizer step over the pipeline, and the loop over them.
+
+A step: schedule, replicas, tied weights, norm, clipping, update.
 
 Every rank of a pipeline calls `TrainStep` with the same micro-batches; replicas have others. All
 get the same result.
@@ -6,6 +8,7 @@ get the same result.
 
 import functools
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,12 +21,11 @@ from stageline import chaos, progress
 from stageline.data.batches.batch import count_samples
 from stageline.errors import UserError
 from stageline.modules.recompute import RandomState
-from stageline.pipeline.ownership import Ownership
 from stageline.pipeline.plan import Action, Kind
 from stageline.pipeline.recorder import NO_RECORDER, Recorder
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
-from stageline.training import loss_part
 from stageline.training.grad_norm import (
+    Ownership,
     clip_gradients,
     gather_norms,
     gather_owners,
@@ -31,15 +33,12 @@ from stageline.training.grad_norm import (
     total_norm,
 )
 from stageline.training.loss_part import LossPart, StepLoss
-from stageline.training.nonfinite import NonFiniteLocator, NonFiniteValue, Skips, StepVerdict
+from stageline.training.nonfinite import Skips, StepVerdict, find_non_finite
 from stageline.training.optimizers import set_learning_rate
 from stageline.training.part_checks import check_agreement
 from stageline.training.precision import LossScaler, MasterWeights
 from stageline.training.replicas import Replicas
-from stageline.training.step_timeline import StepTimeline
-
-# -- notes each pass of a step where failure reports and the watchdog look, and asks for faults the
-# It stands before the recorder of the timeline, which sees the same passes: most steps have none.
+from stageline.training.timeline import StepTimeline
 
 _shapes: list[tuple[int, ...]] = []
 OPERATIONS = {
@@ -52,6 +51,8 @@ OPERATIONS = {
 
 class StepProgress(Recorder):
     """A recorder that tells `stageline.progress` what it sees, then another recorder.
+
+    Failure reports and the watchdog look there; it asks for faults, too.
 
     Args:
         inner: times the passes.
@@ -96,12 +97,11 @@ def current_shapes() -> list[tuple[int, ...]]:
     return list(_shapes)
 
 
-# -- the named figures of a step's loss, from the last stage to all ranks -------------------------
-# Only the last stage learns what they are called, when it calls the loss; the names are told once.
-
-
 class SharedFigures:
     """Adds scalars up over the ranks of a pipeline and its replicas; every rank calls this.
+
+    Only the last stage learns how the figures of a loss are called, when it calls the loss; the
+    names are told once.
 
     Args:
         group: of the pipeline.
@@ -153,10 +153,7 @@ class SharedFigures:
         self.names = list(dict.fromkeys([*self.names, *told]))
 
 
-# -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepResult:
     """What one optimizer step did; equal on all ranks.
 
@@ -185,8 +182,8 @@ class StepResult:
     num_tokens: int
     num_targets: int
     num_samples: int
-    is_skipped: bool
-    wants_stop: bool
+    is_skipped: bool = False
+    wants_stop: bool = False
     extra_loss: float = 0.0
     problem: str | None = None
     rows: tuple[int, ...] = ()
@@ -264,7 +261,6 @@ class TrainStep:
             if name in trainable
         }
         self.owners = gather_owners(self.ownership, stage_of)
-        self.detective = NonFiniteLocator(runner, owners=self.owners, replicas=self.replicas)
         self._stages_told: set[int] = set()
 
     def __call__(
@@ -300,10 +296,10 @@ class TrainStep:
         if math.isfinite(grad_norm):
             grad_norm += no_number  # a number is one on every rank, or on none
         verdict = self.skips.judge(loss, extra_loss, grad_norm)
-        culprit, warnings = NonFiniteValue(""), tuple[str, ...]()
+        where, rows, warnings = "", tuple[int, ...](), tuple[str, ...]()
         if verdict.problem is not None:
             with random_state.replayed():
-                culprit = self._find(micro_batches, verdict, loss_of, norms, passes)
+                where, rows = self._find(micro_batches, verdict, loss_of, norms, passes)
         if not verdict.is_skipped:
             warnings = self._zero_gradients(norms)
             with progress.doing("optimizer"):
@@ -319,8 +315,8 @@ class TrainStep:
             is_skipped=verdict.is_skipped,
             wants_stop=stop_count > 0,
             extra_loss=extra_loss,
-            problem=culprit.text or None,
-            rows=culprit.rows,
+            problem=where or None,
+            rows=rows,
             skipped_in_a_row=self.skips.in_a_row,
             num_skipped=self.skips.total,
             warnings=warnings,
@@ -427,21 +423,24 @@ class TrainStep:
         loss_of: StepLoss,
         norms: torch.Tensor,
         passes: Callable[[Recorder], StepLoss],
-    ) -> NonFiniteValue:
+    ) -> tuple[str, tuple[int, ...]]:
         """What is told about an odd step; drops the gradients if they are not to be used."""
         # an overflow of scaled gradients is no fault, and shares have been given away
         can_repeat = not (verdict.is_finite or self.scaler.enabled or self.weights.shares)
-        culprit = self.detective.find(
+        found = find_non_finite(
+            self.runner,
             micro_batches,
             verdict.problem or "",
             losses=loss_of.each,
             norms=norms.tolist(),
+            owners=self.owners,
             run_again=passes if can_repeat else None,
             gradients=self.weights.parameters,
+            replicas=self.replicas,
         )
         if verdict.is_skipped:
             self.weights.zero_grad()
-        return culprit
+        return found
 
     def _make_faults(self) -> None:
         """For tests: in what this rank has first."""
@@ -462,6 +461,67 @@ class TrainStep:
         return places
 
 
-def count_targets(micro_batches: Sequence[MicroBatch]) -> int:
-    """Supervised tokens of a batch; the first token of a row is never predicted."""
-    return sum(loss_part.count_targets(batch) for batch in micro_batches)
+def train(
+    train_step: TrainStep,
+    batches: Iterator[Sequence[MicroBatch]],
+    *,
+    total_steps: int,
+    start_step: int = 0,
+    eval_steps: int = 0,
+    save_steps: int = 0,
+    on_step: Callable[[int, StepResult, float], None],
+    evaluate: Callable[[int], bool] | None,
+    save: Callable[[int], None],
+    stop_requested: Callable[[], bool],
+) -> bool:
+    """Trains from `start_step` to `total_steps`.
+
+    Args:
+        batches: yields, for each step, the list of micro-batches.
+        start_step: the first step to run: 0, or where a checkpoint left off.
+        eval_steps, save_steps: evaluate / save after every so many steps, and after the last; 0:
+            after the last alone.
+        on_step: called after each step with (steps done, result, seconds).
+        evaluate: called with the steps done; before the first one too. Says whether to end here.
+        save: called with the steps done.
+        stop_requested: whether this rank was asked to stop; ranks agree at the end of a step.
+
+    Returns:
+        False when it was asked to stop before the last step; the weights are saved then too.
+
+    Raises:
+        NonFiniteError: too many steps in a row were skipped.
+    """
+    if evaluate is not None and start_step == 0:
+        evaluate(0)
+    progress.at_step(start_step)
+    for step in range(start_step, total_steps):
+        start = time.perf_counter()
+        with progress.doing("data"):
+            chaos.point("data")
+            micro_batches = next(batches)
+        result = train_step(
+            micro_batches,
+            step=step,
+            stop_requested=stop_requested,
+            data_wait=time.perf_counter() - start,
+        )
+        done = step + 1
+        progress.at_step(done)
+        on_step(done, result, time.perf_counter() - start)
+        train_step.skips.check(result.problem, step=done)
+        is_end = done == total_steps
+        is_saved = _is_due(done, save_steps, is_end or result.wants_stop)
+        if is_saved:
+            save(done)
+        if result.wants_stop and not is_end:  # it may be in a hurry
+            return False
+        if evaluate is not None and _is_due(done, eval_steps, is_end) and evaluate(done):
+            if not is_saved:
+                save(done)
+            return True
+    return True
+
+
+def _is_due(done: int, interval: int, is_end: bool) -> bool:
+    return is_end or (interval > 0 and done % interval == 0)

@@ -26,8 +26,7 @@ from stageline.pipeline.schedules import make_schedule
 from stageline.training.evaluation import evaluate
 from stageline.training.optimizers import optimizer_groups
 from stageline.training.precision import LossScaler
-from stageline.training.replicas import Replicas
-from stageline.training.sharding import ShardedReplicas
+from stageline.training.replicas import Replicas, ShardedReplicas
 from stageline.training.step import TrainStep
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_batches import count_targets, drop_pixels, tiny_micro_batches

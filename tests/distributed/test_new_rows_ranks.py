@@ -17,8 +17,7 @@ from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
 from stageline.stages.base import WeightSource, fill_stage
 from stageline.training.optimizers import optimizer_groups
-from stageline.training.replicas import Replicas
-from stageline.training.sharding import ShardedReplicas
+from stageline.training.replicas import Replicas, ShardedReplicas
 from stageline.training.step import TrainStep
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_batches import tiny_micro_batches

@@ -19,7 +19,7 @@ from stageline.modules.lora import LoRAWrapper, adapters_off
 from stageline.modules.losses import row_log_probs
 from stageline.pipeline.runner import PipelineRunner
 from stageline.training.evaluation import evaluate
-from stageline.training.reference import TableMaker, make_reference, mixed_batch
+from stageline.training.reference import Reference, TableMaker, mixed_batch
 from stageline.training.step import TrainStep
 from tests.helpers.chain import evaluate_chain, run_chain
 from tests.helpers.ranks import run_ranks
@@ -328,7 +328,7 @@ def train(rank, num_ranks, schedule, kind, folder=None):
         assert source.values is None or torch.equal(source.values, again.values)
     for model in models:
         move(model, MOVED[kind, bool(folder)])
-    prepare = make_reference(runner, loss=loss_fn, source=source)
+    prepare = Reference(runner, loss=loss_fn, source=source)
     step = TrainStep(
         runner,
         make_optimizer=lambda named: torch.optim.SGD(named.values(), lr=0.0) if named else None,

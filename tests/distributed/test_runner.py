@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from stageline.errors import UserError
+from stageline.pipeline.live_bytes import tensor_bytes
 from stageline.pipeline.plan import grad_flow
 from stageline.pipeline.recorder import Recorder, TimelineEvent, busy_seconds
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import SCHEDULES, make_schedule
-from stageline.planner.cost import border_bytes
 from stageline.planner.simulate import simulate
 from tests.helpers.ranks import run_ranks
 
@@ -186,7 +186,8 @@ def count_sent(rank):
     stages, runner = make_runner(rank, "1f1b")
     runner.step(micro_batches(0), loss_fn=loss_of)
     shapes = [tuple(batch["input_ids"].shape) for batch in micro_batches(0)]
-    return runner.sent_bytes, border_bytes(stages[0], shapes)
+    declared = [tensor_bytes(stages[0].get_example_output(*shape)) for shape in shapes]
+    return runner.sent_bytes, declared
 
 
 def test_what_is_sent_is_what_a_border_takes():

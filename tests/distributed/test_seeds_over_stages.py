@@ -22,8 +22,7 @@ from stageline.modules.recompute import compile_layers
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
 from stageline.seeds import derive_seed, mix_seed
-from stageline.training.replicas import Replicas
-from stageline.training.sharding import ShardedReplicas
+from stageline.training.replicas import Replicas, ShardedReplicas
 from stageline.training.step import TrainStep
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_batches import count_targets, tiny_micro_batches

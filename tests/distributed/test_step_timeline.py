@@ -11,7 +11,7 @@ from stageline.pipeline.recorder import TimelineEvent
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
 from stageline.training.step import TrainStep
-from stageline.training.step_timeline import StepTimeline, mean_durations
+from stageline.training.timeline import StepTimeline, mean_durations
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_batches import tiny_micro_batches
 

@@ -19,7 +19,7 @@ from stageline.checkpoint.load import load_split_model
 from stageline.errors import UserError
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
-from stageline.stages.vision_language import Departure
+from stageline.stages.vision_stages import Departure
 from tests.helpers.chain import evaluate_chain, run_chain
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import saved_tensors

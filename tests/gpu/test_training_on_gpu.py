@@ -15,7 +15,7 @@ from stageline.distributed.process_group import distributed_context
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import SCHEDULES, make_schedule
 from stageline.training.step import TrainStep
-from stageline.training.step_timeline import StepTimeline
+from stageline.training.timeline import StepTimeline
 from tests.helpers.tiny_batches import tiny_micro_batches
 
 ROOT = Path(__file__).resolve().parents[2]

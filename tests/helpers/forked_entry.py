@@ -24,12 +24,11 @@ from tests.helpers.small_run import run_and_exit
 HEAVY = (  # what entry files import; whatever else they need they import as always
     "transformers",
     "stageline.planner.planner",
-    "stageline.training.trainer",
-    "stageline.training.run_log",
     "stageline.training.evaluation",
+    "stageline.training.run_log",
     "stageline.pipeline.runner",
     "stageline.plotting.pictures",
-    "stageline.plotting.timeline",
+    "stageline.training.timeline",
 )
 
 

@@ -9,9 +9,8 @@ from pp_models import class_of_key
 from stageline.checking.tiny_models import VISION_LANGUAGE, tiny_config
 from stageline.checkpoint.init import init_split_model
 from stageline.pipeline.runner import PipelineRunner
-from stageline.stages.tower_images import placeholder_inputs
-from stageline.training.replicas import Replicas, bit_sum
-from stageline.training.sharding import ShardedReplicas
+from stageline.stages.example_batch import example_pictures
+from stageline.training.replicas import Replicas, ShardedReplicas, bit_sum
 from stageline.training.step import TrainStep
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_batches import tiny_micro_batches
@@ -97,7 +96,7 @@ def test_a_broken_tower_reaches_nothing(family):
 def test_an_unknown_tower_is_left_alone():
     config = PretrainedConfig()
     config.vision_config = PretrainedConfig()
-    assert placeholder_inputs(config, dtype=torch.float32, device=CPU) is None
+    assert example_pictures(config, dtype=torch.float32, device=CPU) is None
 
 
 # -- replicas ----------------------------------------------------------------------------------

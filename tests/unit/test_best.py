@@ -9,8 +9,7 @@ import pytest
 
 from stageline.checkpoint.layout import draft_name, publish, read_manifest, verify
 from stageline.errors import UserError
-from stageline.training.evaluation import EvalResult
-from stageline.training.trainer import BestCheckpoint
+from stageline.training.evaluation import BestCheckpoint, EvalResult
 
 
 def result(loss, accuracy=0.5, num_targets=10):

@@ -9,16 +9,19 @@ import numpy
 import pytest
 
 from stageline.errors import DataError, UserError
-from stageline.evaluation.compare import compare, format_comparison, read_other, sign_test
 from stageline.evaluation.report import (
     Bootstrap,
     collect_clusters,
     collect_groupings,
+    compare,
+    format_comparison,
     format_report,
     make_report,
+    read_other,
     report_markdown,
+    sign_test,
 )
-from stageline.plotting.text import groups_figure, plot_groups
+from stageline.plotting.pictures import groups_figure, plot_groups
 
 # -- intervals ---------------------------------------------------------------------------
 

@@ -6,10 +6,15 @@ import torch
 from pp_models import CausalLMStage
 from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.init import init_split_model
-from stageline.planner.cost import border_bytes
+from stageline.pipeline.live_bytes import tensor_bytes
 from tests.helpers.tiny_batches import tiny_micro_batches
 
 SHAPES = [(2, 14), (1, 64), (3, 7)]
+
+
+def border_bytes(model, shapes):
+    """Bytes that a stage says it sends on, for each micro-batch of (rows, tokens)."""
+    return [tensor_bytes(model.get_example_output(*shape)) for shape in shapes]
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])

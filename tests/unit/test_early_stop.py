@@ -5,8 +5,7 @@ import math
 import pytest
 
 from stageline.errors import UserError
-from stageline.training.evaluation import EvalResult
-from stageline.training.trainer import EarlyStop, figure_of, is_better
+from stageline.training.evaluation import EarlyStop, EvalResult, figure_of, is_better
 from tests.helpers.small_run import Job
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 import pytest
 
-from stageline.distributed import lifeline
+from stageline.distributed import machines
 from stageline.distributed.machines import Machine
 
 FIRST = Machine(index=0, count=2, host="a", first_rank=0, num_ranks=2)
@@ -21,14 +21,14 @@ SECONDS = 30.0
 @pytest.fixture
 def lost(monkeypatch):
     """What the hub was told of lost machines; nobody leaves before a test says so."""
-    monkeypatch.setattr(lifeline, "_connections", [])
+    monkeypatch.setattr(machines, "_connections", [])
     yield queue.Queue()
-    for connection in lifeline._connections:
+    for connection in machines._connections:
         connection.close()
 
 
 def open_hub(lost, *, lost_after=30.0):
-    return lifeline.open_hub(
+    return machines.open_hub(
         FIRST, lost_after=lost_after, on_lost=lambda machine, why: lost.put((machine, why))
     )
 
@@ -49,7 +49,7 @@ def test_a_connection_that_closes_is_a_lost_machine(lost):
 def test_one_that_says_goodbye_is_none(lost):
     invitation = open_hub(lost)
     good = connect(invitation)
-    good.sendall(lifeline.BYE)
+    good.sendall(machines.BYE)
     good.close()
     with pytest.raises(queue.Empty):
         lost.get(timeout=0.5)
@@ -69,7 +69,7 @@ def test_a_stranger_is_none_either(lost, hello):
 def test_the_other_machine_notices_the_end_of_the_first(lost):
     server = socket.create_server(("127.0.0.1", 0))
     told = {"port": server.getsockname()[1], "token": "t", "machine": asdict(FIRST)}
-    lifeline.reach_hub(
+    machines.reach_hub(
         SECOND,
         "127.0.0.1",
         json.dumps(told),
@@ -107,13 +107,13 @@ def test_a_stopped_process_is_not_lost_but_a_killed_one_is(lost):
 
 
 def test_a_machine_that_leaves_says_so_and_takes_nothing_for_a_loss(lost, monkeypatch):
-    monkeypatch.setattr(lifeline, "_leaving", type(lifeline._leaving)())
+    monkeypatch.setattr(machines, "_leaving", type(machines._leaving)())
     connection = connect(open_hub(lost))
     deadline = time.monotonic() + SECONDS
-    while not lifeline._connections and time.monotonic() < deadline:
+    while not machines._connections and time.monotonic() < deadline:
         time.sleep(0.01)
-    lifeline.leave()
-    assert connection.makefile("rb").readline() == lifeline.BYE
+    machines.leave()
+    assert connection.makefile("rb").readline() == machines.BYE
     connection.close()
     with pytest.raises(queue.Empty):
         lost.get(timeout=0.5)

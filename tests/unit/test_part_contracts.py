@@ -30,7 +30,7 @@ from register import (
 )
 from stageline.contracts import CONTRACTS
 from stageline.errors import ContractError, UserError
-from stageline.pipeline.borders import run_stage
+from stageline.pipeline.stage_passes import run_stage
 from stageline.training.part_checks import check_sim_fn
 from tests.helpers.small_run import ROOT, Job
 from tests.helpers.tiny_datasets import group_row, write_lines

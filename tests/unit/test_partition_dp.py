@@ -6,8 +6,7 @@ import random
 import pytest
 
 from stageline.pipeline.schedules import make_schedule
-from stageline.planner.cost import Cost, ModelCosts
-from stageline.planner.memory_plan import MemoryRules
+from stageline.planner.cost import Cost, MemoryRules, ModelCosts
 from stageline.planner.placement import (
     Placement,
     best_split,

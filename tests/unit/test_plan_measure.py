@@ -14,8 +14,8 @@ from stageline.pipeline.live_bytes import PeakBytes
 from stageline.pipeline.plan import Kind
 from stageline.pipeline.schedules import make_schedule
 from stageline.pipeline.stage_passes import StagePasses
+from stageline.planner.cost import MemoryRules, rank_memory
 from stageline.planner.measure import Workload, estimate, measure, outline_of
-from stageline.planner.memory_plan import MemoryRules, rank_memory
 from stageline.planner.planner import PlannedRun, Planner, format_plan, probe_optimizer
 from stageline.planner.simulate import expect
 from tests.helpers.tiny_batches import drop_pixels, tiny_micro_batches
@@ -162,9 +162,9 @@ def test_the_optimizer_is_asked_for_its_bytes():
     def make(optimizer_class, **options):
         return lambda parameters: optimizer_class(parameters.values(), lr=0.1, **options)
 
-    assert probe_optimizer(make(torch.optim.AdamW), CPU).state == 8
-    assert probe_optimizer(make(torch.optim.SGD), CPU).state == 0
-    assert probe_optimizer(make(torch.optim.SGD, momentum=0.9), CPU).state == 4
+    assert probe_optimizer(make(torch.optim.AdamW), CPU).optimizer_bytes == 8
+    assert probe_optimizer(make(torch.optim.SGD), CPU).optimizer_bytes == 0
+    assert probe_optimizer(make(torch.optim.SGD, momentum=0.9), CPU).optimizer_bytes == 4
 
 
 def test_live_bytes_are_freed_and_views_are_not_counted():

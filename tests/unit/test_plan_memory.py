@@ -3,11 +3,10 @@
 import pytest
 
 from stageline.pipeline.plan import Kind
-from stageline.pipeline.schedules import ideal_bubble, make_schedule
-from stageline.planner.cost import Cost, ModelCosts
-from stageline.planner.memory_plan import MemoryRules, rank_memory
+from stageline.pipeline.schedules import make_schedule
+from stageline.planner.cost import Cost, MemoryRules, ModelCosts, rank_memory
 from stageline.planner.placement import advise
-from stageline.planner.simulate import expect, expected
+from stageline.planner.simulate import expect, simulate
 
 LAYER = Cost(
     forward=1.0,
@@ -126,9 +125,9 @@ def test_equal_stages_have_the_ideal_bubble():
     schedule = make_schedule("1f1b", num_ranks=4)
     durations = {(stage, Kind.FORWARD): 1.0 for stage in range(4)}
     durations |= {(stage, Kind.BACKWARD): 2.0 for stage in range(4)}
-    step = expected(durations, schedule, 8)
+    step = simulate(schedule.orders(8), durations, num_stages=4)
     assert step.seconds == (8 + 3) * 3
-    assert step.bubble == pytest.approx(ideal_bubble(num_stages=4, num_micro_batches=8))
+    assert step.bubble == pytest.approx((4 - 1) / (8 + 4 - 1))
 
 
 def best_seconds(layer, *names):

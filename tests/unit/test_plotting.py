@@ -10,11 +10,14 @@ from PIL import Image
 from stageline.plotting.curves import loss_figure, plot_loss, smooth
 from stageline.plotting.pictures import (
     caption,
+    drawable,
+    font_families,
     plot_predictions,
     predictions_figure,
     predictions_markdown,
+    text_columns,
+    wrap_text,
 )
-from stageline.plotting.text import drawable, font_families, text_columns, wrap_text
 from stageline.run_records import read_log
 
 

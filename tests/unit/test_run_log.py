@@ -6,7 +6,6 @@ import sys
 import time
 
 import pytest
-import yaml
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -73,8 +72,8 @@ def test_a_line_holds_all_figures_of_a_step(tmp_path):
 
 
 def test_the_router_loss_is_shown_where_there_is_one(tmp_path):
-    assert "router" not in str(record(1)) and "router_loss" not in record(1).figures()
-    with_router = record(1, router_loss=0.125)
+    assert "router" not in str(record(1)) and "router_loss" not in record(1).logged()
+    with_router = record(1, extra_loss=0.125)
     assert str(with_router).startswith("loss 1.0000, router loss 0.1250, ")
     log = RunLog(tmp_path, total_steps=1)
     log.log_step(with_router)
@@ -134,16 +133,11 @@ def test_a_torn_last_line_does_not_swallow_the_next(tmp_path):
 
 
 def test_other_ranks_write_and_say_nothing(tmp_path, capsys):
-    log = write_log(tmp_path / "run", [1.0], is_main=False, config={"seed": 1})
-    log.print("text")
+    log = write_log(tmp_path / "run", [1.0], is_main=False)
+    log.say("text")
     log.draw()
     assert not (tmp_path / "run").exists()
     assert capsys.readouterr() == ("", "")
-
-
-def test_config_is_written_when_given(tmp_path):
-    write_log(tmp_path, [1.0], config={"seed": 1, "text": "数字"})
-    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"seed": 1, "text": "数字"}
 
 
 def test_the_curve_is_drawn_at_an_evaluation_and_at_the_end(tmp_path):
@@ -163,7 +157,7 @@ def test_without_a_terminal_there_are_plain_lines(tmp_path, capsys):
     log = RunLog(tmp_path, total_steps=450)
     for step in range(1, 31):
         log.log_step(record(step))
-    log.print("a note")
+    log.say("a note")
     log.close()
     out, err = capsys.readouterr()
     lines = out.splitlines()
@@ -180,7 +174,7 @@ def test_on_a_terminal_there_is_a_bar_and_no_lines(tmp_path, capsys, monkeypatch
     log = RunLog(tmp_path, total_steps=4, start_step=1)
     log._bar.mininterval = log._bar.miniters = 0
     log.log_step(record(2))
-    log.print("a note")
+    log.say("a note")
     log.close()
     out, err = capsys.readouterr()
     assert out.strip() == "a note"

@@ -7,14 +7,9 @@ import psutil
 import pytest
 import torch
 
-from stageline.planner.stage_table import (
-    StageSummary,
-    format_stage_table,
-    human_bytes,
-    human_count,
-    human_memory,
-)
-from stageline.training.memory import gather_peaks, parse_peak, peak_memory
+from stageline.tables import human_bytes, human_count, human_memory
+from stageline.training.memory import gather_peaks, peak_memory, read_status
+from stageline.training.run_log import StageSummary, format_stage_table
 
 STAGES = [
     StageSummary(0, 4, "cuda:0", "0-6", "vit+mlp+llm", 3_000_000, 10, 3 * 2**20),
@@ -89,6 +84,9 @@ def test_peak_memory_is_between_what_is_held_and_what_ever_was():
     assert gather_peaks(torch.device("cpu")) == [peak_memory(torch.device("cpu"))]  # no group
 
 
-def test_the_peak_is_read_from_the_kernel():
-    assert parse_peak("VmPeak:\t 99 kB\nVmHWM:\t    1234 kB\nVmRSS:\t 7 kB\n") == 1234 * 1024
-    assert parse_peak("VmRSS:\t 7 kB\n") is None
+def test_the_peak_is_read_from_the_kernel(tmp_path):
+    (tmp_path / "status").write_text("VmPeak:\t 99 kB\nVmHWM:\t    1234 kB\nVmRSS:\t 7 kB\n")
+    assert read_status("VmHWM", tmp_path / "status") == 1234 * 1024
+    (tmp_path / "status").write_text("VmRSS:\t 7 kB\n")
+    assert read_status("VmHWM", tmp_path / "status") is None
+    assert read_status("VmHWM", tmp_path / "nothing") is None

@@ -13,17 +13,19 @@ import numpy
 import pytest
 from PIL import Image
 
-from stageline.errors import UserError
-from stageline.evaluation.study import (
+from scripts.study_spatial_report import (
     ALL,
     Run,
     Study,
+    accuracy_figure,
     bootstrap,
+    losses_figure,
     study_figures,
     study_markdown,
     verdict,
 )
-from stageline.plotting.curves import accuracy_figure, losses_figure, plot_accuracy, plot_losses
+from stageline.errors import UserError
+from stageline.plotting.pictures import save_figure
 from tests.helpers.small_run import ForkedRun
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -171,8 +173,8 @@ def test_the_pictures_show_the_figures(tmp_path):
     plain = [{"step": number, "loss": 2.0} for number in range(1, 5)]
     lines = losses_figure({"sft": [plain], "contrastive": [steps, steps]}).axes[0].lines
     assert [line.get_ydata()[0] for line in lines] == [2.0, 1.0, 1.0], "what arms have in common"
-    plot_accuracy(figures, tmp_path / "a.png")
-    plot_losses({"sft": [plain]}, tmp_path / "l.png")
+    save_figure(accuracy_figure(figures), tmp_path / "a.png")
+    save_figure(losses_figure({"sft": [plain]}), tmp_path / "l.png")
     for name in ("a.png", "l.png"):
         Image.open(tmp_path / name).verify()
 

@@ -7,7 +7,7 @@ import pytest
 from metric import text_bleu, text_overlap, text_rouge
 from stageline.evaluation.figures import words
 from stageline.evaluation.report import Bootstrap, format_report, make_report
-from stageline.plotting.text import plot_groups
+from stageline.plotting.pictures import plot_groups
 
 pytest.importorskip("sacrebleu")
 pytest.importorskip("rouge_score")

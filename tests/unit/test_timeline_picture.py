@@ -12,19 +12,18 @@ from PIL import Image
 
 from stageline.pipeline.plan import Kind
 from stageline.pipeline.recorder import TimelineEvent, bubble, describe_timeline
-from stageline.plotting.timeline import (
+from stageline.training.run_log import RunReport
+from stageline.training.timeline import (
     COLORS,
     DPI,
     IDLE,
     LIGHTEST,
-    idle_share,
     plot_timeline,
     rank_label,
     timeline_figure,
     trace_events,
     write_trace,
 )
-from stageline.training.run_log import RunReport
 
 # two ranks, two micro-batches, the second stage slower; times do not start at 0
 MEASURED = [
@@ -118,11 +117,6 @@ def test_the_bubble_stands_above_each_panel():
     assert upper.get_title("left") == f"measured — bubble {100 * MEASURED_BUBBLE:.1f} %, 8 s"
     assert lower.get_title("left").startswith("ideal")
     assert f"bubble {100 * IDEAL_BUBBLE:.1f} %, 5 s" in lower.get_title("left")
-
-
-@pytest.mark.parametrize("events", [MEASURED, IDEAL, TWO_STAGES_A_RANK, many(3, 4), []])
-def test_the_picture_and_the_pipeline_mean_the_same_by_bubble(events):
-    assert idle_share(events) == pytest.approx(bubble(events), abs=1e-12)
 
 
 def test_the_bubble_equals_the_one_by_hand():

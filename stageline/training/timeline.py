@@ -1,25 +1,80 @@
-"""Draws what each rank did in one optimizer step: a bar a rank, measured and ideal. Reads no file.
+"""The timeline of one optimizer step: times the passes of all ranks, draws them, writes a trace.
 
-Both panels have the same time axis, so that the end of the lower one is what could be reached.
+The picture has a bar a rank, measured above and ideal below. Both panels have the same time axis,
+so that the end of the lower one is what could be reached.
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from statistics import mean
+from typing import Any
 
+import torch.distributed as dist
 from matplotlib.axes import Axes
-from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from stageline.plotting.text import drawable, text_inches
+from stageline.pipeline.plan import Kind
+from stageline.pipeline.recorder import NO_RECORDER, WAIT, Recorder, TimelineEvent, bubble
+from stageline.pipeline.runner import PipelineRunner
+from stageline.planner.simulate import Durations, simulate
+from stageline.plotting.pictures import drawable, save_figure, text_inches
 
-# -- what a timeline shows: spans of ranks, the words for them, the share left blank. Draws nothing
-# The record itself is made in the pipeline, which this room does not know.
 
-WAIT = "wait"
+class StepTimeline:
+    """Records step number `step`, and no other: timing a GPU costs a little.
+
+    Args:
+        step: counted from 0; the first ones are slower than the rest.
+    """
+
+    def __init__(self, runner: PipelineRunner, *, step: int) -> None:
+        self.runner = runner
+        self.step = step
+        self._num_micro_batches = 0
+        self._recorder = Recorder(runner.device, rank=runner.pp_rank)
+
+    def recorder(self, step: int, *, num_micro_batches: int) -> Recorder:
+        """What the runner gets for this step; ranks start the clock together."""
+        if step != self.step:
+            return NO_RECORDER
+        self._num_micro_batches = num_micro_batches
+        dist.barrier(group=self.runner.group)
+        self._recorder.start()
+        return self._recorder
+
+    def gather(self) -> tuple[list[TimelineEvent], list[TimelineEvent]]:
+        """After the step; every rank calls this.
+
+        Returns:
+            What all ranks did, and the same passes with their mean times and no other waiting than
+            for each other.
+        """
+        gathered: list[list[TimelineEvent]] = [[] for _ in range(self.runner.schedule.num_ranks)]
+        dist.all_gather_object(gathered, self._recorder.events(), group=self.runner.group)
+        measured = [event for events in gathered for event in events]
+        schedule = self.runner.schedule
+        ideal = simulate(
+            schedule.orders(self._num_micro_batches),
+            mean_durations(measured),
+            num_stages=schedule.num_stages,
+            flow=self.runner.flow,
+        )
+        return measured, ideal.events
+
+
+def mean_durations(events: Sequence[TimelineEvent]) -> Durations:
+    """(stage, kind) -> the mean seconds of a pass."""
+    seconds: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+    for event in events:
+        if event.kind != WAIT:
+            seconds[event.stage, Kind(event.kind)].append(event.end - event.start)
+    return {key: mean(values) for key, values in seconds.items()}
+
+
 # in order of the legend
 KIND_NAMES = {
     "F": "forward",
@@ -28,49 +83,6 @@ KIND_NAMES = {
     "W": "weight gradient",
     WAIT: "communication wait",
 }
-
-
-class Span(Protocol):
-    """What a rank did between two times, in seconds; `kind` is a key of `KIND_NAMES`."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def stage(self) -> int: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def micro_batch(self) -> int: ...
-    @property
-    def start(self) -> float: ...
-    @property
-    def end(self) -> float: ...
-
-
-def stages_by_rank(spans: Sequence[Span]) -> dict[int, list[int]]:
-    """The stages that each rank holds, both in order."""
-    held: dict[int, set[int]] = {}
-    for span in spans:
-        held.setdefault(span.rank, set()).add(span.stage)
-    return {rank: sorted(held[rank]) for rank in sorted(held)}
-
-
-def extent(spans: Sequence[Span]) -> tuple[float, float]:
-    """First start and last end; zeros for no spans."""
-    starts, ends = [span.start for span in spans], [span.end for span in spans]
-    return min(starts, default=0.0), max(ends, default=0.0)
-
-
-def idle_share(spans: Sequence[Span]) -> float:
-    """The share of a picture's rows that no pass fills: the bubble; waits fill nothing."""
-    start, end = extent(spans)
-    area = len(stages_by_rank(spans)) * (end - start)
-    filled = sum(span.end - span.start for span in spans if span.kind != WAIT)
-    return 1.0 - filled / area if area > 0 else 0.0
-
-
-# -------------------------------------------------------------------------------------------------
-
 COLORS = {"F": "#3b75c4", "B": "#d9822b", "I": "#c9a227", "W": "#3f9a5b", WAIT: "#d77a86"}
 IDLE = "#e9ebee"
 LIGHTEST = 0.55  # how far a rank's last stage goes towards white
@@ -85,26 +97,23 @@ _UNITS = ((1.0, 1.0, "s"), (1e-3, 1e3, "ms"), (0.0, 1e6, "µs"))
 
 
 def plot_timeline(
-    measured: Sequence[Span],
-    ideal: Sequence[Span] | None,
-    path: str | Path,
+    measured: Sequence[TimelineEvent],
+    ideal: Sequence[TimelineEvent] | None,
+    path: Path,
     *,
     title: str,
 ) -> None:
-    """Writes the picture; who looks meanwhile sees the old or the new one, never half of it.
+    """Writes the picture.
 
     Args:
         measured: of one step, all ranks; their times have one origin.
         ideal: the same passes in the same order with nothing to wait for but each other.
     """
-    path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
-    timeline_figure(measured, ideal, title=title).savefig(temporary, dpi=DPI, format="png")
-    temporary.replace(path)
+    save_figure(timeline_figure(measured, ideal, title=title), path, dpi=DPI)
 
 
 def timeline_figure(
-    measured: Sequence[Span], ideal: Sequence[Span] | None, *, title: str
+    measured: Sequence[TimelineEvent], ideal: Sequence[TimelineEvent] | None, *, title: str
 ) -> Figure:
     """The picture: measured above, ideal below, each with its bubble in the heading."""
     panels = [("measured", measured)]
@@ -126,14 +135,14 @@ def timeline_figure(
     return figure
 
 
-def _draw_panel(axes: Axes, spans: Sequence[Span], *, name: str, length: float) -> None:
+def _draw_panel(axes: Axes, spans: Sequence[TimelineEvent], *, name: str, length: float) -> None:
     """Bars of all ranks; the axis is `length` seconds long."""
     start, end = extent(spans)
     _, factor, unit = next(entry for entry in _UNITS if length >= entry[0])
     held = stages_by_rank(spans)
     axes.set(xlim=(0, length * factor or 1.0), ylim=(max(len(held), 1) - 0.5, -0.5))
-    idle = [_box(row, 0.0, (end - start) * factor) for row in range(len(held))]
-    axes.add_collection(PolyCollection(idle, facecolors=IDLE, linewidths=0), autolim=False)
+    for row in range(len(held)):
+        axes.broken_barh([(0.0, (end - start) * factor)], _height(row), facecolors=IDLE, lw=0)
     _draw_bars(axes, spans, held, factor=factor)
     axes.set_yticks(range(len(held)), [rank_label(rank, held[rank]) for rank in held])
     axes.tick_params(labelsize=8, length=0, axis="y")
@@ -150,34 +159,50 @@ def _draw_panel(axes: Axes, spans: Sequence[Span], *, name: str, length: float) 
         fontsize=8,
     )
     seconds = f"{(end - start) * factor:.4g} {unit}"
-    heading = f"{name} — bubble {100 * idle_share(spans):.1f} %, {seconds}"
+    heading = f"{name} — bubble {100 * bubble(spans):.1f} %, {seconds}"
     axes.set_title(heading, fontsize=9, loc="left", pad=4)
 
 
 def _draw_bars(
-    axes: Axes, spans: Sequence[Span], held: dict[int, list[int]], *, factor: float
+    axes: Axes, spans: Sequence[TimelineEvent], held: dict[int, list[int]], *, factor: float
 ) -> None:
     """A box a span; a number on those that are wide enough for the widest number."""
     start, _ = extent(spans)
-    rows = {rank: row for row, rank in enumerate(held)}
     inches = (WIDTH - LEFT - RIGHT) / axes.get_xlim()[1]
     widest = str(max((span.micro_batch for span in spans), default=0))
     room = text_inches(widest, size=FONT_SIZE) + 0.03
-    boxes, colors, edges = [], [], []
-    for span in sorted(spans, key=lambda span: span.kind != WAIT):  # waits lie below
-        first, last = (span.start - start) * factor, (span.end - start) * factor
-        width, color = (last - first) * inches, span_color(span, held)
-        boxes.append(_box(rows[span.rank], first, last))
-        colors.append(color)
-        edges.append(min(EDGE, 72 * width / 10) if span.kind != WAIT else 0.0)
-        if span.kind != WAIT and width >= room:
-            place = ((first + last) / 2, rows[span.rank])
-            _write_number(axes, str(span.micro_batch), place, color)
-    bars = PolyCollection(boxes, facecolors=colors, edgecolors="white", linewidths=edges)
-    axes.add_collection(bars, autolim=False)
+    for row, rank in enumerate(held):
+        own = [span for span in spans if span.rank == rank]
+        own.sort(key=lambda span: span.kind != WAIT)  # waits lie below
+        boxes, colors, edges = [], [], []
+        for span in own:
+            first, length = (span.start - start) * factor, (span.end - span.start) * factor
+            width, color = length * inches, span_color(span, held)
+            boxes.append((first, length))
+            colors.append(color)
+            edges.append(min(EDGE, 72 * width / 10) if span.kind != WAIT else 0.0)
+            if span.kind != WAIT and width >= room:
+                _write_number(axes, str(span.micro_batch), (first + length / 2, row), color)
+        axes.broken_barh(
+            boxes, _height(row), facecolors=colors, edgecolors="white", linewidths=edges
+        )
 
 
-def span_color(span: Span, held: dict[int, list[int]]) -> str:
+def stages_by_rank(spans: Sequence[TimelineEvent]) -> dict[int, list[int]]:
+    """The stages that each rank holds, both in order."""
+    held: dict[int, set[int]] = {}
+    for span in spans:
+        held.setdefault(span.rank, set()).add(span.stage)
+    return {rank: sorted(held[rank]) for rank in sorted(held)}
+
+
+def extent(spans: Sequence[TimelineEvent]) -> tuple[float, float]:
+    """First start and last end; zeros for no spans."""
+    starts, ends = [span.start for span in spans], [span.end for span in spans]
+    return min(starts, default=0.0), max(ends, default=0.0)
+
+
+def span_color(span: TimelineEvent, held: dict[int, list[int]]) -> str:
     """Of its kind; the later stages of a rank are lighter.
 
     Args:
@@ -221,7 +246,7 @@ def _write_number(axes: Axes, text: str, place: tuple[float, float], color: str)
     )
 
 
-def _add_legend(figure: Figure, spans: Sequence[Span], height: float) -> None:
+def _add_legend(figure: Figure, spans: Sequence[TimelineEvent], height: float) -> None:
     present = {span.kind for span in spans}
     handles = [
         Patch(facecolor=COLORS[kind], label=name)
@@ -242,9 +267,9 @@ def _add_legend(figure: Figure, spans: Sequence[Span], height: float) -> None:
     )
 
 
-def _box(row: int, first: float, last: float) -> list[tuple[float, float]]:
-    low, high = row - BAR_HEIGHT / 2, row + BAR_HEIGHT / 2
-    return [(first, low), (first, high), (last, high), (last, low)]
+def _height(row: int) -> tuple[float, float]:
+    """Where the bars of a row begin, and how high they are."""
+    return row - BAR_HEIGHT / 2, BAR_HEIGHT
 
 
 # -- writes a timeline as Chrome trace events, for ui.perfetto.dev and chrome://tracing -----------
@@ -252,16 +277,15 @@ def _box(row: int, first: float, last: float) -> list[tuple[float, float]]:
 # Format: "Trace Event Format", JSON object form, complete ("X") and metadata ("M") events.
 
 
-def write_trace(events: Sequence[Span], path: str | Path) -> None:
+def write_trace(events: Sequence[TimelineEvent], path: Path) -> None:
     """Writes the events as JSON; the same events, in any order, give the same file."""
-    path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
     trace = {"traceEvents": trace_events(events), "displayTimeUnit": "ms"}
     temporary.write_text(json.dumps(trace, indent=0, allow_nan=False) + "\n", encoding="utf-8")
     temporary.replace(path)
 
 
-def trace_events(events: Sequence[Span]) -> list[dict[str, Any]]:
+def trace_events(events: Sequence[TimelineEvent]) -> list[dict[str, Any]]:
     """Names of ranks and stages first, then the spans in order of rank and time."""
     held = stages_by_rank(events)
     # a number that is no stage's, and the same in every process
@@ -287,7 +311,7 @@ def _metadata(rank: int, thread: int, what: str, name: str, *, order: int) -> li
     ]
 
 
-def _complete(event: Span, *, waits: int, origin: float) -> dict[str, Any]:
+def _complete(event: TimelineEvent, *, waits: int, origin: float) -> dict[str, Any]:
     is_wait = event.kind == WAIT
     return {
         # one colour a kind: Perfetto leaves numbers out when it chooses

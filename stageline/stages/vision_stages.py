@@ -1,0 +1,562 @@
+"""A vision tower on stages of its own, before those of the decoder: `vision_stages n`.
+
+Stages 0 to n - 1 hold the tower's blocks, stage 0 also what comes before them and stage n - 1 what
+comes behind, with the projector. Stage n is the first of the decoder: it embeds the token ids and
+scatters the image features in that came over the border. All of it is the library's own forward:
+
+- on a stage of the tower the blocks of earlier stages are an `Arrival`, which gives what came over
+  the border, and those of later stages a `Departure`, which ends the forward with what goes on;
+- on stage n `get_image_features` gives what came.
+
+A micro-batch without an image sends one blank image through the tower, so that every stage has
+something to send and every replica does the same work. Stage n leaves its features out, and it goes
+without a graph: the tower's weights get nothing from it, as in plain transformers.
+
+Every rank knows the shapes from small integers alone (token ids, grids, sizes): only the first
+stage has pixels.
+
+Shapes: N image tokens of a micro-batch, H hidden size.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from stageline.errors import UserError
+from stageline.modules.pass_through import PassThrough, ZeroEmbedding
+from stageline.pipeline.topology import layer_range, uniform_partition
+from stageline.stages.causal_lm import CausalLMStage
+from stageline.stages.discover import tower_blocks
+from stageline.stages.example_batch import example_pictures, side_of
+
+Batch = dict[str, torch.Tensor]
+WITH_CLASS_TOKEN = ("clip_vision_model", "internvl_vision")
+FIXED_TOWERS = (*WITH_CLASS_TOKEN, "siglip_vision_model")
+
+
+class TowerImages:
+    """One family; the base cuts images to square tiles of one size, an equal number of tokens each.
+
+    Args:
+        config: of the whole model.
+
+    Attributes:
+        integers: names of the integers that a tower needs beside the pixels.
+        num_blocks: of the tower.
+        deepstack: the blocks behind which features branch off for later decoder layers.
+    """
+
+    integers: tuple[str, ...] = ()
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        self.config = config
+        self.vision = vision = config.vision_config
+        self.width: int = getattr(vision, "embed_dim", None) or vision.hidden_size
+        self.num_blocks: int = getattr(vision, "num_hidden_layers", None) or vision.depth
+        self.deepstack: list[int] = list(getattr(vision, "deepstack_visual_indexes", None) or ())
+
+    def has_images(self, batch: Batch) -> bool:
+        """Whether there is an image; by the token ids, which all stages have."""
+        return self.num_tokens(batch) > 0
+
+    def num_tokens(self, batch: Batch) -> int:
+        """Image tokens, one for each row of the projected features."""
+        image_token = getattr(self.config, "image_token_id", None)
+        if image_token is None:
+            image_token = self.config.image_token_index
+        return int((batch["input_ids"] == image_token).sum())
+
+    def hidden_shape(self, batch: Batch) -> tuple[int, ...]:
+        """Of the tower's hidden states; without an image, of those of a blank one."""
+        num_tokens = self.num_tokens(batch)
+        if num_tokens == 0:
+            return self.blank_shape()
+        return self.example_shape(num_tokens // self.tile_tokens())
+
+    def blank_shape(self) -> tuple[int, ...]:
+        """Of the hidden states of a blank image."""
+        return self.example_shape(1)
+
+    def example_shape(self, num_images: int) -> tuple[int, ...]:
+        """Of the hidden states of so many small images."""
+        has_class = self.vision.model_type in WITH_CLASS_TOKEN
+        return num_images, self.tile_side() ** 2 + has_class, self.width
+
+    def tile_tokens(self) -> int:
+        """Tokens that one tile takes in the text."""
+        raise NotImplementedError
+
+    def tile_side(self) -> int:
+        """Patches of a row of a tile."""
+        return self.tile_size() // side_of(self.vision.patch_size)
+
+    def tile_size(self) -> int:
+        """Pixels of a row of a tile."""
+        return side_of(self.vision.image_size)
+
+    def pixels(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Pixels of the right shape without a content, and without memory; none is zero."""
+        size = self.tile_size()
+        # the one number is shared, so that a thousand tiles cost nothing
+        return hidden.new_ones(1).expand(len(hidden), 3, size, size)
+
+    def refill(self, hidden: torch.Tensor, batch: Batch) -> Batch:
+        """Image inputs for a stage that gets hidden states; of the pixels the shape counts."""
+        integers = {name: batch[name] for name in self.integers if name in batch}
+        if not integers and self.integers:
+            blank = self.blank(hidden)
+            integers = {name: blank[name] for name in self.integers}
+        return {"pixel_values": self.pixels(hidden), **integers}
+
+    def blank(self, like: torch.Tensor, dtype: torch.dtype = torch.float32) -> Batch:
+        """All image inputs of one small image, where a micro-batch has none."""
+        inputs = example_pictures(self.config, dtype=dtype, device=like.device)
+        assert inputs is not None  # tower_images() has families with a known layout only
+        return inputs
+
+    def pooled(self, features_NH: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
+        """Projected features in the form that the family's `get_image_features` gives."""
+        return features_NH.view(-1, self.tile_tokens(), features_NH.shape[-1])
+
+    def earliest_state(self) -> int:
+        """The first of the tower's hidden states that is projected; 0 is before its first block."""
+        layers = getattr(self.config, "vision_feature_layer", -1)
+        layers = layers if isinstance(layers, list | tuple) else [layers]
+        return min(layer % (self.num_blocks + 1) for layer in layers)
+
+
+class InternVLImages(TowerImages):
+    """InternVL: tiles, 4 patches of which become a token."""
+
+    def tile_tokens(self) -> int:
+        return int(self.tile_side() * self.config.downsample_ratio) ** 2
+
+
+class Gemma3Images(TowerImages):
+    """Gemma 3: one tile an image, pooled to a fixed number of tokens."""
+
+    def tile_tokens(self) -> int:
+        return self.config.mm_tokens_per_image
+
+
+class Idefics3Images(TowerImages):
+    """Idefics 3, SmolVLM: tiles in a row, `scale_factor` squared patches a token."""
+
+    def tile_tokens(self) -> int:
+        return (self.tile_side() // self.config.scale_factor) ** 2
+
+    def blank_shape(self) -> tuple[int, ...]:
+        return 1, self.config.scale_factor**2, self.width
+
+    def pixels(self, hidden: torch.Tensor) -> torch.Tensor:
+        size = int(hidden.shape[1] ** 0.5) * self.vision.patch_size
+        return hidden.new_ones(1).expand(1, len(hidden), 3, size, size)
+
+
+class LlavaImages(TowerImages):
+    """LLaVA: one tile an image, a token for each patch."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config)
+        if self.vision.model_type not in FIXED_TOWERS:
+            raise UserError(
+                f"`vision_stages` came with a tower of type {self.vision.model_type!r}; one of "
+                f"{', '.join(FIXED_TOWERS)} was expected, because stages must know the shapes of "
+                "images without their pixels. Use `visual_gpu_ratio` or `partition` instead."
+            )
+
+    def tile_tokens(self) -> int:
+        num_states = self.example_shape(1)[1]
+        return num_states - (self.config.vision_feature_select_strategy == "default")
+
+    def pooled(self, features_NH: torch.Tensor) -> list[torch.Tensor]:
+        return [features_NH]
+
+
+class LlavaNextImages(LlavaImages):
+    """LLaVA-NeXT: as many tiles as the size of an image asks for."""
+
+    integers = ("image_sizes",)
+
+    def hidden_shape(self, batch: Batch) -> tuple[int, ...]:
+        if "image_sizes" not in batch:
+            return self.blank_shape()
+        return self.example_shape(self._num_tiles(batch["image_sizes"].tolist()))
+
+    def blank_shape(self) -> tuple[int, ...]:
+        return self.example_shape(self._num_tiles([[self.tile_size()] * 2]))
+
+    def _num_tiles(self, sizes: list[list[int]]) -> int:
+        from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+        pinpoints, size = self.config.image_grid_pinpoints, self.tile_size()
+        return sum(image_size_to_num_patches(each, pinpoints, size) for each in sizes)
+
+
+class GridImages(TowerImages):
+    """Qwen-VL: images of any size, all patches in one row."""
+
+    integers = ("image_grid_thw",)
+
+    def hidden_shape(self, batch: Batch) -> tuple[int, ...]:
+        grid = batch.get("image_grid_thw")
+        return self.blank_shape() if grid is None else (int(grid.prod(-1).sum()), self.width)
+
+    def example_shape(self, num_images: int) -> tuple[int, ...]:
+        return num_images * self.vision.spatial_merge_size**2, self.width
+
+    def pixels(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden  # as many rows as patches is all that counts
+
+    def pooled(self, features_NH: torch.Tensor) -> list[torch.Tensor]:
+        return [features_NH]
+
+    def earliest_state(self) -> int:
+        return self.num_blocks
+
+
+FAMILIES: dict[str, type[TowerImages]] = {
+    "gemma3": Gemma3Images,
+    "idefics3": Idefics3Images,
+    "internvl": InternVLImages,
+    "llava": LlavaImages,
+    "llava_next": LlavaNextImages,
+    "qwen2_vl": GridImages,
+    "qwen2_5_vl": GridImages,
+    "qwen3_vl": GridImages,
+    "smolvlm": Idefics3Images,
+}
+
+
+def tower_images(config: PretrainedConfig) -> TowerImages:
+    """The images of the family of `config`.
+
+    Raises:
+        UserError: there is no tower, or none whose stages would know shapes without pixels.
+    """
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise UserError(
+            f"`vision_stages` came with a model of type {config.model_type!r}; one of "
+            f"{', '.join(FAMILIES)} was expected, because every stage must know the shapes of a "
+            "tower's hidden states. Use `visual_gpu_ratio` or `partition` to place the tower."
+        )
+    return family(config)
+
+
+DEEPSTACK = "deepstack_merger_list"
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Arrival(PassThrough):
+    """Stands for what earlier stages have done: gives what came over the border."""
+
+    _is_hf_initialized = True  # it has the class of a block, and nothing to be initialised
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.came: torch.Tensor | None = None
+
+    def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
+        assert self.came is not None  # _arriving put it here
+        return self.came
+
+
+class Departed(Exception):
+    """Ends the forward of a stage of the tower; no error."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class Departure(PassThrough):
+    """Stands for the first block of the next stage."""
+
+    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        raise Departed(super().forward(*args, **kwargs))
+
+
+class VisionStages(CausalLMStage):
+    """Mixed into a stage model with a tower; does nothing where `vision_stages` is 0.
+
+    Attributes:
+        images: what the stages of the tower know of images; not there without such stages.
+        tower_partition: blocks of each stage of the tower.
+    """
+
+    images: TowerImages
+    tower_partition: list[int]
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        *,
+        stage: int,
+        vision_stages: int = 0,
+        vision_partition: list[int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.tower_partition = []
+        if vision_stages:
+            self.images = tower_images(config)
+            self.tower_partition = split_tower(self.images, vision_stages, vision_partition)
+        super().__init__(config, stage=stage, vision_stages=vision_stages, **kwargs)
+
+    @property
+    def is_tower(self) -> bool:
+        """Whether this is a stage of the tower alone."""
+        return self.stage < self.vision_stages
+
+    @property
+    def is_first(self) -> bool:
+        """The stage that embeds the token ids."""
+        return self.stage == self.vision_stages
+
+    @property
+    def is_last_of_tower(self) -> bool:
+        return self.stage == self.vision_stages - 1
+
+    @property
+    def tower_layers(self) -> range:
+        """The blocks of this stage of the tower."""
+        return layer_range(self.tower_partition, self.stage) if self.is_tower else range(0)
+
+    def tower_list(self) -> list[tuple[int, nn.Module]]:
+        """(index, block) of the tower's blocks that are here."""
+        if not self.paths.vision_tower:
+            return []
+        tower = self.get_submodule(self.paths.vision_tower)
+        path = tower_blocks(tower, self.config)
+        blocks = enumerate(cast(nn.ModuleList, tower.get_submodule(path)) if path else ())
+        return [(index, block) for index, block in blocks if not isinstance(block, PassThrough)]
+
+    def modules_to_shard(self) -> list[nn.Module]:
+        own = [block for _, block in self.tower_list()] if self.is_tower else []
+        return [*own, *super().modules_to_shard()]
+
+    def get_example_input(self, micro_batch_size: int, max_token_num: int) -> Tensors:
+        if not self.vision_stages or self.stage > self.vision_stages:
+            return super().get_example_input(micro_batch_size, max_token_num)
+        if self.stage == 0:
+            return (torch.empty(micro_batch_size, max_token_num, dtype=torch.long, device="meta"),)
+        return self._tower_border(self.images.example_shape(micro_batch_size), micro_batch_size)
+
+    def get_batch_input(self, batch: Batch) -> Tensors:
+        if not self.vision_stages or self.stage > self.vision_stages:
+            return super().get_batch_input(batch)
+        if self.stage == 0:
+            return self.get_example_input(*batch["input_ids"].shape)
+        return self._tower_border(
+            self.images.hidden_shape(batch), max(1, self.images.num_tokens(batch))
+        )
+
+    def _tower_border(self, hidden_shape: tuple[int, ...], num_features: int) -> Tensors:
+        """Hidden states of the tower, or image features; and the features that branched off."""
+        num_blocks = sum(self.tower_partition[: self.stage])
+        features = (num_features, self.text_config.hidden_size)
+        branches = [features for index in self.images.deepstack if index < num_blocks]
+        shapes = [features if self.is_first else hidden_shape, *branches]
+        return tuple(torch.empty(shape, dtype=self.dtype, device="meta") for shape in shapes)
+
+    def prune(self, whole: PreTrainedModel) -> None:
+        if not self.vision_stages:
+            super().prune(whole)
+            return
+        paths = self.paths
+        front = (paths.vision_tower, paths.projector, *paths.beside_projector)
+        kept = {path: _get(whole, path) for path in front}
+        super().prune(whole)
+        if self.is_first:
+            for path in reversed(front):
+                _replace(whole, path)
+        elif self.is_tower:
+            tower = kept[paths.vision_tower]
+            _put(whole, paths.vision_tower, tower)
+            for path in front[1:]:
+                stays = self.is_last_of_tower or path.endswith(DEEPSTACK)
+                is_inside = path.startswith(paths.vision_tower + ".")
+                if is_inside and not stays:
+                    _replace(whole, path)
+                elif stays and not is_inside:
+                    _put(whole, path, kept[path])
+            self._prune_tower(whole.get_submodule(paths.vision_tower))
+
+    def _prune_tower(self, tower: nn.Module) -> None:
+        path, own = tower_blocks(tower, self.config), self.tower_layers
+        blocks = cast(nn.ModuleList, tower.get_submodule(path))
+        for index, block in enumerate(blocks):
+            if index < own.start:
+                blocks[index] = _arrival(block)
+            elif index >= own.stop:
+                blocks[index] = Departure()
+        is_behind = False
+        for name, child in tower.named_children():
+            if name == path.partition(".")[0]:
+                is_behind = True
+            elif name == DEEPSTACK:
+                self._prune_branches(cast(nn.ModuleList, child))
+            elif next(child.parameters(), None) is None:
+                continue  # rotary tables: every stage computes them
+            elif is_behind and not self.is_last_of_tower:
+                tower.set_submodule(name, PassThrough())
+            elif not is_behind and self.stage > 0:
+                is_table = isinstance(child, nn.Embedding)
+                tower.set_submodule(name, ZeroEmbedding() if is_table else Arrival())
+
+    def _prune_branches(self, mergers: nn.ModuleList) -> None:
+        own = self.tower_layers
+        for place, index in enumerate(self.images.deepstack):
+            if index not in own:
+                mergers[place] = Arrival() if index < own.start else PassThrough()
+
+    def forward(
+        self, hidden_or_ids: torch.Tensor, *extras: torch.Tensor, **batch: torch.Tensor
+    ) -> torch.Tensor | Tensors:
+        if self.is_tower:
+            return self._look(hidden_or_ids, extras, batch)
+        if self.vision_stages and self.is_first:
+            return self._begin(hidden_or_ids, extras, batch)
+        return super().forward(hidden_or_ids, *extras, **batch)
+
+    def _look(self, ids_or_hidden: torch.Tensor, branches: Tensors, batch: Batch) -> Tensors:
+        """Runs the tower's blocks of this stage; on its last stage, the projector too."""
+        has_images = self.images.has_images(batch)
+        keeps_graph = torch.is_grad_enabled() and has_images
+        with self._arriving(ids_or_hidden, branches) as made, torch.set_grad_enabled(keeps_graph):
+            try:
+                inputs = self._image_inputs(ids_or_hidden, batch)
+                features = self.whole.base_model.get_image_features(**inputs).pooler_output
+            except Departed as border:
+                return border.hidden, *made
+            features = torch.cat([each.reshape(-1, each.shape[-1]) for each in features])
+        # of a blank image one row, so that all know how many
+        return features if has_images else features[:1], *made
+
+    def _image_inputs(self, ids_or_hidden: torch.Tensor, batch: Batch) -> Batch:
+        if self.stage > 0:
+            return self.images.refill(ids_or_hidden, batch)
+        if "pixel_values" not in batch:
+            return self.images.blank(ids_or_hidden, self.dtype)
+        names = ("pixel_values", "pixel_attention_mask", *self.images.integers)
+        return {name: batch[name] for name in names if name in batch}
+
+    @contextmanager
+    def _arriving(self, came: torch.Tensor, branches: Tensors) -> Iterator[list[torch.Tensor]]:
+        """Puts what came where it is wanted; collects the features that branch off so far."""
+        tower = self.get_submodule(self.paths.vision_tower)
+        # cloned: an input that is handed on as it came would have no pass of its own
+        made = [branch.clone() for branch in branches]
+        mergers = list(getattr(tower, DEEPSTACK, ()))
+        values = {id(merger): branch for merger, branch in zip(mergers, branches, strict=False)}
+        arrivals = [module for module in tower.modules() if isinstance(module, Arrival)]
+        for arrival in arrivals:
+            arrival.came = values.get(id(arrival), came)
+        hooks = [
+            merger.register_forward_hook(lambda module, args, output: made.append(output))
+            for merger in mergers
+            if not isinstance(merger, PassThrough)
+        ]
+        try:
+            yield made
+        finally:
+            for arrival in arrivals:
+                arrival.came = None
+            for hook in hooks:
+                hook.remove()
+
+    def _begin(
+        self, features: torch.Tensor, branches: Tensors, batch: Batch
+    ) -> torch.Tensor | Tensors:
+        """Runs the decoder's first layers, on embeddings with the features in their places."""
+        batch = {name: value for name, value in batch.items() if not name.startswith("pixel")}
+        # token ids come where text alone is tried: the check of packed rows
+        if not (features.is_floating_point() and self.images.has_images(batch)):
+            output = super().forward(batch["input_ids"], **batch)
+            return _with_nothing_of((features, *branches), output)
+        batch["pixel_values"] = features
+        outputs = SimpleNamespace(
+            pooler_output=self.images.pooled(features),
+            deepstack_features=[[branch] for branch in branches],
+        )
+        base = self.whole.base_model
+        base.__dict__["get_image_features"] = lambda *args, **kwargs: outputs
+        try:
+            return super().forward(batch["input_ids"], **batch)
+        finally:
+            del base.__dict__["get_image_features"]
+
+
+def split_tower(images: TowerImages, num_stages: int, counts: list[int] | None) -> list[int]:
+    """Blocks of each stage of a tower.
+
+    Raises:
+        UserError: a stage without a block, or whose later stages need what only an earlier has.
+    """
+    num_blocks = images.num_blocks
+    if num_stages > num_blocks:
+        raise UserError(
+            f"`vision_stages` {num_stages} came for a tower of {num_blocks} blocks; each stage "
+            f"needs at least one. Set `vision_stages` to {num_blocks} or less."
+        )
+    counts = counts or uniform_partition(num_blocks, num_stages)
+    shown = ",".join(map(str, counts))
+    if len(counts) != num_stages or min(counts) < 1 or sum(counts) != num_blocks:
+        raise UserError(
+            f"`vision_partition` {shown} came for {num_stages} stages of a tower of {num_blocks} "
+            "blocks. One count a stage was expected, each at least 1, with that sum: every block "
+            "lies on one stage. Change the counts, or leave them out for an even split."
+        )
+    earliest = images.earliest_state()
+    if earliest < num_blocks - counts[-1]:
+        raise UserError(
+            f"`vision_stages`: the last of {num_stages} stages holds blocks from "
+            f"{num_blocks - counts[-1]} on, the projector takes what comes before block "
+            f"{earliest} (vision_feature_layer of the model). It must come from the last stage, "
+            f"because one tensor crosses a border: give it {num_blocks - earliest} blocks or more "
+            "by `vision_partition`."
+        )
+    return counts
+
+
+def _arrival(block: nn.Module) -> Arrival:
+    """An `Arrival` that the library counts as a block, where it records what blocks give."""
+    return type(type(block).__name__, (Arrival, type(block)), {})()
+
+
+def _with_nothing_of(inputs: Tensors, output: torch.Tensor | Tensors) -> torch.Tensor | Tensors:
+    """The output, with inputs in its graph: torch 2.11 splits no backward pass past others."""
+    first, *others = output if isinstance(output, tuple) else (output,)
+    for tensor in inputs:
+        if tensor.requires_grad:
+            first = first + tensor[:0].sum().to(first.dtype)
+    return (first, *others) if others else first
+
+
+def _replace(whole: PreTrainedModel, path: str) -> None:
+    parent, _, name = path.rpartition(".")
+    try:
+        module = whole.get_submodule(parent)
+    except AttributeError:
+        return  # its parent went before it: a projector inside a vision tower
+    if name in module._parameters:
+        delattr(module, name)
+        # no longer a weight, but the library's own initialisation writes into it
+        setattr(module, name, torch.empty(0, device="cpu"))
+    else:
+        setattr(module, name, PassThrough())
+
+
+def _get(whole: PreTrainedModel, path: str) -> nn.Module | nn.Parameter:
+    parent, _, name = path.rpartition(".")
+    return getattr(whole.get_submodule(parent), name)
+
+
+def _put(whole: PreTrainedModel, path: str, value: nn.Module | nn.Parameter) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(whole.get_submodule(parent), name, value)

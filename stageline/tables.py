@@ -1,0 +1,73 @@
+"""Tables for a terminal and in Markdown, and numbers with units. Pure formatting."""
+
+from collections.abc import Sequence
+
+Rows = Sequence[Sequence[str]]
+
+
+def format_table(rows: Rows, *, num_texts: int = 1, rules: Sequence[int] = ()) -> str:
+    """Aligned columns: texts to the left, the numbers behind them to the right.
+
+    Args:
+        rows: the first one is the header.
+        num_texts: columns of texts.
+        rules: rows above which a line is drawn.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for index, row in enumerate(rows):
+        if index in rules:
+            lines.append("  ".join("-" * width for width in widths))
+        texts = map(str.ljust, row[:num_texts], widths)
+        numbers = map(str.rjust, row[num_texts:], widths[num_texts:])
+        lines.append("  ".join([*texts, *numbers]).rstrip())
+    return "\n".join(lines)
+
+
+def markdown_table(rows: Rows, *, num_texts: int = 1) -> str:
+    """The same in Markdown; cells may hold any text."""
+    rule = ["---"] * num_texts + ["--:"] * (len(rows[0]) - num_texts)
+    cells = [[_markdown_cell(cell) for cell in row] for row in rows]
+    lines = [cells[0], rule, *cells[1:]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _markdown_cell(text: str) -> str:
+    for mark, written in (("&", "&amp;"), ("<", "&lt;"), ("|", "\\|")):
+        text = text.replace(mark, written)
+    return "<br>".join(text.splitlines())
+
+
+def human_bytes(count: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    return _with_unit(count, base=1024, units=("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def human_count(count: float) -> str:
+    """134_515_008 -> "134.5 M"."""
+    return _with_unit(count, base=1000, units=("", "K", "M", "B", "T"))
+
+
+def _with_unit(count: float, *, base: int, units: Sequence[str]) -> str:
+    """One digit behind the point; a number that would round up to `base` takes the next unit."""
+    unit = 0
+    while unit + 1 < len(units) and round(count, 1 if unit else 0) >= base:
+        count /= base
+        unit += 1
+    return f"{count:.1f} {units[unit]}" if unit else f"{count:.0f} {units[0]}".rstrip()
+
+
+def human_memory(peaks: Sequence[int]) -> str:
+    """Bytes of each stage in one short text: "605|507 MiB"; the largest gives the unit."""
+    if not peaks:
+        return "?"
+    unit, name = next(
+        (
+            (1024**power, name)
+            for power, name in ((4, "TiB"), (3, "GiB"), (2, "MiB"))
+            if max(peaks) >= 1024**power
+        ),
+        (1024, "KiB"),
+    )
+    digits = 1 if unit >= 1024**3 else 0
+    return "|".join(f"{peak / unit:.{digits}f}" for peak in peaks) + f" {name}"
