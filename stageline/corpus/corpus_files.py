@@ -94,7 +94,7 @@ class MappedSegments:
     def segments(self, start: int, stop: int) -> Segments:
         """Neighbouring segments with their flags, as a writer takes them."""
         if start >= stop:
-            return Segments(*(numpy.empty(0, kind) for kind in ("uint32", "int64", "uint8")))
+            return Segments.join([])
         tokens = self._ids[self.bounds(start)[0] : self.bounds(stop - 1)[1]]
         return Segments(
             tokens.astype(numpy.uint32), self.lengths(start, stop), self.flags(start, stop)

@@ -14,6 +14,7 @@ import json
 import os
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -48,6 +49,15 @@ class Segments:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @classmethod
+    def join(cls, parts: Sequence["Segments"]) -> "Segments":
+        """All segments of some, in order; of nothing none."""
+        empty = cls(*(numpy.empty(0, kind) for kind in ("uint32", "int64", "uint8")))
+        names = ("tokens", "lengths", "flags")
+        return cls(
+            *(numpy.concatenate([getattr(one, name) for one in (empty, *parts)]) for name in names)
+        )
 
 
 @dataclass(frozen=True)

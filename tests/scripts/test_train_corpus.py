@@ -17,10 +17,10 @@ from stageline.checking.tiny_models import tiny_config
 from stageline.checking.tiny_processors import tiny_tokenizer
 from stageline.corpus import sentences
 from stageline.corpus.build import build_corpus
-from stageline.corpus.cutter import DocumentCutter
+from stageline.corpus.cut import DocumentCutter
 from stageline.corpus.encoder import load_encoder
 from stageline.corpus.header import CutRules
-from stageline.corpus.merge import merge
+from stageline.corpus.tools import merge
 from stageline.distributed import failure
 from tests.helpers.small_run import Job, saved_tensors
 
