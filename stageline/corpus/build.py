@@ -33,11 +33,9 @@ from stageline.corpus.input import (
 from stageline.corpus.pool import (
     ChunkResult,
     CutterFacts,
-    OneProcess,
     Pool,
-    Processes,
-    RayActors,
     Task,
+    open_pool,
     ordered,
 )
 from stageline.corpus.writer import CorpusWriter, cannot_write, lock_file
@@ -535,8 +533,8 @@ def build_corpus(
     make_cutter: Callable[[], Any],
     document: Document = default_document,
     columns: Sequence[str] | None = None,
-    document_name: str = "default",
-    language: str = "auto",
+    document_name: str = "default",  # in the journal
+    language: str = "auto",  # for the header
     type_name: str = "0",
     num_workers: int = 1,
     executor: Literal["processes", "ray"] = "processes",
@@ -554,8 +552,6 @@ def build_corpus(
         make_cutter: makes a `DocumentCutter`; called once in each worker.
         document: (line, or dict of a row) -> text; by default the line, or the field "text".
         columns: the fields of Parquet that it needs; by default all.
-        document_name: what the journal calls it.
-        language: goes into the header.
         num_workers: 0 cuts in this process.
         strict: a bad line ends the build.
         overwrite: replaces a finished corpus; a build that was left goes on if nothing changed.
@@ -567,32 +563,25 @@ def build_corpus(
         StorageError: the files cannot be written.
         WorkerDied: a worker was killed; the same call goes on.
     """
-    if num_workers < 0:
-        raise UserError(f"`num_workers` is {num_workers}; 0 or more was expected.")
     if max_document_bytes < 1:
         raise UserError(f"`max_document_bytes` is {max_document_bytes}; 1 or more was expected.")
-    if executor not in ("processes", "ray"):
-        raise UserError(f"`executor` is {executor!r}; processes or ray was expected.")
     sources = find_sources(files)
     task = Task(sources, make_cutter, document, max_document_bytes, columns, chunk_bytes)
     prefix = os.fspath(path_prefix)
+    given = {"document": document_name, "language": language, "type_name": type_name}
     with only_build(prefix):
-        index = Path(f"{prefix}.idx")
-        if index.exists() and not Path(f"{prefix}{JOURNAL}").exists() and not overwrite:
+        index, journal = Path(f"{prefix}.idx"), Path(f"{prefix}{JOURNAL}")
+        if index.exists() and not journal.exists() and not overwrite:
             raise UserError(
                 f"{index} is there: a finished corpus. A new prefix was expected, because a corpus "
                 "may be in use: give another `save_prefix`, or replace it with `overwrite`."
             )
-        if executor == "ray":
-            opened: Pool = RayActors(task, max(1, num_workers))
-        else:
-            opened = Processes(task, num_workers) if num_workers else OneProcess(task)
-        with contextlib.closing(opened) as pool:
+        with contextlib.closing(open_pool(task, num_workers, executor)) as pool:
             run = BuildRun(
                 prefix,
                 task=task,
                 facts=pool.facts(),
-                given={"document": document_name, "language": language, "type_name": type_name},
+                given=given,
                 is_strict=strict,
                 overwrites=overwrite,
                 seconds_a_journal=seconds_a_journal,

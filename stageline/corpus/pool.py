@@ -256,6 +256,21 @@ class Processes:
             raise _died() from error
 
 
+def open_pool(task: Task, num_workers: int, executor: str) -> Pool:
+    """Workers for a task; 0 of them: this process.
+
+    Raises:
+        UserError: no such executor or number, or it is not installed.
+    """
+    if num_workers < 0:
+        raise UserError(f"`num_workers` is {num_workers}; 0 or more was expected.")
+    if executor == "ray":
+        return RayActors(task, max(1, num_workers))
+    if executor != "processes":
+        raise UserError(f"`executor` is {executor!r}; processes or ray was expected.")
+    return Processes(task, num_workers) if num_workers else OneProcess(task)
+
+
 def ordered(pool: Pool, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, ChunkResult]]:
     """The results in the order of the chunks; few are on the way at a time."""
     waiting: deque[tuple[Chunk, Callable[[], ChunkResult]]] = deque()

@@ -7,184 +7,33 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import FileResponse, Response
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 
 from stageline.errors import UserError
-from stageline.serving.chat_answers import answer_chat
-from stageline.serving.completion_answers import answer_completion
+from stageline.inference.decoding.engine import DecodingEngine
+from stageline.serving.answers import answer_chat, answer_completion
+from stageline.serving.api_models import (
+    ChatCompletion,
+    ChatRequest,
+    Completion,
+    CompletionRequest,
+    ErrorBody,
+    Health,
+    ModelCard,
+    ModelList,
+)
 from stageline.serving.errors import add_error_handlers
 from stageline.serving.gate import Gate
-from stageline.serving.metrics import CONTENT_TYPE
-from stageline.serving.request_models import ChatRequest, CompletionRequest
-from stageline.serving.request_queue import AnsweringEngine, RequestQueue
+from stageline.serving.request_queue import CONTENT_TYPE, RequestQueue
 from stageline.serving.service import LiveResponse, Out, Service
 from stageline.serving.settings import HttpSettings
-
-# -- what the server answers, for its document: each field is there, be it null -------------------
-
-
-class _Exact(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class ErrorObject(_Exact):
-    """What went wrong."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(_Exact):
-    """Any answer that is no success."""
-
-    error: ErrorObject
-
-
-class Usage(_Exact):
-    """Tokens of a request."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class TopLogprob(_Exact):
-    """A likely token."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class ChatLogprob(TopLogprob):
-    """A token of the answer."""
-
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(_Exact):
-    """Of the whole answer."""
-
-    content: list[ChatLogprob]
-    refusal: None
-
-
-class AnsweredFunction(_Exact):
-    """A function and its arguments as JSON text."""
-
-    name: str
-    arguments: str
-
-
-class AnsweredCall(_Exact):
-    """A call of a tool."""
-
-    id: str
-    type: Literal["function"]
-    function: AnsweredFunction
-
-
-class AnswerMessage(_Exact):
-    """An answer."""
-
-    role: Literal["assistant"]
-    content: str | None
-    refusal: None
-    tool_calls: list[AnsweredCall] | None = None
-
-
-class ChatChoice(_Exact):
-    """One of the answers."""
-
-    index: int
-    message: AnswerMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
-
-
-class ChatCompletion(_Exact):
-    """The answers to a chat."""
-
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: str | None
-    choices: list[ChatChoice]
-    usage: Usage
-
-
-class TextLogprobs(_Exact):
-    """Of a text, token by token; nothing comes before the first token of a prompt."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None
-    text_offset: list[int]
-
-
-class TextChoice(_Exact):
-    """One of the texts."""
-
-    index: int
-    text: str
-    logprobs: TextLogprobs | None
-    finish_reason: Literal["stop", "length"]
-
-
-class Completion(_Exact):
-    """The texts that prompts were gone on with."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str | None
-    choices: list[TextChoice]
-    usage: Usage
-
-
-class Abilities(_Exact):
-    """What the chat page has to know of a model."""
-
-    takes_images: bool
-    max_length: int | None
-
-
-class ModelCard(_Exact):
-    """A model that can be asked."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    max_model_len: int | None
-    stageline: Abilities
-
-
-class ModelList(_Exact):
-    """The models that can be asked."""
-
-    object: Literal["list"]
-    data: list[ModelCard]
-
-
-class Health(_Exact):
-    """The engine works."""
-
-    status: Literal["ok"]
-    running: int
-    queued: int
-
 
 # -- the OpenAPI document: bodies as strict as they are read, and every status that comes ---------
 
@@ -556,7 +405,7 @@ def serve_until(
 
 
 def _watch(
-    engine: AnsweringEngine,
+    engine: DecodingEngine,
     desk: RequestQueue,
     should_stop: Callable[[], bool],
     shutdown_seconds: float,

@@ -15,7 +15,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
 from stageline.serving.errors import ApiError, ClientGone, bad_request, too_busy
-from stageline.serving.metrics import Metrics
+from stageline.serving.request_queue import Metrics
 from stageline.serving.settings import MIB
 
 Message = MutableMapping[str, Any]

@@ -31,7 +31,7 @@ from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError, UserError
 from stageline.inference.generation import encode_prompts
 from stageline.serving.errors import ApiError, bad_request
-from stageline.serving.tool_formats import ToolFormat, find_format
+from stageline.serving.tool_calls import ToolFormat, find_format
 
 # -- pictures of a request: data URLs are decoded, addresses are fetched where that is allowed ----
 # A user's text never names a file of this machine.

@@ -4,8 +4,8 @@ import secrets
 from dataclasses import dataclass, field, replace
 
 from stageline.inference.decoding.request import Sampling
+from stageline.serving.api_models import ChatRequest, CompletionRequest, SamplingFields
 from stageline.serving.errors import bad_request
-from stageline.serving.request_models import ChatRequest, CompletionRequest, SamplingFields
 
 MIB = 2**20
 

@@ -27,7 +27,7 @@ from stageline.inference.decoding.request import (
 from stageline.inference.decoding.scheduler import Limits
 from stageline.inference.decoding.stage_decoder import StageDecoder
 from stageline.serving.errors import of_engine
-from stageline.serving.token_texts import TokenTexts
+from stageline.serving.service import TokenTexts
 from tests.helpers.served import served
 from tests.helpers.tiny_checkpoints import tiny_whole
 
