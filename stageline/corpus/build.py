@@ -577,7 +577,7 @@ def build_corpus(
                 "may be in use: give another `save_prefix`, or replace it with `overwrite`."
             )
         with contextlib.closing(open_pool(task, num_workers, executor)) as pool:
-            run = BuildRun(
+            return BuildRun(
                 prefix,
                 task=task,
                 facts=pool.facts(),
@@ -585,5 +585,4 @@ def build_corpus(
                 is_strict=strict,
                 overwrites=overwrite,
                 seconds_a_journal=seconds_a_journal,
-            )
-            return run.run(pool, is_shown=progress)
+            ).run(pool, is_shown=progress)
