@@ -6,10 +6,11 @@ Shapes: B prompts of a batch, T tokens of the longest one.
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from stageline.data.batches.batch import Images, add_image_inputs, encode_sample, pad_rows
 from stageline.data.images.images import lies_in_rows
@@ -123,11 +124,19 @@ def generate_batch(
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
     """The ids that end an answer: of the tokenizer, and of the model's generation config."""
-    return with_tokenizers(getattr(model.generation_config, "eos_token_id", None), tokenizer)
+    return _with_tokenizers(getattr(model.generation_config, "eos_token_id", None), tokenizer)
 
 
-def with_tokenizers(of_model: list[int] | int | None, tokenizer: Any) -> list[int]:
-    """The stop tokens that a generation config names, and the tokenizer's own."""
+def stop_ids_of(folder: Path, config: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The same of a model's folder: by generation_config.json, or else by the configuration."""
+    if (folder / "generation_config.json").is_file():
+        of_model = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    else:
+        of_model = GenerationConfig.from_model_config(config).eos_token_id
+    return tuple(_with_tokenizers(of_model, tokenizer))
+
+
+def _with_tokenizers(of_model: list[int] | int | None, tokenizer: Any) -> list[int]:
     ids = of_model if isinstance(of_model, list) else [of_model]
     return sorted({int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None})
 
@@ -140,9 +149,6 @@ def _answer(token_ids: list[int], tokenizer: Any, stop_ids: list[int]) -> dict[s
         "token_ids": kept,
         "finish_reason": "stop" if ends else "length",
     }
-
-
-# -- answers of a decoding engine in the form that generation.py gives them -----------------------
 
 
 def engine_answers(

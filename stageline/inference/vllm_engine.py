@@ -25,7 +25,7 @@ from stageline.inference.decoding.request import (
     ScoreRequest,
     TokenLogprob,
 )
-from stageline.inference.decoding.stop_ids import stop_ids_of
+from stageline.inference.generation import stop_ids_of
 from stageline.model_folder import load_config
 
 IMAGES = "images"  # in a prompt, beside the tensors

@@ -21,7 +21,6 @@ from stageline.inference.decoding.request import (
     Request,
     TokenLogprob,
     error_of,
-    logprob_of_json,
 )
 
 if TYPE_CHECKING:
@@ -266,7 +265,7 @@ class Running:
         error = error_of(order, place)
         try:
             if not self.is_cancelled and error is None:
-                logprob = logprob_of_json(order.logprobs[place]) if order.logprobs else None
+                logprob = order.logprobs[place] if order.logprobs else None
                 self.take(order.tokens[place], logprob, is_last=place in order.over)
             if self.is_cancelled and not self.is_over:
                 self.finish("cancelled")

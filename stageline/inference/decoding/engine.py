@@ -21,7 +21,6 @@ from stageline.inference.decoding import score_queue
 from stageline.inference.decoding.answer import Running
 from stageline.inference.decoding.chain import Chain, max_in_flight
 from stageline.inference.decoding.grammars import Matchers
-from stageline.inference.decoding.group_choice import GroupChoice, measure_steps
 from stageline.inference.decoding.request import (
     EngineError,
     EngineStats,
@@ -32,9 +31,15 @@ from stageline.inference.decoding.request import (
     Request,
     Scored,
     ScoreRequest,
-    settings_of,
 )
-from stageline.inference.decoding.scheduler import Limits, Prefill, RunningGroup, Scheduler
+from stageline.inference.decoding.scheduler import (
+    GroupChoice,
+    Limits,
+    Prefill,
+    RunningGroup,
+    Scheduler,
+    measure_steps,
+)
 from stageline.inference.decoding.scheduler import Sequence as Scheduled
 from stageline.inference.decoding.score_queue import ScoreQueue
 
@@ -154,7 +159,7 @@ def prefill_pass(found: Prefill, *, has_cache: bool) -> tuple[PassOrder, Inputs]
     if found.piece is not None:
         order.piece = [found.piece.start, found.piece.stop]
     if not order.is_part:
-        order.settings = [settings_of(owner.request.sampling) for owner in owners]
+        order.settings = [owner.request.sampling for owner in owners]
     if not has_cache:
         return order, score_queue.padded_right([owner.row_ids() for owner in owners])
     read = [owner.request.prompt for owner in owners]
@@ -282,10 +287,16 @@ class DecodingEngine:
 
     def stats(self) -> EngineStats:
         """Where the engine stands; numbers of a moment ago."""
-        return EngineStats.of(
-            self._scheduler,
-            num_waiting=self._inbox.qsize() + len(self._scores.waiting),
-            tokens=(self._prompt_tokens, self._completion_tokens),
+        scheduler = self._scheduler
+        return EngineStats(
+            queued=len(scheduler.waiting) + self._inbox.qsize() + len(self._scores.waiting),
+            running=scheduler.num_running,
+            max_running=self.limits.max_rows,
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self._completion_tokens,
+            num_groups=len(scheduler.groups),
+            cache_cells=scheduler.num_cells,
+            max_cache_cells=self.limits.max_cells,
             is_healthy=self.is_healthy,
             stage_seconds=tuple(self._stage_seconds),
         )

@@ -1,18 +1,14 @@
 """What is asked of the decoding engine and what it answers: plain values, no model and no rank."""
 
-import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import Tensor
 
 from stageline.errors import UserError
 from stageline.inference.decoding.grammars import Grammar
-
-if TYPE_CHECKING:
-    from stageline.inference.decoding.scheduler import Scheduler
 
 _SEED_BITS = 64
 _LARGEST = 2**31 - 1
@@ -226,9 +222,6 @@ class Scored:
 Listener = Callable[[AnswerPiece | Finished | Scored | Failed], None]
 
 
-# -- what an engine tells about itself ------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class EngineStats:
     """Where the engine stands.
@@ -250,38 +243,6 @@ class EngineStats:
     is_healthy: bool
     stage_seconds: tuple[float, ...] = ()
 
-    @classmethod
-    def of(
-        cls,
-        scheduler: "Scheduler",
-        *,
-        num_waiting: int,
-        tokens: tuple[int, int],
-        is_healthy: bool,
-        stage_seconds: tuple[float, ...],
-    ) -> "EngineStats":
-        """What a scheduler knows, and the rest.
-
-        Args:
-            num_waiting: besides those that wait in the scheduler.
-            tokens: of prompts and of answers.
-        """
-        return cls(
-            queued=len(scheduler.waiting) + num_waiting,
-            running=scheduler.num_running,
-            max_running=scheduler.limits.max_rows,
-            prompt_tokens=tokens[0],
-            completion_tokens=tokens[1],
-            num_groups=len(scheduler.groups),
-            cache_cells=scheduler.num_cells,
-            max_cache_cells=scheduler.limits.max_cells,
-            is_healthy=is_healthy,
-            stage_seconds=stage_seconds,
-        )
-
-
-# -- what a pass through the stages does: made on the first one, carried from stage to stage ------
-# An order holds plain values only, so that it travels as JSON. Tensors travel beside it.
 
 Kind = Literal["prefill", "decode", "whole", "score", "measure", "tidy", "stop"]
 Score = tuple[list[float], bool, list[list[tuple[int, float]]]]
@@ -289,10 +250,10 @@ Score = tuple[list[float], bool, list[list[tuple[int, float]]]]
 
 @dataclass
 class PassOrder:
-    """One pass.
+    """One pass through the stages: made on the first one, carried from stage to stage.
 
-    A model that keeps no keys and values reads its rows anew for each token: "whole" takes the
-    place of "prefill" and "decode".
+    An order holds plain values; tensors travel beside it. A model that keeps no keys and values
+    reads its rows anew for each token: "whole" takes the place of "prefill" and "decode".
 
     Attributes:
         group: whose cache it uses.
@@ -319,16 +280,16 @@ class PassOrder:
     rows: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     piece: list[int] = field(default_factory=list)
-    settings: list[dict[str, Any]] = field(default_factory=list)
+    settings: list[Sampling] = field(default_factory=list)
     targets: list[list[int]] = field(default_factory=list)
     leave: list[tuple[int, int]] = field(default_factory=list)
     join: list[tuple[int, int]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     error: str | None = None
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[Any] = field(default_factory=list)
+    logprobs: list[TokenLogprob | None] = field(default_factory=list)
     over: list[int] = field(default_factory=list)
-    row_errors: dict[str, tuple[bool, str]] = field(default_factory=dict)
+    row_errors: dict[int, tuple[bool, str]] = field(default_factory=dict)
     num_tops: list[int] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
 
@@ -343,56 +304,10 @@ class PassOrder:
         """Whether more of its prompt follows."""
         return bool(self.piece) and self.piece[1] < self.lengths[0]
 
-    def as_json(self) -> str:
-        """The fields that are not empty."""
-        filled = {name: value for name, value in vars(self).items() if value or name == "group"}
-        return json.dumps(filled)
-
-    @staticmethod
-    def of_json(text: str) -> "PassOrder":
-        """What `as_json` wrote."""
-        return PassOrder(**json.loads(text))
-
-
-def settings_of(sampling: Sampling) -> dict[str, Any]:
-    """The fields that the last stage needs and that are not the usual ones."""
-    usual = asdict(Sampling())
-    needless = ["max_new_tokens", "stop"]
-    if sampling.grammar is None:  # only that one tells when a stop token may come
-        needless.append("stop_token_ids")
-    return {
-        name: value
-        for name, value in asdict(sampling).items()
-        if name not in needless and value != usual[name]
-    }
-
-
-def sampling_of(settings: dict[str, Any]) -> Sampling:
-    """What `settings_of` told."""
-    bias = tuple((int(token), float(value)) for token, value in settings.get("logit_bias", ()))
-    own: dict[str, Any] = {"logit_bias": bias}
-    if "grammar" in settings:
-        own["grammar"] = Grammar(**settings["grammar"])
-        own["stop_token_ids"] = tuple(settings.get("stop_token_ids") or ())
-    return Sampling(**{**settings, **own})
-
-
-def logprob_as_json(found: TokenLogprob | None) -> Any:
-    """A log-probability as plain values."""
-    return found and [found.token_id, found.logprob, found.top]
-
-
-def logprob_of_json(values: Any) -> TokenLogprob | None:
-    """What `logprob_as_json` made."""
-    if values is None:
-        return None
-    token_id, logprob, top = values
-    return TokenLogprob(token_id, logprob, tuple((int(i), float(value)) for i, value in top))
-
 
 def error_of(order: PassOrder, place: int) -> Exception | None:
     """Why a row of an order got no token."""
     if order.error is not None:
         return EngineError(order.error)
-    is_users, text = order.row_errors.get(str(place), (False, None))
+    is_users, text = order.row_errors.get(place, (False, None))
     return None if text is None else UserError(text) if is_users else EngineError(text)

@@ -15,13 +15,7 @@ import torch
 from stageline.errors import UserError
 from stageline.inference.decoding.cache import GroupCache, Window, take_out
 from stageline.inference.decoding.grammars import Matchers, RowMatcher
-from stageline.inference.decoding.request import (
-    PassOrder,
-    Sampling,
-    Score,
-    logprob_as_json,
-    sampling_of,
-)
+from stageline.inference.decoding.request import PassOrder, Sampling, Score
 from stageline.inference.decoding.sampler import SampledRow, choose
 from stageline.stage import Stage
 
@@ -280,7 +274,7 @@ class StageDecoder:
 
     def _welcome(self, order: PassOrder, place: int, ids_T: torch.Tensor) -> None:
         """A new row on the last stage."""
-        sampling = sampling_of(order.settings[place])
+        sampling = order.settings[place]
         prompt = ids_T if sampling.repetition_penalty != 1 else None
         row = self.sampled[order.rows[place]] = SampledRow(sampling, prompt, [], 0)
         if sampling.grammar is not None:
@@ -358,10 +352,10 @@ class StageDecoder:
         rows = [self.sampled[row] for row in order.rows]
         for place, found in enumerate(choose(logits_BV, rows)):
             order.tokens.append(found.token_id)
-            order.logprobs.append(logprob_as_json(found.logprob))
+            order.logprobs.append(found.logprob)
             if found.error is not None:
                 is_users = isinstance(found.error, UserError)
-                order.row_errors[str(place)] = (is_users, str(found.error))
+                order.row_errors[place] = (is_users, str(found.error))
             self._note(order, place, found.token_id)
         if not any(order.logprobs):
             order.logprobs = []
