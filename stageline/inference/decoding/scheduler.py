@@ -7,7 +7,7 @@ one another through the stages; groups take steps in between.
 
 import bisect
 import itertools
-from collections import abc, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -459,7 +459,7 @@ class GroupChoice:
 
 
 def measure_steps(
-    measure: Callable[[int, int], abc.Sequence[abc.Sequence[float]]],
+    measure: Callable[[int, int], list[list[float]]],
     *,
     max_rows: int,
     num_stages: int,
@@ -484,7 +484,7 @@ def measure_steps(
         number *= 2
 
 
-def _shortest(flow: abc.Sequence[abc.Sequence[float]], stage: int, num_stages: int) -> float:
+def _shortest(flow: list[list[float]], stage: int, num_stages: int) -> float:
     """What a stage took at least while all the others had work too."""
     first = num_stages - 1 - stage
     return min(seconds[stage] for seconds in flow[first : len(flow) - stage])
