@@ -14,16 +14,14 @@ import contextlib
 import hashlib
 import json
 import os
-import struct
-import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy
 
-from stageline.corpus.corpus_files import MappedSegments, map_file, open_corpus
-from stageline.corpus.header import BEGINS, ENDS, PAGE, SegmentType, path_of
+from stageline.corpus.corpus_files import MappedSegments, map_file, open_again, open_corpus
+from stageline.corpus.header import BEGINS, ENDS, SegmentType, framed, path_of, unframed
 from stageline.corpus.writer import GrowingFile, read_chunks
 from stageline.errors import DataError, UserError
 
@@ -119,7 +117,6 @@ class _Rows:
 
 MAGIC = b"STAGLPAK"
 VERSION = 1
-_PREAMBLE = struct.Struct("<8sIII4x")  # magic, version, bytes of the JSON, its crc32
 
 
 @dataclass(frozen=True)
@@ -192,7 +189,7 @@ class PackedRows:
         return numpy.frombuffer(self._members, "<u8", stop - start, 8 * start).astype(numpy.int64)
 
     def __reduce__(self) -> tuple:
-        return _open_again, (os.path.abspath(self.prefix), self.prefix, self.digest)
+        return open_again, (type(self), os.path.abspath(self.prefix), self.prefix, self.digest)
 
     def members(self, rows: numpy.ndarray) -> numpy.ndarray:
         """int64 numbers of the segments of several rows, row after row."""
@@ -246,30 +243,20 @@ def windows(corpus: MappedSegments, window: int) -> Iterator[tuple[int, int]]:
             yield low, min(low + window, stop)
 
 
-def encode_pack_header(header: PackHeader) -> bytes:
-    """Preamble and JSON, filled up with zeros so that the arrays begin on a page."""
-    text = json.dumps(asdict(header)).encode()
-    whole = _PREAMBLE.pack(MAGIC, header.version, len(text), zlib.crc32(text)) + text
-    return whole + bytes(-len(whole) % PAGE)
-
-
 def _decode(file: memoryview, path: Path) -> tuple[PackHeader, int]:
     """The header, and where the arrays begin."""
-    fits = len(file) >= _PREAMBLE.size
-    magic, version, size, crc = _PREAMBLE.unpack_from(file) if fits else (b"", 0, 0, 0)
+    magic, version, text, begin = unframed(file)
     if magic == MAGIC and version > VERSION:
         raise DataError(
             f"{path} has format version {version}; this program reads versions up to {VERSION}, "
             "as a newer one wrote the file: update Stageline, or pack the corpus again."
         )
-    text = bytes(file[_PREAMBLE.size : _PREAMBLE.size + size])
-    if magic != MAGIC or zlib.crc32(text) != crc:
+    if magic != MAGIC or text is None:
         raise DataError(
             f"{path} does not begin as packed rows do, or its header is damaged. Rows that "
             "corpus.py pack wrote were expected: pack the corpus again."
         )
-    end = _PREAMBLE.size + size
-    return PackHeader(**json.loads(text)), end + -end % PAGE
+    return PackHeader(**json.loads(text)), begin
 
 
 def _map_pack(path: Path) -> memoryview:
@@ -279,17 +266,6 @@ def _map_pack(path: Path) -> memoryview:
             "first (corpus.py pack)."
         )
     return map_file(path)
-
-
-def _open_again(path: str, prefix: str, digest: str) -> PackedRows:
-    rows = PackedRows(path)
-    if rows.digest != digest:
-        raise DataError(
-            f"{path}.pack has other rows than when this process was given them: it was packed anew "
-            "meanwhile. Start the run again."
-        )
-    rows.prefix = prefix
-    return rows
 
 
 WINDOW = 1 << 20  # segments
@@ -357,7 +333,7 @@ def _write(corpus: MappedSegments, row_length: int) -> None:
             num_segments=counts["num_segments"],
             num_tokens=counts["num_tokens"],
         )
-        whole.write(encode_pack_header(header))
+        whole.write(framed(MAGIC, VERSION, json.dumps(asdict(header))))
         for chunk in _chunks(offsets, members):
             whole.write(chunk)
         whole.sync()

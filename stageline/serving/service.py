@@ -28,7 +28,7 @@ from stageline.inference.decoding.request import (
     ScoreRequest,
     TokenLogprob,
 )
-from stageline.serving.errors import ApiError, ClientGone, of_engine
+from stageline.serving.errors import ApiError, ClientGone, bad_request, of_engine
 from stageline.serving.gate import (
     SMALL_BODY,
     BodyReader,
@@ -42,7 +42,7 @@ from stageline.serving.gate import (
 )
 from stageline.serving.prompts import Prompt, PromptMaker
 from stageline.serving.request_queue import Metrics, RequestQueue, Reservation
-from stageline.serving.settings import ServerSettings, with_length
+from stageline.serving.settings import ServerSettings
 
 SECONDS_TO_SAY_GOODBYE = 5.0
 LEAST = -9999.0  # JSON has no infinity; OpenAI writes this
@@ -274,16 +274,29 @@ class Service:
     def fitted(
         self, prompt: Prompt, sampling: Sampling, asked: int | None, *, default: int, field: str
     ) -> Sampling:
-        """The sampling with a length that has room behind the prompt; raises as `with_length`."""
-        return with_length(
-            sampling,
-            asked,
-            default=default,
-            num_prompt_tokens=int(prompt["input_ids"].shape[1]),
-            max_length=self.engine.max_length,
-            limit=self.settings.max_tokens_limit,
-            field=field,
-        )
+        """The sampling with as many tokens as were asked for, or the default where there is room.
+
+        Args:
+            asked: None: nothing was.
+            field: what the request calls it.
+
+        Raises:
+            ApiError: both numbers, where prompt and answer are too long together.
+        """
+        limit, most = self.settings.max_tokens_limit, self.engine.max_length
+        if asked is not None and asked > limit:
+            raise bad_request(f"{field} is {asked}; at most {limit} is taken.", param=field)
+        num_prompt_tokens = int(prompt["input_ids"].shape[1])
+        room = limit if most is None else most - num_prompt_tokens
+        if most is not None and room < (asked or 1):
+            asked_text = f" and {asked} tokens of answer were asked for" if asked else ""
+            raise bad_request(
+                f"The prompt has {num_prompt_tokens} tokens{asked_text}; the model has {most} "
+                "positions for both. Shorten the prompt, or ask for less.",
+                param="messages" if asked is None else field,
+                code="context_length_exceeded",
+            )
+        return replace(sampling, max_new_tokens=asked or min(default, limit, room))
 
 
 def forget_large(asked: BaseModel, out: Out) -> None:

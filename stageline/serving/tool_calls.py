@@ -65,7 +65,7 @@ class CallableTool:
     """A tool that may be called.
 
     Attributes:
-        schema: of its arguments, as `json_text` makes it.
+        schema: of its arguments, the text of its `json_grammar`.
     """
 
     name: str

@@ -117,7 +117,7 @@ def test_rows_travel_to_workers(prefix):
     assert there[3].tolist() == packed[3].tolist() and there.digest == packed.digest
     sent = pickle.dumps(packed)
     pack_corpus(prefix, LIMIT + 1, overwrite=True)
-    with pytest.raises(DataError, match="packed anew meanwhile"):
+    with pytest.raises(DataError, match="anew meanwhile"):
         pickle.loads(sent)
 
 
