@@ -209,10 +209,10 @@ def open_again(kind: type, path: str, prefix: str, digest: str) -> Any:
 
 
 # The files of Megatron-core's `IndexedDataset` (MMapIndexedDataset). Its `.idx`, all little-endian
-# and without padding: 9 bytes magic, u64 version 1, u8 dtype code, u64 sequences, u64 documents
-# + 1; i32 lengths in tokens, i64 byte pointers, i64 document index (the number of the first sequence of
-# each document, and the number of sequences). Our segment is its sequence, our document its
-# document. It knows neither types nor a tokenizer.
+# and without padding: 9 bytes magic, u64 version 1, u8 dtype code, u64 sequences, u64 number of
+# documents + 1; i32 lengths in tokens, i64 byte pointers, i64 document index (the number of the
+# first sequence of each document, and the number of sequences). Our segment is its sequence, our
+# document its document. It knows neither types nor a tokenizer.
 # Source: megatron/core/datasets/indexed_dataset.py, 0.16.1.
 
 _HEAD = struct.Struct("<9sQBQQ")

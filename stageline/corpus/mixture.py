@@ -189,9 +189,9 @@ class Apportionment:
 
 
 # When an epoch of a mixture ends, where its types do not end together. Each type gives its rows in
-# an order of its own; where they are used up, it begins another order of the same rows (none comes a
-# third time before each came twice). So the number of batches alone decides what is repeated and
-# what is left out, other rows in each epoch:
+# an order of its own; where they are used up, it begins another order of the same rows (none comes
+# a third time before each came twice). So the number of batches alone decides what is repeated
+# and what is left out, other rows in each epoch:
 #
 # - `first_ends_drop` (0): the type whose rows suffice for the fewest batches ends the epoch, before
 #   it would have to repeat one. Its rest that is smaller than its share is left out, and so are all

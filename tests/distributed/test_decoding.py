@@ -23,9 +23,10 @@ from stageline.inference.decoding.request import (
     Request,
     Sampling,
     ScoreRequest,
+    is_alone,
+    length_of,
 )
 from stageline.inference.decoding.scheduler import GroupChoice
-from stageline.inference.decoding.score_queue import is_alone, length_of
 from stageline.modules.lora import merge_lora
 from tests.helpers import decoded_models
 from tests.helpers.decoding_engines import (
