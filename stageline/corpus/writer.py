@@ -32,7 +32,7 @@ from stageline.corpus.header import (
 )
 from stageline.errors import DataError, StorageError, UserError
 
-# -- a file that grows and knows its sha256, and can go on from an earlier length -----------------
+# A file that grows and knows its sha256, and can go on from an earlier length.
 # Written as a part (NAME.part) and renamed when whole. Knows bytes only.
 
 CHUNK = 1 << 22
@@ -149,8 +149,6 @@ def cannot_write(path: Path, error: OSError) -> StorageError:
         " make room (or the folder writable) and run the same command again."
     )
 
-
-# -------------------------------------------------------------------------------------------------
 
 _PARTS = ("bin", "offsets", "flags")
 ENDINGS = ("bos_only", "eos_only", "neither", "both")

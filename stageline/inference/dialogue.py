@@ -264,8 +264,6 @@ def _file(path: str) -> Path:
     return Path(words[0] if len(words) == 1 else path).expanduser()
 
 
-# -- who answers in a chat: a model in this process, or one behind an OpenAI-style server ---------
-
 MOST_PIXELS_A_SIDE = 2048  # a photograph would fill the largest body that servers take
 # a prompt_fn part takes a template as well; messages do without
 _TEMPLATE = "[QUESTION][ANSWER]"

@@ -24,8 +24,6 @@ from transformers import (
 from stageline.errors import UserError
 from stageline.planner.placement import smallest_maximum
 
-# -- a whole model on the meta device, where only names, shapes and bytes exist; loads nothing ----
-
 
 def auto_class_of(config: PretrainedConfig) -> Any:
     """The library's class that builds the model of a config."""
@@ -97,8 +95,6 @@ def blocks_path(model: PreTrainedModel) -> str | None:
     }
     return max(found, key=found.__getitem__) if found else None
 
-
-# -------------------------------------------------------------------------------------------------
 
 ROWS = 8  # that decode together, where nobody says how many: it matters for experts alone
 
@@ -191,8 +187,6 @@ def _expert_share(config: PretrainedConfig, num_rows: int) -> float:
         return 1.0
     return 1.0 - (1.0 - min(chosen, total) / total) ** num_rows
 
-
-# -- a whole model whose linear layers the library keeps in few bits, by bitsandbytes -------------
 
 Kind = Literal["nf4", "int8"]
 

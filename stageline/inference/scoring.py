@@ -20,7 +20,7 @@ from stageline.errors import DataError, UserError
 from stageline.inference.decoding.request import Failed, ScoreRequest
 from stageline.inference.generation import batch_together
 
-# -- rows of tokens whose likelihood is asked for: a prompt with a continuation, windows of a text
+# Rows of tokens whose likelihood is asked for: a prompt with a continuation, windows of a text.
 # Tokens are counted at the border as lm-evaluation-harness counts them (`_encode_pair`, and
 # `get_rolling_token_windows`), so that figures can be compared. Knows no model; scoring.py asks
 # one.
@@ -163,9 +163,6 @@ def shortened(row: ScoredRow, *, max_length: int | None, cuts: bool) -> ScoredRo
     )
 
 
-# -------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class RowScore:
     """What a row's targets have.
@@ -286,9 +283,6 @@ def _by_engine(engine: Any, processor: Any, rows: Sequence[ScoredRow]) -> Scores
             yield int(found.key), found.error
         else:
             yield int(found.key), RowScore(tuple(found.logprobs), found.is_greedy)
-
-
-# -- what is written of a sample that was scored: plain values that a metric reads again ----------
 
 
 def as_they_are_whole(

@@ -35,8 +35,6 @@ from stageline.serving.request_queue import CONTENT_TYPE, RequestQueue
 from stageline.serving.service import LiveResponse, Out, Service
 from stageline.serving.settings import HttpSettings
 
-# -- the OpenAPI document: bodies as strict as they are read, and every status that comes ---------
-
 _REFS = "#/components/schemas/{model}"
 _STATUSES = {
     400: "the request can't be answered as it is",
@@ -95,9 +93,6 @@ def make_document(
             for operation in methods.values():
                 operation["security"] = [] if path == "/health" else [{"key": []}]
     return document
-
-
-# -------------------------------------------------------------------------------------------------
 
 
 def make_app(service: Service) -> FastAPI:
@@ -223,7 +218,7 @@ def _reading(service: Service) -> APIRouter:
     return router
 
 
-# -- the chat page: a few files beside this one, served by the process that answers ---------------
+# The chat page: a few files beside this one, served by the process that answers.
 # Nothing is built and nothing comes from elsewhere: the page works without a network. Its headers
 # forbid scripts, styles and requests of any other origin, and setting markup from text.
 
@@ -283,7 +278,7 @@ def _endpoint(file: Path) -> Any:
     return send
 
 
-# -- runs a server: HTTP in a thread, the engine in this one, until somebody asks for a stop ------
+# Runs a server: HTTP in a thread, the engine in this one, until somebody asks for a stop.
 # A stop ends in order: nothing more is taken, what is under way may finish for a while, the rest is
 # cancelled, then the engine stops.
 

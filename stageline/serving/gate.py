@@ -101,11 +101,6 @@ def _route(path: str) -> str:
     return path if path in ROUTES else "other"
 
 
-# -- reads the body of a request: with limits while it arrives, and strictly as JSON of a model ---
-
-# -- bytes that large bodies may take at one time: who comes later waits, in order ----------------
-
-
 class ByteBudget:
     """A number of bytes that is given out and taken back, in one event loop.
 
@@ -147,8 +142,6 @@ class ByteBudget:
                 self.num_taken += wanted
                 turn.set_result(None)
 
-
-# -------------------------------------------------------------------------------------------------
 
 Model = TypeVar("Model", bound=BaseModel)
 BODIES_AT_ONCE = 8

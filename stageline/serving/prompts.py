@@ -33,10 +33,10 @@ from stageline.inference.generation import encode_prompts
 from stageline.serving.errors import ApiError, bad_request
 from stageline.serving.tool_calls import ToolFormat, find_format
 
-# -- pictures of a request: data URLs are decoded, addresses are fetched where that is allowed ----
+# Pictures of a request: data URLs are decoded, addresses are fetched where that is allowed.
 # A user's text never names a file of this machine.
 
-# -- fetches a picture from the web for somebody else: public addresses only, with limits ---------
+# Fetches a picture from the web for somebody else: public addresses only, with limits.
 # The name is resolved once, each of its addresses is judged, and the connection goes to the address
 # that was judged: a name that resolves otherwise the second time leads nowhere else. Each redirect
 # is judged the same way. Proxies of the environment are not used.
@@ -185,8 +185,6 @@ def _left(until: float) -> float:
     return left
 
 
-# -------------------------------------------------------------------------------------------------
-
 _SHOWN = 40
 
 
@@ -277,8 +275,6 @@ def _decoded(content: bytes, name: str, max_pixels: int) -> Image.Image:
 def _bad(message: str) -> ApiError:
     return bad_request(message, param="messages", code="invalid_image")
 
-
-# -------------------------------------------------------------------------------------------------
 
 # a prompt_fn part takes a template as well; messages do without
 _TEMPLATE = "[QUESTION][ANSWER]"

@@ -64,8 +64,6 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()
 
 
-# -- what a request says of sampling -> the engine's `Sampling`, within the limits of the server --
-
 _SEEDS = 2**63
 TEXT_DEFAULT_TOKENS = 16  # as OpenAI's
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -52,41 +52,20 @@ class Sampling:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _WHOLE_RANGES.items():
-            is_in = _is_whole(getattr(self, name), low, high)
-            self._check(name, is_in, f"an integer from {low} to {high}")
-        for name, (low, high) in _REAL_RANGES.items():
-            is_in = _is_real(getattr(self, name), low, high)
-            self._check(name, is_in, f"a number from {low:g} to {high:g}")
-        is_penalty = _is_real(self.repetition_penalty, 0, math.inf) and self.repetition_penalty > 0
-        self._check("repetition_penalty", is_penalty, "a finite number above 0 (1: no penalty)")
-        is_count = self.logprobs is None or _is_whole(self.logprobs, 0, _LARGEST)
-        self._check("logprobs", is_count, "None or an integer from 0")
-        self._check("stop", _are(self.stop, _is_text), "a tuple of texts, none of them empty")
-        is_ids = self.stop_token_ids is None or _are(self.stop_token_ids, _is_token_id)
-        self._check("stop_token_ids", is_ids, "None or a tuple of token ids")
-        is_grammar = self.grammar is None or isinstance(self.grammar, Grammar)
-        self._check("grammar", is_grammar, "None or a Grammar")
-        wanted = "a tuple of (token id, number from -100 to 100) pairs"
-        self._check("logit_bias", _are(self.logit_bias, _is_bias), wanted)
-
-    def _check(self, name: str, is_right: bool, expected: str) -> None:
-        if not is_right:
-            raise UserError(f"{name} is {getattr(self, name)!r}; expected {expected}.")
+        for name, (is_right, expected) in _RULES.items():
+            if not is_right(getattr(self, name)):
+                raise UserError(f"{name} is {getattr(self, name)!r}; expected {expected}.")
 
 
-_WHOLE_RANGES = {
-    "max_new_tokens": (1, _LARGEST),
-    "top_k": (0, _LARGEST),
-    "seed": (-(2 ** (_SEED_BITS - 1)), 2**_SEED_BITS - 1),
-}
-_REAL_RANGES = {
-    "temperature": (0.0, 1e6),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-}
+Rule = tuple[Callable[[Any], bool], str]
+
+
+def _whole(low: int, high: int) -> Rule:
+    return lambda value: _is_whole(value, low, high), f"an integer from {low} to {high}"
+
+
+def _real(low: float, high: float) -> Rule:
+    return lambda value: _is_real(value, low, high), f"a number from {low:g} to {high:g}"
 
 
 def _is_whole(value: object, low: int, high: int) -> bool:
@@ -99,22 +78,50 @@ def _is_real(value: object, low: float, high: float) -> bool:
     return math.isfinite(value) and low <= value <= high
 
 
-def _are(values: object, is_one: Callable[[object], bool]) -> bool:
+def _are(values: object, is_one: Callable[[Any], bool]) -> bool:
     return isinstance(values, tuple) and all(is_one(value) for value in values)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-def _is_token_id(value: object) -> bool:
-    return _is_whole(value, 0, _LARGEST)
 
 
 def _is_bias(pair: object) -> bool:
     if not isinstance(pair, tuple) or len(pair) != 2:
         return False
-    return _is_token_id(pair[0]) and _is_real(pair[1], -100, 100)
+    return _is_whole(pair[0], 0, _LARGEST) and _is_real(pair[1], -100, 100)
+
+
+_RULES: dict[str, Rule] = {
+    "max_new_tokens": _whole(1, _LARGEST),
+    "top_k": _whole(0, _LARGEST),
+    "seed": _whole(-(2 ** (_SEED_BITS - 1)), 2**_SEED_BITS - 1),
+    "temperature": _real(0.0, 1e6),
+    "top_p": _real(0.0, 1.0),
+    "min_p": _real(0.0, 1.0),
+    "presence_penalty": _real(-2.0, 2.0),
+    "frequency_penalty": _real(-2.0, 2.0),
+    "repetition_penalty": (
+        lambda value: _is_real(value, 0, math.inf) and value > 0,
+        "a finite number above 0 (1: no penalty)",
+    ),
+    "logprobs": (
+        lambda value: value is None or _is_whole(value, 0, _LARGEST),
+        "None or an integer from 0",
+    ),
+    "stop": (
+        lambda values: _are(values, lambda text: isinstance(text, str) and text != ""),
+        "a tuple of texts, none of them empty",
+    ),
+    "stop_token_ids": (
+        lambda ids: ids is None or _are(ids, lambda one: _is_whole(one, 0, _LARGEST)),
+        "None or a tuple of token ids",
+    ),
+    "grammar": (
+        lambda value: value is None or isinstance(value, Grammar),
+        "None or a Grammar",
+    ),
+    "logit_bias": (
+        lambda pairs: _are(pairs, _is_bias),
+        "a tuple of (token id, number from -100 to 100) pairs",
+    ),
+}
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from stageline.inference.decoding.request import PassOrder, Sampling, Score
 from stageline.inference.decoding.sampler import SampledRow, choose
 from stageline.stage import Stage
 
-# -- log-probabilities of given tokens from the logits in their places ----------------------------
+# Log-probabilities of given tokens from the logits in their places.
 # Shapes: T places, V vocabulary.
 
 # numbers that are made float32 at a time: a long row times a vocabulary would take gigabytes
@@ -43,8 +43,6 @@ def score_row(logits_TV: torch.Tensor, targets: list[int], *, num_top: int) -> S
             tops += [list(zip(*pair, strict=True)) for pair in pairs]
     return values, is_greedy, tops
 
-
-# -- the rows of one group on one stage: their cache, and where each of them stands ---------------
 
 Tensors = dict[str, torch.Tensor]
 
@@ -100,8 +98,6 @@ class Group:
         self.positions += new.positions
         self.kept += new.kept
 
-
-# -------------------------------------------------------------------------------------------------
 
 HIDDEN, EXTRA = "hidden", "extra"
 MEASURED_GROUP = -1
@@ -437,8 +433,6 @@ def _onwards(output: Any, others: Tensors) -> Tensors:
     found = {f"{EXTRA}{place:03d}": value for place, value in enumerate(extras)}
     return {HIDDEN: hidden, **found, **small}
 
-
-# -- how much memory keys and values may take, and how many tokens that is ------------------------
 
 GIB = 2**30
 SHARE_OF_A_GPU, SHARE_OF_A_HOST = 0.8, 0.25
