@@ -1,4 +1,4 @@
-"""What every request passes first: keys, counting, and the last net for errors. Plain ASGI."""
+"""What every request passes first: keys, counting, the last net for errors; reading bodies."""
 
 import asyncio
 import hmac
@@ -286,19 +286,15 @@ def _of_validation(error: ValidationError, value: Any) -> ApiError:
         key=lambda item: (item["type"] == "value_error", len(item["loc"])),
     )
     where = ".".join(map(str, _path(found["loc"], value)))[:200]
-    text = _SAID.get(found["type"], _as_said)(found["msg"])
+    text = _SAID.get(found["type"]) or found["msg"].removeprefix("Value error, ")
     return bad_request(
         f"{where or 'The body'}: {text}.", param=where or None, code=NOT_AS_DOCUMENTED
     )
 
 
-def _as_said(message: str) -> str:
-    return message.removeprefix("Value error, ")
-
-
-_SAID: dict[str, Callable[[str], str]] = {
-    "extra_forbidden": lambda _: "this field is not known here; leave it out",
-    "missing": lambda _: "this field is missing",
+_SAID = {
+    "extra_forbidden": "this field is not known here; leave it out",
+    "missing": "this field is missing",
 }
 
 

@@ -33,17 +33,6 @@ from stageline.inference.generation import encode_prompts
 from stageline.serving.errors import ApiError, bad_request
 from stageline.serving.tool_calls import ToolFormat, find_format
 
-# Pictures of a request: data URLs are decoded, addresses are fetched where that is allowed.
-# A user's text never names a file of this machine.
-
-# Fetches a picture from the web for somebody else: public addresses only, with limits.
-# The name is resolved once, each of its addresses is judged, and the connection goes to the address
-# that was judged: a name that resolves otherwise the second time leads nowhere else. Each redirect
-# is judged the same way. Proxies of the environment are not used.
-#
-# Not done by httpx: it judges no address, reads the bodies of redirects without a limit and limits
-# the time of single reads only, so that most of this would stay.
-
 SECONDS = 15.0
 MAX_REDIRECTS = 3
 _PORTS = {"http": 80, "https": 443}
@@ -57,7 +46,13 @@ class FetchError(Exception):
 
 
 def fetch(url: str, *, max_bytes: int, seconds: float = SECONDS) -> bytes:
-    """What lies at an http(s) address.
+    """The picture at an http(s) address; public addresses only, with limits.
+
+    The name is resolved once, each of its addresses is judged, and the connection goes to the
+    address that was judged: a name that resolves otherwise the second time leads nowhere else. Each
+    redirect is judged the same way. Proxies of the environment are not used. Not done by httpx: it
+    judges no address, reads the bodies of redirects without a limit and limits the time of single
+    reads only, so that most of this would stay.
 
     Args:
         max_bytes: nothing larger is read.
@@ -196,7 +191,9 @@ def read_pictures(
     max_bytes: int,
     may_fetch: bool,
 ) -> list[Image.Image]:
-    """Decoded RGB pictures.
+    """Decoded RGB pictures: data URLs are decoded, addresses are fetched where that is allowed.
+
+    A user's text never names a file of this machine.
 
     Args:
         max_images: of the request.
@@ -347,7 +344,7 @@ class PromptMaker:
                 "because the answer is a new message.",
                 param="messages",
             )
-        if tools and not self._knows_tools():
+        if tools and not ChatTemplate.of(self.processor).knows_tools:
             raise bad_request(
                 "The model's chat template knows no tools: leave tools out.",
                 param="tools",
@@ -414,9 +411,6 @@ class PromptMaker:
             param=param,
             code="context_length_exceeded",
         )
-
-    def _knows_tools(self) -> bool:
-        return ChatTemplate.of(self.processor).knows_tools
 
     def _read_pictures(self, messages: Sequence[Mapping[str, Any]]) -> list[Image.Image]:
         urls = [

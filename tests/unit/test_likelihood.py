@@ -14,7 +14,7 @@ from stageline.checking.tiny_processors import tiny_metaspace_tokenizer, tiny_to
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError, UserError
 from stageline.inference.decoding.request import Failed, Finished, Scored
-from stageline.inference.scoring import continuation_row, first_token, windows
+from stageline.inference.generation import continuation_row, first_token, windows
 
 TOKENIZERS = {
     "bytes": tiny_tokenizer(),
