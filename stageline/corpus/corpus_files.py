@@ -88,7 +88,7 @@ class MappedSegments:
         raise NotImplementedError
 
     def flags(self, start: int = 0, stop: int | None = None) -> numpy.ndarray:
-        """uint8 flags (segments.py) of segments start to stop."""
+        """uint8 flags of segments start to stop."""
         raise NotImplementedError
 
     def segments(self, start: int, stop: int) -> Segments:
@@ -398,7 +398,7 @@ class Corpus(MappedSegments):
         return numpy.diff(self.offsets(start, stop)).astype(numpy.int64)
 
     def flags(self, start: int = 0, stop: int | None = None) -> numpy.ndarray:
-        """uint8 flags (segments.py) of segments start to stop; a view of the file."""
+        """uint8 flags of segments start to stop; a view of the file."""
         stop = self._len if stop is None else stop
         return numpy.frombuffer(self._flags, dtype=numpy.uint8)[start:stop]
 

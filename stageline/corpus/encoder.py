@@ -2,7 +2,7 @@
 
 The text of a control token ("<|im_end|>" in a manual page) stays text: it gets the ids of its
 characters, as with `split_special_tokens=True` in transformers. Where tiktoken gives the same ids
-it is used (`fast_encoder`), else the `tokenizers` library; `Encoder.kind` and `.note` say which.
+it is used (`FastEncoder`), else the `tokenizers` library; `Encoder.kind` and `.note` say which.
 """
 
 import json

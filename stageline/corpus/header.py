@@ -3,7 +3,7 @@
 A corpus PREFIX is four files:
     .bin  the tokens, little-endian, uint16 (vocabularies up to 65,536 ids) or uint32
     .idx  preamble (24 bytes), JSON, zeros up to a page; then uint64 offsets[n + 1], counted in
-          tokens, and uint8 flags[n] (segments.py)
+          tokens, and uint8 flags[n]
     .dis  JSON: how many segments each type has
     .tmp  JSON: how many segments have BOS only, EOS only, neither, both
 The segments of a type are one range. Knows bytes, not how they are read or written.

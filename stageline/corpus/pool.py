@@ -236,7 +236,7 @@ class Processes:
         try:
             future = self._executor.submit(_cut, chunk)
         except BrokenProcessPool as error:
-            raise _died() from error
+            raise _died("a worker process") from error
         return lambda: self._result(future)
 
     def close(self) -> None:
@@ -253,7 +253,7 @@ class Processes:
         try:
             return future.result()
         except BrokenProcessPool as error:
-            raise _died() from error
+            raise _died("a worker process") from error
 
 
 def open_pool(task: Task, num_workers: int, executor: str) -> Pool:
@@ -285,12 +285,12 @@ def ordered(pool: Pool, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, ChunkR
         yield first, result()
 
 
-def _died() -> WorkerDied:
+def _died(what: str) -> WorkerDied:
     return WorkerDied(
-        "a worker process ended before its chunk was cut, killed from outside: by the system when "
-        "memory is short, for example. Workers were expected to live as long as the build. What "
-        "was built is kept: run the same command again to go on, with fewer `num_workers` or a "
-        "smaller `max_document_bytes` where memory is short."
+        f"{what} ended before its chunk was cut. Workers were expected to live as long as the "
+        "build; the system kills them when memory is short, for example. What was built is kept: "
+        "run the same command again to go on, with fewer `num_workers` or a smaller "
+        "`max_document_bytes` where memory is short."
     )
 
 
@@ -401,11 +401,7 @@ class RayActors:
         except RayTaskError as error:
             raise error.cause from error
         except RayActorError as error:
-            raise WorkerDied(
-                f"a worker of the Ray cluster ended before its chunk was cut ({error}). Workers "
-                "were expected to live as long as the build. What was built is kept: run the same "
-                "command again to go on, with fewer `num_workers` where memory is short."
-            ) from error
+            raise _died(f"a worker of the Ray cluster ({error})") from error
 
 
 def _import_ray() -> Any:

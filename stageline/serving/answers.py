@@ -39,7 +39,7 @@ async def answer_chat(service: Service, asked: ChatRequest, out: Out) -> None:
     sampling = chat_sampling(asked, service.settings, num_ids=service.prompts.num_ids)
     given = asked.model_dump(exclude_none=True)
     tools = shown_tools(given) if asked.tool_choice != "none" else []
-    with service.desk.place(asked.n or 1) as place:
+    with service.queue.place(asked.n or 1) as place:
         prompt = await service.in_thread(
             service.prompts.of_messages, given["messages"], tools=tools
         )
@@ -219,7 +219,7 @@ async def answer_completion(service: Service, asked: CompletionRequest, out: Out
             param="n",
         )
     num_scores = len(given) if asked.echo and asked.logprobs is not None else 0
-    with service.desk.place(len(given) * count * has_answers + num_scores) as place:
+    with service.queue.place(len(given) * count * has_answers + num_scores) as place:
         prompts = await service.in_thread(_encoded, service.prompts, given)
         requests: list[Request] = []
         for prompt in prompts if has_answers else []:

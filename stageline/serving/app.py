@@ -198,7 +198,7 @@ def _reading(service: Service) -> APIRouter:
     @router.get("/health", response_model=Health, responses=errors(500, 503))
     async def health() -> dict[str, Any]:
         """Whether requests can be answered."""
-        service.desk.check_open()
+        service.queue.check_open()
         stats = service.engine.stats()
         return {"status": "ok", "running": stats.running, "queued": stats.queued}
 
@@ -383,25 +383,25 @@ def serve_until(
         UserError: the port can't be had.
         Exception: what the engine raises.
     """
-    engine, desk = service.engine, service.desk
+    engine, queue = service.engine, service.queue
     with http_server(app, host, port, http=http) as url:
         tell(f"serving {service.settings.model_name} at {url}/v1")
         is_over = threading.Event()
         watch = threading.Thread(
-            target=_watch, args=(engine, desk, should_stop, shutdown_seconds, is_over), daemon=True
+            target=_watch, args=(engine, queue, should_stop, shutdown_seconds, is_over), daemon=True
         )
         watch.start()
         try:
             engine.run()
         finally:
-            desk.is_closed = True
+            queue.is_closed = True
             is_over.set()
             watch.join(SECONDS_TO_CANCEL)
 
 
 def _watch(
     engine: DecodingEngine,
-    desk: RequestQueue,
+    queue: RequestQueue,
     should_stop: Callable[[], bool],
     shutdown_seconds: float,
     is_over: threading.Event,
@@ -409,10 +409,10 @@ def _watch(
     while not should_stop():
         if is_over.wait(SECONDS_TO_LOOK):
             return
-    desk.is_closed = True
-    _wait_until(lambda: desk.num_places == 0 or is_over.is_set(), shutdown_seconds)
-    desk.cancel_all()
-    _wait_until(lambda: desk.num_places == 0 or is_over.is_set(), SECONDS_TO_CANCEL)
+    queue.is_closed = True
+    _wait_until(lambda: queue.num_places == 0 or is_over.is_set(), shutdown_seconds)
+    queue.cancel_all()
+    _wait_until(lambda: queue.num_places == 0 or is_over.is_set(), SECONDS_TO_CANCEL)
     engine.stop()
 
 

@@ -176,8 +176,8 @@ class RequestQueue:
 class Reservation:
     """Room for the answers of one request; see `RequestQueue.place`."""
 
-    def __init__(self, desk: RequestQueue, count: int) -> None:
-        self.desk = desk
+    def __init__(self, owner: RequestQueue, count: int) -> None:
+        self.owner = owner
         self._loop = asyncio.get_running_loop()
         self._num_unused = count
         self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
@@ -196,10 +196,10 @@ class Reservation:
 
     def leave(self) -> None:
         """Gives the room back: at once what was not used, the rest when the engine ended it."""
-        self.desk.num_places -= self._num_unused
+        self.owner.num_places -= self._num_unused
         self._num_unused = 0
         for key in list(self._open):
-            self.desk.engine.cancel(key)
+            self.owner.engine.cancel(key)
 
     def _start(self, requests: Sequence[Request | ScoreRequest]) -> None:
         asked_at = time.monotonic()
@@ -207,10 +207,10 @@ class Reservation:
             key = f"{request.key}-{secrets.token_hex(8)}"  # clients choose no keys
             self._num_unused -= 1
             self._open.add(key)
-            self.desk._open.add(key)
+            self.owner._open.add(key)
             listener = self._listener(number, key, asked_at)
             try:
-                self.desk.engine.submit(replace(request, key=key), listener)
+                self.owner.engine.submit(replace(request, key=key), listener)
             except Exception as error:  # as if it had failed later
                 self._take(number, key, asked_at, Failed(key, error))
 
@@ -222,12 +222,12 @@ class Reservation:
         return listen
 
     def _take(self, number: int, key: str, asked_at: float, event: Event) -> None:
-        metrics = self.desk.metrics
+        metrics = self.owner.metrics
         if isinstance(event, AnswerPiece):
             metrics.see_piece(key, asked_at)
         elif key in self._open:
             self._open.discard(key)
-            self.desk._open.discard(key)
-            self.desk.num_places -= 1
+            self.owner._open.discard(key)
+            self.owner.num_places -= 1
             metrics.see_end(key, event, asked_at)
         self._queue.put_nowait((number, event))

@@ -203,7 +203,7 @@ class Service:
         self.prompts = prompts
         self.settings = settings
         self.metrics = Metrics(engine.stats)
-        self.desk = RequestQueue(engine, max_queue=settings.max_queue, metrics=self.metrics)
+        self.queue = RequestQueue(engine, max_queue=settings.max_queue, metrics=self.metrics)
         self.bodies = BodyReader(settings.max_body_bytes, seconds=settings.read_seconds)
         self.texts = TokenTexts(engine.processor)
         self.created = int(time.time())
@@ -223,7 +223,7 @@ class Service:
             answer: writes what follows from the body.
         """
         try:
-            self.desk.check_open()
+            self.queue.check_open()
             check_content_type(request)
         except ApiError:
             await drain(request)
