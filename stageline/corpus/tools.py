@@ -523,7 +523,3 @@ def _wrong_counts(corpus: Corpus) -> list[str]:
         if found != value:
             wrong.append(f"the {suffix} says {value}; it says {found}")
     return wrong
-
-
-def _id(token: int | None) -> int:
-    return -1 if token is None else token

@@ -36,7 +36,8 @@ from stageline.inference.decoding.request import (
 if TYPE_CHECKING:
     from stageline.inference.decoding.engine import DecodingEngine
 
-_Row = tuple[ScoreRequest, Listener]
+ScoreListener = Callable[[Scored | Failed], None]
+_Row = tuple[ScoreRequest, ScoreListener]
 
 # Decodes an answer token by token, in time linear in its length.
 # All that is given out together is, to the character, what the tokenizer makes of all tokens at
@@ -396,7 +397,7 @@ class ScoreQueue:
             act()
         self.done.clear()
 
-    def add(self, item: ScoreRequest, listener: Listener) -> None:
+    def add(self, item: ScoreRequest, listener: ScoreListener) -> None:
         """A row that is to be scored."""
         self.waiting.append((item, listener))
 
@@ -451,7 +452,7 @@ class ScoreQueue:
             _tell(listener, Scored(item.key, tuple(values), is_greedy, likeliest))
 
 
-def _tell(listener: Listener, event: Scored | Failed) -> None:
+def _tell(listener: ScoreListener, event: Scored | Failed) -> None:
     try:
         listener(event)
     except Exception:  # of one who asked: the others get theirs
