@@ -98,7 +98,9 @@ def icu(text: str) -> numpy.ndarray:
     units = numpy.cumsum(1 + (codes > 0xFFFF))  # ICU counts in UTF-16
     places, before = set(), 0
     for end in (units.searchsorted(numpy.fromiter(breaks, numpy.int64)) + 1).tolist():
-        places.add(_before_white(text, end, least=before))
+        start = _before_white(text, end, least=before)
+        if start > before:  # else it is white space alone
+            places.add(start)
         before = end
     return _inside(text, places)
 
