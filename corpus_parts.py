@@ -13,7 +13,7 @@ import numpy
 
 from register import document_register, splitter_register
 from stageline.corpus import sentences
-from stageline.corpus.row_text import BadDocument
+from stageline.corpus.input import BadDocument
 from stageline.errors import UserError
 
 SLOT = re.compile(r"\[\[([A-Z][A-Z0-9_]*)\]\]|\[([A-Z][A-Z0-9_]*)\]")

@@ -48,8 +48,7 @@ def print_memory(peaks: dict[tuple[str, float], dict[str, float]]) -> None:
 def add_padding(name: str, pieces: str, prefix: Path) -> None:
     """Keeps the figures of a corpus for the table."""
     sys.path.insert(0, str(ROOT))
-    from stageline.corpus.pack import pack_corpus
-    from stageline.corpus.verify import stats
+    from stageline.corpus.pack import pack_corpus, stats
 
     _padding.setdefault(name, {})[pieces] = stats(prefix).whole
     _packed[name, pieces] = pack_corpus(prefix).padding

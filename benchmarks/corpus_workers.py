@@ -25,7 +25,7 @@ Ids = Iterable[numpy.ndarray]
 def make_cutter(settings: Settings) -> Any:
     """Ours; called in the build."""
     from stageline.corpus import sentences
-    from stageline.corpus.cutter import DocumentCutter
+    from stageline.corpus.cut import DocumentCutter
     from stageline.corpus.encoder import load_encoder
     from stageline.corpus.header import CutRules
 

@@ -159,7 +159,7 @@ def made_of_text(header: Any) -> bool:
 
 def print_stats(prefix: str, *, as_json: bool, plot_path: str | None) -> None:
     """Prints the figures of a corpus, and draws the lengths of its segments."""
-    from stageline.corpus.verify import stats
+    from stageline.corpus.pack import stats
 
     figures = stats(prefix)
     picture = plot_path or f"{prefix}.stats.png"
@@ -310,7 +310,7 @@ def columns_of(document: ChosenPart) -> Sequence[str] | None:
 
 def make_cutter(tokenizer_path: str, kind: str, splitter: Any, rules: Any) -> Any:
     """What a worker cuts with; None in the rules adds a token where the tokenizer has it."""
-    from stageline.corpus.cutter import DocumentCutter
+    from stageline.corpus.cut import DocumentCutter
 
     encoder = load_tokenizer(tokenizer_path, kind)
     rules = dataclasses.replace(
@@ -330,7 +330,7 @@ def load_tokenizer(path: str, kind: Any = "tokenizers") -> Any:
 
 def merge(arguments: CorpusArguments) -> None:
     """Joins corpora into a new one."""
-    from stageline.corpus.merge import merge as merge_corpora
+    from stageline.corpus.tools import merge as merge_corpora
 
     run = arguments.run
     header = merge_corpora(
@@ -387,8 +387,8 @@ def open_encoder(path: str | None, known: Any) -> Any | None:
 
 def remove(arguments: CorpusArguments) -> None:
     """Copies a corpus without some segments."""
-    from stageline.corpus.merge import remove as remove_segments
     from stageline.corpus.run_sampler import load_indices
+    from stageline.corpus.tools import remove as remove_segments
 
     run = arguments.run
     header = remove_segments(
@@ -420,7 +420,7 @@ def stats(arguments: CorpusArguments) -> None:
 def verify(arguments: CorpusArguments) -> None:
     """Checks all sums and counts."""
     from stageline.corpus.pack import PackedRows
-    from stageline.corpus.verify import verify as verify_corpus
+    from stageline.corpus.tools import verify as verify_corpus
 
     run = arguments.run
     path = run.tokenizer_path
@@ -447,7 +447,7 @@ def pack(arguments: CorpusArguments) -> None:
 def convert(arguments: CorpusArguments) -> None:
     """From and to Megatron-core's files, by what there is."""
     from stageline.corpus.corpus_files import open_corpus
-    from stageline.corpus.merge import from_megatron, to_megatron
+    from stageline.corpus.tools import from_megatron, to_megatron
 
     run = arguments.run
     prefix, new_prefix = run.read_path_prefix, run.new_path_prefix

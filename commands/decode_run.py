@@ -28,7 +28,7 @@ from stageline.inference.decoding.engine import DecodingEngine
 from stageline.inference.decoding.grammars import Matchers
 from stageline.inference.decoding.scheduler import Limits
 from stageline.inference.decoding.stage_decoder import StageDecoder, cache_budget, cells_within
-from stageline.inference.decoding.stop_ids import stop_ids_of
+from stageline.inference.generation import stop_ids_of
 from stageline.model_folder import find_folder
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

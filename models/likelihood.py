@@ -10,7 +10,7 @@ from stageline.errors import DataError, UserError
 
 if TYPE_CHECKING:
     from stageline.data.text.rendered import Rendered
-    from stageline.inference.scoring import ScoredRow
+    from stageline.inference.generation import ScoredRow
 
 TEXT_KEYS = {"prompt": "text", "prompt_fn": "fill", "image_token": "none", "metric": "perplexity"}
 Continuations = Literal["choices", "letters", "answer"]
@@ -37,7 +37,12 @@ def loglikelihood(
         delimiter: stands between prompt and continuation; default: a space, in a chat nothing.
         overlong: a prompt with more tokens than the model reads is refused, or loses its beginning.
     """
-    from stageline.inference.scoring import choice_result, continuation_row, longest_row, shortened
+    from stageline.inference.generation import (
+        choice_result,
+        continuation_row,
+        longest_row,
+        shortened,
+    )
 
     _needs_tokens(processor, "loglikelihood")
     texts = [_continuations(sample, continuations) for sample in samples]
@@ -73,7 +78,7 @@ def perplexity(
         stride: new tokens of each window but the first; fewer give each more context.
             Default: max_length.
     """
-    from stageline.inference.scoring import longest_row, text_result, text_rows, text_tokens
+    from stageline.inference.generation import longest_row, text_result, text_rows, text_tokens
 
     _needs_tokens(processor, "perplexity")
     if any(images):
@@ -99,7 +104,7 @@ def _scored(
     model: Any, processor: Any, rows_of: Sequence[Sequence[ScoredRow]], batch_size: int
 ) -> Iterator[tuple[int, Any]]:
     """(sample, scores of its rows), as they come."""
-    from stageline.inference.scoring import as_they_are_whole, score_rows
+    from stageline.inference.generation import as_they_are_whole, score_rows
 
     rows = [row for own in rows_of for row in own]
     owners = [place for place, own in enumerate(rows_of) for _ in own]

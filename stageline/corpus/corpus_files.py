@@ -11,6 +11,7 @@ import struct
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy
 
@@ -31,9 +32,6 @@ from stageline.corpus.header import (
 )
 from stageline.errors import DataError
 
-# -- segments read through memory maps: what readers of both formats share ------------------------
-# A subclass knows where segment i begins and how long it is; here lies what follows from that.
-
 # segments and tokens of a step when a whole corpus is walked: memory stays flat
 STEP = 1 << 16
 TOKENS = 1 << 22
@@ -41,6 +39,8 @@ TOKENS = 1 << 22
 
 class MappedSegments:
     """A corpus that is read in place. Picklable: a worker opens the files again.
+
+    A subclass knows where segment i begins and how long it is; here lies what follows from that.
 
     Attributes:
         prefix: the path prefix as it was given.
@@ -58,7 +58,7 @@ class MappedSegments:
         return self._len
 
     def __reduce__(self) -> tuple:
-        return _open_again, (type(self), os.path.abspath(self.prefix), self.prefix, self.digest)
+        return open_again, (type(self), os.path.abspath(self.prefix), self.prefix, self.digest)
 
     @property
     def digest(self) -> str:
@@ -88,13 +88,13 @@ class MappedSegments:
         raise NotImplementedError
 
     def flags(self, start: int = 0, stop: int | None = None) -> numpy.ndarray:
-        """uint8 flags (segments.py) of segments start to stop."""
+        """uint8 flags of segments start to stop."""
         raise NotImplementedError
 
     def segments(self, start: int, stop: int) -> Segments:
         """Neighbouring segments with their flags, as a writer takes them."""
         if start >= stop:
-            return Segments(*(numpy.empty(0, kind) for kind in ("uint32", "int64", "uint8")))
+            return Segments.join([])
         tokens = self._ids[self.bounds(start)[0] : self.bounds(stop - 1)[1]]
         return Segments(
             tokens.astype(numpy.uint32), self.lengths(start, stop), self.flags(start, stop)
@@ -192,22 +192,27 @@ def _missing(path: Path) -> str:
     )
 
 
-def _open_again(kind: type, path: str, prefix: str, digest: str) -> MappedSegments:
-    corpus = kind(path)
-    if corpus.digest != digest:
+def open_again(kind: type, path: str, prefix: str, digest: str) -> Any:
+    """What another process was given, opened here.
+
+    Raises:
+        DataError: it has other content now.
+    """
+    opened = kind(path)
+    if opened.digest != digest:
         raise DataError(
-            f"{path} is another corpus than when this process was given it: it was written anew"
-            " meanwhile. Start the run again."
+            f"{path} is not what it was when this process was given it: it was written or packed"
+            " anew meanwhile. Start the run again."
         )
-    corpus.prefix = prefix
-    return corpus
+    opened.prefix = prefix
+    return opened
 
 
-# -- reads and writes the files of Megatron-core's `IndexedDataset` (MMapIndexedDataset) ----------
-# Its `.idx`, all little-endian and without padding: 9 bytes magic, u64 version 1, u8 dtype code,
-# u64 sequences, u64 documents + 1; i32 lengths in tokens, i64 byte pointers, i64 document index
-# (the number of the first sequence of each document, and the number of sequences).
-# Our segment is its sequence, our document its document. It knows neither types nor a tokenizer.
+# The files of Megatron-core's `IndexedDataset` (MMapIndexedDataset). Its `.idx`, all little-endian
+# and without padding: 9 bytes magic, u64 version 1, u8 dtype code, u64 sequences, u64 number of
+# documents + 1; i32 lengths in tokens, i64 byte pointers, i64 document index (the number of the
+# first sequence of each document, and the number of sequences). Our segment is its sequence, our
+# document its document. It knows neither types nor a tokenizer.
 # Source: megatron/core/datasets/indexed_dataset.py, 0.16.1.
 
 _HEAD = struct.Struct("<9sQBQQ")
@@ -347,9 +352,6 @@ def _read_head(index: memoryview, path: Path) -> tuple[str, int, int]:
     return _DTYPES[code], num_sequences, num_borders - 1
 
 
-# -------------------------------------------------------------------------------------------------
-
-
 class Corpus(MappedSegments):
     """A corpus that `CorpusWriter` wrote.
 
@@ -396,7 +398,7 @@ class Corpus(MappedSegments):
         return numpy.diff(self.offsets(start, stop)).astype(numpy.int64)
 
     def flags(self, start: int = 0, stop: int | None = None) -> numpy.ndarray:
-        """uint8 flags (segments.py) of segments start to stop; a view of the file."""
+        """uint8 flags of segments start to stop; a view of the file."""
         stop = self._len if stop is None else stop
         return numpy.frombuffer(self._flags, dtype=numpy.uint8)[start:stop]
 

@@ -2,7 +2,7 @@
 
 The text of a control token ("<|im_end|>" in a manual page) stays text: it gets the ids of its
 characters, as with `split_special_tokens=True` in transformers. Where tiktoken gives the same ids
-it is used (`fast_encoder`), else the `tokenizers` library; `Encoder.kind` and `.note` say which.
+it is used (`FastEncoder`), else the `tokenizers` library; `Encoder.kind` and `.note` say which.
 """
 
 import json
@@ -31,8 +31,6 @@ from stageline.corpus.tokenizer_rules import (
 )
 from stageline.errors import DataError, UserError
 
-# -- where tokens end, in bytes of the text: from the character offsets of the tokenizers library -
-
 
 def of_offsets(text: str, offsets: Sequence[tuple[int, int]]) -> numpy.ndarray:
     """Byte ends (int64) of tokens whose (start, end) are characters; rising, the last at the end.
@@ -59,8 +57,6 @@ def char_bytes(text: str) -> numpy.ndarray:
     sizes = 1 + (code >= 0x80).astype(numpy.int64) + (code >= 0x800) + (code >= 0x10000)
     return numpy.concatenate([numpy.zeros(1, dtype=numpy.int64), numpy.cumsum(sizes)])
 
-
-# -- texts on which two ways to encode are compared before one is trusted in place of the other ---
 
 _TEXTS = (
     "Plain words, then a full stop. Another sentence; it isn't long!",
@@ -137,7 +133,7 @@ def check_texts(tokens: Sequence[bytes] | None, *, num_single: int = 2000) -> li
     return [*_TEXTS, *mixed, *words[::step]]
 
 
-# -- the same ids by tiktoken, some six times faster, for tokenizers that `fast_rules` has rules for
+# The same ids by tiktoken, some six times faster, for tokenizers that `fast_rules` has rules for.
 # Many documents go through one call, with a separator between them: for short ones that is twice as
 # fast as a call each. What tiktoken would get wrong, or die of, is handed back unencoded.
 
@@ -246,8 +242,6 @@ def _has_long_blank(text: str) -> bool:
         for start in range(0, len(text) - _LONG_BLANK + 1, _LONG_BLANK)
     )
 
-
-# -------------------------------------------------------------------------------------------------
 
 Kind = Literal["auto", "tiktoken", "tokenizers"]
 

@@ -3,7 +3,7 @@
 A corpus PREFIX is four files:
     .bin  the tokens, little-endian, uint16 (vocabularies up to 65,536 ids) or uint32
     .idx  preamble (24 bytes), JSON, zeros up to a page; then uint64 offsets[n + 1], counted in
-          tokens, and uint8 flags[n] (segments.py)
+          tokens, and uint8 flags[n]
     .dis  JSON: how many segments each type has
     .tmp  JSON: how many segments have BOS only, EOS only, neither, both
 The segments of a type are one range. Knows bytes, not how they are read or written.
@@ -14,6 +14,7 @@ import json
 import os
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -21,7 +22,6 @@ import numpy
 
 from stageline.errors import DataError
 
-# -- what all of this room hands around: segments of documents, and where their tokens are from ---
 # A document is one text of the input. A segment is a stretch of its tokens, at most `seq_length`
 # long with BOS and EOS counted; the segments of a document follow each other and share no token.
 
@@ -48,6 +48,15 @@ class Segments:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @classmethod
+    def join(cls, parts: Sequence["Segments"]) -> "Segments":
+        """All segments of some, in order; of nothing none."""
+        empty = cls(*(numpy.empty(0, kind) for kind in ("uint32", "int64", "uint8")))
+        names = ("tokens", "lengths", "flags")
+        return cls(
+            *(numpy.concatenate([getattr(one, name) for one in (empty, *parts)]) for name in names)
+        )
 
 
 @dataclass(frozen=True)
@@ -89,8 +98,6 @@ class CutRules:
     adds_bos: bool = True
     adds_eos: bool = True
 
-
-# -------------------------------------------------------------------------------------------------
 
 MAGIC = b"STAGLIDX"
 VERSION = 1
@@ -170,11 +177,28 @@ def dtype_for(vocab_size: int) -> str:
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
-def encode_header(header: CorpusHeader) -> bytes:
+def framed(magic: bytes, version: int, text: str) -> bytes:
     """Preamble and JSON, filled up with zeros so that the arrays begin on a page."""
-    text = json.dumps(asdict(header), ensure_ascii=False, indent=1).encode()
-    whole = _PREAMBLE.pack(MAGIC, header.version, len(text), zlib.crc32(text)) + text
+    data = text.encode()
+    whole = _PREAMBLE.pack(magic, version, len(data), zlib.crc32(data)) + data
     return whole + bytes(-len(whole) % PAGE)
+
+
+def unframed(start: bytes | memoryview) -> tuple[bytes, int, bytes | None, int]:
+    """(magic, version, JSON, where the arrays begin) of `framed`; None: damaged."""
+    if len(start) < _PREAMBLE.size:
+        return bytes(start[: len(MAGIC)]), 0, None, 0
+    magic, version, size, crc = _PREAMBLE.unpack_from(start)
+    end = _PREAMBLE.size + size
+    text = bytes(start[_PREAMBLE.size : end])
+    is_whole = len(text) == size and zlib.crc32(text) == crc
+    return magic, version, text if is_whole else None, end + -end % PAGE
+
+
+def encode_header(header: CorpusHeader) -> bytes:
+    """What the `.idx` begins with."""
+    text = json.dumps(asdict(header), ensure_ascii=False, indent=1)
+    return framed(MAGIC, header.version, text)
 
 
 def decode_header(start: bytes | memoryview, path: Path) -> tuple[CorpusHeader, int]:
@@ -183,20 +207,39 @@ def decode_header(start: bytes | memoryview, path: Path) -> tuple[CorpusHeader, 
     Raises:
         DataError: not a corpus, of a newer version, or damaged.
     """
-    _check_magic(bytes(start[: len(MEGATRON_MAGIC)]), path)
-    if len(start) < _PREAMBLE.size:
-        raise _damaged(path, f"it ends after {len(start)} bytes")
-    _, version, size, crc = _PREAMBLE.unpack_from(start)
+    magic, version, text, begin = unframed(start)
+    if bytes(start[: len(MEGATRON_MAGIC)]) == MEGATRON_MAGIC:
+        raise DataError(
+            f"{path} is an index of Megatron-core; a corpus of Stageline was expected here:"
+            " convert it first (`corpus.py convert`)."
+        )
+    if magic != MAGIC:
+        raise DataError(
+            f"{path} begins with {magic!r}; the index of a corpus begins with {MAGIC!r}: the file"
+            " is of another program. Give the prefix of a corpus that `corpus.py write` made."
+        )
     if version > VERSION:
         raise DataError(
             f"{path} has format version {version}; this program reads versions up to {VERSION}, as"
             " a newer one wrote the file: update Stageline, or write the corpus anew with this one."
         )
-    text = bytes(start[_PREAMBLE.size : _PREAMBLE.size + size])
-    if len(text) < size or zlib.crc32(text) != crc:
-        raise _damaged(path, "its checksum does not fit")
-    end = _PREAMBLE.size + size
-    return _from_json(json.loads(text)), end + -end % PAGE
+    if text is None:
+        is_short = len(start) < _PREAMBLE.size
+        why = f"it ends after {len(start)} bytes" if is_short else "its checksum does not fit"
+        raise DataError(
+            f"The header of {path} is damaged: {why}. Copy the corpus again or write it anew."
+        )
+    values = json.loads(text)
+    tokenizer = values.pop("tokenizer")
+    header = CorpusHeader(
+        tokenizer=TokenizerInfo(**tokenizer) if tokenizer else None,
+        rules=CutRules(**values.pop("rules")),
+        types=tuple(SegmentType(**kind) for kind in values.pop("types")),
+        sources=tuple(values.pop("sources")),
+        mixed_rules=tuple(values.pop("mixed_rules")),
+        **values,
+    )
+    return header, begin
 
 
 def edges_digest(path: Path) -> str:
@@ -208,35 +251,3 @@ def edges_digest(path: Path) -> str:
         file.seek(max(0, size - EDGE_BYTES))
         digest.update(file.read(EDGE_BYTES))
     return digest.hexdigest()
-
-
-def _from_json(values: dict) -> CorpusHeader:
-    tokenizer = values.pop("tokenizer")
-    return CorpusHeader(
-        tokenizer=TokenizerInfo(**tokenizer) if tokenizer else None,
-        rules=CutRules(**values.pop("rules")),
-        types=tuple(SegmentType(**kind) for kind in values.pop("types")),
-        sources=tuple(values.pop("sources")),
-        mixed_rules=tuple(values.pop("mixed_rules")),
-        **values,
-    )
-
-
-def _check_magic(start: bytes, path: Path) -> None:
-    if start[: len(MAGIC)] == MAGIC:
-        return
-    if start == MEGATRON_MAGIC:
-        raise DataError(
-            f"{path} is an index of Megatron-core; a corpus of Stageline was expected here:"
-            " convert it first (`corpus.py convert`)."
-        )
-    raise DataError(
-        f"{path} begins with {start[: len(MAGIC)]!r}; the index of a corpus begins with {MAGIC!r}:"
-        " the file is of another program. Give the prefix of a corpus that `corpus.py write` made."
-    )
-
-
-def _damaged(path: Path, why: str) -> DataError:
-    return DataError(
-        f"The header of {path} is damaged: {why}. Copy the corpus again or write it anew."
-    )

@@ -19,8 +19,8 @@ import numpy
 from stageline.errors import UserError
 from stageline.seeds import derive_seed
 
-# -- permutations that are computed, not stored: any place of an order of any size, in O(1) memory
-# A Feistel network over a rectangle of just the size: a place is (left, right), and in turn one
+# Permutations that are computed, not stored: any place of an order of any size, in O(1) memory. A
+# Feistel network over a rectangle of just the size: a place is (left, right), and in turn one
 # half is shifted by a hash of the other, which can be undone, so no two places meet. What falls
 # into the few cells beyond `size` goes through once more until it lies inside (cycle walking).
 # Integers only: the same on every machine and in every version of NumPy.
@@ -29,29 +29,6 @@ _ROUNDS = 16  # at fewer, some orders of four to seven things come more often th
 _GOLDEN = 0x9E3779B97F4A7C15
 _SHIFTS = tuple(numpy.uint64(shift) for shift in (30, 27, 31))
 _FACTORS = tuple(numpy.uint64(factor) for factor in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-
-
-class Permutation:
-    """An order of 0 .. size-1: `order(places)` are the numbers at these places.
-
-    Args:
-        size: of how many, from 1 on.
-        seed: 0 <= seed < 2**63; another seed gives an unrelated order.
-    """
-
-    def __init__(self, size: int, seed: int) -> None:
-        assert size > 0
-        self.size = size
-        self.seed = seed
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __call__(self, places: numpy.ndarray) -> numpy.ndarray:
-        """int64, of the shape of `places`, each of which is 0 <= place < size."""
-        places = numpy.asarray(places, dtype=numpy.int64)
-        flat = permute(places.reshape(-1), numpy.array([self.size]), numpy.array([self.seed]))
-        return flat.reshape(places.shape)
 
 
 def permute(places: numpy.ndarray, sizes: numpy.ndarray, seeds: numpy.ndarray) -> numpy.ndarray:
@@ -105,16 +82,14 @@ def _hash(values: numpy.ndarray) -> numpy.ndarray:
     return values ^ (values >> _SHIFTS[2])
 
 
-# -- how many rows of each type go into each batch of a mixture. Pure integers, any batch at once -
-# Fixed counts are the same in every batch. Of weights, each batch takes the whole part of every
-# type's share; the places that are left go to rows in the order in which they are due: row j of
-# type t is due at (j + phase of t) / (what is left of t's share). So each type comes at an even
-# pace, and what it gave before batch n is a closed form: all rows due by a time, and a few more or
-# less, so that the batches are full.
-
-
 class Apportionment:
-    """The rows of each type in the first n batches.
+    """The rows of each type in the first n batches of a mixture; any batch at once.
+
+    Fixed counts are the same in every batch. Of weights, each batch takes the whole part of every
+    type's share; the places that are left go to rows in the order in which they are due: row j of
+    type t is due at (j + phase of t) / (what is left of t's share). So each type comes at an even
+    pace, and what it gave before batch n is a closed form: all rows due by a time, and a few more
+    or less, so that the batches are full.
 
     Args:
         whole: rows of each type that every batch takes.
@@ -213,38 +188,20 @@ class Apportionment:
         return Fraction(2 * num_kinds * row + 2 * kind + 1, 2 * num_kinds * self.weights[kind])
 
 
-# -- when an epoch of a mixture ends, where its types do not end together. Pure integers ----------
-# Each type gives its rows in an order of its own; where they are used up, it begins another order
-# of the same rows (never draws with replacement: no row comes a third time before each came
-# twice). So the number of batches alone decides what is repeated and what is left out:
+# When an epoch of a mixture ends, where its types do not end together. Each type gives its rows in
+# an order of its own; where they are used up, it begins another order of the same rows (none comes
+# a third time before each came twice). So the number of batches alone decides what is repeated
+# and what is left out, other rows in each epoch:
 #
-# - `first_ends_drop` (0): the type whose rows suffice for the fewest batches ends the epoch,
-#   before it would have to repeat one. No row of any type comes twice. Its rest that is smaller
-#   than its share is left out, and so are all rows of the others that were not yet due.
-# - `first_ends_fill` (1): as before, but the type that ends first is seen whole: if a rest is
-#   left, one more batch takes it, filled up to the share from another order. At most one share of
-#   it, less one, comes twice. The others are left out as before; one that would have ended with
-#   the same batch may be filled up in it too.
+# - `first_ends_drop` (0): the type whose rows suffice for the fewest batches ends the epoch, before
+#   it would have to repeat one. Its rest that is smaller than its share is left out, and so are all
+#   rows of the others that were not yet due.
+# - `first_ends_fill` (1): as before, but one more batch takes its rest, filled up to the share from
+#   another order.
 # - `last_ends_drop` (2): the type that suffices for the most batches ends the epoch; its rest that
-#   is smaller than its share is left out. All others are seen whole and repeated until then, as
-#   many times as it takes.
-# - `last_ends_fill` (3): as before, but the rest comes too, filled up from another order. Every
-#   row of every type comes at least once.
-#
-# What is left out is other rows in each epoch, because each epoch has orders of its own.
-#
-# Types of 100, 50 and 10 rows, 5, 2 and 1 in a batch, suffice for 20, 25 and 10 batches:
-#
-#     mode               batches  rows drawn     different rows  most often a row
-#     first_ends_drop    10       50, 20, 10     50, 20, 10      1, 1, 1
-#     first_ends_fill    10       50, 20, 10     50, 20, 10      1, 1, 1
-#     last_ends_drop     25       125, 50, 25    100, 50, 10     2, 1, 3
-#     last_ends_fill     25       125, 50, 25    100, 50, 10     2, 1, 3
-#
-# Drop and fill differ where the type that decides leaves a rest: of 13 rows, 3 in a batch,
-# `first_ends_drop` ends after 4 batches with 1 row left out, `first_ends_fill` after 5 with 2 rows
-# twice.
-
+#   is smaller than its share is left out. All others are seen whole and repeated until then.
+# - `last_ends_fill` (3): as before, but the rest comes too, filled up from another order. Every row
+#   of every type comes at least once.
 DropMode = Literal["first_ends_drop", "first_ends_fill", "last_ends_drop", "last_ends_fill"]
 DROP_MODES: tuple[DropMode, ...] = get_args(DropMode)
 
@@ -299,9 +256,6 @@ def batches_until(shares: Apportionment, kind: int, num_rows: int) -> int:
     return bisect.bisect_left(
         range(most + 1), num_rows, key=lambda batches: shares.before(batches)[kind]
     )
-
-
-# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,10 @@
 """Packs the segments of a corpus into rows: PREFIX.pack beside it says which segments share one.
 
+PREFIX.pack: preamble (24 bytes), JSON, zeros up to a page; then uint64 offsets[rows + 1], counted
+in members, and uint64 members, which are numbers of segments. A row has segments of one type, and
+the rows of a type are one range. Attention has to keep the segments of a row apart: positions
+restart at each.
+
 Rows are filled best-fit decreasing within windows of neighbouring segments of one type, so memory
 does not grow with the corpus. Each window leaves a few rows unfilled, which is nothing beside a
 million segments.
@@ -9,27 +14,21 @@ import contextlib
 import hashlib
 import json
 import os
-import struct
-import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy
 
-from stageline.corpus.corpus_files import MappedSegments, map_file, open_corpus
-from stageline.corpus.header import PAGE, path_of
+from stageline.corpus.corpus_files import MappedSegments, map_file, open_again, open_corpus
+from stageline.corpus.header import BEGINS, ENDS, SegmentType, framed, path_of, unframed
 from stageline.corpus.writer import GrowingFile, read_chunks
 from stageline.errors import DataError, UserError
 
-# -- best-fit decreasing packing of lengths into rows of one capacity. Pure integers --------------
-# Longest first, each into the row with the least room that takes it. Rows with equal room are
-# alike, so all lengths of one size go into all rows of one room at once: as fast for many lengths
-# as for few, and the same rows as one by one.
-
 
 def best_fit(lengths: numpy.ndarray, capacity: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Which lengths share a row.
+    """Which lengths share a row, by best-fit decreasing packing: the longest first, each into the
+    row with the least room that takes it.
 
     Args:
         lengths: int64 [N], 0 < length <= capacity.
@@ -42,70 +41,82 @@ def best_fit(lengths: numpy.ndarray, capacity: int) -> tuple[numpy.ndarray, nump
     if not len(lengths):
         return numpy.zeros(0, numpy.int64), numpy.zeros(0, numpy.int64)
     assert 0 < lengths.min() and lengths.max() <= capacity
-    rows = _Rows(len(lengths), capacity)
+    rows, row_of = _Rows(capacity), numpy.zeros(len(lengths), numpy.int64)
     by_size = numpy.argsort(lengths, kind="stable")
     sizes, starts = numpy.unique(lengths[by_size], return_index=True)
-    stops = [*starts[1:].tolist(), len(lengths)]
-    for size, start, stop in reversed(list(zip(sizes.tolist(), starts.tolist(), stops))):
-        rows.put(size, by_size[start:stop])
-    _, first_members = numpy.unique(rows.row_of, return_index=True)
+    for size, members in reversed(list(zip(sizes.tolist(), numpy.split(by_size, starts[1:])))):
+        for filled, each in rows.put(size, len(members)):
+            placed, members = numpy.split(members, [len(filled) * each])
+            row_of[placed] = numpy.repeat(numpy.arange(filled.start, filled.stop), each)
+    _, first_members = numpy.unique(row_of, return_index=True)
     rank = numpy.empty_like(first_members)
     rank[numpy.argsort(first_members)] = numpy.arange(len(first_members))
-    row_of = rank[rows.row_of]
+    row_of = rank[row_of]
     return numpy.cumsum(numpy.bincount(row_of)), numpy.argsort(row_of, kind="stable")
 
 
-class _Rows:
-    """Rows by the room left in them."""
+def rows_of_best_fit(histogram: numpy.ndarray) -> int:
+    """How many rows best-fit decreasing fills: as quick for a billion segments as for a thousand.
 
-    def __init__(self, num_lengths: int, capacity: int) -> None:
-        self.row_of = numpy.zeros(num_lengths, numpy.int64)
+    Args:
+        histogram: [seq_length + 1], how many segments of each length.
+    """
+    rows = _Rows(len(histogram) - 1)
+    for size in range(len(histogram) - 1, 0, -1):
+        for _ in rows.put(size, int(histogram[size])):
+            pass
+    return rows.num_rows
+
+
+class _Rows:
+    """Rows by the room left in them.
+
+    Rows with equal room are alike: all lengths of one size go into all rows of one room at once.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.num_rows = 0
         self._capacity = capacity
-        self._num_rows = 0
-        self._with_room: list[list[numpy.ndarray]] = [[] for _ in range(capacity + 1)]
+        self._with_room: list[list[range]] = [[] for _ in range(capacity + 1)]
         self._rooms = 0  # bit r is set where there are rows of room r
 
-    def put(self, size: int, members: numpy.ndarray) -> None:
-        """Puts members of one size into the tightest rows that take them, then into new ones."""
-        while len(members):
-            room, rows = self._tightest(size, len(members))
-            each = room // size
-            num_full, rest = divmod(min(len(members), len(rows) * each), each)
-            placed = num_full * each + rest
-            self.row_of[members[:placed]] = numpy.repeat(rows, each)[:placed]
-            members = members[placed:]
-            self._add(room, rows[num_full + bool(rest) :])
-            self._add(room - each * size, rows[:num_full])
-            if rest:
-                self._add(room - rest * size, rows[num_full : num_full + 1])
+    def put(self, size: int, count: int) -> Iterator[tuple[range, int]]:
+        """Puts lengths of one size into the tightest rows that take them, then into new ones.
 
-    def _tightest(self, size: int, count: int) -> tuple[int, numpy.ndarray]:
+        Yields:
+            (rows, how many lengths each of them got).
+        """
+        while count:
+            room, rows = self._tightest(size, count)
+            each = room // size
+            num_full, rest = divmod(min(count, len(rows) * each), each)
+            count -= num_full * each + rest
+            full, part = rows[:num_full], rows[num_full : num_full + bool(rest)]
+            self._add(room, rows[num_full + bool(rest) :])
+            self._add(room - each * size, full)
+            self._add(room - rest * size, part)
+            yield from ((some, number) for some, number in ((full, each), (part, rest)) if some)
+
+    def _tightest(self, size: int, count: int) -> tuple[int, range]:
         fitting = self._rooms >> size
         if not fitting:
-            num_new = -(-count // (self._capacity // size))
-            self._num_rows += num_new
-            return self._capacity, numpy.arange(self._num_rows - num_new, self._num_rows)
+            first = self.num_rows
+            self.num_rows += -(-count // (self._capacity // size))
+            return self._capacity, range(first, self.num_rows)
         room = size + (fitting & -fitting).bit_length() - 1
         rows = self._with_room[room].pop()
         if not self._with_room[room]:
             self._rooms ^= 1 << room
         return room, rows
 
-    def _add(self, room: int, rows: numpy.ndarray) -> None:
-        if len(rows):
+    def _add(self, room: int, rows: range) -> None:
+        if rows:
             self._with_room[room].append(rows)
             self._rooms |= 1 << room
 
 
-# -- packed rows of a corpus: which segments share a row ------------------------------------------
-# PREFIX.pack: preamble (24 bytes), JSON, zeros up to a page; then uint64 offsets[rows + 1], counted
-# in members, and uint64 members, which are numbers of segments. A row has segments of one type, and
-# the rows of a type are one range. Attention has to keep the segments of a row apart: positions
-# restart at each.
-
 MAGIC = b"STAGLPAK"
 VERSION = 1
-_PREAMBLE = struct.Struct("<8sIII4x")  # magic, version, bytes of the JSON, its crc32
 
 
 @dataclass(frozen=True)
@@ -178,7 +189,7 @@ class PackedRows:
         return numpy.frombuffer(self._members, "<u8", stop - start, 8 * start).astype(numpy.int64)
 
     def __reduce__(self) -> tuple:
-        return _open_again, (os.path.abspath(self.prefix), self.prefix, self.digest)
+        return open_again, (type(self), os.path.abspath(self.prefix), self.prefix, self.digest)
 
     def members(self, rows: numpy.ndarray) -> numpy.ndarray:
         """int64 numbers of the segments of several rows, row after row."""
@@ -232,30 +243,20 @@ def windows(corpus: MappedSegments, window: int) -> Iterator[tuple[int, int]]:
             yield low, min(low + window, stop)
 
 
-def encode_pack_header(header: PackHeader) -> bytes:
-    """Preamble and JSON, filled up with zeros so that the arrays begin on a page."""
-    text = json.dumps(asdict(header)).encode()
-    whole = _PREAMBLE.pack(MAGIC, header.version, len(text), zlib.crc32(text)) + text
-    return whole + bytes(-len(whole) % PAGE)
-
-
 def _decode(file: memoryview, path: Path) -> tuple[PackHeader, int]:
     """The header, and where the arrays begin."""
-    fits = len(file) >= _PREAMBLE.size
-    magic, version, size, crc = _PREAMBLE.unpack_from(file) if fits else (b"", 0, 0, 0)
+    magic, version, text, begin = unframed(file)
     if magic == MAGIC and version > VERSION:
         raise DataError(
             f"{path} has format version {version}; this program reads versions up to {VERSION}, "
             "as a newer one wrote the file: update Stageline, or pack the corpus again."
         )
-    text = bytes(file[_PREAMBLE.size : _PREAMBLE.size + size])
-    if magic != MAGIC or zlib.crc32(text) != crc:
+    if magic != MAGIC or text is None:
         raise DataError(
             f"{path} does not begin as packed rows do, or its header is damaged. Rows that "
             "corpus.py pack wrote were expected: pack the corpus again."
         )
-    end = _PREAMBLE.size + size
-    return PackHeader(**json.loads(text)), end + -end % PAGE
+    return PackHeader(**json.loads(text)), begin
 
 
 def _map_pack(path: Path) -> memoryview:
@@ -266,19 +267,6 @@ def _map_pack(path: Path) -> memoryview:
         )
     return map_file(path)
 
-
-def _open_again(path: str, prefix: str, digest: str) -> PackedRows:
-    rows = PackedRows(path)
-    if rows.digest != digest:
-        raise DataError(
-            f"{path}.pack has other rows than when this process was given them: it was packed anew "
-            "meanwhile. Start the run again."
-        )
-    rows.prefix = prefix
-    return rows
-
-
-# -------------------------------------------------------------------------------------------------
 
 WINDOW = 1 << 20  # segments
 _PARTS = (".pack.offsets.part", ".pack.members.part", ".pack.part")
@@ -345,7 +333,7 @@ def _write(corpus: MappedSegments, row_length: int) -> None:
             num_segments=counts["num_segments"],
             num_tokens=counts["num_tokens"],
         )
-        whole.write(encode_pack_header(header))
+        whole.write(framed(MAGIC, VERSION, json.dumps(asdict(header))))
         for chunk in _chunks(offsets, members):
             whole.write(chunk)
         whole.sync()
@@ -389,3 +377,102 @@ def _check_lengths(
             "hold whole segments: give longer rows, or build the corpus with a smaller "
             "`seq_length`."
         )
+
+
+@dataclass(frozen=True)
+class TypeStats:
+    """Figures of one type, or of all of them together.
+
+    Attributes:
+        num_cut_documents: that needed more than one segment.
+        histogram: int64 [seq_length + 1]: how many segments have 0, 1, ... tokens.
+        num_rows: rows of seq_length by the way of filling them: `segments` (one a row), `packed`
+            (best-fit decreasing), `chunks` (all in one stream, cut every seq_length tokens).
+        num_chunk_cuts: documents of one segment that `chunks` would cut in two.
+    """
+
+    name: str
+    num_segments: int
+    num_tokens: int
+    num_documents: int
+    num_cut_documents: int
+    histogram: numpy.ndarray
+    num_rows: dict[str, int]
+    num_chunk_cuts: int
+
+    @property
+    def seq_length(self) -> int:
+        return len(self.histogram) - 1
+
+    @property
+    def padding(self) -> dict[str, float]:
+        """Share of all places in the rows that no token fills, by the way of filling them."""
+        places = {way: rows * self.seq_length for way, rows in self.num_rows.items()}
+        return {way: 1 - self.num_tokens / max(size, 1) for way, size in places.items()}
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Figures of a corpus; each type fills its own rows."""
+
+    prefix: str
+    seq_length: int
+    types: tuple[TypeStats, ...]
+
+    @property
+    def whole(self) -> TypeStats:
+        """All types together."""
+        ways = self.types[0].num_rows
+        names = ("num_segments", "num_tokens", "num_documents", "num_cut_documents")
+        return TypeStats(
+            name="all",
+            histogram=numpy.sum([kind.histogram for kind in self.types], axis=0),
+            num_rows={way: sum(kind.num_rows[way] for kind in self.types) for way in ways},
+            num_chunk_cuts=sum(kind.num_chunk_cuts for kind in self.types),
+            **{name: sum(getattr(kind, name) for kind in self.types) for name in names},
+        )
+
+
+def stats(prefix: str | Path) -> Stats:
+    """Walks the index of a corpus (ours or Megatron-core's), never its tokens.
+
+    Raises:
+        DataError: it cannot be opened.
+    """
+    corpus = open_corpus(prefix)
+    starts = corpus.type_starts.tolist()
+    kinds = zip(corpus.header.types, starts, starts[1:])
+    return Stats(
+        prefix=corpus.prefix,
+        seq_length=corpus.header.rules.seq_length,
+        types=tuple(_type_stats(corpus, kind, start, stop) for kind, start, stop in kinds),
+    )
+
+
+def _type_stats(corpus: MappedSegments, kind: SegmentType, start: int, stop: int) -> TypeStats:
+    limit = corpus.header.rules.seq_length
+    histogram = numpy.zeros(limit + 1, dtype=numpy.int64)
+    num_cut = num_chunk_cuts = position = 0
+    for low, high in corpus.ranges(start, stop):
+        lengths, flags = corpus.lengths(low, high), corpus.flags(low, high)
+        histogram += numpy.bincount(lengths, minlength=limit + 1)
+        num_cut += int(numpy.count_nonzero(flags & (BEGINS | ENDS) == BEGINS))
+        ends = position + numpy.cumsum(lengths)
+        is_whole = flags & (BEGINS | ENDS) == BEGINS | ENDS
+        is_cut = (ends - lengths) // max(limit, 1) != (ends - 1) // max(limit, 1)
+        num_chunk_cuts += int(numpy.count_nonzero(is_whole & is_cut))
+        position = int(ends[-1])
+    return TypeStats(
+        name=kind.name,
+        num_segments=kind.num_segments,
+        num_tokens=kind.num_tokens,
+        num_documents=kind.num_documents,
+        num_cut_documents=num_cut,
+        histogram=histogram,
+        num_rows={
+            "segments": kind.num_segments,
+            "packed": rows_of_best_fit(histogram),
+            "chunks": -(-kind.num_tokens // max(limit, 1)),
+        },
+        num_chunk_cuts=num_chunk_cuts,
+    )

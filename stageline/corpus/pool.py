@@ -17,22 +17,30 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
-import numpy
-
 from stageline.chaos import point
-from stageline.corpus.chunks import CHUNK_BYTES, Chunk, iter_chunks
 from stageline.corpus.header import CutRules, Segments, TokenizerInfo
-from stageline.corpus.journal import Source
-from stageline.corpus.row_text import BadLine, ChunkRows, Document, read_chunk
+from stageline.corpus.input import (
+    CHUNK_BYTES,
+    BadLine,
+    Chunk,
+    ChunkRows,
+    Document,
+    Source,
+    iter_chunks,
+    read_chunk,
+)
 from stageline.errors import CRASH, UserError
-
-# -- what a worker does with a chunk: rows to documents, documents to segments. Holds no state ----
 
 _SAMPLE_DOCUMENTS = 64
 _SAMPLE_CHARACTERS = 200_000
+_SECONDS_BETWEEN_LOOKS = 0.5
+# chunks on the way for each worker: one is cut, the others wait, or wait to be written
+_CHUNKS_A_WORKER = 4
+ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -46,10 +54,25 @@ class Task:
 
     sources: Sequence[Source]
     make_cutter: Callable[[], Any]
-    document: Document | None
+    document: Document
     max_document_bytes: int
     columns: Sequence[str] | None = None
     chunk_bytes: int = CHUNK_BYTES
+
+    def chunks(self, file: int = 0, part: int = 0) -> Iterator[Chunk]:
+        """All chunks in order, from one on."""
+        return iter_chunks(
+            self.sources,
+            first=(file, part),
+            max_document_bytes=self.max_document_bytes,
+            columns=self.columns,
+            chunk_bytes=self.chunk_bytes,
+        )
+
+    def rows(self, chunk: Chunk) -> ChunkRows:
+        """The documents of a chunk."""
+        limit = self.max_document_bytes
+        return read_chunk(chunk, document=self.document, max_document_bytes=limit)
 
 
 @dataclass(frozen=True)
@@ -65,7 +88,7 @@ class CutterFacts:
     encoder: str
 
 
-@dataclass
+@dataclass(frozen=True)
 class ChunkResult:
     """What became of a chunk.
 
@@ -78,106 +101,65 @@ class ChunkResult:
     segments: Segments
     counts: dict[str, int]
     num_lines: int
-    bad: list[BadLine] = field(default_factory=list)
-    bad_kinds: Counter[str] = field(default_factory=Counter)
+    bad: list[BadLine]
+    bad_kinds: Counter[str]
 
 
 class ChunkWorker:
-    """Cuts chunks; the same chunk gives the same bytes in every process.
+    """Cuts chunks; the same chunk gives the same bytes in every process. Holds no other state.
 
-    Raises:
-        UserError: the cutter cannot be made.
+    The cutter is made when it is first needed, so that its `UserError` comes back as it is.
     """
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self._cutter = task.make_cutter()
-        check = getattr(getattr(self._cutter, "encoder", None), "check", None)
-        if check is not None:
-            # all workers look at the same documents, so all come to the same encoder
-            check(sample_texts(task))
+
+    @cached_property
+    def _cutter(self) -> Any:
+        cutter = self._task.make_cutter()
+        # all workers look at the same documents, so all come to the same encoder
+        cutter.encoder.check(sample_texts(self._task))
+        return cutter
 
     def facts(self) -> CutterFacts:
         """Tokenizer and rules."""
         encoder = self._cutter.encoder
-        note = getattr(encoder, "note", "")
-        kind = f"{encoder.kind} ({note})" if note else str(encoder.kind)
+        kind = f"{encoder.kind} ({encoder.note})" if encoder.note else encoder.kind
         return CutterFacts(encoder.info, self._cutter.rules, kind)
 
-    def __call__(self, chunk: Chunk) -> ChunkResult:
-        task = self._task
-        rows = read_chunk(chunk, document=task.document, max_document_bytes=task.max_document_bytes)
+    def cut(self, chunk: Chunk) -> ChunkResult:
+        """The segments of a chunk."""
+        rows = self._task.rows(chunk)
         point("corpus_worker")
-        segments, counts = self._cut(rows)
-        bad = sorted(rows.bad, key=lambda item: item.line)
-        return ChunkResult(segments, counts, rows.num_lines, bad, rows.bad_kinds)
-
-    def _cut(self, rows: ChunkRows) -> tuple[Segments, dict[str, int]]:
         try:
-            segments, counts = self._cutter(rows.texts)
-            return segments, _as_dict(counts)
+            parts = [self._cutter(rows.texts)]
         except UserError:
-            return self._cut_one_by_one(rows)
+            parts = self._cut_one_by_one(rows)
+        counts = Counter[str]()
+        for _, own in parts:
+            counts.update(dataclasses.asdict(own))
+        bad = sorted(rows.bad, key=lambda item: item.line)
+        segments = Segments.join([one for one, _ in parts])
+        return ChunkResult(segments, dict(counts), rows.num_lines, bad, rows.bad_kinds)
 
-    def _cut_one_by_one(self, rows: ChunkRows) -> tuple[Segments, dict[str, int]]:
+    def _cut_one_by_one(self, rows: ChunkRows) -> list[tuple[Segments, Any]]:
         """Finds the document that the cutter refuses, and leaves it out."""
-        parts, total = [_no_segments()], Counter[str]()
+        parts = []
         for number, text in zip(rows.numbers, rows.texts, strict=True):
             try:
-                segments, counts = self._cutter([text])
+                parts.append(self._cutter([text]))
             except UserError as error:
                 rows.refuse(number, "refused", str(error), text)
-                continue
-            parts.append(segments)
-            total.update(_as_dict(counts))
-        return join(parts), dict(total)
+        return parts
 
 
 def sample_texts(task: Task) -> list[str]:
     """Some documents from the beginning of the input."""
-    chunks = iter_chunks(
-        task.sources,
-        max_document_bytes=task.max_document_bytes,
-        columns=task.columns,
-        chunk_bytes=task.chunk_bytes,
-    )
-    texts: list[str] = []
-    for chunk in chunks:
-        rows = read_chunk(chunk, document=task.document, max_document_bytes=task.max_document_bytes)
-        texts += rows.texts[:_SAMPLE_DOCUMENTS]
-        if texts:
-            break
+    texts = next((texts for chunk in task.chunks() if (texts := task.rows(chunk).texts)), [])
+    texts = texts[:_SAMPLE_DOCUMENTS]
     while len(texts) > 1 and sum(map(len, texts)) > _SAMPLE_CHARACTERS:
         texts.pop()
     return [text[:_SAMPLE_CHARACTERS] for text in texts]
-
-
-def join(parts: Sequence[Segments]) -> Segments:
-    """One behind the other."""
-    return Segments(
-        *(
-            numpy.concatenate([getattr(part, name) for part in parts])
-            for name in ("tokens", "lengths", "flags")
-        )
-    )
-
-
-def _no_segments() -> Segments:
-    return Segments(
-        numpy.zeros(0, numpy.uint32), numpy.zeros(0, numpy.int64), numpy.zeros(0, numpy.uint8)
-    )
-
-
-def _as_dict(counts: Any) -> dict[str, int]:
-    return {name: int(value) for name, value in dataclasses.asdict(counts).items()}
-
-
-# -------------------------------------------------------------------------------------------------
-
-_SECONDS_BETWEEN_LOOKS = 0.5
-# chunks on the way for each worker: one is cut, the others wait, or wait to be written
-_CHUNKS_A_WORKER = 4
-ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
 
 
 class WorkerDied(RuntimeError):
@@ -216,7 +198,7 @@ class OneProcess:
 
     def submit(self, chunk: Chunk) -> Callable[[], ChunkResult]:
         """The answer cuts the chunk."""
-        return lambda: self._worker(chunk)
+        return lambda: self._worker.cut(chunk)
 
     def close(self) -> None:
         """Nothing is left."""
@@ -234,14 +216,14 @@ class Processes:
         self.num_workers = num_workers
         # forked ones share the tokenizer, and know parts that were imported from files
         has_fork = "fork" in multiprocessing.get_all_start_methods()
+        worker = ChunkWorker(task)
         with _one_thread():
-            made = ChunkWorker(task) if has_fork else task
-        self._facts = made.facts() if isinstance(made, ChunkWorker) else None
+            self._facts = worker.facts() if has_fork else None
         self._executor = ProcessPoolExecutor(
             num_workers,
             mp_context=multiprocessing.get_context("fork" if has_fork else "spawn"),
             initializer=_start_worker,
-            initargs=(made, os.getpid()),
+            initargs=(worker, os.getpid()),
         )
         self._results = self._executor._result_queue
 
@@ -254,7 +236,7 @@ class Processes:
         try:
             future = self._executor.submit(_cut, chunk)
         except BrokenProcessPool as error:
-            raise _died() from error
+            raise _died("a worker process") from error
         return lambda: self._result(future)
 
     def close(self) -> None:
@@ -271,7 +253,22 @@ class Processes:
         try:
             return future.result()
         except BrokenProcessPool as error:
-            raise _died() from error
+            raise _died("a worker process") from error
+
+
+def open_pool(task: Task, num_workers: int, executor: str) -> Pool:
+    """Workers for a task; 0 of them: this process.
+
+    Raises:
+        UserError: no such executor or number, or it is not installed.
+    """
+    if num_workers < 0:
+        raise UserError(f"`num_workers` is {num_workers}; 0 or more was expected.")
+    if executor == "ray":
+        return RayActors(task, max(1, num_workers))
+    if executor != "processes":
+        raise UserError(f"`executor` is {executor!r}; processes or ray was expected.")
+    return Processes(task, num_workers) if num_workers else OneProcess(task)
 
 
 def ordered(pool: Pool, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, ChunkResult]]:
@@ -279,7 +276,7 @@ def ordered(pool: Pool, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, ChunkR
     waiting: deque[tuple[Chunk, Callable[[], ChunkResult]]] = deque()
     most = pool.num_workers * _CHUNKS_A_WORKER
     for chunk in chunks:
-        waiting.append((_without_payload(chunk), pool.submit(chunk)))
+        waiting.append((dataclasses.replace(chunk, payload=None), pool.submit(chunk)))
         if len(waiting) >= most:
             first, result = waiting.popleft()
             yield first, result()
@@ -288,25 +285,21 @@ def ordered(pool: Pool, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, ChunkR
         yield first, result()
 
 
-def _without_payload(chunk: Chunk) -> Chunk:
-    return chunk if chunk.payload is None else Chunk(**{**vars(chunk), "payload": None})
-
-
-def _died() -> WorkerDied:
+def _died(what: str) -> WorkerDied:
     return WorkerDied(
-        "a worker process ended before its chunk was cut, killed from outside: by the system when "
-        "memory is short, for example. Workers were expected to live as long as the build. What "
-        "was built is kept: run the same command again to go on, with fewer `num_workers` or a "
-        "smaller `max_document_bytes` where memory is short."
+        f"{what} ended before its chunk was cut. Workers were expected to live as long as the "
+        "build; the system kills them when memory is short, for example. What was built is kept: "
+        "run the same command again to go on, with fewer `num_workers` or a smaller "
+        "`max_document_bytes` where memory is short."
     )
 
 
-_given: Task | ChunkWorker | None = None
+_worker: ChunkWorker  # of this process
 
 
-def _start_worker(given: Task | ChunkWorker, parent: int) -> None:
-    global _given
-    _given = given
+def _start_worker(worker: ChunkWorker, parent: int) -> None:
+    global _worker
+    _worker = worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(ONE_THREAD)
@@ -336,31 +329,19 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _worker() -> ChunkWorker:
-    global _given
-    if not isinstance(
-        _given, ChunkWorker
-    ):  # here, not at the start: so its errors come back as they are
-        assert _given is not None
-        _given = ChunkWorker(_given)
-    return _given
-
-
 def _facts() -> CutterFacts:
-    return _worker().facts()
+    return _worker.facts()
 
 
 def _cut(chunk: Chunk) -> ChunkResult:
-    return _worker()(chunk)
-
-
-# -- cuts chunks on the machines of a Ray cluster; the parent writes, as with processes -----------
-# Plain files are read where they are cut, so they have to lie on a disk that all machines share.
-# Compressed files and Parquet are read by the parent and sent.
+    return _worker.cut(chunk)
 
 
 class RayActors:
     """Workers on a Ray cluster: the one that RAY_ADDRESS names, or one of this machine alone.
+
+    Plain files are read where they are cut, so they have to lie on a disk that all machines share.
+    Compressed files and Parquet are read by the parent and sent.
 
     Raises:
         UserError: ray is not installed, or a worker cannot make its cutter.
@@ -381,7 +362,7 @@ class RayActors:
                 runtime_env={"env_vars": {**ONE_THREAD, "PYTHONPATH": _python_path()}},
                 **local,
             )
-        actor = self._ray.remote(num_cpus=1, max_restarts=0)(_Actor)
+        actor = self._ray.remote(num_cpus=1, max_restarts=0)(ChunkWorker)
         self._actors = [actor.remote(task) for _ in range(num_workers)]
         self._next = itertools.cycle(self._actors)
 
@@ -420,30 +401,7 @@ class RayActors:
         except RayTaskError as error:
             raise error.cause from error
         except RayActorError as error:
-            raise WorkerDied(
-                f"a worker of the Ray cluster ended before its chunk was cut ({error}). Workers "
-                "were expected to live as long as the build. What was built is kept: run the same "
-                "command again to go on, with fewer `num_workers` where memory is short."
-            ) from error
-
-
-class _Actor:
-    """A `ChunkWorker` behind Ray."""
-
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        self._worker: ChunkWorker | None = None
-
-    def _made(self) -> ChunkWorker:
-        if self._worker is None:  # here, not at the start: so its errors come back as they are
-            self._worker = ChunkWorker(self._task)
-        return self._worker
-
-    def facts(self) -> CutterFacts:
-        return self._made().facts()
-
-    def cut(self, chunk: Chunk) -> ChunkResult:
-        return self._made()(chunk)
+            raise _died(f"a worker of the Ray cluster ({error})") from error
 
 
 def _import_ray() -> Any:

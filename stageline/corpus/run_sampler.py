@@ -160,8 +160,6 @@ def _check_counts(counts: Sequence[int], batch_rows: int, step_rows: int) -> Non
     )
 
 
-# -- which segments a run has seen: computed from what decides its batches, not kept by the run ---
-
 _MAGIC = b"\x93NUMPY"
 _ROWS = 1 << 20  # computed at once
 

@@ -16,8 +16,6 @@ from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import Any
 
-# -- what a tokenizer.json says: its ids, its bytes, its fingerprint, and the object made of it ---
-
 # parts that decide which ids a text gets, beside added tokens that are no control tokens
 _MODEL_PARTS = ("normalizer", "pre_tokenizer", "model")
 _SPACE = "▁"
@@ -208,8 +206,6 @@ def _vocab_lines(model: dict[str, Any]) -> Iterator[str]:
 def _digest(lines: Iterable[str]) -> str:
     return hashlib.sha256("\x1e".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
 
-
-# -------------------------------------------------------------------------------------------------
 
 # what ByteLevel(use_regex=True) cuts by
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

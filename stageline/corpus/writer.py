@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy
 
@@ -32,7 +32,7 @@ from stageline.corpus.header import (
 )
 from stageline.errors import DataError, StorageError, UserError
 
-# -- a file that grows and knows its sha256, and can go on from an earlier length -----------------
+# A file that grows and knows its sha256, and can go on from an earlier length.
 # Written as a part (NAME.part) and renamed when whole. Knows bytes only.
 
 CHUNK = 1 << 22
@@ -60,8 +60,13 @@ class GrowingFile:
             # never "wb": that would empty it before it is known to be ours
             self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         except OSError as error:
-            raise _cannot_write(path, error) from error
-        self._lock()
+            raise cannot_write(path, error) from error
+        if not lock_file(self._file):
+            self._file.close()
+            raise UserError(
+                f"{self.path} is being written by another process: two would spoil the corpus. Wait"
+                " for it or end it, or give another prefix."
+            )
         if sha256 is not None:
             self._check_part(size, sha256)
         self._file.truncate(size)
@@ -72,7 +77,7 @@ class GrowingFile:
         try:
             self._file.write(data)
         except OSError as error:
-            raise _cannot_write(self.path, error) from error
+            raise cannot_write(self.path, error) from error
         self._hash.update(data)
         self.size += memoryview(data).nbytes
 
@@ -82,7 +87,7 @@ class GrowingFile:
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise _cannot_write(self.path, error) from error
+            raise cannot_write(self.path, error) from error
         return {"size": self.size, "sha256": self.sha256}
 
     @property
@@ -93,19 +98,6 @@ class GrowingFile:
     def close(self) -> None:
         """Closes the part; it keeps its name."""
         self._file.close()
-
-    def _lock(self) -> None:
-        try:
-            # of this process alone: workers that it forks do not keep it after a kill
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                return  # a file system without locks
-            self._file.close()
-            raise UserError(
-                f"{self.path} is being written by another process: two would spoil the corpus. Wait"
-                " for it or end it, or give another prefix."
-            ) from None
 
     def _check_part(self, size: int, sha256: str) -> None:
         found = os.fstat(self._file.fileno()).st_size
@@ -140,14 +132,23 @@ def read_chunks(path: Path, *, size: int | None = None) -> Iterator[bytes]:
             yield chunk
 
 
-def _cannot_write(path: Path, error: OSError) -> StorageError:
+def lock_file(file: IO[Any]) -> bool:
+    """Locks a file until it is closed; False: another process has."""
+    try:
+        # of this process alone: workers that it forks do not keep it after a kill
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)  # a file system without locks
+    return True
+
+
+def cannot_write(path: Path, error: OSError) -> StorageError:
+    """The error of a file that cannot be written; what was built so far is kept."""
     return StorageError(
         f"{path} cannot be written: {error.strerror or error}. What was written before is kept:"
         " make room (or the folder writable) and run the same command again."
     )
 
-
-# -------------------------------------------------------------------------------------------------
 
 _PARTS = ("bin", "offsets", "flags")
 ENDINGS = ("bos_only", "eos_only", "neither", "both")

@@ -1,6 +1,6 @@
 """A conversation in the terminal: what was said so far, commands, answers as they are made.
 
-Who answers is not known here: a model in this process or a server (chat_engines.py).
+Who answers: a model in this process, or one behind an OpenAI-style server.
 """
 
 import dataclasses
@@ -40,8 +40,9 @@ class Dialogue:
     """Messages so far; each of `COMMANDS` is a method, whose docstring is its help.
 
     Args:
-        engine: who answers, of chat_engines.py: `takes_images` says whether pictures, `fit` makes
-            a prompt of the messages that there is room for, `stream` answers it piece by piece.
+        engine: who answers, a `LocalModel` or a `Server`: `takes_images` says whether pictures,
+            `fit` makes a prompt of the messages that there is room for, `stream` answers it piece
+            by piece.
         write: gets each piece.
         change: (settings, name, text) -> settings with one of them changed; a ValueError says
             what is wrong with it.
@@ -263,8 +264,6 @@ def _file(path: str) -> Path:
         words = []
     return Path(words[0] if len(words) == 1 else path).expanduser()
 
-
-# -- who answers in a chat: a model in this process, or one behind an OpenAI-style server ---------
 
 MOST_PIXELS_A_SIDE = 2048  # a photograph would fill the largest body that servers take
 # a prompt_fn part takes a template as well; messages do without

@@ -7,6 +7,7 @@ row chose.
 """
 
 import importlib
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, cast
 
@@ -22,8 +23,6 @@ from transformers import (
 
 from stageline.errors import UserError
 from stageline.planner.placement import smallest_maximum
-
-# -- a whole model on the meta device, where only names, shapes and bytes exist; loads nothing ----
 
 
 def auto_class_of(config: PretrainedConfig) -> Any:
@@ -97,22 +96,15 @@ def blocks_path(model: PreTrainedModel) -> str | None:
     return max(found, key=found.__getitem__) if found else None
 
 
-# -------------------------------------------------------------------------------------------------
-
 ROWS = 8  # that decode together, where nobody says how many: it matters for experts alone
 
 
 def stage_partition_by_bytes(
-    layer_costs: Sequence[float],
-    num_stages: int,
-    *,
-    front_cost: float = 0.0,
-    back_cost: float = 0.0,
+    layer_costs: Sequence[float], num_stages: int, *, back_cost: float = 0.0
 ) -> list[int]:
     """The split whose dearest stage is cheapest, exactly; at least one layer a stage.
 
     Args:
-        front_cost: what the first stage has besides its layers.
         back_cost: what the last stage has besides its layers.
 
     Raises:
@@ -124,14 +116,11 @@ def stage_partition_by_bytes(
             f"{num_layers} layers on {num_stages} stages: a number from 1 to {num_layers} was "
             "expected, because each stage needs a layer. Use fewer stages."
         )
-    sums = [0.0]
-    for layer in layer_costs:
-        sums.append(sums[-1] + layer)
+    sums = [0.0, *itertools.accumulate(layer_costs)]
 
     def cost(stage: int, start: int, end: int) -> float:
-        front = front_cost if stage == 0 else 0.0
         back = back_cost if stage == num_stages - 1 else 0.0
-        return sums[end] - sums[start] + front + back
+        return sums[end] - sums[start] + back
 
     found = smallest_maximum(num_layers, num_stages, cost)
     assert found is not None, "costs are finite"
@@ -198,8 +187,6 @@ def _expert_share(config: PretrainedConfig, num_rows: int) -> float:
         return 1.0
     return 1.0 - (1.0 - min(chosen, total) / total) ** num_rows
 
-
-# -- a whole model whose linear layers the library keeps in few bits, by bitsandbytes -------------
 
 Kind = Literal["nf4", "int8"]
 

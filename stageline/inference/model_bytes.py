@@ -25,9 +25,6 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from stageline.inference.meta_model import blocks_path, layers_path, module_list, text_model_path
 from stageline.pipeline.live_bytes import PeakBytes, tensor_bytes
 
-# -- weights ------------------------------------------------------------------------------------
-
-
 BLOCK, NESTED_BLOCK = 64, 256  # weights below one scale, scales below one of theirs: bitsandbytes
 _CODE_BYTES = 16 * 4  # the sixteen values of 4 bits
 _NESTED_CODE_BYTES = 256 * 4 + 4  # those of scales in 8 bits, and their offset
@@ -114,9 +111,6 @@ def _is_skipped(name: str, skipped: set[str]) -> bool:
         name == one or name.startswith(f"{one}.") or name.endswith(f".{one}") or f".{one}." in name
         for one in skipped
     )
-
-
-# -- caches and passes --------------------------------------------------------------------------
 
 
 DEFAULT_LENGTH = 2048
@@ -305,9 +299,6 @@ def _pass_experts(
     made = torch.empty_like(hidden)
     del held
     return made
-
-
-# -- the whole model ----------------------------------------------------------------------------
 
 
 # copies of the last logits that a step holds in float32 while it chooses a token

@@ -23,9 +23,6 @@ from stageline.inference.meta_model import blocks_path, layers_path, model_on_me
 from stageline.inference.model_bytes import LayerBytes, Load, ModelBytes, measure_model
 from stageline.planner.placement import smallest_maximum
 
-# -- by bytes -----------------------------------------------------------------------------------
-
-
 GIB = 1024**3
 HEADROOM = 0.05  # of a device: the allocator's gaps, the context of the libraries
 
@@ -239,9 +236,6 @@ def _runs(layers: Sequence[int]) -> str:
 
 def _gib(size: float) -> str:
     return f"{size / GIB:.2f}"
-
-
-# -- the device_map -----------------------------------------------------------------------------
 
 
 def layer_counts(num_layers: int, num_devices: int, *, visual_gpu_ratio: float = 0.0) -> list[int]:

@@ -193,8 +193,6 @@ def _failure(error: Exception, endpoint: Endpoint) -> str:
     return what
 
 
-# -- a rendered prompt with its images -> the body of an OpenAI-style chat request. Sends nothing -
-
 Message = dict[str, Any]
 _AS_THEY_ARE = {"JPEG": "image/jpeg", "PNG": "image/png", "WEBP": "image/webp"}
 
@@ -312,7 +310,7 @@ def body_key(body: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-# -- files of requests for offline batch APIs, and the files of answers that come back ------------
+# Files of requests for offline batch APIs, and the files of answers that come back.
 # One JSON object a line: {"custom_id", "method", "url", "body"}; the answer to it has the same
 # custom_id. The id is a hash of the request, so no answer is taken for another question's.
 

@@ -25,7 +25,7 @@ from stageline.inference.decoding.request import (
     ScoreRequest,
     TokenLogprob,
 )
-from stageline.inference.decoding.stop_ids import stop_ids_of
+from stageline.inference.generation import stop_ids_of
 from stageline.model_folder import load_config
 
 IMAGES = "images"  # in a prompt, beside the tensors
@@ -127,7 +127,8 @@ class VllmEngine:
 
         The text of an image stays one placeholder, which vLLM itself writes out.
         """
-        prompt: dict[str, Any] = {"input_ids": _row(encode_rendered(rendered, self.processor))}
+        ids = encode_rendered(rendered, self.processor).input_ids
+        prompt: dict[str, Any] = {"input_ids": torch.tensor([ids], dtype=torch.long)}
         if images:
             prompt[IMAGES] = list(images)
         return prompt
@@ -135,30 +136,42 @@ class VllmEngine:
     def answer(self, requests: Iterable[Request]) -> Iterator[Finished | Failed]:
         """Answers requests, some hundred at a time, in their order."""
         for together in _portions(requests, MOST_AT_ONCE):
-            yield from self._answer(together)
+            good, failed = self._prompts(together)
+            yield from failed
+            params = [self._sampling_params(request.sampling) for request, _ in good]
+            for (request, _), output in self._outputs(good, params):
+                yield self._finished(request, output)
 
-    def _answer(self, requests: Sequence[Request]) -> Iterator[Finished | Failed]:
-        good = []
-        for request in requests:
+    def score(self, items: Iterable[ScoreRequest]) -> Iterator[Scored | Failed]:
+        """Scores the last tokens of rows; vLLM reads them as prompts and makes one token more."""
+        params = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
+        for together in _portions(items, MOST_AT_ONCE):
+            good, failed = self._prompts(together)
+            yield from failed
+            for (item, _), output in self._outputs(good, params):
+                yield _scored(item, output)
+
+    def _prompts(self, items: Sequence[Any]) -> tuple[list[tuple[Any, Any]], list[Failed]]:
+        """Requests with their prompts, and those that can't be answered."""
+        good, failed = [], []
+        for item in items:
             try:
-                good.append((request, self._prompt(request.prompt, num_more=1)))
+                good.append((item, self._prompt(item.prompt)))
             except UserError as error:
-                yield Failed(request.key, error)
-        if not good:
-            return
-        outputs = self.llm.generate(
-            [prompt for _, prompt in good],
-            [self._sampling_params(request.sampling) for request, _ in good],
-            use_tqdm=False,
-        )
-        for (request, _), output in zip(good, outputs, strict=True):
-            yield self._finished(request, output)
+                failed.append(Failed(item.key, error))
+        return good, failed
 
-    def _prompt(self, prompt: Mapping[str, Any], *, num_more: int) -> Any:
+    def _outputs(self, good: list[tuple[Any, Any]], params: Any) -> Iterator[tuple[Any, Any]]:
+        """(request and prompt, what vLLM made of it)."""
+        if good:
+            prompts = [prompt for _, prompt in good]
+            yield from zip(good, self.llm.generate(prompts, params, use_tqdm=False), strict=True)
+
+    def _prompt(self, prompt: Mapping[str, Any]) -> Any:
         ids = prompt["input_ids"][0].tolist()
-        if not 0 < len(ids) <= self.max_length - num_more:
+        if not 0 < len(ids) < self.max_length:
             raise UserError(
-                f"the prompt has {len(ids)} tokens. From 1 to {self.max_length - num_more} were "
+                f"the prompt has {len(ids)} tokens. From 1 to {self.max_length - 1} were "
                 "expected, because it and the answer must fit the model's positions: shorten it."
             )
         images = prompt.get(IMAGES)
@@ -223,22 +236,6 @@ class VllmEngine:
             logprobs=tuple(logprobs),
         )
 
-    def score(self, items: Iterable[ScoreRequest]) -> Iterator[Scored | Failed]:
-        """Scores the last tokens of rows; vLLM reads them as prompts and makes one token more."""
-        params = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
-        for together in _portions(items, MOST_AT_ONCE):
-            good = []
-            for item in together:
-                try:
-                    good.append((item, self._prompt(item.prompt, num_more=1)))
-                except UserError as error:
-                    yield Failed(item.key, error)
-            if not good:
-                continue
-            outputs = self.llm.generate([prompt for _, prompt in good], params, use_tqdm=False)
-            for (item, _), output in zip(good, outputs, strict=True):
-                yield _scored(item, output)
-
 
 def _scored(item: ScoreRequest, output: Any) -> Scored:
     """From what vLLM says of each token of a prompt: that token's and the likeliest one's."""
@@ -259,10 +256,6 @@ def _logprob(token_id: int, there: Mapping[int, Any], num_top: int) -> TokenLogp
         there[token_id].logprob,
         tuple((other, value.logprob) for other, value in top if value.rank <= num_top),
     )
-
-
-def _row(encoded: Any) -> torch.Tensor:
-    return torch.tensor([encoded.input_ids], dtype=torch.long)
 
 
 def _portions(items: Iterable[Any], most: int) -> Iterator[list[Any]]:

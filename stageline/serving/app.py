@@ -7,186 +7,33 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import FileResponse, Response
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 
 from stageline.errors import UserError
-from stageline.serving.chat_answers import answer_chat
-from stageline.serving.completion_answers import answer_completion
+from stageline.inference.decoding.engine import DecodingEngine
+from stageline.serving.answers import answer_chat, answer_completion
+from stageline.serving.api_models import (
+    ChatCompletion,
+    ChatRequest,
+    Completion,
+    CompletionRequest,
+    ErrorBody,
+    Health,
+    ModelCard,
+    ModelList,
+)
 from stageline.serving.errors import add_error_handlers
 from stageline.serving.gate import Gate
-from stageline.serving.metrics import CONTENT_TYPE
-from stageline.serving.request_models import ChatRequest, CompletionRequest
-from stageline.serving.request_queue import AnsweringEngine, RequestQueue
+from stageline.serving.request_queue import CONTENT_TYPE, RequestQueue
 from stageline.serving.service import LiveResponse, Out, Service
 from stageline.serving.settings import HttpSettings
-
-# -- what the server answers, for its document: each field is there, be it null -------------------
-
-
-class _Exact(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class ErrorObject(_Exact):
-    """What went wrong."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(_Exact):
-    """Any answer that is no success."""
-
-    error: ErrorObject
-
-
-class Usage(_Exact):
-    """Tokens of a request."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class TopLogprob(_Exact):
-    """A likely token."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class ChatLogprob(TopLogprob):
-    """A token of the answer."""
-
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(_Exact):
-    """Of the whole answer."""
-
-    content: list[ChatLogprob]
-    refusal: None
-
-
-class AnsweredFunction(_Exact):
-    """A function and its arguments as JSON text."""
-
-    name: str
-    arguments: str
-
-
-class AnsweredCall(_Exact):
-    """A call of a tool."""
-
-    id: str
-    type: Literal["function"]
-    function: AnsweredFunction
-
-
-class AnswerMessage(_Exact):
-    """An answer."""
-
-    role: Literal["assistant"]
-    content: str | None
-    refusal: None
-    tool_calls: list[AnsweredCall] | None = None
-
-
-class ChatChoice(_Exact):
-    """One of the answers."""
-
-    index: int
-    message: AnswerMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
-
-
-class ChatCompletion(_Exact):
-    """The answers to a chat."""
-
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: str | None
-    choices: list[ChatChoice]
-    usage: Usage
-
-
-class TextLogprobs(_Exact):
-    """Of a text, token by token; nothing comes before the first token of a prompt."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None
-    text_offset: list[int]
-
-
-class TextChoice(_Exact):
-    """One of the texts."""
-
-    index: int
-    text: str
-    logprobs: TextLogprobs | None
-    finish_reason: Literal["stop", "length"]
-
-
-class Completion(_Exact):
-    """The texts that prompts were gone on with."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str | None
-    choices: list[TextChoice]
-    usage: Usage
-
-
-class Abilities(_Exact):
-    """What the chat page has to know of a model."""
-
-    takes_images: bool
-    max_length: int | None
-
-
-class ModelCard(_Exact):
-    """A model that can be asked."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    max_model_len: int | None
-    stageline: Abilities
-
-
-class ModelList(_Exact):
-    """The models that can be asked."""
-
-    object: Literal["list"]
-    data: list[ModelCard]
-
-
-class Health(_Exact):
-    """The engine works."""
-
-    status: Literal["ok"]
-    running: int
-    queued: int
-
-
-# -- the OpenAPI document: bodies as strict as they are read, and every status that comes ---------
 
 _REFS = "#/components/schemas/{model}"
 _STATUSES = {
@@ -246,9 +93,6 @@ def make_document(
             for operation in methods.values():
                 operation["security"] = [] if path == "/health" else [{"key": []}]
     return document
-
-
-# -------------------------------------------------------------------------------------------------
 
 
 def make_app(service: Service) -> FastAPI:
@@ -354,7 +198,7 @@ def _reading(service: Service) -> APIRouter:
     @router.get("/health", response_model=Health, responses=errors(500, 503))
     async def health() -> dict[str, Any]:
         """Whether requests can be answered."""
-        service.desk.check_open()
+        service.queue.check_open()
         stats = service.engine.stats()
         return {"status": "ok", "running": stats.running, "queued": stats.queued}
 
@@ -374,7 +218,7 @@ def _reading(service: Service) -> APIRouter:
     return router
 
 
-# -- the chat page: a few files beside this one, served by the process that answers ---------------
+# The chat page: a few files beside this one, served by the process that answers.
 # Nothing is built and nothing comes from elsewhere: the page works without a network. Its headers
 # forbid scripts, styles and requests of any other origin, and setting markup from text.
 
@@ -434,7 +278,7 @@ def _endpoint(file: Path) -> Any:
     return send
 
 
-# -- runs a server: HTTP in a thread, the engine in this one, until somebody asks for a stop ------
+# Runs a server: HTTP in a thread, the engine in this one, until somebody asks for a stop.
 # A stop ends in order: nothing more is taken, what is under way may finish for a while, the rest is
 # cancelled, then the engine stops.
 
@@ -539,25 +383,25 @@ def serve_until(
         UserError: the port can't be had.
         Exception: what the engine raises.
     """
-    engine, desk = service.engine, service.desk
+    engine, queue = service.engine, service.queue
     with http_server(app, host, port, http=http) as url:
         tell(f"serving {service.settings.model_name} at {url}/v1")
         is_over = threading.Event()
         watch = threading.Thread(
-            target=_watch, args=(engine, desk, should_stop, shutdown_seconds, is_over), daemon=True
+            target=_watch, args=(engine, queue, should_stop, shutdown_seconds, is_over), daemon=True
         )
         watch.start()
         try:
             engine.run()
         finally:
-            desk.is_closed = True
+            queue.is_closed = True
             is_over.set()
             watch.join(SECONDS_TO_CANCEL)
 
 
 def _watch(
-    engine: AnsweringEngine,
-    desk: RequestQueue,
+    engine: DecodingEngine,
+    queue: RequestQueue,
     should_stop: Callable[[], bool],
     shutdown_seconds: float,
     is_over: threading.Event,
@@ -565,10 +409,10 @@ def _watch(
     while not should_stop():
         if is_over.wait(SECONDS_TO_LOOK):
             return
-    desk.is_closed = True
-    _wait_until(lambda: desk.num_places == 0 or is_over.is_set(), shutdown_seconds)
-    desk.cancel_all()
-    _wait_until(lambda: desk.num_places == 0 or is_over.is_set(), SECONDS_TO_CANCEL)
+    queue.is_closed = True
+    _wait_until(lambda: queue.num_places == 0 or is_over.is_set(), shutdown_seconds)
+    queue.cancel_all()
+    _wait_until(lambda: queue.num_places == 0 or is_over.is_set(), SECONDS_TO_CANCEL)
     engine.stop()
 
 

@@ -1,4 +1,4 @@
-"""What every request passes first: keys, counting, and the last net for errors. Plain ASGI."""
+"""What every request passes first: keys, counting, the last net for errors; reading bodies."""
 
 import asyncio
 import hmac
@@ -15,7 +15,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
 from stageline.serving.errors import ApiError, ClientGone, bad_request, too_busy
-from stageline.serving.metrics import Metrics
+from stageline.serving.request_queue import Metrics
 from stageline.serving.settings import MIB
 
 Message = MutableMapping[str, Any]
@@ -101,11 +101,6 @@ def _route(path: str) -> str:
     return path if path in ROUTES else "other"
 
 
-# -- reads the body of a request: with limits while it arrives, and strictly as JSON of a model ---
-
-# -- bytes that large bodies may take at one time: who comes later waits, in order ----------------
-
-
 class ByteBudget:
     """A number of bytes that is given out and taken back, in one event loop.
 
@@ -147,8 +142,6 @@ class ByteBudget:
                 self.num_taken += wanted
                 turn.set_result(None)
 
-
-# -------------------------------------------------------------------------------------------------
 
 Model = TypeVar("Model", bound=BaseModel)
 BODIES_AT_ONCE = 8
@@ -293,19 +286,15 @@ def _of_validation(error: ValidationError, value: Any) -> ApiError:
         key=lambda item: (item["type"] == "value_error", len(item["loc"])),
     )
     where = ".".join(map(str, _path(found["loc"], value)))[:200]
-    text = _SAID.get(found["type"], _as_said)(found["msg"])
+    text = _SAID.get(found["type"]) or found["msg"].removeprefix("Value error, ")
     return bad_request(
         f"{where or 'The body'}: {text}.", param=where or None, code=NOT_AS_DOCUMENTED
     )
 
 
-def _as_said(message: str) -> str:
-    return message.removeprefix("Value error, ")
-
-
-_SAID: dict[str, Callable[[str], str]] = {
-    "extra_forbidden": lambda _: "this field is not known here; leave it out",
-    "missing": lambda _: "this field is missing",
+_SAID = {
+    "extra_forbidden": "this field is not known here; leave it out",
+    "missing": "this field is missing",
 }
 
 

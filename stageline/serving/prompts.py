@@ -31,18 +31,7 @@ from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError, UserError
 from stageline.inference.generation import encode_prompts
 from stageline.serving.errors import ApiError, bad_request
-from stageline.serving.tool_formats import ToolFormat, find_format
-
-# -- pictures of a request: data URLs are decoded, addresses are fetched where that is allowed ----
-# A user's text never names a file of this machine.
-
-# -- fetches a picture from the web for somebody else: public addresses only, with limits ---------
-# The name is resolved once, each of its addresses is judged, and the connection goes to the address
-# that was judged: a name that resolves otherwise the second time leads nowhere else. Each redirect
-# is judged the same way. Proxies of the environment are not used.
-#
-# Not done by httpx: it judges no address, reads the bodies of redirects without a limit and limits
-# the time of single reads only, so that most of this would stay.
+from stageline.serving.tool_calls import ToolFormat, find_format
 
 SECONDS = 15.0
 MAX_REDIRECTS = 3
@@ -57,7 +46,13 @@ class FetchError(Exception):
 
 
 def fetch(url: str, *, max_bytes: int, seconds: float = SECONDS) -> bytes:
-    """What lies at an http(s) address.
+    """The picture at an http(s) address; public addresses only, with limits.
+
+    The name is resolved once, each of its addresses is judged, and the connection goes to the
+    address that was judged: a name that resolves otherwise the second time leads nowhere else. Each
+    redirect is judged the same way. Proxies of the environment are not used. Not done by httpx: it
+    judges no address, reads the bodies of redirects without a limit and limits the time of single
+    reads only, so that most of this would stay.
 
     Args:
         max_bytes: nothing larger is read.
@@ -185,8 +180,6 @@ def _left(until: float) -> float:
     return left
 
 
-# -------------------------------------------------------------------------------------------------
-
 _SHOWN = 40
 
 
@@ -198,7 +191,9 @@ def read_pictures(
     max_bytes: int,
     may_fetch: bool,
 ) -> list[Image.Image]:
-    """Decoded RGB pictures.
+    """Decoded RGB pictures: data URLs are decoded, addresses are fetched where that is allowed.
+
+    A user's text never names a file of this machine.
 
     Args:
         max_images: of the request.
@@ -278,8 +273,6 @@ def _bad(message: str) -> ApiError:
     return bad_request(message, param="messages", code="invalid_image")
 
 
-# -------------------------------------------------------------------------------------------------
-
 # a prompt_fn part takes a template as well; messages do without
 _TEMPLATE = "[QUESTION][ANSWER]"
 _ROLES = {"developer": "system"}
@@ -351,7 +344,7 @@ class PromptMaker:
                 "because the answer is a new message.",
                 param="messages",
             )
-        if tools and not self._knows_tools():
+        if tools and not ChatTemplate.of(self.processor).knows_tools:
             raise bad_request(
                 "The model's chat template knows no tools: leave tools out.",
                 param="tools",
@@ -418,9 +411,6 @@ class PromptMaker:
             param=param,
             code="context_length_exceeded",
         )
-
-    def _knows_tools(self) -> bool:
-        return ChatTemplate.of(self.processor).knows_tools
 
     def _read_pictures(self, messages: Sequence[Mapping[str, Any]]) -> list[Image.Image]:
         urls = [

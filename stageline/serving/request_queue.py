@@ -1,4 +1,4 @@
-"""Between the event loop and the engine's thread: hands requests in, brings events back.
+"""Between the event loop and the engine's thread: hands requests in, brings events back, counts.
 
 What a client leaves behind is cancelled; its place counts until the engine says that it is free.
 """
@@ -7,11 +7,14 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
-from stageline.inference.decoding.grammars import Matchers
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from stageline.inference.decoding.engine import DecodingEngine
 from stageline.inference.decoding.request import (
     AnswerPiece,
     Failed,
@@ -22,32 +25,83 @@ from stageline.inference.decoding.request import (
     ScoreRequest,
 )
 from stageline.serving.errors import bad_request, too_busy
-from stageline.serving.metrics import Metrics
 
+CONTENT_TYPE = CONTENT_TYPE_LATEST  # of the figures
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+# of the engine's statistics: name there -> what it is
+_GAUGES = {
+    "queued": "answers that wait for room in the engine",
+    "running": "answers that the engine works on",
+    "max_running": "answers that the engine can work on",
+    "num_groups": "groups of answers that are under way in the stages",
+    "cache_cells": "cells of the key-value cache that are used",
+    "max_cache_cells": "cells of the key-value cache",
+}
 Event = AnswerPiece | Finished | Scored | Failed
 
 
-class AnsweringEngine(Protocol):
-    """What the server needs of a `DecodingEngine`."""
+class Metrics:
+    """The figures of one server; a registry of its own, so that servers can share a process.
 
-    processor: Any
-    max_length: int | None
-    matchers: Matchers
+    Args:
+        stats: the engine's.
+    """
 
-    def submit(self, request: Request | ScoreRequest, listener: Listener) -> None:
-        """Takes a request; any thread."""
+    def __init__(self, stats: Callable[[], Any]) -> None:
+        self.registry = CollectorRegistry()
+        shared: dict[str, Any] = {"namespace": "stageline", "registry": self.registry}
+        self.requests = Counter(
+            "requests", "requests by route and status", ["route", "status"], **shared
+        )
+        self.seconds = Histogram(
+            "request_seconds", "from request to end of answer", ["route"], buckets=_SECONDS,
+            **shared,
+        )  # fmt: skip
+        self.first = Histogram(
+            "first_token_seconds", "from being handed in to the first text", buckets=_SECONDS,
+            **shared,
+        )  # fmt: skip
+        self.answer = Histogram(
+            "answer_seconds", "from being handed in to the end", buckets=_SECONDS, **shared
+        )
+        self.prompt_tokens = Counter("prompt_tokens", "tokens of answered prompts", **shared)
+        self.tokens = Counter("completion_tokens", "tokens of answers", **shared)
+        self.ends = Counter("answers", "answers by how they ended", ["reason"], **shared)
+        self._begun: set[str] = set()
 
-    def cancel(self, key: str) -> None:
-        """Ends a request; any thread."""
+        def figure(name: str) -> Callable[[], float]:
+            return lambda: float(getattr(stats(), name, 0) or 0)
 
-    def run(self) -> None:
-        """Works until `stop`."""
+        for name, text in _GAUGES.items():
+            gauge = Gauge(f"engine_{name}", text, **shared)
+            gauge.set_function(figure(name))
+        healthy = Gauge("engine_healthy", "1: the engine works", **shared)
+        healthy.set_function(lambda: float(stats().is_healthy))
 
-    def stop(self) -> None:
-        """Ends `run`."""
+    def see_piece(self, key: str, asked_at: float) -> None:
+        """A piece of an answer came."""
+        if key not in self._begun:
+            self._begun.add(key)
+            self.first.observe(time.monotonic() - asked_at)
 
-    def stats(self) -> Any:
-        """Numbers of this moment, such as `running` and `is_healthy`."""
+    def see_end(self, key: str, event: Finished | Scored | Failed, asked_at: float) -> None:
+        """An answer ended, or the score of a prompt."""
+        self._begun.discard(key)
+        self.answer.observe(time.monotonic() - asked_at)
+        if isinstance(event, Finished):
+            self.prompt_tokens.inc(event.prompt_tokens)
+            self.tokens.inc(event.completion_tokens)
+        word = "scored" if isinstance(event, Scored) else "failed"
+        self.ends.labels(event.reason if isinstance(event, Finished) else word).inc()
+
+    def see_request(self, route: str, status: int, seconds: float) -> None:
+        """A request was answered; status 499: nobody waited for that any more."""
+        self.requests.labels(route, str(status)).inc()
+        self.seconds.labels(route).observe(seconds)
+
+    def text(self) -> bytes:
+        """All figures in Prometheus's format."""
+        return generate_latest(self.registry)
 
 
 class RequestQueue:
@@ -61,7 +115,7 @@ class RequestQueue:
         is_closed: nothing more is taken, as the server ends.
     """
 
-    def __init__(self, engine: AnsweringEngine, *, max_queue: int, metrics: Metrics) -> None:
+    def __init__(self, engine: DecodingEngine, *, max_queue: int, metrics: Metrics) -> None:
         self.engine = engine
         self.max_queue = max_queue
         self.metrics = metrics
@@ -120,10 +174,10 @@ class RequestQueue:
 
 
 class Reservation:
-    """Room for the answers of one request; see `Desk.place`."""
+    """Room for the answers of one request; see `RequestQueue.place`."""
 
-    def __init__(self, desk: RequestQueue, count: int) -> None:
-        self.desk = desk
+    def __init__(self, owner: RequestQueue, count: int) -> None:
+        self.owner = owner
         self._loop = asyncio.get_running_loop()
         self._num_unused = count
         self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
@@ -142,10 +196,10 @@ class Reservation:
 
     def leave(self) -> None:
         """Gives the room back: at once what was not used, the rest when the engine ended it."""
-        self.desk.num_places -= self._num_unused
+        self.owner.num_places -= self._num_unused
         self._num_unused = 0
         for key in list(self._open):
-            self.desk.engine.cancel(key)
+            self.owner.engine.cancel(key)
 
     def _start(self, requests: Sequence[Request | ScoreRequest]) -> None:
         asked_at = time.monotonic()
@@ -153,10 +207,10 @@ class Reservation:
             key = f"{request.key}-{secrets.token_hex(8)}"  # clients choose no keys
             self._num_unused -= 1
             self._open.add(key)
-            self.desk._open.add(key)
+            self.owner._open.add(key)
             listener = self._listener(number, key, asked_at)
             try:
-                self.desk.engine.submit(replace(request, key=key), listener)
+                self.owner.engine.submit(replace(request, key=key), listener)
             except Exception as error:  # as if it had failed later
                 self._take(number, key, asked_at, Failed(key, error))
 
@@ -168,12 +222,12 @@ class Reservation:
         return listen
 
     def _take(self, number: int, key: str, asked_at: float, event: Event) -> None:
-        metrics = self.desk.metrics
+        metrics = self.owner.metrics
         if isinstance(event, AnswerPiece):
             metrics.see_piece(key, asked_at)
         elif key in self._open:
             self._open.discard(key)
-            self.desk._open.discard(key)
-            self.desk.num_places -= 1
+            self.owner._open.discard(key)
+            self.owner.num_places -= 1
             metrics.see_end(key, event, asked_at)
         self._queue.put_nowait((number, event))

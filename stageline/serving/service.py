@@ -1,6 +1,7 @@
 """What all routes share: the model's name, threads for prompts, from a request to its events."""
 
 import asyncio
+import functools
 import json
 import secrets
 import time
@@ -11,7 +12,11 @@ from typing import Any
 
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from stageline.data.text.processor import get_tokenizer
+from stageline.inference.decoding.answer import GrowingText
+from stageline.inference.decoding.engine import DecodingEngine
 from stageline.inference.decoding.request import (
     AnswerPiece,
     Cancelled,
@@ -21,8 +26,9 @@ from stageline.inference.decoding.request import (
     Sampling,
     Scored,
     ScoreRequest,
+    TokenLogprob,
 )
-from stageline.serving.errors import ApiError, ClientGone, of_engine
+from stageline.serving.errors import ApiError, ClientGone, bad_request, of_engine
 from stageline.serving.gate import (
     SMALL_BODY,
     BodyReader,
@@ -34,17 +40,15 @@ from stageline.serving.gate import (
     drain,
     parse,
 )
-from stageline.serving.metrics import Metrics
 from stageline.serving.prompts import Prompt, PromptMaker
-from stageline.serving.request_queue import AnsweringEngine, RequestQueue, Reservation
-from stageline.serving.settings import ServerSettings, with_length
-from stageline.serving.token_texts import TokenTexts
-
-# -- a response that is made while somebody waits for it, whole or event by event -----------------
-# Who goes away ends the work, also while it waits in a queue. What takes too long ends, too. An
-# error before the first byte has its own status; after that it is an event.
+from stageline.serving.request_queue import Metrics, RequestQueue, Reservation
+from stageline.serving.settings import ServerSettings
 
 SECONDS_TO_SAY_GOODBYE = 5.0
+LEAST = -9999.0  # JSON has no infinity; OpenAI writes this
+_UNKNOWN = "\ufffd"
+# what byte-level tokenizers write for each byte
+_BYTE_OF_LETTER = {letter: byte for byte, letter in bytes_to_unicode().items()}
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -93,7 +97,10 @@ class Out:
 
 
 class LiveResponse(Response):
-    """Runs some work that writes the answer.
+    """Runs some work that writes the answer, whole or event by event.
+
+    Who goes away ends the work, also while it waits in a queue. What takes too long ends, too. An
+    error before the first byte has its own status; after that it is an event.
 
     Args:
         work: writes into an `Out`.
@@ -176,8 +183,6 @@ def _too_slow(seconds: float) -> ApiError:
     )
 
 
-# -------------------------------------------------------------------------------------------------
-
 _NUM_THREADS = 2
 _LETTERS = 24
 # of the fields of a request, while it is answered
@@ -192,13 +197,13 @@ class Service:
     """
 
     def __init__(
-        self, engine: AnsweringEngine, prompts: PromptMaker, settings: ServerSettings
+        self, engine: DecodingEngine, prompts: PromptMaker, settings: ServerSettings
     ) -> None:
         self.engine = engine
         self.prompts = prompts
         self.settings = settings
         self.metrics = Metrics(engine.stats)
-        self.desk = RequestQueue(engine, max_queue=settings.max_queue, metrics=self.metrics)
+        self.queue = RequestQueue(engine, max_queue=settings.max_queue, metrics=self.metrics)
         self.bodies = BodyReader(settings.max_body_bytes, seconds=settings.read_seconds)
         self.texts = TokenTexts(engine.processor)
         self.created = int(time.time())
@@ -218,7 +223,7 @@ class Service:
             answer: writes what follows from the body.
         """
         try:
-            self.desk.check_open()
+            self.queue.check_open()
             check_content_type(request)
         except ApiError:
             await drain(request)
@@ -269,16 +274,29 @@ class Service:
     def fitted(
         self, prompt: Prompt, sampling: Sampling, asked: int | None, *, default: int, field: str
     ) -> Sampling:
-        """The sampling with a length that has room behind the prompt; raises as `with_length`."""
-        return with_length(
-            sampling,
-            asked,
-            default=default,
-            num_prompt_tokens=int(prompt["input_ids"].shape[1]),
-            max_length=self.engine.max_length,
-            limit=self.settings.max_tokens_limit,
-            field=field,
-        )
+        """The sampling with as many tokens as were asked for, or the default where there is room.
+
+        Args:
+            asked: None: nothing was.
+            field: what the request calls it.
+
+        Raises:
+            ApiError: both numbers, where prompt and answer are too long together.
+        """
+        limit, most = self.settings.max_tokens_limit, self.engine.max_length
+        if asked is not None and asked > limit:
+            raise bad_request(f"{field} is {asked}; at most {limit} is taken.", param=field)
+        num_prompt_tokens = int(prompt["input_ids"].shape[1])
+        room = limit if most is None else most - num_prompt_tokens
+        if most is not None and room < (asked or 1):
+            asked_text = f" and {asked} tokens of answer were asked for" if asked else ""
+            raise bad_request(
+                f"The prompt has {num_prompt_tokens} tokens{asked_text}; the model has {most} "
+                "positions for both. Shorten the prompt, or ask for less.",
+                param="messages" if asked is None else field,
+                code="context_length_exceeded",
+            )
+        return replace(sampling, max_new_tokens=asked or min(default, limit, room))
 
 
 def forget_large(asked: BaseModel, out: Out) -> None:
@@ -337,3 +355,95 @@ class UsageCount:
             "completion_tokens": self.completion,
             "total_tokens": prompt + self.completion,
         }
+
+
+class TokenTexts:
+    """Texts of tokens of one processor."""
+
+    def __init__(self, processor: Any) -> None:
+        self.tokenizer = get_tokenizer(processor)
+        self._of = functools.lru_cache(maxsize=65536)(self._read)
+
+    def text(self, token_id: int) -> str:
+        """A token as text; unfinished characters are replaced."""
+        return self._of(token_id)[0]
+
+    def chat(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+        """As chats have them."""
+        return [
+            {
+                **self._entry(one.token_id, one.logprob),
+                "top_logprobs": [self._entry(*pair) for pair in one.top],
+            }
+            for one in logprobs
+        ]
+
+    def plain(
+        self, logprobs: Sequence[TokenLogprob], *, offset: int, num_top: int
+    ) -> dict[str, Any]:
+        """As completions have them.
+
+        Args:
+            offset: characters of the text before the first of them.
+            num_top: 0: no likeliest tokens were asked for.
+        """
+        texts = [self.text(one.token_id) for one in logprobs]
+        offsets = []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [_finite(one.logprob) for one in logprobs],
+            "top_logprobs": [self._tops(one) for one in logprobs] if num_top else None,
+            "text_offset": offsets,
+        }
+
+    def prompt(
+        self, ids: Sequence[int], scored: Scored | None, *, text: str, num_top: int
+    ) -> dict[str, Any]:
+        """As completions have those of a prompt, of whose first token nothing is known.
+
+        Args:
+            scored: of all tokens but the first; None: there is but one.
+            text: in which special tokens take no room.
+        """
+        growing, length, offsets = GrowingText(self.tokenizer), 0, []
+        for token_id in ids:
+            offsets.append(min(length, len(text)))
+            length += len(growing.add(token_id))
+        values = scored.logprobs if scored else ()
+        tops = scored.tops if scored and num_top else ((),) * len(values)
+        rest = [
+            TokenLogprob(token_id, value, top)
+            for token_id, value, top in zip(ids[1:], values, tops, strict=True)
+        ]
+        return {
+            "tokens": [self.text(token_id) for token_id in ids],
+            "token_logprobs": [None, *(_finite(one.logprob) for one in rest)],
+            "top_logprobs": [None, *map(self._tops, rest)] if num_top else None,
+            "text_offset": offsets,
+        }
+
+    def _tops(self, one: TokenLogprob) -> dict[str, float]:
+        """The likeliest tokens and the one that is there; of equal texts the likelier counts."""
+        found: dict[str, float] = {}
+        for token_id, value in (*one.top, (one.token_id, one.logprob)):
+            found.setdefault(self.text(token_id), _finite(value))
+        return found
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text, content = self._of(token_id)
+        return {"token": text, "logprob": _finite(logprob), "bytes": content}
+
+    def _read(self, token_id: int) -> tuple[str, list[int] | None]:
+        text = self.tokenizer.decode([token_id])
+        if _UNKNOWN not in text:
+            return text, list(text.encode())
+        letters = self.tokenizer.convert_ids_to_tokens(token_id) or ""
+        known = [_BYTE_OF_LETTER[letter] for letter in letters if letter in _BYTE_OF_LETTER]
+        return text, known if len(known) == len(letters) else None
+
+
+def _finite(value: float) -> float:
+    return max(float(value), LEAST)

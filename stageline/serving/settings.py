@@ -4,8 +4,8 @@ import secrets
 from dataclasses import dataclass, field, replace
 
 from stageline.inference.decoding.request import Sampling
+from stageline.serving.api_models import ChatRequest, CompletionRequest, SamplingFields
 from stageline.serving.errors import bad_request
-from stageline.serving.request_models import ChatRequest, CompletionRequest, SamplingFields
 
 MIB = 2**20
 
@@ -63,8 +63,6 @@ class ServerSettings:
     fetches_images: bool = False
     cors_origins: tuple[str, ...] = ()
 
-
-# -- what a request says of sampling -> the engine's `Sampling`, within the limits of the server --
 
 _SEEDS = 2**63
 TEXT_DEFAULT_TOKENS = 16  # as OpenAI's
@@ -125,39 +123,3 @@ def text_sampling(
     """Of a text; raises as `base_sampling`."""
     base = base_sampling(request, settings, num_ids=num_ids)
     return replace(base, logprobs=request.logprobs)
-
-
-def with_length(
-    sampling: Sampling,
-    asked: int | None,
-    *,
-    default: int,
-    num_prompt_tokens: int,
-    max_length: int | None,
-    limit: int,
-    field: str = "max_tokens",
-) -> Sampling:
-    """The sampling with as many tokens as were asked for, or the default where the model has room.
-
-    Args:
-        asked: None: nothing was.
-        max_length: positions of the model.
-        limit: longest answer that the server gives.
-        field: what the request calls it.
-
-    Raises:
-        ApiError: both numbers, where prompt and answer are too long together.
-    """
-    if asked is not None and asked > limit:
-        raise bad_request(f"{field} is {asked}; at most {limit} is taken.", param=field)
-    room = None if max_length is None else max_length - num_prompt_tokens
-    if room is not None and room < (asked or 1):
-        asked_text = f" and {asked} tokens of answer were asked for" if asked else ""
-        raise bad_request(
-            f"The prompt has {num_prompt_tokens} tokens{asked_text}; the model has {max_length} "
-            "positions for both. Shorten the prompt, or ask for less.",
-            param="messages" if asked is None else field,
-            code="context_length_exceeded",
-        )
-    length = asked or min(default, limit, room if room is not None else limit)
-    return replace(sampling, max_new_tokens=length)

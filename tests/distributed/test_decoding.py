@@ -17,15 +17,16 @@ from register import train_model_register
 from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE
 from stageline.checkpoint.load import quiet
 from stageline.errors import UserError
-from stageline.inference.decoding.group_choice import GroupChoice
 from stageline.inference.decoding.request import (
     Failed,
     Finished,
     Request,
     Sampling,
     ScoreRequest,
+    is_alone,
+    length_of,
 )
-from stageline.inference.decoding.score_queue import is_alone, length_of
+from stageline.inference.decoding.scheduler import GroupChoice
 from stageline.modules.lora import merge_lora
 from tests.helpers import decoded_models
 from tests.helpers.decoding_engines import (

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy
 
-from stageline.corpus.cutter import CutCounts
+from stageline.corpus.cut import CutCounts
 from stageline.corpus.header import BEGINS, ENDS, CutRules, Segments, TokenizerInfo
 from stageline.errors import UserError
 
@@ -18,6 +18,11 @@ class ByteEncoder:
 
     info: TokenizerInfo = TokenizerInfo("bytes", "f", 256, None, None)
     kind: str = "bytes"
+    note: str = ""
+
+    def check(self, texts: Sequence[str]) -> bool:
+        """There is no other way to encode."""
+        return True
 
 
 class ByteCutter:

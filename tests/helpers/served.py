@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from stageline.inference.decoding.engine import DecodingEngine
 from stageline.serving.app import http_server, make_app
 from stageline.serving.prompts import PromptMaker
-from stageline.serving.request_queue import AnsweringEngine
 from stageline.serving.service import Service
 from stageline.serving.settings import HttpSettings, ServerSettings
 
@@ -29,7 +29,7 @@ class Served:
 
 @contextlib.contextmanager
 def served(
-    engine: AnsweringEngine,
+    engine: DecodingEngine,
     *,
     render: Callable[..., Any],
     image_token: Callable[..., Any],

@@ -16,10 +16,10 @@ from commands import train as train_pp  # noqa: F401  now: what a test registers
 from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.corpus import sentences
 from stageline.corpus.build import build_corpus
-from stageline.corpus.cutter import DocumentCutter
+from stageline.corpus.cut import DocumentCutter
 from stageline.corpus.encoder import load_encoder
 from stageline.corpus.header import CutRules
-from stageline.corpus.merge import merge
+from stageline.corpus.tools import merge
 from stageline.distributed import failure
 from tests.helpers.small_run import Job, saved_tensors
 

@@ -15,7 +15,7 @@ from stageline.inference.decoding.chain import LocalChain
 from stageline.inference.decoding.engine import DecodingEngine
 from stageline.inference.decoding.scheduler import Limits
 from stageline.inference.decoding.stage_decoder import StageDecoder
-from stageline.inference.decoding.stop_ids import stop_ids_of
+from stageline.inference.generation import stop_ids_of
 from tests.helpers.tiny_checkpoints import tiny_whole
 
 for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):  # read when lm_eval is imported

@@ -17,9 +17,8 @@ import pytest
 
 from stageline import chaos
 from stageline.chaos import VARIABLE
-from stageline.corpus.build import BuildProgress, build_corpus
+from stageline.corpus.build import BuildProgress, build_corpus, only_build
 from stageline.corpus.corpus_files import Corpus
-from stageline.corpus.journal import only_build
 from stageline.corpus.pool import WorkerDied
 from stageline.errors import DataError, UserError
 from tests.helpers.byte_cutter import REFUSED, ByteCutter

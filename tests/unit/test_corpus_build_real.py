@@ -13,7 +13,7 @@ from stageline import chaos
 from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.corpus.build import build_corpus
 from stageline.corpus.corpus_files import Corpus
-from stageline.corpus.cutter import DocumentCutter
+from stageline.corpus.cut import DocumentCutter
 from stageline.corpus.encoder import load_encoder
 from stageline.corpus.header import CutRules
 from stageline.corpus.sentences import auto

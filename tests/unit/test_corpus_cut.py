@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stageline.corpus import sentences
-from stageline.corpus.cut import cut_document, cut_documents
+from stageline.corpus.cut import cut_document
 from stageline.corpus.header import CutRules
 from stageline.errors import UserError
 
@@ -207,20 +207,3 @@ def test_an_unknown_policy_is_told():
 def test_a_splitter_that_breaks_its_rules_is_told(ends):
     with pytest.raises(UserError, match="rising character offsets"):
         _cut("one two", splitter=lambda text: numpy.array(ends), limit=3)
-
-
-@pytest.mark.parametrize("splitter", [sentences.auto, None])
-def test_documents_together_are_cut_as_one_by_one(splitter):
-    texts = [*_manual_pages(), "one two three. four. Five six. " * 3, "\n一二三。四五六！\n" * 20]
-    together = cut_documents(
-        texts,
-        [_tokens(text)[1] for text in texts],
-        splitter=splitter,
-        rules=CutRules(64),
-        num_first=1,
-        num_last=0,
-    )
-    for text, cut in zip(texts, together, strict=True):
-        alone = _cut(text, splitter=splitter, limit=64, num_last=0)
-        assert cut.lengths.tolist() == alone.lengths.tolist()
-        assert cut.num_cut_sentences == alone.num_cut_sentences

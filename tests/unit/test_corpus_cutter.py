@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from stageline.checking.tiny_models import tiny_tokenizer
-from stageline.corpus.cutter import CutCounts, DocumentCutter, join_lines
+from stageline.corpus.cut import CutCounts, DocumentCutter, join_lines
 from stageline.corpus.encoder import load_encoder
 from stageline.corpus.header import BEGINS, ENDS, HAS_BOS, HAS_EOS, CutRules
 from stageline.corpus.sentences import auto, english

@@ -8,8 +8,8 @@ import pytest
 from stageline.corpus import corpus_files
 from stageline.corpus.corpus_files import Corpus, MegatronCorpus, open_corpus
 from stageline.corpus.header import BEGINS, ENDS, path_of
-from stageline.corpus.merge import from_megatron, merge, to_megatron
-from stageline.corpus.verify import stats, verify
+from stageline.corpus.pack import stats
+from stageline.corpus.tools import from_megatron, merge, to_megatron, verify
 from stageline.errors import DataError, UserError
 from tests.helpers.corpora import documents_of, tokenizer, write
 

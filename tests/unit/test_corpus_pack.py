@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from stageline.corpus import pack as pack_module
 from stageline.corpus.header import BEGINS, ENDS, Segments, path_of
-from stageline.corpus.pack import PackedRows, best_fit, pack_corpus
-from stageline.corpus.verify import rows_of_best_fit
+from stageline.corpus.pack import PackedRows, best_fit, pack_corpus, rows_of_best_fit
 from stageline.corpus.writer import CorpusWriter
 from stageline.errors import DataError, UserError
 from tests.helpers.corpora import RULES, tokenizer
@@ -118,7 +117,7 @@ def test_rows_travel_to_workers(prefix):
     assert there[3].tolist() == packed[3].tolist() and there.digest == packed.digest
     sent = pickle.dumps(packed)
     pack_corpus(prefix, LIMIT + 1, overwrite=True)
-    with pytest.raises(DataError, match="packed anew meanwhile"):
+    with pytest.raises(DataError, match="anew meanwhile"):
         pickle.loads(sent)
 
 

@@ -20,7 +20,7 @@ from register import (
     restored_registers,
     splitter_register,
 )
-from stageline.corpus.row_text import BadDocument
+from stageline.corpus.input import BadDocument
 from stageline.distributed import failure
 from stageline.errors import UserError
 

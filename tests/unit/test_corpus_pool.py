@@ -9,7 +9,7 @@ from tests.helpers.byte_cutter import ByteCutter
 
 
 def test_a_result_that_was_cut_off_is_not_waited_for():
-    task = Task((), ByteCutter, document=None, max_document_bytes=1 << 20)
+    task = Task((), ByteCutter, document=str, max_document_bytes=1 << 20)
     pool = Processes(task, num_workers=1)
     try:
         future = pool._executor.submit(time.sleep, 60)

@@ -11,9 +11,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stageline.corpus.chunks import iter_chunks
-from stageline.corpus.journal import find_sources
-from stageline.corpus.row_text import read_chunk
+from stageline.corpus.input import default_document, find_sources, iter_chunks, read_chunk
 from stageline.errors import DataError, UserError
 
 LIMIT = 1 << 20
@@ -25,7 +23,9 @@ PACK = {
 }
 
 
-def read(files, *, chunk_bytes=64, limit=LIMIT, document=None, first=(0, 0), columns=None):
+def read(
+    files, *, chunk_bytes=64, limit=LIMIT, document=default_document, first=(0, 0), columns=None
+):
     """(texts, {line: kind of what is wrong}, lines) of all chunks; lines counted over the file."""
     texts, bad, num_lines, file = [], {}, 0, None
     chunks = iter_chunks(

@@ -82,12 +82,8 @@ def test_longer_lists_agree_with_the_plain_table(cases):
         assert max(_pieces(lengths, greedy)) <= limit and len(greedy) == len(found)
 
 
-@pytest.mark.parametrize("dense_cells", [segmentation._DENSE_CELLS, 0])
 @pytest.mark.parametrize(("longest", "limit"), [(3, 64), (25, 256), (200, 256), (1, 30)])
-def test_documents_of_many_segments_agree_with_the_plain_table(
-    longest, limit, dense_cells, monkeypatch
-):
-    monkeypatch.setattr(segmentation, "_DENSE_CELLS", dense_cells)
+def test_documents_of_many_segments_agree_with_the_plain_table(longest, limit):
     for num_units in (60, 600, 6_000):
         lengths = numpy.random.default_rng(num_units).integers(1, longest + 1, size=num_units)
         found = even(lengths, limit).tolist()

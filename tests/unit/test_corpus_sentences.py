@@ -1,9 +1,6 @@
-"""Splitters against sentences cut by hand; and that no text loses a letter, however handed in."""
+"""Splitters against sentences cut by hand; and that no text loses a letter."""
 
-import functools
-import json
 import random
-from pathlib import Path
 
 import numpy
 import pytest
@@ -11,10 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stageline.corpus import sentences
-from stageline.corpus import sentences as blocks
 from stageline.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
 OURS = [sentences.english, sentences.chinese, sentences.auto]
 # a line of page width that breaks off in a sentence
 LINE = "A line that is as long as those which are wrapped in the midst of"
@@ -111,38 +106,6 @@ def _odd_texts(num):
     signs = "ab. .A1)(\n\n \n!?\"'é。，”！中,-\r"
     texts = ["".join(choice(signs) for _ in range(choice((5, 40, 400)))) for _ in range(num)]
     return [text.replace("1", LINE) if choice((0, 1)) else text for text in texts]
-
-
-def _real_texts():
-    lines = (ROOT / "data/manpages_instruct.jsonl").read_text(encoding="utf-8").splitlines()
-    answers = [json.loads(line)["answer"] for line in lines]
-    guides = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))]
-    return [*answers, *guides, "\n".join(answers)]
-
-
-@pytest.mark.parametrize("splitter", OURS)
-def test_texts_together_and_in_blocks_have_the_ends_they_have_alone(splitter, monkeypatch):
-    texts = ["", " ", *_odd_texts(1_500), *_real_texts()]
-    monkeypatch.setattr(blocks, "_BLOCK", 10**9)
-    alone = [splitter(text).tolist() for text in texts]
-    monkeypatch.setattr(blocks, "_BLOCK", 60)
-    assert [splitter(text).tolist() for text in texts] == alone
-    monkeypatch.undo()
-    assert [ends.tolist() for ends in sentences.ends_of_each(splitter, texts)] == alone
-    monkeypatch.setitem(sentences._OURS, splitter, lambda text: numpy.array([], numpy.int64))
-    part = functools.partial(splitter)  # as the entry file hands it on
-    assert sentences.ends_of_each(part, ["a. b", "c"])[0].tolist() == [4]
-
-
-def test_a_splitter_of_the_user_is_asked_text_by_text():
-    asked = []
-
-    def own(text):
-        asked.append(text)
-        return numpy.array([len(text)])
-
-    assert [ends.tolist() for ends in sentences.ends_of_each(own, ["ab", "c"])] == [[2], [1]]
-    assert asked == ["ab", "c"]
 
 
 def test_icu_is_asked_for_when_it_is_missing(monkeypatch):

@@ -10,8 +10,8 @@ from stageline.corpus import corpus_files
 from stageline.corpus import writer as files_out
 from stageline.corpus.corpus_files import Corpus
 from stageline.corpus.header import CutRules, path_of
-from stageline.corpus.merge import merge, remove
-from stageline.corpus.verify import rows_of_best_fit, stats, verify
+from stageline.corpus.pack import rows_of_best_fit, stats
+from stageline.corpus.tools import merge, remove, verify
 from stageline.corpus.writer import CorpusWriter
 from stageline.errors import DataError, UserError
 from tests.helpers.corpora import documents_of, segments_of, tokenizer, write

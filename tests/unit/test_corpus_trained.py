@@ -8,7 +8,6 @@ import pytest
 
 from stageline.corpus.corpus_files import Corpus
 from stageline.corpus.header import BEGINS, ENDS, Segments
-from stageline.corpus.merge import remove
 from stageline.corpus.mixture import Mixture
 from stageline.corpus.pack import pack_corpus
 from stageline.corpus.run_sampler import (
@@ -18,6 +17,7 @@ from stageline.corpus.run_sampler import (
     run_sampler,
     save_indices,
 )
+from stageline.corpus.tools import remove
 from stageline.corpus.writer import CorpusWriter
 from stageline.errors import DataError
 from tests.helpers.corpora import RULES, tokenizer

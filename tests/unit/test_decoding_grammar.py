@@ -26,11 +26,8 @@ from stageline.inference.decoding.request import (
     EngineError,
     Failed,
     Finished,
-    PassOrder,
     Request,
     Sampling,
-    sampling_of,
-    settings_of,
 )
 from tests.helpers.decoded_models import text_prompts
 from tests.helpers.decoding_engines import local_engine
@@ -369,11 +366,3 @@ def test_tokenizers_that_have_no_bytes_are_refused():
 
     with pytest.raises(UserError, match="is a Slow"):
         Matchers(Slow).check(JSON_OBJECT)
-
-
-def test_grammars_travel_with_the_stop_tokens():
-    sampling = Sampling(grammar=json_grammar(SCHEMA), stop_token_ids=(3, 4), temperature=0.5)
-    order = PassOrder.of_json(PassOrder("prefill", settings=[settings_of(sampling)]).as_json())
-    back = sampling_of(order.settings[0])
-    assert (back.grammar, back.stop_token_ids) == (sampling.grammar, (3, 4))
-    assert settings_of(Sampling(stop_token_ids=(3, 4))) == {}

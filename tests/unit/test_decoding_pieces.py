@@ -15,8 +15,14 @@ from register import train_model_register
 from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.load import quiet
 from stageline.inference.decoding.cache import GroupCache
-from stageline.inference.decoding.request import EngineError, Failed, Finished, Request, Sampling
-from stageline.inference.decoding.score_queue import length_of
+from stageline.inference.decoding.request import (
+    EngineError,
+    Failed,
+    Finished,
+    Request,
+    Sampling,
+    length_of,
+)
 from stageline.stages.causal_lm import can_be_cut
 from tests.helpers.decoded_models import decoded_text_model
 from tests.helpers.decoding_engines import built_stages, local_engine, noted_orders, pieces_read

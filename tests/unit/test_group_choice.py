@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stageline.inference.decoding.group_choice import (
+from stageline.inference.decoding.scheduler import (
     LEAST_TOKENS,
     WORTH_IT,
     GroupChoice,

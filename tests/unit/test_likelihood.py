@@ -13,7 +13,7 @@ from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError, UserError
 from stageline.inference.decoding.request import Failed, Finished, Scored
-from stageline.inference.scoring import continuation_row, first_token, windows
+from stageline.inference.generation import continuation_row, first_token, windows
 from tests.helpers.tiny_tokenizers import tiny_metaspace_tokenizer
 
 TOKENIZERS = {

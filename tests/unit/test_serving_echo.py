@@ -27,7 +27,7 @@ from stageline.inference.decoding.request import (
 from stageline.inference.decoding.scheduler import Limits
 from stageline.inference.decoding.stage_decoder import StageDecoder
 from stageline.serving.errors import of_engine
-from stageline.serving.token_texts import TokenTexts
+from stageline.serving.service import TokenTexts
 from tests.helpers.served import served
 from tests.helpers.tiny_checkpoints import tiny_whole
 
@@ -192,7 +192,7 @@ def test_what_cannot_be_echoed_is_refused(client):
     assert told(ask(client, [*long, 7], max_tokens=0)) == too_long
     assert told(ask(client, long, max_tokens=0, logprobs=0)) == ("echo", too_long[1])
     assert told(ask(client, long, max_tokens=1, logprobs=0)) == ("max_tokens", too_long[1])
-    assert client.service.desk.num_places == 0
+    assert client.service.queue.num_places == 0
 
 
 def test_a_model_that_gives_no_numbers_is_told(client, monkeypatch):

@@ -133,7 +133,7 @@ def test_who_leaves_frees_the_place_in_the_engine(model):
                 assert next(streamed.iter_lines())
         wait(lambda stats: stats.running == stats.queued == 0)
         short = httpx.post(url + PATH, json={**body, "max_tokens": 3}, timeout=60)
-        return short.json()["usage"]["completion_tokens"], service.desk.num_places
+        return short.json()["usage"]["completion_tokens"], service.queue.num_places
 
     options = ("--max-running", "2")
     with talking(model[0], *options, client=client) as (num_tokens, num_places):

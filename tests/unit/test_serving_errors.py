@@ -100,9 +100,9 @@ CASES = {
 
 
 def provoke(way, client, server):
-    desk, engine = server.service.desk, server.service.engine
+    queue, engine = server.service.queue, server.service.engine
     until = time.monotonic() + 10
-    while desk.num_places and time.monotonic() < until:  # of the test before
+    while queue.num_places and time.monotonic() < until:  # of the test before
         time.sleep(0.005)
     if way in REPLIES:
         return ask(client, way)
@@ -127,9 +127,9 @@ def provoke(way, client, server):
     if way == "slow body":
         return ask(client.with_options(http_client=httpx.Client(transport=SlowBody())))
     changed = {
-        "queue": (desk, "num_places", 99),
+        "queue": (queue, "num_places", 99),
         "ill": (engine, "is_healthy", False),
-        "ending": (desk, "is_closed", True),
+        "ending": (queue, "is_closed", True),
     }
     with set_to(*changed[way]):
         return ask(client)

@@ -14,7 +14,7 @@ from prompt_fn import auto, chat
 from register import train_model_register
 from stageline.checking.tiny_models import TEXTS
 from stageline.checkpoint.load import quiet
-from stageline.serving.tool_formats import find_format
+from stageline.serving.tool_calls import find_format
 from tests.helpers.chat_templates import FORMATS, format_tokenizer
 from tests.helpers.decoding_engines import local_engine
 from tests.helpers.served import served

@@ -79,7 +79,7 @@ def test_who_leaves_frees_the_place(is_stream):
         if is_stream:
             assert first.recv(65536).startswith(b"HTTP/1.1 200")
         first.close()
-        wait_until(lambda: running.service.desk.num_places == 0)
+        wait_until(lambda: running.service.queue.num_places == 0)
         assert len(engine.cancelled) == 3
         engine.reply = lambda _: "Well."
         answer = client.post(PATH, json=BODY).json()
@@ -99,7 +99,7 @@ def test_more_than_the_queue_holds_is_refused_and_the_rest_answered():
         assert engine.most_at_once == 2 and len(engine.asked) == 12 - len(refused)
         too_many = client.post(PATH, json={**BODY, "n": 6})
         assert "at most 5" in told(too_many, 400)["message"]
-        assert running.service.desk.num_places == 0
+        assert running.service.queue.num_places == 0
 
 
 def test_a_request_ends_when_its_time_is_over():
@@ -112,7 +112,7 @@ def test_a_request_ends_when_its_time_is_over():
         *_, last, end, _ = streamed.text.split("\n\n")
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
         assert end == "data: [DONE]"
-        wait_until(lambda: running.service.desk.num_places == 0)
+        wait_until(lambda: running.service.queue.num_places == 0)
         assert len(engine.cancelled) == 2
 
 
@@ -316,7 +316,7 @@ def test_a_stop_lets_answers_finish_and_cancels_what_takes_too_long():
         asker.start()
         wait_until(lambda engine=engine: engine.stats().running == 1)
         asked.set()
-        wait_until(lambda service=service: service.desk.is_closed)
+        wait_until(lambda service=service: service.queue.is_closed)
         with contextlib.suppress(httpx.ConnectError):
             assert told(httpx.post(url + PATH, json=BODY), 503)["code"] == "shutting_down"
         asker.join(20)

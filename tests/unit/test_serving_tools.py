@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from stageline.serving.chat_answers import FoundCall, ToolReader
+from stageline.serving.tool_calls import FoundCall, ToolReader
 
 NAMES = ("add", "get_weather")
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü </x>"}}\n</tool_call>'

@@ -1,4 +1,4 @@
-"""A request that runs: its text so far, and what its listener was told.
+"""Requests on their way: the text of an answer so far, rows to be scored, who is told.
 
 Nothing that happens to one request ends another: a listener that raises, or a token that can't be
 written, ends its own.
@@ -8,26 +8,38 @@ import functools
 import re
 import sys
 import traceback
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
 
 from stageline.inference.decoding.request import (
     AnswerPiece,
+    Cancelled,
     EngineError,
     Failed,
     Finished,
     Listener,
     PassOrder,
     Request,
+    Scored,
+    ScoreRequest,
     TokenLogprob,
     error_of,
-    logprob_of_json,
+    is_alone,
+    length_of,
+    together,
+    without_last,
 )
 
 if TYPE_CHECKING:
     from stageline.inference.decoding.engine import DecodingEngine
 
-# -- decodes an answer token by token, in time linear in its length -------------------------------
+ScoreListener = Callable[[Scored | Failed], None]
+_Row = tuple[ScoreRequest, ScoreListener]
+
+# Decodes an answer token by token, in time linear in its length.
 # All that is given out together is, to the character, what the tokenizer makes of all tokens at
 # once. Only a window of the last tokens is decoded. What counts is what its text grows by: so the
 # window may begin inside a character, or with a token that the tokenizer writes in a way of its
@@ -132,9 +144,6 @@ def _habits(tokenizer: Any) -> tuple[frozenset[int], bool]:
     return skipped, plain != cleaned
 
 
-# -- the text of an answer while its tokens come: what may be written now, and where it stops -----
-
-
 class AnswerText:
     """Text and tokens of one answer.
 
@@ -221,9 +230,6 @@ class AnswerText:
         return 0
 
 
-# -------------------------------------------------------------------------------------------------
-
-
 class Running:
     """One request between `submit` and its end.
 
@@ -266,7 +272,7 @@ class Running:
         error = error_of(order, place)
         try:
             if not self.is_cancelled and error is None:
-                logprob = logprob_of_json(order.logprobs[place]) if order.logprobs else None
+                logprob = order.logprobs[place] if order.logprobs else None
                 self.take(order.tokens[place], logprob, is_last=place in order.over)
             if self.is_cancelled and not self.is_over:
                 self.finish("cancelled")
@@ -338,3 +344,116 @@ class Running:
         """Tells that there is no answer."""
         self.is_over = True
         self._call(Failed(self.key, error))
+
+
+class ScoreQueue:
+    """Rows are scored in their order, so many together as a pass may have tokens.
+
+    Args:
+        max_tokens: of one pass, with padding; a longer row goes alone.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.waiting: deque[_Row] = deque()
+        self.done: deque[Scored | Failed] = deque()
+        self._on_their_way: deque[list[_Row]] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something waits or is on its way."""
+        return bool(self.waiting or self._on_their_way)
+
+    @property
+    def is_on_its_way(self) -> bool:
+        """Whether the stages have a pass that has not come back."""
+        return bool(self._on_their_way)
+
+    def answers(
+        self, items: Iterable[ScoreRequest], *, most: int, act: Callable[[], object]
+    ) -> Iterator[Scored | Failed]:
+        """Scores of all items, as they are done.
+
+        Args:
+            most: so many wait at a time.
+            act: brings the engine on.
+        """
+        source, is_over = iter(items), False
+        while not is_over or self.has_work or self.done:
+            while not is_over and len(self.waiting) < most:
+                item = next(source, None)
+                is_over = item is None
+                if item is not None:
+                    self.add(item, self.done.append)
+            while self.done:
+                yield self.done.popleft()
+            if self.has_work:
+                act()
+
+    def forget(self, act: Callable[[], object]) -> None:
+        """Drops what nobody wants any more, when it has come back."""
+        self.waiting.clear()
+        while self.has_work:
+            act()
+        self.done.clear()
+
+    def add(self, item: ScoreRequest, listener: ScoreListener) -> None:
+        """A row that is to be scored."""
+        self.waiting.append((item, listener))
+
+    def cancel(self, key: str) -> None:
+        """Drops a row that waits still; one on its way is told when it is back."""
+        left = [row for row in self.waiting if row[0].key == key]
+        self.waiting = deque(row for row in self.waiting if row[0].key != key)
+        for _, listener in left:
+            _tell(listener, Failed(key, Cancelled("the score was cancelled")))
+
+    def fail_all(self, error: Exception) -> None:
+        """Tells everybody that there is no score."""
+        rows = [row for rows in [*self._on_their_way, self.waiting] for row in rows]
+        self._on_their_way.clear()
+        self.waiting.clear()
+        for item, listener in rows:
+            _tell(listener, Failed(item.key, error))
+
+    def next_order(self) -> tuple[PassOrder, dict[str, Tensor]]:
+        """The next pass and what it reads."""
+        rows: list[_Row] = []
+        while self.waiting and self._goes_with(rows, self.waiting[0][0]):
+            rows.append(self.waiting.popleft())
+        self._on_their_way.append(rows)
+        items = [item for item, _ in rows]
+        order = PassOrder(
+            "score",
+            rows=list(range(len(items))),
+            lengths=[length_of(item.prompt) - 1 for item in items],
+            targets=[item.prompt["input_ids"][0, -item.num_targets :].tolist() for item in items],
+            num_tops=[item.num_top for item in items],
+        )
+        # nothing follows the last token: a row may be one longer than the model has positions
+        return order, together([without_last(item.prompt) for item in items])
+
+    def _goes_with(self, rows: list[_Row], new: ScoreRequest) -> bool:
+        if not rows:
+            return True
+        if is_alone(rows[0][0].prompt) or is_alone(new.prompt):
+            return False
+        width = max(length_of(item.prompt) for item in [*(row[0] for row in rows), new])
+        return width * (len(rows) + 1) <= self.max_tokens
+
+    def take(self, order: PassOrder) -> None:
+        """The oldest pass is back."""
+        for place, (item, listener) in enumerate(self._on_their_way.popleft()):
+            if order.error is not None:
+                _tell(listener, Failed(item.key, EngineError(order.error)))
+                continue
+            values, is_greedy, tops = order.scores[place]
+            likeliest = tuple(tuple((int(i), value) for i, value in top) for top in tops)
+            _tell(listener, Scored(item.key, tuple(values), is_greedy, likeliest))
+
+
+def _tell(listener: ScoreListener, event: Scored | Failed) -> None:
+    try:
+        listener(event)
+    except Exception:  # of one who asked: the others get theirs
+        traceback.print_exc(file=sys.stderr)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-# -- keys and values that a prompt brings and no step grows: of layers that attend to its images --
+# Keys and values that a prompt brings and no step grows: of layers that attend to its images.
 # Rows have as many columns as their images have patches, rows of text alone have none. The buffers
 # are as wide as the fullest row, and zero behind each row's own columns: a layer that attends to
 # values of zero adds nothing to a row of text, and masks hide the rest for rows with fewer images.
@@ -136,8 +136,6 @@ class FixedLayer(CacheLayerMixin):
         """Buffers with a place for each row, and more."""
         return self._buffers
 
-
-# -------------------------------------------------------------------------------------------------
 
 Item = TypeVar("Item")
 COLUMNS_AT_ONCE = 64  # buffers grow by so many, and by a quarter

@@ -1,6 +1,6 @@
 """The stages in a row: orders go in at the first one and come back, carried out, in their order."""
 
-import json
+import pickle
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
@@ -12,21 +12,20 @@ import torch.distributed as dist
 from stageline.inference.decoding.request import PassOrder
 from stageline.inference.decoding.stage_decoder import StageDecoder, Tensors
 
-# -- messages between the stages: an order as text, and its tensors -------------------------------
-# The text goes over a group of the CPU, so that shapes are known before anything is received on a
-# GPU; tensors go over the group of the devices.
-
-BLOCK = 4096  # bytes of the first part of a text: most fit
+BLOCK = 4096  # bytes of the first part of an order: most fit
 _LENGTH = 8
 IDLE = timedelta(days=365)  # a stage may wait for the next order as long as nobody asks anything
 
 
 class Wire:
-    """Sends and receives, in order, between the ranks of one pipeline.
+    """Sends and receives orders with their tensors, in order, between the ranks of one pipeline.
+
+    Orders go over a group of the CPU, so that shapes are known before anything is received on a
+    GPU; tensors go over the group of the devices.
 
     Args:
         rank: of this process within the pipeline.
-        texts: group for texts, gloo.
+        texts: group for orders, gloo.
         tensors: group for tensors; the same one on the CPU.
         device: where received tensors lie.
         num_kept: orders that may be on their way; what was sent for an order is kept until so
@@ -51,7 +50,7 @@ class Wire:
     def send(self, target: int, order: PassOrder, tensors: dict[str, torch.Tensor]) -> None:
         """Hands an order on; returns before it has arrived."""
         kinds = [[name, str(t.dtype)[6:], list(t.shape)] for name, t in tensors.items()]
-        text = (order.as_json() + "\n" + json.dumps(kinds)).encode()
+        text = pickle.dumps((order, kinds))
         block = torch.zeros(BLOCK, dtype=torch.uint8)
         block[:_LENGTH] = torch.frombuffer(
             bytearray(len(text).to_bytes(_LENGTH, "big")), dtype=torch.uint8
@@ -90,14 +89,14 @@ class Wire:
             rest = torch.empty(length - len(text), dtype=torch.uint8)
             dist.recv(rest, group=self.texts, group_src=source)
             text += rest.numpy().tobytes()
-        words, _, kinds = text.decode().partition("\n")
+        order, kinds = pickle.loads(text)
         tensors = {}
-        for name, dtype, shape in json.loads(kinds):
+        for name, dtype, shape in kinds:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
             if tensor.numel():
                 dist.recv(tensor, group=self.tensors, group_src=source)
             tensors[name] = tensor
-        return PassOrder.of_json(words), tensors
+        return order, tensors
 
 
 class _Done:
@@ -105,9 +104,6 @@ class _Done:
 
     def wait(self) -> None:
         """It is there already."""
-
-
-# -------------------------------------------------------------------------------------------------
 
 
 class Chain(Protocol):

@@ -17,11 +17,9 @@ from typing import Any
 import torch
 
 from stageline.errors import UserError
-from stageline.inference.decoding import score_queue
-from stageline.inference.decoding.answer import Running
+from stageline.inference.decoding.answer import Running, ScoreQueue
 from stageline.inference.decoding.chain import Chain, max_in_flight
 from stageline.inference.decoding.grammars import Matchers
-from stageline.inference.decoding.group_choice import GroupChoice, measure_steps
 from stageline.inference.decoding.request import (
     EngineError,
     EngineStats,
@@ -29,16 +27,26 @@ from stageline.inference.decoding.request import (
     Finished,
     Listener,
     PassOrder,
+    Prompt,
     Request,
     Scored,
     ScoreRequest,
-    settings_of,
+    is_alone,
+    length_of,
+    no_cells,
+    padded_right,
+    part_of,
+    together,
 )
-from stageline.inference.decoding.scheduler import Limits, Prefill, RunningGroup, Scheduler
+from stageline.inference.decoding.scheduler import (
+    GroupChoice,
+    Limits,
+    Prefill,
+    RunningGroup,
+    Scheduler,
+    measure_steps,
+)
 from stageline.inference.decoding.scheduler import Sequence as Scheduled
-from stageline.inference.decoding.score_queue import ScoreQueue
-
-# -- what a request must be to be taken -----------------------------------------------------------
 
 
 def admitted(request: Request, engine: "DecodingEngine") -> Request:
@@ -68,7 +76,7 @@ def checked(request: Request, limits: Limits, *, has_cache: bool, cells: int = 0
     Raises:
         UserError: there is no room for one token, or the model can't take images here.
     """
-    length = score_queue.length_of(request.prompt)
+    length = length_of(request.prompt)
     room = limits.max_length if limits.max_cells is None else limits.max_cells - cells
     longest = min(limits.max_length, room)
     if not 1 <= length < longest:
@@ -78,7 +86,7 @@ def checked(request: Request, limits: Limits, *, has_cache: bool, cells: int = 0
             "because the prompt and at least one token of the answer must fit the model's "
             "positions and the cache: shorten it."
         )
-    if not has_cache and score_queue.is_alone(request.prompt):
+    if not has_cache and is_alone(request.prompt):
         raise UserError(
             "the prompt came with images. Text alone was expected, because this model keeps no "
             "keys and values (can_decode is False), and would look at them for every token."
@@ -93,7 +101,7 @@ def check_row(item: ScoreRequest, limits: Limits) -> None:
     Raises:
         UserError: it has too many tokens, or no token before the first target.
     """
-    length = score_queue.length_of(item.prompt)
+    length = length_of(item.prompt)
     if length > limits.max_length + 1:
         raise UserError(
             f"the row has {length} tokens. At most {limits.max_length + 1} were expected, because "
@@ -104,9 +112,6 @@ def check_row(item: ScoreRequest, limits: Limits) -> None:
             f"{item.num_targets} of the row's {length} tokens are to be scored. From 1 to "
             f"{length - 1} were expected, because a token is scored by those before it."
         )
-
-
-# -- steps through an engine's stages that nobody asked for, to see how long they take ------------
 
 
 def timed_steps(
@@ -135,10 +140,6 @@ def timed_steps(
     return [order.seconds for order in done]
 
 
-# -- what the engine sends through the stages for what the scheduler chose: orders with their inputs
-# A model that keeps no keys and values reads whole rows ("whole") where others read prompts and
-# take steps.
-
 Inputs = dict[str, torch.Tensor]
 
 
@@ -154,13 +155,13 @@ def prefill_pass(found: Prefill, *, has_cache: bool) -> tuple[PassOrder, Inputs]
     if found.piece is not None:
         order.piece = [found.piece.start, found.piece.stop]
     if not order.is_part:
-        order.settings = [settings_of(owner.request.sampling) for owner in owners]
+        order.settings = [owner.request.sampling for owner in owners]
     if not has_cache:
-        return order, score_queue.padded_right([owner.row_ids() for owner in owners])
+        return order, padded_right([owner.row_ids() for owner in owners])
     read = [owner.request.prompt for owner in owners]
     if found.piece is not None:
-        read = [score_queue.part_of(prompt, found.piece) for prompt in read]
-    return order, score_queue.together(read)
+        read = [part_of(prompt, found.piece) for prompt in read]
+    return order, together(read)
 
 
 def step_pass(
@@ -172,11 +173,9 @@ def step_pass(
     if not has_cache:
         order.kind, order.join = "whole", []
         order.lengths = [len(owner.row_ids()) for owner in owners]
-        return order, score_queue.padded_right([owner.row_ids() for owner in owners])
+        return order, padded_right([owner.row_ids() for owner in owners])
     return order, {"input_ids": torch.tensor([[owner.last_token] for owner in owners])}
 
-
-# -------------------------------------------------------------------------------------------------
 
 SECONDS_BETWEEN_SIGNS = 30.0  # an idle engine asks so often whether all stages are there
 DEFAULT_LIMITS = Limits()
@@ -208,7 +207,7 @@ class DecodingEngine:
         stop_ids: Sequence[int] = (),
         device: torch.device | str = "cpu",
         model_name: str = "model",
-        prompt_cells: Callable[[score_queue.Prompt], int] = score_queue.no_cells,
+        prompt_cells: Callable[[Prompt], int] = no_cells,
         has_cache: bool = True,
         reads_in_pieces: bool = False,
         matchers: Matchers | None = None,
@@ -282,10 +281,16 @@ class DecodingEngine:
 
     def stats(self) -> EngineStats:
         """Where the engine stands; numbers of a moment ago."""
-        return EngineStats.of(
-            self._scheduler,
-            num_waiting=self._inbox.qsize() + len(self._scores.waiting),
-            tokens=(self._prompt_tokens, self._completion_tokens),
+        scheduler = self._scheduler
+        return EngineStats(
+            queued=len(scheduler.waiting) + self._inbox.qsize() + len(self._scores.waiting),
+            running=scheduler.num_running,
+            max_running=self.limits.max_rows,
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self._completion_tokens,
+            num_groups=len(scheduler.groups),
+            cache_cells=scheduler.num_cells,
+            max_cache_cells=self.limits.max_cells,
             is_healthy=self.is_healthy,
             stage_seconds=tuple(self._stage_seconds),
         )
@@ -476,16 +481,16 @@ class DecodingEngine:
             return
         self._running[running.key] = running
         prompt = running.request.prompt
-        length = score_queue.length_of(prompt)
+        length = length_of(prompt)
         longest = length + running.request.sampling.max_new_tokens
         self._scheduler.waiting.append(
             Scheduled(
                 row=next(self._numbers),
                 length=length,
                 longest=longest + self.prompt_cells(prompt),
-                is_alone=score_queue.is_alone(prompt),
+                is_alone=is_alone(prompt),
                 owner=running,
-                may_be_cut=self.reads_in_pieces and not score_queue.is_alone(prompt),
+                may_be_cut=self.reads_in_pieces and not is_alone(prompt),
             )
         )
 

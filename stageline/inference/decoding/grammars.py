@@ -15,8 +15,6 @@ import numpy as np
 
 from stageline.errors import UserError
 
-# -- what the text of an answer has to be, as plain text that travels; see `matchers` for its use -
-
 Kind = Literal["json_schema", "regex", "lark"]
 KINDS: tuple[Kind, ...] = ("json_schema", "regex", "lark")
 LONGEST = 2**18  # letters: it is compiled on the last stage while other answers wait
@@ -49,12 +47,7 @@ class Grammar:
 
 
 def json_grammar(schema: Mapping[str, Any], *, is_strict: bool = True) -> Grammar:
-    """JSON of a schema; raises as `json_text`."""
-    return Grammar("json_schema", json_text(schema, is_strict=is_strict))
-
-
-def json_text(schema: Mapping[str, Any], *, is_strict: bool) -> str:
-    """A schema as a grammar has it, also after `%json` in Lark's syntax.
+    """JSON of a schema; its text may also follow `%json` in Lark's syntax.
 
     Args:
         is_strict: refuse keywords that can't be kept to, such as `not`; else they are left out.
@@ -64,15 +57,14 @@ def json_text(schema: Mapping[str, Any], *, is_strict: bool) -> str:
     """
     options = {"lenient": not is_strict, "whitespace_pattern": _SPACES}
     try:
-        return json.dumps({**schema, "x-guidance": options}, allow_nan=False)
+        text = json.dumps({**schema, "x-guidance": options}, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"the schema is no JSON: {error}.") from None
+    return Grammar("json_schema", text)
 
 
 JSON_OBJECT = json_grammar({"type": "object"})
 
-
-# -------------------------------------------------------------------------------------------------
 
 _NUM_KEPT = 64
 # llguidance's own end token: real ones end an answer only where its request says so

@@ -1,19 +1,18 @@
 """What is asked of the decoding engine and what it answers: plain values, no model and no rank."""
 
-import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from stageline.errors import UserError
 from stageline.inference.decoding.grammars import Grammar
 
-if TYPE_CHECKING:
-    from stageline.inference.decoding.scheduler import Scheduler
-
+Prompt = Mapping[str, Tensor]
+MASK = "attention_mask"  # made from the lengths, on each stage
 _SEED_BITS = 64
 _LARGEST = 2**31 - 1
 
@@ -53,41 +52,20 @@ class Sampling:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _WHOLE_RANGES.items():
-            is_in = _is_whole(getattr(self, name), low, high)
-            self._check(name, is_in, f"an integer from {low} to {high}")
-        for name, (low, high) in _REAL_RANGES.items():
-            is_in = _is_real(getattr(self, name), low, high)
-            self._check(name, is_in, f"a number from {low:g} to {high:g}")
-        is_penalty = _is_real(self.repetition_penalty, 0, math.inf) and self.repetition_penalty > 0
-        self._check("repetition_penalty", is_penalty, "a finite number above 0 (1: no penalty)")
-        is_count = self.logprobs is None or _is_whole(self.logprobs, 0, _LARGEST)
-        self._check("logprobs", is_count, "None or an integer from 0")
-        self._check("stop", _are(self.stop, _is_text), "a tuple of texts, none of them empty")
-        is_ids = self.stop_token_ids is None or _are(self.stop_token_ids, _is_token_id)
-        self._check("stop_token_ids", is_ids, "None or a tuple of token ids")
-        is_grammar = self.grammar is None or isinstance(self.grammar, Grammar)
-        self._check("grammar", is_grammar, "None or a Grammar")
-        wanted = "a tuple of (token id, number from -100 to 100) pairs"
-        self._check("logit_bias", _are(self.logit_bias, _is_bias), wanted)
-
-    def _check(self, name: str, is_right: bool, expected: str) -> None:
-        if not is_right:
-            raise UserError(f"{name} is {getattr(self, name)!r}; expected {expected}.")
+        for name, (is_right, expected) in _RULES.items():
+            if not is_right(getattr(self, name)):
+                raise UserError(f"{name} is {getattr(self, name)!r}; expected {expected}.")
 
 
-_WHOLE_RANGES = {
-    "max_new_tokens": (1, _LARGEST),
-    "top_k": (0, _LARGEST),
-    "seed": (-(2 ** (_SEED_BITS - 1)), 2**_SEED_BITS - 1),
-}
-_REAL_RANGES = {
-    "temperature": (0.0, 1e6),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-}
+Rule = tuple[Callable[[Any], bool], str]
+
+
+def _whole(low: int, high: int) -> Rule:
+    return lambda value: _is_whole(value, low, high), f"an integer from {low} to {high}"
+
+
+def _real(low: float, high: float) -> Rule:
+    return lambda value: _is_real(value, low, high), f"a number from {low:g} to {high:g}"
 
 
 def _is_whole(value: object, low: int, high: int) -> bool:
@@ -100,22 +78,50 @@ def _is_real(value: object, low: float, high: float) -> bool:
     return math.isfinite(value) and low <= value <= high
 
 
-def _are(values: object, is_one: Callable[[object], bool]) -> bool:
+def _are(values: object, is_one: Callable[[Any], bool]) -> bool:
     return isinstance(values, tuple) and all(is_one(value) for value in values)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-def _is_token_id(value: object) -> bool:
-    return _is_whole(value, 0, _LARGEST)
 
 
 def _is_bias(pair: object) -> bool:
     if not isinstance(pair, tuple) or len(pair) != 2:
         return False
-    return _is_token_id(pair[0]) and _is_real(pair[1], -100, 100)
+    return _is_whole(pair[0], 0, _LARGEST) and _is_real(pair[1], -100, 100)
+
+
+_RULES: dict[str, Rule] = {
+    "max_new_tokens": _whole(1, _LARGEST),
+    "top_k": _whole(0, _LARGEST),
+    "seed": _whole(-(2 ** (_SEED_BITS - 1)), 2**_SEED_BITS - 1),
+    "temperature": _real(0.0, 1e6),
+    "top_p": _real(0.0, 1.0),
+    "min_p": _real(0.0, 1.0),
+    "presence_penalty": _real(-2.0, 2.0),
+    "frequency_penalty": _real(-2.0, 2.0),
+    "repetition_penalty": (
+        lambda value: _is_real(value, 0, math.inf) and value > 0,
+        "a finite number above 0 (1: no penalty)",
+    ),
+    "logprobs": (
+        lambda value: value is None or _is_whole(value, 0, _LARGEST),
+        "None or an integer from 0",
+    ),
+    "stop": (
+        lambda values: _are(values, lambda text: isinstance(text, str) and text != ""),
+        "a tuple of texts, none of them empty",
+    ),
+    "stop_token_ids": (
+        lambda ids: ids is None or _are(ids, lambda one: _is_whole(one, 0, _LARGEST)),
+        "None or a tuple of token ids",
+    ),
+    "grammar": (
+        lambda value: value is None or isinstance(value, Grammar),
+        "None or a Grammar",
+    ),
+    "logit_bias": (
+        lambda pairs: _are(pairs, _is_bias),
+        "a tuple of (token id, number from -100 to 100) pairs",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -128,7 +134,7 @@ class Request:
     """
 
     key: str
-    prompt: Mapping[str, Tensor]
+    prompt: Prompt
     sampling: Sampling
 
 
@@ -202,7 +208,7 @@ class ScoreRequest:
     """
 
     key: str
-    prompt: Mapping[str, Tensor]
+    prompt: Prompt
     num_targets: int
     num_top: int = 0
 
@@ -226,9 +232,6 @@ class Scored:
 Listener = Callable[[AnswerPiece | Finished | Scored | Failed], None]
 
 
-# -- what an engine tells about itself ------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class EngineStats:
     """Where the engine stands.
@@ -250,38 +253,6 @@ class EngineStats:
     is_healthy: bool
     stage_seconds: tuple[float, ...] = ()
 
-    @classmethod
-    def of(
-        cls,
-        scheduler: "Scheduler",
-        *,
-        num_waiting: int,
-        tokens: tuple[int, int],
-        is_healthy: bool,
-        stage_seconds: tuple[float, ...],
-    ) -> "EngineStats":
-        """What a scheduler knows, and the rest.
-
-        Args:
-            num_waiting: besides those that wait in the scheduler.
-            tokens: of prompts and of answers.
-        """
-        return cls(
-            queued=len(scheduler.waiting) + num_waiting,
-            running=scheduler.num_running,
-            max_running=scheduler.limits.max_rows,
-            prompt_tokens=tokens[0],
-            completion_tokens=tokens[1],
-            num_groups=len(scheduler.groups),
-            cache_cells=scheduler.num_cells,
-            max_cache_cells=scheduler.limits.max_cells,
-            is_healthy=is_healthy,
-            stage_seconds=stage_seconds,
-        )
-
-
-# -- what a pass through the stages does: made on the first one, carried from stage to stage ------
-# An order holds plain values only, so that it travels as JSON. Tensors travel beside it.
 
 Kind = Literal["prefill", "decode", "whole", "score", "measure", "tidy", "stop"]
 Score = tuple[list[float], bool, list[list[tuple[int, float]]]]
@@ -289,10 +260,10 @@ Score = tuple[list[float], bool, list[list[tuple[int, float]]]]
 
 @dataclass
 class PassOrder:
-    """One pass.
+    """One pass through the stages: made on the first one, carried from stage to stage.
 
-    A model that keeps no keys and values reads its rows anew for each token: "whole" takes the
-    place of "prefill" and "decode".
+    An order holds plain values; tensors travel beside it. A model that keeps no keys and values
+    reads its rows anew for each token: "whole" takes the place of "prefill" and "decode".
 
     Attributes:
         group: whose cache it uses.
@@ -319,16 +290,16 @@ class PassOrder:
     rows: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     piece: list[int] = field(default_factory=list)
-    settings: list[dict[str, Any]] = field(default_factory=list)
+    settings: list[Sampling] = field(default_factory=list)
     targets: list[list[int]] = field(default_factory=list)
     leave: list[tuple[int, int]] = field(default_factory=list)
     join: list[tuple[int, int]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     error: str | None = None
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[Any] = field(default_factory=list)
+    logprobs: list[TokenLogprob | None] = field(default_factory=list)
     over: list[int] = field(default_factory=list)
-    row_errors: dict[str, tuple[bool, str]] = field(default_factory=dict)
+    row_errors: dict[int, tuple[bool, str]] = field(default_factory=dict)
     num_tops: list[int] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
 
@@ -343,56 +314,62 @@ class PassOrder:
         """Whether more of its prompt follows."""
         return bool(self.piece) and self.piece[1] < self.lengths[0]
 
-    def as_json(self) -> str:
-        """The fields that are not empty."""
-        filled = {name: value for name, value in vars(self).items() if value or name == "group"}
-        return json.dumps(filled)
-
-    @staticmethod
-    def of_json(text: str) -> "PassOrder":
-        """What `as_json` wrote."""
-        return PassOrder(**json.loads(text))
-
-
-def settings_of(sampling: Sampling) -> dict[str, Any]:
-    """The fields that the last stage needs and that are not the usual ones."""
-    usual = asdict(Sampling())
-    needless = ["max_new_tokens", "stop"]
-    if sampling.grammar is None:  # only that one tells when a stop token may come
-        needless.append("stop_token_ids")
-    return {
-        name: value
-        for name, value in asdict(sampling).items()
-        if name not in needless and value != usual[name]
-    }
-
-
-def sampling_of(settings: dict[str, Any]) -> Sampling:
-    """What `settings_of` told."""
-    bias = tuple((int(token), float(value)) for token, value in settings.get("logit_bias", ()))
-    own: dict[str, Any] = {"logit_bias": bias}
-    if "grammar" in settings:
-        own["grammar"] = Grammar(**settings["grammar"])
-        own["stop_token_ids"] = tuple(settings.get("stop_token_ids") or ())
-    return Sampling(**{**settings, **own})
-
-
-def logprob_as_json(found: TokenLogprob | None) -> Any:
-    """A log-probability as plain values."""
-    return found and [found.token_id, found.logprob, found.top]
-
-
-def logprob_of_json(values: Any) -> TokenLogprob | None:
-    """What `logprob_as_json` made."""
-    if values is None:
-        return None
-    token_id, logprob, top = values
-    return TokenLogprob(token_id, logprob, tuple((int(i), float(value)) for i, value in top))
-
 
 def error_of(order: PassOrder, place: int) -> Exception | None:
     """Why a row of an order got no token."""
     if order.error is not None:
         return EngineError(order.error)
-    is_users, text = order.row_errors.get(str(place), (False, None))
+    is_users, text = order.row_errors.get(place, (False, None))
     return None if text is None else UserError(text) if is_users else EngineError(text)
+
+
+def length_of(prompt: Prompt) -> int:
+    """Tokens of a prompt."""
+    return prompt["input_ids"].shape[1]
+
+
+def no_cells(prompt: Prompt) -> int:
+    """What images take in the cache besides their tokens, where models see them as tokens."""
+    return 0
+
+
+def is_alone(prompt: Prompt) -> bool:
+    """Whether it is read by itself: what images bring is not padded to that of others."""
+    shape = prompt["input_ids"].shape
+    return any(value.shape != shape or value.is_floating_point() for value in prompt.values())
+
+
+def padded_right(rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    """Rows of ids of several lengths as `input_ids` [B, T]."""
+    ids_BT = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+    for place, row in enumerate(rows):
+        ids_BT[place, : len(row)] = torch.tensor(row)
+    return {"input_ids": ids_BT}
+
+
+def without_last(prompt: Prompt) -> Prompt:
+    """The prompt without its last token, and what else has a value for each token."""
+    return part_of(prompt, range(length_of(prompt) - 1))
+
+
+def part_of(prompt: Prompt, piece: range) -> Prompt:
+    """Some tokens of the prompt that follow one another, and what else has a value for each."""
+    shape = prompt["input_ids"].shape
+    own = slice(piece.start, piece.stop)
+    return {name: v[:, own] if v.shape == shape else v for name, v in prompt.items()}
+
+
+def together(prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+    """The inputs [B, T] of several prompts that are not alone, or those of one."""
+    if len(prompts) == 1:
+        return {name: value for name, value in prompts[0].items() if name != MASK}
+    width = max(length_of(prompt) for prompt in prompts)
+    names = [name for name in prompts[0] if name != MASK]
+    padded = {}
+    for name in names:
+        rows = torch.zeros(len(prompts), width, dtype=prompts[0][name].dtype)
+        for place, prompt in enumerate(prompts):
+            if name in prompt:
+                rows[place, width - length_of(prompt) :] = prompt[name][0]
+        padded[name] = rows
+    return padded

@@ -17,7 +17,7 @@ from stageline.errors import UserError
 from stageline.inference.decoding.grammars import RowMatcher, allowed_tokens
 from stageline.inference.decoding.request import Sampling, TokenLogprob
 
-# -- draws tokens from logits: which may be drawn, how likely each is, and one number per token ---
+# Draws tokens from logits: which may be drawn, how likely each is, and one number per token.
 # A draw must give the same token for a row alone and in any batch. So weights are whole numbers,
 # whose sums don't depend on the order in which a device adds them, and the number that decides is
 # made on the host from the answer's seed and the token's place alone. The inverse of the
@@ -127,8 +127,6 @@ def _sorted_down(weights_RV: Tensor) -> Tensor:
 def _column(values: Sequence[float], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
 
-
-# -------------------------------------------------------------------------------------------------
 
 # below it the likeliest token is taken: float32 logits divided by less leave no other a chance
 _LEAST_TEMPERATURE = 1e-5

@@ -15,17 +15,11 @@ import torch
 from stageline.errors import UserError
 from stageline.inference.decoding.cache import GroupCache, Window, take_out
 from stageline.inference.decoding.grammars import Matchers, RowMatcher
-from stageline.inference.decoding.request import (
-    PassOrder,
-    Sampling,
-    Score,
-    logprob_as_json,
-    sampling_of,
-)
+from stageline.inference.decoding.request import PassOrder, Sampling, Score
 from stageline.inference.decoding.sampler import SampledRow, choose
 from stageline.stage import Stage
 
-# -- log-probabilities of given tokens from the logits in their places ----------------------------
+# Log-probabilities of given tokens from the logits in their places.
 # Shapes: T places, V vocabulary.
 
 # numbers that are made float32 at a time: a long row times a vocabulary would take gigabytes
@@ -49,8 +43,6 @@ def score_row(logits_TV: torch.Tensor, targets: list[int], *, num_top: int) -> S
             tops += [list(zip(*pair, strict=True)) for pair in pairs]
     return values, is_greedy, tops
 
-
-# -- the rows of one group on one stage: their cache, and where each of them stands ---------------
 
 Tensors = dict[str, torch.Tensor]
 
@@ -106,8 +98,6 @@ class Group:
         self.positions += new.positions
         self.kept += new.kept
 
-
-# -------------------------------------------------------------------------------------------------
 
 HIDDEN, EXTRA = "hidden", "extra"
 MEASURED_GROUP = -1
@@ -280,7 +270,7 @@ class StageDecoder:
 
     def _welcome(self, order: PassOrder, place: int, ids_T: torch.Tensor) -> None:
         """A new row on the last stage."""
-        sampling = sampling_of(order.settings[place])
+        sampling = order.settings[place]
         prompt = ids_T if sampling.repetition_penalty != 1 else None
         row = self.sampled[order.rows[place]] = SampledRow(sampling, prompt, [], 0)
         if sampling.grammar is not None:
@@ -358,10 +348,10 @@ class StageDecoder:
         rows = [self.sampled[row] for row in order.rows]
         for place, found in enumerate(choose(logits_BV, rows)):
             order.tokens.append(found.token_id)
-            order.logprobs.append(logprob_as_json(found.logprob))
+            order.logprobs.append(found.logprob)
             if found.error is not None:
                 is_users = isinstance(found.error, UserError)
-                order.row_errors[str(place)] = (is_users, str(found.error))
+                order.row_errors[place] = (is_users, str(found.error))
             self._note(order, place, found.token_id)
         if not any(order.logprobs):
             order.logprobs = []
@@ -443,8 +433,6 @@ def _onwards(output: Any, others: Tensors) -> Tensors:
     found = {f"{EXTRA}{place:03d}": value for place, value in enumerate(extras)}
     return {HIDDEN: hidden, **found, **small}
 
-
-# -- how much memory keys and values may take, and how many tokens that is ------------------------
 
 GIB = 2**30
 SHARE_OF_A_GPU, SHARE_OF_A_HOST = 0.8, 0.25

@@ -1,40 +1,180 @@
-"""The answers to a chat, whole or as a stream of chunks."""
+"""Calls of tools: how a model writes them, grammars that make it do so, and reading them.
+
+Models write calls as their chat templates showed them: `<tool_call>{...}</tool_call>` (Hermes,
+Qwen), `[TOOL_CALLS] [{...}]` (Mistral; the first word is a special token and not in the text), or
+one JSON object as the whole answer (Llama 3, which says `parameters`).
+"""
 
 import json
+import re
 import secrets
 import string
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
+from stageline.data.text.chat_template import ChatTemplate
+from stageline.data.text.processor import get_tokenizer
 from stageline.errors import UserError
 from stageline.inference.decoding.grammars import JSON_OBJECT, Grammar, Matchers, json_grammar
-from stageline.inference.decoding.request import AnswerPiece, Finished, TokenLogprob
+from stageline.serving.api_models import ChatRequest, JsonSchemaFormat, NamedTool, Tool
 from stageline.serving.errors import bad_request
-from stageline.serving.prompts import PromptMaker
-from stageline.serving.request_models import ChatRequest, JsonSchemaFormat, NamedTool, Tool
-from stageline.serving.service import Out, Service, UsageCount, copies, forget_large, good_events
-from stageline.serving.settings import chat_sampling
-from stageline.serving.token_texts import TokenTexts
-from stageline.serving.tool_formats import CallableTool, ToolFormat
 
-# -- what form an answer must have: JSON, or calls of tools; from a chat request to a grammar -----
+_NAME, _ARGUMENT = "name_of_a_tool", "name_of_an_argument"
+_CALL = rf'\{{\s*"name":\s*"{_NAME}",\s*"FIELD":\s*\{{\s*"{_ARGUMENT}":\s*1\s*\}}'
+_PATTERNS = {
+    "hermes": rf"<tool_call>\s*{_CALL}\s*\}}\s*</tool_call>".replace("FIELD", "arguments"),
+    "mistral": rf"\[TOOL_CALLS\]\s*\[\s*{_CALL}".replace("FIELD", "arguments"),
+    "llama": rf"{_CALL}\s*\}}".replace("FIELD", "parameters"),
+}
+_TRIAL: list[dict[str, Any]] = [
+    {"role": "user", "content": "Hello"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "id": "call00000",  # nine letters, as Mistral's must have
+                "type": "function",
+                "function": {"name": _NAME, "arguments": {_ARGUMENT: 1}},
+            }
+        ],
+    },
+]
+_TRIAL_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "Nothing.",
+        "parameters": {"type": "object", "properties": {"other": {"type": "integer"}}},
+    },
+}
+
 
 _SCHEMA = "response_format.json_schema.schema"
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_LIST = "[TOOL_CALLS]"
+_PYTHON = "<|python_tag|>"
+_STARTS = (_LIST, _PYTHON, '{"', "{ ", "{\n", '[{"', "[ {", "[{ ", "[{\n")
+_LETTERS = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True)
-class AnswerForm:
-    """The form of an answer.
+class CallableTool:
+    """A tool that may be called.
 
     Attributes:
-        grammar: None: it may be any text.
-        is_marked: what is JSON without a mark is no call of a tool.
+        schema: of its arguments, the text of its `json_grammar`.
     """
 
-    grammar: Grammar | None = None
-    is_marked: bool = False
+    name: str
+    schema: str
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """The format of one model.
+
+    Attributes:
+        begin, end: of calls, as Lark's syntax has them: tokens, or else texts.
+        others: ids of further tokens that text may have and that grammars leave out of it, <think>.
+    """
+
+    name: Literal["hermes", "mistral", "llama"]
+    begin: str = ""
+    end: str = ""
+    others: tuple[int, ...] = ()
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether calls and text can be told apart anywhere in an answer."""
+        return self.name == "hermes"
+
+    def only_calls(self, tools: Sequence[CallableTool], *, is_single: bool) -> Grammar:
+        """One call or several, and nothing else."""
+        return self._grammar("start: calls", tools, is_single)
+
+    def calls_or_json(
+        self, tools: Sequence[CallableTool], schema: str, *, is_single: bool
+    ) -> Grammar:
+        """Calls, or JSON of a schema instead; of a format that is marked."""
+        return self._grammar(f"start: calls | %json {schema}", tools, is_single)
+
+    def calls_or_text(self, tools: Sequence[CallableTool], *, is_single: bool) -> Grammar:
+        """Text, with calls at its end or not; of a format that is marked."""
+        others = " | ".join(f"<[{token_id}]>" for token_id in self.others)
+        text = f"text: (TEXT ({others}))* TEXT" if others else "text: TEXT"
+        start = "start: text | text calls"
+        if not self.begin.startswith("<["):  # one lexeme: no token begins where the mark does
+            start = f"start: text | marked body{_more(is_single)}\nmarked[lazy]: {_UP_TO_MARK}"
+        return self._grammar(f"{start}\n{text}\nTEXT: {_WITHOUT_MARK}", tools, is_single)
+
+    def _grammar(self, start: str, tools: Sequence[CallableTool], is_single: bool) -> Grammar:
+        field = "parameters" if self.name == "llama" else "arguments"
+        names = [f"object_{place}" for place in range(len(tools))]
+        rules = [start, *self._calls(is_single), f"object: {' | '.join(names)}"]
+        for name, tool in zip(names, tools, strict=True):
+            before = json.dumps(f'{{"name": "{tool.name}", "{field}": ')
+            rules.append(f'{name}: {before} %json {tool.schema} "}}"')
+        return Grammar("lark", "\n".join(rules))
+
+    def _calls(self, is_single: bool) -> list[str]:
+        if self.name == "llama":  # its template writes one call a message
+            return ["calls: object"]
+        if self.name == "mistral":
+            more = "" if is_single else ' (", " object)*'
+            return [f'calls: {self.begin} " "? "[" object{more} "]"']
+        return [
+            f"calls: call{_more(is_single)}",
+            f"call: {self.begin} body",
+            rf'body: "\n" object "\n" {self.end}',
+        ]
+
+
+_UP_TO_MARK = r"/(.|\n)*<tool_call>/"
+_WITHOUT_MARK = r"/(.|\n)*/ & ~/(.|\n)*<tool_call>(.|\n)*/"
+
+
+def _more(is_single: bool) -> str:
+    return "" if is_single else r' ("\n" call)*'
+
+
+def find_format(processor: Any) -> ToolFormat | None:
+    """The format of a model's tool calls; None: another one than those above.
+
+    A template that shows no calls gets the most usual one, Hermes'.
+    """
+    template = ChatTemplate.of(processor)
+    try:
+        text = template(_TRIAL, tools=[_TRIAL_TOOL], options={})
+    except Exception:  # a template may raise what it likes
+        return None
+    if _ARGUMENT not in text:
+        return _format_of("hermes", get_tokenizer(processor))
+    for name, pattern in _PATTERNS.items():
+        if re.search(pattern, text):
+            return _format_of(name, get_tokenizer(processor))
+    return None
+
+
+def _format_of(name: Any, tokenizer: Any) -> ToolFormat | None:
+    if name == "llama":
+        return ToolFormat(name)
+    added = {str(t): (i, t.special) for i, t in tokenizer.added_tokens_decoder.items()}
+    if name == "mistral":  # special or not, calls are found without it
+        return ToolFormat(name, _mark("[TOOL_CALLS]", added))
+    marks = ("<tool_call>", "</tool_call>")
+    if any(added[mark][1] for mark in marks if mark in added):
+        return None  # left out of the text of answers
+    others = tuple(i for text, (i, special) in added.items() if not special and text not in marks)
+    begin, end = (_mark(text, added) for text in marks)
+    return ToolFormat(name, begin, end, others)
+
+
+def _mark(text: str, added: Mapping[str, tuple[int, bool]]) -> str:
+    """A mark as the one token that a tokenizer has for it, else as text."""
+    return f"<[{added[text][0]}]>" if text in added else json.dumps(text)
 
 
 def shown_tools(given: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -48,8 +188,17 @@ def shown_tools(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def form_of(asked: ChatRequest, *, prompts: PromptMaker, matchers: Matchers) -> AnswerForm:
-    """The form that a request asks for; may take a while.
+def form_of(
+    asked: ChatRequest, *, find_format: Callable[[], ToolFormat | None], matchers: Matchers
+) -> tuple[Grammar | None, bool]:
+    """The form that an answer must have; may take a while.
+
+    Args:
+        find_format: how the model writes calls.
+
+    Returns:
+        Its grammar (None: it may be any text), and whether calls have a mark: then what is JSON
+        without one is no call.
 
     Raises:
         ApiError: it can't be had.
@@ -59,8 +208,8 @@ def form_of(asked: ChatRequest, *, prompts: PromptMaker, matchers: Matchers) -> 
     chosen = _chosen(asked, tools)
     is_strict = any(tool.function.strict for _, tool in chosen)
     if not tools or not (_is_forced(asked) or is_strict or content is not None):
-        return AnswerForm(content)
-    tool_format = _tool_format(asked, prompts)
+        return content, False
+    tool_format = _tool_format(asked, find_format())
     callable_tools = [_callable(place, tool, asked, matchers) for place, tool in chosen]
     is_single = asked.parallel_tool_calls is False or isinstance(asked.tool_choice, NamedTool)
     try:
@@ -73,7 +222,7 @@ def form_of(asked: ChatRequest, *, prompts: PromptMaker, matchers: Matchers) -> 
         matchers.check(grammar)
     except UserError as error:
         raise bad_request(f"The tools: {error}", param="tools") from None
-    return AnswerForm(grammar, is_marked=tool_format.is_marked)
+    return grammar, tool_format.is_marked
 
 
 def _content(asked: ChatRequest, matchers: Matchers) -> Grammar | None:
@@ -110,9 +259,8 @@ def _chosen(asked: ChatRequest, tools: Sequence[Tool]) -> list[tuple[int, Tool]]
     return chosen
 
 
-def _tool_format(asked: ChatRequest, prompts: PromptMaker) -> ToolFormat:
+def _tool_format(asked: ChatRequest, found: ToolFormat | None) -> ToolFormat:
     """The format of the model's calls, if it serves what is asked for."""
-    found = prompts.tool_format
     if found is not None and (found.is_marked or _is_forced(asked)):
         return found
     if found is None:
@@ -150,19 +298,6 @@ def _callable(place: int, tool: Tool, asked: ChatRequest, matchers: Matchers) ->
     return CallableTool(function.name, grammar.text)
 
 
-# -- finds tool calls in the text of an answer, also while it is still being written --------------
-# Models write calls as their chat templates showed them: `<tool_call>{...}</tool_call>` (Hermes,
-# Qwen), `[TOOL_CALLS] [{...}]` (Mistral; the first word is a special token and not in the text), or
-# one JSON object as the whole answer (Llama 3, which says `parameters`). A call is told when it is
-# whole. What only looks like one stays text.
-
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_LIST = "[TOOL_CALLS]"
-_PYTHON = "<|python_tag|>"
-_STARTS = (_LIST, _PYTHON, '{"', "{ ", "{\n", '[{"', "[ {", "[{ ", "[{\n")
-_LETTERS = string.ascii_letters + string.digits
-
-
 @dataclass(frozen=True)
 class FoundCall:
     """A call of a tool; `arguments` is JSON text, `id` has nine letters, as Mistral's must."""
@@ -172,25 +307,13 @@ class FoundCall:
     arguments: str
 
 
-class PlainReader:
-    """Text that is text."""
-
-    num_calls = 0
-
-    def add(self, text: str) -> list[str | FoundCall]:
-        """What can be told after some more text."""
-        return [text] if text else []
-
-    def finish(self) -> list[str | FoundCall]:
-        """What is left at the end."""
-        return []
-
-
 class ToolReader:
-    """Text in which there may be calls.
+    """The text of an answer in which there may be calls, also while it is still being written.
+
+    A call is told when it is whole. What only looks like one stays text.
 
     Args:
-        names: of the tools that may be called; others' calls stay text.
+        names: of the tools that may be called; others' calls stay text. None: all is text.
         is_single: tell the first call only.
         is_marked: calls stand in <tool_call> alone; an answer that is JSON is text.
 
@@ -211,6 +334,8 @@ class ToolReader:
 
     def add(self, text: str) -> list[str | FoundCall]:
         """What can be told after some more text."""
+        if not self.names:
+            return [text] if text else []
         self._held += text
         told: list[str | FoundCall] = []
         while not self._is_whole and not (self._is_first and self._waits_for_more()):
@@ -310,166 +435,3 @@ def _overlap(text: str, mark: str) -> int:
     """How many letters at the end of a text may be the beginning of a mark."""
     most = min(len(text), len(mark) - 1)
     return next((size for size in range(most, 0, -1) if mark.startswith(text[-size:])), 0)
-
-
-# -------------------------------------------------------------------------------------------------
-
-Reader = ToolReader | PlainReader
-
-
-async def answer_chat(service: Service, asked: ChatRequest, out: Out) -> None:
-    """Answers a chat.
-
-    Raises:
-        ApiError: it can't be answered.
-    """
-    sampling = chat_sampling(asked, service.settings, num_ids=service.prompts.num_ids)
-    given = asked.model_dump(exclude_none=True)
-    tools = shown_tools(given) if asked.tool_choice != "none" else []
-    with service.desk.place(asked.n or 1) as place:
-        prompt = await service.in_thread(
-            service.prompts.of_messages, given["messages"], tools=tools
-        )
-        form = await service.in_thread(
-            form_of, asked, prompts=service.prompts, matchers=service.engine.matchers
-        )
-        sampling = replace(sampling, grammar=form.grammar)
-        has_new_name = asked.max_completion_tokens is not None
-        sampling = service.fitted(
-            prompt,
-            sampling,
-            asked.max_completion_tokens if has_new_name else asked.max_tokens,
-            default=service.settings.default_max_tokens,
-            field="max_completion_tokens" if has_new_name else "max_tokens",
-        )
-        requests = copies(prompt, sampling, asked.n or 1)
-        readers = [_reader(asked, tools, form) for _ in requests]
-        del given, tools, prompt
-        forget_large(asked, out)
-        events = good_events(place, requests)
-        if asked.stream:
-            await _stream(service, asked, events, readers, out)
-        else:
-            await _whole(service, events, readers, out)
-
-
-def _reader(asked: ChatRequest, tools: list[dict[str, Any]], form: AnswerForm) -> Reader:
-    if not tools:
-        return PlainReader()
-    names = [tool["function"]["name"] for tool in tools]
-    is_single = asked.parallel_tool_calls is False
-    return ToolReader(names, is_single=is_single, is_marked=form.is_marked)
-
-
-async def _whole(service: Service, events: Any, readers: list[Reader], out: Out) -> None:
-    usage = UsageCount()
-    choices: dict[int, dict[str, Any]] = {}
-    async for number, event in events:
-        if isinstance(event, Finished):
-            usage.add(0, event)
-            choices[number] = _choice(number, event, readers[number], service.texts)
-    await out.whole(
-        {
-            **service.head("chat.completion", "chatcmpl"),
-            "choices": [choices[number] for number in sorted(choices)],
-            "usage": usage.as_object(),
-        }
-    )
-
-
-def _choice(number: int, event: Finished, reader: Reader, texts: TokenTexts) -> dict[str, Any]:
-    told = [*reader.add(event.text), *reader.finish()]
-    calls = [_call(item) for item in told if isinstance(item, FoundCall)]
-    text = "".join(item for item in told if isinstance(item, str))
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": None if calls and not text else text,
-        "refusal": None,
-    }
-    if calls:
-        message["tool_calls"] = calls
-    return {
-        "index": number,
-        "message": message,
-        "logprobs": _logprobs(event.logprobs, texts),
-        "finish_reason": _reason(event, reader),
-    }
-
-
-async def _stream(
-    service: Service, asked: ChatRequest, events: Any, readers: list[Reader], out: Out
-) -> None:
-    has_usage = bool(asked.stream_options and asked.stream_options.include_usage)
-    head = service.head("chat.completion.chunk", "chatcmpl")
-    if has_usage:
-        head["usage"] = None
-    streams = [_Choice(number, reader, service.texts) for number, reader in enumerate(readers)]
-    usage = UsageCount()
-    async for number, event in events:
-        for choice in streams[number].chunks(event):
-            await out.event({**head, "choices": [choice]})
-        if isinstance(event, Finished):
-            usage.add(0, event)
-    if has_usage:
-        await out.event({**head, "choices": [], "usage": usage.as_object()})
-    await out.end_stream()
-
-
-class _Choice:
-    """The chunks of one answer."""
-
-    def __init__(self, number: int, reader: Reader, texts: TokenTexts) -> None:
-        self.number = number
-        self.reader = reader
-        self.texts = texts
-        self.num_calls = 0
-        self.is_begun = False
-        self.logprobs: list[TokenLogprob] = []  # of tokens whose text is not told yet
-
-    def chunks(self, event: AnswerPiece | Finished) -> list[dict[str, Any]]:
-        """What an event makes."""
-        made = []
-        if not self.is_begun:
-            self.is_begun = True
-            made.append(self._chunk({"role": "assistant", "content": "", "refusal": None}))
-        if isinstance(event, AnswerPiece):
-            self.logprobs += event.logprobs
-            return made + [self._delta(item) for item in self.reader.add(event.text)]
-        made += [self._delta(item) for item in self.reader.finish()]
-        if self.logprobs:
-            made.append(self._delta(""))
-        return [*made, self._chunk({}, _reason(event, self.reader))]
-
-    def _delta(self, item: str | FoundCall) -> dict[str, Any]:
-        logprobs, self.logprobs = self.logprobs, []
-        if isinstance(item, str):
-            return self._chunk({"content": item}, logprobs=logprobs)
-        call = {"index": self.num_calls, **_call(item)}
-        self.num_calls += 1
-        return self._chunk({"tool_calls": [call]}, logprobs=logprobs)
-
-    def _chunk(
-        self,
-        delta: dict[str, Any],
-        reason: str | None = None,
-        logprobs: list[TokenLogprob] | None = None,
-    ) -> dict[str, Any]:
-        return {
-            "index": self.number,
-            "delta": delta,
-            "logprobs": _logprobs(logprobs or [], self.texts),
-            "finish_reason": reason,
-        }
-
-
-def _call(call: FoundCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}
-
-
-def _reason(event: Finished, reader: Reader) -> str:
-    return "tool_calls" if reader.num_calls and event.reason == "stop" else event.reason
-
-
-def _logprobs(logprobs: Any, texts: TokenTexts) -> dict[str, Any] | None:
-    return {"content": texts.chat(logprobs), "refusal": None} if logprobs else None

@@ -1,6 +1,8 @@
-"""What the request models are made of: strict types, and fields that have to be left out."""
+"""The JSON of the API: requests, as strict as their document says, and answers.
 
-from collections.abc import Callable
+A field that would change an answer and cannot be honoured has to be left out.
+"""
+
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -22,24 +24,15 @@ def _as_integer(value: Any) -> Any:
     return int(value) if is_whole else value
 
 
-def refusing(why: str) -> Callable[[Any], Any]:
-    """A check that takes null alone.
-
-    Args:
-        why: what the message says.
-    """
+def unsupported(why: str) -> BeforeValidator:
+    """Of a field that takes null alone."""
 
     def refuse(value: Any) -> Any:
         if value is not None:
             raise ValueError(f"this server does not support it: {why}. Leave it out")
         return value
 
-    return refuse
-
-
-def unsupported(why: str) -> BeforeValidator:
-    """Of a field that would change the answer, and cannot be honoured."""
-    return BeforeValidator(refusing(why))
+    return BeforeValidator(refuse)
 
 
 _WHOLE = BeforeValidator(_as_integer)
@@ -93,8 +86,6 @@ class SamplingFields(Strict):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
 
-
-# -- the body of a chat request, as strict as its document says -----------------------------------
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 256
@@ -276,8 +267,6 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: Annotated[None, unsupported("the template is the model's")] = None
 
 
-# -- the body of a request to go on with a text, as strict as its document says -------------------
-
 MAX_PROMPTS = 64
 Ids = Annotated[list[TokenId], Field(min_length=1, max_length=2**20)]
 Prompt = (
@@ -303,3 +292,161 @@ class CompletionRequest(SamplingFields):
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=1), BeforeValidator(_one_try)] | None = None
     suffix: Annotated[None, unsupported("a text is gone on with at its end")] = None
+
+
+class _Exact(BaseModel):
+    """An answer: each field is there, be it null."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorObject(_Exact):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(_Exact):
+    """Any answer that is no success."""
+
+    error: ErrorObject
+
+
+class Usage(_Exact):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class TopLogprob(_Exact):
+    """A likely token."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(TopLogprob):
+    """A token of the answer."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(_Exact):
+    """Of the whole answer."""
+
+    content: list[ChatLogprob]
+    refusal: None
+
+
+class AnsweredFunction(_Exact):
+    """A function and its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class AnsweredCall(_Exact):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: AnsweredFunction
+
+
+class AnswerMessage(_Exact):
+    """An answer."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[AnsweredCall] | None = None
+
+
+class ChatChoice(_Exact):
+    """One of the answers."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class ChatCompletion(_Exact):
+    """The answers to a chat."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class TextLogprobs(_Exact):
+    """Of a text, token by token; nothing comes before the first token of a prompt."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class TextChoice(_Exact):
+    """One of the texts."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class Completion(_Exact):
+    """The texts that prompts were gone on with."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[TextChoice]
+    usage: Usage
+
+
+class Abilities(_Exact):
+    """What the chat page has to know of a model."""
+
+    takes_images: bool
+    max_length: int | None
+
+
+class ModelCard(_Exact):
+    """A model that can be asked."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int | None
+    stageline: Abilities
+
+
+class ModelList(_Exact):
+    """The models that can be asked."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Health(_Exact):
+    """The engine works."""
+
+    status: Literal["ok"]
+    running: int
+    queued: int

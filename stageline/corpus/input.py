@@ -1,0 +1,599 @@
+"""The input of a corpus: files, the chunks they are divided into, and the documents in them.
+
+The division is always the same: chunks of about a megabyte, named by their file and their number in
+it, so that a build resumes where it was. A plain file is divided by bytes and read by the workers.
+Compressed files and Parquet are read here, block by block, and handed on as they are: only their
+beginning can be found.
+
+A line ends at "\n"; a "\r" before it belongs to the end. In text files a line is a document and
+an empty line an empty document; between JSON lines empty lines are passed over.
+"""
+
+import bz2
+import glob
+import gzip
+import hashlib
+import io
+import json
+import os
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from stageline.corpus.encoder import why_bad
+from stageline.errors import DataError, UserError, spelled
+
+TEXT = "text"
+JSON = "json"
+PARQUET = "parquet"
+KINDS = {".txt": TEXT, ".jsonl": JSON, ".json": JSON, ".ndjson": JSON, ".parquet": PARQUET}
+COMPRESSIONS = (".gz", ".bz2", ".zst")
+CHUNK_BYTES = 1 << 20
+EMPTY = "empty document"
+
+Document = Callable[[Any], str]
+_EDGE_BYTES = 1 << 16
+_READ_BYTES = 1 << 20
+# parts of a row group are numbered from a multiple of it: groups before need not be read
+_PARTS_OF_GROUP = 1 << 32
+# what of a chunk's bad lines is kept in full; all are counted
+_KEPT = 1000
+_SHOWN = 80
+# a build beside its input lists bad lines there, and must not read them when it resumes
+_OUR_LIST = ".bad.jsonl"
+_EXPECTED = (
+    "Text was expected, a document a line (.txt), JSON lines (.jsonl .json .ndjson), these "
+    "compressed (.gz .bz2 .zst), or .parquet"
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file as it was when the build began.
+
+    Attributes:
+        kind: text, json or parquet.
+        compression: .gz, .bz2, .zst, or "" for none.
+        time_ns: of its last change.
+        edges: SHA-256 of its first and last 64 KiB: a changed file of the same size and time.
+    """
+
+    path: str
+    kind: str
+    compression: str
+    size: int
+    time_ns: int
+    edges: str
+
+
+def find_sources(files: str | os.PathLike | Iterable[str | os.PathLike]) -> list[Source]:
+    """The files of some names, folders and patterns, in the order in which they are read.
+
+    What a pattern or a folder (with its subfolders) holds is sorted by name. A folder gives the
+    files with a known suffix; hidden ones are left out.
+
+    Raises:
+        UserError: nothing is there, a name has no known suffix, or a file is named twice.
+        DataError: a file cannot be read.
+    """
+    given = [files] if isinstance(files, str | os.PathLike) else list(files)
+    if not given:
+        raise UserError(f"no input files were named. {_EXPECTED}: name files, folders or patterns.")
+    paths: dict[str, Path] = {}
+    for path in (path for item in given for path in _paths_of(os.fspath(item))):
+        first = paths.setdefault(os.path.realpath(path), path)
+        if first is not path:
+            raise UserError(
+                f"{path} and {first} are the same file. Each file was expected once, because its "
+                "documents would be in the corpus twice: name it once."
+            )
+    return [_source(path) for path in paths.values()]
+
+
+def check_unchanged(sources: Sequence[Source]) -> None:
+    """Refuses to call a corpus finished whose files changed while they were read.
+
+    Raises:
+        DataError: names the first such file.
+    """
+    for source in sources:
+        try:
+            now = os.stat(source.path)
+        except OSError as error:
+            raise _unreadable(source.path, error) from error
+        if (now.st_size, now.st_mtime_ns) != (source.size, source.time_ns):
+            raise DataError(
+                f"{source.path} changed while the corpus was built: it had {source.size} bytes "
+                f"and has {now.st_size}, or another time of change. A file that nobody writes was "
+                "expected, because else nobody could say what is in the corpus: wait until it is "
+                "complete and build anew (`overwrite`)."
+            )
+
+
+def _paths_of(name: str) -> list[Path]:
+    path = Path(name)
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        found = [
+            file
+            for file in path.rglob("*")
+            if _suffixes(file)[0] in KINDS
+            and not any(part.startswith(".") for part in file.relative_to(path).parts)
+        ]
+    else:
+        found = [Path(match) for match in glob.glob(name, recursive=True)]
+    files = sorted(file for file in found if file.is_file() and not file.name.endswith(_OUR_LIST))
+    if not files and path.is_dir():
+        raise UserError(f"the folder {path} holds no file to build from. {_EXPECTED}.")
+    if not files:
+        raise UserError(f"there is no file {name}. {_EXPECTED}: check the path or the pattern.")
+    return files
+
+
+def _suffixes(path: Path) -> tuple[str, str]:
+    """(suffix of the kind, that of the compression) of a name."""
+    suffix = path.suffix.lower()
+    if suffix in COMPRESSIONS:
+        return Path(path.stem).suffix.lower(), suffix
+    return suffix, ""
+
+
+def _source(path: Path) -> Source:
+    suffix, compression = _suffixes(path)
+    kind = KINDS.get(suffix)
+    if kind is None or (kind == PARQUET and compression):
+        raise UserError(
+            f"{path} ends in {''.join(path.suffixes[-2:]) or 'nothing'!r}. {_EXPECTED}, because "
+            "the suffix says how a file is read: rename it, or convert it."
+        )
+    try:
+        with path.open("rb") as file:
+            stat = os.fstat(file.fileno())
+            edges = hashlib.sha256(file.read(_EDGE_BYTES))
+            file.seek(max(0, stat.st_size - _EDGE_BYTES))
+            edges.update(file.read(_EDGE_BYTES))
+    except OSError as error:
+        raise _unreadable(str(path), error) from error
+    return Source(str(path), kind, compression, stat.st_size, stat.st_mtime_ns, edges.hexdigest())
+
+
+def _unreadable(path: str, error: OSError) -> DataError:
+    return DataError(
+        f"{path} cannot be read ({error.strerror or error}). The corpus is built from it: check "
+        "its rights and its disk."
+    )
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A task for a worker.
+
+    Attributes:
+        file: number of the file.
+        part: number of the chunk in its file.
+        kind: how its rows are read: text, json or parquet.
+        path: of the file.
+        num_bytes: of the file as it lies on the disk, for the progress.
+        start, stop: bytes of a plain file; the lines that begin between them are meant.
+        payload: whole lines, or an Arrow stream of rows; None: they are in the file.
+        ends_too_long: after the lines came one longer than a document may be; it was passed over.
+    """
+
+    file: int
+    part: int
+    kind: str
+    path: str
+    num_bytes: int
+    start: int = 0
+    stop: int = 0
+    payload: bytes | None = None
+    ends_too_long: bool = False
+
+
+def iter_chunks(
+    sources: Sequence[Source],
+    *,
+    first: tuple[int, int] = (0, 0),
+    max_document_bytes: int,
+    columns: Sequence[str] | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Iterator[Chunk]:
+    """All chunks in order, from one on.
+
+    Args:
+        first: (file, part) to begin with.
+        columns: of Parquet files; None: all of them.
+
+    Raises:
+        DataError: a compressed file is damaged, a .json file is one list, or no Parquet.
+    """
+    for file in range(first[0], len(sources)):
+        source, part = sources[file], first[1] if file == first[0] else 0
+        if source.kind == PARQUET:
+            chunks = _parquet_chunks(source, file, part, columns, chunk_bytes)
+        elif source.compression:
+            chunks = _stream_chunks(source, file, max_document_bytes, chunk_bytes)
+        else:
+            chunks = _range_chunks(source, file, chunk_bytes)
+        yield from (chunk for chunk in chunks if chunk.part >= part)
+
+
+def _range_chunks(source: Source, file: int, chunk_bytes: int) -> Iterator[Chunk]:
+    with open(source.path, "rb") as raw:
+        _refuse_list(source, raw.read(64))
+    for part, start in enumerate(range(0, source.size, chunk_bytes)):
+        stop = min(start + chunk_bytes, source.size)
+        yield Chunk(file, part, source.kind, source.path, stop - start, start=start, stop=stop)
+
+
+def _refuse_list(source: Source, head: bytes) -> None:
+    head = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if source.kind == JSON and head.startswith(b"["):
+        raise DataError(
+            f"{source.path} begins with '[': one JSON list. A JSON object on each line was "
+            "expected, because files are read line by line: rewrite it (jq -c '.[]')."
+        )
+
+
+def _stream_chunks(
+    source: Source, file: int, max_document_bytes: int, chunk_bytes: int
+) -> Iterator[Chunk]:
+    with open(source.path, "rb") as raw:
+        before = 0
+        blocks = _line_blocks(source, raw, max_document_bytes, chunk_bytes)
+        for part, (lines, ends_too_long) in enumerate(blocks):
+            if part == 0:
+                _refuse_list(source, lines[:64])
+            read = min(raw.tell(), source.size)
+            about = (file, part, source.kind, source.path, read - before)
+            yield Chunk(*about, payload=lines, ends_too_long=ends_too_long)
+            before = read
+
+
+def _line_blocks(
+    source: Source, raw: BinaryIO, max_document_bytes: int, chunk_bytes: int
+) -> Iterator[tuple[bytes, bool]]:
+    """(whole lines, whether a line that is too long came after them) of a compressed file."""
+    rest = b""
+    skips = False  # inside a line that is too long
+    for block in _decompressed(source, raw, chunk_bytes):
+        if skips:
+            end = block.find(b"\n")
+            if end < 0:
+                continue
+            block, skips = block[end + 1 :], False
+        end = block.rfind(b"\n")
+        # a CR before the end does not count
+        if end < 0 and len(rest) + len(block) > max_document_bytes + 1:
+            yield b"", True
+            rest, skips = b"", True
+        elif end < 0:
+            rest += block
+        else:
+            yield rest + block[: end + 1], False
+            rest = block[end + 1 :]
+    if rest:
+        yield rest, False
+
+
+def _decompressed(source: Source, raw: BinaryIO, num_bytes: int) -> Iterator[bytes]:
+    """Blocks of the text; several frames in one file are read through."""
+    damages: tuple[type[Exception], ...] = (EOFError, OSError, zlib.error)
+    if source.compression == ".gz":
+        stream: io.BufferedIOBase = gzip.open(raw)
+    elif source.compression == ".bz2":
+        stream = bz2.open(raw)
+    else:
+        zstandard = _zstandard()
+        damages += (zstandard.ZstdError,)
+        stream = io.BufferedReader(_ZstdReader(raw, zstandard), buffer_size=1 << 18)
+    try:
+        while block := stream.read(num_bytes):
+            yield block
+    except damages as error:
+        raise DataError(
+            f"{source.path} cannot be decompressed to its end ({error or type(error).__name__}). "
+            "A whole file was expected, because what is missing would go unnoticed: get it anew, "
+            "and build with `overwrite`."
+        ) from error
+
+
+def _zstandard() -> Any:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise UserError(
+            "a .zst file was named and the package zstandard is not installed: "
+            "pip install zstandard, or decompress the file first (unzstd)."
+        ) from error
+    return zstandard
+
+
+class _ZstdReader(io.RawIOBase):
+    """zstandard's own stream reader takes a cut-off file for a whole one; this one does not."""
+
+    def __init__(self, raw: BinaryIO, zstandard: Any) -> None:
+        self._raw = raw
+        self._make = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
+        self._frame: Any = None
+        self._input = b""
+        self._output = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._output:
+            self._input = self._input or self._raw.read(1 << 16)
+            if not self._input:
+                if self._frame is not None:
+                    raise EOFError("the zstandard frame ends too early")
+                return 0
+            self._frame = self._frame or self._make()
+            self._output = self._frame.decompress(self._input)
+            self._input = b""
+            if self._frame.eof:
+                self._input, self._frame = self._frame.unused_data, None
+        size = min(len(buffer), len(self._output))
+        buffer[:size] = self._output[:size]
+        self._output = self._output[size:]
+        return size
+
+
+def _parquet_chunks(
+    source: Source, file: int, part: int, columns: Sequence[str] | None, chunk_bytes: int
+) -> Iterator[Chunk]:
+    """The chunks of a Parquet file, from the row group on that `part` lies in."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(
+            f"{source.path} is Parquet and the package pyarrow is not installed: pip install "
+            "pyarrow, or write its rows as JSON lines."
+        ) from error
+    wanted = None if columns is None else list(columns)
+    try:
+        table = pyarrow.parquet.ParquetFile(source.path, buffer_size=1 << 20, pre_buffer=False)
+        missing = set(wanted or ()).difference(table.schema_arrow.names)
+        if missing:
+            raise DataError(
+                f"{source.path} has the columns {', '.join(table.schema_arrow.names)}, and "
+                f"{', '.join(sorted(missing))} was expected, because documents are made of it: "
+                "name the fields of a document."
+            )
+        groups = [table.metadata.row_group(group) for group in range(table.num_row_groups)]
+        per_byte = source.size / max(1, sum(group.total_byte_size for group in groups))
+        for group in range(part // _PARTS_OF_GROUP, len(groups)):
+            num_rows, num_bytes = groups[group].num_rows, groups[group].total_byte_size
+            rows = max(1, num_rows * chunk_bytes // max(1, num_bytes))
+            size = int(num_bytes * per_byte * min(1, rows / max(1, num_rows)))
+            batches = table.iter_batches(
+                rows, row_groups=[group], columns=wanted, use_threads=False
+            )
+            for number, batch in enumerate(batches, start=group * _PARTS_OF_GROUP):
+                sink = io.BytesIO()
+                with pyarrow.ipc.new_stream(sink, batch.schema) as writer:
+                    writer.write_batch(batch)
+                yield Chunk(file, number, PARQUET, source.path, size, payload=sink.getvalue())
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(
+            f"{source.path} cannot be read as Parquet ({error}). A whole Parquet file was expected "
+            "by its suffix: get it anew or rename it."
+        ) from error
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A row that gave no document.
+
+    Attributes:
+        line: counted from 1 in its file.
+        kind: of a few, for the counts.
+        reason: what came and what was expected.
+        start: how the row begins.
+    """
+
+    line: int
+    kind: str
+    reason: str
+    start: str
+
+
+class BadDocument(Exception):
+    """A row that cannot be a document: kind and reason."""
+
+
+@dataclass
+class ChunkRows:
+    """What a chunk gave.
+
+    Attributes:
+        texts: the documents.
+        numbers: the line of each, counted from 1 in the chunk.
+        num_lines: all lines, also empty and bad ones.
+        bad: the first bad lines, counted from 1 in the chunk.
+        bad_kinds: how many of which kind.
+    """
+
+    texts: list[str] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    num_lines: int = 0
+    bad: list[BadLine] = field(default_factory=list)
+    bad_kinds: Counter[str] = field(default_factory=Counter)
+
+    def take(self, line: int, row: Any, make: Document) -> None:
+        """Takes the document of a row, or notes a bad line."""
+        try:
+            text = make(row)
+            if not isinstance(text, str):
+                kind = type(text).__name__
+                raise BadDocument("not text", f"the document is {kind}, not text")
+            if not text:
+                raise BadDocument(EMPTY, "the document is empty")
+            if reason := why_bad(text):
+                raise BadDocument("lone surrogate", reason)
+        except MemoryError:
+            raise
+        except Exception as error:  # also what a user's function raises: it is the row's fault
+            self.refuse(line, *_explained(error), str(row))
+            return
+        self.texts.append(text)
+        self.numbers.append(line)
+
+    def refuse(self, line: int, kind: str, reason: str, start: str) -> None:
+        """Notes a bad line."""
+        self.bad_kinds[kind] += 1
+        if len(self.bad) < _KEPT:
+            shown = start[:_SHOWN].encode("utf-8", errors="surrogateescape")
+            self.bad.append(BadLine(line, kind, reason, shown.decode(errors="backslashreplace")))
+
+
+def _explained(error: Exception) -> tuple[str, str]:
+    """Kind and reason of a bad line."""
+    if isinstance(error, BadDocument):
+        return error.args[0], error.args[1]
+    if isinstance(error, UnicodeDecodeError):
+        return "invalid UTF-8", f"byte {error.start + 1} of the line is no UTF-8 ({error.reason})"
+    if isinstance(error, KeyError):
+        return "missing field", f"no field {error}"
+    if isinstance(error, UserError):
+        return "refused", str(error)
+    return "refused", f"{type(error).__name__}: {error}"
+
+
+def default_document(row: Any) -> str:
+    """The line of a text file, or the field "text" of a row."""
+    if not isinstance(row, dict):
+        return row
+    if "text" not in row:
+        names = ", ".join(sorted(map(str, row))) or "none"
+        raise BadDocument("missing field", f"no field 'text'; the row has the fields {names}")
+    return row["text"]
+
+
+def read_chunk(
+    chunk: Chunk, *, document: Document = default_document, max_document_bytes: int
+) -> ChunkRows:
+    """The documents of a chunk.
+
+    Args:
+        document: makes one of a line of text, or of the dict of a JSON line or Parquet row.
+        max_document_bytes: of a line, or of the document of a Parquet row.
+    """
+    rows = ChunkRows()
+    if chunk.kind == PARQUET:
+        _read_parquet(rows, chunk, document, max_document_bytes)
+        return rows
+    body, ends_too_long = chunk.payload, chunk.ends_too_long
+    if body is None:
+        body, ends_too_long = _read_lines(chunk, max_document_bytes)
+    if chunk.part == 0:
+        body = body.removeprefix(b"\xef\xbb\xbf")
+    _read_body(rows, body, chunk.kind, document, max_document_bytes)
+    if ends_too_long:
+        rows.num_lines += 1
+        rows.refuse(rows.num_lines, *_too_long("line", max_document_bytes), "")
+    return rows
+
+
+def _too_long(what: str, limit: int) -> tuple[str, str]:
+    return "too long", spelled(f"the {what} is longer than {limit} bytes (`max_document_bytes`)")
+
+
+def _read_lines(chunk: Chunk, max_document_bytes: int) -> tuple[bytes, bool]:
+    """The lines of a plain file that begin in a chunk.
+
+    Returns:
+        The lines, and whether another one came that is longer than allowed: of it no more is
+        read than that.
+    """
+    with open(chunk.path, "rb") as file:
+        # the byte before tells whether a line begins at `start`
+        file.seek(max(0, chunk.start - 1))
+        body = file.read(chunk.stop - file.tell())
+        if chunk.start > 0:
+            first = body.find(b"\n") + 1
+            body = body[first:] if first else b""
+        if not body or body.endswith(b"\n"):
+            return body, False
+        last = body.rfind(b"\n") + 1
+        most = max_document_bytes + 1  # a CR before the end does not count
+        blocks, length = [body], len(body) - last
+        while length <= most and (block := file.readline(_READ_BYTES)):
+            blocks.append(block)
+            length += len(block)
+            if block.endswith(b"\n"):
+                return b"".join(blocks), False
+        return (body[:last], True) if length > most else (b"".join(blocks), False)
+
+
+def _read_body(
+    rows: ChunkRows, body: bytes, kind: str, document: Document, max_document_bytes: int
+) -> None:
+    # of a byte that is no UTF-8 half a surrogate pair is made, which UTF-8 has none of
+    lines = body.decode("utf-8", errors="surrogateescape").replace("\r\n", "\n").split("\n")
+    if not lines[-1]:
+        lines.pop()  # what comes after the last line's end
+    rows.num_lines = len(lines)
+    can_be_long = len(body) > max_document_bytes
+
+    def make(line: str) -> str:
+        if not line.isascii():
+            line.encode("utf-8", "surrogateescape").decode("utf-8")  # raises where it is no UTF-8
+        return document(line if kind == TEXT else _json_object(line))
+
+    for number, line in enumerate(lines, start=1):
+        if can_be_long and _num_bytes(line, "surrogateescape") > max_document_bytes:
+            rows.refuse(number, *_too_long("line", max_document_bytes), line)
+        elif kind == TEXT or line.strip():
+            rows.take(number, line, make)
+
+
+def _num_bytes(text: str, errors: str) -> int:
+    return len(text if text.isascii() else text.encode("utf-8", errors))
+
+
+def _json_object(line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadDocument("bad JSON", f"no JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise BadDocument("bad JSON", f"a JSON {type(row).__name__}, not an object")
+    return row
+
+
+def _read_parquet(
+    rows: ChunkRows, chunk: Chunk, document: Document, max_document_bytes: int
+) -> None:
+    def make(row: Any) -> str:
+        if isinstance(row, UnicodeDecodeError):
+            raise BadDocument("invalid UTF-8", f"a field is no UTF-8 ({row.reason})")
+        text = document(row)
+        if isinstance(text, str) and _num_bytes(text, "surrogatepass") > max_document_bytes:
+            raise BadDocument(*_too_long("document", max_document_bytes))
+        return text
+
+    for row in _arrow_rows(chunk.payload or b""):
+        rows.num_lines += 1
+        rows.take(rows.num_lines, row, make)
+
+
+def _arrow_rows(payload: bytes) -> Iterator[Any]:
+    """The rows as dicts; instead of one whose text is no UTF-8 the error."""
+    import pyarrow
+
+    for batch in pyarrow.ipc.open_stream(payload):
+        try:
+            yield from batch.to_pylist()
+        except UnicodeDecodeError:
+            for index in range(batch.num_rows):
+                try:
+                    yield batch.slice(index, 1).to_pylist()[0]
+                except UnicodeDecodeError as error:
+                    yield error
