@@ -75,7 +75,6 @@ def open_model(arguments: ChatArguments) -> LocalModel:
     Raises:
         UserError: the builder part loads none here.
     """
-    import torch
     import transformers
 
     from commands.answer_run import build_model
@@ -84,7 +83,7 @@ def open_model(arguments: ChatArguments) -> LocalModel:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     model, processor, _ = build_model(arguments)
-    if processor is None or not isinstance(model, torch.nn.Module):
+    if processor is None or not isinstance(model, transformers.PreTrainedModel):
         raise UserError(
             f"--builder {arguments.parts['builder'].key} loads no model here. One with a tokenizer "
             "was expected, because its answers are shown token by token: use --builder auto."

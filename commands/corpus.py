@@ -219,7 +219,7 @@ def draw(figures: Any, path: str) -> None:
     whole = figures.whole
     plot_corpus(
         histograms,
-        path,
+        Path(path),
         padding={name: whole.padding[way] for way, (name, _) in WAYS.items()},
         tokens={kind.name: kind.num_tokens for kind in figures.types},
         title=Path(figures.prefix).name,

@@ -3,7 +3,7 @@
 Shapes: B rows of a group or of a micro-batch, T tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -126,6 +126,6 @@ class Stage(nn.Module):
         """
         return {}
 
-    def fixed_cells(self, batch: Batch) -> int:
+    def fixed_cells(self, batch: Mapping[str, torch.Tensor]) -> int:
         """Memory of a prompt's fixed keys and values, in tokens that take as much."""
         return 0

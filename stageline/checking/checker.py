@@ -363,7 +363,7 @@ def check_split(
     source: ModelSource,
     build: Build,
     make_batches: Callable[[Preparation], Callable[[int], list[MicroBatch]]],
-    loss_fn: Callable[..., torch.Tensor],
+    loss_fn: Callable[..., Any],
     settings: CheckSettings,
     report: Report,
 ) -> bool:
@@ -383,7 +383,7 @@ def check_split(
     options: dict[str, Any] = dict(
         build=build, seed=settings.seed, trust_remote_code=settings.trust_remote_code
     )
-    kind = {"layers": settings.layers, "reference": settings.reference}
+    kind: dict[str, Any] = {"layers": settings.layers, "reference": settings.reference}
     ranks = Ranks.of(context.pp_group)
     with _shared_folder(ranks) as folder:
         preparation = ranks.together(

@@ -568,6 +568,7 @@ def _code_of(part: Callable[..., Any]) -> str:
     package = Path(__file__).resolve().parents[1]
     files = {file for pattern in CODE for file in package.glob(pattern)}
     owner = getattr(part, "__self__", None)
+    one: Any
     for one in (part, *(owner.__mro__ if isinstance(owner, type) else ())):
         with contextlib.suppress(TypeError):  # it has no file
             home = Path(inspect.getsourcefile(inspect.unwrap(one)) or "")

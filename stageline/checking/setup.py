@@ -294,8 +294,9 @@ def load_whole(
     auto_class = library_class(preparation.config, trust_remote_code=trust_remote_code)
     checkpoint = _weights_folder(preparation.source)
     options: dict[str, Any] = {}
-    if getattr(single, "whole", None) is not None:
-        options["attn_implementation"] = single.whole.config._attn_implementation
+    inner = getattr(single, "whole", None)
+    if inner is not None:
+        options["attn_implementation"] = inner.config._attn_implementation
     whole: Any = auto_class.from_pretrained(
         checkpoint if checkpoint.is_dir() else checkpoint.parent,
         config=preparation.config,

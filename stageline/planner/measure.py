@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -166,7 +167,7 @@ def _kinds(
 
 MOST_REPEATS, SHORT_SECONDS = 30, 0.1  # short passes are repeated more often
 LossOf = Callable[[torch.Tensor | Tensors, MicroBatch], torch.Tensor]
-LossFor = Callable[[nn.Module], LossOf]
+LossFor = Callable[[Any], LossOf]
 
 
 @dataclass(frozen=True)

@@ -272,7 +272,7 @@ class CrossAttentionStage(VisionLanguageStage):
                 mask_BMS[row, : len(mask)] = mask
         return {CROSS_MASK: mask_BMS[:, None].expand(-1, num_columns, -1, -1)}
 
-    def fixed_cells(self, batch: Batch) -> int:
+    def fixed_cells(self, batch: Mapping[str, torch.Tensor]) -> int:
         """As on the stage where layers that look at images are most, by the others there."""
         if IMAGE_IDS not in batch:
             return 0

@@ -409,7 +409,7 @@ def _to_inputs(parts: Sequence[PassPart]) -> None:
     found = [gradient for part in parts for gradient in _input_gradients(part)]
     pairs = [pair for pair in zip(leaves, found, strict=True) if pair[1] is not None]
     if pairs:
-        torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
+        torch.autograd.backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
 
 
 def _summed(losses: Sequence[Any]) -> Any:
