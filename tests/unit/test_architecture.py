@@ -17,14 +17,15 @@ from options.fields import option_fields
 from parse_args import Arguments
 from register import ALL_REGISTERS, import_shelf
 
+import_shelf()  # here: what a test registers is taken back behind it
 ROOT = Path(__file__).resolve().parents[2]
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 # the size of the house: what stands here is where it is; it may only go down
 MAX_ROOT_FILES = 16
-MAX_MODULES = 314  # of the root, stageline, commands, options, models; wanted: 290
-MAX_LINES = 81_500  # of these; wanted: 66,000
-MAX_SINGLE_IMPORTERS = 0.20  # of the engine's modules; wanted: 0.12
+MAX_MODULES = 272  # of the root, stageline, commands, options, models
+MAX_LINES = 76_700  # of these; wanted: 66,000
+MAX_SINGLE_IMPORTERS = 0.18  # of the engine's modules; wanted: 0.12
 # what the engine may write with two dashes: options of other programs
 FOREIGN_OPTIONS = {"--editable", "--nproc-per-node", "--long-option", "--local-dir", "--all"}
 FOREIGN_OPTIONS |= {"--markdown", "--name"}
@@ -318,7 +319,6 @@ def test_a_run_cannot_be_changed_after_it_is_read():
 
 def test_every_key_that_the_engine_names_exists():
     """Cures such as "use `collate_fn` dpo" stay true when a key is renamed."""
-    import_shelf()
     unknown = []
     for path in (ROOT / "stageline").rglob("*.py"):
         text = re.sub(r'"\n\s+f?"', "", path.read_text(encoding="utf-8"))  # strings that go on
