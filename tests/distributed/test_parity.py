@@ -27,11 +27,11 @@ from tests.helpers.tiny_batches import (
     tiny_micro_batches,
 )
 
-NUM_STEPS = 3
+NUM_STEPS = 2  # the second has gradients of weights, and moments, that the first made
 # padding beyond the sliding window of 8 makes NaN in the library's own full batch
 SIMILAR_LENGTHS = (14, 12, 16, 13)
 MAX_NORM = 0.05  # well below the norm of these models, so that clipping acts
-RATES = (1e-3, 2e-3, 5e-4)
+RATES = (1e-3, 2e-3)
 FAMILIES = DECODERS + VISION_LANGUAGE
 
 
