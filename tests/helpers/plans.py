@@ -13,6 +13,7 @@ import tempfile
 from hashlib import sha256
 from pathlib import Path
 
+from stageline.stages import causal_lm, vision_language  # noqa: F401 - what forks import, too
 from stageline.stages.discover import _PLANS
 
 

@@ -89,7 +89,7 @@ def launch(
     return WarmLauncher(words, {VARIABLE: chaos, "OMP_NUM_THREADS": "1"})
 
 
-def live_processes():
+def live_processes() -> dict[int, int]:
     """Process -> parent; one that has ended and waits to be fetched is not live."""
     found = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
