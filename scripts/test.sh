@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Sets up and runs all checks: style, types, tests. Arguments go to pytest; types are left out then.
 #
-# STAGELINE_TEST_WORKERS   processes that run tests, a file at a time (default: 2)
+# STAGELINE_TEST_WORKERS   processes that run tests, a file at a time (default: 3)
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
 "$PYTHON" -m ruff check "$ROOT" --config "$ROOT/pyproject.toml"
 "$PYTHON" -m ruff format --check --quiet "$ROOT" --config "$ROOT/pyproject.toml"
-run_tests() {
+run_tests() { # long files first: tests of faults, which mostly wait, and of ranks
     "$PYTHON" -m pytest --rootdir "$ROOT" -c "$ROOT/pyproject.toml" \
-        --numprocesses "${STAGELINE_TEST_WORKERS:-2}" --dist loadfile "$@"
+        --numprocesses "${STAGELINE_TEST_WORKERS:-3}" \
+        --dist loadfile --no-loadscope-reorder "$@"
 }
 if [ $# -gt 0 ]; then
     run_tests "$@"

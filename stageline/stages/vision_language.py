@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.attention.flex_attention import BlockMask
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 from transformers.models.gemma3.modeling_gemma3 import get_block_sequence_ids_for_mask
@@ -146,6 +145,12 @@ class Gemma3VisionStage(VisionLanguageStage):
 
     def _packed_masks(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
         types_BT = inputs["token_type_ids"]
+        if self.text_config._attn_implementation == "flex_attention":
+            raise UserError(
+                f"`packing` came for {type(self.whole).__name__} with the attention flex. A kernel "
+                "that takes a mask of numbers was expected, because the mask of the sliding window "
+                "is cut out of that of whole rows: choose `attention` sdpa, or leave `packing` out."
+            )
         full_B1TT = create_causal_mask(
             config=self.text_config,
             inputs_embeds=torch.empty(*types_BT.shape, 0, dtype=self.dtype, device=types_BT.device),
@@ -154,12 +159,6 @@ class Gemma3VisionStage(VisionLanguageStage):
             position_ids=inputs["position_ids"],
             block_sequence_ids=get_block_sequence_ids_for_mask(types_BT),
         )
-        if isinstance(full_B1TT, BlockMask):
-            raise UserError(
-                f"`packing` came for {type(self.whole).__name__} with the attention flex. A kernel "
-                "that takes a mask of numbers was expected, because the mask of the sliding window "
-                "is cut out of that of whole rows: choose `attention` sdpa, or leave `packing` out."
-            )
         if full_B1TT is None:  # an attention kernel that takes no mask
             return {"full_attention": None, "sliding_attention": None}
         place_T = torch.arange(types_BT.shape[1], device=types_BT.device)

@@ -15,7 +15,7 @@ import pytest
 from stageline import progress
 from stageline.checkpoint.layout import verify
 from tests.helpers.small_run import Job
-from tests.helpers.warm_start import launch
+from tests.helpers.warm_start import launch, live_processes
 
 LIMIT = ("--hang-timeout", 3, "--sync-save")
 SECONDS = 30  # the contract is the limit and 10 s; a slow machine may take longer
@@ -44,19 +44,6 @@ def stacks(job, name):
 def workers_of(launcher):
     """Live processes that this one has started."""
     return {pid for pid, parent in live_processes().items() if parent == launcher}
-
-
-def live_processes():
-    """Process -> parent; one that has ended and waits to be fetched is not live."""
-    found = {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent = file.read_text().rpartition(")")[2].split()[:2]
-        except OSError:
-            continue
-        if state not in "ZX":
-            found[int(file.parent.name)] = int(parent)
-    return found
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -1,8 +1,5 @@
 """The mesh: which rank is which stage of which replica; and a process that is alone."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,19 +8,15 @@ import torch.distributed as dist
 
 from stageline.distributed.process_group import choose_device, distributed_context
 from stageline.errors import UserError
+from tests.helpers.warm_start import WarmLauncher
 
-ROOT = Path(__file__).resolve().parents[2]
 ENTRY = Path(__file__).with_name("failing_entry.py")
 
 
 @pytest.mark.timeout(120)
 def test_ranks_of_a_pipeline_are_neighbours_and_replicas_hold_the_same_stage(tmp_path):
-    subprocess.run(
-        [sys.executable, str(ENTRY), "positions", str(tmp_path), "4", "2"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        timeout=60,
-        check=True,
-    )
+    words = [str(ENTRY), "positions", str(tmp_path), "4", "2"]
+    assert WarmLauncher(words, {"OMP_NUM_THREADS": "1"}).wait(60) == 0
     said = [(tmp_path / f"position_{rank}").read_text() for rank in range(4)]
     # dp_rank, pp_rank, ranks of the pipeline, ranks of the stage
     assert said == [

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from stageline.training import run_log
 from tests.helpers.house import untouched_house
+from tests.helpers.plans import learn_plans
 from tests.helpers.small_run import run_and_exit
 
 HEAVY = (  # what entry files import; whatever else they need they import as always
@@ -51,6 +52,7 @@ def run_entry(
     for name in HEAVY:
         importlib.import_module(name)
     untouched_house()
+    learn_plans()
     words = list(map(str, words))
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, kind) for kind in ("out", "err")]

@@ -14,7 +14,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 # what train_pp.py is made of; the second one it imports when it has read its options
 ENTRY_PARTS = ("commands.train", "commands.train_engines")
-LATE = ("torch.utils.tensorboard",)  # what a run imports only when it is on its way
+LATE = (  # what a run imports only when it is on its way
+    "torch.utils.tensorboard",
+    "torch.profiler._cupti_monitor",
+    "docstring_parser",
+    "attr",
+    "stageline.data.rows.converters",
+    "stageline.data.rows.json_lines",
+    "stageline.stages.causal_lm",
+    "stageline.stages.vision_language",
+)
 
 
 @functools.cache

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.helpers.plans import learn_plans, leave_plans
+
 
 def run_ranks(
     function: Callable[..., Any], num_ranks: int, *args: object, timeout: float = 120.0
@@ -29,6 +31,7 @@ def run_ranks(
     Raises:
         AssertionError: a rank raised (its traceback is the message) or `timeout` seconds passed.
     """
+    learn_plans()
     with tempfile.TemporaryDirectory() as folder:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -63,6 +66,7 @@ def _run_child(
         dist.barrier()
         dist.destroy_process_group()
         torch.save(result, folder / f"result_{rank}.pt")
+        leave_plans()
         code = 0
     except BaseException:
         (folder / f"{time.monotonic():018.6f}_{rank}.error").write_text(traceback.format_exc())

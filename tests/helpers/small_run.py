@@ -30,6 +30,7 @@ from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.checkpoint.layout import verify
 from stageline.training import run_log
 from tests.helpers.house import ROOT, enter_house, untouched_house
+from tests.helpers.plans import learn_plans, leave_plans
 
 OPTIONS = (
     "--dataset jsonl --prompt question --prompt-fn fill --image-token none "
@@ -205,6 +206,7 @@ class ForkedRun:
         with socket.create_server(("", 0)) as server:
             port = server.getsockname()[1]
         untouched_house()  # before the fork, so that ranks share it
+        learn_plans()
         sys.stdout.flush()
         sys.stderr.flush()
         self.pids = {
@@ -295,9 +297,13 @@ def run_and_exit(words: list[str], files: Sequence[Path], prepare: Callable[[], 
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            if not os.environ.get(VARIABLE):  # a fault may lie in what writes files
+                leave_plans()
+        finally:
+            os._exit(code)
 
 
 def finish(process: subprocess.Popen, *, timeout: float = 120) -> Finished:

@@ -19,6 +19,7 @@ from typing import NoReturn
 from stageline.chaos import VARIABLE
 from stageline.distributed.stop import PR_SET_PDEATHSIG
 from tests.helpers.house import untouched_house
+from tests.helpers.plans import learn_plans
 from tests.helpers.small_run import Finished, Job, run_and_exit
 
 
@@ -32,6 +33,7 @@ class WarmLauncher:
 
     def __init__(self, words: list[str], environment: Mapping[str, str] = {}) -> None:
         untouched_house()
+        learn_plans()
         self.code: int | None = None
         self._files = tempfile.TemporaryDirectory()
         self._texts = [Path(self._files.name, kind) for kind in ("out", "err")]
@@ -85,6 +87,19 @@ def launch(
     """As `job.start`, from a fork."""
     words = job.command(name, *options, torchrun=torchrun)[1:]
     return WarmLauncher(words, {VARIABLE: chaos, "OMP_NUM_THREADS": "1"})
+
+
+def live_processes() -> dict[int, int]:
+    """Process -> parent; one that has ended and waits to be fetched is not live."""
+    found = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = file.read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue
+        if state not in "ZX":
+            found[int(file.parent.name)] = int(parent)
+    return found
 
 
 class _Worker(subprocess.Popen):
