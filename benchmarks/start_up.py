@@ -88,9 +88,8 @@ def main() -> None:
             for tree in trees if number % 2 else reversed(trees):
                 one = measure(tree, [str(tree / "train_pp.py"), *words], first_step=is_step)
                 found.setdefault((job, tree), []).append(one)
-    print(
-        "| job | checkout | user s | to the last | seconds | to the last |\n|---|---|---|---|---|---|"
-    )
+    print("| job | checkout | user s | to the last | seconds | to the last |")
+    print("|---" * 6 + "|")
     for job in jobs:
         medians = {
             tree: [statistics.median(column) for column in zip(*found[job, tree], strict=True)]
