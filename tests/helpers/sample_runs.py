@@ -18,7 +18,7 @@ from stageline.checking.tiny_models import tiny_config, tiny_processor
 from tests.helpers.small_run import ROOT, Finished, ForkedRun
 
 # forked processes need not import these again
-for _module in ("pipeline.runner", "training.run_log", "inference.generation", "plotting.text"):
+for _module in ("pipeline.runner", "training.run_log", "inference.generation", "plotting.pictures"):
     importlib.import_module(f"stageline.{_module}")
 
 SAMPLES = ROOT / "tests" / "samples"

@@ -90,7 +90,7 @@ def test_a_run_finds_them_by_its_config(tmp_path):
     config = AutoConfig.for_model("llama", vocab_size=size - 1, num_hidden_layers=1)
     config.save_pretrained(tmp_path)
     run = {"new_tokens": None, "config_path": str(tmp_path), "model_path": None}
-    run |= {"trust_remote_code": False, "adapter_path": None}
+    run |= {"trust_remote_code": False, "adapter_path": None, "config_folder": str(tmp_path)}
     for asked, wanted in ((False, None), (True, (size - 1,))):
         arguments = SimpleNamespace(run=SimpleNamespace(**run, resize_vocab=asked))
         found = add_tokens(arguments, tokenizer, str(tmp_path))

@@ -1,6 +1,6 @@
 """The stages in a row: orders go in at the first one and come back, carried out, in their order."""
 
-import pickle
+import json
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
@@ -50,7 +50,7 @@ class Wire:
     def send(self, target: int, order: PassOrder, tensors: dict[str, torch.Tensor]) -> None:
         """Hands an order on; returns before it has arrived."""
         kinds = [[name, str(t.dtype)[6:], list(t.shape)] for name, t in tensors.items()]
-        text = pickle.dumps((order, kinds))
+        text = (order.as_json() + "\n" + json.dumps(kinds)).encode()
         block = torch.zeros(BLOCK, dtype=torch.uint8)
         block[:_LENGTH] = torch.frombuffer(
             bytearray(len(text).to_bytes(_LENGTH, "big")), dtype=torch.uint8
@@ -89,14 +89,14 @@ class Wire:
             rest = torch.empty(length - len(text), dtype=torch.uint8)
             dist.recv(rest, group=self.texts, group_src=source)
             text += rest.numpy().tobytes()
-        order, kinds = pickle.loads(text)
+        words, _, kinds = text.decode().partition("\n")
         tensors = {}
-        for name, dtype, shape in kinds:
+        for name, dtype, shape in json.loads(kinds):
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
             if tensor.numel():
                 dist.recv(tensor, group=self.tensors, group_src=source)
             tensors[name] = tensor
-        return order, tensors
+        return PassOrder.of_json(words), tensors
 
 
 class _Done:

@@ -1,5 +1,6 @@
 """What is asked of the decoding engine and what it answers: plain values, no model and no rank."""
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -313,6 +314,35 @@ class PassOrder:
     def is_part(self) -> bool:
         """Whether more of its prompt follows."""
         return bool(self.piece) and self.piece[1] < self.lengths[0]
+
+    def as_json(self) -> str:
+        """The fields that are not empty."""
+        filled = {name: value for name, value in vars(self).items() if value or name == "group"}
+        return json.dumps(filled, default=vars)
+
+    @staticmethod
+    def of_json(text: str) -> "PassOrder":
+        """What `as_json` wrote."""
+        order = PassOrder(**json.loads(text))
+        order.leave = [(group, row) for group, row in order.leave]
+        order.join = [(group, into) for group, into in order.join]
+        order.settings = [_sampling_of(values) for values in order.settings]
+        order.logprobs = [found and _logprob_of(found) for found in order.logprobs]
+        errors = order.row_errors.items()
+        order.row_errors = {int(place): (is_users, text) for place, (is_users, text) in errors}
+        return order
+
+
+def _sampling_of(values: Any) -> Sampling:
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    bias = tuple((token, added) for token, added in values["logit_bias"])
+    grammar = values["grammar"] and Grammar(**values["grammar"])
+    return Sampling(**{**values, **lists, "logit_bias": bias, "grammar": grammar})
+
+
+def _logprob_of(values: Any) -> TokenLogprob:
+    top = tuple((token, logprob) for token, logprob in values["top"])
+    return TokenLogprob(values["token_id"], values["logprob"], top)
 
 
 def error_of(order: PassOrder, place: int) -> Exception | None:
