@@ -161,6 +161,7 @@ class Gemma3VisionStage(VisionLanguageStage):
         )
         if full_B1TT is None:  # an attention kernel that takes no mask
             return {"full_attention": None, "sliding_attention": None}
+        assert isinstance(full_B1TT, torch.Tensor), "flex, with its own masks, was refused"
         place_T = torch.arange(types_BT.shape[1], device=types_BT.device)
         is_near_TT = place_T[None, :] > place_T[:, None] - self.text_config.sliding_window
         hidden = False if full_B1TT.dtype == torch.bool else torch.finfo(full_B1TT.dtype).min
