@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from options.model import PARTS
+from options.fields import option_fields
+from options.model import PARTS, VisionOptions
 from options.parts import ChosenPart, chosen_part
 from register import train_model_register
 from stageline.errors import UserError
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from stageline.checkpoint.layout import Ranks
 
 # what says where a tower lies: the whole model on one stage has no such choice
-_OF_A_CUT = ("vision_stages", "vision_partition")
+_OF_A_CUT = frozenset(option_fields(VisionOptions))
 
 
 @dataclass(frozen=True)

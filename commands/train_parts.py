@@ -150,7 +150,7 @@ def check_parts(arguments: TrainArguments, data: Data) -> None:
         ContractError: part, file and line, and what came are named.
     """
     parts = arguments.parts
-    given = {"learning_rate": 0.0, "weight_decay": 0.0}
+    given = handed_to("optimizer", arguments.run)
     check_call("optimizer", parts["optimizer"].bound, [], **given)
     check_call("tracker", parts["tracker"].bound, folder=Path(), config={}, start_step=0)
     stage: dict[str, Any] = {"config_path": None, "processor_path": None, "checkpoint_path": None}
