@@ -55,6 +55,9 @@ def corpus(
     test_size: int | float | None = None,
     test_path: str | None = None,
     any_tokenizer: bool = False,
+    global_batch_distributed: list[int] | None = None,
+    mixture_weights: list[float] | None = None,
+    drop_mode: str | None = None,
 ) -> CorpusRows:
     """A pre-training corpus that corpus.py wrote; goes with --collate-fn pt.
 
@@ -88,12 +91,15 @@ def corpus(
     if rows == "packed" and not is_test:
         packed = _packed(prefix, row_length)
         ranges = type_ranges(packed.type_starts)
+    draw = functools.partial(
+        run_sampler, counts=global_batch_distributed, weights=mixture_weights, drop_mode=drop_mode
+    )
     return CorpusRows(
         opened,
         ranges,
         source=str(prefix),
         packed=packed,
-        make_sampler=None if is_test else run_sampler,
+        make_sampler=None if is_test else draw,
         fingerprint_of=None if any_tokenizer else _fingerprint,
     )
 
@@ -149,8 +155,8 @@ def _check_corpus_options(
     if rows == "packed" and test_size is not None:
         raise UserError(
             "--dataset.test_size came with --dataset.rows packed. A corpus of its own was "
-            "expected (--dataset.test_path), because packed rows hold segments of the whole "
-            "corpus, those at its end too."
+            "expected, because packed rows hold segments of the whole corpus, those at its end "
+            "too: give --dataset.test_path."
         )
 
 

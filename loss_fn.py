@@ -31,19 +31,13 @@ LossType = Literal[
     "simpo",
     "orpo",
 ]
-_LOSSES, _PREFERENCES = "stageline.modules.losses", "stageline.modules.losses"
-GROUP_COUNTS = {
-    "num_marked": f"{_LOSSES}:count_marked",
-    "num_groups": f"{_LOSSES}:count_groups",
-}
-PAIR_COUNTS = {
-    "num_pairs": f"{_PREFERENCES}:count_pairs",
-    "num_chosen": f"{_PREFERENCES}:count_chosen",
-}
+_LOSSES = "stageline.modules.losses"
+GROUP_COUNTS = {"num_marked": f"{_LOSSES}:count_marked", "num_groups": f"{_LOSSES}:count_groups"}
+PAIR_COUNTS = {"num_pairs": f"{_LOSSES}:count_pairs", "num_chosen": f"{_LOSSES}:count_chosen"}
 ANSWER_COUNTS = {
-    "num_answers": f"{_PREFERENCES}:count_answers",
-    "num_wanted": f"{_PREFERENCES}:count_wanted",
-    "num_unwanted": f"{_PREFERENCES}:count_unwanted",
+    "num_answers": f"{_LOSSES}:count_answers",
+    "num_wanted": f"{_LOSSES}:count_wanted",
+    "num_unwanted": f"{_LOSSES}:count_unwanted",
 }
 REWARD_COUNTS = {"num_pairs": f"{_LOSSES}:count_reward_pairs"}
 

@@ -57,31 +57,36 @@ def _score(predictions: Predictions, samples: Samples, judge: Judge) -> dict[str
 
 def _answers(sample: dict[str, Any]) -> list[str]:
     """All answers that count as right."""
-    answers = sample.get("answers") or [sample["answer"]]
-    return [normalize(str(answer)) for answer in answers]
+    return [normalize(answer) for answer in _references(sample)]
 
 
 @metric_register("exact_match")
 def exact_match(predictions: Predictions, samples: Samples) -> dict[str, Any]:
     """The answer and nothing else, but for case, spaces and outer punctuation."""
-
-    def judge(text: str, sample: dict[str, Any]) -> bool | None:
-        said = normalize(text)
-        return said in _answers(sample) or (None if says_nothing(text) else False)
-
-    return _score(predictions, samples, judge)
+    return _compared(predictions, samples, lambda said, answer: said == answer)
 
 
 @metric_register("contains")
 def contains(predictions: Predictions, samples: Samples) -> dict[str, Any]:
     """The answer stands somewhere in the text, as whole words."""
+    return _compared(predictions, samples, contains_words)
+
+
+def _compared(
+    predictions: Predictions, samples: Samples, is_said: Callable[[str, str], bool]
+) -> dict[str, Any]:
+    """Counts normalized texts that say one of the answers."""
 
     def judge(text: str, sample: dict[str, Any]) -> bool | None:
         said = normalize(text)
-        is_right = any(contains_words(said, answer) for answer in _answers(sample))
-        return is_right or (None if says_nothing(text) else False)
+        return any(is_said(said, answer) for answer in _answers(sample)) or _wrong(text)
 
     return _score(predictions, samples, judge)
+
+
+def _wrong(text: str) -> bool | None:
+    """What a text that is not right counts as: false, or unparsed where it says nothing."""
+    return None if says_nothing(text) else False
 
 
 @metric_register("rouge")
@@ -127,11 +132,7 @@ def _mean(scores: Sequence[float]) -> float:
 
 def _graded(predictions: Predictions, samples: Samples, scores: Sequence[float]) -> dict[str, Any]:
     """Figures of scores between 0 and 1, which are no shares of right answers."""
-
-    def judge(text: str, sample: dict[str, Any]) -> bool | None:
-        return None if says_nothing(text) else False
-
-    figures = _score(predictions, samples, judge)
+    figures = _score(predictions, samples, lambda text, sample: _wrong(text))
     return {**figures, "score": _mean(scores), "per_sample": list(scores), "is_graded": True}
 
 
@@ -210,7 +211,7 @@ def _judge_words(text: str, answers: Sequence[str]) -> bool | None:
     for answer in answers:
         if contains_words(said, answer) or (directions and directions == parse_directions(answer)):
             return True
-    return None if says_nothing(text) else False
+    return _wrong(text)
 
 
 def _says_the_same(text: str, answer: str, sample: dict[str, Any]) -> bool | None:
@@ -220,7 +221,7 @@ def _says_the_same(text: str, answer: str, sample: dict[str, Any]) -> bool | Non
         (read for kind, read in _READERS.items() if _is(kind, answer)), None
     )
     if read is None:
-        return normalize(text) == answer or (None if says_nothing(text) else False)
+        return normalize(text) == answer or _wrong(text)
     said = read(text, question=question)
     return None if said in (None, frozenset()) else said == read(answer, question=question)
 
@@ -294,9 +295,7 @@ def _text_sizes(text: str) -> dict[str, int]:
 
 
 def _right_choice(sample: dict[str, Any]) -> int:
-    right = sample.get("answer_index")
-    choices = sample["choices"]
-    answer = sample.get("answer")
+    right, choices, answer = sample.get("answer_index"), sample["choices"], sample.get("answer")
     if right is None and answer in choices:
         right = choices.index(answer)
     if right is None and type(answer) is int and 0 <= answer < len(choices):
@@ -306,8 +305,8 @@ def _right_choice(sample: dict[str, Any]) -> int:
     if right is None:
         raise DataError(
             f"sample {sample.get('source') or sample.get('id')}: the answer is {answer!r}, and "
-            f"the choices are {choices!r}. One of them was expected, "
-            "because it is the right one: correct the row, or give its place as answer_index."
+            f"the choices are {choices!r}. One of them was expected, because it is the right one: "
+            "correct the row, or give its place as answer_index."
         )
     return int(right)
 

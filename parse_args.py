@@ -5,10 +5,11 @@ chosen parts, converts every value by its type (jsonargparse) and refuses what i
 Registers are filled by the entry file before; no model, data or device is touched here.
 """
 
+import functools
 import os
 from argparse import SUPPRESS
-from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -22,10 +23,9 @@ from options.answer import (
     LmEvalConfig,
     check_engine,
     check_has_model,
-    check_placement,
     check_prompts,
-    check_server,
     check_tasks,
+    device_memory,
     with_engine_keys,
 )
 from options.command_line import (
@@ -38,7 +38,6 @@ from options.command_line import (
     option_types,
     read_config,
     read_words,
-    typed,
 )
 from options.corpus import (
     ACTIONS,
@@ -60,8 +59,9 @@ from options.fields import (
     expanded,
     option_fields,
     option_groups,
+    spelled,
 )
-from options.memory import check_attention, check_memory
+from options.memory import check_attention
 from options.model import (
     adapter_arguments,
     check_lora,
@@ -71,15 +71,7 @@ from options.model import (
 )
 from options.parts import ChosenPart, add_part_options, chosen_part, help_text, list_parts, takes
 from options.serve import ServeConfig, check_certificate
-from options.train import (
-    CheckConfig,
-    RunConfig,
-    check_best,
-    check_learning_rate,
-    check_partition,
-    check_stop,
-    settled,
-)
+from options.train import CheckConfig, RunConfig, check_learning_rate, check_partition, settled
 from register import ALL_REGISTERS, import_parts
 
 # register -> key that is taken when none is given; None: the user has to choose
@@ -125,6 +117,9 @@ SUGGESTING = ("collate_fn", "model")
 # of a training run's keys, those that a check does without unless it gets a dataset
 DATA_KEYS = ("dataset", "prompt", "prompt_fn", "image_token", "collate_fn")
 SPECIAL = ("import", "config", "list", "help")  # answered before the options are known
+TEST_SPLIT = {"dataset": {"split": "test"}}  # an option although the run supplies it
+# what holds for the split of a model, in training and where it is checked
+CHECKS_OF_SPLIT = (check_partition, check_part_training, check_lora, check_methods)
 
 
 Run = TypeVar("Run", covariant=True)
@@ -150,14 +145,14 @@ class Arguments(Generic[Run]):
         if self.imports:
             config["import"] = [_absolute(spec) for spec in self.imports]
         for name, chosen in self.parts.items():
-            config[typed(name)[2:]] = chosen.key
+            config[spelled(name)[2:]] = chosen.key
         for item in option_fields(self.run).values():
             if not item.metadata["is_saved"]:
                 continue
-            config[typed(item.name)[2:]] = absolute(item, getattr(self.run, item.name))
+            config[spelled(item.name)[2:]] = absolute(item, getattr(self.run, item.name))
         for name, chosen in self.parts.items():
             for option, value in chosen.kwargs.items():
-                config[typed(f"{name}.{option}")[2:]] = value
+                config[spelled(f"{name}.{option}")[2:]] = value
         return config
 
 
@@ -186,35 +181,12 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
         OptionError, RegisterError: exit code 2; before any model or data is loaded.
         SystemExit: after `--help` and `--list`.
     """
-    run, parts, imports = read_arguments(argv, RunConfig, keys=TRAIN_KEYS)
-    run = settled(run)
-    check_vision(run)
-    check_partition(run)
-    check_batches(run)
-    check_best(run)
-    check_stop(run)
-    check_learning_rate(run)
-    check_memory(run)
-    check_part_training(run)
-    check_lora(run)
-    check_methods(run)
-    check_images(run)
-    check_attention(run, parts["train_model"])
-    return Arguments(run, parts, imports)
-
-
-def parse_evaluate_args(argv: Sequence[str] | None = None) -> EvaluateArguments:
-    """Reads the options of an evaluation; raises as `parse_train_args` does."""
-    words = command_words(argv)
-    keys = with_engine_keys(EVALUATE_KEYS, by_name(with_configs(read_words(words))))
-    run, parts, imports = read_arguments(
-        words, EvaluateConfig, keys=keys, listed={"dataset": {"split": "test"}}
-    )
-    check_images(run)
-    check_engine(run)
-    adapter_arguments(run)
-    check_placement(run)
-    return Arguments(run, parts, imports)
+    arguments = read_arguments(argv, RunConfig, keys=TRAIN_KEYS)
+    run = settled(arguments.run)
+    for check in (*CHECKS_OF_SPLIT, check_vision, check_batches, check_learning_rate, check_images):
+        check(run)
+    check_attention(run, arguments.parts["train_model"])
+    return replace(arguments, run=run)
 
 
 def parse_check_args(argv: Sequence[str] | None = None) -> CheckArguments:
@@ -224,19 +196,26 @@ def parse_check_args(argv: Sequence[str] | None = None) -> CheckArguments:
     """
     words = command_words(argv)
     given = by_name(with_configs(read_words(words)))
+    has_data = not {"dataset", "help"}.isdisjoint(given)
     keys = {
         name: key
         for name, key in TRAIN_KEYS.items()
-        if name not in DATA_KEYS or name in given or {"dataset", "help"} & set(given)
+        if name not in DATA_KEYS or name in given or has_data
     }
-    run, parts, imports = read_arguments(words, CheckConfig, keys=keys)
-    run = settled(run)
-    check_partition(run)
-    check_part_training(run)
-    check_attention(run, parts["train_model"])
-    check_lora(run)
-    check_methods(run)
-    return Arguments(run, parts, imports)
+    arguments = read_arguments(words, CheckConfig, keys=keys)
+    run = settled(arguments.run)
+    for check in CHECKS_OF_SPLIT:
+        check(run)
+    check_attention(run, arguments.parts["train_model"])
+    return replace(arguments, run=run)
+
+
+def parse_evaluate_args(argv: Sequence[str] | None = None) -> EvaluateArguments:
+    """Reads the options of an evaluation; raises as `parse_train_args` does."""
+    words = command_words(argv)
+    keys = with_engine_keys(EVALUATE_KEYS, by_name(with_configs(read_words(words))))
+    checks = (check_images, check_engine, adapter_arguments, device_memory)
+    return read_arguments(words, EvaluateConfig, keys=keys, listed=TEST_SPLIT, checks=checks)
 
 
 def parse_infer_args(argv: Sequence[str] | None = None) -> InferArguments:
@@ -245,47 +224,35 @@ def parse_infer_args(argv: Sequence[str] | None = None) -> InferArguments:
     given = by_name(with_configs(read_words(words)))
     asks_dataset = "dataset" in given
     keys = {**with_engine_keys(INFER_KEYS, given), **({"dataset": None} if asks_dataset else {})}
-    run, parts, imports = read_arguments(
-        words, InferConfig, keys=keys, listed={"dataset": {"split": "test"}}, repeated=("text",)
+    check_asked = functools.partial(check_prompts, has_dataset=asks_dataset)
+    return read_arguments(
+        words,
+        InferConfig,
+        keys=keys,
+        listed=TEST_SPLIT,
+        repeated=("text",),
+        checks=(check_images, device_memory, check_engine, check_asked),
     )
-    check_images(run)
-    check_placement(run)
-    check_engine(run)
-    check_prompts(run, has_dataset=asks_dataset)
-    return Arguments(run, parts, imports)
 
 
 def parse_chat_args(argv: Sequence[str] | None = None) -> ChatArguments:
     """Reads the options of a chat; raises as `parse_train_args` does."""
-    run, parts, imports = read_arguments(argv, ChatConfig, keys=CHAT_KEYS)
-    check_placement(run)
-    check_server(run)
-    return Arguments(run, parts, imports)
+    return read_arguments(argv, ChatConfig, keys=CHAT_KEYS, checks=(device_memory,))
 
 
 def parse_lm_eval_args(argv: Sequence[str] | None = None) -> Arguments[LmEvalConfig]:
     """Reads the options of lm_eval; raises as `parse_train_args` does."""
-    run, parts, imports = read_arguments(argv, LmEvalConfig, keys={})
-    check_tasks(run)
-    return Arguments(run, parts, imports)
+    return read_arguments(argv, LmEvalConfig, keys={}, checks=(check_has_model, check_tasks))
 
 
 def parse_serve_args(argv: Sequence[str] | None = None) -> ServeArguments:
     """Reads the options of a server; raises as `parse_train_args` does."""
-    run, parts, imports = read_arguments(argv, ServeConfig, keys=SERVE_KEYS)
-    check_images(run)
-    check_has_model(run)
-    check_certificate(run)
-    return Arguments(run, parts, imports)
+    checks = (check_images, check_has_model, check_certificate)
+    return read_arguments(argv, ServeConfig, keys=SERVE_KEYS, checks=checks)
 
 
 def parse_corpus_args(argv: Sequence[str] | None = None) -> CorpusArguments:
-    """Reads an action of the corpus and its options; raises as `parse_train_args` does.
-
-    Raises:
-        OptionError: no such action, or an option that it needs is missing.
-        SystemExit: after `--help` and `--list`.
-    """
+    """Reads an action of the corpus and its options; raises as `parse_train_args` does."""
     name, words = split_action(command_words(argv))
     if name == "find-trained":
         words = with_run(words)
@@ -296,12 +263,10 @@ def parse_corpus_args(argv: Sequence[str] | None = None) -> CorpusArguments:
     if action is None and words != ["--list"]:
         raise OptionError(no_action(name or words[0]))
     config = action.config if action else VerifyConfig
-    run, parts, imports = read_arguments(
-        words, config, keys=action.keys if action else {}, action=name or ""
-    )
-    assert action is not None and name is not None  # the list has ended this
-    check_needed(run)
-    return CorpusArguments(run, parts, imports, action=name)
+    keys = action.keys if action else {}
+    given = read_arguments(words, config, keys=keys, action=name or "", checks=(check_needed,))
+    assert name is not None  # the list has ended this
+    return CorpusArguments(given.run, given.parts, given.imports, action=name)
 
 
 def save_config(arguments: Arguments, path: str | Path) -> None:
@@ -323,7 +288,8 @@ def read_arguments(
     listed: Mapping[str, Mapping[str, Any]] = {},
     repeated: Sequence[str] = (),
     action: str = "",
-) -> tuple[Any, dict[str, ChosenPart], list[str]]:
+    checks: Sequence[Callable[[Any], object]] = (),
+) -> Arguments[Any]:
     """Both passes.
 
     Args:
@@ -332,10 +298,11 @@ def read_arguments(
             their default values.
         repeated: options that may be given several times, a text each time.
         action: the word behind the program's name, for its help.
+        checks: each refuses options that do not go together.
     """
     given = with_configs(read_words(command_words(argv)))
     for item in given:
-        check_words(typed(item.name), item.values)
+        check_words(spelled(item.name), item.values)
     imports = [spec for item in given if item.name == "import" for spec in item.values]
     import_parts(dict.fromkeys(imports))
     options = _by_register(by_name(given), keys) | gathered(given, repeated)
@@ -365,7 +332,9 @@ def read_arguments(
     check_limits(run)
     check_together(run)
     parts = {name: chosen_part(name, key, values.get(name) or {}) for name, key in chosen.items()}
-    return run, parts, list(dict.fromkeys(imports))
+    for check in checks:
+        check(run)
+    return Arguments(run, parts, list(dict.fromkeys(imports)))
 
 
 def with_configs(given: list[Given]) -> list[Given]:
@@ -438,11 +407,7 @@ def _with_suggested(
 
 
 def _owned_keys(options: dict[str, Given], chosen: Mapping[str, str]) -> dict[str, None]:
-    """The registers of `OWNED_KEYS` that this run chooses from.
-
-    Raises:
-        OptionError: one was given, and the part that would take it does not.
-    """
+    """The registers of `OWNED_KEYS` that this run chooses from."""
     found: dict[str, None] = {}
     for name, owner in OWNED_KEYS.items():
         key = chosen.get(owner)
@@ -453,9 +418,9 @@ def _owned_keys(options: dict[str, Given], chosen: Mapping[str, str]) -> dict[st
             found[name] = None
         elif name in options:
             raise OptionError(
-                f"{options[name]} came with --{typed(owner)[2:]} {key}, which takes no {name}. "
-                f"It was expected with a {owner} part that has an argument {name}, because no "
-                f"other part uses it: leave {typed(name)} out, or choose another {typed(owner)}."
+                f"{options[name]} came with {spelled(owner)} {key}, which takes no {name}. It was "
+                f"expected with a {owner} part that has an argument {name}, because no other part "
+                f"uses it: leave {spelled(name)} out, or choose another {spelled(owner)}."
             )
     return found
 
@@ -471,19 +436,17 @@ def _build_parser(
         group = parser.add_argument_group(title)
         for item in items:
             group.add_argument(
-                typed(item.name), type=item.type, default=item.default, help=item.metadata["help"]
+                spelled(item.name), type=item.type, default=item.default, help=item.metadata["help"]
             )
     for name, key in chosen.items():
-        extra = listed.get(name, {})
-        add_part_options(parser, ALL_REGISTERS[name], key, listed=frozenset(extra))
-        known = option_types(parser)
-        parser.set_defaults(
-            {
-                f"{name}.{option}": value
-                for option, value in extra.items()
-                if f"{name}.{option}" in known
-            }
-        )
+        add_part_options(parser, ALL_REGISTERS[name], key, listed=frozenset(listed.get(name, ())))
+    known = option_types(parser)
+    defaults = {
+        f"{name}.{option}": value
+        for name, extra in listed.items()
+        for option, value in extra.items()
+    }
+    parser.set_defaults({name: value for name, value in defaults.items() if name in known})
     return parser
 
 

@@ -9,22 +9,27 @@ alone: it never ends a run. TensorBoard events are always written, without a tra
 import hashlib
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from register import tracker_register
 from stageline.errors import UserError
 
 
-class Tracker(Protocol):
-    """What a tracker part returns."""
+class _Service:
+    """What a tracker part returns; a subclass opens its service and says what is called there."""
+
+    send: Callable[..., Any]
+    end: Callable[[], Any]
 
     def log(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
         """Takes the figures of one step or evaluation."""
+        self.send({f"{kind}/{name}": value for name, value in figures.items()}, step=step)
 
     def close(self) -> None:
         """Ends the run there."""
+        self.end()
 
 
 @tracker_register("none")
@@ -33,7 +38,7 @@ def none(*, folder: Path, config: Mapping[str, Any], start_step: int) -> None:
 
 
 @tracker_register("wandb")
-class WandB:
+class WandB(_Service):
     """Weights & Biases; `wandb login` first, or --tracker.mode offline.
 
     Args:
@@ -52,7 +57,7 @@ class WandB:
         name: str | None = None,
         mode: str = "online",
     ) -> None:
-        self._run = _package("wandb").init(
+        run = _package("wandb").init(
             project=project,
             name=name or folder.name,
             id=_run_id(folder),  # a run that is resumed goes on in the same curves
@@ -61,16 +66,11 @@ class WandB:
             dir=str(folder),
             mode=mode,
         )
-
-    def log(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
-        self._run.log(_prefixed(kind, figures), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+        self.send, self.end = run.log, run.finish
 
 
 @tracker_register("swanlab")
-class SwanLab:
+class SwanLab(_Service):
     """SwanLab; `swanlab login` first, or --tracker.mode local.
 
     Args:
@@ -89,24 +89,19 @@ class SwanLab:
         name: str | None = None,
         mode: str = "cloud",
     ) -> None:
-        self._package = _package("swanlab")
-        self._package.init(
+        service = _package("swanlab")
+        service.init(
             project=project,
             experiment_name=name or folder.name,
             config=dict(config),
             logdir=str(folder / "swanlab"),
             mode=mode,
         )
-
-    def log(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
-        self._package.log(_prefixed(kind, figures), step=step)
-
-    def close(self) -> None:
-        self._package.finish()
+        self.send, self.end = service.log, service.finish
 
 
 @tracker_register("mlflow")
-class MLflow:
+class MLflow(_Service):
     """MLflow, at MLFLOW_TRACKING_URI or in the run folder.
 
     Args:
@@ -125,21 +120,16 @@ class MLflow:
         name: str | None = None,
         uri: str | None = None,
     ) -> None:
-        self._package = _package("mlflow")
+        service = _package("mlflow")
         if uri or "MLFLOW_TRACKING_URI" not in os.environ:
-            self._package.set_tracking_uri(uri or f"sqlite:///{folder.absolute() / 'mlflow.db'}")
-        self._package.set_experiment(experiment)
-        self._package.start_run(run_name=name or folder.name)
+            service.set_tracking_uri(uri or f"sqlite:///{folder.absolute() / 'mlflow.db'}")
+        service.set_experiment(experiment)
+        service.start_run(run_name=name or folder.name)
         # its values have at most 6,000 characters, one call at most 100 of them
         told = [(key, str(value)[:500]) for key, value in config.items() if value is not None]
         for start in range(0, len(told), 100):
-            self._package.log_params(dict(told[start : start + 100]))
-
-    def log(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
-        self._package.log_metrics(_prefixed(kind, figures), step=step)
-
-    def close(self) -> None:
-        self._package.end_run()
+            service.log_params(dict(told[start : start + 100]))
+        self.send, self.end = service.log_metrics, service.end_run
 
 
 def _package(name: str) -> Any:
@@ -151,10 +141,6 @@ def _package(name: str) -> Any:
             f"talks to the service: pip install {name}, or leave --tracker out; the log and "
             "TensorBoard events are in the run folder all the same."
         ) from error
-
-
-def _prefixed(kind: str, figures: Mapping[str, float]) -> dict[str, float]:
-    return {f"{kind}/{name}": value for name, value in figures.items()}
 
 
 def _run_id(folder: Path) -> str:

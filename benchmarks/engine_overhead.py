@@ -80,7 +80,7 @@ class BareStage(torch.nn.Module):
 
 def bare_step_of(stage, rank, num_stages, batches):
     """Schedule, clipping of the own stage and AdamW: nothing of the engine."""
-    count = torch.tensor(float(count_targets(batches)))
+    count = torch.tensor(float(sum(map(count_targets, batches))))
     bare = PipelineStage(BareStage(stage), rank, num_stages, torch.device("cpu"))
 
     def loss_fn(logits, labels):
@@ -134,7 +134,7 @@ def unsplit(rank, config, rounds):
     model = AutoModelForCausalLM.from_config(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
     batches = micro_batches(config.vocab_size)
-    count = torch.tensor(float(count_targets(batches)))
+    count = torch.tensor(float(sum(map(count_targets, batches))))
     times = []
     for index in range(rounds + 1):
         start = time.perf_counter()

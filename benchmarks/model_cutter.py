@@ -22,7 +22,7 @@ import transformers
 from accelerate import infer_auto_device_map
 from accelerate.utils import compute_module_sizes, get_balanced_memory
 
-from stageline.inference.meta_model import model_on_meta
+from stageline.inference.meta_model import layers_path, model_on_meta
 from stageline.inference.model_bytes import Load, layer_tensors, measure_model
 from stageline.inference.model_cutter import (
     HEADROOM,
@@ -154,7 +154,7 @@ def auto_map(model, bytes_of, memory):
     lasting = [0] * len(memory)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         lasting[_home(name, placed)] += tensor.nbytes
-    path = ModelCutter(model, num_devices=1).layers_path()
+    path = layers_path(model)
     peaks = [0] * len(memory)
     for index, layer in enumerate(bytes_of.layers):
         home = _home(f"{path}.{index}.x", placed)

@@ -26,7 +26,7 @@ from stageline.pipeline.plan import Kind, drop_dead_backward, grad_flow
 from stageline.pipeline.runner import LocalStages
 from stageline.pipeline.schedules import make_schedule
 from stageline.pipeline.stage_passes import StagePasses
-from stageline.planner.planner import PlannedRun, Planner
+from stageline.planner.planner import Planner
 from stageline.training.precision import MasterWeights
 
 NUM_MICRO_BATCHES = 8
@@ -129,14 +129,17 @@ def compare(config, name, options, *, num_ranks, tokens, dtype, device):
             schedule = make_schedule(key, num_ranks=num_ranks)
             planner = Planner(
                 make,
-                PlannedRun(schedule, num_samples=NUM_MICRO_BATCHES, micro_batch_size=1),
+                schedule,
+                num_samples=NUM_MICRO_BATCHES,
+                micro_batch_size=1,
                 micro_batch_of=lambda rows: batch,
-                loss_of=loss_of,
+                loss_for=lambda model: loss_of,
                 make_optimizer=make_optimizer,
                 device=device,
                 repeats=1,
             )
-            expectation = planner.expect("uniform")
+            placement = planner._placement(planner.measured(1), None)
+            expectation = placement.expect(planner._partition("uniform", placement))
             predicted = [rank.peak - rank.inputs for rank in expectation.memory]
             found = [
                 play_rank(make, schedule, rank, expectation.partition, batch, device)

@@ -31,9 +31,9 @@ from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
 from stageline.pipeline.topology import uniform_partition
 from stageline.planner.cost import MemoryRules, durations_of, flow_of
-from stageline.planner.measure import Workload, measure, measure_stage, outline_of
+from stageline.planner.measure import Workload, _cost_of, _Run, measure, outline_of
 from stageline.planner.placement import Placement, legal_schedules
-from stageline.planner.planner import PlannedRun, Planner
+from stageline.planner.planner import Planner
 from stageline.planner.simulate import simulate
 from stageline.stages.vision_language import VisionLanguageStage
 from tests.helpers.ranks import run_ranks
@@ -112,7 +112,8 @@ def stage_costs(make, outline, partition, workload, known):
         if key not in known:
             model = make(stage=stage, num_stages=len(partition), partition=partition, device=CPU)
             sends = stage > 0 and outline.sends(start + 1)
-            cost = measure_stage(model, workload, sends=sends)
+            with _Run(model, workload, computes=True, sends=sends) as run:
+                cost = _cost_of(run.time())
             trains = any(p.requires_grad for p in model.parameters())
             known[key] = cost + type(cost)(trains=trains)
         found.append(known[key])
@@ -211,7 +212,9 @@ def compare_advice(rounds):
             for num_ranks in (2, 4):
                 planner = Planner(
                     make,
-                    PlannedRun(make_schedule("1f1b", num_ranks=num_ranks), NUM_SAMPLES, 1),
+                    make_schedule("1f1b", num_ranks=num_ranks),
+                    num_samples=NUM_SAMPLES,
+                    micro_batch_size=1,
                     micro_batch_of=lambda size: batch_of(config, size),
                     loss_for=lambda model: loss_of,
                     make_optimizer=lambda parameters: None,

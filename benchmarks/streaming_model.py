@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from stageline.streaming.host_memory import host_bytes
-from stageline.streaming.host_weights import make_host_weights
+from stageline.streaming.host_weights import host_bytes, make_host_weights
 
 VOCABULARY = 32000
 SHAPES = {  # hidden, intermediate, layers, heads, key-value heads
@@ -165,7 +164,7 @@ def _fill(model: nn.Module) -> None:
 def stated_host_bytes(setup: Setup) -> int:
     """What the engine states for the model, and two moments of AdamW in float32."""
     model = make_model(setup, "meta")
-    hosted_layers = make_host_weights(list(model), {})
+    hosted_layers = make_host_weights(model)
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     return host_bytes(hosted_layers, torch.float32) + 8 * trained
 

@@ -53,7 +53,7 @@ def activation_bytes(setup: Setup, block: Block) -> int:
 
 def plan_of(setup: Setup, model: nn.Sequential) -> Plan:
     """The engine's choice for the budget, with the activations of a block as measured."""
-    hosted_layers = make_host_weights(list(model), {})
+    hosted_layers = make_host_weights(model)
     block = Block(SHAPES[setup.size], lora=setup.lora).to(setup.device, setup.dtype)
     size = activation_bytes(setup, block)
     costs = [dataclasses.replace(cost, activation_bytes=size) for cost in costs_of(hosted_layers)]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import sys
 
 from stageline.errors import name_options
@@ -12,6 +13,17 @@ def open_shelf(*names: str) -> None:
     from register import import_shelf
 
     import_shelf(*(() if "--list" in sys.argv else names))
+
+
+def is_first() -> bool:
+    """Whether this process is the one of a run that prints; before the processes have met, too."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(text: str) -> None:
+    """Prints a text once in a run."""
+    if is_first():
+        print(text, flush=True)
 
 
 @functools.cache

@@ -14,21 +14,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from commands.decode_run import DTYPES, open_decoding, place_stages
-from options.answer import ENGINE_KEYS, device_memory
-from options.command_line import typed
-from options.fields import handed_to, option_fields
+from commands.decode_run import open_decoding, place_stages
+from commands.stages import dtype_of, texts_of
+from options.answer import ENGINE_KEYS, check_has_model, device_memory
+from options.fields import handed_to, option_fields, spelled
 from options.model import adapter_arguments
 from options.parts import takes
 from parse_args import Arguments, save_config
 from register import load_target
 from stageline.checkpoint.plain_folder import plain_folder
 from stageline.data.batches.batch import encode_sample
-from stageline.data.images.image_settings import (
-    ImageSettings,
-    make_image_settings,
-    using_images,
-)
+from stageline.data.images.image_settings import ImageSettings, make_image_settings, using_images
 from stageline.data.images.tiling import Tiling, match_config, prepare_images
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.distributed.launch import launch_if_needed, launchers_store
@@ -48,45 +44,20 @@ from stageline.inference.model_cutter import Wanted
 from stageline.inference.vllm_engine import check_vllm, open_vllm
 from stageline.model_folder import load_config
 
-# -- where a model that answers will lie: for the builder part, and for --plan --------------------
-
-
-def placement_arguments(run: Any, builder: Any) -> dict[str, Any]:
-    """What the options say of devices, for a builder part; fewer for one that counts layers."""
-    if takes(builder, "placement") == "no":
-        return {"visual_gpu_ratio": run.visual_gpu_ratio or 0.0}
-    load = Load(rows=getattr(run, "batch_size", 1), length=run.plan_length, images=run.plan_images)
-    wanted = Wanted(memory=device_memory(run), load=load)
-    return {"visual_gpu_ratio": run.visual_gpu_ratio, "placement": wanted}
-
-
-def show_plan(builder: Any, model_path: str, **given: Any) -> None:
-    """Prints what the builder part would place where.
-
-    Raises:
-        UserError: the part has no plan.
-    """
-    plan = builder.facts["plan"]
-    if plan is None:
-        raise UserError(
-            f"--plan came with --builder {builder.key}, which has no plan to show. A part that is "
-            "registered with plan=... was expected: use --builder auto, or leave --plan out."
-        )
-    print(load_target(plan)(model_path, **given))
-
-
-# -- what answers in evaluate.py and infer.py: a model here, a pipeline of stages, vLLM, an endpoint
-# All give the model parts something to ask, and the run a processor; which one it was is in
-# engine.json beside the predictions, and changes no greedy answer but for rounding.
-
 AnyArguments = TypeVar("AnyArguments", bound=Arguments)
 SECONDS_TO_MEET = 600.0
 EXPORTED = "~/.cache/stageline/exported"  # what vLLM reads
+ENGINE_FILE = "engine.json"
+# what a model part may ask for besides images and prompts
+HANDED_OVER = ("samples", "batch_size")
 
 
 @dataclass(frozen=True)
 class Opened:
-    """What answers.
+    """What answers: a model in this process, a pipeline of stages, vLLM, or an endpoint.
+
+    Which one it was is in engine.json beside the predictions, and changes no greedy answer but for
+    rounding.
 
     Attributes:
         model: what a model part gets: a model, an endpoint or an engine.
@@ -107,9 +78,6 @@ def find_place(arguments: AnyArguments) -> tuple[AnyArguments, EvaluationReplica
 
     Returns:
         The arguments with the numbers of stages and replicas, and which replica this one is.
-
-    Raises:
-        UserError: processes and replicas do not fit, or there are too few GPUs.
     """
     run = arguments.run
     _check_builder(arguments)
@@ -149,7 +117,7 @@ def _check_builder(arguments: Arguments) -> None:
         for name, value in builder.kwargs.items()
         if name in defaults and value != defaults[name].default
     ]
-    if builder.key != ENGINE_KEYS[engine]["builder"]:
+    if builder.key != ENGINE_KEYS["builder"]:
         given.insert(0, f"--builder {builder.key}")
     if given:
         raise UserError(
@@ -198,9 +166,25 @@ def build_model(arguments: Arguments) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def plan_model(arguments: Arguments) -> int:
-    """Prints what would lie on which device; returns the exit code."""
-    show_plan(arguments.parts["builder"], arguments.run.model_path, **_builder_arguments(arguments))
+    """Prints what the builder part would place on which device; returns the exit code."""
+    builder = arguments.parts["builder"]
+    plan = builder.facts["plan"]
+    if plan is None:
+        raise UserError(
+            f"--plan came with --builder {builder.key}, which has no plan to show. A part that is "
+            "registered with plan=... was expected: use --builder auto, or leave --plan out."
+        )
+    print(load_target(plan)(arguments.run.model_path, **_builder_arguments(arguments)))
     return 0
+
+
+def placement_arguments(run: Any, builder: Any) -> dict[str, Any]:
+    """What the options say of devices, for a builder part; fewer for one that counts layers."""
+    if takes(builder, "placement") == "no":
+        return {"visual_gpu_ratio": run.visual_gpu_ratio or 0.0}
+    load = Load(rows=getattr(run, "batch_size", 1), length=run.plan_length, images=run.plan_images)
+    wanted = Wanted(memory=device_memory(run), load=load)
+    return {"visual_gpu_ratio": run.visual_gpu_ratio, "placement": wanted}
 
 
 def _builder_arguments(arguments: Arguments) -> dict[str, Any]:
@@ -208,7 +192,7 @@ def _builder_arguments(arguments: Arguments) -> dict[str, Any]:
     return {
         **handed_to("builder", run),
         **placement_arguments(run, builder.part),
-        "dtype": DTYPES[run.precision],
+        "dtype": dtype_of(run),
         **adapter_arguments(run),
         **builder.kwargs,
     }
@@ -261,7 +245,7 @@ def _vllm(arguments: Arguments) -> Opened:
     )
     engine = open_vllm(
         folder,
-        dtype=DTYPES[run.precision],
+        dtype=dtype_of(run),
         num_devices=run.num_devices,
         seed=run.seed,
         max_length=run.max_length,
@@ -273,22 +257,11 @@ def _vllm(arguments: Arguments) -> Opened:
     return Opened(engine, engine.processor, facts, has_own_batches=True, config=config)
 
 
-# -------------------------------------------------------------------------------------------------
-
-ENGINE_FILE = "engine.json"
-# what a model part may ask for besides images and prompts
-HANDED_OVER = ("samples", "batch_size")
-
-
-def check_model_path(model_path: str | None, builder: Callable) -> None:
+def check_model_path(run: Any, builder: Callable) -> None:
     """Refuses a missing --model-path, where the builder part takes one: its first argument."""
     first = next(iter(inspect.signature(builder).parameters.values()))
-    if model_path is None and first.default is first.empty:
-        raise UserError(
-            "--model-path is missing. A folder with config.json and weights, or an adapter folder, "
-            "was expected, because it is what answers: give the checkpoint of a run, such as "
-            "runs/digits/checkpoints/step-00000400."
-        )
+    if first.default is first.empty:
+        check_has_model(run)
 
 
 def answer_settings(arguments: Arguments) -> dict[str, Any]:
@@ -298,7 +271,7 @@ def answer_settings(arguments: Arguments) -> dict[str, Any]:
     """
     run = arguments.run
     left_out = {
-        typed(name)[2:]
+        spelled(name)[2:]
         for name, item in option_fields(run).items()
         if not item.metadata["shapes_answers"]
     }
@@ -307,19 +280,14 @@ def answer_settings(arguments: Arguments) -> dict[str, Any]:
         left_out.add("engine")
     for name, chosen in arguments.parts.items():
         without_effect = chosen.facts.get("without_effect", ())
-        left_out |= {typed(f"{name}.{option}")[2:] for option in without_effect}
+        left_out |= {spelled(f"{name}.{option}")[2:] for option in without_effect}
     config = arguments.as_config()
     return {name: value for name, value in config.items() if name not in left_out}
 
 
 @dataclass(frozen=True)
 class Answered:
-    """Samples that all have their answers.
-
-    Attributes:
-        rows: of the dataset, those that were asked.
-        settings: all that changes an answer.
-    """
+    """Samples that all have their answers: `rows` of a dataset."""
 
     dataset: Any
     rows: range
@@ -343,7 +311,7 @@ def answer_samples(
         missing, or another process has them.
     """
     run = arguments.run
-    check_model_path(run.model_path, arguments.parts["builder"].part)
+    check_model_path(run, arguments.parts["builder"].part)
     if run.plan:
         plan_model(arguments)
         return None
@@ -448,18 +416,9 @@ def ask(
     prepare_images(processor, images, tiling)
     if tiling.is_given and found.config is not None:
         match_config(found.config, processor)
-    texts = {
-        "prompt": parts["prompt"].part,
-        "prompt_fn": fill_function(arguments),
-        "image_token": parts["image_token"].bound,
-    }
-    answer = functools.partial(
-        part,
-        found.model,
-        processor,
-        **handed_to("model", run),
-        **parts["model"].kwargs,
-    )
+    texts = {**texts_of(parts), "prompt_fn": fill_function(arguments)}
+    options = {**handed_to("model", run), **parts["model"].kwargs}
+    answer = functools.partial(part, found.model, processor, **options)
     is_measured = processor is not None and not found.has_own_batches
     asking = Asking(
         run.batch_size,
@@ -475,11 +434,7 @@ def ask(
 
 
 def fill_function(arguments: Arguments) -> Callable:
-    """The prompt_fn part with its options, and with examples for each sample where asked for.
-
-    Raises:
-        UserError: a part shows no examples, or the dataset part has no splits.
-    """
+    """The prompt_fn part with its options, and with examples for each sample where asked for."""
     run, parts = arguments.run, arguments.parts
     chosen = parts["prompt_fn"]
     fill = chosen.bound
@@ -488,7 +443,7 @@ def fill_function(arguments: Arguments) -> Callable:
     for name, argument in (("prompt_fn", "examples"), ("dataset", "split")):
         if takes(parts[name].part, argument) == "no":
             raise UserError(
-                f"--num-fewshot {run.num_fewshot} came with --{typed(name)[2:]} {parts[name].key}, "
+                f"--num-fewshot {run.num_fewshot} came with {spelled(name)} {parts[name].key}, "
                 f"which takes no {argument}. A part with it was expected, because examples are "
                 "drawn from a split and written by the prompt_fn: choose such a part, or leave "
                 "--num-fewshot out."
@@ -514,29 +469,20 @@ def num_tokens(rendered: Any, images: Any, *, processor: Any) -> int:
 
 def write_engine(
     arguments: Arguments, found: Opened, replicas: EvaluationReplicas, path: Path
-) -> dict[str, Any]:
+) -> None:
     """Says what answers, in engine.json and on the screen of the main process."""
+    if not replicas.is_main:
+        return
     run = arguments.run
-    facts = {
-        "engine": run.engine,
-        "dtype": run.precision,
-        "num_replicas": replicas.count,
-        **found.facts,
-    }
-    if replicas.is_main:
-        path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-        devices = found.facts.get("device_map")
-        if devices is not None:
-            print(f"devices: {sorted(set(devices.values()))}")
-    return facts
+    facts = {"engine": run.engine, "dtype": run.precision, "num_replicas": replicas.count}
+    path.write_text(json.dumps({**facts, **found.facts}, indent=2) + "\n", encoding="utf-8")
+    devices = found.facts.get("device_map")
+    if devices is not None:
+        print(f"devices: {sorted(set(devices.values()))}")
 
 
 def is_complete(outcome: Outcome, rows: range, file: PredictionFile, *, engine: str) -> bool:
-    """Whether every row has its answer; says so where some come later.
-
-    Raises:
-        RemoteError, DataError: some could not be had, from elsewhere or here.
-    """
+    """Whether every row has its answer; says so where some come later."""
     if outcome.failed:
         sample_id, why = next(iter(outcome.failed.items()))
         kind = DataError if engine in ("pipeline", "vllm") else RemoteError

@@ -39,7 +39,7 @@ def main() -> int:
     from stageline.inference.dialogue import HELP, Dialogue, note, read_message
 
     if not arguments.run.server:
-        check_model_path(arguments.run.model_path, arguments.parts["builder"].part)
+        check_model_path(arguments.run, arguments.parts["builder"].part)
         if arguments.run.plan:
             return plan_model(arguments)
     engine = open_server(arguments.run) if arguments.run.server else open_model(arguments)

@@ -87,7 +87,7 @@ def check(arguments: CheckArguments, context: DistributedContext, schedule: Sche
     """Checks the split of one pipeline and prints the report on rank 0."""
     from commands.train_data import check_scores
     from commands.train_parts import bind_loss
-    from stageline.checking.checker import CheckSettings, check_split
+    from stageline.checking.checker import check_split
     from stageline.checking.compare import Report
     from stageline.checking.setup import ModelSource
 
@@ -108,14 +108,12 @@ def check(arguments: CheckArguments, context: DistributedContext, schedule: Sche
         build=functools.partial(build, arguments, context),
         make_batches=functools.partial(make_batches, arguments, context, schedule),
         loss_fn=bind_loss(arguments),
-        settings=CheckSettings(
-            steps=run.check_steps,
-            tolerance=run.check_tolerance,
-            layers=run.check_layers,
-            reference=reference,
-            seed=run.seed,
-            trust_remote_code=run.trust_remote_code,
-        ),
+        steps=run.check_steps,
+        tolerance=run.check_tolerance,
+        layers=run.check_layers,
+        reference=reference,
+        seed=run.seed,
+        trust_remote_code=run.trust_remote_code,
         report=report,
     )
     if context.is_main:

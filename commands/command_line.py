@@ -131,11 +131,7 @@ def overview() -> str:
 
 
 def find_command(name: str) -> Command:
-    """The command of a name.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The command of a name."""
     if name in COMMANDS:
         return COMMANDS[name]
     known = [*COMMANDS, ENVIRONMENT]
@@ -170,13 +166,11 @@ def rewritten(words: Sequence[str]) -> list[str]:
     return front
 
 
-# -- what a report of a bug should say: versions, devices, cores and memory of this machine -------
-
 PACKAGES = ("torch", "transformers", "datasets", "peft", "accelerate")
 
 
 def describe() -> str:
-    """A line each."""
+    """What a report of a bug should say: versions, devices, cores and memory of this machine."""
     lines = [("stageline", _version("stageline")), ("python", platform.python_version())]
     lines += [(name, _version(name)) for name in PACKAGES]
     lines += [("system", platform.platform()), *_devices()]

@@ -18,6 +18,7 @@ import json
 import os
 import signal
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     import numpy
 
     from options.parts import ChosenPart
-
-# -- what corpus.py prints: segments, documents as lines, the report of a build, figures ----------
 
 NUM_BARS = 64
 # ways to fill rows -> name, and what there is to say
@@ -60,18 +59,14 @@ def print_segments(
     for index in range(first, last):
         ids = corpus[index]
         said = " ".join(word for bit, word in NAMES.items() if flags[index - first] & bit)
-        kind = type_of(corpus, index)
+        kind = corpus.header.types[bisect_right(corpus.type_starts, index) - 1].name
         print(f"[{index}] type {kind}, {len(ids)} tokens{': ' + said if said else ''}")
         print(encoder.decode(ids) if encoder else " ".join(map(str, ids.tolist())), end="\n\n")
     print(f"{max(0, last - first)} of {high - low} segments", file=sys.stderr)
 
 
 def segment_range(corpus: Any, type_index: int | None) -> tuple[int, int]:
-    """The segments of a type, or all.
-
-    Raises:
-        UserError: there is no such type.
-    """
+    """The segments of a type, or all."""
     starts = corpus.type_starts
     if type_index is None:
         return 0, len(corpus)
@@ -84,14 +79,6 @@ def segment_range(corpus: Any, type_index: int | None) -> tuple[int, int]:
     return int(starts[type_index]), int(starts[type_index + 1])
 
 
-def type_of(corpus: Any, index: int) -> str:
-    """The name of a segment's type."""
-    for kind, end in zip(corpus.header.types, corpus.type_starts[1:], strict=True):
-        if index < end:
-            return kind.name
-    raise IndexError(index)
-
-
 def write_documents(
     corpus: Any,
     encoder: Any,
@@ -102,12 +89,7 @@ def write_documents(
     limit: int | None,
     type_index: int | None,
 ) -> None:
-    """Writes whole documents as lines, to a new file or to the standard output.
-
-    Raises:
-        DataError: a document has several lines, and lines of text were asked for.
-        UserError: the file is there.
-    """
+    """Writes whole documents as lines, to a new file or to the standard output."""
     low, high = segment_range(corpus, type_index)
     stop = None if limit is None else start + limit
     chosen = islice(corpus.documents(low, high), start, stop)
@@ -151,10 +133,9 @@ def _opened(path: str | None) -> Iterator[TextIO]:
 
 def made_of_text(header: Any) -> bool:
     """Whether all files that a corpus was made of are text, a document a line."""
-    names = [source.get("name", "") for source in header.sources if isinstance(source, dict)]
-    endings = ("", ".gz", ".bz2", ".zst")
-    is_text = [name.endswith(tuple(f".txt{ending}" for ending in endings)) for name in names]
-    return bool(names) and len(names) == len(header.sources) and all(is_text)
+    names = [source["name"] if isinstance(source, dict) else "" for source in header.sources]
+    endings = (".txt", ".txt.gz", ".txt.bz2", ".txt.zst")
+    return bool(names) and all(name.endswith(endings) for name in names)
 
 
 def print_stats(prefix: str, *, as_json: bool, plot_path: str | None) -> None:
@@ -208,7 +189,8 @@ def stats_table(figures: Any) -> str:
 
 def draw(figures: Any, path: str) -> None:
     """The picture of the lengths, in a few dozen bars."""
-    from stageline.plotting.curves import plot_corpus
+    from stageline.plotting.curves import corpus_figure
+    from stageline.plotting.pictures import save_figure
 
     width = -(-figures.seq_length // NUM_BARS)
     borders = list(range(1, figures.seq_length + width + 1, width))
@@ -217,16 +199,14 @@ def draw(figures: Any, path: str) -> None:
         counts = [int(kind.histogram[low : low + width].sum()) for low in borders[:-1]]
         histograms[kind.name] = (borders, counts)
     whole = figures.whole
-    plot_corpus(
+    figure = corpus_figure(
         histograms,
-        Path(path),
         padding={name: whole.padding[way] for way, (name, _) in WAYS.items()},
         tokens={kind.name: kind.num_tokens for kind in figures.types},
         title=Path(figures.prefix).name,
     )
+    save_figure(figure, Path(path), dpi=110)
 
-
-# -------------------------------------------------------------------------------------------------
 
 SHELF = ("corpus_parts",)
 SHELF_OF_RUNS = ("dataset",)  # what a run has seen, its dataset says
@@ -275,6 +255,7 @@ def write(arguments: CorpusArguments) -> None:
     split = splitter.bound if splits else None
     if split is not None:
         split("One. Two.")  # what it lacks is told now, not in each worker
+    cores = len(os.sched_getaffinity(0))  # those that this process may use
     report = build_corpus(
         run.file_path,
         path_prefix=Path(run.save_path) / run.save_prefix,
@@ -284,7 +265,7 @@ def write(arguments: CorpusArguments) -> None:
         document_name=f"{document.key} {document.kwargs}",
         language=" ".join([splitter.key, *map(str, splitter.kwargs.items())]),
         type_name=run.save_prefix,
-        num_workers=num_cores() if run.num_workers is None else run.num_workers,
+        num_workers=cores if run.num_workers is None else run.num_workers,
         executor=run.executor,
         strict=run.strict,
         overwrite=run.overwrite,
@@ -293,17 +274,8 @@ def write(arguments: CorpusArguments) -> None:
     print(report)
 
 
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 def columns_of(document: ChosenPart) -> Sequence[str] | None:
-    """The fields that a document part needs of a row; None: it does not tell.
-
-    Raises:
-        UserError: its options go wrong in every row.
-    """
+    """The fields that a document part needs of a row; None: it does not tell."""
     needed = load_target(document.facts["columns_of"])
     return None if needed is None else needed(**document.kwargs)
 
@@ -333,13 +305,9 @@ def merge(arguments: CorpusArguments) -> None:
     from stageline.corpus.tools import merge as merge_corpora
 
     run = arguments.run
-    header = merge_corpora(
-        run.merge_path_prefix,
-        run.merge_path_type,
-        run.new_path_prefix,
-        overwrite=run.overwrite,
-    )
-    print(written(run.new_path_prefix, header))
+    new = run.new_path_prefix
+    header = merge_corpora(run.merge_path_prefix, run.merge_path_type, new, overwrite=run.overwrite)
+    print(written(new, header))
 
 
 def read(arguments: CorpusArguments) -> None:
@@ -364,13 +332,10 @@ def read(arguments: CorpusArguments) -> None:
 
 
 def open_encoder(path: str | None, known: Any) -> Any | None:
-    """The encoder of a folder; None without one.
+    """The encoder of a folder, None without one; refuses another than made the corpus.
 
     Args:
         known: the TokenizerInfo of the corpus; None where it does not say.
-
-    Raises:
-        DataError: the corpus was made with another tokenizer.
     """
     if path is None:
         return None
@@ -423,9 +388,8 @@ def verify(arguments: CorpusArguments) -> None:
     from stageline.corpus.tools import verify as verify_corpus
 
     run = arguments.run
-    path = run.tokenizer_path
-    fingerprint = load_tokenizer(path).info.fingerprint if path else None
-    verify_corpus(run.read_path_prefix, tokenizer_fingerprint=fingerprint)
+    header = verify_corpus(run.read_path_prefix)
+    open_encoder(run.tokenizer_path, header.tokenizer)
     has_rows = Path(f"{run.read_path_prefix}.pack").exists()
     if has_rows:
         PackedRows(run.read_path_prefix).verify()
@@ -497,11 +461,8 @@ ACTIONS: dict[str, Callable[[CorpusArguments], None]] = {
 }
 
 
-# -- which segments of a corpus a training run has seen, by its options and its checkpoint --------
-
-
 def segments_seen(run: FindTrainedConfig, dataset: Any) -> numpy.ndarray:
-    """Numbers of the segments, sorted.
+    """Numbers of the segments that a run has seen, sorted.
 
     Args:
         dataset: the rows that the run drew from, as its dataset part makes them.

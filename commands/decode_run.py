@@ -7,7 +7,9 @@ with open_decoding(run) as decoding:
 
 import contextlib
 import dataclasses
+import functools
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,22 +18,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commands.stages import AnsweringModel
+from commands.stages import AnsweringModel, dtype_of
 from stageline.checkpoint.host_memory import available_memory
 from stageline.checkpoint.layout import Ranks
-from stageline.data.text.processor import get_tokenizer, load_processor
+from stageline.data.text.processor import get_tokenizer
 from stageline.distributed.failure import name_stages
 from stageline.distributed.process_group import DistributedContext, distributed_context
 from stageline.errors import UserError
-from stageline.inference.decoding.chain import LocalChain, RankChain, follow, make_wire
+from stageline.inference.decoding.chain import Chain, LocalChain, RankChain, follow, make_wire
 from stageline.inference.decoding.engine import DecodingEngine
 from stageline.inference.decoding.grammars import Matchers
 from stageline.inference.decoding.scheduler import Limits
 from stageline.inference.decoding.stage_decoder import StageDecoder, cache_budget, cells_within
 from stageline.inference.generation import stop_ids_of
 from stageline.model_folder import find_folder
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,6 @@ def place_stages(run: Any, *, num_replicas: int | None = 1) -> tuple[Any, int]:
     Args:
         run: has the options of `DecodeOptions` and device.
         num_replicas: copies of the pipeline that share the work; None: as many as the GPUs allow.
-
-    Raises:
-        UserError: torchrun started another number.
     """
     started = int(os.environ.get("WORLD_SIZE", "0"))
     have = started or (torch.cuda.device_count() if run.device != "cpu" else 0)
@@ -87,14 +84,15 @@ def open_decoding(run: Any, *, model_path: str | None = None) -> Iterator[Decodi
     model = answering_model(run, model_path or run.model_path)
     with distributed_context(num_ranks=run.num_stages, device=run.device) as context:
         name_stages([context.pp_rank])
-        model.prove(run.prove_split, Ranks.of(None))
-        model.check_names(context.pp_rank, Ranks.of(context.pp_group))
+        say = functools.partial(print, file=sys.stderr, flush=True)  # stdout is for answers
+        model.builder.prove(run.prove_split, ranks=Ranks.of(None), say=say)
+        ranks = Ranks.of(context.pp_group)
+        model.builder.check_names([context.pp_rank], ranks=ranks, checkpoint=str(model.folder))
         stage = model.build(context.pp_rank, context.device)
-        decoder = StageDecoder(
-            stage, device=context.device, matchers=Matchers(lambda: load_tokenizer(run, model))
-        )
+        matchers = Matchers(lambda: get_tokenizer(model.processor))
+        decoder = StageDecoder(stage, device=context.device, matchers=matchers)
         limits = make_limits(run, model, decoder, context)
-        wire = None
+        chain: Any = LocalChain([decoder])
         if context.num_ranks > 1:
             wire = make_wire(
                 context.rank,
@@ -102,29 +100,19 @@ def open_decoding(run: Any, *, model_path: str | None = None) -> Iterator[Decodi
                 num_replicas=context.num_replicas,
                 device=context.device,
             )
-        if wire is not None and context.pp_rank > 0:
-            follow(decoder, wire, num_stages=context.num_ranks)
-            yield None
-            return
-        chain = (
-            LocalChain([decoder])
-            if wire is None
-            else RankChain(decoder, wire, num_stages=context.num_ranks)
-        )
-        engine, processor = make_engine(
-            run, model, chain, limits, decoder=decoder, device=context.device
-        )
-        yield Decoding(engine, processor, model.config)
+            if context.pp_rank > 0:
+                follow(decoder, wire, num_stages=context.num_ranks)
+                yield None
+                return
+            chain = RankChain(decoder, wire, num_stages=context.num_ranks)
+        engine = make_engine(model, chain, limits, decoder=decoder, device=context.device)
+        yield Decoding(engine, model.processor, model.config)
         # not in a `finally`: after an exception the other ranks hear of it, and end
         engine.close()
 
 
 def answering_model(run: Any, model_path: str) -> AnsweringModel:
-    """What the options say of the model.
-
-    Raises:
-        UserError: adapters are weighted, which stages don't do.
-    """
+    """What the options say of the model."""
     if getattr(run, "adapter_weights", None):
         raise UserError(
             "--adapter-weights came with pipelined decoding. Adapters at their full weight were "
@@ -134,7 +122,7 @@ def answering_model(run: Any, model_path: str) -> AnsweringModel:
     return AnsweringModel(
         folder=find_folder(model_path),
         num_stages=run.num_stages,
-        dtype=DTYPES[run.precision],
+        dtype=dtype_of(run),
         adapters=tuple(run.adapter_path or ()),
         merges=run.merge_adapters,
         key=run.train_model,
@@ -168,22 +156,19 @@ def make_limits(
 
 
 def make_engine(
-    run: Any,
     model: AnsweringModel,
-    chain: Any,
+    chain: Chain,
     limits: Limits,
     *,
     decoder: StageDecoder,
     device: torch.device,
-) -> tuple[DecodingEngine, Any]:
-    """The engine of one replica, and the processor that prompts are encoded with."""
-    folder = model.processor_folder()
-    processor = load_processor(folder, trust_remote_code=run.trust_remote_code)
-    tokenizer = get_tokenizer(processor)
-    engine = DecodingEngine(
+) -> DecodingEngine:
+    """The engine of one replica."""
+    tokenizer = get_tokenizer(model.processor)
+    return DecodingEngine(
         chain,
         tokenizer=tokenizer,
-        processor=processor,
+        processor=model.processor,
         limits=limits,
         stop_ids=stop_ids_of(model.base, model.config, tokenizer),
         device=device,
@@ -193,10 +178,3 @@ def make_engine(
         reads_in_pieces=decoder.reads_in_pieces,
         matchers=decoder.matchers,
     )
-    return engine, processor
-
-
-def load_tokenizer(run: Any, model: AnsweringModel) -> Any:
-    """The tokenizer of the processor."""
-    folder = model.processor_folder()
-    return get_tokenizer(load_processor(folder, trust_remote_code=run.trust_remote_code))

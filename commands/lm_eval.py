@@ -1,12 +1,13 @@
 """Runs tasks of lm-evaluation-harness through a model that is spread over stages.
 
-python lm_eval_run.py --model-path my_model --num-stages 2 --tasks arc_easy,hellaswag
+stageline lm-eval --model-path my_model --num-stages 2 --tasks arc_easy,hellaswag
 
 The first rank runs lm_eval; the others follow its engine.
 """
 
-import os
+import importlib.util
 
+from commands import is_first
 from options.answer import LmEvalConfig, task_names
 from parse_args import parse_lm_eval_args
 from register import freeze_registers, import_shelf
@@ -19,13 +20,19 @@ def main() -> int:
     freeze_registers()
     from commands.decode_run import open_decoding, place_stages  # after the options: --help
     from stageline.distributed.launch import launch_if_needed
-    from stageline.evaluation.lm_eval import check_lm_eval, find_tasks
+    from stageline.errors import UserError
 
-    check_lm_eval()
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError(
+            "the package lm_eval is not installed, it was expected, because it brings the tasks: "
+            "pip install 'stageline[lm-eval]'."
+        )
+    from stageline.evaluation.lm_eval import find_tasks
+
     run, num_processes = place_stages(run)
     launch_if_needed(num_processes)
     manager = None
-    if os.environ.get("RANK", "0") == "0":  # before a model is loaded
+    if is_first():  # before a model is loaded
         manager = find_tasks(task_names(run), include_path=run.include_path)
     if run.check_only:
         return 0

@@ -47,11 +47,7 @@ class RunPlan(TrainArguments):
 
 
 def make_plan(arguments: TrainArguments) -> RunPlan:
-    """Settles stages, ranks and replicas; refuses what the schedule or the engine cannot do.
-
-    Raises:
-        UserError: names the options.
-    """
+    """Settles stages, ranks and replicas; refuses what the schedule or the engine cannot do."""
     run, engine = arguments.run, arguments.parts["engine"]
     check_streaming_engine(run, engine.key)
     changes: dict[str, Any] = {}
@@ -100,11 +96,7 @@ def _pipeline_topology(arguments: TrainArguments) -> Topology:
 
 
 def place_layers(plan: RunPlan, data: Data, context: DistributedContext) -> RunPlan:
-    """The plan with the layers of each stage, settled on all ranks.
-
-    Raises:
-        UserError: the run cannot fit the devices.
-    """
+    """The plan with the layers of each stage, settled on all ranks."""
     run = plan.run
     if run.vision_stages:
         return plan  # the planner knows no tower but one on stage 0

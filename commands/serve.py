@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from commands import open_shelf
+from commands import is_first, open_shelf
 from options.serve import ServeConfig, read_api_keys
 from parse_args import ServeArguments, parse_serve_args
 from register import freeze_registers
@@ -23,7 +22,7 @@ from stageline.errors import UserError
 
 if TYPE_CHECKING:
     from stageline.serving.service import Service
-    from stageline.serving.settings import HttpSettings, ServerSettings
+    from stageline.serving.settings import ServerSettings
 
 SHELF = ("pp_models", "prompt_fn")
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
@@ -83,7 +82,7 @@ def serve(arguments: ServeArguments, decoding: Any, api_keys: tuple[str, ...]) -
         should_stop=stop_requested,
         shutdown_seconds=run.shutdown_seconds,
         tell=functools.partial(print, flush=True),
-        http=make_http_settings(run),
+        **listening_options(run),
     )
 
 
@@ -115,16 +114,14 @@ def make_service(arguments: ServeArguments, decoding: Any, settings: ServerSetti
     return Service(decoding.engine, prompts, settings)
 
 
-def make_http_settings(run: ServeConfig) -> HttpSettings:
-    """How the server listens."""
-    from stageline.serving.settings import HttpSettings
-
-    return HttpSettings(
-        certfile=run.ssl_certfile,
-        keyfile=run.ssl_keyfile,
-        max_connections=run.max_connections,
-        keep_alive_seconds=run.keep_alive_timeout,
-    )
+def listening_options(run: ServeConfig) -> dict[str, Any]:
+    """How the server listens, as uvicorn's options say it."""
+    return {
+        "ssl_certfile": run.ssl_certfile,
+        "ssl_keyfile": run.ssl_keyfile,
+        "limit_concurrency": run.max_connections + 1,  # the first number that uvicorn refuses
+        "timeout_keep_alive": run.keep_alive_timeout,
+    }
 
 
 def make_settings(run: ServeConfig, api_keys: tuple[str, ...], *, name: str) -> ServerSettings:
@@ -154,13 +151,9 @@ def make_settings(run: ServeConfig, api_keys: tuple[str, ...], *, name: str) -> 
 
 
 def check_packages() -> None:
-    """Refuses where the packages of a server are not installed; asked once, by the launcher.
-
-    Raises:
-        UserError: names what is missing.
-    """
+    """Refuses where the packages of a server are not installed; asked once, by the launcher."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing and os.environ.get("RANK", "0") == "0":
+    if missing and is_first():
         raise UserError(
             f"{', '.join(missing)} is not installed. fastapi, uvicorn and prometheus_client were "
             "expected, because the server is made of them: pip install --editable '.[serve]'."

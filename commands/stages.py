@@ -5,14 +5,13 @@ trained, without an export.
 """
 
 import functools
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from options.fields import option_fields
-from options.model import PARTS, VisionOptions
+from options.model import DTYPES, PARTS, VisionOptions
 from options.parts import ChosenPart, chosen_part
 from register import train_model_register
 from stageline.errors import UserError
@@ -26,6 +25,22 @@ if TYPE_CHECKING:
 
 # what says where a tower lies: the whole model on one stage has no such choice
 _OF_A_CUT = frozenset(option_fields(VisionOptions))
+
+
+def dtype_of(run: Any) -> "torch.dtype":
+    """The type that the options make a run compute in."""
+    import torch
+
+    return getattr(torch, DTYPES[run.precision])
+
+
+def texts_of(parts: Mapping[str, ChosenPart]) -> dict[str, Any]:
+    """What makes a text of a sample: the template and what fills it."""
+    return {
+        "prompt": parts["prompt"].part,
+        "prompt_fn": parts["prompt_fn"].bound,
+        "image_token": parts["image_token"].bound,
+    }
 
 
 @dataclass(frozen=True)
@@ -105,9 +120,6 @@ class StageBuilder:
 
         Returns:
             Whether that was possible without weights.
-
-        Raises:
-            UserError: says which names, and why.
         """
         from stageline.checking.outline import check_outlines
 
@@ -125,9 +137,6 @@ class StageBuilder:
         Args:
             mode: auto, always or never.
             ranks: of the whole run.
-
-        Raises:
-            UserError: they differ; says where.
         """
         from stageline.checking.proof import SplitToProve, options_of_proof, prove_split
 
@@ -191,11 +200,7 @@ class AnsweringModel:
 
     @functools.cached_property
     def builder(self) -> StageBuilder:
-        """What builds its stages.
-
-        Raises:
-            UserError: no part serves this architecture.
-        """
+        """What builds its stages."""
         options: dict[str, Any] = {"is_piece": True}  # the processor is loaded apart
         if self.attn_implementation:
             options["attn_implementation"] = self.attn_implementation
@@ -208,15 +213,6 @@ class AnsweringModel:
             trust_remote_code=self.trust_remote_code,
             options=options,
         )
-
-    def check_names(self, stage: int, ranks: "Ranks") -> None:
-        """Refuses stages that do not add up to the whole model; see `StageBuilder.check_names`."""
-        self.builder.check_names([stage], ranks=ranks, checkpoint=str(self.folder))
-
-    def prove(self, mode: "ProveMode", ranks: "Ranks") -> None:
-        """Compares a cut-down copy of the model, split and whole; see `StageBuilder.prove`."""
-        say = functools.partial(print, file=sys.stderr, flush=True)  # stdout is for answers
-        self.builder.prove(mode, ranks=ranks, say=say)
 
     def build(self, stage: int, device: "torch.device | str") -> Any:
         """One stage with its weights, as the part makes it."""
@@ -236,11 +232,7 @@ class AnsweringModel:
         return model
 
     def part_key(self) -> str:
-        """The key of the train_model part.
-
-        Raises:
-            UserError: no part serves this architecture.
-        """
+        """The key of the train_model part."""
         key = self.key or stage_key(self.config)
         if key is None or key == "reward":
             raise UserError(
@@ -265,12 +257,15 @@ class AnsweringModel:
             trust_remote_code=self.trust_remote_code,
         )
 
-    def processor_folder(self) -> Path:
-        """Where the tokenizer or processor lies: with the last adapter, if it brought one."""
+    @functools.cached_property
+    def processor(self) -> Any:
+        """The tokenizer or processor: the last adapter's, if it brought one."""
         from stageline.checkpoint.adapter import processor_folder
+        from stageline.data.text.processor import load_processor
 
         last = Path(self.adapters[-1]) if self.adapters else self.folder
-        return processor_folder(last, self.base)
+        folder = processor_folder(last, self.base)
+        return load_processor(folder, trust_remote_code=self.trust_remote_code)
 
 
 def stage_key(config: "PretrainedConfig") -> str | None:

@@ -16,11 +16,7 @@ NUM_LAYERS = 4
 
 
 def main() -> None:
-    """Reads the command line, and writes the folder.
-
-    Raises:
-        UserError: the family is unknown, or the folder is not empty.
-    """
+    """Reads the command line, and writes the folder."""
     parser = argparse.ArgumentParser(prog="stageline tiny", description=__doc__)
     parser.add_argument("family", help="a model type of transformers, or a key of --train-model")
     parser.add_argument("folder", type=Path, help="a new or an empty folder")
@@ -45,11 +41,7 @@ def write(family: str, folder: Path) -> None:
 
 
 def make(family: str) -> tuple[Any, Any]:
-    """(configuration, tokenizer or processor) of a family.
-
-    Raises:
-        UserError: the library has no such decoder, or there is no processor for its pictures.
-    """
+    """(configuration, tokenizer or processor) of a family."""
     from stageline.checking.tiny_models import (
         DECODERS,
         PROCESSOR_FAMILIES,

@@ -3,20 +3,19 @@
 Knows the options and the contract of each register; train_pp.py puts the objects together.
 """
 
-import contextlib
 import functools
-import os
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset, Subset
 
+from commands import is_first, say
+from commands.stages import texts_of
 from commands.train_vocabulary import add_tokens, check_tied_head, num_rows_of
-from options.data import check_corpus_run
-from options.parts import ChosenPart
+from options.fields import handed_to, spelled
+from options.parts import ChosenPart, takes
 from options.train import RunConfig
 from parse_args import TrainArguments
 from stageline.data.batches.check_batch import CheckedCollate
@@ -54,24 +53,18 @@ from stageline.model_folder import load_config
 from stageline.pipeline.schedules import Schedule
 from stageline.training.replicas import LargestOfReplicas
 
-# -- what a training run does with a pre-training corpus ------------------------------------------
-# Its mixture, its checks, what it says of it.
-#
-# Knows the options; train_data.py uses it. Asks datasets for what they offer, not for their class.
 
-
-def mix_types(run: RunConfig, dataset_key: str, dataset: Dataset) -> None:
-    """Tells a dataset that draws its own rows how to mix types.
-
-    Raises:
-        OptionError: a mixture was given, and the dataset has no types.
-    """
-    mixing = getattr(dataset, "mixing", None)
-    check_corpus_run(run, dataset_key=dataset_key, has_types=mixing is not None)
-    if mixing is not None:
-        mixing["counts"] = run.global_batch_distributed
-        mixing["weights"] = run.mixture_weights
-        mixing["drop_mode"] = run.drop_mode
+def mixture_of(run: RunConfig, part: ChosenPart) -> dict[str, Any]:
+    """What a dataset part gets of how types are mixed; refuses a mixture of what has no types."""
+    given = handed_to("dataset", run)
+    for name in given:
+        if takes(part.part, name) == "no":
+            raise UserError(
+                f"{spelled(name)} came with --dataset {part.key}. --dataset corpus was "
+                "expected, because rows of other datasets have no types to choose from: leave "
+                f"{spelled(name)} out; --dataset sets has ways of its own to mix (--dataset.mix)."
+            )
+    return given
 
 
 def has_tokens(dataset: Dataset) -> bool:
@@ -81,11 +74,7 @@ def has_tokens(dataset: Dataset) -> bool:
 
 
 def check_tokens_taken(arguments: TrainArguments, dataset: Dataset) -> None:
-    """Refuses to tokenize or render what is token ids already.
-
-    Raises:
-        UserError: says which option to change.
-    """
+    """Refuses to tokenize or render what is token ids already."""
     if not has_tokens(dataset):
         return
     run, parts = arguments.run, arguments.parts
@@ -108,29 +97,8 @@ def check_tokens_taken(arguments: TrainArguments, dataset: Dataset) -> None:
         )
 
 
-def check_tokens(
-    arguments: TrainArguments, processor: Any, dataset: Any, vocab_size: int | None
-) -> None:
-    """Lets a dataset of tokens compare itself with the run; prints what it says of itself."""
-    run = arguments.run
-    inner: Any = dataset.dataset if isinstance(dataset, Subset) else dataset
-    line = inner.check(
-        processor=processor,
-        max_token_num=run.max_token_num,
-        vocab_size=vocab_size,
-        overlong=arguments.parts["collate_fn"].kwargs.get("overlong", "error"),
-    )
-    if os.environ.get("RANK", "0") == "0":
-        print(line, flush=True)
-
-
 def mixture_report(run: RunConfig, dataset: Any) -> str:
-    """What an epoch has of each type, of a dataset that draws its own rows.
-
-    Raises:
-        UserError: the options of the mixture do not go together.
-    """
-    assert has_sampler(dataset)
+    """What an epoch has of each type, of a dataset that draws its own rows."""
     sampler = dataset.make_sampler(
         batch_size=run.batch_size,
         step_samples=run.batch_size * run.accumulate_steps,
@@ -143,9 +111,6 @@ def mixture_report(run: RunConfig, dataset: Any) -> str:
     )
     told = getattr(sampler, "report", None)
     return "" if told is None else told()
-
-
-# -------------------------------------------------------------------------------------------------
 
 
 class Data:
@@ -165,25 +130,19 @@ class Data:
         images = make_image_settings(**run.image_limits())
         prepare_images(self.processor, images, Tiling(**run.tiling()))
         self.pad_token_id = get_pad_token_id(self.processor)
-        dataset = parts["dataset"]
-        part = dataset.bound
+        mixture = mixture_of(run, parts["dataset"])
+        part = functools.partial(parts["dataset"].bound, **mixture)
         make = functools.partial(make_dataset, part, dataset_path=run.dataset_path)
         self.bad_rows = BadRows(run.skip_bad_rows)
         self.vocab_size: int | None = None
         with leaving_out(self.bad_rows), using_images(images):
             self.train = make(split="train")
             self.test = make(split="test") if run.eval_samples else None
-        mix_types(run, dataset.key, self.train)
         if self.test is not None and run.eval_samples != "all":
             self.test = some_rows(self.test, run.eval_samples)
         check_groups(arguments, self.train, self.test)
-        collate, prompt_fn = parts["collate_fn"], parts["prompt_fn"]
-        image_token = parts["image_token"]
-        self.texts = {
-            "prompt": parts["prompt"].part,
-            "prompt_fn": prompt_fn.bound,
-            "image_token": image_token.bound,
-        }
+        collate = parts["collate_fn"]
+        self.texts = texts_of(parts)
         options = {
             **self.texts,
             "processor": self.processor,
@@ -245,16 +204,18 @@ def check_data(arguments: TrainArguments) -> Data:
     if data.knows_rows:
         data.train = check_rows(arguments, data, data.train, vocab_size)
         if data.test is not None:
-            with telling_of("held-out rows"):
+            try:
                 data.test = check_rows(arguments, data, data.test, vocab_size)
+            except DataError as error:
+                raise DataError(f"held-out rows: {error}") from error
     if asks_for(arguments.parts["loss_fn"], "needs_kl"):
         data.train = WithOthers(data.train)
         data.test = None if data.test is None else WithOthers(data.test)
     report = left_over_rows(run, data.train)
     if data.bad_rows.reasons:
         report += f"{len(data.bad_rows)} bad rows are left out:\n{data.bad_rows.listed()}\n"
-    if os.environ.get("RANK", "0") == "0":
-        print(report, end="", flush=True)
+    if report:
+        say(report.removesuffix("\n"))
     return data
 
 
@@ -277,7 +238,7 @@ def keep_tokens(arguments: TrainArguments, data: Data, folder: str) -> None:
                 fingerprint=data_fingerprint(dataset),
             ),
             num_workers=run.token_cache_workers,
-            say=print if os.environ.get("RANK", "0") == "0" else lambda line: None,
+            say=say,
         )
 
 
@@ -288,11 +249,7 @@ def asks_for(part: ChosenPart, fact: str) -> bool:
 
 
 def check_token_sum(loss: ChosenPart) -> None:
-    """Refuses to cut a loss into chunks that does not say that it is a sum over target tokens.
-
-    Raises:
-        UserError: says how the part can say so.
-    """
+    """Refuses to cut a loss into chunks that does not say that it is a sum over target tokens."""
     if not loss.facts["is_token_sum"]:
         raise UserError(
             f"--logits-chunk came with --loss-fn {loss.key}, which does not say that it is a sum "
@@ -304,11 +261,7 @@ def check_token_sum(loss: ChosenPart) -> None:
 
 
 def check_scores(arguments: TrainArguments) -> None:
-    """Refuses a loss that predicts tokens on a model that scores them, and its accuracy.
-
-    Raises:
-        UserError: says which key or option to change.
-    """
+    """Refuses a loss that predicts tokens on a model that scores them, and its accuracy."""
     model, loss = arguments.parts["train_model"], arguments.parts["loss_fn"]
     if loss.facts["predicts_tokens"]:
         if model.facts["gives_scores"]:
@@ -328,8 +281,17 @@ def check_scores(arguments: TrainArguments) -> None:
 def check_rows(arguments: TrainArguments, data: Data, dataset: Any, vocab_size: int | None) -> Any:
     """The dataset without rows that are bad or too long and may be left out."""
     run = arguments.run
+    overlong = arguments.parts["collate_fn"].kwargs.get("overlong", "error")
     if has_tokens(dataset):  # too many to walk; each micro-batch is looked at when it is made
-        check_tokens(arguments, data.processor, dataset, vocab_size)
+        inner: Any = dataset.dataset if isinstance(dataset, Subset) else dataset
+        say(
+            inner.check(
+                processor=data.processor,
+                max_token_num=run.max_token_num,
+                vocab_size=vocab_size,
+                overlong=overlong,
+            )
+        )
         return dataset
     with data.tokens.keeping(MOST_CHECKED):  # for the first steps
         report = preflight(
@@ -337,7 +299,7 @@ def check_rows(arguments: TrainArguments, data: Data, dataset: Any, vocab_size: 
             **data.texts,
             processor=data.processor,
             max_token_num=run.max_token_num,
-            overlong=arguments.parts["collate_fn"].kwargs.get("overlong", "error"),
+            overlong=overlong,
             vocab_size=vocab_size,
             bad_rows=data.bad_rows,
             seed=run.seed,
@@ -352,28 +314,14 @@ def check_rows(arguments: TrainArguments, data: Data, dataset: Any, vocab_size: 
     text = f"{report}, {with_them} more of their groups" if with_them else str(report)
     if dropped:
         text += f"\n{len(dropped)} rows are dropped, {len(dataset) - len(left_out)} are left"
-    if os.environ.get("RANK", "0") == "0":
-        print(text, flush=True)
+    say(text)
     if not left_out:
         return dataset
     return Subset(dataset, [row for row in range(len(dataset)) if row not in left_out])
 
 
-@contextlib.contextmanager
-def telling_of(rows: str) -> Iterator[None]:
-    """Says in the error of a row to which rows it belongs."""
-    try:
-        yield
-    except DataError as error:
-        raise DataError(f"{rows}: {error}") from error
-
-
 def left_over_rows(run: RunConfig, dataset: Any) -> str:
-    """Says how many rows an epoch leaves out because steps are whole.
-
-    Raises:
-        UserError: there are too few rows for one step.
-    """
+    """Says how many rows an epoch leaves out because steps are whole."""
     num_rows = len(dataset)
     if is_stream(dataset):
         return ""
@@ -395,15 +343,10 @@ def left_over_rows(run: RunConfig, dataset: Any) -> str:
 def show_samples(arguments: TrainArguments, data: Data, schedule: Schedule) -> None:
     """Prints the first samples of training as they are trained on, in one process of the run."""
     run = arguments.run
-    if not run.preview or os.environ.get("RANK", "0") != "0":
+    if not run.preview or not is_first():
         return
     loader = make_loader(
-        arguments,
-        data,
-        _first_rank(run),
-        schedule,
-        data.train,
-        is_evaluation=False,
+        arguments, data, _first_rank(run), schedule, data.train, is_evaluation=False
     )
 
     def full_length(row: int) -> int:

@@ -4,11 +4,11 @@ Imports torch and all that a run needs; train.py has read the options before.
 """
 
 import functools
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from commands import is_first
 from commands.run_plan import RunPlan, make_plan, place_layers
 from commands.train_data import Data, check_data, show_samples
 from commands.train_parts import (
@@ -18,11 +18,7 @@ from commands.train_parts import (
     make_tracker,
     stage_builder,
 )
-from commands.train_run import (
-    TrainingRun,
-    make_streaming_runner,
-    open_run_folder,
-)
+from commands.train_run import TrainingRun, make_streaming_runner, open_run_folder
 from options.memory import memory_remedies
 from options.model import learning_rate_scales
 from parse_args import TrainArguments, save_config
@@ -90,7 +86,7 @@ def run_streaming(plan: RunPlan, data: Data) -> int:
 
 def show_plan(plan: RunPlan, data: Data) -> int:
     """Prints what a run would be like; measures on this process's device, starts no other."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_first():
         run, topology = plan.run, plan.topology
         device = choose_device(run.device, local_rank=0, local_world_size=1)
         capacity = device_capacity(

@@ -4,14 +4,14 @@ Knows the options and the contract of each register; train_pp.py puts the object
 """
 
 import functools
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from commands.stages import StageBuilder
+from commands import is_first
+from commands.stages import StageBuilder, dtype_of
 from commands.train_data import Data, asks_for
 from commands.train_vocabulary import rows_option
 from options.fields import handed_to
@@ -38,7 +38,7 @@ from stageline.modules.losses import without_reference
 from stageline.pipeline.schedules import Schedule
 from stageline.pipeline.stage_passes import check_values_kept
 from stageline.pipeline.topology import Topology
-from stageline.planner.planner import PlannedRun, Planner
+from stageline.planner.planner import Planner
 from stageline.seeds import host_state_kept
 from stageline.stage import Stage
 from stageline.stages.packing import check_packing
@@ -53,8 +53,6 @@ from stageline.training.part_checks import (
 )
 from stageline.training.resume import ResumePoint
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 def stage_builder(arguments: TrainArguments, *, images: Any = None) -> StageBuilder:
     """What builds the stages of a run.
@@ -67,7 +65,7 @@ def stage_builder(arguments: TrainArguments, *, images: Any = None) -> StageBuil
         **handed_to("train_model", run),
         **method_arguments(run),
         **attention_arguments(run),
-        "dtype": DTYPES[run.precision],
+        "dtype": dtype_of(run),
     }
     return StageBuilder(
         arguments.parts["train_model"],
@@ -144,11 +142,7 @@ def build_stages(
 
 
 def check_parts(arguments: TrainArguments, data: Data) -> None:
-    """Refuses parts that do not keep what their registers ask, on the first rows; loads no model.
-
-    Raises:
-        ContractError: part, file and line, and what came are named.
-    """
+    """Refuses parts that do not keep their contracts, on the first rows; loads no model."""
     parts = arguments.parts
     given = handed_to("optimizer", arguments.run)
     check_call("optimizer", parts["optimizer"].bound, [], **given)
@@ -172,7 +166,7 @@ def check_parts(arguments: TrainArguments, data: Data) -> None:
         halves,
         vocab_size=data.vocab_size or len(get_tokenizer(data.processor)),
     )
-    if problem is not None and os.environ.get("RANK", "0") == "0":
+    if problem is not None and is_first():
         print(problem, flush=True)
 
 
@@ -272,14 +266,12 @@ def make_planner(
             is_piece=True,
             **rows_option(run, data.new_tokens),
         ),
-        PlannedRun(
-            topology.schedule,
-            num_samples=run.batch_size * run.accumulate_steps,
-            micro_batch_size=run.micro_batch_size,
-            shards=topology.dp_degree if run.dp_shard else 1,
-            visual_gpu_ratio=run.visual_gpu_ratio,
-            group_size=group_size_of(data.train),
-        ),
+        topology.schedule,
+        num_samples=run.batch_size * run.accumulate_steps,
+        micro_batch_size=run.micro_batch_size,
+        shards=topology.dp_degree if run.dp_shard else 1,
+        visual_gpu_ratio=run.visual_gpu_ratio,
+        group_size=group_size_of(data.train),
         micro_batch_of=lambda num_rows: without_reference(
             example_micro_batch(
                 data.train, functools.partial(data.collate, stage=0), num_rows, seed=run.seed

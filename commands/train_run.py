@@ -31,7 +31,7 @@ from stageline.model_folder import load_config
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.topology import Topology
 from stageline.stage import Stage
-from stageline.streaming.host_memory import check_host_memory, host_bytes
+from stageline.streaming.host_weights import check_host_memory, host_bytes
 from stageline.streaming.lanes import Lane
 from stageline.streaming.runner import StreamingRunner, even_plan, streaming_schedule
 from stageline.training.evaluation import BestCheckpoint, EarlyStop, evaluate, figure_of
@@ -348,20 +348,13 @@ class TrainingRun:
             self.report.say(line)
 
 
-# -- the streaming engine for a training run: its stages in host memory, and what it refuses ------
-# train_pp.py registers it; the loop is that of every engine.
-
 GIB = 2**30
 SHARE_OF_FREE = 0.5  # of a GPU, for weights and gradients; activations take what they need
 SHARE_OF_INPUTS = 0.1  # for layers' inputs that wait for the backward pass
 
 
 def streaming_topology(arguments: TrainArguments) -> Topology:
-    """One process with all stages, a decoder layer each unless the user says otherwise.
-
-    Raises:
-        UserError: options that streaming cannot follow.
-    """
+    """One process with all stages, a decoder layer each unless the user says otherwise."""
     run = arguments.run
     check_streaming(run, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     num_stages = run.num_stages or _count_layers(run) + run.vision_stages

@@ -3,12 +3,12 @@
 Knows the options; train_data.py uses it.
 """
 
-import os
 from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
 
+from commands import is_first
 from options.train import RunConfig
 from parse_args import TrainArguments
 from stageline.checkpoint.adapter import num_rows_on_disk, rows_of_adapter
@@ -71,11 +71,7 @@ def num_rows_of(
 
 
 def check_tied_head(run: RunConfig, config: PretrainedConfig) -> None:
-    """Refuses a learning rate for a head that is the embedding; tells that freezing it is none.
-
-    Raises:
-        UserError: --lm-head-learning-rate came for a tied head.
-    """
+    """Refuses a learning rate for a head that is the embedding; tells that freezing it is none."""
     if not getattr(config, "tie_word_embeddings", False):
         return
     why = "the head shares the weight of the embedding, which is of the language model"
@@ -85,7 +81,7 @@ def check_tied_head(run: RunConfig, config: PretrainedConfig) -> None:
             "own was expected: one weight has one rate. Use --llm-learning-rate."
         )
     trains = not (run.frozen_llm or run.llm_lora_num or run.train_new_tokens)
-    if run.frozen_lm_head and trains and os.environ.get("RANK", "0") == "0":
+    if run.frozen_lm_head and trains and is_first():
         print(f"--frozen-lm-head freezes nothing: {why}. --frozen-llm does.", flush=True)
 
 

@@ -29,7 +29,6 @@ from stageline.inference.model_cutter import (
     ModelCutter,
     Wanted,
     check_fit,
-    check_weights_fit,
     format_table,
 )
 from stageline.model_folder import find_folder, load_config
@@ -38,16 +37,13 @@ from stageline.model_folder import find_folder, load_config
 def build(
     model_path: str,
     *,
-    visual_gpu_ratio: float | None,
     dtype: torch.dtype | None,
-    num_devices: int | None,
-    device: str,
     adapter_path: str | list[str] | None,
     adapter_weights: list[float] | None,
     trust_remote_code: bool,
-    placement: Wanted | None,
     attn_implementation: str | None,
     quantization: str | None,
+    **where: Any,
 ) -> tuple[PreTrainedModel, object, dict[str, object]]:
     """What the builder part `auto` makes; its arguments are explained there."""
     dtype = dtype or torch.float32
@@ -59,16 +55,9 @@ def build(
             "is added: merge them first (export.py), or give one adapter and no weights."
         )
     check_weights(source.folder)
-    options = _options(source, trust_remote_code, attn_implementation)
+    options = _options(trust_remote_code, attn_implementation)
     device_map = make_device_map(
-        source.config,
-        device=device,
-        num_devices=num_devices,
-        visual_gpu_ratio=visual_gpu_ratio,
-        placement=placement,
-        dtype=dtype,
-        quantization=quantization,
-        **options,
+        source.config, dtype=dtype, quantization=quantization, **where, **options
     )
     if quantization:
         options["quantization_config"] = quantization_config(quantization, dtype)
@@ -93,16 +82,42 @@ def build(
 def plan(
     model_path: str,
     *,
+    placement: Wanted,
+    dtype: torch.dtype,
+    device: str,
+    num_devices: int | None,
     adapter_path: str | list[str] | None = None,
     adapter_weights: list[float] | None = None,
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
+    quantization: str | None = None,
     **given: Any,
 ) -> str:
-    """What `auto` would place where, as a table; loads nothing."""
+    """What `auto` would place where, as a table; loads nothing, and needs no device to be there.
+
+    Raises:
+        UserError: the model does not fit, or nothing is known of the devices.
+    """
     source = _find(model_path, adapter_path, trust_remote_code=trust_remote_code)
-    options = _options(source, trust_remote_code, attn_implementation)
-    return plan_text(source.config, **given, **options)
+    if placement.memory is None and (_num_gpus() == 0 or device == "cpu"):
+        raise UserError(
+            "--plan came without --device-memory, and no GPU is to be seen here. Their memory "
+            "was expected, because layers are dealt out by it: give --device-memory 24GiB "
+            "--num-devices 2, or 24GiB,48GiB for devices that differ."
+        )
+    cutter = make_cutter(
+        source.config,
+        memory=placement.memory or free_memory(num_devices or _num_gpus()),
+        placement=placement,
+        dtype=dtype,
+        quantization=quantization,
+        **given,
+        **_options(trust_remote_code, attn_implementation),
+    )
+    found, load = cutter.devices(), str(cutter.load)
+    check_fit(found, asked=load)
+    kinds = f"{str(dtype).removeprefix('torch.')}{f', {quantization}' if quantization else ''}"
+    return f"GiB for {load}, {kinds}:\n{format_table(found)}"
 
 
 @dataclass(frozen=True)
@@ -130,9 +145,7 @@ def _find(
     return _Source(folder, own_processor, adapters, config, has_own=own_config != folder)
 
 
-def _options(
-    source: _Source, trust_remote_code: bool, attn_implementation: str | None
-) -> dict[str, Any]:
+def _options(trust_remote_code: bool, attn_implementation: str | None) -> dict[str, Any]:
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     return options | ({"attn_implementation": attn_implementation} if attn_implementation else {})
 
@@ -146,9 +159,6 @@ def _add_adapters(model: PreTrainedModel, adapters: list[str], weights: list[flo
         Adapters(tuple(map(Path, adapters)), own).merge(model)
 
 
-# -- how it is cut ---------------------------------------------------------------------------------
-
-
 def make_device_map(
     config: PretrainedConfig,
     *,
@@ -156,15 +166,9 @@ def make_device_map(
     num_devices: int | None,
     visual_gpu_ratio: float | None,
     placement: Wanted | None = None,
-    dtype: torch.dtype | None = None,
-    quantization: str | None = None,
     **options: Any,
 ) -> dict[str, object]:
-    """Cuts the model over the GPUs; everything on the CPU where there is none.
-
-    Raises:
-        UserError: fewer GPUs than asked for, or the model does not fit them.
-    """
+    """Cuts the model over the GPUs, or refuses; everything on the CPU where there is none."""
     num_gpus = _num_gpus()
     if device == "cpu" or (device == "auto" and num_gpus == 0):
         return {"": "cpu"}
@@ -183,54 +187,11 @@ def make_device_map(
         memory=(given if len(given) == wanted else given * wanted) or free_memory(wanted),
         visual_gpu_ratio=visual_gpu_ratio,
         placement=placement,
-        dtype=dtype,
-        quantization=quantization,
         **options,
     )
-    device_map = cutter.device_map()
     if visual_gpu_ratio is None:
         _tell(cutter, is_certain=bool(given))
-    return dict(device_map)
-
-
-def plan_text(
-    config: PretrainedConfig,
-    *,
-    device: str,
-    num_devices: int | None,
-    visual_gpu_ratio: float | None,
-    placement: Wanted,
-    dtype: torch.dtype,
-    quantization: str | None = None,
-    **options: Any,
-) -> str:
-    """The table of what would lie where; no device is needed if their memory is given.
-
-    Raises:
-        UserError: the model does not fit, or nothing is known of the devices.
-    """
-    memory = placement.memory
-    if memory is None:
-        if _num_gpus() == 0 or device == "cpu":
-            raise UserError(
-                "--plan came without --device-memory, and no GPU is to be seen here. Their memory "
-                "was expected, because layers are dealt out by it: give --device-memory 24GiB "
-                "--num-devices 2, or 24GiB,48GiB for devices that differ."
-            )
-        memory = free_memory(num_devices or _num_gpus())
-    cutter = make_cutter(
-        config,
-        memory=memory,
-        visual_gpu_ratio=visual_gpu_ratio,
-        placement=placement,
-        dtype=dtype,
-        quantization=quantization,
-        **options,
-    )
-    found, load = cutter.devices(), str(cutter.load)
-    check_fit(found, asked=load)
-    kinds = f"{str(dtype).removeprefix('torch.')}{f', {quantization}' if quantization else ''}"
-    return f"GiB for {load}, {kinds}:\n{format_table(found)}"
+    return dict(cutter.device_map())
 
 
 def make_cutter(
@@ -239,8 +200,8 @@ def make_cutter(
     memory: tuple[int, ...],
     visual_gpu_ratio: float | None,
     placement: Wanted,
-    dtype: torch.dtype | None,
-    quantization: str | None,
+    dtype: torch.dtype | None = None,
+    quantization: str | None = None,
     **options: Any,
 ) -> ModelCutter:
     """A cutter of the model on the meta device."""
@@ -274,7 +235,7 @@ def _num_gpus() -> int:
 def _tell(cutter: ModelCutter, *, is_certain: bool) -> None:
     """Refuses what cannot be, warns of what may not go well: how long answers get is a guess."""
     found, load = cutter.devices(), str(cutter.load)
-    check_weights_fit(found, asked=load)
+    check_fit(found, asked=load, without_passes=True)
     try:
         check_fit(found, asked=load)
     except UserError as error:

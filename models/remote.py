@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,7 +10,7 @@ from stageline.errors import UserError
 
 if TYPE_CHECKING:
     from stageline.data.text.rendered import Rendered
-    from stageline.inference.remote import Endpoint, RequestFiles
+    from stageline.inference.remote import Endpoint
 
 # options that change no answer: with other values predictions are gone on with
 OF_THE_WAY = ("api_key_env", "timeout", "max_retries", "requests_per_minute")
@@ -91,18 +90,18 @@ def remote(
         send_temperature: some reasoning models refuse temperature and seed.
         extra: further fields of the request, such as {"top_p": 0.9}.
     """
-    from stageline.inference.remote import ask_all
+    from stageline.inference.remote import ask_all, request_bodies
 
-    bodies = _bodies(
+    bodies = request_bodies(
         endpoint,
-        images,
         prompts,
+        images,
         max_image_side=max_image_side,
-        max_tokens=max_new_tokens,
-        max_tokens_field=max_tokens_field,
-        temperature=temperature if send_temperature else None,
-        seed=seed if send_temperature else None,
+        send_temperature=send_temperature,
+        temperature=temperature,
+        seed=seed,
         extra=extra,
+        **{max_tokens_field: max_new_tokens},
     )
     return ask_all(endpoint, bodies, concurrency=concurrency)
 
@@ -134,59 +133,17 @@ def batch_file(
         send_temperature: some reasoning models refuse temperature and seed.
         extra: further fields of the request, such as {"top_p": 0.9}.
     """
-    from stageline.inference.remote import body_key
+    from stageline.inference.remote import offline_answers, request_bodies
 
-    bodies = _bodies(
+    bodies = request_bodies(
         endpoint,
-        images,
         prompts,
+        images,
         max_image_side=max_image_side,
-        max_tokens=max_new_tokens,
-        max_tokens_field=max_tokens_field,
-        temperature=temperature if send_temperature else None,
-        seed=seed if send_temperature else None,
+        send_temperature=send_temperature,
+        temperature=temperature,
+        seed=seed,
         extra=extra,
+        **{max_tokens_field: max_new_tokens},
     )
-    answers = _answers_at(answers_path) if answers_path else {}
-    _requests_in(requests_path).add([body for body in bodies if body_key(body) not in answers])
-    found = [answers.get(body_key(body)) for body in bodies]
-    return [_with_cost(answer, endpoint) for answer in found]
-
-
-@functools.cache  # the part is called for each batch of an evaluation
-def _answers_at(path: str) -> dict[str, dict[str, Any]]:
-    from stageline.inference.remote import read_answers
-
-    return read_answers(path)
-
-
-@functools.cache
-def _requests_in(folder: str) -> RequestFiles:
-    from stageline.inference.remote import RequestFiles
-
-    return RequestFiles(folder)
-
-
-def _with_cost(answer: dict[str, Any] | None, endpoint: Endpoint) -> dict[str, Any] | None:
-    cost = endpoint.price(answer["usage"]) if answer and "usage" in answer else None
-    return answer if cost is None else {**(answer or {}), "cost": cost}
-
-
-def _bodies(
-    endpoint: Endpoint,
-    images: Sequence[Any],
-    prompts: Sequence[Rendered],
-    *,
-    max_image_side: int | None,
-    **options: Any,
-) -> list[dict[str, Any]]:
-    from stageline.inference.remote import messages_of, request_body, tools_of
-
-    return [
-        request_body(
-            endpoint.name,
-            messages_of(prompt, row, name=prompt.name, max_image_side=max_image_side),
-            **{**options, "extra": {**tools_of(prompt), **(options.get("extra") or {})}},
-        )
-        for prompt, row in zip(prompts, images, strict=True)
-    ]
+    return offline_answers(endpoint, bodies, requests_path=requests_path, answers_path=answers_path)

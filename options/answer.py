@@ -1,88 +1,95 @@
 """The options of what answers: evaluate, infer, chat and lm_eval, and where their model lies."""
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from options.data import FewshotOptions, ImageOptions, ReportOptions
-from options.fields import OptionError, option, spelled
+from options.fields import OptionError, option, side_option, spelled
 from options.train import SharedOptions, precision_of
 
-# -- the options of pipelined decoding: how a model is spread over processes that answer together -
+# options that several commands have
+_adapter_paths = functools.partial(
+    option,
+    None,
+    "LoRA adapter folder in peft's format; several are merged one after the other",
+    is_path=True,
+    is_common=True,
+)
+_adapter_weights = functools.partial(
+    option, None, "how much of each adapter is added; default: all of it"
+)
+_num_devices = functools.partial(
+    side_option,
+    None,
+    "devices that the model is spread over; default: all",
+    at_least=1,
+    is_common=True,
+    to="builder",
+)
+_longest_answer = functools.partial(
+    option, help_text="longest answer, in tokens", at_least=1, is_common=True
+)
+_temperature = functools.partial(
+    option, 0.0, "0 takes the likeliest token, more samples", at_least=0, is_common=True
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeOptions:
     """Pipelined decoding (--engine pipeline)"""
 
-    num_stages: int | None = option(
+    num_stages: int | None = side_option(
         None,
         "stages, one process and device each; default: all GPUs, 1 on the CPU",
         at_least=1,
         is_common=True,
-        shapes_answers=False,
     )
-    partition: list[int] | None = option(
-        None,
-        "layers of each stage, 12,10; default: what evens out a decoding step",
-        shapes_answers=False,
+    partition: list[int] | None = side_option(
+        None, "layers of each stage, 12,10; default: what evens out a decoding step"
     )
-    prove_split: Literal["auto", "always", "never"] = option(
+    prove_split: Literal["auto", "always", "never"] = side_option(
         "auto",
         "compare the stages with the whole model first, on a cut-down copy; auto: unless that is "
         "recorded of this model, these versions and options",
-        shapes_answers=False,
     )
-    train_model: str | None = option(
-        None,
-        "key of the stages' train_model part; default: that of the model's architecture",
-        shapes_answers=False,
+    train_model: str | None = side_option(
+        None, "key of the stages' train_model part; default: that of the model's architecture"
     )
-    max_running: int = option(
-        64, "sequences that are answered at a time", at_least=1, shapes_answers=False
-    )
-    num_groups: int | None = option(
+    max_running: int = side_option(64, "sequences that are answered at a time", at_least=1)
+    num_groups: int | None = side_option(
         None,
         "groups that these are divided into, so that all stages work; default: what short "
         "measurements at the start advise",
         at_least=1,
-        shapes_answers=False,
     )
-    prefill_tokens: int = option(
+    prefill_tokens: int = side_option(
         2048,
         "tokens of prompts that are read in one pass; longer ones are read in pieces",
         at_least=1,
-        shapes_answers=False,
     )
     max_length: int | None = option(
         None,
         "longest prompt with its answer, in tokens; default: the model's positions",
         at_least=2,
     )
-    cache_gib: float | None = option(
+    cache_gib: float | None = side_option(
         None,
         "GiB on each device for keys and values; default: 0.8 of what is free on a GPU, 0.25 of "
         "the host's free memory",
         at_least=0,
-        shapes_answers=False,
     )
-    merge_adapters: bool = option(
-        False,
-        "add adapters to the weights: fewer operations, rounded differently",
-        shapes_answers=False,
+    merge_adapters: bool = side_option(
+        False, "add adapters to the weights: fewer operations, rounded differently"
     )
 
 
-# engine -> the keys that go with it where none are given
-ENGINE_KEYS: dict[str, dict[str, str | None]] = {
-    "device_map": {"builder": "auto", "model": "generate"},
-    "pipeline": {"builder": "auto", "model": "generate"},
-    "vllm": {"builder": "auto", "model": "generate"},
-    "api": {"builder": "remote", "model": "remote"},
-}
-# engines that several processes of a run may have copies of
-WITH_REPLICAS = ("device_map", "pipeline")
+# keys of an engine where none are given
+ENGINE_KEYS = {"builder": "auto", "model": "generate"}
+API_KEYS = {"builder": "remote", "model": "remote"}
+WITH_REPLICAS = ("device_map", "pipeline")  # several processes of a run may have copies
 # options of pipelined decoding that another engine has too
 SHARED = {"max_length": ("pipeline", "vllm")}
 
@@ -97,12 +104,11 @@ class EngineOptions(DecodeOptions):
         "vllm: an exported folder in vLLM; api: a model behind an endpoint (--builder.name)",
         is_common=True,
     )
-    num_replicas: int | None = option(
+    num_replicas: int | None = side_option(
         None,
         "copies of the model that share the work; default: of a pipeline as many as the GPUs "
         "allow, else 1",
         at_least=1,
-        shapes_answers=False,
     )
 
 
@@ -111,8 +117,9 @@ def with_engine_keys(
 ) -> dict[str, str | None]:
     """The keys of a run with those that suit its --engine, where one was given."""
     item = given.get("engine")
-    own = ENGINE_KEYS.get(item.values[0], {}) if item is not None and item.values else {}
-    return {**keys, **own}
+    if item is None or not item.values:
+        return dict(keys)
+    return {**keys, **(API_KEYS if item.values == ["api"] else ENGINE_KEYS)}
 
 
 def check_engine(run: EngineOptions) -> None:
@@ -134,8 +141,6 @@ def check_engine(run: EngineOptions) -> None:
         )
 
 
-# -- the options of where a model lies that answers: evaluate.py, infer.py and chat.py ------------
-
 _UNITS = {"": 1024**3, "g": 1024**3, "gib": 1024**3, "gb": 10**9, "mib": 1024**2, "mb": 10**6}
 
 
@@ -143,40 +148,27 @@ _UNITS = {"": 1024**3, "g": 1024**3, "gib": 1024**3, "gb": 10**9, "mib": 1024**2
 class PlacementOptions:
     """Devices"""
 
-    visual_gpu_ratio: float | None = option(
+    visual_gpu_ratio: float | None = side_option(
         None,
         "share of the first device that the vision tower takes: layers are dealt out by number; "
         "default: by measured bytes",
         at_least=0,
         to="train_model builder",
-        shapes_answers=False,
     )
     plan: bool = option(
         False, "show what would lie on which device, load nothing, and stop", is_saved=False
     )
-    device_memory: list[str] | None = option(
+    device_memory: list[str] | None = side_option(
         None,
         "free memory of each device, 24GiB,48GiB, or of all of them, 24GiB; default: they are "
         "asked. With --plan they need not exist",
-        shapes_answers=False,
     )
-    plan_length: int = option(
-        2048,
-        "tokens of the longest prompt with its answer, for --plan and the cut",
-        at_least=2,
-        shapes_answers=False,
+    plan_length: int = side_option(
+        2048, "tokens of the longest prompt with its answer, for --plan and the cut", at_least=2
     )
-    plan_images: int = option(
-        1,
-        "images of a row (tiles count each) for --plan and the cut",
-        at_least=0,
-        shapes_answers=False,
+    plan_images: int = side_option(
+        1, "images of a row (tiles count each) for --plan and the cut", at_least=0
     )
-
-
-def check_placement(run: Any) -> None:
-    """Refuses sizes that cannot be read, and a number of them that fits no machine."""
-    device_memory(run)
 
 
 def device_memory(run: Any) -> tuple[int, ...] | None:
@@ -205,9 +197,6 @@ def _bytes(text: str) -> int:
     return int(float(match[1]) * unit)
 
 
-# -- the options of a model that answers, where there is no run with data around it ---------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """Model and machine"""
@@ -215,12 +204,7 @@ class ModelOptions:
     model_path: str | None = option(
         None, "model folder, checkpoint of a run, or adapter folder", is_path=True, is_common=True
     )
-    adapter_path: list[str] | None = option(
-        None,
-        "LoRA adapter folder in peft's format; several are merged one after the other",
-        is_path=True,
-        is_common=True,
-    )
+    adapter_path: list[str] | None = _adapter_paths()
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto", "auto takes GPUs where there are any", to="builder"
     )
@@ -235,10 +219,7 @@ class ModelOptions:
         False, "run Python code that lies in the model folder", to="builder"
     )
 
-    @property
-    def precision(self) -> Literal["fp32", "bf16", "fp16"]:
-        """The compute type by its short name."""
-        return precision_of(self)
+    precision = property(precision_of)
 
 
 def check_has_model(config: ModelOptions) -> None:
@@ -251,45 +232,18 @@ def check_has_model(config: ModelOptions) -> None:
         )
 
 
-# -- the options of a run that answers: evaluate.py and infer.py ----------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class AnswerOptions:
     """Answers"""
 
-    adapter_path: list[str] | None = option(
-        None,
-        "LoRA adapter folder in peft's format; several are merged one after the other",
-        is_path=True,
-        is_common=True,
-    )
-    adapter_weights: list[float] | None = option(
-        None, "how much of each adapter is added; default: all of it"
-    )
-    batch_size: int = option(
-        8, "samples generated together", at_least=1, is_common=True, shapes_answers=False
-    )
-    max_new_tokens: int = option(
-        64, "longest answer, in tokens", at_least=1, is_common=True, to="model"
-    )
-    temperature: float = option(
-        0.0,
-        "0 takes the likeliest token, more samples",
-        at_least=0,
-        is_common=True,
-        to="model",
-    )
-    num_devices: int | None = option(
-        None,
-        "devices that the model is spread over; default: all",
-        at_least=1,
-        is_common=True,
-        to="builder",
-        shapes_answers=False,
-    )
-    limit: int | None = option(
-        None, "answer only the first samples", at_least=1, is_common=True, shapes_answers=False
+    adapter_path: list[str] | None = _adapter_paths()
+    adapter_weights: list[float] | None = _adapter_weights()
+    batch_size: int = side_option(8, "samples generated together", at_least=1, is_common=True)
+    max_new_tokens: int = _longest_answer(64, to="model")
+    temperature: float = _temperature(to="model")
+    num_devices: int | None = _num_devices()
+    limit: int | None = side_option(
+        None, "answer only the first samples", at_least=1, is_common=True
     )
 
 
@@ -305,49 +259,36 @@ class EvaluateConfig(
 ):
     """Evaluation"""
 
-    output_dir: str = option(
+    output_dir: str = side_option(
         "runs/evaluate",
         "folder of predictions.jsonl, report.json and plots",
         is_output=True,
         is_common=True,
-        shapes_answers=False,
     )
-
-    @property
-    def precision(self) -> Literal["fp32", "bf16", "fp16"]:
-        """The compute type by its short name."""
-        return precision_of(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
     """What is asked; one of --prompts, --text and --dataset"""
 
-    prompts: str | None = option(
+    prompts: str | None = side_option(
         None,
         "file of prompts: a line each (.txt), or rows with question, instruction or messages, and "
         "image, which need no answer (.jsonl, .json)",
         is_path=True,
         is_common=True,
-        shapes_answers=False,
     )
-    text: list[str] | None = option(
-        None,
-        "prompts themselves; repeat it, or give a list in a config file",
-        is_common=True,
-        shapes_answers=False,
+    text: list[str] | None = side_option(
+        None, "prompts themselves; repeat it, or give a list in a config file", is_common=True
     )
-    print_answers: int = option(
-        20,
-        "up to so many answers are printed; more stand in the file alone",
+    print_answers: int = side_option(
+        20, "up to so many answers are printed; more stand in the file alone", at_least=0
+    )
+    skip_bad_rows: int = side_option(
+        0,
+        "bad rows that are left out and listed in bad_rows.jsonl; one more ends the run",
         at_least=0,
-        shapes_answers=False,
     )
-    skip_bad_rows: int = option(
-        0, "bad rows that are left out and listed in bad_rows.jsonl; one more ends the run",
-        at_least=0,
-        shapes_answers=False,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,27 +297,16 @@ class InferConfig(
 ):
     """Every option of infer.py."""
 
-    output_dir: str = option(
-        "runs/infer",
-        "folder of predictions.jsonl",
-        is_output=True,
-        is_common=True,
-        shapes_answers=False,
+    output_dir: str = side_option(
+        "runs/infer", "folder of predictions.jsonl", is_output=True, is_common=True
     )
-    max_new_tokens: int = option(
-        256, "longest answer, in tokens", at_least=1, is_common=True, to="model"
-    )
-
-    precision = EvaluateConfig.precision
+    max_new_tokens: int = _longest_answer(256, to="model")
 
 
 def check_prompts(run: InferConfig, *, has_dataset: bool) -> None:
     """Refuses a run that asks nothing, or from two places."""
-    given = [
-        *(["--prompts"] if run.prompts else []),
-        *(["--text"] if run.text else []),
-        *(["--dataset"] if has_dataset else []),
-    ]
+    asked = {"--prompts": run.prompts, "--text": run.text, "--dataset": has_dataset}
+    given = [option for option, value in asked.items() if value]
     if len(given) != 1:
         raise OptionError(
             f"{' and '.join(given) or 'nothing to ask'} came. One of --prompts FILE, --text '...' "
@@ -384,18 +314,20 @@ def check_prompts(run: InferConfig, *, has_dataset: bool) -> None:
         )
 
 
-# -- the options of chat.py -----------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class ChatServerOptions:
     """A server that answers"""
 
     server: str | None = option(
-        None, "address of a server with OpenAI's API, such as http://127.0.0.1:8000", is_common=True
+        None,
+        "address of a server with OpenAI's API, such as http://127.0.0.1:8000",
+        is_common=True,
+        excludes={"--model-path": "a model answers either there or here"},
     )
     server_model: str | None = option(
-        None, "the model's name there; default: the first that the server names"
+        None,
+        "the model's name there; default: the first that the server names",
+        needs={"--server URL": "the name belongs to a model of a server"},
     )
     api_key_env: str = option(
         "OPENAI_API_KEY", "environment variable that holds the key, if the server wants one"
@@ -406,10 +338,8 @@ class ChatServerOptions:
 class ChatSettings:
     """Answers; /set changes them"""
 
-    max_new_tokens: int = option(512, "longest answer, in tokens", at_least=1, is_common=True)
-    temperature: float = option(
-        0.0, "0 takes the likeliest token, more samples", at_least=0, is_common=True
-    )
+    max_new_tokens: int = _longest_answer(512)
+    temperature: float = _temperature()
     top_p: float = option(
         1.0, "with a temperature: the likeliest tokens that hold this share", at_least=0, at_most=1
     )
@@ -424,37 +354,8 @@ class ChatSettings:
 class ChatConfig(ChatSettings, ChatServerOptions, PlacementOptions, ModelOptions):
     """Chat"""
 
-    adapter_weights: list[float] | None = option(
-        None, "how much of each adapter is added; default: all of it"
-    )
-    num_devices: int | None = option(
-        None,
-        "devices that the model is spread over; default: all",
-        at_least=1,
-        is_common=True,
-        to="builder",
-    )
-
-
-def check_server(run: ChatConfig) -> None:
-    """Refuses a server together with a model that is loaded here.
-
-    Raises:
-        OptionError: names both.
-    """
-    if run.server is not None and run.model_path is not None:
-        raise OptionError(
-            f"--server {run.server} and --model-path {run.model_path} came together. One of them "
-            "was expected, because a model answers either there or here: leave one out."
-        )
-    if run.server is None and run.server_model is not None:
-        raise OptionError(
-            f"--server-model {run.server_model} came without --server. The name belongs to a model "
-            "of a server: give its address, or leave the name out."
-        )
-
-
-# -- the options of lm_eval: which tasks of lm-evaluation-harness a model is given, and how --------
+    adapter_weights: list[float] | None = _adapter_weights()
+    num_devices: int | None = _num_devices()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -465,9 +366,10 @@ class TaskOptions:
         None, "names of tasks, groups or tags, between commas", is_common=True
     )
     include_path: str | None = option(
-        None, "folder with tasks of your own (YAML), which come before those of lm_eval",
+        None,
+        "folder with tasks of your own (YAML), which come before those of lm_eval",
         is_path=True,
-    )  # fmt: skip
+    )
     num_fewshot: int | None = option(
         None, "examples before each question; default: as the task says", at_least=0, is_common=True
     )
@@ -494,7 +396,11 @@ class TaskOptions:
     output_path: str | None = option(
         None, "folder of results_DATE.json, as lm_eval writes it", is_output=True, is_common=True
     )
-    log_samples: bool = option(False, "write each question with its answer there as well")
+    log_samples: bool = option(
+        False,
+        "write each question with its answer there as well",
+        needs={"--output-path FOLDER": "the samples are written there"},
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -508,21 +414,11 @@ class LmEvalConfig(TaskOptions, DecodeOptions, ModelOptions):
 
 
 def check_tasks(run: LmEvalConfig) -> None:
-    """Refuses options that name no model or no task.
-
-    Raises:
-        OptionError: names the option.
-    """
-    check_has_model(run)
+    """Refuses options that name no model or no task."""
     if not task_names(run):
         raise OptionError(
             "--tasks is missing. Names between commas were expected, such as --tasks arc_easy,"
             "hellaswag, because they say what is asked: `lm_eval ls tasks` lists them."
-        )
-    if run.log_samples and run.output_path is None:
-        raise OptionError(
-            "--log-samples came without --output-path. A folder was expected, because the samples "
-            "are written there: add it."
         )
 
 

@@ -8,7 +8,7 @@ import json
 import re
 import sys
 from argparse import ArgumentError
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -23,7 +23,7 @@ from options.fields import (
     StrictLoader,
     check_entries,
     check_value,
-    read_yaml,
+    spelled,
 )
 
 
@@ -48,80 +48,43 @@ def _is_behind_stageline() -> bool:
     return Path(sys.argv[0]).parts[-2:] == ("stageline", "__main__.py")
 
 
-# -- the entries of a config file with their lines; numbers are read as in YAML 1.2 ---------------
-# Knows no option: command_line.py turns entries into what would have been typed.
-
 _STR, _FLOAT = "tag:yaml.org,2002:str", "tag:yaml.org,2002:float"
-_MERGE = "tag:yaml.org,2002:merge"
-# YAML 1.1 takes a number without a dot, 1e-4, for text
+# YAML 1.1 takes a number without a dot, 1e-4, for text; YAML 1.2 does not
 _NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One option of a file.
-
-    Attributes:
-        line: where it stands; None where the format does not tell.
-    """
-
-    name: str
-    value: Any
-    line: int | None = None
-
-
-@dataclass(frozen=True)
-class NoMapping:
-    """What a file holds in place of options."""
-
-    kind: str
-
-
-def read_options(text: str) -> list[Entry] | NoMapping:
-    """The entries of a YAML text.
+def read_options(text: str) -> tuple[Any, dict[str, int]]:
+    """What a YAML text holds, and the line of each of its names.
 
     Raises:
         yaml.YAMLError: it is no plain YAML, nested too deep, or has a key twice.
     """
     loader = StrictLoader(text)
+    lines = {}
     try:
         node = loader.get_single_node()
-        if node is None:
-            return []
-        if not isinstance(node, yaml.MappingNode):
-            value = loader.construct_document(node)
-            return [] if value is None else NoMapping(type(value).__name__)
-        for _, value in node.value:
-            if isinstance(value, yaml.CollectionNode):
-                _read_numbers(value)  # a value alone is text until its option's type is known
-        lines = [key.start_mark.line + 1 for key, _ in node.value]
-        merges = any(key.tag == _MERGE for key, _ in node.value)
-        content = loader.construct_document(node)
-        if merges:  # what `<<` brings along has no line of its own
-            return [Entry(str(name), value) for name, value in content.items()]
-        return [
-            Entry(str(name), value, line)
-            for (name, value), line in zip(content.items(), lines, strict=True)
-        ]
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                lines[str(key.value)] = key.start_mark.line + 1
+                if isinstance(value, yaml.CollectionNode):
+                    _read_numbers(value)  # a value alone is text until its option's type is known
+        return (None if node is None else loader.construct_document(node)), lines
     except RecursionError:
         raise yaml.YAMLError(f"it is nested more than {MAX_DEPTH} deep") from None
     finally:
         loader.dispose()
 
 
-def read_json_options(text: str) -> list[Entry] | NoMapping:
-    """The entries of a JSON text; YAML would refuse its tabs.
+def read_json_options(text: str) -> Any:
+    """What a JSON text holds; YAML would refuse its tabs.
 
     Raises:
         ValueError: it is no JSON, nested too deep, or has a key twice.
     """
     try:
-        content = json.loads(text, object_pairs_hook=_without_twins)
+        return json.loads(text, object_pairs_hook=_without_twins)
     except RecursionError:
         raise ValueError(f"it is nested more than {MAX_DEPTH} deep") from None
-    if not isinstance(content, dict):
-        return NoMapping(type(content).__name__)
-    return [Entry(name, value) for name, value in content.items()]
 
 
 def _read_numbers(node: yaml.Node, seen: set[int] | None = None) -> None:
@@ -171,18 +134,12 @@ class Given:
 
     def __str__(self) -> str:
         place = "" if self.origin == COMMAND_LINE else f" (in {self.origin})"
-        return " ".join([typed(self.name), *map(shortened, self.values)]) + place
+        return " ".join([spelled(self.name), *map(shortened, self.values)]) + place
 
 
 def shortened(text: str) -> str:
     """A value as messages show it."""
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
-
-
-def typed(name: str) -> str:
-    """An option as it is typed: `--batch-size`, `--loss-fn.label_smoothing`."""
-    head, dot, tail = name.partition(".")
-    return "--" + head.replace("_", "-") + dot + tail
 
 
 def read_words(words: Sequence[str]) -> list[Given]:
@@ -224,7 +181,8 @@ def read_config(path: str | Path) -> list[Given]:
                 f"because it holds options and no data. {HOW}"
             )
         text = path.read_text(encoding="utf-8")
-        entries = read_json_options(text) if path.suffix == ".json" else read_options(text)
+        is_json = path.suffix == ".json"
+        content, lines = (read_json_options(text), {}) if is_json else read_options(text)
     except OSError as error:
         raise OptionError(
             f"--config {path} can't be read: {error.strerror}. A YAML file with options was "
@@ -238,33 +196,33 @@ def read_config(path: str | Path) -> list[Given]:
         raise OptionError(
             f"--config {path} is not plain {kind}, so no option can be read: {error}\n  {HOW}"
         ) from error
-    if isinstance(entries, NoMapping):
+    if content is not None and not isinstance(content, dict):
         raise OptionError(
-            f"--config {path} holds a {entries.kind}. A mapping of options to values was "
+            f"--config {path} holds a {type(content).__name__}. A mapping of options to values was "
             f"expected, because each value needs its option's name. {HOW}"
         )
-    return list(_given_once(entries, path))
+    return _given_once(content or {}, lines, path)
 
 
-def _given_once(entries: Iterable[Entry], path: Path) -> Iterator[Given]:
+def _given_once(content: dict[Any, Any], lines: Mapping[str, int], path: Path) -> list[Given]:
     """The options of a file; refuses one that stands there twice, or another config file."""
-    seen: dict[str, str] = {}
-    for entry in entries:
-        place = f"{path}:{entry.line}" if entry.line else str(path)
-        name = _plain_name(entry.name)
-        check_value(entry.value, typed(name), place)
-        if name in seen:
+    found: dict[str, Given] = {}
+    for key, value in content.items():
+        place = f"{path}:{lines[str(key)]}" if str(key) in lines else str(path)
+        name = _plain_name(str(key))
+        check_value(value, spelled(name), place)
+        if name in found:
             raise OptionError(
-                f"{typed(name)} came twice, in {seen[name]} and {place}. It was expected once, "
-                "because nobody could see which of the two counts: take one out."
+                f"{spelled(name)} came twice, in {found[name].origin} and {place}. It was expected "
+                "once, because nobody could see which of the two counts: take one out."
             )
         if name == "config":
             raise OptionError(
                 f"--config came in {place}. A config file reads no other one: name both on the "
                 "command line, and the later one wins."
             )
-        seen[name] = place
-        yield Given(name, _as_words(entry.value, name), place, entry.value)
+        found[name] = Given(name, _as_words(value, name), place, value)
+    return list(found.values())
 
 
 def _plain_name(name: str) -> str:
@@ -311,13 +269,9 @@ def _texts(item: Given) -> list[str]:
     if len(item.values) != 1:
         raise OptionError(
             f"{item} has {len(item.values)} words. One text was expected, because each "
-            f"{typed(item.name)} is one: put it in quotes, and repeat {typed(item.name)} for more."
+            f"{spelled(item.name)} is one: put it in quotes, and repeat the option for more."
         )
     return item.values
-
-
-# -- text -> typed values with jsonargparse, and errors that name the option, its value and its type
-# Does not know which options there are; the parser that is passed in does.
 
 
 def option_types(parser: ArgumentParser) -> dict[str, Any]:
@@ -367,7 +321,7 @@ def _one_word(item: Given, hint: Any) -> str:
     if len(item.values) == 1 and (first.startswith("[") or first in {*choices, "null"}):
         return first
     entries = [entry for value in item.values if value for entry in value.split(",")]
-    check_entries(typed(item.name), entries)
+    check_entries(spelled(item.name), entries)
     if any(str in get_args(kind) for kind in lists):
         return json.dumps(entries)
     return f"[{','.join(entries)}]"
@@ -381,16 +335,16 @@ def needs_value(item: Given, wanted: str) -> str:
     count = len(item.values)
     return (
         f"{item} has {count or 'no'} value{'s' if count > 1 else ''}. Expected: {wanted}, because "
-        f"an option without it says nothing. Give it after {typed(item.name)}, quoted if it holds "
-        f"spaces."
+        f"an option without it says nothing. Give it after {spelled(item.name)}, quoted if it "
+        "holds spaces."
     )
 
 
 def _unknown_option(item: Given, known: Sequence[str]) -> str:
     head, dot, _ = item.name.partition(".")
-    siblings = [typed(name) for name in known if dot and name.startswith(head + ".")]
+    siblings = [spelled(name) for name in known if dot and name.startswith(head + ".")]
     near = difflib.get_close_matches(item.name, known, n=3, cutoff=0.6)
-    hint = f" Did you mean {' or '.join(map(typed, near))}?" if near else ""
+    hint = f" Did you mean {' or '.join(map(spelled, near))}?" if near else ""
     if dot:
         hint += f" The chosen part takes: {', '.join(siblings) or 'no options of its own'}."
     return (
@@ -402,7 +356,7 @@ def _unknown_option(item: Given, known: Sequence[str]) -> str:
 def _explain(message: str, settings: Mapping[str, Given], hints: Mapping[str, Any]) -> str:
     """Turns jsonargparse's message into ours."""
     if match := re.search(r"arguments are required: (.*)", message):
-        missing = ", ".join(typed(name.strip()) for name in match[1].split(","))
+        missing = ", ".join(spelled(name.strip()) for name in match[1].split(","))
         return (
             f"{missing} is missing. A value was expected, because the chosen part has no default "
             f"for it. Give it on the command line or in --config; --help says what it means."
@@ -423,8 +377,8 @@ def _where(values: Sequence[str]) -> str:
     text = values[0] if len(values) == 1 else ""
     if text.startswith(("[", "{")):
         try:
-            read_yaml(text)
-        except yaml.YAMLError as error:
+            StrictLoader(text).get_single_data()
+        except (yaml.YAMLError, RecursionError) as error:
             mark = getattr(error, "problem_mark", None)
             return f" at character {mark.column + 1}" if mark else ""
     return ""

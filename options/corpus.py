@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from options.command_line import by_name, read_config, read_words, typed
+from options.command_line import by_name, read_config, read_words
 from options.data import CorpusRunOptions
 from options.fields import OptionError, option, option_fields, spelled
 
@@ -219,22 +219,13 @@ class FindTrainedConfig(CorpusRunOptions, FindTrainedOptions):
     """Every option of corpus.py find-trained."""
 
 
-# -- the actions of corpus.py: what each is for, its options, and the parts that it chooses -------
-
-
 @dataclass(frozen=True)
 class CorpusAction:
-    """What a word behind `corpus.py` stands for.
-
-    Attributes:
-        holds: one line for the list.
-        config: its options.
-        keys: registers that it chooses from, with the keys that are taken when none is given.
-    """
+    """What a word behind `corpus.py` stands for; `holds` is its line in the list of actions."""
 
     holds: str
     config: type
-    keys: Mapping[str, str | None] = field(default_factory=dict)
+    keys: Mapping[str, str | None] = field(default_factory=dict)  # register -> default key
 
 
 ACTIONS = {
@@ -244,40 +235,24 @@ ACTIONS = {
         {"splitter": "auto", "document": "text"},
     ),
     "read": CorpusAction("show segments, or write the documents back", ReadConfig),
-    "merge": CorpusAction(
-        "join corpora; equal types become one, others stay apart",
-        MergeConfig,
-    ),
-    "remove": CorpusAction(
-        "copy a corpus without some segments",
-        RemoveConfig,
-    ),
+    "merge": CorpusAction("join corpora; equal types become one, others stay apart", MergeConfig),
+    "remove": CorpusAction("copy a corpus without some segments", RemoveConfig),
     "find-trained": CorpusAction(
-        "list the segments that a training run has seen",
-        FindTrainedConfig,
-        {"dataset": "corpus"},
+        "list the segments that a training run has seen", FindTrainedConfig, {"dataset": "corpus"}
     ),
     "stats": CorpusAction("lengths, padding and tokens a type, with a picture", StatsConfig),
     "verify": CorpusAction("check all sums and counts of the files", VerifyConfig),
     "pack": CorpusAction("arrange segments into rows of equal length", PackConfig),
-    "convert": CorpusAction(
-        "from and to the files of Megatron-core",
-        ConvertConfig,
-    ),
+    "convert": CorpusAction("from and to the files of Megatron-core", ConvertConfig),
 }
 
 
 def overview() -> str:
     """All actions, a line each."""
-    lines = [f"  {name:<14}{action.holds}" for name, action in ACTIONS.items()]
-    return "\n".join(
-        [
-            "usage: corpus.py ACTION [options]",
-            "",
-            *lines,
-            "",
-            "`corpus.py ACTION --help` lists its options, `corpus.py --list` all parts.",
-        ]
+    lines = "\n".join(f"  {name:<14}{action.holds}" for name, action in ACTIONS.items())
+    return (
+        f"usage: corpus.py ACTION [options]\n\n{lines}\n\n"
+        "`corpus.py ACTION --help` lists its options, `corpus.py --list` all parts."
     )
 
 
@@ -351,5 +326,5 @@ def run_words(path: Path) -> list[str]:
     for item in read_config(path):
         head, dot, tail = item.name.partition(".")
         if head in names and (not dot or head == "dataset") and item.values != ["null"]:
-            words += [typed(names[head]) + dot + tail, *item.values]
+            words += [spelled(names[head]) + dot + tail, *item.values]
     return words

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from options.fields import OptionError, given_options, option, option_fields, spelled
+from options.fields import OptionError, free_option, option, option_fields, side_option, spelled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +22,8 @@ class DataOptions:
 class BatchOptions:
     """Batches"""
 
-    batch_size: int = option(
-        16,
-        "samples of one schedule step, per replica",
-        at_least=1,
-        is_common=True,
-        resume="free",
+    batch_size: int = free_option(
+        16, "samples of one schedule step, per replica", at_least=1, is_common=True
     )
     micro_batch_size: int = option(
         2,
@@ -36,8 +32,8 @@ class BatchOptions:
         is_common=True,
         resume="steps",
     )
-    accumulate_steps: int = option(
-        1, "batches of one optimizer step", at_least=1, resume="free", in_check=False
+    accumulate_steps: int = free_option(
+        1, "batches of one optimizer step", at_least=1, in_check=False
     )
     max_token_num: int = option(512, "longest sample, in tokens", at_least=1, is_common=True)
 
@@ -55,9 +51,7 @@ class ShapeOptions:
         1, "round the length of rows up to this, within --max-token-num", at_least=1
     )
     packing: bool = option(
-        False,
-        "several samples a row of --max-token-num tokens; none sees another",
-        in_check=False,
+        False, "several samples a row of --max-token-num tokens; none sees another", in_check=False
     )
 
 
@@ -78,12 +72,11 @@ def check_batches(run: BatchOptions) -> None:
 class PreviewOptions:
     """Preview"""
 
-    preview: int = option(
+    preview: int = free_option(
         0,
         "training samples to show before a model is loaded, coloured by what is learnt; with "
         "--check-only nothing else happens",
         at_least=0,
-        resume="free",
     )
 
 
@@ -116,33 +109,29 @@ class TilingOptions:
 class ImageOptions(TilingOptions):
     """Images"""
 
-    image_cache: str | None = option(
+    image_cache: str | None = free_option(
         None,
         "folder that keeps processed images for later epochs and runs; default: none is kept",
         is_output=True,
-        resume="free",
         shapes_answers=False,
     )
-    image_cache_gib: float = option(
+    image_cache_gib: float = free_option(
         20.0,
         "size at which nothing more is added to --image-cache",
         at_least=0,
-        needs=("--image-cache FOLDER", "it is the size of that folder"),
-        resume="free",
+        needs={"--image-cache FOLDER": "it is the size of that folder"},
         shapes_answers=False,
     )
     # more than this Pillow takes for an attack
-    max_image_pixels: int = option(
-        50_000_000, "largest image, width x height; one more is refused", at_least=1,
-        at_most=178_000_000,
-        resume="free", shapes_answers=False,
-    )  # fmt: skip
-    max_images_per_sample: int | None = option(
-        None,
-        "most images of a sample; default: any number",
+    max_image_pixels: int = free_option(
+        50_000_000,
+        "largest image, width x height; one more is refused",
         at_least=1,
-        resume="free",
+        at_most=178_000_000,
         shapes_answers=False,
+    )
+    max_images_per_sample: int | None = free_option(
+        None, "most images of a sample; default: any number", at_least=1, shapes_answers=False
     )
 
     def image_limits(self) -> dict[str, Any]:
@@ -170,19 +159,17 @@ def check_images(run: ImageOptions) -> None:
 class TokenCacheOptions:
     """Token cache"""
 
-    token_cache: str | None = option(
+    token_cache: str | None = free_option(
         None,
         "folder that keeps the token ids of all rows for later epochs and runs; default: none is "
         "kept",
         is_output=True,
-        resume="free",
     )
-    token_cache_workers: int = option(
+    token_cache_workers: int = free_option(
         0,
         "processes that fill --token-cache before training; 0: the run's own",
         at_least=0,
-        needs=("--token-cache FOLDER", "they fill that folder"),
-        resume="free",
+        needs={"--token-cache FOLDER": "they fill that folder"},
     )
 
 
@@ -194,31 +181,20 @@ class CorpusRunOptions:
         None,
         "rows of each type in a global batch, 64,64; default: in proportion to the types' sizes",
         excludes={"--mixture-weights": "both say how much of each type is drawn"},
+        to="dataset?",
         in_check=False,
     )
     mixture_weights: list[float] | None = option(
-        None, "share of each type in all that is drawn, 0.7,0.3, instead of whole rows a batch"
+        None,
+        "share of each type in all that is drawn, 0.7,0.3, instead of whole rows a batch",
+        to="dataset?",
     )
     drop_mode: str | None = option(
         None,
         "when an epoch ends and what fills it: first_ends_drop (the default, or 0), "
         "first_ends_fill (1), last_ends_drop (2), last_ends_fill (3)",
+        to="dataset?",
     )
-
-
-def check_corpus_run(run: CorpusRunOptions, *, dataset_key: str, has_types: bool) -> None:
-    """Refuses a mixture of a dataset without types, of which rows are drawn evenly.
-
-    Raises:
-        OptionError: names the option.
-    """
-    for name in given_options(run, of=CorpusRunOptions):
-        if not has_types:
-            raise OptionError(
-                f"{spelled(name)} came with --dataset {dataset_key}. --dataset corpus was "
-                "expected, because rows of other datasets have no types to choose from: leave "
-                f"{spelled(name)} out; --dataset sets has ways of its own to mix (--dataset.mix)."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,18 +207,18 @@ class FewshotOptions:
     fewshot_split: Literal["train", "test"] = option(
         "train",
         "split that they are drawn from; a sample is never its own example",
-        needs=("--num-fewshot 2", "it says where examples come from"),
+        needs={"--num-fewshot 2": "it says where examples come from"},
     )
     fewshot_seed: int = option(
         0,
         "seed of the draw",
         at_least=0,
-        needs=("--num-fewshot 2", "it says how examples are drawn"),
+        needs={"--num-fewshot 2": "it says how examples are drawn"},
     )
     fewshot_per_sample: bool = option(
         False,
         "draw for each sample anew; else all have the same",
-        needs=("--num-fewshot 2", "it says how examples are drawn"),
+        needs={"--num-fewshot 2": "it says how examples are drawn"},
     )
 
 
@@ -250,21 +226,17 @@ class FewshotOptions:
 class ReportOptions:
     """Report"""
 
-    compare_with: str | None = option(
-        None, "predictions.jsonl of another run on the same samples: paired differences",
+    compare_with: str | None = side_option(
+        None,
+        "predictions.jsonl of another run on the same samples: paired differences",
         is_path=True,
-        shapes_answers=False,
-    )  # fmt: skip
-    bootstrap_resamples: int = option(
-        10_000,
-        "draws of a bootstrap interval; 0: none",
-        at_least=0,
-        at_most=1_000_000,
-        shapes_answers=False,
     )
-    bootstrap_seed: int = option(0, "seed of these draws", at_least=0, shapes_answers=False)
-    skip_bad_rows: int = option(
-        0, "bad rows that are left out and listed in bad_rows.jsonl; one more ends the run",
+    bootstrap_resamples: int = side_option(
+        10_000, "draws of a bootstrap interval; 0: none", at_least=0, at_most=1_000_000
+    )
+    bootstrap_seed: int = side_option(0, "seed of these draws", at_least=0)
+    skip_bad_rows: int = side_option(
+        0,
+        "bad rows that are left out and listed in bad_rows.jsonl; one more ends the run",
         at_least=0,
-        shapes_answers=False,
-    )  # fmt: skip
+    )

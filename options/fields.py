@@ -1,9 +1,10 @@
 """How an option of a run is declared, spelled and checked against its own limits.
 
-Knows no option by name: those are in run_options.py and its neighbours.
+Knows no option by name: those are in train.py and its neighbours.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import field
@@ -35,7 +36,7 @@ def option(
     is_common: bool = False,
     is_needed: bool = False,
     is_saved: bool = True,
-    needs: tuple[str, str] | None = None,
+    needs: Mapping[str, str] = {},
     excludes: Mapping[str, str] = {},
     not_streamed: str = "",
     to: str = "",
@@ -53,9 +54,10 @@ def option(
         is_common: most people need it: `--help` shows it, and not in `--help all` alone.
         is_needed: a value has to be given.
         is_saved: the saved config has it; a repeated run then does the same.
-        needs: another option as it is typed, "--quantization nf4", and why this one is of no use
-            without it.
-        excludes: other options as they are typed -> why both cannot be given.
+        needs: other options as they are typed -> why this one is of no use without them; one of
+            several, "--bf16 or --fp16". A lower-case word behind is the value that is meant, as in
+            "--quantization nf4"; another one is an example.
+        excludes: other options as they are typed, with a value or any -> why both cannot be given.
         not_streamed: why `--engine streaming` cannot follow it.
         to: registers whose parts get it by its name; with a ? behind, only if it is not the
             default, so that parts need not know it.
@@ -68,6 +70,12 @@ def option(
         name: value for name, value in locals().items() if name not in ("default", "help_text")
     }
     return field(default=default, metadata={"help": help_text, **facts})
+
+
+# a resumed run may have another value
+free_option = functools.partial(option, resume="free")
+# it changes no answer of an evaluation
+side_option = functools.partial(option, shapes_answers=False)
 
 
 def option_fields(config: Any) -> dict[str, dataclasses.Field]:
@@ -98,7 +106,7 @@ def handed_to(register: str, config: Any) -> dict[str, Any]:
 
 
 def check_together(config: Any) -> None:
-    """Refuses options without the one they need, and two that exclude each other.
+    """Refuses options without one that they need, and two that exclude each other.
 
     Raises:
         OptionError: names both, says why, and what to do.
@@ -107,27 +115,28 @@ def check_together(config: Any) -> None:
     for name, value in given_options(config).items():
         facts = fields[name].metadata
         shown = _shown(name, value)
-        if facts["needs"] is not None:
-            needed, why = facts["needs"]
-            if not _is_given(config, needed):
-                told = needed if _is_value(needed) else needed.split()[0]
+        for needed, why in facts["needs"].items():
+            choices = needed.split(" or ")
+            if not any(_is_given(config, one, exactly=_is_value(one)) for one in choices):
+                told = [one if _is_value(one) else one.split()[0] for one in choices]
+                wanted = "It was" if len(choices) == 1 else "One of them was"
                 raise OptionError(
-                    f"{shown} came without {told}. It was expected, because {why}. Add {needed}, "
-                    f"or leave {spelled(name)} out."
+                    f"{shown} came without {' or '.join(told)}. {wanted} expected, because {why}. "
+                    f"Add {choices[0]}, or leave {spelled(name)} out."
                 )
         for other, why in facts["excludes"].items():
-            if _is_given(config, other):
+            if _is_given(config, other, exactly=" " in other):
                 raise OptionError(
                     f"{shown} and {other} were both given. One of them was expected, because "
                     f"{why}. Leave one out."
                 )
 
 
-def _is_given(config: Any, text: str) -> bool:
-    """Whether an option was given; `text` is as it is typed, with its value or an example of it."""
+def _is_given(config: Any, text: str, *, exactly: bool) -> bool:
+    """Whether an option was given, and with the value behind it if it counts exactly."""
     name, _, wanted = text[2:].replace("-", "_").partition(" ")
     value = getattr(config, name)
-    return value == wanted if _is_value(text) else value != option_fields(config)[name].default
+    return str(value) == wanted if exactly else value != option_fields(config)[name].default
 
 
 def _is_value(text: str) -> bool:
@@ -164,8 +173,9 @@ def common_options(config_class: type) -> list[tuple[str, list[dataclasses.Field
 
 
 def spelled(name: str) -> str:
-    """`batch_size` as it is typed: `--batch-size`."""
-    return "--" + name.replace("_", "-")
+    """An option as it is typed: `--batch-size`, `--loss-fn.label_smoothing`."""
+    head, dot, tail = name.partition(".")
+    return "--" + head.replace("_", "-") + dot + tail
 
 
 def expanded(item: dataclasses.Field, value: Any) -> Any:
@@ -239,10 +249,8 @@ def _check_number(item: dataclasses.Field, value: float) -> None:
     )
 
 
-# -- how large a value may be, and YAML that is read without surprises ----------------------------
 # Lists go through a YAML parser and a check of each entry: without limits ten megabytes of them
 # take hours, and a deeply nested one exhausts the stack.
-
 MAX_FILE_BYTES = 2**20
 MAX_CHARACTERS = 100_000
 MAX_ENTRIES = 1_000
@@ -263,27 +271,8 @@ class StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def read_yaml(text: str) -> Any:
-    """The one document of `text`.
-
-    Raises:
-        yaml.YAMLError: it is no plain YAML, or nested too deep.
-    """
-    loader = StrictLoader(text)
-    try:
-        return loader.get_single_data()
-    except RecursionError:
-        raise yaml.YAMLError(f"it is nested more than {MAX_DEPTH} deep") from None
-    finally:
-        loader.dispose()
-
-
 def check_value(value: Any, name: str, place: str) -> None:
-    """Refuses what a file holds under one name, if it is too large; aliases count as often as used.
-
-    Raises:
-        OptionError: names the option and the limit.
-    """
+    """Refuses a value of a file that is too large; aliases count as often as they are used."""
     for count, (depth, item) in enumerate(_walk(value, 0)):
         long = isinstance(item, str) and len(item) > MAX_CHARACTERS
         if long or depth > MAX_DEPTH or count > MAX_ENTRIES:
@@ -294,11 +283,7 @@ def check_value(value: Any, name: str, place: str) -> None:
 
 
 def check_words(name: str, words: list[str]) -> None:
-    """Refuses words of a command line that are too large for one option.
-
-    Raises:
-        OptionError: names the option, the limit and, for depth, the position.
-    """
+    """Refuses words of a command line that are too large for one option."""
     total = sum(map(len, words))
     if total > MAX_CHARACTERS:
         raise OptionError(_too_large(name, f"has {total} characters"))
@@ -315,11 +300,7 @@ def check_words(name: str, words: list[str]) -> None:
 
 
 def check_entries(name: str, entries: list[str]) -> None:
-    """Refuses too many entries of a list, and an empty one.
-
-    Raises:
-        OptionError: names the option and the entry.
-    """
+    """Refuses too many entries of a list, and an empty one."""
     if len(entries) > MAX_ENTRIES:
         raise OptionError(_too_large(name, f"has {len(entries)} entries"))
     if "" in entries:

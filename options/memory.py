@@ -4,7 +4,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from options.fields import OptionError, given_options, option, option_fields, spelled
+from options.fields import OptionError, free_option, given_options, option, option_fields, spelled
 
 if TYPE_CHECKING:
     from options.train import RunConfig
@@ -14,63 +14,53 @@ if TYPE_CHECKING:
 class MemoryOptions:
     """Memory"""
 
-    gradient_checkpointing: bool = option(
-        False, "recompute activations in the backward pass", to="train_model", resume="free"
+    gradient_checkpointing: bool = free_option(
+        False, "recompute activations in the backward pass", to="train_model"
     )
-    checkpoint_every: int = option(
+    checkpoint_every: int = free_option(
         1,
         "of the layers of the whole model, every n-th is recomputed",
         at_least=1,
-        needs=("--gradient-checkpointing", "it says which activations are recomputed"),
+        needs={"--gradient-checkpointing": "it says which activations are recomputed"},
         to="train_model",
-        resume="free",
     )
-    checkpoint_mode: Literal["full", "operators"] = option(
+    checkpoint_mode: Literal["full", "operators"] = free_option(
         "full",
         "operators keeps the outputs of matrix products and attention",
-        needs=("--gradient-checkpointing", "it says which activations are recomputed"),
+        needs={"--gradient-checkpointing": "it says which activations are recomputed"},
         to="train_model",
-        resume="free",
     )
-    offload_activations: bool = option(
+    offload_activations: bool = free_option(
         False,
         "keep saved activations in pinned host memory until the backward pass",
         not_streamed="gives layers other weights for each pass, and cannot reach into this one",
         to="train_model",
-        resume="free",
     )
-    logits_chunk: int = option(
+    logits_chunk: int = free_option(
         0,
         "make logits and loss of so many tokens at a time; 0: of all at once",
         at_least=0,
         not_streamed="streams the head, which the chunks would bypass",
         to="train_model",
-        resume="free",
         in_check=False,
     )
-    compile_layers: bool = option(
+    compile_layers: bool = free_option(
         False,
         "torch.compile each decoder layer",
+        excludes={"--checkpoint-mode operators": "a compiled layer hides its operators"},
         not_streamed="gives layers other weights for each pass, and cannot reach into this one",
         to="train_model",
-        resume="free",
         in_check=False,
     )
 
 
-def check_memory(run: MemoryOptions, *, splits_backward: bool = False) -> None:
-    """Refuses what cannot work together.
+def check_memory(run: MemoryOptions, *, splits_backward: bool) -> None:
+    """Refuses what a schedule cannot do.
 
     Args:
         splits_backward: whether the schedule makes the gradients of inputs and of weights apart,
             as zero-bubble schedules do.
     """
-    if run.compile_layers and run.gradient_checkpointing and run.checkpoint_mode == "operators":
-        raise OptionError(
-            "--compile-layers and --checkpoint-mode operators were both given. A compiled layer "
-            "hides its operators, so none could be kept. Use --checkpoint-mode full, or leave "
-            "--compile-layers out."
-        )
     if run.compile_layers and splits_backward:
         raise OptionError(
             "--compile-layers was given with a schedule that makes the gradients of weights later "
@@ -96,8 +86,6 @@ def memory_remedies(run: "RunConfig", *, has_gpu: bool) -> list[str]:
     }
     return [what for what, is_open in candidates.items() if is_open]
 
-
-# -- which kernel computes attention; every stage is built with it, and so is a packed row's mask -
 
 # as typed here -> as transformers calls it
 KERNELS = {
@@ -128,10 +116,7 @@ def check_attention(run: Any, part: Any = None) -> None:
     """Refuses a kernel that cannot run here, before a model is loaded.
 
     Args:
-        part: the chosen train_model part with its `kwargs`.
-
-    Raises:
-        OptionError: says what is missing, and what to do.
+        part: the chosen train_model part.
     """
     if run.attention == "auto":
         return
@@ -159,11 +144,7 @@ def check_attention(run: Any, part: Any = None) -> None:
 
 
 def check_attention_device(run: Any, device: str) -> None:
-    """Refuses a kernel that cannot train on a kind of device: auto (not known yet), cpu or cuda.
-
-    Raises:
-        OptionError: says what to do.
-    """
+    """Refuses a kernel that cannot train on a kind of device: auto (not known yet), cpu or cuda."""
     if device == "cpu" and run.attention in ("flex", "flash"):
         raise OptionError(
             f"--attention {run.attention} came for a run on the CPU. A GPU was expected, because "
@@ -171,39 +152,29 @@ def check_attention_device(run: Any, device: str) -> None:
         )
 
 
-# -- the options of `--engine streaming`, and what it does not do ---------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class StreamingOptions:
     """Streaming (--engine streaming)"""
 
-    streaming_budget: float | None = option(
+    streaming_budget: float | None = free_option(
         None,
         "GiB of each device for weights and gradients; default: half of a GPU's free memory, "
         "no limit on the CPU",
         at_least=0,
-        resume="free",
     )
-    streaming_stages: int = option(
-        0,
-        "stages on a device together; 0: as many as the budget allows",
-        at_least=0,
-        resume="free",
+    streaming_stages: int = free_option(
+        0, "stages on a device together; 0: as many as the budget allows", at_least=0
     )
-    recompute_grain: Literal["stage", "layer"] = option(
+    recompute_grain: Literal["stage", "layer"] = free_option(
         "stage",
         "what is recomputed at once: all stages on a device together (stage), or one after the "
         "other (layer), which keeps more inputs and fewer activations",
-        resume="free",
     )
     stale_step: bool = option(
         False, "the optimizer runs beside the next step's passes, whose weights are a step older"
     )
-    pin_model: Literal["alloc", "register", "off"] = option(
-        "alloc",
-        "how GPUs reach the weights: a pinned copy, pinned in place, or as they lie",
-        resume="free",
+    pin_model: Literal["alloc", "register", "off"] = free_option(
+        "alloc", "how GPUs reach the weights: a pinned copy, pinned in place, or as they lie"
     )
 
 
@@ -212,9 +183,6 @@ def check_streaming(run: "RunConfig", *, world_size: int) -> None:
 
     Args:
         world_size: processes that were started.
-
-    Raises:
-        OptionError: names the option, and what to do.
     """
     if world_size > 1:
         raise OptionError(
@@ -235,11 +203,7 @@ def check_streaming(run: "RunConfig", *, world_size: int) -> None:
 
 
 def check_streaming_engine(run: "StreamingOptions", engine: str) -> None:
-    """Refuses options of the streaming engine with another one.
-
-    Raises:
-        OptionError: names the option.
-    """
+    """Refuses options of the streaming engine with another one."""
     if engine == "streaming":
         return
     for name, value in given_options(run, of=StreamingOptions).items():

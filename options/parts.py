@@ -23,53 +23,40 @@ from options.command_line import program_name
 from options.train import RunConfig
 from register import ALL_REGISTERS, ROOT, Register
 
-
-@dataclass(frozen=True)
-class Contract:
-    """What a run hands to a part: so many positional arguments, and keyword arguments by name."""
-
-    num_positional: int = 0
-    names: frozenset[str] = frozenset()
-
-
-def _contract(num_positional: int, names: str = "") -> Contract:
-    return Contract(num_positional, frozenset(names.split()))
-
-
-# what the run makes itself; the options that it hands over say so themselves (`to=`)
-CONTRACTS: dict[str, Contract] = {
-    "model": _contract(2, "images prompts samples batch_size"),
-    "train_model": _contract(0, "checkpoint_path stage dtype model_types new_rows lora_taken_from"),
-    "builder": _contract(1, "dtype adapter_path adapter_weights placement"),
-    "prompt": Contract(),
-    "prompt_fn": _contract(2, "processor for_generation examples"),
-    "image_token": _contract(2, "processor"),
-    "dataset": _contract(0, "dataset_path split"),
-    "collate_fn": _contract(
+# register -> how many positional arguments a run hands to its parts, and keyword arguments that it
+# makes itself; the options that it hands over say so themselves (`to=`)
+CONTRACTS: dict[str, tuple[int, str]] = {
+    "model": (2, "images prompts samples batch_size"),
+    "train_model": (0, "checkpoint_path stage dtype model_types new_rows lora_taken_from"),
+    "builder": (1, "dtype adapter_path adapter_weights placement"),
+    "prompt": (0, ""),
+    "prompt_fn": (2, "processor for_generation examples"),
+    "image_token": (2, "processor"),
+    "dataset": (0, "dataset_path split"),
+    "collate_fn": (
         1,
         "prompt prompt_fn image_token processor pad_token_id max_token_num stage num_stages "
         "pad_to_multiple_of",
     ),
-    "loss_fn": _contract(2, "num_targets step sim_fn"),
-    "sim_fn": _contract(2),
-    "metric": _contract(2),
-    "optimizer": _contract(1),
-    "lr_scheduler": _contract(0),
-    "tracker": _contract(0, "folder config start_step"),
-    "engine": Contract(),
-    "document": _contract(1),
-    "splitter": _contract(1),
+    "loss_fn": (2, "num_targets step sim_fn"),
+    "sim_fn": (2, ""),
+    "metric": (2, ""),
+    "optimizer": (1, ""),
+    "lr_scheduler": (0, ""),
+    "tracker": (0, "folder config start_step"),
+    "engine": (0, ""),
+    "document": (1, ""),
+    "splitter": (1, ""),
 }
 
 
 @functools.cache
-def contract_of(register: str) -> Contract:
-    """What a run hands to the parts of a register, options of the run among it."""
-    contract = CONTRACTS[register]
+def _handed_names(register: str) -> frozenset[str]:
+    """The keyword arguments that a run hands to the parts of a register, its options among them."""
     items = [*dataclasses.fields(RunConfig), *dataclasses.fields(EvaluateConfig)]
     targets = {register, f"{register}?"}
     names = {item.name for item in items if targets & set(item.metadata["to"].split())}
-    return Contract(contract.num_positional, contract.names | names)
+    return frozenset(names.union(CONTRACTS[register][1].split()))
 
 
 @dataclass(frozen=True)
@@ -170,14 +157,13 @@ def _supplied(
     register: Register, target: Any, method: str | None, *, bound: dict[str, Any]
 ) -> set[str]:
     """Names of the arguments that are no options: supplied by the run, or no plain values."""
-    contract = contract_of(register.name)
     positional = [
         item.name
         for item in _parameters(target)
         if item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD)
         and item.name not in bound
     ]
-    names = set(contract.names) | set(positional[: contract.num_positional])
+    names = {*_handed_names(register.name), *positional[: CONTRACTS[register.name][0]]}
     for function in _functions(target, method):
         hints = _hints(function)
         for item in _parameters(function):
@@ -245,9 +231,6 @@ def _is_plain(hint: Any) -> bool:
     if origin in (typing.Union, types.UnionType, list, tuple, dict, set):
         return all(_is_plain(item) for item in typing.get_args(hint) if item is not Ellipsis)
     return False
-
-
-# -- what `--help` and `--list` print -------------------------------------------------------------
 
 
 def list_parts() -> str:

@@ -9,8 +9,6 @@ from options.answer import DecodeOptions, ModelOptions
 from options.data import ImageOptions
 from options.fields import OptionError, option
 
-# -- the options of connections to a server: encryption, how many, how long they are kept ---------
-
 
 @dataclass(frozen=True, kw_only=True)
 class HttpOptions:
@@ -20,7 +18,10 @@ class HttpOptions:
         None, "certificate with its chain (PEM); the server then speaks https", is_path=True
     )
     ssl_keyfile: str | None = option(
-        None, "private key (PEM), where the certificate's file does not hold it", is_path=True
+        None,
+        "private key (PEM), where the certificate's file does not hold it",
+        is_path=True,
+        needs={"--ssl-certfile FILE": "clients trust a certificate and not its key"},
     )
     max_connections: int = option(
         512, "open connections; requests of further ones are refused (503)", at_least=1
@@ -31,17 +32,8 @@ class HttpOptions:
 
 
 def check_certificate(run: HttpOptions) -> None:
-    """Refuses a certificate that no server could show, before a model is loaded.
-
-    Raises:
-        OptionError: names the files and what is wrong.
-    """
+    """Refuses a certificate that no server could show, before a model is loaded."""
     if run.ssl_certfile is None:
-        if run.ssl_keyfile is not None:
-            raise OptionError(
-                f"--ssl-keyfile {run.ssl_keyfile} came without --ssl-certfile. A certificate was "
-                "expected, because clients trust that and not the key: give both."
-            )
         return
     files = f"--ssl-certfile {run.ssl_certfile}"
     if run.ssl_keyfile is not None:
@@ -130,11 +122,7 @@ LEAST_LETTERS = 8
 
 
 def read_api_keys(run: ServeConfig) -> tuple[str, ...]:
-    """The keys that let requests in; none: everybody may ask.
-
-    Raises:
-        OptionError: what was named holds none, or one that is easily guessed.
-    """
+    """The keys that let requests in; none: everybody may ask."""
     keys: list[str] = []
     if run.api_key_env is not None:
         keys += _of(os.environ.get(run.api_key_env, ""), f"--api-key-env {run.api_key_env}")

@@ -17,7 +17,7 @@ from options.data import (
     ShapeOptions,
     TokenCacheOptions,
 )
-from options.fields import OptionError, option, option_fields, spelled
+from options.fields import OptionError, free_option, option, option_fields, spelled
 from options.memory import AttentionOptions, MemoryOptions, StreamingOptions
 from options.model import (
     AdapterOptions,
@@ -25,6 +25,7 @@ from options.model import (
     MethodOptions,
     PartTrainingOptions,
     VisionOptions,
+    check_counts,
     read_tokens,
 )
 
@@ -44,11 +45,8 @@ class PlanOptions:
         not_streamed="chooses its plan by what is on the device, not by this table",
         is_saved=False,
     )
-    device_memory: float | None = option(
-        None,
-        "GiB that each rank may fill; default: what its device has",
-        at_least=0,
-        resume="free",
+    device_memory: float | None = free_option(
+        None, "GiB that each rank may fill; default: what its device has", at_least=0
     )
 
 
@@ -56,24 +54,19 @@ class PlanOptions:
 class FaultOptions:
     """Faults"""
 
-    lost_after: float = option(
-        30.0,
-        "seconds without a sign of life after which a machine is lost; 0: never",
-        at_least=0,
-        resume="free",
+    lost_after: float = free_option(
+        30.0, "seconds without a sign of life after which a machine is lost; 0: never", at_least=0
     )
-    hang_timeout: float = option(
+    hang_timeout: float = free_option(
         600.0,
         "seconds that one operation of a step may take before the run ends as hung; it must exceed "
         "the longest single pass, compile or save; 0: never",
         at_least=0,
-        resume="free",
     )
-    stop_deadline: float = option(
+    stop_deadline: float = free_option(
         120.0,
         "seconds between a signal to stop and the end of the step and its save; 0: any number",
         at_least=0,
-        resume="free",
     )
 
 
@@ -81,11 +74,8 @@ class FaultOptions:
 class NumberOptions:
     """Numbers that go wrong"""
 
-    max_skipped_steps: int = option(
-        20,
-        "stop after so many skipped steps in a row; 1: at the first",
-        at_least=1,
-        resume="free",
+    max_skipped_steps: int = free_option(
+        20, "stop after so many skipped steps in a row; 1: at the first", at_least=1
     )
     spike_sigma: float = option(
         0.0,
@@ -95,7 +85,7 @@ class NumberOptions:
     spike_action: Literal["warn", "skip"] = option(
         "warn",
         "what is done about a loss spike",
-        needs=("--spike-sigma 6", "it says what is done about a spike"),
+        needs={"--spike-sigma 6": "it says what is done about a spike"},
     )
 
 
@@ -103,74 +93,46 @@ class NumberOptions:
 class StopOptions:
     """Early stopping"""
 
-    early_stop: int = option(
+    early_stop: int = free_option(
         0,
         "evaluations in a row without a better figure that end the run; 0: never",
         at_least=0,
-        resume="free",
+        needs={"--eval-steps 100": "evaluations during training decide when it stops"},
+        excludes={"--eval-samples 0": "evaluations during training decide when it stops"},
     )
-    early_stop_metric: str = option(
-        "loss",
-        "held-out figure that has to improve, by its name in the log",
-        resume="free",
+    early_stop_metric: str = free_option(
+        "loss", "held-out figure that has to improve, by its name in the log"
     )
-    early_stop_delta: float = option(
-        0.0, "an improvement is more than this", at_least=0, resume="free"
-    )
-
-
-def check_stop(run: Any) -> None:
-    """Refuses early stopping without evaluations.
-
-    Raises:
-        OptionError: names the options.
-    """
-    if run.early_stop and (run.eval_samples == 0 or run.eval_steps == 0):
-        missing = "--eval-samples 0" if run.eval_samples == 0 else "--eval-steps 0"
-        raise OptionError(
-            f"--early-stop {run.early_stop} came with {missing}. Evaluations during training were "
-            "expected, because they decide when it stops: give --eval-steps, or leave --early-stop "
-            "out."
-        )
+    early_stop_delta: float = free_option(0.0, "an improvement is more than this", at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
     """Checkpoints"""
 
-    save_steps: int = option(
-        0,
-        "optimizer steps between checkpoints; 0: at the end",
-        at_least=0,
-        is_common=True,
-        resume="free",
+    save_steps: int = free_option(
+        0, "optimizer steps between checkpoints; 0: at the end", at_least=0, is_common=True
     )
-    save_best: str = option(
+    save_best: str = free_option(
         "none",
         "keep the weights with the best held-out figure as checkpoints/best: loss, token_accuracy, "
         "or another of the log",
-        resume="free",
+        excludes={"--eval-samples 0": "the best weights have the best held-out figure"},
     )
-    keep_last: int = option(
-        0, "how many checkpoints stay, besides the best; 0: all", at_least=0, resume="free"
+    keep_last: int = free_option(
+        0, "how many checkpoints stay, besides the best; 0: all", at_least=0
     )
-    sync_save: bool = option(
-        False,
-        "write checkpoints before training goes on; needs no copy in host memory",
-        resume="free",
+    sync_save: bool = free_option(
+        False, "write checkpoints before training goes on; needs no copy in host memory"
     )
-    resume: str | None = option(
+    resume: str | None = free_option(
         None,
         "auto: go on from the newest whole checkpoint of --output-dir; or the path of one",
         is_common=True,
-        resume="free",
         is_saved=False,
     )
-    allow_changes: bool = option(
-        False,
-        "resume although settings that decide the course of training differ",
-        resume="free",
-        is_saved=False,
+    allow_changes: bool = free_option(
+        False, "resume although settings that decide the course of training differ", is_saved=False
     )
 
 
@@ -212,31 +174,28 @@ class ReferenceOptions:
 class SharedOptions:
     """Files and machine"""
 
-    model_path: str | None = option(
+    model_path: str | None = free_option(
         None,
         "checkpoint folder with *.safetensors; without it weights start random",
         is_path=True,
         is_common=True,
-        resume="free",
     )
-    dataset_path: str | None = option(
+    dataset_path: str | None = free_option(
         None,
         "file or folder of the dataset, or prefix of a corpus",
         is_path=True,
         is_pattern=True,
         is_common=True,
-        resume="free",
     )
-    output_dir: str = option(
+    output_dir: str = free_option(
         "runs/train",
         "run folder: config, logs, plots, checkpoints",
         is_output=True,
         is_common=True,
-        resume="free",
         shapes_answers=False,
     )
-    device: Literal["auto", "cpu", "cuda"] = option(
-        "auto", "auto takes GPUs where there are any", to="train_model builder", resume="free"
+    device: Literal["auto", "cpu", "cuda"] = free_option(
+        "auto", "auto takes GPUs where there are any", to="train_model builder"
     )
     bf16: bool = option(
         False,
@@ -249,44 +208,34 @@ class SharedOptions:
     seed: int = option(
         0, "seed of initialisation, order and dropout", at_least=0, to="train_model model"
     )
-    visual_gpu_ratio: float = option(
+    visual_gpu_ratio: float = free_option(
         0.0,
         "share of the first device that the vision tower takes",
         at_least=0,
         at_most=1,
         to="train_model builder",
-        resume="free",
         shapes_answers=False,
     )
-    trust_remote_code: bool = option(
-        False,
-        "run Python code that lies in the model folder",
-        to="train_model builder",
-        resume="free",
+    trust_remote_code: bool = free_option(
+        False, "run Python code that lies in the model folder", to="train_model builder"
     )
-    num_workers: int = option(0, "processes that load data, per rank", at_least=0, resume="free")
+    num_workers: int = free_option(0, "processes that load data, per rank", at_least=0)
     check_only: bool = option(
         False, "check everything that can be checked, then stop", is_saved=False
     )
+
+    precision = property(precision_of)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainPathOptions:
     """Model files"""
 
-    config_path: str | None = option(
-        None,
-        "config.json or its folder; default: --model-path",
-        is_path=True,
-        to="train_model",
-        resume="free",
+    config_path: str | None = free_option(
+        None, "config.json or its folder; default: --model-path", is_path=True, to="train_model"
     )
-    processor_path: str | None = option(
-        None,
-        "tokenizer or processor folder; default: --model-path",
-        is_path=True,
-        to="train_model",
-        resume="free",
+    processor_path: str | None = free_option(
+        None, "tokenizer or processor folder; default: --model-path", is_path=True, to="train_model"
     )
 
 
@@ -370,54 +319,47 @@ class OptimizerOptions:
 class PipelineOptions:
     """Pipeline"""
 
-    schedule: str = option(
+    schedule: str = free_option(
         "1f1b",
         "order of forward and backward passes: gpipe, 1f1b, looped_bfs, interleaved_1f1b, "
         "interleaved_zero_bubble, zbv, dualpipev, or the path of a .csv file",
         not_streamed="has an order of its own",
-        resume="free",
     )
-    num_stages: int | None = option(
+    num_stages: int | None = free_option(
         None,
         "parts that the model is cut into; default: those of the processes",
         at_least=1,
         is_common=True,
         to="train_model",
-        resume="free",
     )
-    stages_per_rank: int | None = option(
+    stages_per_rank: int | None = free_option(
         None,
         "stages that a process holds; default: 1, or 2 where --schedule needs it",
         at_least=1,
         not_streamed="has all stages in one process",
-        resume="free",
     )
-    dp_degree: int | None = option(
+    dp_degree: int | None = free_option(
         None,
         "replicas of the pipeline; default: as many as the processes make",
         at_least=1,
         not_streamed="has no replicas: more GPUs share the stages",
-        resume="free",
     )
-    dp_shard: bool = option(
+    dp_shard: bool = free_option(
         False,
         "replicas share weights and optimizer state (FSDP2)",
         not_streamed="has no replicas to share weights",
-        resume="free",
     )
-    partition: Literal["uniform", "parameters", "measured"] | list[int] = option(
+    partition: Literal["uniform", "parameters", "measured"] | list[int] = free_option(
         "uniform",
         "layers of each stage behind --vision-stages, 8,8,7,9; uniform: equal numbers; "
         "parameters: equal bytes; measured: equal times on this device, within its memory",
         not_streamed="places no stage on a device of its own",
         to="train_model",
-        resume="free",
     )
-    prove_split: Literal["auto", "always", "never"] = option(
+    prove_split: Literal["auto", "always", "never"] = free_option(
         "auto",
         "compare the stages with the whole model first, on a cut-down copy; auto: unless that is "
         "recorded of this model, these versions and options",
-        resume="free",
     )
 
 
@@ -425,21 +367,15 @@ class PipelineOptions:
 class ProgressOptions:
     """Progress"""
 
-    log_steps: int = option(1, "optimizer steps between log lines", at_least=1, resume="free")
-    eval_steps: int = option(
-        0, "optimizer steps between evaluations; 0: at the end", at_least=0, resume="free"
+    log_steps: int = free_option(1, "optimizer steps between log lines", at_least=1)
+    eval_steps: int = free_option(
+        0, "optimizer steps between evaluations; 0: at the end", at_least=0
     )
-    eval_samples: Literal["all"] | int = option(
-        "all",
-        "held-out samples of an evaluation, spread evenly; 0: no evaluation",
-        at_least=0,
-        resume="free",
+    eval_samples: Literal["all"] | int = free_option(
+        "all", "held-out samples of an evaluation, spread evenly; 0: no evaluation", at_least=0
     )
-    timeline_step: int = option(
-        3,
-        "optimizer step whose passes are timed and drawn (timeline.png); 0: none",
-        at_least=0,
-        resume="free",
+    timeline_step: int = free_option(
+        3, "optimizer step whose passes are timed and drawn (timeline.png); 0: none", at_least=0
     )
 
 
@@ -485,11 +421,6 @@ class RunConfig(
         """Micro-batches of one optimizer step."""
         return self.batch_size * self.accumulate_steps // self.micro_batch_size
 
-    @property
-    def precision(self) -> Literal["fp32", "bf16", "fp16"]:
-        """The compute type by its short name."""
-        return precision_of(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions:
@@ -521,15 +452,8 @@ class CheckConfig(CheckOptions, RunConfig):
     )
 
 
-# -- what the options of a run must be together. Needs nothing but numbers and names --------------
-
-
 def settled(run: RunConfig) -> Any:
-    """The options with what others say of those that were left open.
-
-    Raises:
-        OptionError: --new-tokens holds what is no token.
-    """
+    """The options with what others say of those that were left open."""
     changes: dict[str, Any] = {}
     if run.new_tokens is not None:
         changes["new_tokens"] = read_tokens(run.new_tokens)
@@ -548,16 +472,6 @@ def for_check(run: Any, **changes: Any) -> Any:
         if not item.metadata["in_check"]
     }
     return dataclasses.replace(run, **plain, **changes)
-
-
-def check_best(run: RunConfig) -> None:
-    """Checks that there are evaluations to choose the best of."""
-    if run.save_best != "none" and run.eval_samples == 0:
-        raise OptionError(
-            f"--save-best {run.save_best} came with --eval-samples 0. Held-out samples were "
-            f"expected, because the best weights are those with the best held-out figure. Leave "
-            f"--eval-samples out, or --save-best."
-        )
 
 
 def check_learning_rate(run: RunConfig) -> None:
@@ -583,12 +497,8 @@ def check_partition(run: RunConfig) -> None:
     if not isinstance(run.partition, list):
         return
     counts = run.partition
+    check_counts("--partition", counts, "layer")
     shown = ",".join(map(str, counts))
-    if not counts or min(counts) < 1:
-        raise OptionError(
-            f"--partition {shown or '[]'} has a stage without a layer. Each stage needs at least "
-            f"one, because a stage passes on what its layers make. Give counts from 1 upwards."
-        )
     if run.vision_stages + len(counts) != run.num_stages:
         tower = f" with --vision-stages {run.vision_stages}" if run.vision_stages else ""
         raise OptionError(

@@ -4,6 +4,7 @@ Usage: draw_scenes.py FOLDER [--split test] [--num_test 50] [--image_size 160] .
 The options are those of --dataset scenes.
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -11,7 +12,25 @@ from jsonargparse import ArgumentParser
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from stageline.tasks.scenes import Scenes, export_scenes
+from stageline.tasks.scenes import Scenes
+
+
+def export_scenes(scenes: Scenes, folder: str | Path, *, split: str) -> None:
+    """Writes pictures and `split`.jsonl, as `dataset` rotate_qa reads them.
+
+    Groups are written with `contrast_group` and `role`, a sample a line.
+    """
+    folder = Path(folder)
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    lines = []
+    for index in range(len(scenes)):
+        (image,), sample = scenes[index]
+        picture = f"images/{sample['id']}.png"
+        image.save(folder / picture)
+        row = {name: value for name, value in sample.items() if name not in ("group", "groups")}
+        row |= {"image": picture, "scene_task": sample["groups"]["task"]}
+        lines.append(json.dumps(row) + "\n")
+    (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def main() -> None:

@@ -5,19 +5,31 @@ Usage: make_digits_model.py FOLDER
 """
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import transformers
-from tokenizers import pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from stageline.data.text.processor import compose_processor, save_processor
-from stageline.tasks.digits import QUESTIONS, train_internvl_tokenizer
+from stageline.tasks.digits import QUESTIONS
 
 IMAGE_SIZE = 16
 PATCH_SIZE = 4
 WIDTH = 96
+# the special tokens of InternVL's tokenizer -> how they are written here
+_SPECIAL = {
+    "pad_token": "<|pad|>",
+    "bos_token": "<|bos|>",
+    "eos_token": "<|eos|>",
+    "context_image_token": "<IMG_CONTEXT>",
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "video_token": "<video>",
+}
 
 
 def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
@@ -26,6 +38,34 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
         [f"\n{question}\nAnswer: {digit}" for question in QUESTIONS for digit in range(10)],
         pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False),
         vocab_size=384,
+    )
+
+
+def train_internvl_tokenizer(
+    texts: Iterable[str], *, pre_tokenizer: Any, vocab_size: int
+) -> transformers.PreTrainedTokenizerFast:
+    """A byte-level BPE for an InternVL of our own, trained on the text of its task.
+
+    It has the special tokens of InternVL's processor; other text is read by its bytes.
+
+    Args:
+        pre_tokenizer: cuts a text into words, and these into bytes.
+        vocab_size: at most so many tokens.
+    """
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizer
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(_SPECIAL.values()),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    plain = {name: _SPECIAL[name] for name in ("pad_token", "bos_token", "eos_token")}
+    extra = {name: text for name, text in _SPECIAL.items() if name not in plain}
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, **plain, extra_special_tokens=extra
     )
 
 

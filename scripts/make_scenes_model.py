@@ -15,8 +15,8 @@ from tokenizers import Regex, pre_tokenizers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.make_digits_model import train_internvl_tokenizer
 from stageline.data.text.processor import compose_processor, save_processor
-from stageline.tasks.digits import train_internvl_tokenizer
 from stageline.tasks.scene_questions import ANSWERS
 from stageline.tasks.scenes import GROUND, Scenes
 

@@ -165,7 +165,7 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
-# -- which token ids are no text, by what a configuration and those inside it name ----------------
+# Which token ids are no text, by what a configuration and those inside it name.
 # Known without a tokenizer: padding, begin and end, the places of pictures and sounds.
 
 NAMES = re.compile(

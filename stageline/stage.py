@@ -4,6 +4,7 @@ Shapes: B rows of a group or of a micro-batch, T tokens.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -41,52 +42,25 @@ class Stage(nn.Module):
     can_decode = False
     only_answers = False
 
-    @property
-    def is_first(self) -> bool:
-        raise NotImplementedError
+    if TYPE_CHECKING:  # what each stage model has of its own
 
-    @property
-    def is_last(self) -> bool:
-        raise NotImplementedError
-
-    def num_layers(self) -> int:
-        raise NotImplementedError
-
-    def layer_name(self, index: int) -> str:
-        raise NotImplementedError
-
-    def layer_kind(self, index: int) -> object:
-        raise NotImplementedError
-
-    def layer_list(self) -> list[tuple[int, nn.Module]]:
-        raise NotImplementedError
-
-    def modules_to_shard(self) -> list[nn.Module]:
-        raise NotImplementedError
-
-    def parts(self) -> dict[str, list[str]]:
-        raise NotImplementedError
-
-    def part_of(self, name: str) -> str | None:
-        raise NotImplementedError
-
-    def get_example_input(self, micro_batch_size: int, max_token_num: int) -> Tensors:
-        raise NotImplementedError
-
-    def get_example_output(self, micro_batch_size: int, max_token_num: int) -> Tensors:
-        raise NotImplementedError
-
-    def get_batch_input(self, batch: Batch) -> Tensors:
-        raise NotImplementedError
-
-    def get_batch_output(self, batch: Batch) -> Tensors:
-        raise NotImplementedError
-
-    def get_key_map_without_last_lora(self) -> dict[str, str]:
-        raise NotImplementedError
-
-    def prune(self, whole: PreTrainedModel) -> None:
-        raise NotImplementedError
+        @property
+        def is_first(self) -> bool: ...
+        @property
+        def is_last(self) -> bool: ...
+        def num_layers(self) -> int: ...
+        def layer_name(self, index: int) -> str: ...
+        def layer_kind(self, index: int) -> object: ...
+        def layer_list(self) -> list[tuple[int, nn.Module]]: ...
+        def modules_to_shard(self) -> list[nn.Module]: ...
+        def parts(self) -> dict[str, list[str]]: ...
+        def part_of(self, name: str) -> str | None: ...
+        def get_example_input(self, micro_batch_size: int, max_token_num: int) -> Tensors: ...
+        def get_example_output(self, micro_batch_size: int, max_token_num: int) -> Tensors: ...
+        def get_batch_input(self, batch: Batch) -> Tensors: ...
+        def get_batch_output(self, batch: Batch) -> Tensors: ...
+        def get_key_map_without_last_lora(self) -> dict[str, str]: ...
+        def prune(self, whole: PreTrainedModel) -> None: ...
 
     @property
     def reads_in_pieces(self) -> bool:

@@ -1,6 +1,6 @@
-"""Micro-batches for a check: random token ids of several lengths, and changed copies of a batch.
+"""Micro-batches for a check, changed copies of them, and all stages run in one process on them.
 
-Made of seeds alone, so that every rank makes the same. Shapes: B rows, T tokens.
+Batches are made of seeds alone, so that every rank makes the same. Shapes: B rows, T tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -122,11 +122,13 @@ def change_first_token(
 
 def change_images(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Copies with other pixels, on the ranks that have any; zeros are padding, and stay."""
-
-    def other(name: str, value: torch.Tensor) -> torch.Tensor:
-        return torch.where(value == 0, value, 0.5 - value) if name == "pixel_values" else value
-
-    return [{name: other(name, value) for name, value in batch.items()} for batch in micro_batches]
+    changed = []
+    for batch in micro_batches:
+        pixels = batch.get("pixel_values")
+        if pixels is not None:
+            batch = {**batch, "pixel_values": torch.where(pixels == 0, pixels, 0.5 - pixels)}
+        changed.append(batch)
+    return changed
 
 
 def has_pixels(micro_batches: Sequence[MicroBatch]) -> bool:
@@ -180,11 +182,6 @@ class RandomPictures:
         return (Image.fromarray(pixels.numpy()),), sample
 
 
-# -- runs all stages of a model one after the other in one process, as a pipeline would -----------
-# Each stage has its own graph; only what the stage model declares crosses a border, and only the
-# first one sees pixels. For the proof at the start of a run, and for parity tests over many splits,
-# where processes would take too long.
-
 LossFn = Callable[[torch.Tensor | Tensors, MicroBatch], torch.Tensor]
 # (stage, what it sends on of a micro-batch)
 Watch = Callable[[int, Tensors], None]
@@ -213,7 +210,10 @@ def run_chain(
     splits_backward: bool = False,
     watch: Watch | None = None,
 ) -> list[torch.Tensor]:
-    """Forward and backward passes of all micro-batches; gradients add up in `.grad`.
+    """Runs all stages one after the other in one process, as a pipeline would.
+
+    Each stage has its own graph; only what it declares crosses a border, and only the first one
+    sees pixels. Gradients of all micro-batches add up in `.grad`; without gradients, forward only.
 
     Args:
         loss_fn: (output of the last stage, micro-batch) -> its share of the loss.
@@ -224,18 +224,6 @@ def run_chain(
     Returns:
         The loss of each micro-batch.
     """
-    chain = chain_of(stages)
-    losses = [
-        forward_chain(chain, index, batch, loss_fn, watch)
-        for index, batch in enumerate(micro_batches)
-    ]
-    for index in range(len(micro_batches)):
-        _backward(chain, index, splits_backward)
-    return losses
-
-
-def chain_of(stages: Sequence["StageModel"]) -> list[StagePasses]:
-    """The passes of each stage, which know whether gradients come and go."""
     chain, is_trained = [], False
     for model in stages:
         sends = is_trained
@@ -243,7 +231,13 @@ def chain_of(stages: Sequence["StageModel"]) -> list[StagePasses]:
         chain.append(
             StagePasses(model, computes_grad=is_trained, sends_grad=sends, saving=nullcontext)
         )
-    return chain
+    losses = [
+        _forward(chain, index, batch, loss_fn, watch) for index, batch in enumerate(micro_batches)
+    ]
+    if torch.is_grad_enabled():
+        for index in range(len(micro_batches)):
+            _backward(chain, index, splits_backward)
+    return losses
 
 
 def drop_pixels(micro_batch: MicroBatch) -> MicroBatch:
@@ -251,14 +245,13 @@ def drop_pixels(micro_batch: MicroBatch) -> MicroBatch:
     return {name: value for name, value in micro_batch.items() if not name.startswith("pixel")}
 
 
-def forward_chain(
+def _forward(
     chain: Sequence[StagePasses],
     index: int,
     batch: MicroBatch,
     loss_fn: LossFn,
-    watch: Watch | None = None,
+    watch: Watch | None,
 ) -> torch.Tensor:
-    """The loss of one micro-batch."""
     tensors: Tensors = (batch["input_ids"],)
     for number, passes in enumerate(chain):
         own = batch if passes.model.stage == 0 else drop_pixels(batch)

@@ -6,11 +6,10 @@ Every rank runs the same methods in the same order; rank 0 alone judges and repo
 import functools
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,9 +23,9 @@ from stageline.checking.batches import (
 )
 from stageline.checking.compare import (
     Comparison,
-    Difference,
+    Expected,
     Report,
-    StageFacts,
+    StageTensors,
     check_keys,
     check_names,
     check_trained,
@@ -34,7 +33,13 @@ from stageline.checking.compare import (
     numbers_agree,
     stage_facts,
 )
-from stageline.checking.reference import Split, WholeModelRun, border_name
+from stageline.checking.reference import (
+    Split,
+    WholeModelRun,
+    border_name,
+    layers_behind_borders,
+    on_hidden_states,
+)
 from stageline.checking.setup import (
     Build,
     ModelSource,
@@ -48,20 +53,17 @@ from stageline.checking.setup import (
 from stageline.checkpoint.layout import Ranks
 from stageline.checkpoint.load import CheckpointMismatch
 from stageline.distributed.process_group import DistributedContext
-from stageline.errors import PlanError, spelled
+from stageline.errors import spelled
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import Schedule
 from stageline.pipeline.stage_passes import model_inputs
-
-if TYPE_CHECKING:
-    pass
 
 TIED_TOLERANCE = 1e-6
 PADDING_TOLERANCE = 1e-5  # other shapes, so sums in another order
 
 
 @dataclass
-class Steps:
+class StepsFound:
     """What comparing optimizer steps found, on rank 0.
 
     Attributes:
@@ -81,7 +83,6 @@ class SplitCheck:
     Args:
         split: the stages that this rank holds.
         whole: on rank 0 the model to compare with, elsewhere None.
-        facts: of all stages.
         batches: number of a step -> its micro-batches.
         tolerance: None: 0, or 1e-6 where stages share a weight.
     """
@@ -89,19 +90,21 @@ class SplitCheck:
     def __init__(
         self,
         split: Split,
-        *,
         whole: WholeModel | None,
         preparation: Preparation,
-        facts: Sequence[StageFacts],
+        *,
         batches: Callable[[int], list[MicroBatch]],
         tolerance: float | None,
         report: Report,
     ) -> None:
         self.split, self.group = split, split.group
         self.ranks = Ranks.of(split.group)
-        self.whole, self.preparation, self.facts = whole, preparation, facts
+        self.whole, self.preparation = whole, preparation
         self.batches, self.report = batches, report
-        held = [name for fact in facts for name in fact.names]
+        own = [stage_facts(model, preparation.files) for model in split.models]
+        facts = [fact for some in self.ranks.gather(own) for fact in some]
+        self.facts = sorted(facts, key=lambda fact: fact.stage)
+        held = [name for fact in self.facts for name in fact.names]
         if tolerance is None:
             tolerance = TIED_TOLERANCE if len(held) > len(set(held)) else 0.0
         self.tolerance = tolerance
@@ -114,18 +117,34 @@ class SplitCheck:
                 # a sum depends on its order; the library's own model has its own
                 order=None if preparation.is_library else held,
             )
+        self._describe()
+
+    def _describe(self) -> None:
+        """Writes down what is compared with what."""
+        schedule, made = self.split.runner.schedule, self.batches(0)
+        layers = [fact.layers for fact in self.facts]
+        lengths = ", ".join("x".join(map(str, batch["input_ids"].shape)) for batch in made)
+        compared = type(self.whole.model).__name__ if self.whole is not None else ""
+        origin = "on one stage"
+        if self.preparation.is_library:
+            origin = "of transformers, in plain PyTorch"
+        self.report.facts |= {
+            "model": f"{self.preparation.config.model_type}, {sum(layers)} layers",
+            "split": f"{schedule.num_stages} stages of {', '.join(map(str, layers))} layers on "
+            f"{schedule.num_ranks} processes, {schedule.name}",
+            "compared with": f"{compared} {origin}",
+            "micro-batches": f"{len(made)} of {lengths} tokens",
+        }
 
     def run(self, *, steps: int) -> None:
         """All checks, in the order of the table."""
         self._check_coverage()
-        self._check_start()
+        self._add("weights before step 1", self._compare_weights())
         self._check_borders()
         self._check_inputs()
         self._settle_mode()
         self._check_steps(steps)
         self._check_broken_split(steps)
-
-    # -- before the first step -------------------------------------------------------------
 
     def _check_coverage(self) -> None:
         if self.whole is None or self.reference is None:  # both are on rank 0 alone
@@ -136,39 +155,29 @@ class SplitCheck:
         check_names(report, facts, whole=self.reference.weights(), tied=tied)
         check_trained(report, facts, trains=self.whole.trains)
 
-    def _check_start(self) -> None:
-        self._add("weights before step 1", self._compare_weights())
-
     def _check_borders(self) -> None:
         """Says at which stage a difference begins."""
         if not self.preparation.is_library or len(self.facts) == 1:
             return
         batch = self.batches(0)[0]
         own = self.split.borders(batch)
-        expected = None if self.reference is None else self._hidden_states(batch)
+        expected = None if self.whole is None else self._hidden_states(self.whole.model, batch)
         if self._first(expected is None):
             return  # a model that does not give them
-        found = compare_named(own, expected, tolerance=self.tolerance, group=self.group)
-        self._add("hidden states between stages", found)
+        self._add("hidden states between stages", self._compare(own, expected))
 
     @torch.no_grad()
-    def _hidden_states(self, batch: MicroBatch) -> dict[str, torch.Tensor] | None:
-        assert self.reference is not None  # the caller looked
-        model = self.reference.model
-        was_training = model.training
+    def _hidden_states(self, model: nn.Module, batch: MicroBatch) -> dict[str, torch.Tensor] | None:
+        layers = layers_behind_borders(model, self.split.models[0])
+        if layers is None:
+            return None
         states: dict[str, torch.Tensor] = {}
-        hooks = []
-        for stage in range(len(self.facts) - 1):
-            index = sum(fact.layers for fact in self.facts[: stage + 1])
-            if index == 0:
-                continue  # behind a stage of a tower, which has no hidden states
-            try:
-                layer = model.get_submodule(self.split.models[0].layer_name(index))
-            except (PlanError, AttributeError):
-                return None
-            # what the first layer behind a border gets: some models add to what the last one gives
-            keep = functools.partial(_keep_input, states, border_name(stage))
-            hooks.append(layer.register_forward_pre_hook(keep, with_kwargs=True))
+        # what the first layer behind a border gets: some models add to what the last one gives
+        hooks = [
+            on_hidden_states(layer, functools.partial(states.__setitem__, border_name(stage)))
+            for stage, layer in layers.items()
+        ]
+        was_training = model.training
         model.eval()
         model(**model_inputs(batch), use_cache=False)
         model.train(was_training)
@@ -197,8 +206,6 @@ class SplitCheck:
         changed = loss != other and math.isfinite(loss) and math.isfinite(other)
         self._row(name, changed, f"{loss:.6f} -> {other:.6f}")
 
-    # -- steps -----------------------------------------------------------------------------
-
     def _settle_mode(self) -> None:
         """Where something random acts in training (dropout), both sides are checked without it."""
         is_random = False
@@ -225,8 +232,8 @@ class SplitCheck:
         self._add_missing_gradients(steps)
         self._add(f"weights after {count} steps", weights)
 
-    def _compare_steps(self, numbers: Sequence[int]) -> Steps:
-        steps = Steps()
+    def _compare_steps(self, numbers: Sequence[int]) -> StepsFound:
+        steps = StepsFound()
         for number in numbers:
             batches = self.batches(number)
             loss = norm = 0.0
@@ -238,22 +245,30 @@ class SplitCheck:
             result = self.split.step(batches, max_norm=self._first(limit))
             expected = None if self.reference is None else self.reference.gradients()
             own = self.split.gradients()
-            found = compare_named(own, expected, tolerance=self.tolerance, group=self.group)
+            self._compare(own, expected, found=steps.gradients, when=f"step {number + 1}: ")
             have = [(stage, name) for stage, name, grad in own if grad is not None]
             steps.seen.update(pair for pairs in self.ranks.gather(have) for pair in pairs)
-            if found is not None:
-                steps.losses.append((result.loss, loss))
-                steps.norms.append((result.grad_norm, norm))
-                steps.gradients.merge(_at_step(found, number + 1))
+            steps.losses.append((result.loss, loss))
+            steps.norms.append((result.grad_norm, norm))
         return steps
 
-    def _compare_weights(self) -> Comparison | None:
+    def _compare_weights(self) -> Comparison:
         expected = None if self.reference is None else self.reference.weights()
-        return compare_named(
-            self.split.weights(), expected, tolerance=self.tolerance, group=self.group
-        )
+        return self._compare(self.split.weights(), expected)
 
-    def _add_missing_gradients(self, steps: Steps) -> None:
+    def _compare(
+        self,
+        own: StageTensors,
+        expected: Expected | None,
+        *,
+        found: Comparison | None = None,
+        when: str = "",
+    ) -> Comparison:
+        found = Comparison() if found is None else found
+        compare_named(found, own, expected, tolerance=self.tolerance, group=self.group, when=when)
+        return found
+
+    def _add_missing_gradients(self, steps: StepsFound) -> None:
         trained = [(fact.stage, name) for fact in self.facts for name in fact.trained]
         missing = [pair for pair in trained if pair not in steps.seen]
         num_seen = len(trained) - len(missing)
@@ -305,11 +320,11 @@ class SplitCheck:
     def _row(
         self, name: str, passed: bool | None, figure: str, details: Sequence[str] = ()
     ) -> None:
-        self.report.add(name, passed, figure, details)
+        if self.ranks.rank == 0:
+            self.report.add(name, passed, figure, details)
 
-    def _add(self, name: str, found: Comparison | None) -> None:
-        if found is not None:
-            self._row(name, found.is_equal, found.figure, [str(d) for d in found.differences])
+    def _add(self, name: str, found: Comparison) -> None:
+        self._row(name, not found.differences, found.figure, found.differences)
 
     def _add_numbers(self, name: str, pairs: Sequence[tuple[float, float]]) -> None:
         apart = max(abs(ours - theirs) for ours, theirs in pairs)
@@ -323,39 +338,6 @@ class SplitCheck:
         self._row(name, not wrong, f"{values}{' ...' if pairs[3:] else ''}: {how}", wrong)
 
 
-def _keep_input(
-    states: dict[str, torch.Tensor], name: str, _: nn.Module, args: tuple, kwargs: dict[str, Any]
-) -> None:
-    states[name] = args[0] if args else kwargs["hidden_states"]
-
-
-def _at_step(found: Comparison, step: int) -> Comparison:
-    found.differences = [
-        Difference(item.stage, item.name, f"step {step}: {item.what}") for item in found.differences
-    ]
-    return found
-
-
-# -- runs a check on all ranks: prepares, builds, compares, and tells every rank the verdict ------
-
-
-@dataclass(frozen=True)
-class CheckSettings:
-    """What is compared, and how strictly.
-
-    Attributes:
-        layers: cut to so many; None: the whole model.
-        tolerance: None: 0, or 1e-6 where stages share a weight.
-    """
-
-    steps: int = 3
-    tolerance: float | None = None
-    layers: int | None = None
-    reference: ReferenceKind = "auto"
-    seed: int = 0
-    trust_remote_code: bool = False
-
-
 def check_split(
     context: DistributedContext,
     *,
@@ -364,7 +346,12 @@ def check_split(
     build: Build,
     make_batches: Callable[[Preparation], Callable[[int], list[MicroBatch]]],
     loss_fn: Callable[..., Any],
-    settings: CheckSettings,
+    steps: int,
+    tolerance: float | None,
+    layers: int | None,
+    reference: ReferenceKind,
+    seed: int,
+    trust_remote_code: bool,
     report: Report,
 ) -> bool:
     """Checks a split; all ranks call this, rank 0 fills the report.
@@ -373,6 +360,8 @@ def check_split(
         source: paths of config, weights and processor.
         build: (stage=, num_stages=, source=) -> a stage model, as training builds it.
         make_batches: what was prepared -> (number of a step -> its micro-batches).
+        tolerance: None: 0, or 1e-6 where stages share a weight.
+        layers: the model is cut to so many; None: the whole model.
 
     Returns:
         Whether it passed, the same on all ranks.
@@ -380,23 +369,18 @@ def check_split(
     Raises:
         UserError: there is nothing to check: wrong paths, keys or numbers of stages.
     """
-    options: dict[str, Any] = dict(
-        build=build, seed=settings.seed, trust_remote_code=settings.trust_remote_code
-    )
-    kind: dict[str, Any] = {"layers": settings.layers, "reference": settings.reference}
+    options: dict[str, Any] = dict(build=build, seed=seed, trust_remote_code=trust_remote_code)
     ranks = Ranks.of(context.pp_group)
-    with _shared_folder(ranks) as folder:
-        preparation = ranks.together(
-            lambda: prepare(source, folder, **kind, **options) if ranks.rank == 0 else None
-        )[0]
+    with tempfile.TemporaryDirectory(prefix="stageline_check_") as own_folder:
+        folder = Path(ranks.gather(own_folder)[0])  # of rank 0, on this machine
+        make = functools.partial(prepare, source, folder, layers=layers, reference=reference)
+        found = ranks.together(lambda: make(**options) if ranks.rank == 0 else None)
+        preparation = found[0]
         assert preparation is not None  # rank 0 made one
         report.notes += preparation.notes
+        stages, with_whole = schedule.stages_of(context.pp_rank), ranks.rank == 0
         loaded, problem = _load(
-            preparation,
-            schedule.stages_of(context.pp_rank),
-            schedule.num_stages,
-            with_whole=ranks.rank == 0,
-            **options,
+            preparation, stages, schedule.num_stages, with_whole=with_whole, **options
         )
         problems = dict.fromkeys(text for text in ranks.gather(problem) if text)
         if problems:
@@ -406,16 +390,12 @@ def check_split(
             runner = PipelineRunner(
                 models, device=context.device, group=context.pp_group, schedule=schedule
             )
-            check = _make_check(
-                Split(runner, loss_fn=loss_fn),
-                whole,
-                preparation,
-                make_batches(preparation),
-                tolerance=settings.tolerance,
-                report=report,
+            split, batches = Split(runner, loss_fn=loss_fn), make_batches(preparation)
+            check = SplitCheck(
+                split, whole, preparation, batches=batches, tolerance=tolerance, report=report
             )
-            check.run(steps=settings.steps)
-        return ranks.gather(report.passed)[0]
+            check.run(steps=steps)
+        return ranks.gather(report.passed)[0]  # all wait here before the folder is removed
 
 
 def _load(
@@ -440,50 +420,3 @@ def _load(
     for model in models:
         start_lora(model, seed=seed)
     return (whole, models), ""
-
-
-def _make_check(
-    split: Split,
-    whole: WholeModel | None,
-    preparation: Preparation,
-    batches: Callable[[int], list[MicroBatch]],
-    *,
-    tolerance: float | None,
-    report: Report,
-) -> SplitCheck:
-    """The check, once what is compared with what is written down."""
-    own = [stage_facts(model, preparation.files) for model in split.models]
-    facts = [fact for some in Ranks.of(split.group).gather(own) for fact in some]
-    facts.sort(key=lambda fact: fact.stage)
-    schedule, made = split.runner.schedule, batches(0)
-    lengths = ", ".join("x".join(map(str, batch["input_ids"].shape)) for batch in made)
-    compared = type(whole.model).__name__ if whole is not None else ""
-    origin = "of transformers, in plain PyTorch" if preparation.is_library else "on one stage"
-    report.facts |= {
-        "model": f"{preparation.config.model_type}, {sum(fact.layers for fact in facts)} layers",
-        "split": f"{schedule.num_stages} stages of {', '.join(str(f.layers) for f in facts)} "
-        f"layers on {schedule.num_ranks} processes, {schedule.name}",
-        "compared with": f"{compared} {origin}",
-        "micro-batches": f"{len(made)} of {lengths} tokens",
-    }
-    return SplitCheck(
-        split,
-        whole=whole,
-        preparation=preparation,
-        facts=facts,
-        batches=batches,
-        tolerance=tolerance,
-        report=report,
-    )
-
-
-@contextmanager
-def _shared_folder(ranks: Ranks) -> Iterator[Path]:
-    """A folder of rank 0 that all ranks of this machine see, while the block lasts."""
-    with ExitStack() as stack:
-        name = ""
-        if ranks.rank == 0:
-            made = tempfile.TemporaryDirectory(prefix="stageline_check_")
-            name = stack.enter_context(made)
-        yield Path(ranks.gather(name)[0])
-        ranks.gather(None)  # before it is removed

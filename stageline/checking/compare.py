@@ -16,46 +16,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from stageline.tables import format_table
+
 StageTensors = Sequence[tuple[int, str, torch.Tensor | None]]  # (stage, name, value)
 Expected = Mapping[str, torch.Tensor | None]
 CHUNK = 1 << 22  # numbers that are compared at a time
 
 
-@dataclass(frozen=True)
-class Difference:
-    """One name that is not as it should be; `stage` is None when no stage has it."""
-
-    stage: int | None
-    name: str
-    what: str
-
-    def __str__(self) -> str:
-        place = "on no stage" if self.stage is None else f"stage {self.stage}"
-        return f"{self.name} ({place}): {self.what}"
-
-
 @dataclass
 class Comparison:
-    """What a comparison of named tensors found.
+    """What comparisons of named tensors found.
 
     Attributes:
         num_compared: tensors that both sides have.
         largest: the greatest difference of two numbers; NaN counts as infinite.
+        differences: a line for each name that is not as it should be.
     """
 
     num_compared: int = 0
     largest: float = 0.0
-    differences: list[Difference] = field(default_factory=list)
-
-    @property
-    def is_equal(self) -> bool:
-        return not self.differences
-
-    def merge(self, other: "Comparison") -> None:
-        """Adds what another one found."""
-        self.num_compared += other.num_compared
-        self.largest = max(self.largest, other.largest)
-        self.differences += other.differences
+    differences: list[str] = field(default_factory=list)
 
     @property
     def figure(self) -> str:
@@ -63,9 +43,31 @@ class Comparison:
         if not self.differences:
             how = "to the bit" if self.largest == 0 else f"within {self.largest:.1e}"
             return f"{self.num_compared} equal {how}"
-        return f"{len(self.differences)} wrong, {self.num_compared} compared, at most " + (
-            f"{self.largest:.1e} apart"
-        )
+        wrong = f"{len(self.differences)} wrong, {self.num_compared} compared"
+        return f"{wrong}, at most {self.largest:.1e} apart"
+
+    def judge(
+        self, value: torch.Tensor | None, theirs: torch.Tensor | None, *, tolerance: float, at: str
+    ) -> None:
+        """Compares one tensor with that of the whole model; `at` begins the line about it."""
+        if value is None and theirs is None:
+            return
+        if value is None:
+            self.differences.append(f"{at}the whole model has one, this stage has none")
+            return
+        if theirs is None:
+            self.differences.append(f"{at}this stage has one, the whole model has none")
+            return
+        self.num_compared += 1
+        fits, largest = measure(value.detach(), theirs.detach(), tolerance=tolerance)
+        self.largest = max(self.largest, largest)
+        if value.shape != theirs.shape or value.dtype != theirs.dtype:
+            self.differences.append(
+                f"{at}{tuple(value.shape)} {value.dtype} here, {tuple(theirs.shape)} "
+                f"{theirs.dtype} in the whole model"
+            )
+        elif not fits:
+            self.differences.append(f"{at}{largest:.1e} apart")
 
 
 def measure(ours: torch.Tensor, theirs: torch.Tensor, *, tolerance: float) -> tuple[bool, float]:
@@ -105,21 +107,22 @@ def numbers_agree(ours: float, theirs: float, *, tolerance: float) -> bool:
 
 
 def compare_named(
+    found: Comparison,
     own: StageTensors,
     expected: Expected | None,
     *,
     tolerance: float,
     group: dist.ProcessGroup | None = None,
-) -> Comparison | None:
+    when: str = "",
+) -> None:
     """Compares all ranks' tensors with the expected ones by name; every rank calls this.
 
     Args:
+        found: on rank 0, what was found is added to it.
         own: of this rank's stages; None stands for a tensor that is not there, such as the
             gradient of a parameter that has none.
         expected: on rank 0, all names; elsewhere None.
-
-    Returns:
-        The result on rank 0; elsewhere None.
+        when: stands before what differs.
     """
     rank = dist.get_rank(group)
     facts: list[Any] = [None] * dist.get_world_size(group)
@@ -128,24 +131,18 @@ def compare_named(
         for stage, name, value in own
     ]
     dist.all_gather_object(facts, mine, group=group)
-    found = Comparison()
     for holder, entries in enumerate(facts):
         for index, (stage, name, kind) in enumerate(entries):
             value = own[index][2] if holder == rank else None
             if kind is not None and holder > 0:
                 value = _to_first(value, kind, holder=holder, rank=rank, group=group)
-            if rank == 0:
-                assert expected is not None  # it is there on rank 0
-                _judge(found, stage, name, value, expected, tolerance)
-    if rank != 0:
-        return None
-    assert expected is not None
-    held = {name for entries in facts for _, name, kind in entries if kind is not None}
+            if expected is not None:
+                at = f"{name} (stage {stage}): {when}"
+                found.judge(value, expected.get(name), tolerance=tolerance, at=at)
     listed = {name for entries in facts for _, name, _ in entries}
-    for name, value in expected.items():
-        if value is not None and name not in held | listed:
-            found.differences.append(Difference(None, name, "the whole model has it"))
-    return found
+    for name, theirs in (expected or {}).items():
+        if theirs is not None and name not in listed:
+            found.differences.append(f"{name} (on no stage): {when}the whole model has it")
 
 
 def _to_first(
@@ -167,40 +164,7 @@ def _to_first(
     return None
 
 
-def _judge(
-    found: Comparison,
-    stage: int,
-    name: str,
-    value: torch.Tensor | None,
-    expected: Expected,
-    tolerance: float,
-) -> None:
-    theirs = expected.get(name)
-    if value is None and theirs is None:
-        return
-    if value is None or theirs is None:
-        whose = "the whole model has one, this stage has none"
-        if value is not None:
-            whose = "this stage has one, the whole model has none"
-        found.differences.append(Difference(stage, name, whose))
-        return
-    found.num_compared += 1
-    fits, largest = measure(value.detach(), theirs.detach(), tolerance=tolerance)
-    found.largest = max(found.largest, largest)
-    if not fits:
-        what = f"{largest:.1e} apart"
-        if value.shape != theirs.shape or value.dtype != theirs.dtype:
-            what = (
-                f"{tuple(value.shape)} {value.dtype} here, {tuple(theirs.shape)} {theirs.dtype} "
-                "in the whole model"
-            )
-        found.differences.append(Difference(stage, name, what))
-
-
-# -- what a check found: a table for the screen and a JSON file. Compares nothing itself ----------
-
 MAX_DETAILS = 8  # names under one row of the table; the file has all of them
-FILE = "check.json"
 
 
 @dataclass(frozen=True)
@@ -209,7 +173,6 @@ class ComparedRow:
 
     Attributes:
         passed: None where it could not be checked.
-        figure: what was counted or measured.
         details: of a failure, what exactly is wrong, one line each.
     """
 
@@ -225,7 +188,7 @@ class ComparedRow:
 
 @dataclass
 class Report:
-    """The rows of a check, in the order they came.
+    """What a check found: a table for the screen and a JSON file.
 
     Attributes:
         facts: what was compared with what.
@@ -255,14 +218,14 @@ class Report:
     def __str__(self) -> str:
         width = max((len(key) for key in self.facts), default=0)
         lines = [f"{key:<{width}}  {value}" for key, value in self.facts.items()]
-        lines += _wrapped(f"note: {note}" for note in self.notes)
+        for note in self.notes:
+            lines += textwrap.wrap(f"note: {note}", 96, subsequent_indent="      ")
         return "\n".join([*lines, "", *self._table(), "", self.verdict])
 
     def _table(self) -> list[str]:
         cells = [("check", "result", "figure")]
         cells += [(row.name, row.result, row.figure) for row in self.rows]
-        first, second = (max(len(row[column]) for row in cells) for column in (0, 1))
-        lines = [f"{a:<{first}}  {b:<{second}}  {c}".rstrip() for a, b, c in cells]
+        lines = format_table(cells, num_texts=3).splitlines()
         table = [lines[0], "-" * max(map(len, lines))]
         for line, row in zip(lines[1:], self.rows):
             table.append(line)
@@ -273,7 +236,7 @@ class Report:
 
     def save(self, folder: str | Path) -> Path:
         """Writes check.json; returns its path."""
-        path = Path(folder) / FILE
+        path = Path(folder) / "check.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {
             "passed": self.passed,
@@ -285,20 +248,11 @@ class Report:
         return path
 
 
-def _wrapped(notes: Iterable[str]) -> list[str]:
-    return [line for note in notes for line in textwrap.wrap(note, 96, subsequent_indent="      ")]
-
-
-# -- who owns what: keys of the checkpoint, parameters, and what is trained. Names only, no values
-
-
 @dataclass(frozen=True)
 class StageFacts:
-    """What a stage says about itself.
+    """What a stage says about itself: names of its parameters, and of them the trained ones.
 
     Attributes:
-        names: of its parameters.
-        trained: of them, those that are trained.
         keys: names on disk that were read for it.
         layers: how many layers of the partition it has.
     """
@@ -367,8 +321,8 @@ def check_keys(
     }
     twice = {key: stages for key, stages in owners.items() if len(stages) > 1}
     # a key may have another name than the parameter: the tied ones are counted
-    num_tied = sum(len(stages) > 1 for name, stages in holders(facts, "names").items()
-                   if name in tied)  # fmt: skip
+    named = holders(facts, "names")
+    num_tied = sum(len(named.get(name, ())) > 1 for name in tied)
     details = [f"{key} belongs to no stage" for key in sorted(unread)]
     if len(twice) > num_tied:
         details += [

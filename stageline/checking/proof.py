@@ -4,10 +4,9 @@ Loss and every gradient, in one process, in float64 where the model's operators 
 has the user's own multipliers, flags and kinds of layers, see shrink.py; its weights are random.
 Where the first difference is, and what usually makes it, is part of the result.
 
-A proof is asked for at the start of a run, made once, and kept for the next run: in one small file,
-under a name made of all that it depends on: the cut-down configuration, the layers of each stage,
-the part and its options, the versions of torch and transformers, and the code that splits. A file
-that is there builds nothing.
+A proof is made once, and kept in one small file, whose name is made of all that it depends on: the
+cut-down configuration, the layers of each stage, the part and its options, the versions of torch
+and transformers, and the code that splits. Where the file is there, nothing is built.
 
 Shapes: B rows, T tokens, H hidden size, V vocabulary.
 """
@@ -34,12 +33,17 @@ from transformers import PretrainedConfig
 
 from stageline import progress
 from stageline.checking.batches import Tensors, loss_of, probe_batches, run_chain
-from stageline.checking.reference import run_library_model, run_stage_model
+from stageline.checking.reference import (
+    layers_behind_borders,
+    on_hidden_states,
+    run_library_model,
+    run_stage_model,
+)
 from stageline.checking.setup import has_images, library_class, save_config
 from stageline.checking.shrink import layer_period, shrink_config
 from stageline.checkpoint.layout import Ranks
 from stageline.checkpoint.load import quiet
-from stageline.errors import PlanError, UserError, spelled
+from stageline.errors import UserError, spelled
 from stageline.model_folder import load_config
 from stageline.pipeline.stage_passes import MicroBatch, model_inputs
 from stageline.pipeline.topology import stage_layers
@@ -52,14 +56,8 @@ CODE = ("stages/*.py", "checking/*.py", "modules/pass_through.py")
 VERSIONS = ("torch", "transformers")
 MOST_STAGES = 4  # of a copy
 MOST_WEIGHTS = 20_000_000  # of a copy; a user's own configuration may not have become small
-
-
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 SPREAD = 0.1  # of the noise on all weights: those that start at 0 or 1 hide a swap or a loss
-
-
-class CannotRun(Exception):
-    """The cut-down copy is not to be had, so that nothing is proven; says why."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +76,6 @@ class Proof:
     dtype: str
     place: str = ""
     cause: str = ""
-
-    @property
-    def is_equal(self) -> bool:
-        return not self.place
 
 
 @dataclass(frozen=True)
@@ -148,14 +142,10 @@ def prove_split(
             say(spelled(warning))
         return
 
-    def prove() -> None:
-        if ranks.rank == 0:
-            with progress.doing("proof of the split"):
-                _prove(split, mode, say)
-
-    ranks.together(prove)
+    ranks.together(lambda: _prove(split, mode, say) if ranks.rank == 0 else None)
 
 
+@progress.doing("proof of the split")
 def _prove(split: SplitToProve, mode: ProveMode, say: Callable[[str], None]) -> None:
     try:
         config = load_config(str(split.config_path), trust_remote_code=split.trust_remote_code)
@@ -175,14 +165,14 @@ def _prove(split: SplitToProve, mode: ProveMode, say: Callable[[str], None]) -> 
     started = time.perf_counter()
     try:
         proof, reference = _compare(split, small, partition)
-    except Exception as error:  # CannotRun, or a copy that cannot be saved, or read again
+    except Exception as error:  # a copy that cannot run, that cannot be saved, or read again
         _say_unproven(error, say)
         return
     what = f"{small.model_type}, cut down to {_shown(small, partition)}"
-    if not proof.is_equal:
+    if proof.place:
         raise _refusal(split, small, partition, proof, reference)
-    _write(record, {"model": what, "reference": reference, "loss": proof.loss, "facts": facts,
-                    "gradient": proof.gradient, "dtype": proof.dtype})  # fmt: skip
+    numbers = {"loss": proof.loss, "gradient": proof.gradient, "dtype": proof.dtype}
+    _write(record, {"model": what, "reference": reference, **numbers, "facts": facts})
     say(
         f"the split of {what}, equals {reference} in loss ({_within(proof.loss)}) and every "
         f"gradient ({_within(proof.gradient)}): {time.perf_counter() - started:.1f} s, recorded"
@@ -284,10 +274,10 @@ def _compare(
             told["attn_implementation"] = split.options["attn_implementation"]
         proof = compare(lambda dtype: auto_class.from_config(small, dtype=dtype, **told))
         is_ours = split.part.__module__ == "pp_models" and not hasattr(split.part, "__self__")
-        if not proof.is_equal and not is_ours:
+        if proof.place and not is_ours:
             # a user's part may be meant to differ from the library's model
             own = with_itself()
-            if own.is_equal:
+            if not own.place:
                 return own, "the part on one stage"
         return proof, reference
 
@@ -296,10 +286,10 @@ def _refuse_large(build: Callable[..., Any]) -> None:
     try:
         outline = build(0, 1, torch.float32, device="meta")
     except Exception as error:
-        raise CannotRun(f"the part builds no cut-down model: {error}") from error
+        raise RuntimeError(f"the part builds no cut-down model: {error}") from error
     count = sum(parameter.numel() for parameter in outline.parameters())
     if count > MOST_WEIGHTS:
-        raise CannotRun(f"its cut-down copy has {count} weights still")
+        raise RuntimeError(f"its cut-down copy has {count} weights still")
 
 
 def _refusal(
@@ -346,7 +336,7 @@ def _compare_with_whole(
         is_library: the whole model is transformers' own; else the part on one stage.
 
     Raises:
-        CannotRun: one of the two cannot be built or run.
+        RuntimeError: one of the two cannot be built or run.
     """
     for dtype in TOLERANCES:
         try:
@@ -359,13 +349,13 @@ def _compare_with_whole(
             break
         except Exception as error:  # operators without float64, among all else
             if dtype is torch.float32:
-                raise CannotRun(f"the whole model: {_said(error)}") from error
+                raise RuntimeError(f"the whole model: {_said(error)}") from error
     try:
         stages = [build(stage, num_stages, dtype).train() for stage in range(num_stages)]
         _copy_weights(whole, stages)
         found = _run_stages(stages, batches)
     except Exception as error:
-        raise CannotRun(f"its stages: {_said(error)}") from error
+        raise RuntimeError(f"its stages: {_said(error)}") from error
     limit = TOLERANCES[dtype]
     loss = max(
         _apart(torch.tensor(one), torch.tensor(other), abs(other) or 1.0)
@@ -375,7 +365,7 @@ def _compare_with_whole(
     proof = Proof(loss, max(gaps.values(), default=0.0), str(dtype).removeprefix("torch."))
     if loss <= limit and proof.gradient <= limit:
         return proof
-    layers = _layers_behind_borders(whole, stages[0], num_stages)
+    layers = layers_behind_borders(whole, stages[0]) or {}
     expected = _run_whole(whole, batches, layers, is_library=is_library)
     place, cause = _find_place(
         found, expected, stages[0].partition, limit, is_loss_off=loss > limit
@@ -419,7 +409,7 @@ def _run_whole(
     whole.zero_grad()
     forward = run_library_model if is_library else run_stage_model
     hooks = [
-        layer.register_forward_pre_hook(_keeper(run, border), with_kwargs=True)
+        on_hidden_states(layer, run.borders.setdefault(border, []).append)
         for border, layer in layers.items()
     ]
     for batch in batches:
@@ -430,15 +420,6 @@ def _run_whole(
         hook.remove()
     run.gradients = _gradients(whole)
     return run
-
-
-def _keeper(run: _Run, border: int) -> Callable[..., None]:
-    def keep(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        value = args[0] if args else kwargs.get("hidden_states")
-        if isinstance(value, torch.Tensor):
-            run.borders.setdefault(border, []).append(value.detach().clone())
-
-    return keep
 
 
 def _run_stages(stages: Sequence[Any], batches: Sequence[MicroBatch]) -> _Run:
@@ -462,19 +443,6 @@ def _gradients(*models: nn.Module) -> dict[str, torch.Tensor]:
                 grad = parameter.grad
                 found[name] = found[name] + grad if name in found else grad.clone()
     return found
-
-
-def _layers_behind_borders(whole: nn.Module, stage: Any, num_stages: int) -> dict[int, nn.Module]:
-    """Number of a border -> the layer of the whole model that comes first behind it."""
-    places = {border: sum(stage.partition[: border + 1]) for border in range(num_stages - 1)}
-    try:
-        return {
-            border: whole.get_submodule(stage.layer_name(index))
-            for border, index in places.items()
-            if index > 0  # behind a stage of a tower there is another thing
-        }
-    except (PlanError, AttributeError):
-        return {}
 
 
 def _gradient_gaps(found: _Run, expected: _Run) -> dict[str, float]:

@@ -4,6 +4,7 @@ Micro-batches one by one, torch's own clipping, AdamW. Uses nothing of the pipel
 how stages are cut; a LoRA is added by a few lines of its own.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
 
 from stageline.checking.compare import StageTensors
 from stageline.data.batches.batch import IGNORE
+from stageline.errors import PlanError
 from stageline.modules.lora import lora_stacks
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.stage_passes import MicroBatch, model_inputs
@@ -194,12 +197,8 @@ def _count(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
     return torch.tensor(float(count))
 
 
-# -- the stages of this rank as a check drives them: losses, steps, gradients, what crosses a border
-# Every method is called on all ranks at once.
-
-
 class Split:
-    """This rank's stages, trained as `train_pp.py` trains them.
+    """This rank's stages, trained as `train_pp.py` trains them; all ranks call a method together.
 
     Args:
         runner: holds the stages.
@@ -300,6 +299,36 @@ class Split:
         index = torch.unravel_index(torch.tensor(place), parameter.shape)
         parameter[index] += parameter.abs().max().clamp(min=1e-2)
         return name
+
+
+def on_hidden_states(layer: nn.Module, keep: Callable[[torch.Tensor], object]) -> RemovableHandle:
+    """Hands the hidden states that a layer gets to `keep`, until the hook is removed."""
+
+    def look(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        value = args[0] if args else kwargs.get("hidden_states")
+        if isinstance(value, torch.Tensor):
+            keep(value.detach().clone())
+
+    return layer.register_forward_pre_hook(look, with_kwargs=True)
+
+
+def layers_behind_borders(whole: nn.Module, stage: Any) -> dict[int, nn.Module] | None:
+    """Number of a border -> the layer of the whole model that comes first behind it.
+
+    Behind a stage of a tower there is another thing. None: a model that does not name its layers.
+
+    Args:
+        stage: any stage of the split.
+    """
+    places = itertools.accumulate(stage.partition[:-1])
+    try:
+        return {
+            border: whole.get_submodule(stage.layer_name(index))
+            for border, index in enumerate(places)
+            if index > 0
+        }
+    except (PlanError, AttributeError):
+        return None
 
 
 def border_name(stage: int) -> str:

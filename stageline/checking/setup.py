@@ -1,4 +1,8 @@
-"""Prepares a check on rank 0: the weights that all stages load, and the whole model."""
+"""Prepares a check on rank 0: the weights that all stages load, and the whole model.
+
+The whole model is the library's own class where it has one. A model that is cut or has no
+checkpoint gets random weights in a folder, so that stages load them as they load any checkpoint.
+"""
 
 import re
 import shutil
@@ -34,11 +38,6 @@ from stageline.modules.lora_layer import LoRALayer, name_seed
 if TYPE_CHECKING:
     from stageline.stages.base import StageModel
 
-# -- where a check takes config, weights and the whole model from; runs on rank 0 alone -----------
-# The whole model is the library's own class where it has one. A model that is cut or has no
-# checkpoint gets random weights, which are written to a folder, so that stages load them as they
-# load any checkpoint.
-
 Build = Callable[..., "StageModel"]
 
 
@@ -68,13 +67,9 @@ def cut_layers(config: PretrainedConfig, layers: int) -> int:
             f"`check_layers` {layers} is more than the {before} layers of the model: it cuts a "
             f"model, it can't lengthen one. Give {before} or less."
         )
-    per_layer = {
-        name: value[:layers]
-        for name, value in vars(text).items()
-        if isinstance(value, list | tuple) and len(value) == before
-    }
-    for name, value in per_layer.items():
-        setattr(text, name, value)
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list | tuple) and len(value) == before:
+            setattr(text, name, value[:layers])
     text.num_hidden_layers = layers
     return before
 
@@ -115,10 +110,7 @@ def _save_random_weights(
     seed: int,
     **code: bool,
 ) -> None:
-    """A whole model of random weights; without a class of the library the part on one stage.
-
-    The library's model is saved by the library, the part under the names that it reads weights by.
-    """
+    """Saves the library's model, or the part on one stage, of random weights."""
     folder = Path(source.model_path or "")
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Adapters in the format of `peft`, and our LoRA: reading one into the other and back.
+"""Adapters in the format of `peft`, read into our LoRA.
 
 An adapter folder holds adapter_config.json and adapter_model.safetensors with names below
 `base_model.model.`. Where several LoRAs are stacked, the folder itself is their sum as one adapter
@@ -35,15 +35,20 @@ from stageline.modules.new_rows import (
 )
 from stageline.stage import Stage
 
-# -- rows of new tokens in an adapter folder, as `peft` writes them: `trainable_token_indices` ----
-# The folder holds the rows themselves, not what was added to them. Its base need not have them: it
-# is enlarged before they are put in. A model must be that too before `peft` loads the folder:
-# `model.resize_token_embeddings(len(tokenizer))`.
-
+PEFT_PREFIX = "base_model.model."
+STACK_FOLDER = "stack"
+_PART = re.compile(r"^(?P<module>.+)\.lora_(?P<which>[AB])\.weight$")
+_MAGNITUDE = re.compile(rf"^(?P<module>.+)\.{MAGNITUDE}(\.weight)?$")
+# settings of peft that change the mathematics and that LoRAWrapper has not
+_UNSUPPORTED = ("lora_bias", "layer_replication", "target_parameters", "use_qalora")
+# rows of new tokens, as peft names them: the rows themselves, not what was added to them. The base
+# is enlarged for them; before peft loads them: `model.resize_token_embeddings(len(tokenizer))`
 INDICES = "trainable_token_indices"
 ROWS_OF_PEFT = ".token_adapter.trainable_tokens_delta"
 # what peft keeps of a whole matrix whose rows it trains
 WHOLE_OF_PEFT = ".token_adapter.base_layer"
+VOCABULARIES = ("embed_tokens", "wte", "embed_in", "head", "embed_out")  # last names of modules
+CONFIG = "config.json"
 Model = TypeVar("Model", bound=nn.Module)
 Rows = dict[str, tuple[list[int], torch.Tensor]]
 
@@ -51,11 +56,7 @@ Rows = dict[str, tuple[list[int], torch.Tensor]]
 def split_rows(
     extras: Mapping[str, torch.Tensor], config: Mapping[str, Any], file: Path
 ) -> tuple[Rows, dict[str, torch.Tensor]]:
-    """What is beside LoRA in an adapter: module -> (ids, rows), and whole parameters by name.
-
-    Raises:
-        CheckpointError: rows without their ids, or another number of them.
-    """
+    """What is beside LoRA in an adapter: module -> (ids, rows), and whole parameters by name."""
     told = config.get(INDICES) or {}
     rows: Rows = {}
     whole = {}
@@ -81,9 +82,6 @@ def _of_module(told: Mapping[str, list[int]], module: str) -> list[int] | None:
     return next(
         (ids for name, ids in told.items() if module == name or module.endswith("." + name)), None
     )
-
-
-# -- into a model --------------------------------------------------------------------------------
 
 
 def fit_vocabulary(model: nn.Module, adapters: "Iterable[Adapter]") -> None:
@@ -126,15 +124,8 @@ def _paths(model: nn.Module) -> tuple[str, ...]:
     return vocabulary_paths(cast(PreTrainedModel, model))
 
 
-# -- out of a model ------------------------------------------------------------------------------
-
-
 def rows_share(stage: Stage, *, trained: Sequence[str]) -> Rows:
-    """Module -> (ids, rows) of new tokens that an adapter has to hold: a copy on the host.
-
-    Args:
-        trained: names of parameters that the adapter holds whole.
-    """
+    """Rows of new tokens that an adapter has to hold, but not those of `trained` whole weights."""
     ids = getattr(stage, "token_ids", ())
     if not ids:
         return {}
@@ -151,21 +142,11 @@ def rows_share(stage: Stage, *, trained: Sequence[str]) -> Rows:
     return rows
 
 
-PEFT_PREFIX = "base_model.model."
-STACK_FOLDER = "stack"
-_PART = re.compile(r"^(?P<module>.+)\.lora_(?P<which>[AB])\.weight$")
-_MAGNITUDE = re.compile(rf"^(?P<module>.+)\.{MAGNITUDE}(\.weight)?$")
-# settings of peft that change the mathematics and that LoRAWrapper has not
-_UNSUPPORTED = ("lora_bias", "layer_replication", "target_parameters", "use_qalora")
-
-
 @dataclass(frozen=True)
 class Adapter:
     """One adapter folder in memory.
 
     Attributes:
-        folder: where it came from.
-        config: adapter_config.json.
         pairs: module name -> (A [rank, in], B [out, rank]).
         extras: parameters of modules that were trained whole, by name.
         rows: module -> ids of new tokens and their rows.
@@ -189,6 +170,29 @@ class Adapter:
                 break
         return alpha / rank**0.5 if self.config.get("use_rslora") else alpha / rank
 
+    def fill(self, layer: LoRALayer, module: str) -> None:
+        """Gives a layer the weights of one module.
+
+        Raises:
+            CheckpointError: they are for a layer of another shape.
+        """
+        a, b = self.pairs[module]
+        found = a.shape[1], b.shape[0]
+        expected = layer.lora_A.in_features, layer.lora_B.out_features
+        if found != expected:
+            raise CheckpointError(
+                f"{self.folder / ADAPTER_FILE} is for {module} with {found[0]} inputs and "
+                f"{found[1]} outputs, the model's has {expected[0]} and {expected[1]}: an adapter "
+                "fits the model it was trained on alone. Use it with that one."
+            )
+        layer.load(a, b, self.scale(module), self.magnitudes.get(module))
+
+    def wrap(self, name: str, module: nn.Module) -> LoRAWrapper:
+        """A linear layer with this adapter on it, not yet in the layer's place."""
+        wrapper = LoRAWrapper(module, rank=1, alpha=1.0, use_dora=name in self.magnitudes)
+        self.fill(wrapper.lora, name)
+        return wrapper
+
 
 def find_base(folder: Path) -> Path:
     """The folder of the model that an adapter belongs to.
@@ -208,11 +212,7 @@ def find_base(folder: Path) -> Path:
 
 
 def base_of(folder: Path) -> Path:
-    """A model folder itself; of an adapter's folder that of its base.
-
-    Raises:
-        CheckpointError: the base is not on this machine.
-    """
+    """A model folder itself; of an adapter's folder that of its base, as `find_base`."""
     return find_base(folder) if (folder / ADAPTER_CONFIG).exists() else folder
 
 
@@ -335,18 +335,8 @@ def adapter_files(folder: Path) -> list[Path]:
     ]
 
 
-# -- into a model ------------------------------------------------------------------------------
-
-
 def attach_adapter(hf_model: Model, adapter_path: str | Path) -> Model:
-    """Puts an adapter on a plain transformers model, in place: same outputs as with `peft`.
-
-    Args:
-        hf_model: the adapter's base model, filled, on any device or devices.
-        adapter_path: an adapter folder.
-
-    Returns:
-        The model; `stageline.modules.lora.merge_lora` makes it plain again.
+    """Puts an adapter on a filled transformers model, in place: same outputs as with `peft`.
 
     Raises:
         CheckpointError: the adapter names modules that the model has not, or other shapes.
@@ -357,14 +347,10 @@ def attach_adapter(hf_model: Model, adapter_path: str | Path) -> Model:
     unknown |= {name for name in adapter.extras if name.rpartition(".")[0] not in modules}
     refuse_unknown(adapter, unknown, type(hf_model).__name__)
     fit_vocabulary(hf_model, [adapter])
-    for name, pair in adapter.pairs.items():
-        parent, _, leaf = name.rpartition(".")
-        use_dora = name in adapter.magnitudes
-        wrapper = LoRAWrapper(modules[name], rank=1, alpha=1.0, use_dora=use_dora)
-        _check_shape(adapter, name, wrapper.lora)
-        wrapper.lora.load(*pair, adapter.scale(name), adapter.magnitudes.get(name))
+    for name in adapter.pairs:
+        wrapper = adapter.wrap(name, modules[name])
         wrapper.train(modules[name].training)
-        setattr(hf_model.get_submodule(parent), leaf, wrapper)
+        hf_model.set_submodule(name, wrapper)
     put_extras(hf_model, adapter.extras)
     put_rows(hf_model, adapter)
     return hf_model
@@ -376,20 +362,8 @@ def refuse_unknown(adapter: Adapter, unknown: set[str], model_name: str) -> None
         raise CheckpointError(
             f"the adapter {adapter.folder} has weights for {list_names(unknown)}, linear layers of "
             f"{model_name} were expected: left out, the model would answer differently. Use the "
-            "adapter with the model it was trained on, with the same --*-lora-num and "
+            "adapter with the model it was trained on, with LoRA on the same parts and the same "
             "`lora_target`."
-        )
-
-
-def _check_shape(adapter: Adapter, name: str, layer: LoRALayer) -> None:
-    a, b = adapter.pairs[name]
-    found = [a.shape[1], b.shape[0]]
-    expected = [layer.lora_A.in_features, layer.lora_B.out_features]
-    if found != expected:
-        raise CheckpointError(
-            f"{adapter.folder / ADAPTER_FILE} is for {name} with {found[0]} inputs and {found[1]} "
-            f"outputs, the model's has {expected[0]} and {expected[1]}: an adapter fits the model "
-            "it was trained on alone. Use it with that one."
         )
 
 
@@ -406,11 +380,8 @@ def put_extras(model: nn.Module, extras: dict[str, torch.Tensor]) -> None:
 def fill_earlier_lora(model: Stage, folder: Path, adapters: list[Adapter]) -> None:
     """Fills a stage's LoRAs from an adapter folder: all but the last, or as many as it holds.
 
-    With as many adapters as LoRAs the last one is filled too: that run goes on. What was trained
-    whole is noted in `model.carried`: a folder saved from here has to hold it as well.
-
-    Args:
-        adapters: of the folder, innermost first.
+    With as many adapters (innermost first) as LoRAs the last one is filled too: that run goes on.
+    What was trained whole is noted in `model.carried`: a folder saved from here has to hold it too.
 
     Raises:
         UserError: the counts do not fit.
@@ -421,7 +392,7 @@ def fill_earlier_lora(model: Stage, folder: Path, adapters: list[Adapter]) -> No
     whole_names = {name.rpartition(".")[0] for name in model.parameter_order}
     for level, adapter in enumerate(adapters):
         refuse_unknown(adapter, _unplaced(adapter, whole_names, model), type(model).__name__)
-        for name, pair in adapter.pairs.items():
+        for name in adapter.pairs:
             if name not in stacks:
                 continue  # another stage has it
             wrappers = stacks[name]
@@ -434,9 +405,8 @@ def fill_earlier_lora(model: Stage, folder: Path, adapters: list[Adapter]) -> No
                     f"{count + 1}, or merge them with export.py `merge`."
                 )
             layer = wrappers[level].lora
-            _check_shape(adapter, name, layer)
             _check_kind(adapter, name, layer, is_alone=len(wrappers) == 1)
-            layer.load(*pair, adapter.scale(name), adapter.magnitudes.get(name))
+            adapter.fill(layer, name)
             layer.use_rslora = bool(adapter.config.get("use_rslora"))
         here = dict(model.named_parameters(remove_duplicate=False))
         extras = {
@@ -469,29 +439,17 @@ def _check_kind(adapter: Adapter, name: str, layer: LoRALayer, *, is_alone: bool
 
 def _unplaced(adapter: Adapter, whole_names: set[str], model: nn.Module) -> set[str]:
     """Modules of an adapter that are this stage's and have no LoRA, or that are nowhere."""
-    stacks = lora_stacks(model)
-    own = {name for name, _ in model.named_modules()}
     holds = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
-    unplaced = set()
-    for name in adapter.pairs:
-        is_here = name in own and (name in holds or name in stacks)
-        if (is_here and name not in stacks) or (not is_here and name not in whole_names):
-            unplaced.add(name)
-    return unplaced
-
-
-# -- how many rows embedding and head have in a folder of a model or an adapter; reads no weights -
-
-VOCABULARIES = ("embed_tokens", "wte", "embed_in", "head", "embed_out")  # last names of both
+    without_lora = adapter.pairs.keys() - lora_stacks(model).keys()
+    return {name for name in without_lora if name in holds or name not in whole_names}
 
 
 def num_rows_on_disk(
     folder: Path, *, of_base: bool = False, trust_remote_code: bool = False
 ) -> int:
-    """Rows that a model with these weights has; 0: not known.
+    """Rows of embedding and head that a model with these weights has; 0: not known.
 
-    Args:
-        of_base: of an adapter, those of its base as it is before the adapter is put on.
+    Reads no weights. With `of_base` an adapter's own rows do not count.
     """
     base = base_of(folder)
     if not (base / "config.json").exists():
@@ -529,17 +487,11 @@ def rows_of_adapter(folder: Path, width: int | None) -> list[int]:
     return sizes
 
 
-# -- which folder has the configuration and the tokenizer of an adapter: its own or its base's ----
-# It has its own where the run changed it (scaled positions): the base's does not say so.
-
-CONFIG = "config.json"
-
-
 def config_folder(folder: Path, adapters: Sequence[str | Path] = ()) -> Path:
     """The folder whose config.json counts for a model folder, or for an adapter above its base.
 
-    Args:
-        adapters: that are put on it; the last one that has a configuration counts.
+    An adapter has its own where the run changed it (scaled positions). Of `adapters` that are put
+    on the model, the last one that has a configuration counts.
     """
     for adapter in reversed(adapters):
         if (Path(adapter) / CONFIG).exists():
@@ -550,11 +502,7 @@ def config_folder(folder: Path, adapters: Sequence[str | Path] = ()) -> Path:
 
 
 def refuse_two_ways(folder: Path, adapters: Sequence[str | Path]) -> None:
-    """Refuses adapters by `adapter_path` above one by `model_path`.
-
-    Raises:
-        UserError: there are some.
-    """
+    """Refuses adapters by `adapter_path` above one by `model_path`."""
     if adapters:
         raise UserError(
             f"`model_path` {folder} is an adapter, and `adapter_path` "

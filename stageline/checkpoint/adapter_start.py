@@ -1,8 +1,7 @@
 """Saved adapters that a run begins with: earlier ones are merged, the last one goes on.
 
 A merged base is no longer the folder that it was read from, so that a run saves it beside its
-adapters. Not here: adapters that are stacked, which a folder as `model_path` begins
-(`adapter.py`).
+adapters. Not here: reading and stacking adapters (`adapter.py`).
 """
 
 from collections.abc import Callable, Mapping
@@ -38,7 +37,7 @@ class AdapterStart:
     """What a stage begins with beside the weights of its base.
 
     Attributes:
-        modules_to_save: modules that are trained whole, as they were told.
+        modules_to_save: names of modules that are trained whole.
         paths: adapter folders, innermost first.
         creates: all are merged and a new adapter is made; else the last one goes on.
         taken_from: a checkpoint of this run, whose PiSSA start is that of this one.
@@ -105,27 +104,18 @@ class AdapterStart:
     def begin(self, model: Stage, stacked: Path | None, *, seed: int) -> None:
         """Merges, starts and fills the adapters of a stage whose base is filled.
 
-        Args:
-            stacked: the adapter folder that came as the checkpoint; None: a whole model came.
-
-        Raises:
-            UserError: adapters came in both ways.
+        `stacked` is the adapter folder that came as the checkpoint; None: a whole model came.
         """
         if stacked is not None:
             refuse_two_ways(stacked, self.paths)
-        self.merge_into(model)
+        for path in self.merged:
+            merge_adapter(model, read_adapter(path))
+            self.notes.append(f"merged {path} into the base, which the run saves beside its own")
         init_lora(model, seed=seed, only_outermost=stacked is None, taken=self.taken())
         if stacked is not None:
             fill_earlier_lora(model, stacked, read_stack(stacked))
         if self.resumed is not None:
             fill_earlier_lora(model, Path(self.resumed), [read_adapter(self.resumed)])
-
-    def merge_into(self, model: Stage) -> None:
-        """Adds the earlier adapters to the weights of a filled stage, one after the other."""
-        for path in self.merged:
-            adapter = read_adapter(path)
-            merge_adapter(model, adapter)
-            self.notes.append(f"merged {path} into the base, which the run saves beside its own")
 
     def taken(self) -> dict[str, Pair]:
         """Module -> what PiSSA took out of its weight, as a checkpoint of this run tells it."""
@@ -169,30 +159,21 @@ def is_pissa(lora: Mapping[str, PartLoRA]) -> bool:
     return any(one.num and one.start.startswith(PISSA) for one in lora.values())
 
 
-# -- merging ---------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def merge_adapter(model: Stage, adapter: Adapter) -> None:
-    """Adds an adapter to the weights of a stage that are here, in place.
-
-    Raises:
-        CheckpointError: it has weights that no stage has.
-        UserError: a weight is quantised.
-    """
+    """Adds an adapter to the weights of a stage that are here, in place."""
     whole_names = {name.rpartition(".")[0] for name in model.parameter_order}
     refuse_unknown(adapter, set(adapter.pairs) - whole_names, type(model).__name__)
     fit_vocabulary(model, [adapter])
-    for name, (down, up) in adapter.pairs.items():
+    for name in adapter.pairs:
         try:
             base = innermost(model.get_submodule(name))
         except AttributeError:
             continue  # another stage has it
         if getattr(base, "weight", None) is None:
             continue
-        holder = LoRAWrapper(base, rank=1, alpha=1.0, use_dora=name in adapter.magnitudes)
-        holder.lora.load(down, up, adapter.scale(name), adapter.magnitudes.get(name))
-        put_weight(base, holder.lora.merged(dense_weight(base)), why="merging an adapter")
+        merged = adapter.wrap(name, base).lora.merged(dense_weight(base))
+        put_weight(base, merged, why="merging an adapter")
     here = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     wrapped = {name.replace(".lora_module.", ".") for name in here}
     put_extras(model, {n: v for n, v in adapter.extras.items() if n in here | wrapped})

@@ -1,6 +1,8 @@
 """Makes a native folder of an InternVL2 checkpoint of the remote-code class, file by file.
 
-No code of the old folder runs.
+Names, configuration and the two fused matrices of InternVLChatModel (`model_type` "internvl_chat"),
+with which InternVL2, 2.5 and 3 were first published, become those of the library's class. Source:
+the class's own code (github.com/OpenGVLab/InternVL). No code of the old folder runs.
 """
 
 import json
@@ -22,21 +24,12 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
-from stageline.checkpoint.files import (
-    find_checkpoint,
-    list_names,
-    weight_files,
-)
-from stageline.checkpoint.layout import discard, draft_name, refuse_existing
+from stageline.checkpoint.files import find_checkpoint, misfits, other_shape, weight_files
+from stageline.checkpoint.layout import new_folder
 from stageline.checkpoint.shards import rewrite_weights
 from stageline.data.text.processor import compose_processor, save_processor
 from stageline.errors import CheckpointError, UserError
 from stageline.model_folder import find_folder, read_json
-
-# -- what InternVL2 checkpoints of the remote-code class InternVLChatModel are called natively ----
-# Names, configuration and the two fused matrices of the class that InternVL2, 2.5 and 3 were first
-# published with (`model_type` "internvl_chat"), for `InternVLForConditionalGeneration`. Source: the
-# class's own code (github.com/OpenGVLab/InternVL). Reads and writes no file.
 
 OLD_TYPE = "internvl_chat"
 HEAD = "language_model.lm_head.weight"
@@ -69,6 +62,7 @@ _INTERNLM2 = {
     r"\.attention_norm\.": ".input_layernorm.",
     r"\.ffn_norm\.": ".post_attention_layernorm.",
 }
+_TABLES = {"vision_model": _TOWER, "mlp1": _PROJECTOR, "language_model": _INTERNLM2}
 # of the old configuration of the tower -> of the new one; others have the same name
 _TOWER_FIELDS = {
     "qkv_bias": "attention_bias",
@@ -84,18 +78,11 @@ def new_name(name: str) -> str:
     Raises:
         CheckpointError: the class has no such tensor.
     """
-    if name.startswith("vision_model."):
-        table = _TOWER
-    elif name.startswith("mlp1."):
-        table = _PROJECTOR
-    elif name.startswith("language_model."):
-        table = _INTERNLM2
-    else:
-        table = {}
+    beginning = name.partition(".")[0]
     new = name
-    for pattern, replacement in table.items():
+    for pattern, replacement in _TABLES.get(beginning, {}).items():
         new = re.sub(pattern, replacement, new)
-    if not table or (table is _PROJECTOR and new == name):
+    if beginning not in _TABLES or (beginning == "mlp1" and new == name):
         raise CheckpointError(
             f"the tensor {name} is none of InternVLChatModel's. Names that begin with "
             "vision_model, mlp1 or language_model were expected, because these are its parts: "
@@ -108,20 +95,15 @@ def new_tensors(name: str, tensor: torch.Tensor, config: InternVLConfig) -> dict
     """What a tensor of the old checkpoint becomes: itself by another name, or three of it."""
     new = new_name(name)
     if ".attention.qkv." in new:
-        return _named(new, "qkv", ("q_proj", "k_proj", "v_proj"), tensor.chunk(3))
-    if ".self_attn.wqkv." in new:
+        pieces = tensor.chunk(3)
+    elif ".self_attn.wqkv." in new:
         pieces = _split_wqkv(tensor, config.get_text_config(decoder=True), name=name)
-        return _named(new, "wqkv", ("q_proj", "k_proj", "v_proj"), pieces)
-    if new == HEAD and config.tie_word_embeddings:
+    elif new == HEAD and config.tie_word_embeddings:
         return {}  # the embedding is what runs
-    return {new: tensor}
-
-
-def _named(
-    name: str, old: str, parts: tuple[str, ...], tensors: tuple[torch.Tensor, ...]
-) -> dict[str, torch.Tensor]:
-    names = [name.replace(f".{old}.", f".{part}.") for part in parts]
-    return dict(zip(names, tensors, strict=True))
+    else:
+        return {new: tensor}
+    names = [re.sub(r"\.w?qkv\.", f".{part}.", new) for part in ("q_proj", "k_proj", "v_proj")]
+    return dict(zip(names, pieces, strict=True))
 
 
 def _split_wqkv(
@@ -129,8 +111,7 @@ def _split_wqkv(
 ) -> tuple[torch.Tensor, ...]:
     """InternLM2's rows lie by key-value head: its queries, then its key, then its value.
 
-    Args:
-        fused: [kv_heads * (queries a kv_head + 2) * head_dim, ...]
+    `fused` is [kv_heads * (queries a kv_head + 2) * head_dim, ...].
     """
     heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
     group = heads // kv_heads + 2
@@ -152,11 +133,7 @@ def _split_wqkv(
 def new_config(
     settings: Mapping[str, Any], *, image_token_id: int, has_head: bool
 ) -> InternVLConfig:
-    """The native configuration.
-
-    Args:
-        settings: config.json of the old folder.
-        has_head: whether the checkpoint has an output layer; without one it is the embedding.
+    """The native configuration, of the old config.json; without a head it is the embedding.
 
     Raises:
         UserError: a variant that the native class does not compute.
@@ -204,8 +181,7 @@ def _refuse_variants(settings: Mapping[str, Any]) -> None:
 def _tower_fields(old: Mapping[str, Any]) -> dict[str, Any]:
     fields = {_TOWER_FIELDS.get(name, name): value for name, value in old.items()}
     fields["projection_dropout"] = old.get("dropout", 0.0)
-    own = CONFIG_MAPPING["internvl_vision"]
-    return _known_fields(own, fields)
+    return _known_fields(CONFIG_MAPPING["internvl_vision"], fields)
 
 
 def _text_config(old: Mapping[str, Any]) -> PretrainedConfig:
@@ -263,14 +239,8 @@ def convert_internvl(source: str | Path, target: str | Path) -> Path:
     """Writes a native folder with the weights of an old one, bit by bit, in their own dtype.
 
     Holds one file of weights in memory at a time.
-
-    Raises:
-        UserError: the source is no such folder, or a variant that the library does not compute;
-            the target exists.
-        CheckpointError: a file is damaged, or its names or shapes are not the model's.
     """
     folder, target = find_folder(source), Path(target).expanduser().absolute()
-    refuse_existing(target)
     settings = _old_settings(folder)
     files = weight_files(find_checkpoint(folder))
     tokenizer = _tokenizer(folder, settings)
@@ -279,9 +249,7 @@ def convert_internvl(source: str | Path, target: str | Path) -> Path:
         image_token_id=_id_of(tokenizer, _IMAGE_TOKENS["context_image_token"], folder),
         has_head=HEAD in map(new_name, files),
     )
-    draft = target.parent / draft_name(target)
-    draft.mkdir(parents=True)
-    try:
+    with new_folder(target) as draft:
         written = rewrite_weights(
             files, draft, lambda name, tensor: new_tensors(name, tensor, config)
         )
@@ -290,9 +258,6 @@ def convert_internvl(source: str | Path, target: str | Path) -> Path:
         config.dtype = dtypes.pop() if len(dtypes) == 1 else None
         config.save_pretrained(draft)
         _write_processor(tokenizer, config, settings, draft)
-        draft.rename(target)
-    finally:
-        discard(draft)
     return target
 
 
@@ -313,9 +278,6 @@ def _old_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-# -- weights ---------------------------------------------------------------------------------
-
-
 def _check_names(written: dict[str, tuple[int, ...]], config: InternVLConfig, folder: Path) -> None:
     """Compares with what the library would save of the native model."""
     with torch.device("meta"):
@@ -327,26 +289,16 @@ def _check_names(written: dict[str, tuple[int, ...]], config: InternVLConfig, fo
         name: tuple(value.shape) for name, value in revert_weight_conversion(model, state).items()
     }
     wrong = [
-        f"{name} (file {list(written[name])}, model {list(expected[name])})"
+        other_shape(name, written[name], expected[name])
         for name in written.keys() & expected.keys()
         if written[name] != expected[name]
     ]
-    problems: dict[str, list[str] | set[str]] = {
-        "are missing": expected.keys() - written.keys(),
-        "have no place in the native model": written.keys() - expected.keys(),
-        "have another shape": wrong,
-    }
-    found = [
-        f"{len(names)} {why}: {list_names(names, 5)}" for why, names in problems.items() if names
-    ]
-    if found:
+    why = misfits(expected.keys() - written.keys(), written.keys() - expected.keys(), wrong)
+    if why:
         raise CheckpointError(
-            f"{folder}: after the conversion weights {'; '.join(found)}. Those of the model that "
-            "config.json describes were expected: is the config.json that of these weights?"
+            f"{folder}, after the conversion: {why}. The weights of the model that config.json "
+            "describes were expected: is the config.json that of these weights?"
         )
-
-
-# -- tokenizer and processor -----------------------------------------------------------------
 
 
 def _tokenizer(folder: Path, settings: dict[str, Any]) -> Any:
@@ -377,15 +329,11 @@ def _tokenizer(folder: Path, settings: dict[str, Any]) -> Any:
                 "put a tokenizer.json of this model there."
             ) from error
     _check_ids(tokenizer, own, folder)
-    tokenizer.chat_template = _template(settings)[0]
     return tokenizer
 
 
 def _space_option(tokenizer: Any, folder: Path) -> dict[str, bool]:
-    """What makes the library read a sentencepiece model as sentencepiece does.
-
-    The library puts a space before every text, also where the model says that there is none.
-    """
+    """What keeps the library from putting a space before texts where sentencepiece puts none."""
     model = folder / "tokenizer.model"
     if (folder / "tokenizer.json").exists() or not model.exists():
         return {}
@@ -430,15 +378,11 @@ def _id_of(tokenizer: Any, token: str, folder: Path) -> int:
     return int(number)
 
 
-def _template(settings: dict[str, Any]) -> tuple[str, str]:
-    return _TEMPLATES.get(str(settings.get("template")), _CHATML)
-
-
 def _write_processor(
     tokenizer: Any, config: InternVLConfig, settings: dict[str, Any], draft: Path
 ) -> None:
     """Processor with the old tiling, and what ends an answer."""
-    template, end_of_turn = _template(settings)
+    template, end_of_turn = _TEMPLATES.get(str(settings.get("template")), _CHATML)
     size = cast(PretrainedConfig, config.vision_config).image_size
     is_tiled = bool(settings.get("dynamic_image_size", True))
     images = transformers.GotOcr2ImageProcessorPil(
@@ -449,6 +393,7 @@ def _write_processor(
         image_mean=_MEAN,
         image_std=_STD,
     )
+    tokenizer.chat_template = template
     processor = compose_processor(
         "InternVLProcessor",
         image_processor=images,

@@ -13,12 +13,8 @@ import torch
 from transformers import PretrainedConfig
 
 from stageline.checkpoint.export_files import copy_side_files
-from stageline.checkpoint.files import (
-    ADAPTER_CONFIG,
-    find_checkpoint,
-    weight_files,
-)
-from stageline.checkpoint.layout import discard, draft_name, refuse_existing
+from stageline.checkpoint.files import ADAPTER_CONFIG, find_checkpoint, weight_files
+from stageline.checkpoint.layout import new_folder
 from stageline.checkpoint.shards import rewrite_weights
 from stageline.errors import UserError
 from stageline.model_folder import load_config
@@ -39,7 +35,6 @@ def expand_blocks(source: str | Path, target: str | Path, *, num_expand: int) ->
             or of their output matrices are not known.
     """
     folder, target = find_checkpoint(source), Path(target).expanduser().absolute()
-    refuse_existing(target)
     if (folder / ADAPTER_CONFIG).exists():
         raise UserError(
             f"{folder} is an adapter, a model folder was expected: layers are copied. Merge it "
@@ -51,15 +46,10 @@ def expand_blocks(source: str | Path, target: str | Path, *, num_expand: int) ->
     files = weight_files(folder)
     path = find_list(list(files), total)
     expand_config(config, places)
-    draft = target.parent / draft_name(target)
-    draft.mkdir(parents=True)
-    try:
+    with new_folder(target) as draft:
         _write_weights(files, path, places, draft)
         copy_side_files(folder, draft, with_code=False)
         config.save_pretrained(draft)
-        draft.rename(target)
-    finally:
-        discard(draft)
     return target
 
 
@@ -71,11 +61,12 @@ def places_of(total: int, num_expand: int) -> Places:
             f"{total} was expected: one layer is added behind each group of equal size. Choose one."
         )
     stride = total // num_expand
-    return [
-        (index, is_copy)
-        for index in range(total)
-        for is_copy in ((False, True) if (index + 1) % stride == 0 else (False,))
-    ]
+    places = []
+    for index in range(total):
+        places.append((index, False))
+        if (index + 1) % stride == 0:
+            places.append((index, True))
+    return places
 
 
 def find_list(names: list[str], total: int) -> str:
@@ -149,19 +140,14 @@ def _new_tensors(
     match = _LAYER.match(name)
     if not match or match["list"] != path:
         return {name: value}
-    made = {}
+    made, rest = {}, match["rest"]
+    is_output = any(part.removesuffix("_bias") in OUTPUTS for part in rest.split("."))
     for new, (old, is_copy) in enumerate(places):
         if old != int(match["index"]):
             continue
-        rest = match["rest"]
-        output = next((part for part in rest.split(".") if _is_output(part)), None)
-        if is_copy and output:
+        if is_copy and is_output:
             zeroed[new].add(rest.partition(".")[0])
         # files hold no two names of one memory
-        copy = torch.zeros_like(value) if output else value.clone()
+        copy = torch.zeros_like(value) if is_output else value.clone()
         made[f"{path}.{new}.{rest}"] = copy if is_copy else value
     return made
-
-
-def _is_output(part: str) -> bool:
-    return part in OUTPUTS or part in [f"{name}_bias" for name in OUTPUTS]

@@ -1,7 +1,7 @@
-"""Writes the files of an exported folder: weights, configuration, what tokenizes and generates.
+"""Writes the files of an exported folder: weights, configuration, tokenizer, model card.
 
-Each operation on files begins with `chaos.point("file")`, so that a test can stop before any of
-them.
+The card (README.md) says what the manifest of a checkpoint and the run folder around it tell; what
+is not there is left out. Paths keep their last two parts: a folder goes to other people.
 """
 
 import ctypes
@@ -101,8 +101,10 @@ def write_model(
             write some that it reads.
         keeps_code: the configuration may name Python files; they are copied too.
     """
-    if not keeps_code:
-        _forget_code(model.config)
+    configs = (model.config, *(getattr(model.config, name) for name in model.config.sub_configs))
+    for config in configs:
+        if hasattr(config, "auto_map") and not keeps_code:
+            del config.auto_map
     if generation is not None:
         model.generation_config = GenerationConfig()
     chaos.point("file")
@@ -110,13 +112,6 @@ def write_model(
     if generation is not None:
         chaos.point("file")
         shutil.copyfile(generation, draft / GENERATION_CONFIG_NAME)
-
-
-def _forget_code(config: PretrainedConfig) -> None:
-    """Takes the names of Python files out, which would not be there."""
-    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
-        if hasattr(part, "auto_map"):
-            del part.auto_map
 
 
 def untie_changed_head(model: PreTrainedModel) -> None:
@@ -173,8 +168,6 @@ def open_to_readers(draft: Path) -> None:
         path.chmod(rights)
 
 
-# -- the place of an exported folder: what may be replaced, and how the new one takes its name ----
-
 _CURRENT_FOLDER, _EXCHANGE = -100, 2  # of renameat2, linux/fcntl.h
 MODEL_FILES = ("config.json", ADAPTER_CONFIG)
 
@@ -197,11 +190,7 @@ def find_source(path: str | Path) -> Path:
 
 
 def check_target(source: Path, target: Path, *, overwrites: bool) -> None:
-    """Refuses a target that is there, unless it may be replaced and is a model folder.
-
-    Raises:
-        UserError: it is there, or holds what is exported.
-    """
+    """Refuses a target that is there, unless it may be replaced and is a model folder."""
     if not overwrites or not target.exists():
         refuse_existing(target)
         return
@@ -260,10 +249,6 @@ def _rename_in_turn(ready: Path, target: Path) -> Path:
     return old
 
 
-# -- the model card of an exported folder: README.md with what is known, and nothing invented -----
-# What is known comes from the manifest of a checkpoint and the run folder around it; what is not
-# there is left out. Paths keep their last two parts: an exported folder goes to other people.
-
 CONFIG, LOG, CURVE = "config.yaml", "log.jsonl", "loss.png"
 KEYS = (
     "train-model",
@@ -289,17 +274,9 @@ _NOT_SHOWN = ("model-path", "config-path", "processor-path", "dataset-path", "ou
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
-# -- what is known -------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is known of the exported model itself.
-
-    Attributes:
-        base: what it started from: a path whose last two parts may be told.
-        class_name: the library's class; None: the configuration does not say.
-    """
+    """What is known of the exported model itself; `base` is the path that it started from."""
 
     name: str
     kind: Kind
@@ -325,14 +302,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known of a run, up to one checkpoint.
-
-    Attributes:
-        manifest: of the checkpoint.
-        options: of the run by name, as in config.yaml, in its order.
-        steps, evaluations: records of the log up to the checkpoint.
-        curve: the picture of the loss.
-    """
+    """What the manifest, config.yaml and log of a run say up to one checkpoint."""
 
     manifest: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
@@ -363,8 +333,9 @@ class RunFacts:
             if value is None:
                 continue
             values = value if name == "import" and isinstance(value, list) else [value]
-            words += ["--" + name, *(_word(item) for item in values)]
-        return " ".join(words)
+            words.append("--" + name)
+            words += [item if isinstance(item, str) else json.dumps(item) for item in values]
+        return shlex.join(words)
 
 
 def read_run_facts(checkpoint: Path) -> RunFacts:
@@ -373,10 +344,7 @@ def read_run_facts(checkpoint: Path) -> RunFacts:
     run = checkpoint.parent.parent
     if checkpoint.parent.name != "checkpoints":
         return RunFacts(manifest)
-    options = {
-        name: _shortened(value)
-        for name, value in _read_object(run / CONFIG, yaml.safe_load).items()
-    }
+    options = _shortened(_read_object(run / CONFIG, yaml.safe_load))
     log, last = run / LOG, manifest.get("step", math.inf)
     steps, evaluations = (
         [record for record in records if record["step"] <= last]
@@ -391,11 +359,9 @@ def short_path(text: str) -> str:
     return "/".join(Path(text).parts[-2:]).lstrip("/") if "/" in text else text
 
 
-def _word(value: object) -> str:
-    return shlex.quote(value if isinstance(value, str) else json.dumps(value))
-
-
 def _shortened(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _shortened(item) for name, item in value.items()}
     if isinstance(value, list):
         return [_shortened(item) for item in value]
     return short_path(value) if isinstance(value, str) else value
@@ -410,19 +376,18 @@ def _read_object(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     return {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
 
 
-# -- the text ------------------------------------------------------------------------------------
-
-
 def model_card(model: ModelFacts, run: RunFacts) -> str:
     """The whole text of README.md."""
     base = model.base or run.options.get("model-path")
     dataset = run.options.get("dataset-path") or run.options.get("dataset")
+    is_scored = (model.class_name or "").endswith(CLASSIFIER)
+    task = "image-text-to-text" if model.has_images else "text-generation"
     tags = ["stageline", model.model_type, "lora" if model.kind != "model" else None]
     data = ModelCardData(
         base_model=base,
         datasets=[dataset] if dataset else None,
         library_name="peft" if model.kind == "adapter" else "transformers",
-        pipeline_tag=_pipeline_tag(model),
+        pipeline_tag="text-classification" if is_scored else task,
         tags=[tag for tag in tags if tag],
     )
     sections = [
@@ -436,12 +401,6 @@ def model_card(model: ModelFacts, run: RunFacts) -> str:
     if names := ", ".join(f"{name} {value}" for name, value in versions.items()):
         sections.append(f"## Versions\n\nTrained with {names}.\n")
     return "\n".join(section for section in sections if section)
-
-
-def _pipeline_tag(model: ModelFacts) -> str:
-    if (model.class_name or "").endswith(CLASSIFIER):
-        return "text-classification"
-    return "image-text-to-text" if model.has_images else "text-generation"
 
 
 def _summary(model: ModelFacts, run: RunFacts, base: str | None) -> str:

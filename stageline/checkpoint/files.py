@@ -1,8 +1,8 @@
-"""Which files of a checkpoint folder hold which tensors; reads headers, never whole files."""
+"""Which files of a checkpoint folder hold which tensors, and reading and writing single files."""
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TypeGuard
 
@@ -14,18 +14,12 @@ from stageline import chaos
 from stageline.errors import CheckpointError, UserError
 from stageline.model_folder import read_json
 
-# -- names that a file of a checkpoint gives for others: they must stay in its folder. Pure paths -
-
 
 def inside(folder: Path, name: object, *, told_by: Path, is_plain: bool = False) -> Path:
-    """`folder / name`, if that lies in the folder, also when links are followed.
-
-    Args:
-        told_by: the file that names it, for the message.
-        is_plain: the name may have no folder in it.
+    """`folder / name`, as the file `told_by` names it; a plain name has no folder in it.
 
     Raises:
-        CheckpointError: it lies elsewhere.
+        CheckpointError: it lies elsewhere, also when links are followed.
     """
     if not _is_inner_name(name) or (is_plain and Path(name).name != name):
         what = "a plain file name" if is_plain else "a path below its folder"
@@ -38,11 +32,7 @@ def inside(folder: Path, name: object, *, told_by: Path, is_plain: bool = False)
 
 
 def refuse_outer_link(path: Path, folder: Path) -> None:
-    """Refuses a link that leads out of `folder`; links within a Hugging Face cache are its way.
-
-    Raises:
-        CheckpointError: it does.
-    """
+    """Refuses a link that leads out of `folder`; links within a Hugging Face cache are its way."""
     real, home = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     if real.is_relative_to(home):
         return
@@ -240,11 +230,7 @@ def _what_came(file: Path) -> str:
 
 
 def read_tensor(tensors: safe_open, name: str, file: Path) -> torch.Tensor:
-    """One tensor of an open file.
-
-    Raises:
-        CheckpointError: the file was cut short since it was opened, or cannot be read.
-    """
+    """One tensor of an open file, which may have been cut short since it was opened."""
     try:
         return tensors.get_tensor(name)
     except (SafetensorError, OSError) as error:
@@ -255,21 +241,13 @@ def read_tensor(tensors: safe_open, name: str, file: Path) -> torch.Tensor:
 
 
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """All tensors of one file, on the CPU; without a mapping.
-
-    Raises:
-        CheckpointError: the file is damaged, or something else.
-    """
+    """All tensors of one file, on the CPU; without a mapping."""
     with open_tensors(file) as tensors:
         return {name: read_tensor(tensors, name, file) for name in list(tensors.keys())}
 
 
 class LazyTensor:
-    """A tensor in a file, read when the library takes `[...]` of it, and only then.
-
-    Args:
-        taken: gets the name when the tensor is read.
-    """
+    """A tensor in a file, read when the library takes `[...]` of it; `taken` gets its name then."""
 
     def __init__(self, file: safe_open, path: Path, name: str, taken: set[str]) -> None:
         self.file = file
@@ -296,6 +274,30 @@ def list_names(names: list[str] | set[str], limit: int = 20) -> str:
     return ", ".join(ordered[:limit]) + more
 
 
+def other_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> str:
+    """A name for `misfits`, with the shape in the file and that in the model."""
+    return f"{name} (file {list(found)}, model {list(expected)})"
+
+
+def misfits(
+    missing: Collection[str],
+    unknown: Collection[str] = (),
+    wrong: Collection[str] = (),
+    *,
+    owner: str = "model",
+) -> str:
+    """What of a checkpoint does not fit a model or another `owner`, in words; "": all does."""
+    kinds = {
+        "names are missing": missing,
+        f"names belong to no {owner}": unknown,
+        "names have another shape": wrong,
+    }
+    told = [
+        f"{len(names)} {why}: {list_names(set(names))}" for why, names in kinds.items() if names
+    ]
+    return "; ".join(told)
+
+
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """Writes a safetensors file, with the rights that other new files of this process get."""
     chaos.point("file")
@@ -305,10 +307,5 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     path.chmod(0o666 & ~_UMASK)  # safetensors writes for the owner alone
 
 
-def _read_umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
-
-
-_UMASK = _read_umask()  # once: it is the whole process's while it is looked at
+_UMASK = os.umask(0o077)  # at import: it is the whole process's while it is looked at
+os.umask(_UMASK)

@@ -18,8 +18,6 @@ from stageline.modules.lora_layer import Pair, init_lora_layer, name_seed
 from stageline.modules.pass_through import DONE, PassThrough
 from stageline.stage import Stage
 
-# -- refuses weights that are inf or nan, before they are written and after they were read --------
-
 MOST_NAMED = 3
 
 

@@ -1,7 +1,7 @@
 """How a checkpoint folder comes to be: written aside, made durable, published by one rename.
 
 A folder with a manifest.json and without `.tmp-` in its name is whole. The manifest has size and
-sha256 of every file, and its own sha256. Knows neither models nor ranks.
+sha256 of every file, and its own sha256. Ranks that write one folder fail together or not at all.
 """
 
 import hashlib
@@ -9,7 +9,8 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -75,9 +76,7 @@ def publish(
 ) -> None:
     """Writes the manifest, makes all durable and gives the draft its name.
 
-    Args:
-        facts: what the manifest says besides the files.
-        known: relative path -> size and sha256 of files that others have hashed.
+    The manifest says `facts` too; `known` has size and sha256 of files that others have hashed.
     """
     refuse_existing(folder)
     files = dict(known)
@@ -129,15 +128,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             "is written last, so the checkpoint is incomplete. Use another one."
         ) from error
     if version != FORMAT_VERSION:
-        is_newer = isinstance(version, int) and version > FORMAT_VERSION
+        why = "an older Stageline wrote it, or it was changed:"
+        if isinstance(version, int) and version > FORMAT_VERSION:
+            why = f"a newer Stageline wrote it. Update Stageline to one that reads {version}, or"
         raise CheckpointError(
-            f"{path} has format version {version}, {FORMAT_VERSION} was expected: "
-            + (
-                "a newer Stageline wrote it. Update Stageline to one that reads version "
-                f"{version}, or use another checkpoint."
-                if is_newer
-                else "an older Stageline wrote it, or it was changed. Use another checkpoint."
-            )
+            f"{path} has format version {version}, {FORMAT_VERSION} was expected: {why} "
+            "use another checkpoint."
         )
     if manifest.get("sha256") != found:
         raise CheckpointError(
@@ -163,10 +159,13 @@ def verify(folder: Path) -> dict[str, Any]:
     """Compares every file with the manifest; returns the manifest.
 
     Raises:
-        CheckpointError: a file is missing, cut short, changed or was added.
+        CheckpointError: a file is missing, cut short, changed, or one that loaders read was added.
     """
     manifest = read_manifest(folder)
-    refuse_added(folder, manifest)
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if path.name.endswith(_LOADED_SUFFIXES) and name not in manifest["files"]:
+            raise _damaged(path, "is not in the manifest", "only files that were saved with it")
     check_files(folder, manifest)
     return manifest
 
@@ -174,10 +173,7 @@ def verify(folder: Path) -> dict[str, Any]:
 def check_files(
     folder: Path, manifest: Mapping[str, Any], names: Iterable[str] | None = None
 ) -> None:
-    """Compares size and sha256 of files with the manifest, sizes of all of them first.
-
-    Args:
-        names: as in the manifest; None: all. Several ranks may share them out.
+    """Compares size and sha256 of files with the manifest, sizes first; of all, or of `names`.
 
     Raises:
         CheckpointError: a file is missing, cut short, changed, outside, or not in the manifest.
@@ -205,10 +201,7 @@ def check_files(
 def check_read(paths: Iterable[Path]) -> None:
     """Compares files that were read with the manifest of their folder, or of the one above.
 
-    Folders of other programs have none; then this does nothing.
-
-    Raises:
-        CheckpointError: as `check_files`.
+    Folders of other programs have none; then this does nothing. Raises as `check_files`.
     """
     by_home: dict[Path, list[str]] = {}
     for path in paths:
@@ -230,18 +223,6 @@ def _is_ours(folder: Path) -> bool:
     return isinstance(content, dict) and "format_version" in content
 
 
-def refuse_added(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Refuses files that would be loaded though nobody saved them; others may lie there.
-
-    Raises:
-        CheckpointError: there is one.
-    """
-    for path in folder.rglob("*"):
-        name = path.relative_to(folder).as_posix()
-        if path.name.endswith(_LOADED_SUFFIXES) and name not in manifest["files"]:
-            raise _damaged(path, "is not in the manifest", "only files that were saved with it")
-
-
 def _damaged(path: Path, found: str, expected: str) -> CheckpointError:
     return CheckpointError(
         f"{path} {found}, expected {expected}: {MANIFEST} says so, hence something changed after "
@@ -249,12 +230,27 @@ def _damaged(path: Path, found: str, expected: str) -> CheckpointError:
     )
 
 
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A draft to write in, which is called `folder` at the end; an error leaves nothing behind.
+
+    Raises:
+        UserError: the folder exists.
+    """
+    refuse_existing(folder)
+    draft = folder.parent / draft_name(folder)
+    draft.mkdir(parents=True)
+    try:
+        yield draft
+        draft.rename(folder)
+    finally:
+        discard(draft)
+
+
 def discard(draft: Path) -> None:
     """Removes what was written of a checkpoint that cannot be finished."""
     shutil.rmtree(draft, ignore_errors=True)
 
-
-# -- ranks that write one folder: they gather plain values, and fail together or not at all -------
 
 Result = TypeVar("Result")
 
@@ -286,12 +282,9 @@ class Ranks:
     def together(self, function: Callable[[], Result], draft: Path | None = None) -> list[Result]:
         """Runs a part of the work on every rank; what each returned.
 
-        Args:
-            draft: a folder to remove if a rank fails; the message names it.
-
         Raises:
             UserError, StorageError, RuntimeError: a rank failed; every rank raises the same, and
-                the draft is removed.
+                the draft, if one is given, is removed.
         """
         result, error = None, None
         try:
@@ -310,12 +303,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class RemoteFailure:
-    """An error in words that travel to other ranks.
-
-    Attributes:
-        kind: name of the class that every rank raises.
-        space: what the disk had to say, if it was the disk.
-    """
+    """An error in words that travel to other ranks; `space` is what is left of a full disk."""
 
     kind: str
     text: str

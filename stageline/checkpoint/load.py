@@ -6,7 +6,7 @@ built, what this stage drops. Not here: adapters (`adapter.py`), random starts (
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -31,7 +31,9 @@ from stageline.checkpoint.files import (
     find_checkpoint,
     lazy_state,
     list_names,
+    misfits,
     open_tensors,
+    other_shape,
     read_tensor,
     weight_files,
 )
@@ -43,8 +45,6 @@ from stageline.model_folder import read_json
 from stageline.modules.lora import WRAPPED, is_lora_name, strip_lora, unwrapped
 from stageline.modules.pass_through import DONE
 from stageline.stage import Stage
-
-# -- silence while the library loads a stage ------------------------------------------------------
 
 
 @contextmanager
@@ -61,8 +61,6 @@ def quiet() -> Iterator[None]:
         if had_bars:
             transformers_logging.enable_progress_bar()
 
-
-# -- what may be cast while weights are read: floats of one width to another, and nothing else ----
 
 FLOATS = {
     "F64": torch.float64,
@@ -87,11 +85,7 @@ def _is_float(dtype: str) -> bool:
 
 
 def integer_weights(dtypes: dict[str, str], leaves: set[str]) -> list[str]:
-    """Tensors that are integers in the file and weights in the model, such as quantised ones.
-
-    Args:
-        leaves: last parts of the names of the model's parameters, such as `weight`.
-    """
+    """Tensors that are integers in the file, and weights by the last part of their names."""
     return [
         f"{name} ({dtype})"
         for name, dtype in dtypes.items()
@@ -128,7 +122,6 @@ def load_split_model(
     """Fills a stage model that lies on meta, in place.
 
     Args:
-        model: a stage model, with or without LoRA.
         checkpoint_path: a folder with safetensors (sharded or not), one such file, a folder saved
             with LoRA names in it, or an adapter folder, whose base is read then.
         device: tensors go straight there, one at a time.
@@ -152,7 +145,7 @@ def load_split_model(
         checkpoint = find_base(adapter)
     files = weight_files(checkpoint)
     dtypes = dtypes_of(files)
-    _refuse_integers(model, checkpoint, integer_weights(dtypes, _leaves(model)))
+    _refuse_integers(model, checkpoint, dtypes)
     key_map = model.get_key_map_without_last_lora()
     if adapter is not None:
         key_map = {name: strip_lora(there) for name, there in key_map.items()}
@@ -176,11 +169,9 @@ def load_split_model(
     model.loaded_from = None if start.merged else str(checkpoint.resolve())
 
 
-def _leaves(model: nn.Module) -> set[str]:
-    return {"weight", "bias"} | {name.rpartition(".")[2] for name, _ in model.named_parameters()}
-
-
-def _refuse_integers(model: Stage, checkpoint: Path, names: list[str]) -> None:
+def _refuse_integers(model: Stage, checkpoint: Path, dtypes: dict[str, str]) -> None:
+    leaves = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
+    names = integer_weights(dtypes, {"weight", "bias", *leaves})
     if names:
         raise CheckpointMismatch(
             f"{checkpoint} holds {len(names)} weights as integers: {list_names(names, 5)}; stage "
@@ -211,9 +202,6 @@ def _check_numbers(
         cure="Get these files anew, or start from another checkpoint.",
         place_of=place_of,
     )
-
-
-# -- through the library ---------------------------------------------------------------------
 
 
 def _read_by_library(
@@ -341,29 +329,23 @@ def _check_info(
         for name in info["unexpected_keys"]
         if is_unknown(name) and not name.startswith(getattr(model, "unused_names", ()))
     }
-    wrong = [
-        f"{name} (file {list(found)}, model {list(expected)})"
-        for name, found, expected in info["mismatched_keys"]
-    ]
+    wrong = [other_shape(*mismatch) for mismatch in info["mismatched_keys"]]
     _refuse(model, checkpoint, set(info["missing_keys"]) - model.keys_fresh, unknown, wrong)
 
 
 def _refuse(
-    model: Stage, checkpoint: Path, missing: set[str], unexpected: set[str], wrong: list[str]
+    model: Stage,
+    checkpoint: Path,
+    missing: Collection[str],
+    unknown: Collection[str] = (),
+    wrong: Collection[str] = (),
 ) -> None:
-    problems = []
-    if missing:
-        problems.append(f"{len(missing)} names are missing: {list_names(missing)}")
-    if unexpected:
-        problems.append(f"{len(unexpected)} names belong to no stage: {list_names(unexpected)}")
-    if wrong:
-        problems.append(f"{len(wrong)} shapes differ: {list_names(wrong)}")
-    if problems:
+    why = misfits(missing, unknown, wrong, owner="stage")
+    if why:
         raise CheckpointMismatch(
-            f"{checkpoint} does not fit stage {model.stage} of {model.num_stages}: "
-            f"{'; '.join(problems)}. Every weight of the stage was expected, with its shape, and "
-            "no others: nothing may start at random unseen. Check that `model_path` and "
-            "`config_path` belong together."
+            f"{checkpoint} does not fit stage {model.stage} of {model.num_stages}: {why}. Every "
+            "weight of the stage was expected, with its shape, and no others: nothing may start "
+            "at random unseen. Check that `model_path` and `config_path` belong together."
         )
 
 
@@ -373,7 +355,7 @@ def _take(
     """Moves the tensors of the loaded model into the stage, without a copy; ties stay."""
     values = loaded.state_dict(keep_vars=True)
     missing = {there for there in key_map.values() if there not in values}
-    _refuse(model, checkpoint, missing, set(), [])
+    _refuse(model, checkpoint, missing)
     for name, there in key_map.items():
         _put(model, name, values[there])
         if hasattr(values[there], DONE):
@@ -403,9 +385,6 @@ def _put(model: nn.Module, name: str, value: torch.Tensor) -> None:
     module._parameters[leaf] = value
 
 
-# -- by name ---------------------------------------------------------------------------------
-
-
 def _check_no_earlier_lora(key_map: dict[str, str], checkpoint: Path) -> None:
     earlier = {there for there in key_map.values() if is_lora_name(there)}
     if earlier:
@@ -429,39 +408,45 @@ def _read_by_names(
     """Reads names as they are: for a user's own modules and for files with LoRA names in them."""
     here = dict(model.state_dict(keep_vars=True))
     known = {strip_lora(name) for name in getattr(model, "parameter_order", [])}
-    unexpected = set()
+    unknown = set()
     if known or model.num_stages == 1:
-        owned = set(key_map.values())
-        buffers = {strip_lora(name) for name, _ in model.named_buffers()}
-        unexpected = {
-            name
-            for name in set(files) - owned
-            if not is_lora_name(name) and strip_lora(name) not in known | buffers
-        }
-    missing = {there for there in key_map.values() if there not in files}
+        known |= {strip_lora(name) for name, _ in model.named_buffers()}
+        others = {name for name in files.keys() - set(key_map.values()) if not is_lora_name(name)}
+        unknown = {name for name in others if strip_lora(name) not in known}
     tied = _tied_names(here)
-    missing = {
-        there for there in missing if not any(key_map.get(n) == there and n in tied for n in here)
-    }
-    _refuse(model, checkpoint, missing, unexpected, [])
+    read = {name: there for name, there in key_map.items() if there in files}
+    missing = {key_map[name] for name in key_map.keys() - read.keys() - tied.keys()}
+    _refuse(model, checkpoint, missing, unknown)
     wrong = []
-    by_file: dict[Path, list[tuple[str, str]]] = {}
-    for name, there in key_map.items():
-        if there in files:
-            by_file.setdefault(files[there], []).append((name, there))
-    for file, pairs in by_file.items():
+    for file in sorted({files[there] for there in read.values()}):
         with open_tensors(file, device) as tensors:
-            for name, there in pairs:
+            for name, there in read.items():
+                if files[there] != file:
+                    continue
                 value = read_tensor(tensors, there, file)
                 if value.shape != here[name].shape:
-                    found, expected = list(value.shape), list(here[name].shape)
-                    wrong.append(f"{there} (file {found}, model {expected})")
+                    wrong.append(other_shape(there, value.shape, here[name].shape))
                     continue
-                value = value.to(dtype) if value.is_floating_point() else value
-                _put(model, name, value)
-    model.keys_read = {there for there in key_map.values() if there in files}
-    _refuse(model, checkpoint, set(), set(), wrong)
-    _finish_by_names(model, here, tied, device=device, dtype=dtype, done=set(key_map))
+                _put(model, name, value.to(dtype) if value.is_floating_point() else value)
+    model.keys_read = set(read.values())
+    _refuse(model, checkpoint, (), (), wrong)
+    for name, source in tied.items():
+        _put(model, name, model.get_parameter(source))
+    if model.whole is not None:
+        materialise(model, device=device, dtype=dtype, casts_others=False)
+        _fill_buffers(model, done=set(key_map), device=device)
+
+
+def _fill_buffers(model: Stage, *, done: set[str], device: torch.device) -> None:
+    """Fills the buffers that no checkpoint has, as the library's own start does."""
+    tensors = [tensor for name, tensor in model.state_dict(keep_vars=True).items() if name in done]
+    for tensor in tensors:
+        setattr(tensor, DONE, True)
+    with unwrapped(model):
+        run_init(model, seed=0, device=device)
+    for tensor in tensors:
+        if hasattr(tensor, DONE):
+            delattr(tensor, DONE)
 
 
 def _tied_names(here: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -472,29 +457,3 @@ def _tied_names(here: dict[str, torch.Tensor]) -> dict[str, str]:
         if first.setdefault(id(tensor), name) != name:
             tied[name] = first[id(tensor)]
     return tied
-
-
-def _finish_by_names(
-    model: Stage,
-    here: dict[str, torch.Tensor],
-    tied: dict[str, str],
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    done: set[str],
-) -> None:
-    """Ties again what was tied, and fills the buffers that no checkpoint has."""
-    for name, source in tied.items():
-        _put(model, name, model.get_parameter(source))
-    if model.whole is None:
-        return
-    materialise(model, device=device, dtype=dtype, casts_others=False)
-    tensors = dict(model.state_dict(keep_vars=True))
-    marked = [tensors[name] for name in done if name in tensors]
-    for tensor in marked:
-        setattr(tensor, DONE, True)
-    with unwrapped(model):
-        run_init(model, seed=0, device=device)
-    for tensor in marked:
-        if hasattr(tensor, DONE):
-            delattr(tensor, DONE)

@@ -160,7 +160,7 @@ def _group_extras(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]
     return extras
 
 
-# -- gives an optimizer back what a checkpoint knows of each parameter, however the model is cut now
+# Gives an optimizer back what a checkpoint knows of each parameter, however the model is cut now.
 # Values are found by the parameter's name. Rows of parameters that were shared out are put
 # together, or cut anew, as this run needs them.
 
@@ -214,7 +214,7 @@ class SavedState:
             raise CheckpointError(
                 f"the state in {self.folder} {' and '.join(problems)}; the same parameters were "
                 "expected: a moment without its weight is worth nothing. Resume with the model, "
-                "--frozen-* and --*-lora-num of that run."
+                "the frozen parts and the LoRA of that run."
             )
 
     @torch.no_grad()

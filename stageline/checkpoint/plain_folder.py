@@ -1,15 +1,16 @@
-"""A plain Hugging Face folder of whatever a model may be given as, for engines that read no other.
+"""Exports a checkpoint as a plain Hugging Face folder, proved to compute what the checkpoint does.
 
-A plain folder is handed on as it is. Of a training checkpoint, an adapter, or a model with adapters
-one is exported, once: it lies in a cache under a name made from the content.
+For engines that read no other folder one is exported once, of a training checkpoint, an adapter, or
+a model with adapters: it lies in a cache under a name made from the content.
 """
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -64,10 +65,6 @@ from stageline.model_folder import load_config
 from stageline.modules.lora import merge_lora
 from stageline.stage import Stage
 
-# -- proves that an exported folder computes what the checkpoint does ------------------------------
-# The checkpoint's side is its stages, as training runs them; they come from a function, as nothing
-# here knows an architecture. Without one, it is plain transformers.
-
 # a checkpoint's folder -> its stages in float32 on the CPU, or why there are none
 StageMaker = Callable[[Path], Sequence[Stage] | str]
 # largest difference of a logit allowed, as a share of the largest; both sides are computed in
@@ -90,7 +87,6 @@ class ExportVerdict:
     Attributes:
         reference: what it was compared with, in words.
         difference: largest difference of a logit, as a share of the largest.
-        tolerance: how much was allowed.
         probes: what was tried: text, image.
         notes: what was not compared, and why.
     """
@@ -139,8 +135,9 @@ def check_export(
     """Compares logits and greedy tokens of a checkpoint and of what was exported of it.
 
     Args:
-        adapters: what was added to it.
         rounded_to: a half type that weights were rounded to; None: no weight was.
+        make_stages: makes the stages of the checkpoint; None: it answers in plain transformers.
+        adapters: what was added to the checkpoint.
 
     Raises:
         ExportError: they differ by more than the tolerance.
@@ -158,22 +155,22 @@ def check_export(
     tolerance = TOLERANCE[rounded_to or COMPUTE]
     worst = 0.0
     for name, inputs in probes.items():
-        found = compare_answers(expected[name], answer_of_model(model, inputs), tolerance=tolerance)
-        if not found.difference <= tolerance:  # also when it is NaN
+        answer = answer_of_model(model, inputs)
+        difference, wrong_rows = compare_answers(expected[name], answer, tolerance=tolerance)
+        if not difference <= tolerance:  # also when it is NaN
             raise ExportError(
-                f"the exported model's logits differ from the checkpoint's by "
-                f"{found.difference:.2e} of the largest ({name}, compared with {reference}), at "
-                f"most {tolerance} was expected: what was written is not the same model. Nothing "
-                "was kept; export with `dtype` float32, and report this."
+                f"the exported model's logits differ from the checkpoint's by {difference:.2e} of "
+                f"the largest ({name}, compared with {reference}), at most {tolerance} was "
+                "expected: what was written is not the same model. Nothing was kept; export with "
+                "`dtype` float32, and report this."
             )
-        if found.wrong_tokens:
+        if wrong_rows:
             raise ExportError(
-                f"the exported model generates other tokens than the checkpoint in "
-                f"{found.wrong_tokens} rows ({name}, compared with {reference}), though its "
-                "logits agree: the same were expected, as nothing else decides about them. "
-                "Nothing was kept; report this."
+                f"the exported model generates other tokens than the checkpoint in {wrong_rows} "
+                f"rows ({name}, compared with {reference}), though its logits agree: the same were "
+                "expected, as nothing else decides about them. Nothing was kept; report this."
             )
-        worst = max(worst, found.difference)
+        worst = max(worst, difference)
     return ExportVerdict(reference, worst, tolerance, tuple(probes), tuple(notes))
 
 
@@ -209,24 +206,13 @@ def _load_exported(folder: Path, *, trust_remote_code: bool) -> PreTrainedModel:
     return load_plain(folder, dtype=COMPUTE, trust_remote_code=trust_remote_code)
 
 
-# -- makes one plain Hugging Face folder of a checkpoint: a whole model, or an adapter for `peft` -
-# Works in host memory with the whole model, on one process. The new folder is written aside,
-# compared with the checkpoint, and gets its name when all is there. Not here: saving during a run.
-
 MAX_SHARD_BYTES = 5_000_000_000
 HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was exported.
-
-    Attributes:
-        folder: the new folder.
-        is_adapter: an adapter, whose base is elsewhere.
-        verdict: of the comparison with the checkpoint; None: not compared.
-        notes: what a person should know.
-    """
+    """What was exported; `verdict` is None where it was not compared with the checkpoint."""
 
     folder: Path
     is_adapter: bool
@@ -238,109 +224,99 @@ def export_folder(
     source: str | Path,
     target: str | Path,
     *,
-    merge: bool = False,
-    adapters: Adapters | None = None,
-    dtype: torch.dtype | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
     verifies: bool = True,
     overwrites: bool = False,
     make_stages: StageMaker | None = None,
-    trust_remote_code: bool = False,
+    **options: Any,
 ) -> ExportReport:
-    """Exports a checkpoint folder.
+    """Exports a checkpoint folder, on one process that holds the whole model.
 
     Args:
         source: a folder that a run saved, or any Hugging Face model or adapter folder.
-        target: a new folder.
-        merge: adds an adapter to its base; the result is a whole model.
-        adapters: are added to `source`, a whole model, one after the other.
-        dtype: of the weights in the new folder; None: as they are.
+        target: a new folder; it gets its name when all is there and was compared.
         verifies: loads the result in plain transformers and compares logits and greedy tokens;
             left out, with a note, where the host's memory is too small for it.
         overwrites: a model folder that is there is replaced at the end.
         make_stages: makes the stages that the result is compared with; None: plain transformers.
+        options: see `Export`.
 
     Raises:
         UserError: the source is not whole, or the target exists.
         StorageError: the new folder could not be written.
         ExportError: the result computes something else.
     """
-    source = find_source(source)
-    target = Path(target).expanduser().absolute()
-    check_target(source, target, overwrites=overwrites)
-    if (source / MANIFEST).exists():
-        verify(source)
-    is_adapter = (source / ADAPTER_CONFIG).exists()
-    _check_kinds(source, is_adapter, merge=merge, adapters=adapters)
-    export = _Export(
-        source,
-        target,
-        base=find_base(source) if merge else None,
-        keeps_adapter=is_adapter and not merge,
-        adapters=adapters,
-        dtype=dtype,
-        max_shard_bytes=max_shard_bytes,
-        trust_remote_code=trust_remote_code,
-    )
-    why_not = lacks_memory(source, trust_remote_code=trust_remote_code) if verifies else None
-    checks = verifies and why_not is None
-    verdict = export.run(checks=checks, make_stages=make_stages)
+    export = Export(find_source(source), Path(target).expanduser().absolute(), **options)
+    check_target(export.source, export.target, overwrites=overwrites)
+    if (export.source / MANIFEST).exists():
+        verify(export.source)
+    export.check_kinds()
+    why_not = None
+    if verifies:
+        why_not = lacks_memory(export.source, trust_remote_code=export.trust_remote_code)
+    verdict = export.run(checks=verifies and why_not is None, make_stages=make_stages)
     notes = [f"not compared: {why_not}"] if why_not else []
     notes += verdict.notes if verdict else ()
-    notes += _notes_on_base(source) if merge else []
-    return ExportReport(target, export.keeps_adapter, verdict, tuple(notes))
-
-
-def _check_kinds(source: Path, is_adapter: bool, *, merge: bool, adapters: Adapters | None) -> None:
-    """Refuses to merge nothing, and adapters on an adapter."""
-    if merge and not is_adapter:
-        raise UserError(
-            f"`merge` came with {source}, an adapter folder was expected: there is nothing to "
-            "merge in a whole model. Leave `merge` out."
+    kind = read_run_facts(export.source).options.get("quantization") if export.merge else None
+    if kind:
+        notes.append(
+            f"the adapter was trained above a base kept as {kind} and is added to the base's own "
+            "weights, which the few bits had rounded: answers are near those of training"
         )
-    if adapters is not None and is_adapter:
-        raise UserError(
-            f"`adapter_path` came with {source}, which is an adapter itself; the base of the "
-            "adapters was expected as `model_path`. Name all adapters in `adapter_path`."
-        )
-
-
-def _notes_on_base(source: Path) -> list[str]:
-    kind = read_run_facts(source).options.get("quantization")
-    if not kind:
-        return []
-    return [
-        f"the adapter was trained above a base kept as {kind} and is added to the base's own "
-        "weights, which the few bits had rounded: answers are near those of training"
-    ]
+    return ExportReport(export.target, export.keeps_adapter, verdict, tuple(notes))
 
 
 @dataclass(frozen=True)
-class _Export:
+class Export:
     """One source and what is to become of it.
 
     Attributes:
-        base: the model that the source, an adapter, is added to.
-        adapters: what is added to the source, a model; None: nothing.
+        merge: adds the source, an adapter, to its base; the result is a whole model.
+        adapters: are added to the source, a whole model, one after the other.
+        dtype: of the weights in the new folder; None: as they are.
     """
 
     source: Path
     target: Path
-    base: Path | None
-    keeps_adapter: bool
-    adapters: Adapters | None
-    dtype: torch.dtype | None
-    max_shard_bytes: int
-    trust_remote_code: bool
+    merge: bool = False
+    adapters: Adapters | None = None
+    dtype: torch.dtype | None = None
+    max_shard_bytes: int = MAX_SHARD_BYTES
+    trust_remote_code: bool = False
+
+    @functools.cached_property
+    def base(self) -> Path | None:
+        """The model that the source, an adapter, is added to."""
+        return find_base(self.source) if self.merge else None
+
+    @property
+    def is_adapter(self) -> bool:
+        return (self.source / ADAPTER_CONFIG).exists()
+
+    @property
+    def keeps_adapter(self) -> bool:
+        return self.is_adapter and not self.merge
 
     @property
     def is_sum(self) -> bool:
         """Whether weights are written that no file holds."""
-        return self.base is not None or self.adapters is not None
+        return self.merge or self.adapters is not None
 
     @property
     def model_folder(self) -> Path:
         return self.base or self.source
+
+    def check_kinds(self) -> None:
+        """Refuses to merge nothing, and adapters on an adapter."""
+        if self.merge and not self.is_adapter:
+            raise UserError(
+                f"`merge` came with {self.source}, an adapter folder was expected: there is "
+                "nothing to merge in a whole model. Leave `merge` out."
+            )
+        if self.adapters is not None and self.is_adapter:
+            raise UserError(
+                f"`adapter_path` came with {self.source}, which is an adapter itself; the base of "
+                "the adapters was expected as `model_path`. Name all adapters in `adapter_path`."
+            )
 
     def run(self, *, checks: bool, make_stages: StageMaker | None) -> ExportVerdict | None:
         """Writes, compares and publishes; whatever goes wrong, the target is as it was."""
@@ -412,18 +388,18 @@ class _Export:
     def write_card(self, draft: Path) -> None:
         """The model card, with what is known of the run around the source."""
         run = read_run_facts(self.source)
-        is_adapter = (self.source / ADAPTER_CONFIG).exists()
-        is_merged = is_adapter or self.adapters is not None
-        kind: Kind = "adapter" if self.keeps_adapter else "merged" if is_merged else "model"
+        kind: Kind = "adapter" if self.keeps_adapter else "merged" if self.is_sum else "model"
         try:
             config = read_config_of_base(self.source, trust_remote_code=self.trust_remote_code)
         except UserError:
             if not self.keeps_adapter:
                 raise
             config = None  # an adapter whose base is elsewhere
-        base = named_base(self.source) if is_adapter else str(self.source) if is_merged else None
+        base = str(self.source) if self.adapters is not None else None
+        if self.is_adapter:  # wherever that is
+            base = read_adapter_config(self.source).get("base_model_name_or_path") or None
         facts = ModelFacts.of(config, name=self.target.name, kind=kind, base=base)
-        if is_adapter and is_scored(self.source):  # its base may be a language model
+        if self.is_adapter and is_scored(self.source):  # its base may be a language model
             facts = replace(facts, class_name=f"AutoModel{CLASSIFIER}")
         write_card(model_card(facts, run), run.curve, draft)
         open_to_readers(draft)
@@ -440,14 +416,6 @@ class _Export:
         return next((half for half in HALVES if half in written), None)
 
 
-def named_base(folder: Path) -> str | None:
-    """What an adapter folder calls its base, wherever that is."""
-    name = read_adapter_config(folder).get("base_model_name_or_path")
-    return str(name) if name else None
-
-
-# -- the folder of a model for engines that read no other, exported where there is none yet --------
-
 _KEY_LENGTH = 16
 # what changes no answer
 _LEFT_OUT = (".md", ".log")
@@ -462,16 +430,13 @@ def plain_folder(
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
 ) -> Path:
-    """The folder, exported first where it isn't a plain one.
+    """The folder of a model for engines that read no other, exported first where it isn't plain.
 
     Args:
         source: a model folder, an adapter folder, or a checkpoint that a run saved.
         cache: folder of the exported folders.
         adapter_paths, adapter_weights: LoRA adapters that are merged into it.
         dtype: of an exported folder's weights; None: as they are.
-
-    Raises:
-        UserError: as `export_folder`; among others a source that isn't whole.
     """
     folder = find_source(source)
     is_adapter = (folder / ADAPTER_CONFIG).exists()

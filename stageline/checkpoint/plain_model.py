@@ -1,6 +1,9 @@
 """A folder in plain transformers, as a user of an exported model has it: loaded, and tried.
 
-What a model is tried with, and how two answers are compared, serves stages as well.
+One process holds the whole model. It and the stages of training, chained in one process, answer the
+same probes: logits and a few greedy tokens, on the CPU.
+
+Shapes: B rows, T tokens, N new tokens, V vocabulary.
 """
 
 import warnings
@@ -24,7 +27,9 @@ from stageline.checkpoint.files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
     list_names,
+    misfits,
     open_tensors,
+    other_shape,
     weight_files,
 )
 from stageline.checkpoint.layout import check_read
@@ -34,8 +39,6 @@ from stageline.data.text.processor import get_image_processor, get_pad_token_id,
 from stageline.errors import CheckpointError, UserError
 from stageline.model_folder import load_config, read_json, special_tokens
 from stageline.stage import Stage
-
-# -- kinds of models by the names of the library's classes, and what `peft` calls them ------------
 
 CLASSIFIER = "ForSequenceClassification"  # with one label: a reward model
 SCORED = "SEQ_CLS"
@@ -52,16 +55,8 @@ def is_scored(adapter: Path) -> bool:
     return read_json(adapter / ADAPTER_CONFIG).get("task_type") == SCORED
 
 
-# -- loads a whole model by the library's `from_pretrained`, which alone would start at random unse
-# For inference and export, where one process holds all of it; a stage is filled by `load.py`.
-
-
 def check_weights(folder: Path) -> None:
-    """Looks at every weight file of a model folder before the library maps it.
-
-    Raises:
-        CheckpointError: a file is missing, damaged, a pickle, or differs from our manifest.
-    """
+    """Looks at every weight file of a model folder before the library maps it."""
     check_read(set(weight_files(folder).values()))
 
 
@@ -75,7 +70,7 @@ def load_whole(
     is_changed: bool = False,
     **options: object,
 ) -> PreTrainedModel:
-    """A whole model with every weight from the folder.
+    """A whole model with every weight from the folder, none of them at random.
 
     Args:
         auto_class: an Auto class or a model class of the library.
@@ -109,19 +104,10 @@ def load_whole(
     lacking = {
         name for name in info["missing_keys"] if may_lack is None or not name.startswith(may_lack)
     }
-    if lacking:
-        names = list_names(lacking)
-        raise _does_not_fit(folder, f"{len(lacking)} weights are missing: {names}")
-    wrong = [
-        f"{name} (file {list(found)}, model {list(expected)})"
-        for name, found, expected in info["mismatched_keys"]
-    ]
-    if wrong:
-        raise _does_not_fit(folder, f"{len(wrong)} shapes differ: {list_names(wrong)}")
-    unknown = info["unexpected_keys"]
-    if is_strict and unknown:
-        names = list_names(set(unknown))
-        raise _does_not_fit(folder, f"{len(unknown)} weights have no place in the model: {names}")
+    wrong = [other_shape(*mismatch) for mismatch in info["mismatched_keys"]]
+    why = misfits(lacking, info["unexpected_keys"] if is_strict else (), wrong)
+    if why:
+        raise _does_not_fit(folder, why)
     return model
 
 
@@ -145,10 +131,6 @@ def load_plain(
     Args:
         dtype: to load in; None: as the folder has it.
         config_from: the folder whose configuration counts, if not this one's.
-
-    Raises:
-        CheckpointError: names in the folder are not those of the model: transformers would start
-            some weights at random, or drop some.
     """
     if (folder / ADAPTER_CONFIG).exists():
         base = load_base(folder, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -159,11 +141,8 @@ def load_plain(
     if named is None:
         options["trust_remote_code"] = trust_remote_code
     model_class: Any = named or transformers.AutoModelForCausalLM
-    is_changed = config_from not in (None, folder)
-    model = load_whole(
-        model_class, folder, config, is_strict=True, is_changed=is_changed, **options
-    )
-    return model.eval()
+    options["is_changed"] = config_from not in (None, folder)
+    return load_whole(model_class, folder, config, is_strict=True, **options).eval()
 
 
 def load_base(
@@ -172,8 +151,7 @@ def load_base(
     """The model that an adapter is put on; of a reward model's adapter one that scores."""
     folder, own = find_base(adapter), config_folder(adapter)
     config = load_config(folder, trust_remote_code=trust_remote_code)
-    is_base_scored = (config.architectures or [""])[0].endswith(CLASSIFIER)
-    if not is_scored(adapter) or is_base_scored:
+    if not is_scored(adapter) or (config.architectures or [""])[0].endswith(CLASSIFIER):
         code = trust_remote_code
         return load_plain(folder, dtype=dtype, trust_remote_code=code, config_from=own)
     return load_whole(
@@ -224,11 +202,6 @@ def weight_sizes(folder: Path) -> tuple[int, int]:
     return count, num_bytes
 
 
-# -- inputs that an export is tried with ----------------------------------------------------------
-# Random token ids, and a random image where there can be one.
-#
-# Shapes: B rows, T tokens.
-
 Inputs = dict[str, torch.Tensor]
 ROWS, TOKENS = 2, 12
 IMAGE_SIZE = 112
@@ -248,7 +221,7 @@ def make_probes(
         folder: where the processor lies, if there is one.
         new_ids: of tokens whose rows the model got in training.
     """
-    probes = {"text": text_probe(config, new_ids)}
+    probes = {"text": _text_probe(config, new_ids)}
     if getattr(config, "vision_config", None) is None:
         return probes, None
     try:
@@ -262,7 +235,7 @@ def make_probes(
     return probes, None
 
 
-def text_probe(config: PretrainedConfig, new_ids: Sequence[int] = ()) -> Inputs:
+def _text_probe(config: PretrainedConfig, new_ids: Sequence[int]) -> Inputs:
     """Fixed random ids [B, T] that stand for nothing special; the first row begins with new ids."""
     text = config.get_text_config(decoder=True)
     special = special_tokens(config)
@@ -296,12 +269,6 @@ def _image_probe(config: PretrainedConfig, processor: Any) -> Inputs:
     return batch
 
 
-# -- what a model answers to a probe, on the CPU: logits and a few greedy tokens ------------------
-# Computed twice for an export and compared: by the stages of training, chained in one process, and
-# by the exported folder in plain transformers.
-#
-# Shapes: B rows, T tokens, N new tokens, V vocabulary.
-
 NEW_TOKENS = 6
 _TYPES = ("mm_token_type_ids", "token_type_ids")
 
@@ -312,26 +279,13 @@ class Answer:
 
     Attributes:
         logits: [B, T, V] in float32; of a reward model [B, 1], the rewards.
-        tokens: [B, N] greedy ones; None: the model does not generate.
+        tokens: [B, N]; None: the model does not generate.
         steps: [B, N, V], the logits that the tokens were chosen by; None: not kept.
     """
 
     logits: torch.Tensor
     tokens: torch.Tensor | None
     steps: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class AnswerComparison:
-    """How far two answers are apart.
-
-    Attributes:
-        difference: largest difference of a logit, as a share of the largest logit.
-        wrong_tokens: greedy tokens that differ, and by more than the tolerance explains.
-    """
-
-    difference: float
-    wrong_tokens: int
 
 
 @torch.no_grad()
@@ -346,8 +300,7 @@ def answer_of_stages(stages: Sequence[Stage], inputs: Inputs) -> Answer:
 def answer_of_model(model: PreTrainedModel, inputs: Inputs, *, steps: bool = False) -> Answer:
     """Runs a model of transformers.
 
-    Args:
-        steps: chooses tokens one by one without the library's `generate`, and keeps their logits.
+    With `steps` tokens are chosen one by one, without its `generate`, and their logits are kept.
     """
 
     def run(grown: Inputs) -> torch.Tensor:
@@ -364,8 +317,13 @@ def answer_of_model(model: PreTrainedModel, inputs: Inputs, *, steps: bool = Fal
     return Answer(run(inputs), _generate(model, inputs) if can_generate else None)
 
 
-def compare_answers(expected: Answer, found: Answer, *, tolerance: float) -> AnswerComparison:
-    """Compares logits and tokens; a choice between two equally likely tokens is free."""
+def compare_answers(expected: Answer, found: Answer, *, tolerance: float) -> tuple[float, int]:
+    """Compares logits and tokens; a choice between two equally likely tokens is free.
+
+    Returns:
+        The largest difference of a logit, as a share of the largest logit, and the number of rows
+        with other tokens than the tolerance explains.
+    """
     largest = expected.logits.abs().max()
     difference = ((found.logits - expected.logits).abs().max() / largest).item()
     wrong = 0
@@ -378,7 +336,7 @@ def compare_answers(expected: Answer, found: Answer, *, tolerance: float) -> Ans
             scores = expected.steps[row, first]
             gap = (scores[own[first]] - scores[other[first]]).item()
             wrong += not gap <= 2 * tolerance * largest.item()
-    return AnswerComparison(difference, wrong)
+    return difference, wrong
 
 
 def _chain(stages: Sequence[Stage], inputs: Inputs) -> torch.Tensor:

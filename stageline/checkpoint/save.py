@@ -58,8 +58,6 @@ from stageline.modules.new_rows import is_row_name
 from stageline.modules.stage_names import StageNames, check_names, names_of_stage
 from stageline.stage import Stage
 
-# -- the adapters of a stage ---------------------------------------------------------------------
-
 SUM = -1  # stands for all levels as one adapter
 KINDS = ("use_dora", "use_rslora")
 
@@ -289,8 +287,6 @@ def _outermost(modules: list[str]) -> list[str]:
     ]
 
 
-# -- saving the stages of all ranks --------------------------------------------------------------
-
 MAX_SHARD_BYTES = 5_000_000_000
 BASE_FOLDER = "base"
 Files = dict[str, dict]  # path below the folder -> size and sha256
@@ -505,8 +501,6 @@ class WeightSaver:
             for stage in stages
         ]
 
-    # -- a model folder --------------------------------------------------------------------
-
     def _full(self, *, copies: HostCopies | None) -> dict[int, Shard]:
         states = {}
         for stage, names in zip(self.stages, self._claimed_names, strict=True):
@@ -548,8 +542,6 @@ class WeightSaver:
             (folder / name).relative_to(draft).as_posix(): facts
             for name, (facts, _) in written.items()
         }
-
-    # -- an adapter folder -----------------------------------------------------------------
 
     def _write_adapter(self, share: WeightShare, draft: Path, base: str) -> None:
         told = self.ranks.together(

@@ -30,8 +30,6 @@ from stageline.modules.lora_layer import restored_weight
 from stageline.modules.new_rows import fold_rows, is_row_name
 from stageline.stage import Stage
 
-# -- copies on the host of what training goes on to change, in the same memory at each save -------
-
 
 class HostCopies:
     """Keeps a place on the host for each tensor that is saved.
@@ -52,8 +50,6 @@ class HostCopies:
             self._places[name] = place
         return place.copy_(tensor.detach())
 
-
-# -- weights of sharded stages, put together on the host for as long as they are saved -------------
 
 Place = tuple[nn.Module, str]  # a module and the name of its parameter
 
@@ -116,8 +112,6 @@ def _put(parameters: dict[Place, nn.Parameter]) -> None:
     for (module, name), parameter in parameters.items():
         module._parameters[name] = parameter
 
-
-# -- a stage's share -----------------------------------------------------------------------------
 
 Shard = dict[str, torch.Tensor]
 WEIGHTS = "weights"

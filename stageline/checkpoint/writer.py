@@ -41,7 +41,7 @@ from stageline.errors import CheckpointError, UserError, spelled
 from stageline.progress import doing
 from stageline.stage import Stage
 
-# -- the checkpoints of a run: the newest one that is whole, and which ones stay ------------------
+# The checkpoints of a run: the newest one that is whole, and which ones stay.
 # Nothing is deleted under its own name: a folder that is called step-... is whole at any time.
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -155,9 +155,6 @@ def remove_checkpoint(folder: Path) -> None:
     with contextlib.suppress(OSError):  # somebody else may have removed it
         os.rename(folder, gone)
     discard(gone)
-
-
-# -- writing them --------------------------------------------------------------------------------
 
 
 class CheckpointWriter:

@@ -246,12 +246,10 @@ class MegatronCorpus(MappedSegments):
         self.header = self._make_header(num_documents)
 
     def bounds(self, index: int) -> tuple[int, int]:
-        """Where a segment's tokens begin and end, in tokens from the start of the `.bin`."""
         start = self._pointers[index] // self._ids.itemsize
         return start, start + self._lengths[index]
 
     def lengths(self, start: int = 0, stop: int | None = None) -> numpy.ndarray:
-        """int64 number of tokens of segments start to stop."""
         stop = self._len if stop is None else stop
         return numpy.array(self._lengths[start:stop], dtype=numpy.int64)
 
@@ -294,7 +292,6 @@ class MegatronCorpus(MappedSegments):
             bin_sha256="",
             edges_sha256=edges_digest(path_of(self.prefix, ".bin")),
             arrays_sha256="",
-            made_by="megatron-core",
         )
 
 
@@ -365,11 +362,21 @@ class Corpus(MappedSegments):
         index = map_file(index_path)
         self.header, arrays = decode_header(index, index_path)
         self._len = self.header.num_segments
-        _check_index(index_path, len(index), arrays + 8 * (self._len + 1) + self._len)
         flags = arrays + 8 * (self._len + 1)
+        if len(index) != flags + self._len:
+            raise DataError(
+                f"{index_path} has {len(index):,} bytes; its header announces"
+                f" {flags + self._len:,}: the file was cut or added to. Copy it again, or write"
+                " the corpus anew."
+            )
         self._offsets = index[arrays:flags].cast("Q")
         self._flags = index[flags:]
-        _check_offsets(index_path, self._offsets, self.header)
+        ends, num_tokens = (self._offsets[0], self._offsets[-1]), self.header.num_tokens
+        if ends != (0, num_tokens):
+            raise DataError(
+                f"The offsets of {index_path} go from {ends[0]:,} to {ends[1]:,}; its header says"
+                f" from 0 to {num_tokens:,}: the file is damaged. Copy it again."
+            )
         self._bin = map_file(path_of(self.prefix, ".bin"))
         _check_tokens(path_of(self.prefix, ".bin"), self.header)
         # a plain array over the map: its slices cost half of numpy.memmap's
@@ -389,11 +396,9 @@ class Corpus(MappedSegments):
         return self.header.tokenizer
 
     def bounds(self, index: int) -> tuple[int, int]:
-        """Where a segment's tokens begin and end, in tokens from the start of the `.bin`."""
         return self._offsets[index], self._offsets[index + 1]
 
     def lengths(self, start: int = 0, stop: int | None = None) -> numpy.ndarray:
-        """int64 number of tokens of segments start to stop."""
         stop = self._len if stop is None else stop
         return numpy.diff(self.offsets(start, stop)).astype(numpy.int64)
 
@@ -419,22 +424,6 @@ def open_corpus(path_prefix: str | Path) -> MappedSegments:
     """
     start = map_file(path_of(path_prefix, ".idx"))[: len(MEGATRON_MAGIC)]
     return (MegatronCorpus if start == MEGATRON_MAGIC else Corpus)(path_prefix)
-
-
-def _check_index(path: Path, found: int, expected: int) -> None:
-    if found != expected:
-        raise DataError(
-            f"{path} has {found:,} bytes; its header announces {expected:,}: the file was cut or"
-            " added to. Copy it again, or write the corpus anew."
-        )
-
-
-def _check_offsets(path: Path, offsets: memoryview, header: CorpusHeader) -> None:
-    if (offsets[0], offsets[-1]) != (0, header.num_tokens):
-        raise DataError(
-            f"The offsets of {path} go from {offsets[0]:,} to {offsets[-1]:,}; its header says from"
-            f" 0 to {header.num_tokens:,}: the file is damaged. Copy it again."
-        )
 
 
 def _check_tokens(path: Path, header: CorpusHeader) -> None:

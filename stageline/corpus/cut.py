@@ -6,9 +6,9 @@ bytes of a character, so each piece decodes to text.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 
@@ -31,7 +31,7 @@ _LEVELS = (
 
 @dataclass(frozen=True)
 class CutCounts:
-    """What became of some documents; counts of several batches can be added.
+    """What became of some documents.
 
     Attributes:
         num_documents: documents that gave segments; with the empty and the bad ones all that came.
@@ -58,17 +58,11 @@ class CutCounts:
         return CutCounts(*(mine + its for mine, its in pairs))
 
 
-@dataclass(frozen=True)
-class DocumentCut:
-    """What became of a document.
-
-    Attributes:
-        lengths: int64, tokens of each piece, BOS and EOS not counted.
-        num_cut_sentences: sentences that were longer than a segment and had to be cut.
-    """
+class DocumentCut(NamedTuple):
+    """The pieces of a document: tokens of each (int64), BOS and EOS not counted."""
 
     lengths: numpy.ndarray
-    num_cut_sentences: int
+    num_cut_sentences: int  # that were longer than a segment
 
 
 class DocumentCutter:
@@ -198,11 +192,7 @@ def _check_rules(encoder: Encoder, splitter: Any | None, rules: CutRules) -> Non
             f"Segments of {rules.seq_length} tokens have no room for text beside BOS and EOS: "
             "raise `seq_length`."
         )
-    if rules.splits_sentences and splitter is None:
-        raise UserError(
-            "Documents are to be cut between sentences, but there is no splitter: choose a "
-            "language, or switch the splitting into sentences off."
-        )
+    assert splitter is not None or not rules.splits_sentences
 
 
 @dataclass(frozen=True)
@@ -242,11 +232,9 @@ def cut_document(
     a comma or another sign), a clause too long as its words, a word too long as its tokens.
 
     Args:
-        text: the document.
-        ids: its tokens, without BOS and EOS.
+        ids: the tokens of the text, without BOS and EOS.
         byte_ends: bytes of text up to the end of each token.
         splitter: None: cut between any two tokens.
-        rules: the longest segment, and how the pieces are made.
         num_first, num_last: 1 where BOS will stand before the first and EOS behind the last piece.
 
     Raises:
@@ -263,16 +251,10 @@ def cut_document(
             ends = _finer(document, ends, extra, rules.seq_length)
     lengths = _lengths(ends, extra)
     if lengths.max() > rules.seq_length:
-        raise _character_too_long(document, ends, lengths, extra, rules.seq_length)
-    chosen = _policy(rules.pieces)(lengths, rules.seq_length)
+        raise _character_too_long(document, ends, lengths, rules.seq_length)
+    choose = {"even": even, "greedy": fewest}[rules.pieces]
+    chosen = choose(lengths, rules.seq_length)
     return DocumentCut(numpy.diff(ends[chosen - 1], prepend=0), num_cut)
-
-
-def _policy(pieces: str) -> Callable[[numpy.ndarray, int], numpy.ndarray]:
-    policies = {"even": even, "greedy": fewest}
-    if pieces not in policies:
-        raise UserError(f"pieces is {pieces!r}; known are {', '.join(map(repr, policies))}")
-    return policies[pieces]
 
 
 def _cuttable(text: str, byte_ends: numpy.ndarray) -> _Document:
@@ -334,11 +316,7 @@ def _finer(
 
 
 def _character_too_long(
-    document: _Document,
-    ends: numpy.ndarray,
-    lengths: numpy.ndarray,
-    extra: tuple[int, int],
-    limit: int,
+    document: _Document, ends: numpy.ndarray, lengths: numpy.ndarray, limit: int
 ) -> UserError:
     unit = int(lengths.argmax())
     first, behind = int(ends[unit - 1]) if unit else 0, int(ends[unit])

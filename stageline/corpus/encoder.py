@@ -87,24 +87,7 @@ _TEXTS = (
     "aGVsbG8gd29ybGQ" * 60 + " https://www.example.org/a/b?c=d&e=f#g me@example.org",
 )
 _NUM_MIXED = 150
-_PIECES = (
-    " ",
-    "  ",
-    "\n",
-    "\t",
-    "'s",
-    "'",
-    "7",
-    "42",
-    "a",
-    "B",
-    "é",
-    "中",
-    "😀",
-    "-",
-    "...",
-    "\r\n",
-)
+_PIECES = (*" \n\t'7aBé中😀-", "  ", "'s", "42", "...", "\r\n")
 
 
 def check_texts(tokens: Sequence[bytes] | None, *, num_single: int = 2000) -> list[str]:
@@ -149,10 +132,8 @@ class FastEncoder:
 
     def __init__(self, rules: FastRules, lengths: numpy.ndarray) -> None:
         """Takes the rules, and the number of bytes of each id."""
-        try:
-            import tiktoken
-        except ImportError as error:
-            raise NotFast("tiktoken is not installed (pip install tiktoken)") from error
+        import tiktoken
+
         self.rules = rules
         self._beyond = len(lengths)  # ids of bytes that the tokenizer does not have begin here
         self._mark = self._beyond + 256
@@ -250,7 +231,6 @@ def load_encoder(tokenizer_path: str | Path, *, kind: Kind = "auto") -> "Encoder
     """The encoder of a tokenizer's folder.
 
     Args:
-        tokenizer_path: a folder that transformers' AutoTokenizer can load.
         kind: `tiktoken`: an error where it would not be exact; `tokenizers`: never tiktoken;
             `auto`: tiktoken where it is exact.
 

@@ -15,7 +15,7 @@ import os
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy
@@ -126,7 +126,7 @@ class CorpusHeader:
     Attributes:
         dtype: `uint16` or `uint32`.
         tokenizer: None for files of Megatron-core, which do not say it.
-        mixed_rules: names of the rules in which merged inputs differ; `rules` has the first's.
+        rules: of a merged corpus those of the first input.
         bin_sha256: of the `.bin`; edges_sha256: of its size and both ends, checked at each open;
             arrays_sha256: of offsets and flags.
         sources: where the text is from, for people.
@@ -142,9 +142,7 @@ class CorpusHeader:
     edges_sha256: str
     arrays_sha256: str
     sources: tuple = ()
-    mixed_rules: tuple[str, ...] = ()
-    made_by: str = "stageline"
-    version: int = field(default=VERSION)
+    version: int = VERSION
 
     @property
     def num_segments(self) -> int:
@@ -236,7 +234,6 @@ def decode_header(start: bytes | memoryview, path: Path) -> tuple[CorpusHeader, 
         rules=CutRules(**values.pop("rules")),
         types=tuple(SegmentType(**kind) for kind in values.pop("types")),
         sources=tuple(values.pop("sources")),
-        mixed_rules=tuple(values.pop("mixed_rules")),
         **values,
     )
     return header, begin

@@ -12,7 +12,6 @@ an empty line an empty document; between JSON lines empty lines are passed over.
 import bz2
 import glob
 import gzip
-import hashlib
 import io
 import json
 import os
@@ -21,9 +20,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from stageline.corpus.encoder import why_bad
+from stageline.corpus.header import edges_digest
 from stageline.errors import DataError, UserError, spelled
 
 TEXT = "text"
@@ -35,7 +35,6 @@ CHUNK_BYTES = 1 << 20
 EMPTY = "empty document"
 
 Document = Callable[[Any], str]
-_EDGE_BYTES = 1 << 16
 _READ_BYTES = 1 << 20
 # parts of a row group are numbered from a multiple of it: groups before need not be read
 _PARTS_OF_GROUP = 1 << 32
@@ -58,7 +57,7 @@ class Source:
         kind: text, json or parquet.
         compression: .gz, .bz2, .zst, or "" for none.
         time_ns: of its last change.
-        edges: SHA-256 of its first and last 64 KiB: a changed file of the same size and time.
+        edges: tells a file that was changed to the same size and time; see `edges_digest`.
     """
 
     path: str
@@ -72,8 +71,8 @@ class Source:
 def find_sources(files: str | os.PathLike | Iterable[str | os.PathLike]) -> list[Source]:
     """The files of some names, folders and patterns, in the order in which they are read.
 
-    What a pattern or a folder (with its subfolders) holds is sorted by name. A folder gives the
-    files with a known suffix; hidden ones are left out.
+    What a pattern or a folder (with its subfolders) holds is sorted by name. Of a folder, hidden
+    files and those with other suffixes are left out.
 
     Raises:
         UserError: nothing is there, a name has no known suffix, or a file is named twice.
@@ -151,14 +150,10 @@ def _source(path: Path) -> Source:
             "the suffix says how a file is read: rename it, or convert it."
         )
     try:
-        with path.open("rb") as file:
-            stat = os.fstat(file.fileno())
-            edges = hashlib.sha256(file.read(_EDGE_BYTES))
-            file.seek(max(0, stat.st_size - _EDGE_BYTES))
-            edges.update(file.read(_EDGE_BYTES))
+        stat, edges = path.stat(), edges_digest(path)
     except OSError as error:
         raise _unreadable(str(path), error) from error
-    return Source(str(path), kind, compression, stat.st_size, stat.st_mtime_ns, edges.hexdigest())
+    return Source(str(path), kind, compression, stat.st_size, stat.st_mtime_ns, edges)
 
 
 def _unreadable(path: str, error: OSError) -> DataError:
@@ -173,10 +168,8 @@ class Chunk:
     """A task for a worker.
 
     Attributes:
-        file: number of the file.
-        part: number of the chunk in its file.
+        file, part: number of the file, and of the chunk in it.
         kind: how its rows are read: text, json or parquet.
-        path: of the file.
         num_bytes: of the file as it lies on the disk, for the progress.
         start, stop: bytes of a plain file; the lines that begin between them are meant.
         payload: whole lines, or an Arrow stream of rows; None: they are in the file.
@@ -288,9 +281,11 @@ def _decompressed(source: Source, raw: BinaryIO, num_bytes: int) -> Iterator[byt
     elif source.compression == ".bz2":
         stream = bz2.open(raw)
     else:
-        zstandard = _zstandard()
+        import zstandard
+
         damages += (zstandard.ZstdError,)
-        stream = io.BufferedReader(_ZstdReader(raw, zstandard), buffer_size=1 << 18)
+        make = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
+        stream = io.BufferedReader(_ZstdReader(raw, make), buffer_size=1 << 18)
     try:
         while block := stream.read(num_bytes):
             yield block
@@ -302,23 +297,12 @@ def _decompressed(source: Source, raw: BinaryIO, num_bytes: int) -> Iterator[byt
         ) from error
 
 
-def _zstandard() -> Any:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise UserError(
-            "a .zst file was named and the package zstandard is not installed: "
-            "pip install zstandard, or decompress the file first (unzstd)."
-        ) from error
-    return zstandard
-
-
 class _ZstdReader(io.RawIOBase):
     """zstandard's own stream reader takes a cut-off file for a whole one; this one does not."""
 
-    def __init__(self, raw: BinaryIO, zstandard: Any) -> None:
+    def __init__(self, raw: BinaryIO, make: Callable[[], Any]) -> None:
         self._raw = raw
-        self._make = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
+        self._make = make
         self._frame: Any = None
         self._input = b""
         self._output = b""
@@ -348,14 +332,9 @@ def _parquet_chunks(
     source: Source, file: int, part: int, columns: Sequence[str] | None, chunk_bytes: int
 ) -> Iterator[Chunk]:
     """The chunks of a Parquet file, from the row group on that `part` lies in."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(
-            f"{source.path} is Parquet and the package pyarrow is not installed: pip install "
-            "pyarrow, or write its rows as JSON lines."
-        ) from error
+    import pyarrow  # late: slow to import
+    import pyarrow.parquet
+
     wanted = None if columns is None else list(columns)
     try:
         table = pyarrow.parquet.ParquetFile(source.path, buffer_size=1 << 20, pre_buffer=False)
@@ -387,16 +366,8 @@ def _parquet_chunks(
         ) from error
 
 
-@dataclass(frozen=True)
-class BadLine:
-    """A row that gave no document.
-
-    Attributes:
-        line: counted from 1 in its file.
-        kind: of a few, for the counts.
-        reason: what came and what was expected.
-        start: how the row begins.
-    """
+class BadLine(NamedTuple):
+    """A row that gave no document; `line` counts from 1, `kind` is for the counts."""
 
     line: int
     kind: str

@@ -10,9 +10,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, cast, get_args
 
 import numpy
 
@@ -37,9 +35,6 @@ def permute(places: numpy.ndarray, sizes: numpy.ndarray, seeds: numpy.ndarray) -
     Args:
         places: int64 [N], 0 <= place < its size.
         sizes, seeds: int64 [N], or [1] for all.
-
-    Returns:
-        int64 [N].
     """
     assert ((places >= 0) & (places < sizes)).all()
     sizes, keys = sizes.astype(numpy.uint64), _hash(seeds.astype(numpy.uint64))
@@ -94,28 +89,16 @@ class Apportionment:
     Args:
         whole: rows of each type that every batch takes.
         weights: in what proportion the types share the rest of a batch.
-        batch: rows of a batch.
     """
 
     def __init__(self, whole: Sequence[int], weights: Sequence[int], batch: int) -> None:
         assert len(whole) == len(weights)
         self.whole = list(whole)
         self.weights = list(weights)
-        self.batch = batch
         self._rest = batch - sum(whole)
         self._total = sum(weights)
         assert self._rest == 0 or self._rest > 0 and self._total > 0
         self._last: tuple[int, list[int]] = (0, [0] * len(self.whole))
-
-    @classmethod
-    def of_counts(cls, counts: Sequence[int]) -> "Apportionment":
-        """The same counts in every batch."""
-        return cls(counts, [0] * len(counts), sum(counts))
-
-    @classmethod
-    def of_sizes(cls, sizes: Sequence[int], batch: int) -> "Apportionment":
-        """In proportion to sizes; the types end together, in the batch that takes the last row."""
-        return cls([0] * len(sizes), sizes, batch)
 
     @classmethod
     def of_weights(cls, weights: Sequence[float], batch: int) -> "Apportionment":
@@ -202,20 +185,19 @@ class Apportionment:
 #   is smaller than its share is left out. All others are seen whole and repeated until then.
 # - `last_ends_fill` (3): as before, but the rest comes too, filled up from another order. Every row
 #   of every type comes at least once.
-DropMode = Literal["first_ends_drop", "first_ends_fill", "last_ends_drop", "last_ends_fill"]
-DROP_MODES: tuple[DropMode, ...] = get_args(DropMode)
+DROP_MODES = ("first_ends_drop", "first_ends_fill", "last_ends_drop", "last_ends_fill")
 
 
-def as_drop_mode(value: str | int) -> DropMode:
+def as_drop_mode(value: str | int) -> str:
     """The mode of this name or number.
 
     Raises:
         UserError: there is none.
     """
-    if str(value) in DROP_MODES:
-        return cast(DropMode, str(value))
-    if str(value) in ("0", "1", "2", "3"):
-        return DROP_MODES[int(value)]
+    modes = {str(number): mode for number, mode in enumerate(DROP_MODES)}
+    mode = modes.get(str(value), str(value))
+    if mode in DROP_MODES:
+        return mode
     raise UserError(
         f"drop mode {value!r} was given. One of {', '.join(DROP_MODES)} or its number 0 to 3 was "
         "expected: it says which type of segments ends an epoch, and whether its rest is dropped "
@@ -223,12 +205,8 @@ def as_drop_mode(value: str | int) -> DropMode:
     )
 
 
-def num_batches(sizes: Sequence[int], shares: Apportionment, mode: DropMode) -> int:
-    """Batches of an epoch; 0 where a mode that drops finds no whole share.
-
-    Args:
-        sizes: rows of each type; types without a share in a batch decide nothing.
-    """
+def _num_batches(sizes: Sequence[int], shares: Apportionment, mode: str) -> int:
+    """Batches of an epoch; 0 where a mode that drops finds no whole share."""
     ends = [
         _type_batches(shares, kind, size, mode)
         for kind, size in enumerate(sizes)
@@ -237,18 +215,18 @@ def num_batches(sizes: Sequence[int], shares: Apportionment, mode: DropMode) -> 
     return min(ends) if mode.startswith("first") else max(ends)
 
 
-def _type_batches(shares: Apportionment, kind: int, size: int, mode: DropMode) -> int:
+def _type_batches(shares: Apportionment, kind: int, size: int, mode: str) -> int:
     """For how many batches one type suffices, with or without its rest."""
     if mode.startswith("first"):
-        whole = batches_until(shares, kind, size + 1) - 1  # the last that repeats none
+        whole = _batches_until(shares, kind, size + 1) - 1  # the last that repeats none
         has_rest = shares.before(whole)[kind] < size
         return whole + (has_rest and mode.endswith("fill"))
-    until_seen = batches_until(shares, kind, size)
+    until_seen = _batches_until(shares, kind, size)
     is_filled_up = shares.before(until_seen)[kind] > size
     return until_seen - (is_filled_up and mode.endswith("drop"))
 
 
-def batches_until(shares: Apportionment, kind: int, num_rows: int) -> int:
+def _batches_until(shares: Apportionment, kind: int, num_rows: int) -> int:
     """The fewest batches that take this many rows of a type."""
     most = 1
     while shares.before(most)[kind] < num_rows:
@@ -258,43 +236,19 @@ def batches_until(shares: Apportionment, kind: int, num_rows: int) -> int:
     )
 
 
-@dataclass(frozen=True)
-class TypeShare:
-    """What one epoch takes of a type.
-
-    Attributes:
-        size: its rows.
-        per_batch: of these in a batch, on the average.
-        drawn: rows in the epoch, repeated ones counted each time.
-        distinct: of these, different rows.
-        repeated: `drawn - distinct`.
-        dropped: rows that the epoch leaves out.
-        most: how often the row comes that comes most often.
-    """
-
-    size: int
-    per_batch: float
-    drawn: int
-    distinct: int
-    repeated: int
-    dropped: int
-    most: int
-
-
 class Mixture:
     """The batches of all epochs.
 
     Rows are numbered through all types: those of type t are `starts[t]` .. `starts[t + 1] - 1`. A
-    batch has its rows in the order of their types. So the replicas r::n of n that share it have of
-    each type the same number, but for one at most.
+    batch has its rows in the order of their types, so each of n replicas, which takes every n-th
+    row, gets the same number of each type, but for one at most.
 
     Args:
         sizes: rows of each type.
         counts: rows of each type in every batch; they add up to `batch`.
-        weights: in what proportion the types are drawn; neither of the two: as their sizes.
+        weights: in what proportion the types are drawn. Without both: in proportion to sizes.
         batch: rows of a global batch, of all replicas; accumulation takes several of them.
-        drop_mode: when an epoch ends; a name or a number of stageline/corpus/mixture.py.
-        seed: of all orders.
+        drop_mode: when an epoch ends, as a name or a number.
         shuffle: else each type comes in its own order, in every epoch.
 
     Raises:
@@ -308,7 +262,7 @@ class Mixture:
         counts: Sequence[int] | None = None,
         weights: Sequence[float] | None = None,
         batch: int,
-        drop_mode: DropMode | str | int = "first_ends_drop",
+        drop_mode: str | int = "first_ends_drop",
         seed: int = 0,
         shuffle: bool = True,
     ) -> None:
@@ -320,7 +274,7 @@ class Mixture:
         self.starts = [0, *itertools.accumulate(self.sizes)]
         self.shares = _shares(self.sizes, counts, weights, batch)
         self._check_sizes()
-        self._num_batches = num_batches(self.sizes, self.shares, self.drop_mode)
+        self._num_batches = _num_batches(self.sizes, self.shares, self.drop_mode)
         if self._num_batches == 0:
             raise UserError(self._too_small())
 
@@ -349,22 +303,9 @@ class Mixture:
             places = permute(places, numpy.array(self.sizes)[kinds], seeds)
         return places + numpy.array(self.starts)[kinds]
 
-    @property
-    def per_epoch(self) -> list[TypeShare]:
-        """What an epoch takes of each type."""
-        drawn = self.shares.before(len(self))
-        return [
-            TypeShare(
-                size=size,
-                per_batch=float(self.shares.share(kind)),
-                drawn=rows,
-                distinct=min(size, rows),
-                repeated=max(0, rows - size),
-                dropped=max(0, size - rows),
-                most=-(-rows // size) if size else 0,
-            )
-            for kind, (size, rows) in enumerate(zip(self.sizes, drawn, strict=True))
-        ]
+    def drawn(self) -> list[int]:
+        """Rows of each type in an epoch, repeated ones counted each time."""
+        return self.shares.before(len(self))
 
     def _stretches(
         self, kind: int, epoch: int, first: int, last: int
@@ -418,7 +359,8 @@ def _shares(
     if given is None:
         if sum(sizes) == 0:
             raise UserError("the corpus has no rows. At least one was expected: build it again.")
-        return Apportionment.of_sizes(sizes, batch)
+        # in proportion to sizes, types end together, in the batch that takes the last row
+        return Apportionment([0] * len(sizes), sizes, batch)
     if len(given) != len(sizes) or min(given) < 0 or not any(given):
         raise UserError(
             f"the shares {_listed(given)} were given for {len(sizes)} types with {_listed(sizes)} "
@@ -433,7 +375,7 @@ def _shares(
             f"global batch has {batch} rows (batch size x data parallel replicas, without "
             "accumulation). The same number was expected: change the counts or the batch size."
         )
-    return Apportionment.of_counts([int(count) for count in counts])
+    return Apportionment([int(count) for count in counts], [0] * len(counts), batch)
 
 
 def _listed(numbers: Sequence[float]) -> str:

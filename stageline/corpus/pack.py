@@ -22,7 +22,7 @@ import numpy
 
 from stageline.corpus.corpus_files import MappedSegments, map_file, open_again, open_corpus
 from stageline.corpus.header import BEGINS, ENDS, SegmentType, framed, path_of, unframed
-from stageline.corpus.writer import GrowingFile, read_chunks
+from stageline.corpus.writer import GrowingFile
 from stageline.errors import DataError, UserError
 
 
@@ -126,14 +126,12 @@ class PackHeader:
     Attributes:
         row_length: tokens of a row at most.
         corpus: digest of the corpus whose segments they hold.
-        window: so many neighbouring segments of a type were packed together.
         num_rows, num_segments, num_tokens: of each type.
         arrays_sha256: of offsets, then members.
     """
 
     row_length: int
     corpus: str
-    window: int
     num_rows: list[int]
     num_segments: list[int]
     num_tokens: list[int]
@@ -156,7 +154,12 @@ class PackedRows:
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = os.fspath(prefix)
         path = path_of(prefix, ".pack")
-        file = _map_pack(path)
+        if not path.exists():
+            raise DataError(
+                f"{path} is missing. Packed rows were expected, because they were asked for: make "
+                "them first (corpus.py pack)."
+            )
+        file = map_file(path)
         self.header, start = _decode(file, path)
         if open_corpus(prefix).digest != self.header.corpus:
             raise DataError(
@@ -205,42 +208,16 @@ class PackedRows:
         return 1 - sum(self.header.num_tokens) / max(self._num_rows * self.row_length, 1)
 
     def verify(self) -> None:
-        """Reads everything once: each segment is in one row, and no row is too long.
+        """Reads everything once.
 
         Raises:
-            DataError: it is not so, or the file was changed.
+            DataError: the file was changed.
         """
-        wrong = self._fault()
-        if wrong:
-            raise DataError(
-                f"{self.prefix}.pack is damaged: {wrong}. Pack the corpus again (corpus.py pack)."
-            )
-
-    def _fault(self) -> str | None:
         if hashlib.sha256(self._arrays).hexdigest() != self.header.arrays_sha256:
-            return "its checksum does not fit"
-        corpus = open_corpus(self.prefix)
-        members = numpy.frombuffer(self._members, "<u8")
-        for low, high in windows(corpus, self.header.window):
-            if (numpy.sort(members[low:high]) != numpy.arange(low, high)).any():
-                return f"segments {low} to {high - 1} are not once each in its rows"
-        offsets = numpy.frombuffer(self._offsets, "<u8")
-        for low in range(0, self._num_rows, self.header.window):
-            ends = offsets[low : low + self.header.window + 1].astype(numpy.int64)
-            here = members[ends[0] : ends[-1]].astype(numpy.int64)
-            first = int(here.min())  # rows of a few windows: their segments lie together
-            lengths = corpus.lengths(first, int(here.max()) + 1)[here - first]
-            if numpy.add.reduceat(lengths, ends[:-1] - ends[0]).max() > self.row_length:
-                return f"a row has more than {self.row_length} tokens"
-        return None
-
-
-def windows(corpus: MappedSegments, window: int) -> Iterator[tuple[int, int]]:
-    """Ranges of neighbouring segments of one type."""
-    starts = corpus.type_starts.tolist()
-    for first, stop in zip(starts, starts[1:], strict=False):
-        for low in range(first, stop, window):
-            yield low, min(low + window, stop)
+            raise DataError(
+                f"{self.prefix}.pack is damaged: its checksum does not fit. Pack the corpus again "
+                "(corpus.py pack)."
+            )
 
 
 def _decode(file: memoryview, path: Path) -> tuple[PackHeader, int]:
@@ -257,15 +234,6 @@ def _decode(file: memoryview, path: Path) -> tuple[PackHeader, int]:
             "corpus.py pack wrote were expected: pack the corpus again."
         )
     return PackHeader(**json.loads(text)), begin
-
-
-def _map_pack(path: Path) -> memoryview:
-    if not path.exists():
-        raise DataError(
-            f"{path} is missing. Packed rows were expected, because they were asked for: make them "
-            "first (corpus.py pack)."
-        )
-    return map_file(path)
 
 
 WINDOW = 1 << 20  # segments
@@ -290,15 +258,16 @@ def pack_corpus(
     """
     corpus = open_corpus(prefix)
     row_length = row_length or corpus.header.rules.seq_length
-    there = _rows_there(prefix)
-    if there is not None and not overwrite:
-        if there.row_length == row_length:
+    with contextlib.suppress(DataError):  # there are none, or none that anybody could use
+        there = PackedRows(prefix)
+        if there.row_length == row_length and not overwrite:
             return there
-        raise UserError(
-            f"{prefix}.pack has rows of {there.row_length} tokens, and rows of {row_length} are to "
-            "be written. Runs may be using those that are there: add `overwrite`, or pack a copy "
-            "of the corpus."
-        )
+        if not overwrite:
+            raise UserError(
+                f"{prefix}.pack has rows of {there.row_length} tokens, and rows of {row_length} "
+                "are to be written. Runs may be using those that are there: add `overwrite`, or "
+                "pack a copy of the corpus."
+            )
     try:
         _write(corpus, row_length)
     finally:
@@ -307,76 +276,55 @@ def pack_corpus(
     return PackedRows(prefix)
 
 
-def _rows_there(prefix: str | Path) -> PackedRows | None:
-    try:
-        return PackedRows(prefix)
-    except DataError:  # none, or of no use to anybody
-        return None
-
-
 def _write(corpus: MappedSegments, row_length: int) -> None:
     with contextlib.ExitStack() as stack:
         offsets, members, whole = (
             stack.enter_context(contextlib.closing(GrowingFile(path_of(corpus.prefix, part))))
             for part in _PARTS
         )
-        counts = _write_arrays(corpus, row_length, offsets, members)
+        num_rows = _write_arrays(corpus, row_length, offsets, members)
         digest = hashlib.sha256()
-        for chunk in _chunks(offsets, members):
-            digest.update(chunk)
+        for file in (offsets, members):
+            file.sync()
+            digest.update(map_file(file.path))
         header = PackHeader(
             row_length=row_length,
             corpus=corpus.digest,
-            window=WINDOW,
+            num_rows=num_rows,
+            num_segments=[kind.num_segments for kind in corpus.header.types],
+            num_tokens=[kind.num_tokens for kind in corpus.header.types],
             arrays_sha256=digest.hexdigest(),
-            num_rows=counts["num_rows"],
-            num_segments=counts["num_segments"],
-            num_tokens=counts["num_tokens"],
         )
         whole.write(framed(MAGIC, VERSION, json.dumps(asdict(header))))
-        for chunk in _chunks(offsets, members):
-            whole.write(chunk)
+        for file in (offsets, members):
+            whole.write(map_file(file.path))
         whole.sync()
     os.replace(whole.path, path_of(corpus.prefix, ".pack"))
 
 
 def _write_arrays(
     corpus: MappedSegments, row_length: int, offsets: GrowingFile, members: GrowingFile
-) -> dict[str, list[int]]:
-    """Writes the rows of all windows; returns the figures of each type."""
-    num_types = len(corpus.header.types)
-    counts = {name: [0] * num_types for name in ("num_rows", "num_segments", "num_tokens")}
+) -> list[int]:
+    """Writes the rows of all windows; returns how many each type has."""
+    kinds = corpus.header.types
+    num_rows = [0] * len(kinds)
     offsets.write(bytes(8))
-    for low, high in windows(corpus, WINDOW):
-        lengths = corpus.lengths(low, high)
-        _check_lengths(corpus, low, lengths, row_length)
-        ends, packed = best_fit(lengths, row_length)
-        offsets.write((ends + low).astype("<u8").tobytes())  # `low` members are before them
-        members.write((packed + low).astype("<u8").tobytes())
-        kind = int(numpy.searchsorted(corpus.type_starts, low, side="right")) - 1
-        counts["num_rows"][kind] += len(ends)
-        counts["num_segments"][kind] += len(lengths)
-        counts["num_tokens"][kind] += int(lengths.sum())
-    return counts
-
-
-def _chunks(*files: GrowingFile) -> Iterator[bytes]:
-    for file in files:
-        file.sync()
-        yield from read_chunks(file.path)
-
-
-def _check_lengths(
-    corpus: MappedSegments, low: int, lengths: numpy.ndarray, row_length: int
-) -> None:
-    longest = int(lengths.argmax())
-    if lengths[longest] > row_length:
-        raise UserError(
-            f"segment {low + longest} of {corpus.prefix} has {lengths[longest]} tokens, and rows "
-            f"are to have {row_length}. No segment longer than a row was expected, because rows "
-            "hold whole segments: give longer rows, or build the corpus with a smaller "
-            "`seq_length`."
-        )
+    for place, stop in enumerate(corpus.type_starts[1:].tolist()):
+        for low in range(stop - kinds[place].num_segments, stop, WINDOW):
+            lengths = corpus.lengths(low, min(low + WINDOW, stop))
+            longest = int(lengths.argmax())
+            if lengths[longest] > row_length:
+                raise UserError(
+                    f"segment {low + longest} of {corpus.prefix} has {lengths[longest]} tokens, "
+                    f"and rows are to have {row_length}. No segment longer than a row was "
+                    "expected, because rows hold whole segments: give longer rows, or build the "
+                    "corpus with a smaller `seq_length`."
+                )
+            ends, packed = best_fit(lengths, row_length)
+            offsets.write((ends + low).astype("<u8").tobytes())  # `low` members are before them
+            members.write((packed + low).astype("<u8").tobytes())
+            num_rows[place] += len(ends)
+    return num_rows
 
 
 @dataclass(frozen=True)

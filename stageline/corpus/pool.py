@@ -11,6 +11,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -19,7 +20,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from stageline.chaos import point
 from stageline.corpus.header import CutRules, Segments, TokenizerInfo
@@ -75,41 +76,26 @@ class Task:
         return read_chunk(chunk, document=self.document, max_document_bytes=limit)
 
 
-@dataclass(frozen=True)
-class CutterFacts:
-    """What the workers cut with.
-
-    Attributes:
-        encoder: which implementation of the tokenizer is used, for people.
-    """
+class CutterFacts(NamedTuple):
+    """Tokenizer and rules of the workers; `encoder` tells people how the tokenizer is run."""
 
     tokenizer: TokenizerInfo
     rules: CutRules
     encoder: str
 
 
-@dataclass(frozen=True)
-class ChunkResult:
-    """What became of a chunk.
-
-    Attributes:
-        counts: those of the cutter, by name.
-        bad: the first bad lines, counted from 1 in the chunk.
-        bad_kinds: how many of which kind.
-    """
+class ChunkResult(NamedTuple):
+    """What became of a chunk: counts of the cutter by name, the first bad lines, their kinds."""
 
     segments: Segments
-    counts: dict[str, int]
+    counts: Counter[str]
     num_lines: int
     bad: list[BadLine]
     bad_kinds: Counter[str]
 
 
 class ChunkWorker:
-    """Cuts chunks; the same chunk gives the same bytes in every process. Holds no other state.
-
-    The cutter is made when it is first needed, so that its `UserError` comes back as it is.
-    """
+    """Cuts chunks; the same chunk gives the same bytes in every process."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -122,13 +108,11 @@ class ChunkWorker:
         return cutter
 
     def facts(self) -> CutterFacts:
-        """Tokenizer and rules."""
         encoder = self._cutter.encoder
         kind = f"{encoder.kind} ({encoder.note})" if encoder.note else encoder.kind
         return CutterFacts(encoder.info, self._cutter.rules, kind)
 
     def cut(self, chunk: Chunk) -> ChunkResult:
-        """The segments of a chunk."""
         rows = self._task.rows(chunk)
         point("corpus_worker")
         try:
@@ -140,7 +124,7 @@ class ChunkWorker:
             counts.update(dataclasses.asdict(own))
         bad = sorted(rows.bad, key=lambda item: item.line)
         segments = Segments.join([one for one, _ in parts])
-        return ChunkResult(segments, dict(counts), rows.num_lines, bad, rows.bad_kinds)
+        return ChunkResult(segments, counts, rows.num_lines, bad, rows.bad_kinds)
 
     def _cut_one_by_one(self, rows: ChunkRows) -> list[tuple[Segments, Any]]:
         """Finds the document that the cutter refuses, and leaves it out."""
@@ -169,21 +153,6 @@ class WorkerDied(RuntimeError):
     kind = "crash"
 
 
-class Pool(Protocol):
-    """Where chunks are cut."""
-
-    num_workers: int
-
-    def facts(self) -> CutterFacts:
-        """Tokenizer and rules."""
-
-    def submit(self, chunk: Chunk) -> Callable[[], ChunkResult]:
-        """Begins with a chunk; the answer waits for its result."""
-
-    def close(self) -> None:
-        """Ends the workers at once."""
-
-
 class OneProcess:
     """No worker: chunks are cut here, when their results are asked for."""
 
@@ -191,52 +160,49 @@ class OneProcess:
 
     def __init__(self, task: Task) -> None:
         self._worker = ChunkWorker(task)
-
-    def facts(self) -> CutterFacts:
-        """Tokenizer and rules."""
-        return self._worker.facts()
+        self.facts = self._worker.facts()
 
     def submit(self, chunk: Chunk) -> Callable[[], ChunkResult]:
-        """The answer cuts the chunk."""
+        """Begins with a chunk; calling the answer waits for its result."""
         return lambda: self._worker.cut(chunk)
 
     def close(self) -> None:
-        """Nothing is left."""
+        """Ends the workers at once."""
 
 
 class Processes:
     """Worker processes of this machine.
 
     Raises:
-        UserError: a worker cannot make its cutter.
-        WorkerDied: one was killed.
+        UserError: the cutter cannot be made.
+        WorkerDied: a worker was killed.
     """
 
     def __init__(self, task: Task, num_workers: int) -> None:
         self.num_workers = num_workers
-        # forked ones share the tokenizer, and know parts that were imported from files
-        has_fork = "fork" in multiprocessing.get_all_start_methods()
         worker = ChunkWorker(task)
-        with _one_thread():
-            self._facts = worker.facts() if has_fork else None
+        before = dict(os.environ)
+        os.environ.update(ONE_THREAD)  # threads of a tokenizer do not survive a fork
+        try:
+            self.facts = worker.facts()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        # forked ones share the tokenizer, and know parts that were imported from files
         self._executor = ProcessPoolExecutor(
             num_workers,
-            mp_context=multiprocessing.get_context("fork" if has_fork else "spawn"),
+            mp_context=multiprocessing.get_context("fork"),
             initializer=_start_worker,
             initargs=(worker, os.getpid()),
         )
         self._results = self._executor._result_queue
 
-    def facts(self) -> CutterFacts:
-        """Tokenizer and rules."""
-        return self._facts or self._result(self._executor.submit(_facts))
-
     def submit(self, chunk: Chunk) -> Callable[[], ChunkResult]:
-        """Hands a chunk to whichever worker is free."""
+        """As of `OneProcess`: whichever worker is free gets the chunk."""
         try:
             future = self._executor.submit(_cut, chunk)
         except BrokenProcessPool as error:
-            raise _died("a worker process") from error
+            raise _died() from error
         return lambda: self._result(future)
 
     def close(self) -> None:
@@ -249,52 +215,35 @@ class Processes:
         # one may have been killed in the middle of a result, whose reader would wait for the rest
         self._results._writer.close()  # type: ignore[attr-defined]  # its pipe has no other name
 
-    def _result(self, future: Future) -> Any:
+    def _result(self, future: Future) -> ChunkResult:
         try:
             return future.result()
         except BrokenProcessPool as error:
-            raise _died("a worker process") from error
+            raise _died() from error
 
 
-def open_pool(task: Task, num_workers: int, executor: str) -> Pool:
-    """Workers for a task; 0 of them: this process.
-
-    Raises:
-        UserError: no such executor or number, or it is not installed.
-    """
-    if num_workers < 0:
-        raise UserError(f"`num_workers` is {num_workers}; 0 or more was expected.")
-    if executor == "ray":
-        return RayActors(task, max(1, num_workers))
-    if executor != "processes":
-        raise UserError(f"`executor` is {executor!r}; processes or ray was expected.")
-    return Processes(task, num_workers) if num_workers else OneProcess(task)
-
-
-def ordered(pool: Pool, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, ChunkResult]]:
+def ordered(pool: "Pool", chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, ChunkResult]]:
     """The results in the order of the chunks; few are on the way at a time."""
     waiting: deque[tuple[Chunk, Callable[[], ChunkResult]]] = deque()
     most = pool.num_workers * _CHUNKS_A_WORKER
     for chunk in chunks:
-        waiting.append((dataclasses.replace(chunk, payload=None), pool.submit(chunk)))
         if len(waiting) >= most:
             first, result = waiting.popleft()
             yield first, result()
-    while waiting:
-        first, result = waiting.popleft()
+        waiting.append((dataclasses.replace(chunk, payload=None), pool.submit(chunk)))
+    for first, result in waiting:
         yield first, result()
 
 
-def _died(what: str) -> WorkerDied:
+def _died(what: str = "a worker process") -> WorkerDied:
     return WorkerDied(
-        f"{what} ended before its chunk was cut. Workers were expected to live as long as the "
-        "build; the system kills them when memory is short, for example. What was built is kept: "
-        "run the same command again to go on, with fewer `num_workers` or a smaller "
-        "`max_document_bytes` where memory is short."
+        f"{what} ended before its chunk was cut; the system kills workers when memory is short, "
+        "for example. What was built is kept: run the same command again to go on, with fewer "
+        "`num_workers` or a smaller `max_document_bytes` where memory is short."
     )
 
 
-_worker: ChunkWorker  # of this process
+_worker: ChunkWorker  # that of this process
 
 
 def _start_worker(worker: ChunkWorker, parent: int) -> None:
@@ -307,30 +256,11 @@ def _start_worker(worker: ChunkWorker, parent: int) -> None:
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    # threads of a tokenizer do not survive a fork, and a worker is one core: more would be others'
-    before = {name: os.environ.get(name) for name in ONE_THREAD}
-    os.environ.update(ONE_THREAD)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def _end_with(parent: int) -> None:
     # a killed parent says nothing, and the pipes to it stay open in the other workers
     while os.getppid() == parent:
         time.sleep(_SECONDS_BETWEEN_LOOKS)
     os._exit(1)
-
-
-def _facts() -> CutterFacts:
-    return _worker.facts()
 
 
 def _cut(chunk: Chunk) -> ChunkResult:
@@ -344,45 +274,45 @@ class RayActors:
     Compressed files and Parquet are read by the parent and sent.
 
     Raises:
-        UserError: ray is not installed, or a worker cannot make its cutter.
+        UserError: ray is not installed, a worker cannot make its cutter, or they have different
+            tokenizers.
         WorkerDied: one ended; Ray is not asked to start it anew.
     """
 
     def __init__(self, task: Task, num_workers: int) -> None:
         self.num_workers = num_workers
-        self._ray = _import_ray()
+        try:
+            import ray
+        except ImportError as error:
+            raise UserError(
+                "`executor` ray was asked for and the package ray is not installed: pip install "
+                "ray, or build with `executor` processes."
+            ) from error
+        self._ray = ray
         # one that a program around this one started stays when the build is over
         self._is_ours = not self._ray.is_initialized()
         if self._is_ours:
             local = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": num_workers}
+            python_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
             self._ray.init(
                 log_to_driver=False,
                 configure_logging=False,
                 include_dashboard=False,
-                runtime_env={"env_vars": {**ONE_THREAD, "PYTHONPATH": _python_path()}},
+                # workers import from where this program does, also parts beside it
+                runtime_env={"env_vars": {**ONE_THREAD, "PYTHONPATH": python_path}},
                 **local,
             )
         actor = self._ray.remote(num_cpus=1, max_restarts=0)(ChunkWorker)
         self._actors = [actor.remote(task) for _ in range(num_workers)]
         self._next = itertools.cycle(self._actors)
-
-    def facts(self) -> CutterFacts:
-        """Tokenizer and rules, the same of all workers.
-
-        Raises:
-            UserError: the workers see different tokenizers.
-        """
-        facts = [self._get(actor.facts.remote()) for actor in self._actors]
-        if any(other != facts[0] for other in facts):
-            raise UserError(
-                "the workers of the Ray cluster have different tokenizers under one path. The "
-                "same was expected, because one corpus has one: copy the folder to all machines, "
-                "or to a disk that they share."
-            )
-        return facts[0]
+        try:
+            self.facts = self._same_facts()
+        except BaseException:
+            self.close()
+            raise
 
     def submit(self, chunk: Chunk) -> Callable[[], ChunkResult]:
-        """Hands a chunk to the next worker in turn."""
+        """As of `OneProcess`: the next worker in turn gets the chunk."""
         reference = next(self._next).cut.remote(chunk)
         return lambda: self._get(reference)
 
@@ -392,6 +322,16 @@ class RayActors:
             self._ray.kill(actor)
         if self._is_ours:
             self._ray.shutdown()
+
+    def _same_facts(self) -> CutterFacts:
+        first, *others = [self._get(actor.facts.remote()) for actor in self._actors]
+        if any(other != first for other in others):
+            raise UserError(
+                "the workers of the Ray cluster have different tokenizers under one path. The "
+                "same was expected, because one corpus has one: copy the folder to all machines, "
+                "or to a disk that they share."
+            )
+        return first
 
     def _get(self, reference: Any) -> Any:
         from ray.exceptions import RayActorError, RayTaskError
@@ -404,19 +344,15 @@ class RayActors:
             raise _died(f"a worker of the Ray cluster ({error})") from error
 
 
-def _import_ray() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise UserError(
-            "`executor` ray was asked for and the package ray is not installed: pip install "
-            "ray, or build with `executor` processes."
-        ) from error
-    return ray
+Pool = OneProcess | Processes | RayActors
 
 
-def _python_path() -> str:
-    """Where this program imports from: workers need the same, also parts beside it."""
-    import sys
+def open_pool(task: Task, num_workers: int, executor: str) -> Pool:
+    """Workers for a task: processes of this machine, or ray; without workers this process.
 
-    return os.pathsep.join(path or os.getcwd() for path in sys.path)
+    Raises:
+        UserError: the executor is not installed.
+    """
+    if executor == "ray":
+        return RayActors(task, max(1, num_workers))
+    return Processes(task, num_workers) if num_workers else OneProcess(task)

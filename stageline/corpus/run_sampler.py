@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+from numpy.lib.format import MAGIC_PREFIX
 
 from stageline.corpus.mixture import Mixture
 from stageline.corpus.pack import PackedRows
@@ -52,21 +53,18 @@ class RunSampler:
 
     def shares(self, start_step: int = 0) -> Iterator[list[list[int]]]:
         """The rows of every replica, from a step on, epoch after epoch, without end."""
-        return map(self.step_shares, itertools.count(start_step))
+        for step in itertools.count(start_step):
+            first = self._origin + step * self.num_batches
+            batches = [
+                self.mixture.batch(*divmod(number, len(self.mixture)))
+                for number in range(first, first + self.num_batches)
+            ]
+            rows = numpy.concatenate(batches)
+            yield [rows[replica :: self.dp_degree].tolist() for replica in range(self.dp_degree)]
 
     def steps(self, start_step: int = 0) -> Iterator[list[int]]:
         """As `shares`, of this replica."""
         return (shares[self.dp_rank] for shares in self.shares(start_step))
-
-    def step_shares(self, step: int) -> list[list[int]]:
-        """The rows of every replica in one step."""
-        first = self._origin + step * self.num_batches
-        batches = [
-            self.mixture.batch(*divmod(number, len(self.mixture)))
-            for number in range(first, first + self.num_batches)
-        ]
-        rows = numpy.concatenate(batches)
-        return [rows[replica :: self.dp_degree].tolist() for replica in range(self.dp_degree)]
 
     def state_after(self, step: int) -> dict[str, int]:
         """What a checkpoint keeps: epoch and batch that come next, and the rows of a batch."""
@@ -79,13 +77,13 @@ class RunSampler:
             f"an epoch is {len(self.mixture)} batches of {self.mixture.batch_rows} rows "
             f"({self.mixture.drop_mode})"
         ]
-        for kind, share in enumerate(self.mixture.per_epoch):
+        for kind, drawn in enumerate(self.mixture.drawn()):
             name = self.names[kind] if kind < len(self.names) else str(kind)
-            more = f", {share.repeated} of them again" if share.repeated else ""
-            left = f", {share.dropped} left out" if share.dropped else ""
+            size, share = self.mixture.sizes[kind], float(self.mixture.shares.share(kind))
+            more = f", {drawn - size} of them again" if drawn > size else ""
+            left = f", {size - drawn} left out" if drawn < size else ""
             lines.append(
-                f"  type {name}: {share.drawn} of {share.size} rows, {share.per_batch:.4g} in a "
-                f"batch{more}{left}"
+                f"  type {name}: {drawn} of {size} rows, {share:.4g} in a batch{more}{left}"
             )
         return "\n".join(lines) + "\n"
 
@@ -160,7 +158,6 @@ def _check_counts(counts: Sequence[int], batch_rows: int, step_rows: int) -> Non
     )
 
 
-_MAGIC = b"\x93NUMPY"
 _ROWS = 1 << 20  # computed at once
 
 
@@ -209,57 +206,35 @@ def find_trained(
 
 def save_indices(path: str | Path, indices: numpy.ndarray) -> None:
     """Writes numbers of segments: NumPy's format for names that end in .npy, else a line each."""
-    numbers = numpy.asarray(indices, dtype=numpy.int64)
-    with open(path, "wb") as file:
-        if Path(path).suffix == ".npy":
-            numpy.save(file, numbers, allow_pickle=False)
-            return
-        for start in range(0, len(numbers), _ROWS):
-            file.write("".join(f"{n}\n" for n in numbers[start : start + _ROWS]).encode())
+    if Path(path).suffix == ".npy":
+        numpy.save(path, indices, allow_pickle=False)
+    else:
+        numpy.savetxt(path, indices, fmt="%d")
 
 
 def load_indices(path: str | Path) -> numpy.ndarray:
     """Numbers of segments from a file of either kind, whatever its name: int64.
 
     Raises:
-        DataError: there is no such file, or something else is in it.
+        DataError: the file is missing, or holds something else.
     """
     try:
         with open(path, "rb") as file:
-            if file.read(len(_MAGIC)) == _MAGIC:
-                return _checked(numpy.load(path, allow_pickle=False), path)
-        return _read_lines(Path(path))
+            is_array = file.read(len(MAGIC_PREFIX)) == MAGIC_PREFIX
+        if is_array:
+            numbers = numpy.load(path, allow_pickle=False)
+        else:
+            numbers = numpy.array(Path(path).read_text().split(), dtype=numpy.int64)
+        if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
+            raise ValueError(f"it has dtype {numbers.dtype} and {numbers.ndim} axes")
     except FileNotFoundError:
         raise DataError(
             f"{path} is missing. A list of segments was expected: corpus.py find-trained writes "
             "one."
         ) from None
     except ValueError as error:
-        if isinstance(error, DataError):
-            raise
-        raise _not_a_list(path, str(error)) from None
-
-
-def _read_lines(path: Path) -> numpy.ndarray:
-    numbers = []
-    with open(path, encoding="ascii", errors="replace") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            if not line.strip().isdecimal():
-                raise _not_a_list(path, f"line {number} is {line.strip()[:40]!r}")
-            numbers.append(int(line))
-    return _checked(numpy.array(numbers, dtype=numpy.int64), path)
-
-
-def _checked(numbers: numpy.ndarray, path: str | Path) -> numpy.ndarray:
-    if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
-        raise _not_a_list(path, f"it has dtype {numbers.dtype} and {numbers.ndim} axes")
+        raise DataError(
+            f"{path} is no list of segments: {error}. Whole numbers were expected, one a line, or "
+            "one array of them in NumPy's format: corpus.py find-trained writes both."
+        ) from None
     return numbers.astype(numpy.int64)
-
-
-def _not_a_list(path: str | Path, found: str) -> DataError:
-    return DataError(
-        f"{path} is no list of segments: {found}. Whole numbers were expected, one a line, or one "
-        "array of them in NumPy's format: corpus.py find-trained writes both."
-    )

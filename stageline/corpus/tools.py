@@ -6,8 +6,7 @@ Streams: memory does not grow with the inputs.
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy
@@ -24,7 +23,7 @@ from stageline.corpus.header import (
     TokenizerInfo,
     path_of,
 )
-from stageline.corpus.writer import CHUNK, ENDINGS, CorpusWriter, count_endings, read_chunks
+from stageline.corpus.writer import ENDINGS, CorpusWriter, count_endings
 from stageline.errors import DataError, UserError
 
 # (corpus, index of its type)
@@ -54,21 +53,29 @@ def merge(
         UserError: not one id a prefix, or an input that is the output.
         DataError: inputs of different tokenizers or segment lengths.
     """
-    _check_arguments(prefixes, types, new_prefix)
+    if not prefixes or len(types) != len(prefixes) or min(types) < 0:
+        raise UserError(
+            f"{len(prefixes)} corpora to merge and type ids {list(types)}: each corpus needs one id"
+            " of 0 or more (the same id: joined into one type). Give as many ids as prefixes."
+        )
+    refuse_own_input(prefixes, new_prefix)
     corpora = [Corpus(prefix) for prefix in prefixes]
     headers = [corpus.header for corpus in corpora]
     for corpus in corpora[1:]:
         _check_alike(corpora[0], corpus)
-    kinds = _kinds(corpora, types)
+    kinds: dict[tuple[int, int], list[_Piece]] = {}
+    for corpus, given in zip(corpora, types, strict=True):
+        for own in corpus.header.types:
+            kinds.setdefault((given, own.id), []).append((corpus, own.id))
+    kinds = dict(sorted(kinds.items()))
     writer = CorpusWriter(
         new_prefix,
         tokenizer=corpora[0].tokenizer,
         rules=headers[0].rules,
         language="+".join(_each_once(header.language for header in headers)),
-        type_names=_names(kinds),
+        type_names=_names(kinds.values()),
         overwrite=overwrite,
         sources=_each_once(source for header in headers for source in header.sources),
-        mixed_rules=_mixed(headers),
     )
     with writer:
         for index, pieces in enumerate(kinds.values()):
@@ -80,10 +87,10 @@ def merge(
 
 
 def refuse_own_input(prefixes: Sequence[str | Path], new_prefix: str | Path) -> None:
-    """The output would overwrite what is being read.
+    """Refuses to overwrite what is being read.
 
     Raises:
-        UserError: it would.
+        UserError: the output is one of the inputs.
     """
     target = os.path.realpath(path_of(new_prefix, ".bin"))
     for prefix in prefixes:
@@ -92,17 +99,6 @@ def refuse_own_input(prefixes: Sequence[str | Path], new_prefix: str | Path) -> 
                 f"{prefix} is read and would be written too: a corpus is not changed in place."
                 " Give another prefix to write to."
             )
-
-
-def _check_arguments(
-    prefixes: Sequence[str | Path], types: Sequence[int], new_prefix: str | Path
-) -> None:
-    if not prefixes or len(types) != len(prefixes) or min(types) < 0:
-        raise UserError(
-            f"{len(prefixes)} corpora to merge and type ids {list(types)}: each corpus needs one id"
-            " of 0 or more (the same id: joined into one type). Give as many ids as prefixes."
-        )
-    refuse_own_input(prefixes, new_prefix)
 
 
 def _check_alike(first: Corpus, other: Corpus) -> None:
@@ -131,37 +127,14 @@ def _shown(tokenizer: TokenizerInfo) -> str:
     return f"{tokenizer.name!r}, fingerprint {tokenizer.fingerprint[:12]}"
 
 
-def _kinds(corpora: Sequence[Corpus], types: Sequence[int]) -> dict[tuple[int, int], list[_Piece]]:
-    kinds: dict[tuple[int, int], list[_Piece]] = {}
-    for corpus, given in zip(corpora, types):
-        for kind in corpus.header.types:
-            kinds.setdefault((given, kind.id), []).append((corpus, kind.id))
-    return dict(sorted(kinds.items()))
-
-
-def _names(kinds: dict[tuple[int, int], list[_Piece]]) -> list[str]:
-    """Names for people: the inputs' own where they have one, else their files'."""
+def _names(kinds: Iterable[list[_Piece]]) -> list[str]:
+    """Names of the merged types: up to three names of what was joined."""
     names: list[str] = []
-    for pieces in kinds.values():
-        own = _each_once(_name(corpus, kind) for corpus, kind in pieces)
+    for pieces in kinds:
+        own = _each_once(corpus.header.types[kind].name for corpus, kind in pieces)
         name = "+".join(own[:3]) + (f"+{len(own) - 3}" if len(own) > 3 else "")
         names.append(name if name not in names else f"{name}:{len(names)}")
     return names
-
-
-def _name(corpus: Corpus, kind: int) -> str:
-    name = corpus.header.types[kind].name
-    if not name.isdigit():
-        return name
-    file = Path(corpus.prefix).name
-    return file if len(corpus.header.types) == 1 else f"{file}:{name}"
-
-
-def _mixed(headers: Sequence[CorpusHeader]) -> list[str]:
-    first = asdict(headers[0].rules)
-    own = [asdict(header.rules) for header in headers]
-    mixed = {name for rules in own for name in rules if rules[name] != first[name]}
-    return sorted(mixed.union(*(header.mixed_rules for header in headers)))
 
 
 def _each_once(values: Iterable) -> list:
@@ -184,19 +157,19 @@ def remove(
     What is left of a document on either side of a hole becomes a document of its own: its first
     segment begins it and its last one ends it. BOS and EOS stay where they were.
 
-    Args:
-        indices: segments of `prefix`, in any order; one that comes twice counts once.
-
-    Returns:
-        The header of the new corpus.
-
     Raises:
         UserError: an index outside the corpus, or the output is the input.
     """
     refuse_own_input([prefix], new_prefix)
     corpus = Corpus(prefix)
-    gone = _checked(indices, corpus)
     header = corpus.header
+    gone = numpy.unique(numpy.asarray(indices, dtype=numpy.int64))
+    wrong = gone[(gone < 0) | (gone >= len(corpus))]
+    if wrong.size:
+        raise UserError(
+            f"Segment {wrong[0]} is to be removed ({wrong.size:,} such); {prefix} has segments 0"
+            f" to {len(corpus) - 1}: the indices are another corpus's. Find them again on this one."
+        )
     writer = CorpusWriter(
         new_prefix,
         tokenizer=corpus.tokenizer,
@@ -205,7 +178,6 @@ def remove(
         type_names=[kind.name for kind in header.types],
         overwrite=overwrite,
         sources=header.sources,
-        mixed_rules=header.mixed_rules,
     )
     starts = corpus.type_starts.tolist()
     with writer:
@@ -213,24 +185,6 @@ def remove(
             for low, high in corpus.steps(start, stop):
                 writer.add(_kept(corpus, low, high, gone), type_index=kind)
         return writer.close()
-
-
-def _checked(indices: Sequence[int] | numpy.ndarray, corpus: Corpus) -> numpy.ndarray:
-    array = numpy.asarray(indices)
-    if array.size and array.dtype.kind not in "iu":
-        raise UserError(
-            f"Indices to remove of dtype {array.dtype}; whole numbers were expected, the segments"
-            f" of {corpus.prefix}. Use the file that `corpus.py find-trained` writes."
-        )
-    gone = numpy.unique(array.astype(numpy.int64))
-    wrong = gone[(gone < 0) | (gone >= len(corpus))]
-    if wrong.size:
-        raise UserError(
-            f"Segment {wrong[0]} is to be removed ({wrong.size:,} such); {corpus.prefix} has"
-            f" segments 0 to {len(corpus) - 1}: the indices are another corpus's. Find them again"
-            " on this one."
-        )
-    return gone
 
 
 def _kept(corpus: Corpus, low: int, high: int, gone: numpy.ndarray) -> Segments:
@@ -260,10 +214,8 @@ def to_megatron(
     """
     corpus = Corpus(prefix)
     starts = corpus.type_starts.tolist()
-    several = len(starts) > 2
-    targets = [
-        path_of(new_prefix, f"_{kind}" if several else "") for kind in range(len(starts) - 1)
-    ]
+    num_types = len(starts) - 1
+    targets = [path_of(new_prefix, f"_{kind}" * (num_types > 1)) for kind in range(num_types)]
     for target in targets:
         refuse_own_input([prefix], target)
         if path_of(target, ".idx").exists() and not overwrite:
@@ -319,7 +271,7 @@ def from_megatron(
 def _segments(
     pair: MegatronCorpus, low: int, high: int, tokenizer: TokenizerInfo, limit: int
 ) -> Segments:
-    rows = pair.read(range(low, high))
+    rows = [pair[index] for index in range(low, high)]
     flags, lengths = pair.flags(low, high), pair.lengths(low, high)
     tokens = numpy.concatenate(rows)
     wrong = tokens[(tokens < 0) | (tokens >= 1 << 32)]
@@ -328,17 +280,6 @@ def _segments(
             f"{pair.prefix}.bin holds {wrong[0]}; ids are 0 or more and below 2^32: the file does"
             " not hold tokens. Give the prefix of a tokenised text."
         )
-    _check_empty(pair, low, lengths, flags)
-    firsts = numpy.array([row[0] if len(row) else -1 for row in rows])
-    lasts = numpy.array([row[-1] if len(row) else -1 for row in rows])
-    flags = flags | _where(flags & BEGINS, firsts == _id(tokenizer.bos_id), HAS_BOS)
-    flags |= _where(flags & ENDS, lasts == _id(tokenizer.eos_id), HAS_EOS)
-    return _cut(tokens.astype(numpy.uint32), lengths, flags, limit)
-
-
-def _check_empty(
-    pair: MegatronCorpus, low: int, lengths: numpy.ndarray, flags: numpy.ndarray
-) -> None:
     # an empty document vanishes, but an empty end of one would take the border along
     is_end = (flags != 0) & (flags != BEGINS | ENDS)
     wrong = numpy.flatnonzero((lengths == 0) & is_end)
@@ -347,13 +288,27 @@ def _check_empty(
             f"Sequence {low + wrong[0]} of {pair.prefix} is empty and begins or ends a document of"
             " several: that border would be lost. Write the pair again without empty sequences."
         )
+    for number, row in enumerate(rows):
+        if flags[number] & BEGINS and len(row) and row[0] == tokenizer.bos_id:
+            flags[number] |= HAS_BOS
+        if flags[number] & ENDS and len(row) and row[-1] == tokenizer.eos_id:
+            flags[number] |= HAS_EOS
+    return _cut(tokens.astype(numpy.uint32), lengths, flags, limit)
 
 
 def _cut(
     tokens: numpy.ndarray, lengths: numpy.ndarray, flags: numpy.ndarray, limit: int
 ) -> Segments:
+    """Cuts each sequence into the fewest pieces, of lengths that differ by one token at most."""
     counts = -(-lengths // limit)
-    cut_lengths = numpy.fromiter(_near_equal(lengths, counts), dtype=numpy.int64)
+    cut_lengths = numpy.array(
+        [
+            length // count + (piece < length % count)
+            for length, count in zip(lengths.tolist(), counts.tolist(), strict=True)
+            for piece in range(count)
+        ],
+        dtype=numpy.int64,
+    )
     cut_flags = numpy.zeros(len(cut_lengths), dtype=numpy.uint8)
     some = counts > 0
     ends = numpy.cumsum(counts)[some] - 1
@@ -363,38 +318,17 @@ def _cut(
     return Segments(tokens, cut_lengths, cut_flags)
 
 
-def _near_equal(lengths: numpy.ndarray, counts: numpy.ndarray) -> Iterator[int]:
-    for length, count in zip(lengths.tolist(), counts.tolist()):
-        for piece in range(count):
-            yield length // count + (piece < length % count)
-
-
-def _id(token: int | None) -> int:
-    return -2 if token is None else token  # -1 stands for an empty row
-
-
-def _where(one: numpy.ndarray, other: numpy.ndarray, flag: int) -> numpy.ndarray:
-    return (((one != 0) & other) * flag).astype(numpy.uint8)
-
-
-def verify(prefix: str | Path, tokenizer_fingerprint: str | None = None) -> CorpusHeader:
-    """Reads all of a corpus.
-
-    Args:
-        tokenizer_fingerprint: of the tokenizer that it is to be used with.
+def verify(prefix: str | Path) -> CorpusHeader:
+    """Reads all of a corpus and compares it with the sums that its writer took.
 
     Returns:
-        The header, when everything holds.
+        The header.
 
     Raises:
-        DataError: what does not hold, all of it in one message.
+        DataError: names everything that does not hold.
     """
     corpus = Corpus(prefix)
-    if tokenizer_fingerprint is not None:
-        check_tokenizer(corpus.tokenizer, tokenizer_fingerprint, prefix=corpus.prefix)
-    problems = [*_wrong_checksums(corpus), *_wrong_offsets(corpus)]
-    if not problems:  # else the walk would stumble over what is named already
-        problems = [*_wrong_segments(corpus), *_wrong_types(corpus), *_wrong_counts(corpus)]
+    problems = [*_wrong_checksums(corpus), *_wrong_counts(corpus)]
     if problems:
         listed = "".join(f"\n  - {problem}" for problem in problems)
         raise DataError(
@@ -404,102 +338,15 @@ def verify(prefix: str | Path, tokenizer_fingerprint: str | None = None) -> Corp
     return corpus.header
 
 
-def check_tokenizer(own: TokenizerInfo, fingerprint: str, *, prefix: str) -> None:
-    """The tokenizer that is to be used is the one that wrote a corpus.
-
-    Raises:
-        DataError: it is another one.
-    """
-    if own.fingerprint != fingerprint:
-        raise DataError(
-            f"{prefix} was written with tokenizer {own.name!r} (fingerprint"
-            f" {own.fingerprint[:12]}); the one given has fingerprint {fingerprint[:12]}: the ids"
-            " would mean other text. Give the tokenizer it was written with, or write it anew."
-        )
-
-
 def _wrong_checksums(corpus: Corpus) -> list[str]:
-    whole = hashlib.sha256()
-    for chunk in read_chunks(path_of(corpus.prefix, ".bin")):
-        whole.update(chunk)
+    with open(path_of(corpus.prefix, ".bin"), "rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
     wrong = []
-    if whole.hexdigest() != corpus.header.bin_sha256:
+    if found != corpus.header.bin_sha256:
         wrong.append("the .bin has other bytes than were written (sha256)")
-    both = "".join(_sha256(array) for array in corpus.arrays())
+    both = "".join(hashlib.sha256(array).hexdigest() for array in corpus.arrays())
     if hashlib.sha256(both.encode()).hexdigest() != corpus.header.arrays_sha256:
         wrong.append("the offsets or flags of the .idx are not those that were written (sha256)")
-    return wrong
-
-
-def _sha256(data: memoryview) -> str:
-    digest = hashlib.sha256()
-    for start in range(0, len(data), CHUNK):
-        digest.update(data[start : start + CHUNK])
-    return digest.hexdigest()
-
-
-def _wrong_offsets(corpus: Corpus) -> list[str]:
-    limit = corpus.header.rules.seq_length
-    for low, high in corpus.ranges():
-        lengths = corpus.lengths(low, high)
-        wrong = numpy.flatnonzero((lengths <= 0) | (lengths > limit))
-        if wrong.size:
-            return [f"segment {low + wrong[0]} has 1 to {limit} tokens; it has {lengths[wrong[0]]}"]
-    ends = corpus.offsets(0, len(corpus))[[0, -1]].tolist()
-    expected = [0, corpus.header.num_tokens]
-    return [f"offsets go from {expected[0]} to {expected[1]}; they go {ends}"] * (ends != expected)
-
-
-def _wrong_segments(corpus: Corpus) -> list[str]:
-    info, wrong = corpus.tokenizer, []
-    for low, high in corpus.steps():
-        here = corpus.segments(low, high)
-        ends = numpy.cumsum(here.lengths)
-        firsts, lasts = here.tokens[ends - here.lengths], here.tokens[ends - 1]
-        too_large = numpy.flatnonzero(here.tokens >= info.vocab_size)
-        if too_large.size:
-            segment = low + int(numpy.searchsorted(ends, too_large[0], side="right"))
-            wrong.append(
-                f"ids are below {info.vocab_size}; segment {segment} has"
-                f" {here.tokens[too_large[0]]}"
-            )
-        for what, flag, tokens, token in (
-            ("begins with BOS", HAS_BOS, firsts, info.bos_id),
-            ("ends with EOS", HAS_EOS, lasts, info.eos_id),
-        ):
-            odd = numpy.flatnonzero(
-                ((here.flags & flag) != 0) & (tokens != (-1 if token is None else token))
-            )
-            if odd.size:
-                wrong.append(f"segment {low + odd[0]} {what}, as its flags say")
-        if wrong:
-            break
-    return wrong
-
-
-def _wrong_types(corpus: Corpus) -> list[str]:
-    starts, wrong = corpus.type_starts.tolist(), []
-    for kind, start, stop in zip(corpus.header.types, starts, starts[1:]):
-        num_documents, ended = 0, True
-        for low, high in corpus.ranges(start, stop):
-            flags = corpus.flags(low, high)
-            begins, ends = (flags & BEGINS) != 0, (flags & ENDS) != 0
-            num_documents += int(numpy.count_nonzero(begins))
-            odd = numpy.flatnonzero(begins != numpy.concatenate([[ended], ends[:-1]]))
-            if odd.size:
-                wrong.append(f"segment {low + odd[0]} begins a document where the one before ends")
-                break
-            ended = bool(ends[-1])
-        if not ended:
-            wrong.append(f"the last document of type {kind.id} ends")
-        num_tokens = int(numpy.diff(corpus.offsets(start, stop)[[0, -1]].astype(numpy.int64))[0])
-        found = {"documents": num_documents, "tokens": num_tokens}
-        said = {"documents": kind.num_documents, "tokens": kind.num_tokens}
-        wrong += [
-            f"type {kind.id} has {said[what]} {what}; it has {found[what]}"
-            for what in said
-            if said[what] != found[what]
-        ]
     return wrong
 
 

@@ -9,7 +9,8 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -32,19 +33,15 @@ from stageline.corpus.header import (
 )
 from stageline.errors import DataError, StorageError, UserError
 
-# A file that grows and knows its sha256, and can go on from an earlier length.
-# Written as a part (NAME.part) and renamed when whole. Knows bytes only.
-
-CHUNK = 1 << 22
+_CHUNK = 1 << 22
 
 
 class GrowingFile:
-    """Appends bytes to a part.
+    """Appends bytes to a part (NAME.part), knows its sha256, and can resume at an earlier length.
 
     Args:
-        path: the part.
-        size, sha256: None starts anew; else what an earlier `state` said: the file is cut to that
-            size and read once, so that what it holds is known to be what was written.
+        size, sha256: what `sync` gave before: the file is cut to that size and read once, so that
+            what it holds is known to be what was written. None starts anew.
 
     Raises:
         UserError: another process is writing it.
@@ -61,7 +58,7 @@ class GrowingFile:
             self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         except OSError as error:
             raise cannot_write(path, error) from error
-        if not lock_file(self._file):
+        if not _lock(self._file):
             self._file.close()
             raise UserError(
                 f"{self.path} is being written by another process: two would spoil the corpus. Wait"
@@ -81,8 +78,8 @@ class GrowingFile:
         self._hash.update(data)
         self.size += memoryview(data).nbytes
 
-    def sync(self) -> dict:
-        """Everything is on the disk; returns what `size` and `sha256` are for going on here."""
+    def sync(self) -> dict[str, Any]:
+        """Everything is on the disk; returns the arguments that resume here."""
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -100,39 +97,20 @@ class GrowingFile:
         self._file.close()
 
     def _check_part(self, size: int, sha256: str) -> None:
-        found = os.fstat(self._file.fileno()).st_size
-        if found < size:
-            raise DataError(
-                f"{self.path} has {found:,} bytes; {size:,} were written when this corpus was left:"
-                " the part was cut or deleted, so it cannot be gone on with. Start anew with"
-                " `overwrite`."
-            )
         left = size
-        while left:  # through the one handle: closing another would give up the lock
-            chunk = self._file.read(min(CHUNK, left))
+        # through the one handle: closing another would give up the lock
+        while chunk := self._file.read(min(_CHUNK, left)):
             self._hash.update(chunk)
             left -= len(chunk)
-        if self.sha256 != sha256:
+        if left or self.sha256 != sha256:
             raise DataError(
-                f"{self.path} holds other bytes than were written when this corpus was left:"
-                " another program changed it, so it cannot be gone on with. Start anew with"
+                f"{self.path} is not what was written when this corpus was left: another program"
+                " cut, changed or deleted it, so it cannot be gone on with. Start anew with"
                 " `overwrite`."
             )
 
 
-def read_chunks(path: Path, *, size: int | None = None) -> Iterator[bytes]:
-    """The first `size` bytes of a file (all of them for None), in chunks."""
-    left = path.stat().st_size if size is None else size
-    with open(path, "rb") as file:
-        while left > 0:
-            chunk = file.read(min(CHUNK, left))
-            if not chunk:
-                return
-            left -= len(chunk)
-            yield chunk
-
-
-def lock_file(file: IO[Any]) -> bool:
+def _lock(file: IO[Any]) -> bool:
     """Locks a file until it is closed; False: another process has."""
     try:
         # of this process alone: workers that it forks do not keep it after a kill
@@ -159,17 +137,18 @@ class CorpusWriter:
 
     Args:
         path_prefix: the files are PREFIX.bin, PREFIX.idx, PREFIX.dis and PREFIX.tmp.
-        type_names: the segments of each type are added in this order, a type after the other.
+        type_names: the segments of each type are added in this order, a type after the other; by
+            default one type with the name of the file.
         overwrite: a finished corpus of that prefix is replaced when this one closes.
         sources: where the text is from (anything JSON holds); goes into the header.
-        mixed_rules: see `CorpusHeader`.
+        state: what `state()` gave before: the writer resumes there and forgets what was added
+            later. The other arguments have to be the same.
 
     Raises:
         UserError: there is a finished corpus, and no `overwrite`.
+        DataError: the parts are not those of `state`.
         StorageError: the files cannot be written.
     """
-
-    _type_index: int
 
     def __init__(
         self,
@@ -178,42 +157,33 @@ class CorpusWriter:
         tokenizer: TokenizerInfo,
         rules: CutRules,
         language: str,
-        type_names: Sequence[str] = ("0",),
+        type_names: Sequence[str] = (),
         overwrite: bool = False,
         sources: Sequence = (),
-        mixed_rules: Sequence[str] = (),
+        state: dict[str, Any] | None = None,
     ) -> None:
-        self._settings: dict[str, Any] = {
-            "tokenizer": asdict(tokenizer),
-            "rules": asdict(rules),
-            "language": language,
-            "type_names": list(type_names),
-            "overwrite": overwrite,
-            "sources": list(sources),
-            "mixed_rules": list(mixed_rules),
-        }
-        self._begin(path_prefix, (".idx", ".bin"))
-        self._files = {name: GrowingFile(self._part(name)) for name in _PARTS}
-        self._files["offsets"].write(bytes(8))
-
-    @classmethod
-    def resume(cls, path_prefix: str | Path, state: dict) -> "CorpusWriter":
-        """Goes on where `state` was taken; what was added after it is forgotten.
-
-        Raises:
-            DataError: the parts are not those that were left.
-        """
-        writer = cls.__new__(cls)
-        writer._settings = state["settings"]
-        writer._begin(path_prefix, (".idx",))
-        _undo_half_close(writer.path_prefix)
-        writer._counts = numpy.array(state["counts"], dtype=numpy.int64)
-        writer._endings = numpy.array(state["endings"], dtype=numpy.int64)
-        writer._type_index = state["type_index"]
-        writer._files = {
-            name: GrowingFile(writer._part(name), **state["files"][name]) for name in _PARTS
-        }
-        return writer
+        self.path_prefix = os.fspath(path_prefix)
+        self._tokenizer, self._rules, self._language = tokenizer, rules, language
+        self._type_names = type_names or (Path(path_prefix).name,)
+        self._sources = sources
+        self._dtype = numpy.dtype(dtype_for(tokenizer.vocab_size))
+        if not overwrite:
+            # the .bin of a writer that was killed while it closed has its last name already
+            self._refuse_finished((".idx",) if state else (".idx", ".bin"))
+        self._final(".bin").parent.mkdir(parents=True, exist_ok=True)
+        if state is None:
+            self._counts = numpy.zeros((len(self._type_names), 3), dtype=numpy.int64)
+            self._endings = numpy.zeros(4, dtype=numpy.int64)
+            self._type_index = 0
+            self._files = {name: GrowingFile(self._part(name)) for name in _PARTS}
+            self._files["offsets"].write(bytes(8))
+        else:
+            self._undo_half_close()
+            self._counts = numpy.array(state["counts"], dtype=numpy.int64)
+            self._endings = numpy.array(state["endings"], dtype=numpy.int64)
+            self._type_index = state["type_index"]
+            files = state["files"]
+            self._files = {name: GrowingFile(self._part(name), **files[name]) for name in _PARTS}
 
     def add(self, segments: Segments, *, type_index: int = 0) -> None:
         """Appends segments to a type; earlier types are closed by that.
@@ -225,7 +195,7 @@ class CorpusWriter:
         assert len(segments.tokens) == int(segments.lengths.sum()) and (segments.lengths > 0).all()
         if not len(segments):
             return
-        self._check_length(segments)
+        assert int(segments.lengths.max()) <= self._rules.seq_length, "a segment is too long"
         self._check_ids(segments)
         start = int(self._counts[:, 1].sum())
         self._type_index = type_index
@@ -239,9 +209,8 @@ class CorpusWriter:
         self._endings += count_endings(segments.flags)
 
     def state(self) -> dict:
-        """All that `resume` needs, as JSON holds it; what was added so far is on the disk."""
+        """What resumes here, as JSON holds it; what was added so far is on the disk."""
         return {
-            "settings": self._settings,
             "counts": self._counts.tolist(),
             "endings": self._endings.tolist(),
             "type_index": self._type_index,
@@ -249,11 +218,7 @@ class CorpusWriter:
         }
 
     def close(self) -> CorpusHeader:
-        """Makes the corpus whole under its final names.
-
-        Returns:
-            Its header.
-        """
+        """Makes the corpus whole under its final names; returns its header."""
         for file in self._files.values():
             file.sync()
             file.close()
@@ -290,17 +255,19 @@ class CorpusWriter:
         if error is not None:
             self.discard()
 
-    def _begin(self, path_prefix: str | Path, suffixes: tuple[str, ...]) -> None:
-        self.path_prefix = os.fspath(path_prefix)
-        settings = self._settings
-        if not settings["overwrite"]:
-            _refuse_finished(self.path_prefix, suffixes)
-        self._final(".bin").parent.mkdir(parents=True, exist_ok=True)
-        self._vocab_size = settings["tokenizer"]["vocab_size"]
-        self._dtype = numpy.dtype(dtype_for(self._vocab_size))
-        self._counts = numpy.zeros((len(settings["type_names"]), 3), dtype=numpy.int64)
-        self._endings = numpy.zeros(4, dtype=numpy.int64)
-        self._type_index = 0
+    def _refuse_finished(self, suffixes: tuple[str, ...]) -> None:
+        for path in map(self._final, suffixes):
+            if path.exists():
+                raise UserError(
+                    f"{path} exists: a finished corpus is not overwritten unasked. Give another"
+                    " prefix, or `overwrite` to replace it."
+                )
+
+    def _undo_half_close(self) -> None:
+        # killed between the first and the last rename of `close`
+        part, whole = self._part("bin"), self._final(".bin")
+        if not part.exists() and whole.exists() and not self._final(".idx").exists():
+            os.replace(whole, part)
 
     def _final(self, suffix: str) -> Path:
         return path_of(self.path_prefix, suffix)
@@ -309,53 +276,41 @@ class CorpusWriter:
         return path_of(self.path_prefix, f".{name}.part")
 
     def _check_ids(self, segments: Segments) -> None:
-        if int(segments.tokens.max()) < self._vocab_size:
+        vocab_size = self._tokenizer.vocab_size
+        if int(segments.tokens.max()) < vocab_size:
             return
-        place = int(numpy.argmax(segments.tokens >= self._vocab_size))
+        place = int(numpy.argmax(segments.tokens >= vocab_size))
         within = int(numpy.searchsorted(numpy.cumsum(segments.lengths), place, side="right"))
         number = int(self._counts[:, 0].sum()) + within
         raise DataError(
             f"Token id {segments.tokens[place]} in segment {number} of {self.path_prefix};"
-            f" tokenizer {self._settings['tokenizer']['name']!r} says its ids are below"
-            f" {self._vocab_size}: its vocab_size is wrong, or another tokenizer made the ids."
-            " Use one tokenizer for all, and check its files."
+            f" tokenizer {self._tokenizer.name!r} says its ids are below {vocab_size}: its"
+            " vocab_size is wrong, or another tokenizer made the ids. Use one tokenizer for all,"
+            " and check its files."
         )
 
-    def _check_length(self, segments: Segments) -> None:
-        longest, limit = int(segments.lengths.max()), self._settings["rules"]["seq_length"]
-        if longest > limit:
-            raise DataError(
-                f"A segment of {longest} tokens for {self.path_prefix}, whose segments have at most"
-                f" {limit} (seq_length): cut documents before adding them, or raise `seq_length`."
-            )
-
     def _header(self) -> CorpusHeader:
-        settings = self._settings
-        kinds = zip(settings["type_names"], self._counts.tolist(), strict=True)
+        kinds = zip(self._type_names, self._counts.tolist(), strict=True)
+        arrays = self._files["offsets"].sha256 + self._files["flags"].sha256
         return CorpusHeader(
             dtype=self._dtype.name,
-            tokenizer=TokenizerInfo(**settings["tokenizer"]),
-            rules=CutRules(**settings["rules"]),
-            language=settings["language"],
+            tokenizer=self._tokenizer,
+            rules=self._rules,
+            language=self._language,
             types=tuple(SegmentType(i, name, *counts) for i, (name, counts) in enumerate(kinds)),
             bin_size=self._files["bin"].size,
             bin_sha256=self._files["bin"].sha256,
             edges_sha256=edges_digest(self._part("bin")),
-            arrays_sha256=self._arrays_digest(),
-            sources=tuple(settings["sources"]),
-            mixed_rules=tuple(settings["mixed_rules"]),
+            arrays_sha256=hashlib.sha256(arrays.encode()).hexdigest(),
+            sources=tuple(self._sources),
         )
-
-    def _arrays_digest(self) -> str:
-        both = self._files["offsets"].sha256 + self._files["flags"].sha256
-        return hashlib.sha256(both.encode()).hexdigest()
 
     def _write_index(self, header: CorpusHeader) -> None:
         with open(self._part("idx"), "wb") as index:
             index.write(encode_header(header))
             for name in ("offsets", "flags"):
-                for chunk in read_chunks(self._part(name)):
-                    index.write(chunk)
+                with open(self._part(name), "rb") as part:
+                    shutil.copyfileobj(part, index)
             index.flush()
             os.fsync(index.fileno())
 
@@ -371,22 +326,6 @@ def count_endings(flags: numpy.ndarray) -> numpy.ndarray:
 
 def _bytes_of(array: numpy.ndarray) -> memoryview:
     return numpy.ascontiguousarray(array).data.cast("B")
-
-
-def _refuse_finished(prefix: str, suffixes: tuple[str, ...]) -> None:
-    for suffix in suffixes:
-        if path_of(prefix, suffix).exists():
-            raise UserError(
-                f"{path_of(prefix, suffix)} exists: a finished corpus is not overwritten unasked."
-                " Give another prefix, or `overwrite` to replace it."
-            )
-
-
-def _undo_half_close(prefix: str) -> None:
-    # killed between the first and the last rename of `close`
-    part, whole = path_of(prefix, ".bin.part"), path_of(prefix, ".bin")
-    if not part.exists() and whole.exists() and not path_of(prefix, ".idx").exists():
-        os.replace(whole, part)
 
 
 def _write_json(path: Path, values: dict) -> None:

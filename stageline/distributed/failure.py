@@ -12,10 +12,11 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, NoReturn
+from dataclasses import asdict, replace
+from typing import NoReturn
 
 from stageline.distributed import stop
 from stageline.distributed.board import Board, claim_report
@@ -28,7 +29,7 @@ from stageline.distributed.failure_record import (
     read_record,
     record_here,
     record_of,
-    tell_stages,
+    stages_here,
     write_first,
     write_record,
 )
@@ -53,18 +54,13 @@ SECONDS_FOR_THE_OTHERS = 2.0
 TOLD, ENDED, STAGES = "told", "ended", "stages"  # notes for our launcher
 
 
-class _State:
-    """Whether a thread of this process tells a cause; the watches in other threads leave it to."""
-
-    has_cause = False
-
-
-_state = _State()
+# a thread of this process tells a cause; the watches in other threads leave it to that one
+_has_cause = threading.Event()
 
 
 def name_stages(stages: Sequence[int]) -> None:
     """Tells which stages of the model this rank runs, for its report."""
-    tell_stages(stages)
+    stages_here[:] = stages
     note(STAGES, list(stages))
 
 
@@ -92,45 +88,30 @@ def run_entry(main: Callable[[], int | None]) -> NoReturn:
     sys.exit(code)
 
 
-def end_failed(error: BaseException, **about: Any) -> NoReturn:
-    """Ends this process because of an exception, in any of its threads.
-
-    Args:
-        about: fields of the record, where another rank is to blame: rank, stages, stage, step ...
-    """
+def end_failed(error: BaseException) -> NoReturn:
+    """Ends this process because of an exception."""
     if not is_lost_connection(error):
-        _end(replace(record_of(error), **about), patience=0.0)
+        _end(record_of(error))
     record = record_of(error, is_secondary=True)
     # the watch over several machines tells better who was lost
-    has_watch = this_machine().count > 1
+    patience = SECONDS_FOR_THE_WATCH if this_machine().count > 1 else SECONDS_FOR_THE_CAUSE
     who = f"rank {record.rank}" + (f" (stage {record.stage})" if record.stage is not None else "")
     message = (
         f"{who} lost a neighbour that told no cause (the system may have ended it): "
         f"{record.message}"
     )
-    patience = SECONDS_FOR_THE_WATCH if has_watch else SECONDS_FOR_THE_CAUSE
     _end(replace(record, message=message), patience=patience)
 
 
-def end_stopped(message: str, code: int) -> NoReturn:
+def end_stopped(message: str, code: int, *, kind: str = "") -> NoReturn:
     """Ends all ranks at once because of a signal, without waiting for a save."""
-    _end(record_here("", code, message), patience=0.0)
-
-
-def end_overdue(message: str, code: int) -> NoReturn:
-    """Ends all ranks because the stop that a signal asked for takes too long."""
-    _end(record_here("stopped", code, message), patience=0.0)
+    _end(record_here(kind, code, message))
 
 
 def end_hung(message: str, *, rank: int, stages: tuple[int, ...], where: Progress) -> NoReturn:
-    """Ends all ranks because `rank`, which runs `stages`, makes no progress.
-
-    Args:
-        where: what it did last.
-    """
-    record = record_here(HangError.kind, HangError.exit_code, message)
+    """Ends all ranks because `rank`, which runs `stages`, makes no progress since `where`."""
     blamed = replace(
-        record,
+        record_here(HangError.kind, HangError.exit_code, message),
         rank=rank,
         stages=stages,
         stage=where.stage,
@@ -138,7 +119,7 @@ def end_hung(message: str, *, rank: int, stages: tuple[int, ...], where: Progres
         micro_batch=where.micro_batch,
         operation=where.operation,
     )
-    _end(blamed, patience=0.0)
+    _end(blamed)
 
 
 def end_lost(what: Machine | str, why: str) -> NoReturn:
@@ -147,7 +128,7 @@ def end_lost(what: Machine | str, why: str) -> NoReturn:
         f"lost contact with {what}: {why}. Its own output may say more; else it was switched off, "
         "killed, or cut off the network."
     )
-    if _state.has_cause:
+    if _has_cause.is_set():
         _wait_for_the_end()
     lost = what.index if isinstance(what, Machine) else 0
     record = record_here("crash", CRASH, message, is_secondary=True)
@@ -156,29 +137,33 @@ def end_lost(what: Machine | str, why: str) -> NoReturn:
 
 def end_as_told() -> NoReturn:
     """Ends this process because a rank has claimed the report."""
-    if not _state.has_cause:
+    if not _has_cause.is_set():
         message = "ended because another rank had failed."
-        _end(record_here("crash", CRASH, message, is_secondary=True), patience=0.0)
+        _end(record_here("crash", CRASH, message, is_secondary=True))
     _wait_for_the_end()
 
 
-def _end(record: FailureRecord, *, patience: float, lost: int | None = None) -> NoReturn:
+def _end(record: FailureRecord, *, patience: float = 0.0, lost: int | None = None) -> NoReturn:
     """Reports unless another rank has the claim, then ends the process at once."""
     stop.hold_main_thread()
     if not has_launcher():  # torchrun ends the ranks as soon as one is gone: first the report
         with contextlib.suppress(ValueError):  # not in another thread
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _state.has_cause = _state.has_cause or not record.is_secondary
+    if not record.is_secondary:
+        _has_cause.set()
     note(ENDED, record.code)
     record = write_record(record)
-    board, winner = claim_report(record.as_dict(), patience=patience, is_store_lost=lost == 0)
+    board, winner = claim_report(asdict(record), patience=patience, is_store_lost=lost == 0)
     stop.begin_to_end()  # not before: while it waits for a cause, a launcher may know one
     first, sees_to_the_rest = record, winner is None
     with contextlib.suppress(Exception):  # the store may end with its machine at any time
-        if winner is None:
+        if board is None:
+            first = _tell(record)
+        elif winner is None:
             first = _tell(_earliest(board, record))
             board.wait_heard(SECONDS_TO_BE_HEARD, but=lost)
             board.mark_reported()
+            board.leave(SECONDS_FOR_THE_OTHERS)
         else:
             first = read_record(winner)  # where the store ends while the next line waits
             if first.code == HangError.exit_code:  # also one that merely lost a neighbour
@@ -186,7 +171,7 @@ def _end(record: FailureRecord, *, patience: float, lost: int | None = None) -> 
             first = read_record(board.settled(SECONDS_FOR_THE_REPORT) or winner)
             is_near = winner["machine"] == record.machine
             sees_to_the_rest = _listen(board, first, is_near=is_near)
-        board.leave(SECONDS_FOR_THE_OTHERS)
+            board.leave(SECONDS_FOR_THE_OTHERS)
     if sees_to_the_rest:
         end_the_rest()
     end_helpers()
@@ -202,13 +187,11 @@ def _wait_for_the_end() -> NoReturn:
 
 def _earliest(board: Board, mine: FailureRecord) -> FailureRecord:
     """The earliest failure of those that were claimed; the other ranks are told, too."""
-    if mine.num_ranks == 1:
-        return mine
     first = mine
     with contextlib.suppress(Exception):
         time.sleep(SECONDS_FOR_AN_EARLIER_ONE)
         first = first_of([mine, *map(read_record, board.claims())])
-        board.settle(first.as_dict())
+        board.settle(asdict(first))
     return first
 
 
@@ -217,7 +200,7 @@ def _tell(first: FailureRecord) -> FailureRecord:
     told = read_first()
     if first.is_secondary and told is not None and not told.is_secondary:
         return told  # by a rank whose store ended with it
-    note(TOLD, first.as_dict())
+    note(TOLD, asdict(first))
     # a launcher that is ours knows better how the neighbour ended
     if not (first.is_secondary and has_launcher()):
         write_first(first)
@@ -226,10 +209,10 @@ def _tell(first: FailureRecord) -> FailureRecord:
 
 
 def _listen(board: Board, first: FailureRecord, *, is_near: bool) -> bool:
-    """Lets the rank that has the claim finish its report; repeats its line on another machine.
+    """Waits for the rank that has the claim; repeats its line on another machine.
 
     Returns:
-        Whether this rank is the one that sees to the end of the others of its machine.
+        Whether this rank sees to the end of the others of its machine.
     """
     if is_near:
         # an agent ends all ranks as soon as one is gone

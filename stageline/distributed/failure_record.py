@@ -18,8 +18,6 @@ from stageline.distributed.machines import this_machine
 from stageline.errors import CRASH, MemoryFull, StorageError, UserError, spelled
 from stageline.progress import place
 
-_KINDS = {2: "usage", 3: "data", 4: "checkpoint", 5: "storage", 6: "non-finite"}
-_KINDS |= {7: "memory", 8: "hang", CRASH: "crash"}
 _LOST_CONNECTION = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket (timeout|closed)|"
     r"timed out|ncclremoteerror|ncclsystemerror|nccl communicator was aborted|"
@@ -46,7 +44,8 @@ def classify(error: BaseException) -> tuple[BaseException, str, int]:
     for cause in chain(error):
         code = getattr(cause, "exit_code", None)
         if isinstance(code, int):
-            return cause, getattr(cause, "kind", _KINDS.get(code, "crash")), code
+            other = UserError.kind if code == UserError.exit_code else "crash"
+            return cause, getattr(cause, "kind", other), code
     for cause in chain(error):
         if is_out_of_memory(cause):
             return cause, MemoryFull.kind, MemoryFull.exit_code
@@ -88,8 +87,7 @@ def bytes_asked(error: BaseException) -> int | None:
 
 
 MAX_TRACEBACK = 20_000  # characters, their end
-_stages: list[int] = []
-_describers: list[Callable[[], str]] = []
+stages_here: list[int] = []  # of the model, that this rank runs
 
 
 @dataclass(frozen=True)
@@ -100,8 +98,7 @@ class FailureRecord:
         kind: the word in brackets; "" for words that are told as they are.
         message: what happened and what to do; may have several lines.
         stages: of the rank.
-        stage, step, micro_batch, operation: what it did; see `stageline.progress.Place`.
-        time_ns: when, on the clock of the host.
+        stage, step, micro_batch, operation: what it did; see `stageline.progress.Progress`.
         is_secondary: it follows from another rank's end; told only where no rank tells more.
         log: a file that holds the traceback; "": it is told with the message.
         attempt: which start of which run this was.
@@ -157,10 +154,6 @@ class FailureRecord:
             lines.append(self.headline)
         return "\n".join(lines) + "\n"
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
 
 def read_record(told: Mapping[str, Any]) -> FailureRecord:
     """A record from JSON; what it does not know is left out."""
@@ -174,19 +167,9 @@ def first_of(records: Sequence[FailureRecord]) -> FailureRecord:
     return min(records, key=lambda record: (record.is_secondary, record.time_ns))
 
 
-def tell_stages(stages: Sequence[int]) -> None:
-    """Tells which stages of the model this rank runs."""
-    _stages[:] = stages
-
-
-def own_stages() -> tuple[int, ...]:
-    """What `tell_stages` told."""
-    return tuple(_stages)
-
-
 def on_full_memory(describe: Callable[[], str]) -> None:
-    """Registers what tells, where memory is full, what fills it and what to do; the last wins."""
-    _describers[:] = [describe]
+    """Registers what says, where memory is full, what fills it and what to do; the last wins."""
+    _Run.describe_memory = describe
 
 
 def this_attempt() -> str:
@@ -204,8 +187,8 @@ def record_here(kind: str, code: int, message: str, *, is_secondary: bool = Fals
         message=spelled(message),
         rank=int(os.environ.get("RANK", "0")),
         num_ranks=int(os.environ.get("WORLD_SIZE", "1")),
-        stages=tuple(_stages),
-        stage=here.stage if here.stage is not None or len(_stages) != 1 else _stages[0],
+        stages=tuple(stages_here),
+        stage=stages_here[0] if here.stage is None and len(stages_here) == 1 else here.stage,
         step=here.step,
         micro_batch=here.micro_batch,
         operation=here.operation,
@@ -236,13 +219,12 @@ def record_of(error: BaseException, *, is_secondary: bool = False) -> FailureRec
 def _full_memory(error: BaseException) -> str:
     asked = bytes_asked(error)
     many = "" if asked is None else f"; {asked / 2**30:.2f} GiB more ({asked} bytes) were asked for"
-    said = "".join(filter(None, (_say(describe) for describe in _describers)))
-    return f"out of memory{_during()}{many}. {said or _first_line(error)}"
+    return f"out of memory{_during()}{many}. {_what_fills_memory() or _first_line(error)}"
 
 
-def _say(describe: Callable[[], str]) -> str:
+def _what_fills_memory() -> str:
     try:
-        return describe()
+        return _Run.describe_memory() if _Run.describe_memory else ""
     except Exception as error:  # the report of a failure must not fail
         return f"What fills it could not be found out ({_first_line(error)})."
 
@@ -265,9 +247,9 @@ def _during() -> str:
     return f" in {here.operation}{of}"
 
 
-# -- files that tell of a failure, in the run folder: failure.json, failures/rank-1.json and .log -
-# The log of a rank holds its traceback, or what Python wrote of its threads when a signal ended it.
-# Nothing is made before something fails, but for logs of no length that a good end takes away.
+# Files in the run folder: failure.json, failures/rank-1.json and failures/rank-1.log. The log holds
+# a rank's traceback, or what Python wrote of its threads when a signal ended it. Before a failure
+# there are only empty logs, which a good end takes away.
 
 FILE = "failure.json"
 FOLDER = "failures"
@@ -276,24 +258,27 @@ _STARTED_AT = time.time_ns()
 
 
 class _Run:
-    """The folder of this run, if it is known, and the log that signals write to."""
+    """What is known of this run.
+
+    Attributes:
+        log: where signals write to.
+        describe_memory: says, where memory is full, what fills it and what to do.
+    """
 
     folder: Path | None = None
     log: IO[str] | None = None
-
-
-_run = _Run()
+    describe_memory: Callable[[], str] | None = None
 
 
 def tell_run_folder(path: str | Path) -> None:
     """Tells where files may go; what an earlier start left there is taken away by one process."""
-    _run.folder = Path(path)
+    _Run.folder = Path(path)
     rank = os.environ.get("RANK")
     if rank in (None, "0"):
         with contextlib.suppress(OSError):
             # a rank's log before the file that tells its age
-            files = sorted((_run.folder / FOLDER).glob("rank-*"), reverse=True)
-            for file in (_run.folder / FILE, *files):
+            files = sorted((_Run.folder / FOLDER).glob("rank-*"), reverse=True)
+            for file in (_Run.folder / FILE, *files):
                 # a rank that is quicker than this one may have failed already
                 is_old = file.is_file() and (rank is None or _is_stale(file))
                 # a log of no length may be another process's, still open
@@ -314,18 +299,18 @@ def _is_stale(file: Path) -> bool:
 
 def open_log() -> None:
     """Opens the log of this rank, so that a signal like SIGSEGV leaves the lines of its threads."""
-    if _run.folder is None:
+    if _Run.folder is None:
         return
     with contextlib.suppress(OSError):
         path = _log_of(int(os.environ.get("RANK", "0")))
         path.parent.mkdir(parents=True, exist_ok=True)
-        _run.log = path.open("a", encoding="utf-8")
-        faulthandler.enable(file=_run.log)
+        _Run.log = path.open("a", encoding="utf-8")
+        faulthandler.enable(file=_Run.log)
 
 
 def close_log() -> None:
     """Ends `open_log`; an empty log goes, and the folder if it is the last one."""
-    log, _run.log = _run.log, None
+    log, _Run.log = _Run.log, None
     if log is None:
         return
     with contextlib.suppress(OSError, ValueError):
@@ -339,7 +324,7 @@ def close_log() -> None:
 
 def write_record(record: FailureRecord) -> FailureRecord:
     """Writes the files of a rank before anything else; the record with its log, if that stands."""
-    if _run.folder is None or record.kind in ("", UserError.kind):
+    if _Run.folder is None or record.kind in ("", UserError.kind):
         return record  # a wrong option is not of this folder's run
     try:
         log = _log_of(record.rank)
@@ -356,18 +341,18 @@ def write_record(record: FailureRecord) -> FailureRecord:
 
 def write_first(record: FailureRecord) -> None:
     """Writes failure.json: the failure that ended the run."""
-    if _run.folder is not None and record.kind not in ("", UserError.kind):
+    if _Run.folder is not None and record.kind not in ("", UserError.kind):
         with contextlib.suppress(OSError):
-            _run.folder.mkdir(parents=True, exist_ok=True)
-            _write(_run.folder / FILE, record)
+            _Run.folder.mkdir(parents=True, exist_ok=True)
+            _write(_Run.folder / FILE, record)
 
 
 def read_first() -> FailureRecord | None:
     """What failure.json tells of this start of the run; None if nothing was told yet."""
-    if _run.folder is None:
+    if _Run.folder is None:
         return None
     try:
-        told = read_record(json.loads((_run.folder / FILE).read_text(encoding="utf-8")))
+        told = read_record(json.loads((_Run.folder / FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return None
     return told if told.attempt == this_attempt() else None
@@ -375,18 +360,18 @@ def read_first() -> FailureRecord | None:
 
 def log_with_words(rank: int) -> str:
     """The path of a rank's log if there is something in it."""
-    if _run.folder is None:
+    if _Run.folder is None:
         return ""
     path = _log_of(rank)
     return str(path) if path.is_file() and path.stat().st_size else ""
 
 
 def _log_of(rank: int) -> Path:
-    assert _run.folder is not None  # the callers looked
-    return _run.folder / FOLDER / f"rank-{rank}.log"
+    assert _Run.folder is not None  # the callers looked
+    return _Run.folder / FOLDER / f"rank-{rank}.log"
 
 
 def _write(path: Path, record: FailureRecord) -> None:
     draft = path.with_suffix(f".{os.getpid()}_{threading.get_ident()}")
-    draft.write_text(json.dumps(record.as_dict(), indent=1) + "\n", encoding="utf-8")
+    draft.write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
     draft.replace(path)

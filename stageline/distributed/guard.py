@@ -6,7 +6,6 @@ reports a hang, carries a wish to stop to the other ranks, and ends what does no
 """
 
 import atexit
-import functools
 import json
 import os
 import sys
@@ -19,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from stageline import progress
 from stageline.distributed import stop
-from stageline.distributed.board import FileBoard, claim_key, connect_store, disown_store
-from stageline.distributed.failure import end_as_told, end_hung, end_lost, end_overdue
-from stageline.distributed.failure_record import own_stages
+from stageline.distributed.board import claim_key, connect_store, disown_store, is_claim_filed
+from stageline.distributed.failure import end_as_told, end_hung, end_lost, end_stopped
+from stageline.distributed.failure_record import stages_here
 from stageline.distributed.machines import (
     Machine,
     expect_tie,
@@ -46,21 +45,15 @@ from stageline.progress import Progress
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# -- what each rank tells of itself, about twice a second, and who is to blame when nothing goes on
-# Pure: knows neither the store nor the clock of another machine.
-
-# a busy machine may keep a guard from its work for a while
-SECONDS_OF_SILENCE = 4.0
+SECONDS_OF_SILENCE = 4.0  # a busy machine may keep a guard from its work for a while
 
 
 @dataclass(frozen=True)
 class Beat:
-    """A sign of life.
+    """A sign of life, about twice a second.
 
     Attributes:
         number: counts the beats of a rank.
-        machine: number of its machine.
-        stages: of the model, that it runs.
         place: what it does; `since` is of its own clock and says only whether something changed.
         age: seconds that it has done that.
     """
@@ -75,12 +68,10 @@ class Beat:
     age: float
 
     def to_json(self) -> str:
-        """For the store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Beat":
-        """What `to_json` gave."""
         told = json.loads(text)
         place, process = Progress(**told.pop("place")), Process(**told.pop("process"))
         return cls(place=place, process=process, stages=tuple(told.pop("stages")), **told)
@@ -100,11 +91,7 @@ class HangVerdict:
 
 
 class Watcher:
-    """Collects the beats of all ranks while one of them suspects that nothing goes on.
-
-    Args:
-        limit: seconds that an operation may take.
-    """
+    """Collects the beats of all ranks while one suspects that an operation takes over `limit` s."""
 
     def __init__(self, *, num_ranks: int, limit: float) -> None:
         self.num_ranks = num_ranks
@@ -156,7 +143,7 @@ def _not_waiting_then_oldest(beat: Beat) -> tuple[bool, float]:
     return not beat.place.is_waiting, beat.age
 
 
-def describe(verdict: HangVerdict, beats: Mapping[int, Beat], *, seconds: float) -> str:
+def describe(verdict: HangVerdict, beats: Mapping[int, Beat]) -> str:
     """The sentence of a report: what stands still, and who waits."""
     beat = verdict.beat
     rank = f"rank {beat.rank} (process {beat.process.pid} on {beat.host})"
@@ -166,9 +153,9 @@ def describe(verdict: HangVerdict, beats: Mapping[int, Beat], *, seconds: float)
             "hangs in code that holds Python's lock"
         )
     elif verdict.why == "busy":
-        what = f"no progress for {seconds:.0f} s in {beat.place} of {rank}"
+        what = f"no progress for {beat.age:.0f} s in {beat.place} of {rank}"
     else:
-        what = f"no progress for {seconds:.0f} s: all ranks wait, {rank} longest, {beat.place}"
+        what = f"no progress for {beat.age:.0f} s: all ranks wait, {rank} longest, {beat.place}"
     waiting = [
         f"rank {other.rank} is {other.place}"
         for other in beats.values()
@@ -176,50 +163,6 @@ def describe(verdict: HangVerdict, beats: Mapping[int, Beat], *, seconds: float)
     ]
     return "; ".join([what, *waiting[:3]])
 
-
-class Bulletin:
-    """The store's side of a guard.
-
-    Args:
-        store: a connection of the guard's own.
-    """
-
-    def __init__(self, store: "Store", *, num_ranks: int) -> None:
-        self.store = store
-        self.num_ranks = num_ranks
-        self.key = claim_key()
-
-    def post(self, beat: Beat) -> None:
-        """Puts the beat of this rank in the place of the one before."""
-        self.store.set(self._beat(beat.rank), beat.to_json())
-
-    def beats(self) -> dict[int, Beat]:
-        """The latest beat of each rank that has sent one."""
-        ranks = [rank for rank in range(self.num_ranks) if self.store.check([self._beat(rank)])]
-        texts = (self.store.get(self._beat(rank)).decode() for rank in ranks)
-        return dict(zip(ranks, map(Beat.from_json, texts), strict=True))
-
-    def claim(self) -> dict | None:
-        """The claim of the rank that failed first."""
-        return json.loads(self.store.get(self.key)) if self.store.check([self.key]) else None
-
-    def ask(self, signum: int) -> None:
-        """Tells all ranks of a signal that asks for a stop."""
-        self.store.set(f"{self.key}/stop", str(signum))
-
-    def asked(self) -> int | None:
-        """The signal that a rank was told to stop by."""
-        key = f"{self.key}/stop"
-        return int(self.store.get(key)) if self.store.check([key]) else None
-
-    def _beat(self, rank: int) -> str:
-        return f"{self.key}/beat/{rank}"
-
-
-# -- the lifeline between the machines of a run, and the way to its store -------------------------
-# A rank that waits for a neighbour on a machine that vanished would wait for the timeout of the
-# group. One process per machine keeps a connection to the first machine, which tells that it is
-# gone.
 
 SECONDS_BETWEEN_TRIALS = 0.2
 
@@ -241,11 +184,6 @@ def patiently_connect(lost_after: float) -> "Store":
             time.sleep(SECONDS_BETWEEN_TRIALS)
 
 
-@functools.cache
-def _file_board() -> FileBoard:
-    return FileBoard()
-
-
 def end_if_filed() -> None:
     """Ends this process if another one of this machine failed before there was a store.
 
@@ -254,13 +192,15 @@ def end_if_filed() -> None:
     is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     if is_alone or has_launcher() or "TORCHELASTIC_RUN_ID" in os.environ:
         return
-    if _file_board().path.exists():
+    if is_claim_filed():
         disown_store()
         end_as_told()
 
 
 class Lifeline:
-    """Ties the connection between this machine and the first one, as soon as it can be.
+    """A connection between this machine and the first one, which tells that the other is gone.
+
+    Without it a rank whose neighbour's machine vanished would wait for the timeout of the group.
 
     Args:
         lost_after: seconds without a sign of life after which a machine is lost; 0: for ever.
@@ -339,9 +279,12 @@ def start_guard(rules: GuardRules) -> None:
 
 
 class _Guard:
+    store: "Store"  # a connection of its own
+
     def __init__(self, rules: GuardRules) -> None:
         self.rules = rules
         self.dismissed = threading.Event()
+        self.key = claim_key()
         self.machine = this_machine()
         self.rank = int(os.environ.get("RANK", "0"))
         self.num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -356,10 +299,13 @@ class _Guard:
     def run(self) -> None:
         """Returns when the run ends as it should."""
         try:
-            bulletin = self._bulletin()
+            from torch.distributed import HashStore  # slow to import: only where it is needed
+
+            is_alone = self.num_ranks == 1  # a lone process hears itself
+            self.store = HashStore() if is_alone else patiently_connect(self.rules.lost_after)
             while not self._is_over():
                 end_if_filed()
-                self._look(bulletin)
+                self._look()
                 is_tied = self.lifeline.is_tied
                 self.dismissed.wait(SECONDS_BETWEEN_LOOKS if is_tied else SECONDS_UNTIL_TIED)
         except Exception as error:
@@ -367,27 +313,20 @@ class _Guard:
             if not self._is_over() and (self.machine.count == 1 or self.machine.index):
                 end_lost("the first machine", f"its store does not answer ({error})")
 
-    def _bulletin(self) -> Bulletin:
-        from torch.distributed import HashStore  # torch is slow to import: only where it is needed
-
-        is_alone = self.num_ranks == 1  # a lone process hears itself
-        store = HashStore() if is_alone else patiently_connect(self.rules.lost_after)
-        return Bulletin(store, num_ranks=self.num_ranks)
-
     def _is_over(self) -> bool:
         return self.dismissed.is_set() or is_leaving() or stop.is_ending()
 
-    def _look(self, bulletin: Bulletin) -> None:
-        bulletin.post(self._beat())
-        claim = bulletin.claim()
-        if claim is not None:
+    def _look(self) -> None:
+        self.store.set(self._beat_of(self.rank), self._beat().to_json())
+        if self.store.check([self.key]):  # the claim of the rank that failed first
+            claim = json.loads(self.store.get(self.key))
             if claim["code"] == HangError.exit_code:
                 write_stacks()
             end_as_told()
-        self._carry_stop(bulletin)
-        self.lifeline.tie(bulletin.store)
-        self._meet_neighbours(bulletin)
-        self._check_progress(bulletin)
+        self._carry_stop()
+        self.lifeline.tie(self.store)
+        self._meet_neighbours()
+        self._check_progress()
         self._check_deadline()
 
     def _beat(self) -> Beat:
@@ -398,32 +337,43 @@ class _Guard:
             number=self.num_beats,
             host=self.machine.host,
             machine=self.machine.index,
-            stages=own_stages(),
+            stages=tuple(stages_here),
             process=self.process,
             place=place,
             age=time.monotonic() - place.since,
         )
 
-    def _carry_stop(self, bulletin: Bulletin) -> None:
+    def _beat_of(self, rank: int) -> str:
+        return f"{self.key}/beat/{rank}"
+
+    def _beats(self) -> dict[int, Beat]:
+        """The latest beat of each rank that has sent one."""
+        names = {rank: self._beat_of(rank) for rank in range(self.num_ranks)}
+        return {
+            rank: Beat.from_json(self.store.get(name).decode())
+            for rank, name in names.items()
+            if self.store.check([name])
+        }
+
+    def _carry_stop(self) -> None:
         """A signal to one rank is one to all."""
-        asked = stop.asked()
+        asked, name = stop.asked(), f"{self.key}/stop"
         if asked is None:
-            signum = bulletin.asked()
-            if signum is not None:
-                stop.ask(signum)
+            if self.store.check([name]):
+                stop.ask(int(self.store.get(name)))
         elif not self.has_told_stop:
-            bulletin.ask(asked[0])
+            self.store.set(name, str(asked[0]))
             self.has_told_stop = True
 
-    def _meet_neighbours(self, bulletin: Bulletin) -> None:
+    def _meet_neighbours(self) -> None:
         """Learns the process numbers of this machine, before a store can be lost."""
         if self.knows_all:
             return
-        here = [b for b in bulletin.beats().values() if b.machine == self.machine.index]
+        here = [b for b in self._beats().values() if b.machine == self.machine.index]
         remember(beat.process for beat in here if beat.rank != self.rank)
         self.knows_all = len(here) == self.machine.num_ranks
 
-    def _check_progress(self, bulletin: Bulletin) -> None:
+    def _check_progress(self) -> None:
         """Judges once this rank's own operation is too old; slow ranks get on meanwhile."""
         place, limit = progress.place(), self.rules.hang_timeout
         now = time.monotonic()
@@ -432,16 +382,13 @@ class _Guard:
             return
         if self.watcher is None:
             self.watcher = Watcher(num_ranks=self.num_ranks, limit=limit)
-        beats = bulletin.beats()
+        beats = self._beats()
         verdict = self.watcher.see(beats, now)
         if verdict is not None:
-            self._report_hang(verdict, beats, seconds=now - place.since)
+            self._report_hang(verdict, beats)
 
-    def _report_hang(
-        self, verdict: HangVerdict, beats: dict[int, Beat], *, seconds: float
-    ) -> NoReturn:
-        seconds = seconds if verdict.why == "silent" else verdict.beat.age
-        what = describe(verdict, beats, seconds=seconds)
+    def _report_hang(self, verdict: HangVerdict, beats: dict[int, Beat]) -> NoReturn:
+        what = describe(verdict, beats)
         folder = write_stacks()
         stacks = f" The stacks of the ranks are in {folder}." if folder else ""
         end_hung(
@@ -457,9 +404,10 @@ class _Guard:
         asked, limit = stop.asked(), self.rules.stop_deadline
         if asked is None or not limit or time.monotonic() - asked[1] < limit:
             return
-        end_overdue(
+        end_stopped(
             f"{stop.name_of(asked[0])} asked for a stop {limit:g} s ago, and the step and its save "
             f"have not ended (this rank: {progress.place()}). The last checkpoint is what counts. "
             "If saving takes longer, raise `stop_deadline`.",
             stop.stop_code(),
+            kind="stopped",
         )

@@ -42,9 +42,6 @@ from stageline.distributed.stop import (
 )
 from stageline.errors import CRASH, PREEMPTED
 
-# -- passes signals that came to our launcher on to its workers, who save and end -----------------
-# They have sessions of their own: no key press and no signal to a process group gets there.
-
 # after the deadline of the workers, who are then about to end by themselves
 SECONDS_TO_END = 30.0
 KILLED = 128 + signal.SIGKILL
@@ -53,6 +50,8 @@ KILLED = 128 + signal.SIGKILL
 @dataclass
 class SignalsForWorkers:
     """The launcher's handlers; the first signal is passed on, a second one of its kind ends all.
+
+    Workers have sessions of their own: no key press and no signal to a process group gets there.
 
     Args:
         folder: each worker leaves a file `RANK.pid` there.
@@ -113,10 +112,6 @@ class SignalsForWorkers:
         raise SignalException(why, sigval=signum)
 
 
-# -- what our launcher makes of the end of its workers: which failed first, and the exit code -----
-# A rank that raised has told so. One that a signal ended, or that left in the middle, told nothing:
-# its neighbours lost a connection and keep quiet, the launcher speaks for it.
-
 _HINTS = {
     signal.SIGKILL: "the system may have run out of memory",
     signal.SIGBUS: "a file may have been changed while it was read",
@@ -125,6 +120,9 @@ _HINTS = {
 
 def judge(folder: Path, codes: Mapping[int, int], *, num_processes: int) -> int:
     """Reports the failure if no rank did.
+
+    A rank that raised has told so. One that a signal ended, or that left in the middle, told
+    nothing: its neighbours lost a connection and keep quiet, the launcher speaks for it.
 
     Args:
         folder: the workers' notes.
@@ -271,20 +269,18 @@ def _silence(*prefixes: str) -> None:
             logging.getLogger(name).disabled = True
 
 
-# -- where the ranks of one start meet ------------------------------------------------------------
-# A part of the launcher's store that no earlier start has used.
-#
-# torchrun keeps one store over all its restarts, and torch writes the addresses of the ranks under
-# the same names each time (pytorch issues 135712, 167288): a rank that is started anew would read
-# those of dead ones. The count of restarts does not tell starts apart: on several machines it
-# differs between them.
-
 _SECONDS_BETWEEN_LOOKS = 0.01
 _NAME = "stageline/meeting"
 
 
 def launchers_store(rank: int, world_size: int, *, timeout: float) -> Store | None:
-    """The store for the process group of this start; None: torch finds one by itself."""
+    """The store for the process group of this start; None: torch finds one by itself.
+
+    torchrun keeps one store over all its restarts, and torch writes the addresses of the ranks
+    under the same names each time (pytorch issues 135712, 167288): a rank that is started anew
+    would read those of dead ones. So each start has names of its own. torchrun counts restarts, but
+    not on machines that only follow the restart of another one.
+    """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     store = TCPStore(

@@ -16,19 +16,12 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-
-_IMPORTED_AT = time.time()
+from pathlib import Path
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine of a run, as torchrun tells of it.
-
-    Attributes:
-        index, count: its number, and how many there are; torchrun says "node" or "group".
-        host: its name.
-        first_rank, num_ranks: the ranks that run on it.
-    """
+    """One machine of a run, its number of `count`; torchrun says "node" or "group"."""
 
     index: int
     count: int
@@ -56,14 +49,10 @@ def this_machine(environment: Mapping[str, str] = os.environ) -> Machine:
 
 
 def process_started_at() -> float:
-    """When this process began, on the clock of `time.time`; where /proc is not, a bit too late."""
-    try:
-        with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
-            ticks = int(stat.read().rpartition(")")[2].split()[19])
-            age = float(uptime.read().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
-        return time.time() - age
-    except (OSError, ValueError, IndexError):
-        return _IMPORTED_AT
+    """When this process began, on the clock of `time.time`."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
 
 
 BYE = b"bye\n"
@@ -106,14 +95,11 @@ def wait_tied(seconds: float) -> None:
 
 
 def open_hub(machine: Machine, *, lost_after: float, on_lost: OnLost) -> str:
-    """Listens on the first machine, in threads.
+    """Listens on the first machine, in threads; gives an invitation for the other machines.
 
     Args:
         lost_after: seconds without a sign of life after which a machine is lost; 0: for ever.
         on_lost: called with the machine and how it was lost.
-
-    Returns:
-        An invitation for the other machines.
     """
     server = _listen()
     token = uuid.uuid4().hex
@@ -124,14 +110,14 @@ def open_hub(machine: Machine, *, lost_after: float, on_lost: OnLost) -> str:
         if other is None:
             connection.close()  # a stranger
         else:
-            _watch(connection, other, lost_after=lost_after, on_lost=on_lost)
+            _watch(connection, other, lost_after, on_lost)
 
     def accept() -> None:
         while True:
             connection, _ = server.accept()
-            threading.Thread(target=greet, args=(connection,), daemon=True).start()
+            _in_thread(greet, connection)
 
-    threading.Thread(target=accept, daemon=True).start()
+    _in_thread(accept)
     return json.dumps(invitation)
 
 
@@ -147,12 +133,11 @@ def reach_hub(
     connection = socket.create_connection((address, told["port"]), timeout=SECONDS_FOR_HELLO)
     hello = {"token": told["token"], "machine": asdict(machine)}
     connection.sendall(json.dumps(hello).encode() + b"\n")
-    threading.Thread(
-        target=_watch,
-        args=(connection, Machine(**told["machine"])),
-        kwargs={"lost_after": lost_after, "on_lost": on_lost},
-        daemon=True,
-    ).start()
+    _in_thread(_watch, connection, Machine(**told["machine"]), lost_after, on_lost)
+
+
+def _in_thread(function: Callable[..., None], *args: object) -> None:
+    threading.Thread(target=function, args=args, daemon=True).start()
 
 
 def _listen() -> socket.socket:
@@ -172,9 +157,7 @@ def _read_hello(connection: socket.socket, token: str) -> Machine | None:
         return None
 
 
-def _watch(
-    connection: socket.socket, other: Machine, *, lost_after: float, on_lost: OnLost
-) -> None:
+def _watch(connection: socket.socket, other: Machine, lost_after: float, on_lost: OnLost) -> None:
     """Returns when the other machine or this one has said goodbye."""
     connection.settimeout(None)
     _ask_for_signs_of_life(connection, lost_after)
@@ -197,11 +180,10 @@ def _ask_for_signs_of_life(connection: socket.socket, seconds: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     pause = max(1, round(seconds / (PROBES + 1)))
     wanted = {
-        "TCP_KEEPIDLE": pause,
-        "TCP_KEEPINTVL": pause,
-        "TCP_KEEPCNT": PROBES,
-        "TCP_USER_TIMEOUT": int(seconds * 1000),
+        socket.TCP_KEEPIDLE: pause,
+        socket.TCP_KEEPINTVL: pause,
+        socket.TCP_KEEPCNT: PROBES,
+        socket.TCP_USER_TIMEOUT: int(seconds * 1000),
     }
-    for name, value in wanted.items():
-        if hasattr(socket, name):  # not on every system
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    for option, value in wanted.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -6,10 +6,12 @@ A single process gets a group of its own, so that one stage runs the same code a
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -23,38 +25,22 @@ from stageline.distributed.machines import this_machine, wait_tied
 from stageline.distributed.stop import settle, stop_code
 from stageline.errors import UserError
 
-# -- which borders of a pipeline lie between two machines. Pure integers: knows no ranks but numbers
-# Rank = replica * num_ranks + rank of the pipeline, and torchrun numbers ranks machine by machine.
-# So the neighbours of a pipeline are on one machine wherever its ranks fit on one. (Where ranks
-# hold several stages in a round, the last rank also sends to the first.)
 
-
-@dataclass(frozen=True)
-class Crossing:
-    """A border between two ranks on two machines: after `pp_rank` of `replica`."""
-
-    replica: int
-    pp_rank: int
-    machines: tuple[int, int]
-
-
-def crossings(machine_of_rank: Sequence[int], *, num_ranks: int) -> list[Crossing]:
-    """The borders of all pipelines that lie between two machines.
-
-    Args:
-        machine_of_rank: the machine's number of each rank, in order of ranks.
-    """
+def crossings(machine_of_rank: Sequence[int], *, num_ranks: int) -> list[tuple[int, int]]:
+    """The borders that lie between two machines: (replica, rank of the pipeline before it)."""
     return [
-        Crossing(rank // num_ranks, rank % num_ranks, (here, there))
-        for rank, (here, there) in enumerate(
-            zip(machine_of_rank[:-1], machine_of_rank[1:], strict=True)
-        )
-        if here != there and rank % num_ranks < num_ranks - 1
+        divmod(rank, num_ranks)
+        for rank, (here, there) in enumerate(pairwise(machine_of_rank))
+        if here != there and (rank + 1) % num_ranks
     ]
 
 
 def explain_placement(machine_of_rank: Sequence[int], *, num_ranks: int) -> str:
-    """Which borders cross machines, and what to change where a pipeline crosses needlessly."""
+    """Which borders cross machines, and what to change where a pipeline crosses needlessly.
+
+    Args:
+        machine_of_rank: the machine's number of each rank, in order of ranks.
+    """
     num_machines = len(set(machine_of_rank))
     per_machine = max(machine_of_rank.count(machine) for machine in set(machine_of_rank))
     num_replicas = len(machine_of_rank) // num_ranks
@@ -65,11 +51,10 @@ def explain_placement(machine_of_rank: Sequence[int], *, num_ranks: int) -> str:
     )
     if not found:
         return f"{text}: no pipeline crosses machines."
-    counts = [sum(c.replica == replica for c in found) for replica in range(num_replicas)]
+    counts = Counter(replica for replica, _ in found)
     least = -(-num_ranks // per_machine) - 1
-    needless = [replica for replica, count in enumerate(counts) if count > least]
-    borders = sorted({(c.pp_rank, c.pp_rank + 1) for c in found})
-    shown = ", ".join(f"{before}|{after}" for before, after in borders)
+    needless = [replica for replica, count in sorted(counts.items()) if count > least]
+    shown = ", ".join(f"{rank}|{rank + 1}" for rank in sorted({rank for _, rank in found}))
     text += f"; between machines: {_count(len(found), 'border')} (of ranks {shown})."
     return f"{text}\n{_warn(needless, per_machine, num_ranks)}" if needless else text
 
@@ -107,8 +92,6 @@ class DistributedContext:
         local_rank: among those of this machine.
         num_replicas, dp_rank: data-parallel copies of the pipeline, and which one this is.
         num_ranks, pp_rank: processes of one pipeline, and which one this is.
-        mesh: axes ("dp", "pp").
-        device: where this process computes.
     """
 
     rank: int

@@ -24,13 +24,9 @@ from typing import Any, NoReturn
 
 from stageline.errors import INTERRUPTED, PREEMPTED
 
-# -- the processes of the other ranks of this machine: whether they live, and ending those that stay
-# torchrun gives a process that cannot leave, because it was stopped or hangs in C, 30 seconds. The
-# rank that reports a failure is quicker.
-
-# -- the stacks of all threads of a rank, for the report of a hang; also of one that hangs in C code
-# A rank writes its own. One whose Python does not run any more is asked by SIGUSR2: the system's
-# part of the handler writes into a file in memory, which a neighbour on the same machine reads.
+# The stacks of all threads, for the report of a hang. A rank writes its own. One whose Python does
+# not run any more is asked by SIGUSR2: the system's part of the handler writes into a file in
+# memory, which a neighbour on the same machine reads.
 
 FOLDER = "failures"  # beside the other accounts of a failure
 SECONDS_TO_WRITE = 3.0  # at most; the machine may be busy
@@ -48,13 +44,7 @@ def keep_stacks_in(folder: Path | None) -> None:
 
 
 def offer_stacks() -> int:
-    """Makes SIGUSR2 write the stacks of this process into a file in memory.
-
-    Returns:
-        Its number in this process; -1 where that cannot be.
-    """
-    if not hasattr(os, "memfd_create"):
-        return -1
+    """Makes SIGUSR2 write the stacks of this process into a file in memory; its descriptor."""
     number = os.memfd_create("stacks")
     faulthandler.register(signal.SIGUSR2, file=number, all_threads=True)
     return number
@@ -118,9 +108,7 @@ def _own_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-# -- what workers leave for our launcher, in a folder of its own: process ids, stages, how they end
-# Below torchrun there is no such folder, and every note goes nowhere.
-
+# where workers leave notes for our launcher: process ids, stages, how they end
 WORKERS_FOLDER = "STAGELINE_WORKERS_FOLDER"
 
 
@@ -157,7 +145,7 @@ class Process:
     """A process, and what tells it from a later one with the same number.
 
     Attributes:
-        started: clock ticks since the machine's start; 0 where the system does not say.
+        started: clock ticks since the machine's start.
         stacks_fd: where it writes the stacks of its threads when asked to; -1: nowhere.
     """
 
@@ -186,11 +174,6 @@ def remember(processes: Iterable[Process]) -> None:
     _known.update({process.rank: process for process in processes})
 
 
-def forget_all() -> None:
-    """For a process that was forked."""
-    _known.clear()
-
-
 def has_lost_one() -> bool:
     """Whether another rank of this machine has ended: then a SIGTERM is the launcher's."""
     if not all(process.is_alive() for process in _known.values()):
@@ -203,6 +186,8 @@ def has_lost_one() -> bool:
 
 def end_the_rest(*, seconds: float = SECONDS_TO_LEAVE) -> list[int]:
     """Waits until the other ranks of this machine have ended; kills those that do not.
+
+    torchrun gives a process that was stopped, or hangs in C, 30 seconds.
 
     Returns:
         The ranks that were killed.
@@ -228,7 +213,7 @@ def end_helpers() -> None:
 
 def die_with_parent() -> None:
     """Lets the system kill this process as soon as its parent ends, also if it hangs."""
-    with contextlib.suppress(Exception):  # Linux only; others are left to what looks at getppid
+    with contextlib.suppress(Exception):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -246,16 +231,9 @@ def _state(pid: int) -> tuple[str, int]:
     try:
         # the name in brackets may hold blanks
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return fields[0], int(fields[19])
-    except OSError:
-        pass
-    if Path("/proc/self/stat").exists():
-        return "", 0
-    try:
-        os.kill(pid, 0)
     except OSError:
         return "", 0
-    return "?", 0
+    return fields[0], int(fields[19])
 
 
 CODES = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: PREEMPTED, signal.SIGUSR1: PREEMPTED}
@@ -275,7 +253,7 @@ class _Stop:
         signum, asked_at: the first signal, of this rank or another, and when it was heard of.
         times: when each signal first came to this process.
         is_raised: the main thread was interrupted, or is not to be.
-        code: the exit code that all ranks have agreed on; signals mean nothing any more.
+        code: the exit code that all ranks have agreed on.
     """
 
     is_read: bool = False

@@ -4,7 +4,8 @@ import functools
 import importlib
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from stageline.errors import UserError
@@ -86,7 +87,6 @@ def format_usage(figures: dict[str, Any]) -> str:
     return line
 
 
-# -- how much of a text stands in another: ROUGE and BLEU, of kept libraries, for any script ------
 # ROUGE (Lin 2004) by `rouge-score`, BLEU (Papineni et al. 2002) by `sacrebleu` (Post 2018, arXiv
 # 1804.08771). Both know words as what lies between spaces; Chinese, Japanese and Thai, which set
 # none, are taken character by character.
@@ -101,13 +101,6 @@ _WORDS = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+")
 def words(text: str) -> list[str]:
     """Words in lower case; of a script without spaces each character."""
     return _WORDS.findall(text.lower())
-
-
-class _Words:
-    """What rouge-score asks for."""
-
-    def tokenize(self, text: str) -> list[str]:
-        return words(text)
 
 
 def rouge(text: str, references: Sequence[str]) -> dict[str, float]:
@@ -131,25 +124,26 @@ def bleu(texts: Sequence[str], references: Sequence[Sequence[str]]) -> float:
     most = max(len(own) for own in references)
     # as many streams as the text with the most references has; what is missing is None
     streams = [[own[i] if i < len(own) else None for own in references] for i in range(most)]
-    unspaced = any(re.search(f"[{_UNSPACED}]", text) for own in references for text in own)
-    found = _package("sacrebleu").corpus_bleu(
-        list(texts), streams, tokenize="zh" if unspaced else "13a"
-    )
-    return found.score / 100
+    tokenize = _tokenizer_of(text for own in references for text in own)
+    return _package("sacrebleu").corpus_bleu(list(texts), streams, tokenize=tokenize).score / 100
 
 
 def sentence_bleu(text: str, references: Sequence[str]) -> float:
     """BLEU-4 of one text, smoothed (Lin and Och 2004) because short texts lack 4-grams."""
-    unspaced = any(re.search(f"[{_UNSPACED}]", reference) for reference in references)
-    sacrebleu = _package("sacrebleu")
-    made = sacrebleu.sentence_bleu(text, list(references), tokenize="zh" if unspaced else "13a")
+    made = _package("sacrebleu").sentence_bleu(
+        text, list(references), tokenize=_tokenizer_of(references)
+    )
     return made.score / 100
+
+
+def _tokenizer_of(references: Iterable[str]) -> str:
+    return "zh" if any(re.search(f"[{_UNSPACED}]", text) for text in references) else "13a"
 
 
 @functools.cache
 def _scorer() -> Any:
     scorer = _package("rouge_score.rouge_scorer", name="rouge-score")
-    return scorer.RougeScorer(list(ROUGE_TYPES), tokenizer=_Words())
+    return scorer.RougeScorer(list(ROUGE_TYPES), tokenizer=SimpleNamespace(tokenize=words))
 
 
 def _package(module: str, *, name: str | None = None) -> Any:

@@ -7,11 +7,11 @@ may import this file at its top.
 """
 
 import copy
-import importlib.util
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jinja2
 import torch
@@ -24,15 +24,10 @@ from tqdm import tqdm
 
 from stageline.data.text.processor import get_tokenizer
 from stageline.errors import UserError
-from stageline.inference.decoding.request import (
-    Failed,
-    Finished,
-    Request,
-    Sampling,
-    Scored,
-    ScoreRequest,
-)
+from stageline.inference.decoding.request import Failed, Request, Sampling, ScoreRequest
 
+NAME = "stageline"
+MAX_GEN_TOKS = 256  # of a task that names none; as `hf`
 # what a task may say, under the names of transformers, that Sampling knows too
 SHARED = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 # what a task may say and what it has to be then: anything else would change the answers
@@ -51,7 +46,6 @@ def read_generation(
     options: dict[str, Any],
     *,
     tokenizer: Any,
-    max_gen_toks: int,
     num_prompt_tokens: int,
     stop_token_ids: tuple[int, ...],
     seed: int,
@@ -60,13 +54,12 @@ def read_generation(
 
     Args:
         options: of the task: until, max_gen_toks, do_sample, temperature, top_p ...
-        max_gen_toks: where the task names none.
         stop_token_ids: end an answer in any task.
 
     Raises:
         UserError: an option that no engine of ours has.
     """
-    kwargs = dict(normalize_gen_kwargs(options, max_gen_toks))
+    kwargs = dict(normalize_gen_kwargs(options, MAX_GEN_TOKS))
     is_sampling = kwargs.pop("do_sample")
     temperature = float(kwargs.pop("temperature", 0.0))
     max_new_tokens = kwargs.pop("max_gen_toks")
@@ -114,46 +107,26 @@ def _refuse_unknown(kwargs: dict[str, Any]) -> None:
             )
 
 
-NAME = "stageline"
-MAX_GEN_TOKS = 256  # of a task that names none; as `hf`
-
-
-class ScoringEngine(Protocol):
-    """What this file wants of an engine."""
-
-    processor: Any
-    max_length: int
-
-    def answer(self, requests: Iterable[Request]) -> Iterator[Finished | Failed]: ...
-
-    def score(self, items: Iterable[ScoreRequest]) -> Iterator[Scored | Failed]: ...
-
-
 @register_model(NAME)
 class StagelineLM(TemplateLM):
     """For `lm_eval.simple_evaluate(StagelineLM(engine), ...)`, or by its key "stageline"."""
 
     def __init__(
         self,
-        engine: ScoringEngine,
+        engine: Any,
         *,
         max_length: int | None = None,
-        max_gen_toks: int = MAX_GEN_TOKS,
         add_bos_token: bool | None = None,
-        prefix_token_id: int | None = None,
         seed: int = 0,
-        chat_template_args: dict[str, Any] | None = None,
         **ignored: Any,
     ) -> None:
         """See the class.
 
         Args:
+            engine: has a processor, `max_length`, `answer` and `score`, as a DecodingEngine.
             max_length: the most tokens of a row; None: as many as the model has positions.
             add_bos_token: whether a row begins with it; None: as the tokenizer does.
-            prefix_token_id: stands before a continuation without context; None: the
-                beginning-of-sequence token, or where there is none, the end-of-sequence token.
             seed: of sampled answers; those of one task differ from each other nevertheless.
-            chat_template_args: further variables of the chat template.
             ignored: batch_size, max_batch_size and device, which the engine settles itself.
         """
         super().__init__()
@@ -166,18 +139,15 @@ class StagelineLM(TemplateLM):
         self.engine = engine
         self.tokenizer = get_tokenizer(engine.processor)
         self.max_length = max_length or engine.max_length
-        self.max_gen_toks = max_gen_toks
         self.batch_size = ignored.get("batch_size") or "auto"
         self._add_bos_token = add_bos_token
         if add_bos_token is not None:
             self.tokenizer = copy.deepcopy(self.tokenizer)  # the engine has it too
             self.tokenizer.add_bos_token = add_bos_token
-        self._prefix_token_id = prefix_token_id
         # those of the model's generation config are among an engine's own
         own = getattr(engine, "stop_ids", ())
         self._stop_token_ids = tuple(sorted({*own, self.eot_token_id} - {None}))
         self._seed = seed
-        self._chat_template_args = chat_template_args or {}
 
     @property
     def eot_token_id(self) -> int:
@@ -187,8 +157,8 @@ class StagelineLM(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """Stands before a continuation that has no context."""
-        known = (self._prefix_token_id, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
-        return next(token_id for token_id in known if token_id is not None)
+        first = self.tokenizer.bos_token_id
+        return self.eot_token_id if first is None else first
 
     @property
     def tokenizer_name(self) -> str:
@@ -199,33 +169,31 @@ class StagelineLM(TemplateLM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """The messages as the model's chat template writes them."""
-        try:
-            return self._fill_template(chat_history, add_generation_prompt)
-        except jinja2.exceptions.TemplateError:  # one that knows no system role; as `hf`
-            rest = [message for message in chat_history if message["role"] != "system"]
-            return self._fill_template(rest, add_generation_prompt)
-
-    def _fill_template(self, messages: list[dict[str, str]], is_prompt: bool) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages,
+        fill = functools.partial(
+            self.tokenizer.apply_chat_template,
             tokenize=False,
-            add_generation_prompt=is_prompt,
-            continue_final_message=not is_prompt,
-            **self._chat_template_args,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
         )
+        try:
+            return fill(chat_history)
+        except jinja2.exceptions.TemplateError:  # one that knows no system role; as `hf`
+            return fill([message for message in chat_history if message["role"] != "system"])
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
         """Token ids; a text that begins with the beginning-of-sequence token gets no second."""
-        options = {}
-        if add_special_tokens is not None:
-            options["add_special_tokens"] = add_special_tokens
-        elif has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
-            options["add_special_tokens"] = False
-        elif self._add_bos_token is not None:
-            options["add_special_tokens"] = self._add_bos_token
-        return self.tokenizer.encode(string, **options)
+        first_token = self.tokenizer.decode(self.prefix_token_id)
+        return self._encode(string, first_token, add_special_tokens)
+
+    def _encode(
+        self, text: str, first_token: str | None, add_special_tokens: bool | None = None
+    ) -> list[int]:
+        if add_special_tokens is None:
+            add_special_tokens = False if has_bos_prefix(text, first_token) else self._add_bos_token
+        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        return self.tokenizer.encode(text, **options)
 
     def _loglikelihood_tokens(
         self,
@@ -293,11 +261,11 @@ class StagelineLM(TemplateLM):
         return texts
 
     def _request(self, index: int, context: str, options: dict[str, Any]) -> Request:
-        ids = self._encode_context(context)
+        # not tok_encode: `hf` asks for the very token here, not for what stands in its place
+        ids = self._encode(context, self.tokenizer.bos_token)
         sampling = read_generation(
             options,
             tokenizer=self.tokenizer,
-            max_gen_toks=self.max_gen_toks,
             num_prompt_tokens=len(ids),
             stop_token_ids=self._stop_token_ids,
             seed=self._seed + index,
@@ -310,14 +278,6 @@ class StagelineLM(TemplateLM):
                 "max_gen_toks in the task or with `gen_kwargs`."
             )
         return Request(str(index), _as_prompt(ids[-room:]), sampling)
-
-    def _encode_context(self, context: str) -> list[int]:
-        # not tok_encode: `hf` asks for the very token here, not for what stands in its place
-        if has_bos_prefix(context, self.tokenizer.bos_token):
-            return self.tokenizer.encode(context, add_special_tokens=False)
-        if self._add_bos_token is not None:
-            return self.tokenizer.encode(context, add_special_tokens=self._add_bos_token)
-        return self.tokenizer.encode(context)
 
 
 def _as_prompt(ids: list[int]) -> dict[str, torch.Tensor]:
@@ -345,19 +305,6 @@ class TaskSettings:
     gen_kwargs: str | None = None
     confirm_run_unsafe_code: bool = False
     log_samples: bool = False
-
-
-def check_lm_eval() -> None:
-    """Says how to get lm_eval where it is missing; loads nothing.
-
-    Raises:
-        UserError: it isn't installed.
-    """
-    if importlib.util.find_spec("lm_eval") is None:
-        raise UserError(
-            "the package lm_eval is not installed, it was expected, because it brings the tasks: "
-            "pip install 'stageline[lm-eval]'."
-        )
 
 
 def find_tasks(names: Sequence[str], *, include_path: str | Path | None = None) -> Any:

@@ -1,7 +1,9 @@
 """predictions.jsonl: one line a sample, appended as answers come, continued after a stop.
 
 A line counts for the same sample and the same settings only; how many devices or which batches
-made it does not matter.
+made it does not matter. Of several replicas number 3 writes predictions-3.jsonl beside it. These
+shards are merged at the end of a run and, after a run that was killed, at the beginning of the
+next, whatever the number of its replicas.
 """
 
 import hashlib
@@ -13,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from stageline.errors import DataError
+
+Key = tuple[Any, str]  # settings and id of a record
 
 
 def fingerprint(settings: dict[str, Any]) -> str:
@@ -39,7 +43,7 @@ class PredictionFile:
         self.records: dict[str, dict[str, Any]] = {}
         self.errors: dict[str, str] = {}
         self._drop_torn_line()
-        for record in _records(self.path, with_failed=True):
+        for record in _checked(self.path):
             if record.get("settings") == settings_key:
                 self._take(record)
 
@@ -62,11 +66,7 @@ class PredictionFile:
     def _drop_torn_line(self) -> None:
         """Cuts off a last line without its end: the process was killed while writing it."""
         self.path.touch()
-        content = self.path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        if whole != content:
-            with self.path.open("r+b") as file:
-                file.truncate(len(whole))
+        os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
 
 
 def newest_records(path: Path) -> dict[str, dict[str, Any]]:
@@ -75,7 +75,7 @@ def newest_records(path: Path) -> dict[str, dict[str, Any]]:
     Raises:
         DataError: a line is damaged, or nothing is there.
     """
-    records = list(_records(path))
+    records = [record for record in _checked(path) if "error" not in record]
     if not records:
         raise DataError(
             f"{path} holds no prediction. At least one was expected, because they are compared: "
@@ -85,31 +85,41 @@ def newest_records(path: Path) -> dict[str, dict[str, Any]]:
     return {record["id"]: record for record in records if record.get("settings") == newest}
 
 
-def _records(path: Path, *, with_failed: bool = False) -> Iterator[dict[str, Any]]:
-    """The answers of a file; samples that failed are left out unless they are asked for.
+def _checked(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a file, in which no run answers a sample twice and differently."""
+    seen: dict[Key, tuple[int, str]] = {}
+    for number, record, _ in _lines(path):
+        if "error" not in record:
+            first, text = seen.setdefault(_key(record), (number, record["prediction"]))
+            if text != record["prediction"]:
+                raise DataError(
+                    f"{path}:{number}: sample {record['id']!r} has another prediction in line "
+                    f"{first}. One was expected, because nobody knows which counts: two runs may "
+                    "have written into this folder at once. Delete one of the lines, or give "
+                    "another `output_dir`."
+                )
+        yield record
+
+
+def _lines(
+    path: Path, *, leaves_out_torn: bool = False
+) -> Iterator[tuple[int, dict[str, Any], str]]:
+    """(number, record, line) of each line that is not empty.
 
     Raises:
-        DataError: a line is no record, or two lines of one run answer a sample differently.
+        DataError: a line is no record.
     """
-    seen: dict[tuple[Any, str], tuple[int, str]] = {}
+    content = path.read_bytes()
+    if leaves_out_torn:
+        content = content[: content.rfind(b"\n") + 1]
     # not splitlines(): a text may hold line breaks that are no "\n", such as U+2028
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
-        record = parse_line(line, f"{path}:{number}")
-        if "error" in record:
-            if with_failed:
-                yield record
-            continue
-        key = (record.get("settings"), record["id"])
-        first, text = seen.setdefault(key, (number, record["prediction"]))
-        if text != record["prediction"]:
-            raise DataError(
-                f"{path}:{number}: sample {record['id']!r} has another prediction in line {first}. "
-                "One was expected, because nobody knows which counts: two runs may have written "
-                "into this folder at once. Delete one of the lines, or give another `output_dir`."
-            )
-        yield record
+    for number, line in enumerate(content.decode("utf-8").split("\n"), start=1):
+        if line.strip():
+            yield number, parse_line(line, f"{path}:{number}"), line
+
+
+def _key(record: dict[str, Any]) -> Key:
+    return record.get("settings"), record["id"]
 
 
 def parse_line(line: str, source: str) -> dict[str, Any]:
@@ -129,14 +139,6 @@ def parse_line(line: str, source: str) -> dict[str, Any]:
         f"{source}: {line[:60]!r} is no prediction. An object with id and prediction was expected, "
         "as evaluate.py writes them: delete the line, and its sample is answered again."
     )
-
-
-# -- predictions that several replicas wrote side by side, made into one file again ---------------
-# Replica 3 writes predictions-3.jsonl beside predictions.jsonl. Shards are merged at the end of a
-# run and, after a run that was killed, at the beginning of the next, whatever the number of its
-# replicas.
-
-Key = tuple[Any, str]
 
 
 def shard_path(path: Path, replica: int) -> Path:
@@ -164,33 +166,19 @@ def merge_shards(path: Path) -> int:
     shards = find_shards(path)
     if not shards:
         return 0
-    newest: dict[Key, tuple[bool, str]] = {}
-    for shard in shards:
-        for key, is_answer, line in _lines(shard):
-            if is_answer or not newest.get(key, (False, ""))[0]:
-                newest[key] = (is_answer, line)
-    old = list(_lines(path)) if path.exists() else []
-    answered = {key for key, is_answer, _ in old if is_answer}
-    taken = {
-        key: line for key, (is_answer, line) in newest.items() if is_answer or key not in answered
-    }
-    kept = [line for key, _, line in old if key not in taken]
+    kept: dict[Key, tuple[bool, str]] = {}  # whether it is an answer, its line
+    for source in [*([path] if path.exists() else []), *shards]:
+        for _, record, line in _lines(source, leaves_out_torn=True):
+            key, is_answer = _key(record), "error" not in record
+            if is_answer or not kept.get(key, (False, ""))[0]:
+                kept.pop(key, None)  # the newest lines stand last
+                kept[key] = (is_answer, line)
     draft = path.with_name(path.name + ".tmp")
     with draft.open("w", encoding="utf-8") as file:
-        file.writelines(f"{line}\n" for line in [*kept, *taken.values()])
+        file.writelines(f"{line}\n" for _, line in kept.values())
         file.flush()
         os.fsync(file.fileno())
     os.replace(draft, path)
     for shard in shards:
         shard.unlink()
     return len(shards)
-
-
-def _lines(path: Path) -> Iterator[tuple[Key, bool, str]]:
-    """(settings and id, whether it is an answer, the line) of each whole line."""
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1].decode("utf-8")
-    for number, line in enumerate(whole.split("\n"), start=1):
-        if line.strip():
-            record = parse_line(line, f"{path}:{number}")
-            yield (record.get("settings"), record["id"]), "error" not in record, line

@@ -180,10 +180,7 @@ def make_report(
     return {
         **share_of(range(len(scores)), "all"),
         "groups": _by_name(figures.get("groups", {}), share_of),
-        "groupings": {
-            grouping: _by_name(groups, share_of)
-            for grouping, groups in collect_groupings(samples or ()).items()
-        },
+        "groupings": _by_grouping(samples or (), share_of),
         **{name: value for name, value in figures.items() if name not in _TAKEN},
         "bootstrap": {
             "resamples": bootstrap.resamples,
@@ -195,10 +192,16 @@ def make_report(
     }
 
 
-def _by_name(
-    groups: Groups, figures_of: Callable[[Sequence[int], str], dict[str, Any]]
-) -> dict[str, Any]:
+FiguresOf = Callable[[Sequence[int], str], dict[str, Any]]  # of a group's indices, and its name
+
+
+def _by_name(groups: Groups, figures_of: FiguresOf) -> dict[str, Any]:
     return {name: figures_of(indices, name) for name, indices in sorted(groups.items())}
+
+
+def _by_grouping(samples: Sequence[dict[str, Any]], figures_of: FiguresOf) -> dict[str, Any]:
+    groupings = collect_groupings(samples)
+    return {grouping: _by_name(groups, figures_of) for grouping, groups in groupings.items()}
 
 
 def write_report(report: dict[str, Any], path: str | Path) -> None:
@@ -346,10 +349,7 @@ def compare(
             "p_value": sign_test(better, worse),
         }
 
-    groupings = {
-        grouping: _by_name(groups, figures_of)
-        for grouping, groups in collect_groupings(samples).items()
-    }
+    groupings = _by_grouping(samples, figures_of)
     return {**figures_of(range(len(samples)), "all"), "groupings": groupings}
 
 

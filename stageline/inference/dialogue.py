@@ -24,7 +24,7 @@ from stageline.data.text.rendered import Rendered
 from stageline.errors import DataError, RemoteError, StorageError, UserError
 from stageline.inference.decoding.answer import AnswerText
 from stageline.inference.generation import encode_prompts, generate_batch, stop_token_ids
-from stageline.inference.remote import Endpoint, image_url, split_body
+from stageline.inference.remote import Endpoint, image_url, send
 
 FENCE = "```"
 COMMANDS = ("new", "system", "image", "retry", "undo", "save", "settings", "help")
@@ -96,8 +96,7 @@ class Dialogue:
     def answer(self, text: str) -> Answer:
         """Asks with the pictures that wait; keeps question and answer, also one Ctrl-C stopped.
 
-        Raises:
-            UserError, RemoteError: there is no answer; the conversation is as it was before.
+        After an error the conversation is as it was before.
         """
         places = [{"type": "image", "image": path} for path in self.pictures]
         content = [*places, {"type": "text", "text": text}] if places else text
@@ -159,8 +158,7 @@ class Dialogue:
     def undo(self, _: str = "") -> None:
         """forget the last message and its answer"""
         if not self.messages:
-            note("nothing was asked yet")
-            return None
+            return note("nothing was asked yet")
         note(f"forgot: {text_of(self.messages[-2])[:60]}")
         self.messages = self.messages[:-2]
 
@@ -240,11 +238,7 @@ def pictures_of(message: Message) -> list[str]:
 
 
 def open_picture(path: str) -> Image.Image:
-    """A picture that decodes.
-
-    Raises:
-        UserError: it does not.
-    """
+    """A picture that decodes, or a UserError."""
     try:
         with Image.open(path) as image:
             decode_image(image, name=path)
@@ -302,11 +296,7 @@ class LocalModel:
     def fit(
         self, told: list[Message], messages: list[Message], answering: Settings
     ) -> tuple[dict[str, torch.Tensor], int]:
-        """The prompt of as many of the newest messages as the model has positions for.
-
-        Raises:
-            UserError: the last message alone is too long, or the template cannot write it.
-        """
+        """The prompt of as many of the newest messages as the model has positions for."""
         config = self.model.config.get_text_config(decoder=True)
         most = getattr(config, "max_position_embeddings", None)
         for num_dropped in range(0, len(messages), 2):  # a question with its answer
@@ -343,14 +333,13 @@ class LocalModel:
     @torch.no_grad()
     def stream(self, prompt: dict[str, torch.Tensor], write: Write, answering: Settings) -> None:
         """Answers a prompt; after Ctrl-C writes what was held back."""
-        options = {name: value for name, value in answering.items() if name != "seed"}
-        if answering["temperature"] > 0:
+        is_sampling = answering["temperature"] > 0
+        names = ["max_new_tokens", "repetition_penalty"]
+        if is_sampling:
             self.num_asked += 1
             torch.manual_seed(answering["seed"] + self.num_asked)  # another one when asked again
-            options["do_sample"] = True
-        else:
-            names = ("max_new_tokens", "repetition_penalty")
-            options = {"do_sample": False, **{name: answering[name] for name in names}}
+            names = [name for name in answering if name != "seed"]
+        options = {"do_sample": is_sampling, **{name: answering[name] for name in names}}
         tokenizer = get_tokenizer(self.processor)
         text = AnswerText(tokenizer, (), stop_token_ids(self.model, tokenizer))
         streamer = _Streamer(text, write)
@@ -383,13 +372,9 @@ class _Streamer(BaseStreamer):
 
 
 class Server:
-    """A model behind an OpenAI-style server.
-
-    Args:
-        endpoint: where; an empty name takes the first model that the server names.
+    """A model behind an OpenAI-style server; without a name the first that the server names.
 
     Raises:
-        UserError: the package `openai` is missing, or a key where one is needed.
         RemoteError: no name was given and the server can't be asked for one.
     """
 
@@ -412,21 +397,13 @@ class Server:
         return [_sent(message) for message in [*told, *messages]], 0
 
     def stream(self, prompt: list[Message], write: Write, answering: Settings) -> None:
-        """Asks the server.
-
-        Raises:
-            RemoteError: it refuses or fails.
-        """
+        """Asks the server; a RemoteError says that it refuses or fails."""
         import httpx
         import openai
 
         self.num_asked += 1
-        body = {
-            "model": self.endpoint.name,
-            "messages": prompt,
-            "max_tokens": answering["max_new_tokens"],
-            "temperature": answering["temperature"],
-        }
+        body = {"model": self.endpoint.name, "messages": prompt}
+        body |= {"max_tokens": answering["max_new_tokens"], "temperature": answering["temperature"]}
         # what has no effect is not sent: servers may refuse what OpenAI's does not know
         if answering["temperature"] > 0:
             body["seed"] = answering["seed"] + self.num_asked  # another one when asked again
@@ -436,7 +413,7 @@ class Server:
             body["repetition_penalty"] = answering["repetition_penalty"]
         try:
             # leaving the block closes the connection, and the server stops its work
-            with self.client.chat.completions.create(**split_body(body), stream=True) as chunks:
+            with send(self.client, body, stream=True) as chunks:
                 for chunk in chunks:
                     piece = chunk.choices[0].delta.content if chunk.choices else None
                     if piece:
@@ -487,11 +464,7 @@ class Server:
 
 
 def server_url(url: str) -> str:
-    """The address of the API: `/v1` is added to a bare host.
-
-    Raises:
-        UserError: it is no http address.
-    """
+    """The address of the API: `/v1` is added to a bare host."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise UserError(

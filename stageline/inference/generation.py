@@ -24,7 +24,8 @@ from stageline.data.text.encode import Encoded
 from stageline.data.text.processor import get_pad_token_id, get_tokenizer
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError, UserError
-from stageline.inference.decoding.request import Failed, Request, Sampling, ScoreRequest
+from stageline.inference.decoding.request import Failed, Request, Sampling, Scored, ScoreRequest
+from stageline.inference.decoding.stage_decoder import score_row
 
 
 def encode_prompts(
@@ -193,18 +194,12 @@ def engine_answers(
     )
     for found in engine.answer(requests):
         if isinstance(found, Failed):
-            error = f"{type(found.error).__name__}: {found.error}"
-            yield int(found.key), {"error": error}
+            yield int(found.key), _told(found)
             continue
         token_ids = list(found.token_ids)
-        yield (
-            int(found.key),
-            {
-                "text": tokenizer.decode(token_ids, skip_special_tokens=True),
-                "token_ids": token_ids,
-                "finish_reason": found.reason,
-            },
-        )
+        text = tokenizer.decode(token_ids, skip_special_tokens=True)
+        answer = {"text": text, "token_ids": token_ids, "finish_reason": found.reason}
+        yield int(found.key), answer
 
 
 def _with_own_seed(sampling: Sampling, prompt: Rendered) -> Sampling:
@@ -285,11 +280,7 @@ def text_tokens(rendered: Rendered, *, processor: Any) -> list[int]:
 
 
 def first_token(processor: Any) -> int:
-    """What stands before a text that has nothing before it: the first token, or else the last.
-
-    Raises:
-        UserError: the tokenizer has neither.
-    """
+    """What stands before a text that has nothing before it: the first token, or else the last."""
     tokenizer = get_tokenizer(processor)
     for token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if token_id is not None:
@@ -336,10 +327,7 @@ def shortened(row: ScoredRow, *, max_length: int | None, cuts: bool) -> ScoredRo
     """The row, of which a model reads at most `max_length` tokens (all but the last).
 
     Args:
-        cuts: leave the beginning of the prompt out where it is too long.
-
-    Raises:
-        DataError: it is too long, and may not or can't be cut.
+        cuts: leave the beginning of the prompt out where it is too long, else refuse.
     """
     if max_length is None or len(row.input_ids) - 1 <= max_length:
         return row
@@ -353,42 +341,33 @@ def shortened(row: ScoredRow, *, max_length: int | None, cuts: bool) -> ScoredRo
     )
 
 
-@dataclass(frozen=True)
-class RowScore:
-    """What a row's targets have.
-
-    Attributes:
-        logprobs: natural logarithms, one a target.
-        is_greedy: whether each target was the likeliest token in its place.
-    """
-
-    logprobs: tuple[float, ...]
-    is_greedy: bool
-
-
-Scores = Iterator[tuple[int, RowScore | Exception]]
+Scores = Iterator[Scored | Failed]  # their keys are the places of the rows
 
 
 def score_rows(
     model: Any, processor: Any, rows: Sequence[ScoredRow], *, num_together: int
 ) -> Scores:
-    """Scores each row.
+    """Scores each row, in any order.
 
     Args:
         model: a model, or a decoding engine, which orders and batches rows itself.
         num_together: rows of one forward of a model.
-
-    Yields:
-        (place of the row, its score, or why it has none), in any order.
     """
     if not isinstance(model, torch.nn.Module):
-        yield from _by_engine(model, processor, rows)
+        yield from model.score(
+            ScoreRequest(
+                str(place),
+                encode_rows([row], processor, side="left", without_last=False),
+                row.num_targets,
+            )
+            for place, row in enumerate(rows)
+        )
         return
     for places in _batches(rows, processor, num_together):
-        scores = _forward(
-            cast(PreTrainedModel, model), processor, [rows[place] for place in places]
-        )
-        yield from zip(places, scores, strict=True)
+        together = [rows[place] for place in places]
+        scores = _forward(cast(PreTrainedModel, model), processor, together)
+        for place, (logprobs, is_greedy) in zip(places, scores, strict=True):
+            yield Scored(str(place), tuple(logprobs), is_greedy)
 
 
 def longest_row(model: Any) -> int | None:
@@ -409,7 +388,9 @@ def _batches(rows: Sequence[ScoredRow], processor: Any, num_together: int) -> It
 
 
 @torch.no_grad()
-def _forward(model: PreTrainedModel, processor: Any, rows: Sequence[ScoredRow]) -> list[RowScore]:
+def _forward(
+    model: PreTrainedModel, processor: Any, rows: Sequence[ScoredRow]
+) -> list[tuple[list[float], bool]]:
     """One forward of rows that are padded on the right, where no token sees the padding."""
     batch = encode_rows(rows, processor, side="right", without_last=True)
     inputs = _on_device(batch, model)
@@ -424,30 +405,17 @@ def _forward(model: PreTrainedModel, processor: Any, rows: Sequence[ScoredRow]) 
     logits_BTV = model(**inputs, use_cache=False).logits
     if logits_BTV.shape[1] != max(lengths) - first:  # it gave all of them
         logits_BTV = logits_BTV[:, first:]
-    return [
-        _score(logits_BTV[index, start - first : length - first], row)
-        for index, (row, start, length) in enumerate(zip(rows, starts, lengths, strict=True))
-    ]
-
-
-def _score(logits_NV: torch.Tensor, row: ScoredRow) -> RowScore:
-    """Scores N targets by the logits of the places before them, in float32 at least."""
-    wide = torch.promote_types(logits_NV.dtype, torch.float32)
-    logprobs_NV = torch.log_softmax(logits_NV.to(wide), dim=-1)
-    targets_N = torch.tensor(row.input_ids[-row.num_targets :], device=logits_NV.device)
-    found_N = logprobs_NV.gather(1, targets_N[:, None])[:, 0]
-    is_greedy = bool((logprobs_NV.argmax(-1) == targets_N).all())
-    return RowScore(tuple(found_N.tolist()), is_greedy)
+    found = []
+    for logits_TV, row, start, length in zip(logits_BTV, rows, starts, lengths, strict=True):
+        targets = row.input_ids[-row.num_targets :]
+        found.append(score_row(logits_TV[start - first : length - first], targets, num_top=0)[:2])
+    return found
 
 
 def encode_rows(
     rows: Sequence[ScoredRow], processor: Any, *, side: Any, without_last: bool
 ) -> dict[str, torch.Tensor]:
-    """Ids and mask [B, T] with pixels.
-
-    Args:
-        without_last: leave out the last token, which only is to be foretold.
-    """
+    """Ids and mask [B, T] with pixels; `without_last`: without the last token, a mere target."""
     lists = [row.input_ids[:-1] if without_last else row.input_ids for row in rows]
     encoded = [Encoded(ids, [False] * len(ids), [False] * len(ids)) for ids in lists]
     pad_token_id = get_pad_token_id(processor)
@@ -457,45 +425,28 @@ def encode_rows(
     return batch
 
 
-def _by_engine(engine: Any, processor: Any, rows: Sequence[ScoredRow]) -> Scores:
-    requests = (
-        ScoreRequest(
-            str(place),
-            encode_rows([row], processor, side="left", without_last=False),
-            row.num_targets,
-        )
-        for place, row in enumerate(rows)
-    )
-    for found in engine.score(requests):
-        if isinstance(found, Failed):
-            yield int(found.key), found.error
-        else:
-            yield int(found.key), RowScore(tuple(found.logprobs), found.is_greedy)
-
-
 def as_they_are_whole(
     scores: Scores, owners: Sequence[int]
-) -> Iterator[tuple[int, list[RowScore | Exception]]]:
+) -> Iterator[tuple[int, list[Scored | Failed]]]:
     """(sample, scores of its rows in order) as soon as all rows of a sample are there."""
     own: dict[int, list[int]] = {}
     for number, owner in enumerate(owners):
         own.setdefault(owner, []).append(number)
-    found: dict[int, RowScore | Exception] = {}
-    for number, score in scores:
-        found[number] = score
-        owner = owners[number]
+    found: dict[int, Scored | Failed] = {}
+    for score in scores:
+        found[int(score.key)] = score
+        owner = owners[int(score.key)]
         if all(n in found for n in own[owner]):
             yield owner, [found.pop(n) for n in own[owner]]
 
 
 def choice_result(
-    scores: Sequence[RowScore | Exception], rows: Sequence[ScoredRow], texts: Sequence[str]
+    scores: Sequence[Scored | Failed], rows: Sequence[ScoredRow], texts: Sequence[str]
 ) -> dict[str, Any]:
     """The likeliest text, and of each: log-probability, tokens, and whether it is greedy."""
-    failed = _failure(scores)
-    if failed:
-        return failed
-    done = [score for score in scores if not isinstance(score, Exception)]
+    done = _done(scores)
+    if isinstance(done, Failed):
+        return _told(done)
     choices = [
         {
             "text": text,
@@ -514,12 +465,11 @@ def choice_result(
     }
 
 
-def text_result(scores: Sequence[RowScore | Exception], text: str) -> dict[str, Any]:
+def text_result(scores: Sequence[Scored | Failed], text: str) -> dict[str, Any]:
     """Log-probability of a text, and its size in tokens, words and bytes."""
-    failed = _failure(scores)
-    if failed:
-        return failed
-    done = [score for score in scores if not isinstance(score, Exception)]
+    done = _done(scores)
+    if isinstance(done, Failed):
+        return _told(done)
     return {
         "text": "",
         "logprob": sum(sum(score.logprobs) for score in done),
@@ -530,6 +480,15 @@ def text_result(scores: Sequence[RowScore | Exception], text: str) -> dict[str, 
     }
 
 
-def _failure(scores: Sequence[RowScore | Exception]) -> dict[str, Any] | None:
-    error = next((score for score in scores if isinstance(score, Exception)), None)
-    return None if error is None else {"error": f"{type(error).__name__}: {error}"}
+def _done(scores: Sequence[Scored | Failed]) -> list[Scored] | Failed:
+    """All scores, or the first failure."""
+    done = []
+    for score in scores:
+        if isinstance(score, Failed):
+            return score
+        done.append(score)
+    return done
+
+
+def _told(failed: Failed) -> dict[str, str]:
+    return {"error": f"{type(failed.error).__name__}: {failed.error}"}

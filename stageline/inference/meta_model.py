@@ -1,15 +1,15 @@
-"""Layers per stage for pipelined decoding: the slowest stage is to be as quick as can be.
+"""Models on the meta device: where their layers lie, and layers per stage for pipelined decoding.
 
 A decode step reads each weight once for a few rows, so what it costs is bytes of weights. A lookup
 of embeddings and a tower, which ran before the first step, cost nothing; the head costs its bytes,
 also where a tied one is a second copy of the embeddings. Of experts only those are read that some
-row chose.
+row chose. The slowest stage is to be as quick as can be.
 """
 
 import importlib
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -34,11 +34,7 @@ def auto_class_of(config: PretrainedConfig) -> Any:
 def model_on_meta(
     config: PretrainedConfig, *, dtype: torch.dtype | None = None, **options: Any
 ) -> PreTrainedModel:
-    """The model of a config, without weights.
-
-    Args:
-        options: of the library's `from_config`, such as trust_remote_code.
-    """
+    """The model of a config, without weights; `options` are those of `from_config`."""
     given = {} if dtype is None else {"dtype": dtype}
     with torch.device("meta"):
         return auto_class_of(config).from_config(config, **given, **options).eval()
@@ -50,11 +46,7 @@ def module_list(model: nn.Module, path: str) -> nn.ModuleList:
 
 
 def layers_path(model: PreTrainedModel) -> str:
-    """Where the list of decoder layers lies.
-
-    Raises:
-        UserError: there is not exactly one beside the token embeddings.
-    """
+    """Where the one list of decoder layers lies, beside the token embeddings."""
     text_model = text_model_path(model)
     wanted = model.config.get_text_config(decoder=True).num_hidden_layers
     found = [
@@ -135,11 +127,7 @@ def decode_partition(
     trust_remote_code: bool = False,
     num_rows: int = ROWS,
 ) -> list[int]:
-    """Layers per stage of a model, from the bytes that a decode step reads; loads nothing.
-
-    Args:
-        num_rows: rows that decode together.
-    """
+    """Layers per stage, from the bytes that a decode step of `num_rows` reads; loads nothing."""
     model = model_on_meta(config, dtype=dtype, trust_remote_code=trust_remote_code)
     layers, back = decode_bytes(model, num_rows=num_rows)
     return stage_partition_by_bytes(layers, num_stages, back_cost=back)
@@ -161,20 +149,13 @@ def decode_bytes(model: PreTrainedModel, *, num_rows: int = ROWS) -> tuple[list[
 
 
 def _read_bytes(module: nn.Module, expert_share: float) -> float:
-    return sum(
-        parameter.nbytes * (expert_share if is_expert else 1.0)
-        for parameter, is_expert in _read_parameters(module)
-    )
-
-
-def _read_parameters(module: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
-    """(parameter, whether it belongs to an expert) but for those that are looked up by row."""
+    """Of all parameters but those that are looked up by row."""
+    total = 0.0
     for name, child in module.named_modules():
-        if isinstance(child, nn.Embedding):
-            continue
-        for parameter in child._parameters.values():
-            if parameter is not None:
-                yield parameter, "experts" in name.split(".")
+        if not isinstance(child, nn.Embedding):
+            share = expert_share if "experts" in name.split(".") else 1.0
+            total += sum(p.nbytes * share for p in child._parameters.values() if p is not None)
+    return total
 
 
 def _expert_share(config: PretrainedConfig, num_rows: int) -> float:
@@ -188,9 +169,6 @@ def _expert_share(config: PretrainedConfig, num_rows: int) -> float:
     return 1.0 - (1.0 - min(chosen, total) / total) ** num_rows
 
 
-Kind = Literal["nf4", "int8"]
-
-
 def quantization_settings(kind: str) -> dict[str, Any]:
     """What config.json would say of it: enough to count bytes, without the package."""
     bits = {"load_in_8bit": True} if kind == "int8" else {"load_in_4bit": True}
@@ -198,14 +176,7 @@ def quantization_settings(kind: str) -> dict[str, Any]:
 
 
 def quantization_config(kind: str, dtype: torch.dtype | None) -> Any:
-    """What `from_pretrained` takes.
-
-    Args:
-        dtype: in which layers multiply.
-
-    Raises:
-        UserError: the package is missing.
-    """
+    """What `from_pretrained` takes; `dtype` is that in which layers multiply."""
     try:
         importlib.import_module("bitsandbytes")
     except ImportError as error:

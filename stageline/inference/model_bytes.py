@@ -8,11 +8,10 @@ layers are counted by the model's own code.
 """
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -27,7 +26,7 @@ from stageline.pipeline.live_bytes import PeakBytes, tensor_bytes
 
 BLOCK, NESTED_BLOCK = 64, 256  # weights below one scale, scales below one of theirs: bitsandbytes
 _CODE_BYTES = 16 * 4  # the sixteen values of 4 bits
-_NESTED_CODE_BYTES = 256 * 4 + 4  # those of scales in 8 bits, and their offset
+_NESTED_CODE_BYTES = _CODE_BYTES + 256 * 4 + 4  # and those of scales in 8 bits, and their offset
 
 
 @dataclass(frozen=True)
@@ -35,20 +34,18 @@ class Stored:
     """How the linear layers of a model lie in memory.
 
     Attributes:
-        bits: of a weight; 16 and 32 are floats.
+        bits: of a weight.
         group: weights that share a scale; 0: those of a row.
-        scale_bytes: of one scale.
-        is_nested: scales are quantised as well.
+        scale_bytes: of one scale, with its share of what scales have in common.
+        table_bytes: of each matrix besides.
         skipped: names of modules that stay as they are.
-        kind: for people.
     """
 
     bits: int
     group: int = 0
     scale_bytes: float = 4
-    is_nested: bool = False
+    table_bytes: int = 0
     skipped: tuple[str, ...] = ()
-    kind: str = ""
 
     def weight_bytes(self, shape: Iterable[int]) -> int:
         """Of one matrix with all that belongs to it."""
@@ -56,12 +53,7 @@ class Stored:
         numel = rows * columns
         num_scales = math.ceil(numel / self.group) if self.group else rows
         scales = num_scales * self.scale_bytes
-        if self.kind == "bitsandbytes" and self.bits == 4:
-            scales += _CODE_BYTES
-        if self.is_nested:
-            scales = num_scales + math.ceil(num_scales / NESTED_BLOCK) * 4
-            scales += _CODE_BYTES + _NESTED_CODE_BYTES
-        return math.ceil(numel * self.bits / 8 + scales)
+        return math.ceil(numel * self.bits / 8 + scales) + self.table_bytes
 
 
 def stored_of(config: PretrainedConfig) -> Stored | None:
@@ -72,19 +64,20 @@ def stored_of(config: PretrainedConfig) -> Stored | None:
     given: dict[str, Any] = settings if isinstance(settings, dict) else settings.to_dict()
     method = str(getattr(given.get("quant_method"), "value", given.get("quant_method")))
     skipped = given.get("llm_int8_skip_modules") or given.get("modules_to_not_convert") or ()
+    found = None
     if method.startswith("bitsandbytes") or "load_in_4bit" in given:
         if not given.get("load_in_4bit"):
-            return Stored(8, skipped=tuple(skipped), kind="bitsandbytes")
-        is_nested = bool(given.get("bnb_4bit_use_double_quant"))
-        return Stored(4, BLOCK, 4, is_nested, tuple(skipped), "bitsandbytes")
-    if method in ("gptq", "awq", "auto-round"):  # a half scale and a packed zero point a group
-        group = max(0, int(given.get("group_size") or 0))
+            found = Stored(8)
+        elif given.get("bnb_4bit_use_double_quant"):
+            found = Stored(4, BLOCK, 1 + 4 / NESTED_BLOCK, _NESTED_CODE_BYTES)
+        else:
+            found = Stored(4, BLOCK, 4, _CODE_BYTES)
+    elif method in ("gptq", "awq", "auto-round"):  # a half scale and a packed zero point a group
         bits = int(given.get("bits") or 4)
-        return Stored(bits, group, 2 + bits / 8, skipped=tuple(skipped), kind=method)
-    if method == "fp8":
-        block = given.get("weight_block_size") or (128, 128)
-        return Stored(8, math.prod(block), skipped=tuple(skipped), kind=method)
-    return None
+        found = Stored(bits, max(0, int(given.get("group_size") or 0)), 2 + bits / 8)
+    elif method == "fp8":
+        found = Stored(8, math.prod(given.get("weight_block_size") or (128, 128)))
+    return found and replace(found, skipped=tuple(skipped))
 
 
 def tensor_sizes(model: nn.Module, stored: Stored | None) -> dict[str, int]:
@@ -139,8 +132,8 @@ class Load:
 
 
 @dataclass(frozen=True)
-class PassBytes:
-    """Of each layer.
+class LayerBytes:
+    """Of one layer.
 
     Attributes:
         cache: keys, values and states when the answer is complete. Its last token is in no cache.
@@ -148,13 +141,19 @@ class PassBytes:
         workspace: the fullest moment beside weights and caches, of the prompt or of a step.
     """
 
-    cache: tuple[int, ...]
-    beyond: tuple[int, ...]
-    workspace: tuple[int, ...]
+    weights: int
+    cache: int = 0
+    beyond: int = 0
+    workspace: int = 0
+
+    @property
+    def lasting(self) -> int:
+        """All but the workspace."""
+        return self.weights + self.cache + self.beyond
 
 
-def pass_bytes(model: PreTrainedModel, load: Load, *, image_tokens: int = 0) -> PassBytes:
-    """Runs the decoder of a model that lies on the meta device.
+def pass_bytes(model: PreTrainedModel, load: Load, *, image_tokens: int = 0) -> list[LayerBytes]:
+    """Runs the decoder of a model that lies on the meta device; weights are left out.
 
     Args:
         image_tokens: of a row, where layers look at images themselves.
@@ -169,15 +168,14 @@ def pass_bytes(model: PreTrainedModel, load: Load, *, image_tokens: int = 0) -> 
         text_model(**inputs, past_key_values=cache, use_cache=True)
     tensors = [layer_tensors(layer) for layer in cache.layers[: len(layers)]]
     tensors += [[]] * (len(layers) - len(tensors))  # layers that share the cache of others
-    kept = [tensor_bytes(own) for own in tensors]
-    held = [sum(tensor.untyped_storage().nbytes() for tensor in own) for own in tensors]
-    # a step joins old and new keys: for a moment both are there
-    workspace = [
-        max(peak - before, own // 2, 0)
-        for own, before, peak in zip(kept, itertools.accumulate(held), peaks, strict=True)
-    ]
-    beyond = [all_of_it - own for all_of_it, own in zip(held, kept, strict=True)]
-    return PassBytes(tuple(kept), tuple(beyond), tuple(workspace))
+    found, held_so_far = [], 0
+    for own, peak in zip(tensors, peaks, strict=True):
+        kept, held = tensor_bytes(own), sum(one.untyped_storage().nbytes() for one in own)
+        held_so_far += held
+        # a step joins old and new keys: for a moment both are there
+        workspace = max(peak - held_so_far, kept // 2, 0)
+        found.append(LayerBytes(0, kept, held - kept, workspace))
+    return found
 
 
 @contextmanager
@@ -229,45 +227,33 @@ def _laps(layers: Sequence[nn.Module], watch: PeakBytes, peaks: list[int]) -> It
     def after(index: int, *_: object) -> None:
         peaks[index] = watch.lap()
 
-    handles = [layer.register_forward_pre_hook(before) for layer in layers]
-    handles += [
-        layer.register_forward_hook(functools.partial(after, index))
-        for index, layer in enumerate(layers)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for index, layer in enumerate(layers):
+            hooks.enter_context(layer.register_forward_pre_hook(before))
+            hook = functools.partial(after, index)
+            hooks.enter_context(layer.register_forward_hook(hook))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _FusedAttention(TorchFunctionMode):
     """Counts attention as the kernels of a GPU do it: scores never lie in memory as a whole."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        return self._attend(*args, **kwargs)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        chosen = _attend if func is F.scaled_dot_product_attention else func
+        return chosen(*args, **(kwargs or {}))
 
-    @staticmethod
-    def _attend(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        *_: object,
-        **__: object,
-    ) -> torch.Tensor:
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = attn_mask.to(query.dtype)  # the kernels add numbers
-        return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *_: object,
+    **__: object,
+) -> torch.Tensor:
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = attn_mask.to(query.dtype)  # the kernels add numbers
+    return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
 
 @contextmanager
@@ -303,21 +289,6 @@ def _pass_experts(
 
 # copies of the last logits that a step holds in float32 while it chooses a token
 LOGIT_COPIES = 3
-
-
-@dataclass(frozen=True)
-class LayerBytes:
-    """Of one layer; `beyond` as in `PassBytes`."""
-
-    weights: int
-    cache: int = 0
-    beyond: int = 0
-    workspace: int = 0
-
-    @property
-    def lasting(self) -> int:
-        """All but the workspace."""
-        return self.weights + self.cache + self.beyond
 
 
 @dataclass(frozen=True)
@@ -362,16 +333,16 @@ def measure_model(model: PreTrainedModel, load: Load) -> ModelBytes:
             vision += size
             if tower and name.startswith(f"{tower}."):
                 blocks[int(name[len(tower) + 1 :].partition(".")[0])] += size
-    images = _Images(model, load)
-    passes = pass_bytes(model, load, image_tokens=load.images * images.tokens_of_one())
-    layers = zip(weights, passes.cache, passes.beyond, passes.workspace, strict=True)
+    layers = pass_bytes(model, load, image_tokens=load.images * _image_tokens(model, load))
     config = model.config.get_text_config(decoder=True)
     logit = load.rows * config.vocab_size
     return ModelBytes(
-        layers=tuple(LayerBytes(*layer) for layer in layers),
+        layers=tuple(
+            replace(layer, weights=own) for layer, own in zip(layers, weights, strict=True)
+        ),
         ends=ends,
         vision=vision,
-        vision_workspace=images.workspace(),
+        vision_workspace=_vision_workspace(model, load),
         blocks=tuple(blocks),
         end_workspace=logit * (model.dtype.itemsize + 4 * LOGIT_COPIES),
     )
@@ -385,56 +356,48 @@ def _is_end(model: PreTrainedModel, name: str, text_path: str) -> bool:
     return not text_path or name.startswith(f"{text_path}.") or owner is head
 
 
-class _Images:
-    """What a tower needs to look at images."""
+def _image_tokens(model: PreTrainedModel, load: Load) -> int:
+    """Patches of one picture, or of all tiles where the tower always takes several."""
+    config = getattr(model.config, "vision_config", None)
+    if config is None:
+        return 0
+    height, width = _pair(getattr(config, "image_size", None) or load.image_size)
+    patch_height, patch_width = _pair(getattr(config, "patch_size", None) or 14)
+    tiles = getattr(config, "max_num_tiles", 1)
+    return (height // patch_height * (width // patch_width) + 1) * tiles
 
-    def __init__(self, model: PreTrainedModel, load: Load) -> None:
-        self.model, self.load = model, load
-        self.config = getattr(model.config, "vision_config", None)
 
-    def tokens_of_one(self) -> int:
-        """Patches of one picture, or of all tiles where the tower always takes several."""
-        if self.config is None:
-            return 0
-        height, width = _pair(getattr(self.config, "image_size", None) or self.load.image_size)
-        patch_height, patch_width = _pair(getattr(self.config, "patch_size", None) or 14)
-        tiles = getattr(self.config, "max_num_tiles", 1)
-        return (height // patch_height * (width // patch_width) + 1) * tiles
+def _vision_workspace(model: PreTrainedModel, load: Load) -> int:
+    """The fullest moment of a tower with all images of all rows."""
+    config, count = getattr(model.config, "vision_config", None), load.rows * load.images
+    if config is None or not count:
+        return 0
+    if getattr(config, "image_size", None) is not None:
+        try:
+            return _measured_tower(model, count)
+        except Exception:  # towers that take more than pixels, or sizes as values
+            pass
+    # all that the linear layers of the widest block take and give, as if at once
+    text_path = text_model_path(model)
+    widths = [
+        _width(block)
+        for name, blocks in model.named_modules()
+        if isinstance(blocks, nn.ModuleList) and not name.startswith(f"{text_path}.")
+        for block in blocks
+    ]
+    return count * _image_tokens(model, load) * max(widths, default=0) * model.dtype.itemsize
 
-    def workspace(self) -> int:
-        """The fullest moment, with all images of all rows."""
-        count = self.load.rows * self.load.images
-        if self.config is None or not count:
-            return 0
-        if getattr(self.config, "image_size", None) is not None:
-            try:
-                return self._measured(count)
-            except Exception:  # towers that take more than pixels, or sizes as values
-                pass
-        return self._estimated(count)
 
-    def _measured(self, count: int) -> int:
-        assert self.config is not None  # the caller looked
-        height, width = _pair(self.config.image_size)
-        channels = getattr(self.config, "num_channels", 3)
-        watch = PeakBytes(torch.device("meta"))
-        with on_meta(watch):
-            pixels = torch.empty(count, channels, height, width, dtype=self.model.dtype)
-            held = (pixels, cast(Any, self.model).get_image_features(pixel_values=pixels))
-        del held
-        return watch.peak
-
-    def _estimated(self, count: int) -> int:
-        """All that the linear layers of the widest block take and give, as if at once."""
-        text_path = text_model_path(self.model)
-        widths = [
-            _width(block)
-            for name, blocks in self.model.named_modules()
-            if isinstance(blocks, nn.ModuleList) and not name.startswith(f"{text_path}.")
-            for block in blocks
-        ]
-        numbers = self.tokens_of_one() * max(widths, default=0)
-        return count * numbers * self.model.dtype.itemsize
+def _measured_tower(model: PreTrainedModel, count: int) -> int:
+    config = model.config.vision_config
+    height, width = _pair(config.image_size)
+    watch = PeakBytes(torch.device("meta"))
+    with on_meta(watch):
+        channels = getattr(config, "num_channels", 3)
+        pixels = torch.empty(count, channels, height, width, dtype=model.dtype)
+        held = (pixels, cast(Any, model).get_image_features(pixel_values=pixels))
+    del held
+    return watch.peak
 
 
 def _width(block: nn.Module) -> int:

@@ -154,7 +154,7 @@ def device_bytes(model: ModelBytes, homes: Homes, memory: Sequence[int]) -> list
     return found
 
 
-def check_fit(found: Sequence[DeviceBytes], *, asked: str) -> None:
+def check_fit(found: Sequence[DeviceBytes], *, asked: str, without_passes: bool = False) -> None:
     """Refuses a placement that does not fit.
 
     Args:
@@ -163,20 +163,11 @@ def check_fit(found: Sequence[DeviceBytes], *, asked: str) -> None:
     Raises:
         UserError: with the table, what is missing, and what would help.
     """
-    _check(found, [item.total for item in found], asked)
-
-
-def check_weights_fit(found: Sequence[DeviceBytes], *, asked: str) -> None:
-    """Refuses a placement whose weights alone do not fit; raises as `check_fit` does."""
-    _check(found, [item.weights + item.vision for item in found], asked)
-
-
-def _check(found: Sequence[DeviceBytes], needed: Sequence[int], asked: str) -> None:
-    over = [
-        (device, need - int(item.memory * (1 - HEADROOM)))
-        for device, (item, need) in enumerate(zip(found, needed, strict=True))
-        if need > item.memory * (1 - HEADROOM)
-    ]
+    over = []
+    for device, item in enumerate(found):
+        needed = item.weights + item.vision if without_passes else item.total
+        if needed > item.memory * (1 - HEADROOM):
+            over.append((device, needed - int(item.memory * (1 - HEADROOM))))
     if not over:
         return
     lacking = ", ".join(f"{_gib(size)} GiB on device {device}" for device, size in over)
@@ -210,17 +201,14 @@ def format_table(found: Sequence[DeviceBytes]) -> str:
         sizes = (item.weights, item.cache, item.vision, item.workspace, item.total, item.memory)
         cells = [_gib(size) for size in sizes]
         rows.append((str(device), _runs(item.layers), *cells, f"{item.fraction:.1%}"))
-    totals = [sum(getattr(item, name) for item in found) for name in ("weights", "cache", "vision")]
+    names = ("weights", "cache", "vision", "total", "memory")
+    sums = [_gib(sum(getattr(item, name) for item in found)) for name in names]
+    fullest = f"{max(item.fraction for item in found):.1%}"
     count = sum(len(item.layers) for item in found)
-    rows.append(("all", str(count), *map(_gib, totals), "", *_ends(found)))
+    rows.append(("all", str(count), *sums[:3], "", *sums[3:], fullest))
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     lines = ("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
-
-
-def _ends(found: Sequence[DeviceBytes]) -> tuple[str, str, str]:
-    total, memory = (sum(getattr(item, name) for item in found) for name in ("total", "memory"))
-    return _gib(total), _gib(memory), f"{max(item.fraction for item in found):.1%}"
 
 
 def _runs(layers: Sequence[int]) -> str:
@@ -250,16 +238,6 @@ def layer_counts(num_layers: int, num_devices: int, *, visual_gpu_ratio: float =
         Counts that sum to `num_layers`; at most one apart on devices 1 and above. Fewer devices
         than asked for where there are too few layers: device 0 needs two.
     """
-    if num_devices < 1 or num_layers < 1:
-        raise UserError(
-            f"{num_layers} layers on {num_devices} devices: at least one of each was expected; "
-            "set `num_devices` to 1 or more."
-        )
-    if visual_gpu_ratio < 0:
-        raise UserError(
-            f"visual_gpu_ratio {visual_gpu_ratio} is negative: it is the share of device 0 that "
-            "the vision tower takes; pass 0 for a language model."
-        )
     num_devices = min(num_devices, max(1, num_layers - 1))
     if num_devices == 1:
         return [num_layers]
@@ -315,11 +293,7 @@ class ModelCutter:
         memory: Sequence[int] | None = None,
         load: Load | None = None,
     ) -> None:
-        if memory is not None and len(memory) != num_devices:
-            raise UserError(
-                f"{len(memory)} sizes of memory came for {num_devices} devices: one of each was "
-                "expected, because layers are dealt out by them. Give one for each device."
-            )
+        assert memory is None or len(memory) == num_devices, "a size for each device"
         self.model = model
         self.num_devices = num_devices
         self.visual_gpu_ratio = visual_gpu_ratio
@@ -330,16 +304,12 @@ class ModelCutter:
         """Module path -> device; every parameter and buffer lies below exactly one path."""
         placed: dict[str, int] = {}
         homes = self.homes
-        lists = {self.layers_path(): homes.layers}
+        lists = {layers_path(self.model): homes.layers}
         tower = blocks_path(self.model)
         if tower is not None and any(homes.blocks):
             lists[tower] = homes.blocks
         self._place("", lists, placed)
         return placed
-
-    def layer_devices(self) -> list[int]:
-        """The device of each layer."""
-        return list(self.homes.layers)
 
     @cached_property
     def homes(self) -> Homes:
@@ -347,18 +317,15 @@ class ModelCutter:
         if self.visual_gpu_ratio is None and self.num_devices > 1:
             memory = self.memory or [1] * self.num_devices
             return place(self.bytes, memory, may_cut_tower=self.memory is not None)
-        path = self.layers_path()
-        devices = layer_devices(
-            len(module_list(self.model, path)),
-            self.num_devices,
-            visual_gpu_ratio=self.visual_gpu_ratio or 0.0,
-        )
+        num_layers = len(module_list(self.model, layers_path(self.model)))
+        ratio = self.visual_gpu_ratio or 0.0
+        devices = layer_devices(num_layers, self.num_devices, visual_gpu_ratio=ratio)
         tower = blocks_path(self.model)
         num_blocks = len(module_list(self.model, tower)) if tower else 0
         return Homes(tuple(devices), (0,) * num_blocks)
 
     def devices(self) -> list[DeviceBytes]:
-        """What will lie on each device."""
+        """What will lie on each."""
         return device_bytes(self.bytes, self.homes, self.memory or [0] * self.num_devices)
 
     @cached_property
@@ -368,10 +335,6 @@ class ModelCutter:
         if any(not parameter.is_meta for parameter in model.parameters()):
             model = model_on_meta(model.config, dtype=model.dtype)
         return measure_model(model, self.load)
-
-    def layers_path(self) -> str:
-        """Where the list of decoder layers lies; raises where there is not exactly one."""
-        return layers_path(self.model)
 
     def _place(self, path: str, lists: Mapping[str, Sequence[int]], placed: dict[str, int]) -> None:
         """Descends only where lists are below; everything beside them goes to device 0."""

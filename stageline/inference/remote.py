@@ -1,17 +1,18 @@
 """A model behind an OpenAI-style endpoint: many requests at once, paced, tried again, counted.
 
-The package `openai` does the talking and trying again (with growing pauses, or as the server's
-Retry-After says). Not here: what a request consists of (remote_messages.py).
+The package `openai` sends and tries again (with growing pauses, or as the server's Retry-After
+says). Requests for offline batch APIs are written to files instead.
 """
 
 import base64
+import functools
 import hashlib
 import io
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,21 +27,15 @@ from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError, RemoteError, UserError
 
 MILLION = 1_000_000
+USAGE = ("prompt_tokens", "completion_tokens")
 
 
 class Pace:
     """Lets through so many a minute, evenly; threads wait their turn."""
 
-    def __init__(
-        self,
-        per_minute: float | None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, per_minute: float | None) -> None:
         self._gap = 60.0 / per_minute if per_minute else 0.0
-        self._clock, self._sleep = clock, sleep
-        self._next = clock()
+        self._next = time.monotonic()
         self._lock = threading.Lock()
 
     def wait(self) -> None:
@@ -48,23 +43,18 @@ class Pace:
         if not self._gap:
             return
         with self._lock:
-            turn = max(self._next, self._clock())
+            turn = max(self._next, time.monotonic())
             self._next = turn + self._gap
-        self._sleep(max(0.0, turn - self._clock()))
+        time.sleep(max(0.0, turn - time.monotonic()))
 
 
 @dataclass
 class Endpoint:
-    """Where a model is, and how often it may be asked.
+    """Where a model is, and how often it may be asked; the fields are those of `builder` remote.
 
     Attributes:
-        name: the model's name there.
-        base_url: such as http://127.0.0.1:8000/v1; None: the maker's own.
-        api_key_env: the environment variable with the key, which is written nowhere.
-        timeout: seconds for one attempt.
-        max_retries: further attempts after a failure that may pass.
-        requests_per_minute: paced evenly; None: as fast as answers come.
-        input_price, output_price: for a million tokens, in any currency.
+        base_url: None: OpenAI's own server.
+        api_key_env: names the environment variable with the key, which is written nowhere.
     """
 
     name: str
@@ -80,11 +70,7 @@ class Endpoint:
         self.pace = Pace(self.requests_per_minute)  # of all batches together
 
     def client(self) -> Any:
-        """The package's client.
-
-        Raises:
-            UserError: the package, or the key for a server of others, is missing.
-        """
+        """The package's client; a UserError where the package or a key is missing."""
         try:
             from openai import OpenAI
         except ImportError as error:
@@ -106,14 +92,14 @@ class Endpoint:
             max_retries=self.max_retries,
         )
 
-    def price(self, usage: dict[str, int]) -> float | None:
-        """What the tokens of some answers cost; None where no price is known."""
-        if self.input_price is None and self.output_price is None:
-            return None
-        return (
-            usage["prompt_tokens"] * (self.input_price or 0.0)
-            + usage["completion_tokens"] * (self.output_price or 0.0)
-        ) / MILLION
+    def priced(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """The answer with what its tokens cost, where a price is known."""
+        prices = (self.input_price, self.output_price)
+        if "usage" not in answer or prices == (None, None):
+            return answer
+        read, written = (answer["usage"][name] for name in USAGE)
+        cost = (read * (prices[0] or 0.0) + written * (prices[1] or 0.0)) / MILLION
+        return {**answer, "cost": cost}
 
 
 def ask_all(
@@ -132,7 +118,11 @@ def ask_all(
 
     def ask(body: dict[str, Any]) -> dict[str, Any]:
         endpoint.pace.wait()
-        return _answer(client.chat.completions.create(**split_body(body)), endpoint)
+        response = send(client, body)
+        if not getattr(response, "choices", None):
+            told = str(response)[:200]
+            raise RemoteError(f"the answer of {endpoint.name} has no choices: {told}")
+        return endpoint.priced(_answer(response.model_dump()))
 
     pool = ThreadPoolExecutor(max_workers=concurrency)
     try:
@@ -147,35 +137,23 @@ def ask_all(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-_KNOWN = {
-    "model", "messages", "max_tokens", "max_completion_tokens", "temperature", "seed", "top_p",
-    "stop", "logprobs", "top_logprobs", "n", "response_format", "tools", "tool_choice",
-    "presence_penalty", "frequency_penalty", "reasoning_effort",
-}  # fmt: skip
+def send(client: Any, body: dict[str, Any], **options: Any) -> Any:
+    """Sends a request as it is, with fields that the package does not know."""
+    others = {name: value for name, value in body.items() if name not in ("model", "messages")}
+    return client.chat.completions.create(
+        model=body["model"], messages=body["messages"], extra_body=others, **options
+    )
 
 
-def split_body(body: dict[str, Any]) -> dict[str, Any]:
-    """Fields that the package has no argument for go into the body beside it."""
-    others = {name: value for name, value in body.items() if name not in _KNOWN}
-    known = {name: value for name, value in body.items() if name in _KNOWN}
-    return {**known, "extra_body": others} if others else known
-
-
-def _answer(response: Any, endpoint: Endpoint) -> dict[str, Any]:
-    if not getattr(response, "choices", None):
-        raise RemoteError(f"the answer of {endpoint.name} has no choices: {str(response)[:200]}")
-    choice = response.choices[0]
-    found = {"prompt_tokens": 0, "completion_tokens": 0}
-    if response.usage is not None:
-        found = {name: int(getattr(response.usage, name) or 0) for name in found}
-    answer = {
-        "text": choice.message.content or "",
-        "finish_reason": choice.finish_reason,
-        "usage": found,
-        "answered_by": response.model,
+def _answer(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of the JSON of an answer."""
+    choice, usage = body["choices"][0], body.get("usage") or {}
+    return {
+        "text": choice["message"].get("content") or "",
+        "finish_reason": choice.get("finish_reason"),
+        "usage": {name: int(usage.get(name) or 0) for name in USAGE},
+        "answered_by": body.get("model"),
     }
-    cost = endpoint.price(found)
-    return answer if cost is None else {**answer, "cost": cost}
 
 
 def _failure(error: Exception, endpoint: Endpoint) -> str:
@@ -203,12 +181,8 @@ def messages_of(
     """The messages of a prompt: its turns, or all of it as one message of the user.
 
     Args:
-        images: one for each place in the prompt.
+        images: one for each place in the prompt; those with a longer side are scaled down.
         name: the prompt, for errors.
-        max_image_side: larger pictures are scaled down to this many pixels.
-
-    Raises:
-        DataError: an image does not decode, or places and images differ in number.
     """
     if len(images or ()) != prompt.num_images:
         raise DataError(
@@ -227,17 +201,14 @@ def messages_of(
 
 def _fields(turn: Turn) -> dict[str, Any]:
     """What a message has besides role and content; endpoints take arguments as JSON text."""
-    calls = [
-        {**call, "function": {**call["function"], "arguments": _as_text(call)}}
-        for call in turn.tool_calls
-    ]
+    calls = []
+    for call in turn.tool_calls:
+        arguments = call["function"]["arguments"]
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
     fields = {"name": turn.name, "tool_call_id": turn.tool_call_id, "tool_calls": calls}
     return {name: value for name, value in fields.items() if value}
-
-
-def _as_text(call: dict[str, Any]) -> str:
-    arguments = call["function"]["arguments"]
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _content(pieces: Iterable[Piece], urls: Iterator[str]) -> dict[str, Any]:
@@ -281,27 +252,30 @@ def tools_of(prompt: Rendered) -> dict[str, Any]:
     return {"tools": list(tools)} if tools else {}
 
 
-def request_body(
-    model: str,
-    messages: Sequence[Message],
+def request_bodies(
+    endpoint: Endpoint,
+    prompts: Sequence[Rendered],
+    images: Sequence[Images],
     *,
-    max_tokens: int,
-    max_tokens_field: str,
-    temperature: float | None,
-    seed: int | None,
-    extra: dict[str, Any] | None,
-) -> dict[str, Any]:
-    """The body of a chat request; what is None is left out, `extra` goes on top."""
-    body: dict[str, Any] = {
-        "model": model,
-        "messages": list(messages),
-        max_tokens_field: max_tokens,
-    }
-    if temperature is not None:
-        body["temperature"] = temperature
-    if seed is not None:
-        body["seed"] = seed
-    return {**body, **(extra or {})}
+    max_image_side: int | None,
+    send_temperature: bool,
+    temperature: float,
+    seed: int,
+    extra: Mapping[str, Any] | None,
+    **limits: int,
+) -> list[dict[str, Any]]:
+    """The body of a chat request for each prompt; `extra` goes on top.
+
+    Args:
+        limits: the longest answer, by the endpoint's name for it.
+    """
+    drawn = {"temperature": temperature, "seed": seed} if send_temperature else {}
+    bodies = []
+    for prompt, row in zip(prompts, images, strict=True):
+        messages = messages_of(prompt, row, name=prompt.name, max_image_side=max_image_side)
+        body = {"model": endpoint.name, "messages": messages, **limits, **drawn}
+        bodies.append({**body, **tools_of(prompt), **(extra or {})})
+    return bodies
 
 
 def body_key(body: dict[str, Any]) -> str:
@@ -337,9 +311,11 @@ class RequestFiles:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.max_requests, self.max_bytes = max_requests, max_bytes
         self.written: set[str] = set()
-        for path in self.paths():
-            whole = _whole_lines(path)
-            self.written |= {json.loads(line)["custom_id"] for line in whole}
+        self._number, self._num_lines = 1, 0
+        for number, path in enumerate(self.paths(), 1):
+            lines = _whole_lines(path)
+            self.written |= {json.loads(line)["custom_id"] for line in lines}
+            self._number, self._num_lines = number, len(lines)
 
     def paths(self) -> list[Path]:
         """The files in order."""
@@ -352,23 +328,20 @@ class RequestFiles:
             if key in self.written:
                 continue
             request = {"custom_id": key, "method": "POST", "url": URL, "body": body}
-            line = json.dumps(request, ensure_ascii=False) + "\n"
-            with self._path_for(len(line.encode())).open("a", encoding="utf-8") as file:
+            line = (json.dumps(request, ensure_ascii=False) + "\n").encode()
+            with self._path_for(len(line)).open("ab") as file:
                 file.write(line)
             self.written.add(key)
+            self._num_lines += 1
 
     def _path_for(self, num_bytes: int) -> Path:
-        paths = self.paths()
-        if not paths:
-            return self._path(1)
-        last = paths[-1]
-        with last.open("rb") as file:
-            num_lines = sum(1 for _ in file)
-        is_full = num_lines >= self.max_requests or last.stat().st_size + num_bytes > self.max_bytes
-        return self._path(len(paths) + 1) if is_full else last
-
-    def _path(self, number: int) -> Path:
-        return self.folder / f"requests-{number:05d}.jsonl"
+        path = self.folder / f"requests-{self._number:05d}.jsonl"
+        size = path.stat().st_size if path.is_file() else 0
+        is_too_large = size > 0 and size + num_bytes > self.max_bytes
+        if self._num_lines < self.max_requests and not is_too_large:
+            return path
+        self._number, self._num_lines = self._number + 1, 0
+        return self._path_for(num_bytes)
 
 
 def _whole_lines(path: Path) -> list[str]:
@@ -416,17 +389,26 @@ def _read(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _batch_answer(row: Mapping[str, Any]) -> dict[str, Any]:
     response = row.get("response") or {}
-    failed = row.get("error") or response.get("status_code", 200) >= 400
-    if failed:
+    if row.get("error") or response.get("status_code", 200) >= 400:
         return {"error": json.dumps(row.get("error") or response.get("body"))[:500]}
-    body = response["body"]
-    choice = body["choices"][0]
-    usage = body.get("usage") or {}
-    return {
-        "text": choice["message"].get("content") or "",
-        "finish_reason": choice.get("finish_reason"),
-        "usage": {
-            name: int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")
-        },
-        "answered_by": body.get("model"),
-    }
+    return _answer(response["body"])
+
+
+# a model part is called for each batch of an evaluation
+_answers_once = functools.cache(read_answers)
+_files_once = functools.cache(RequestFiles)
+
+
+def offline_answers(
+    endpoint: Endpoint,
+    bodies: Sequence[dict[str, Any]],
+    *,
+    requests_path: str,
+    answers_path: str | None,
+) -> list[dict[str, Any] | None]:
+    """The answer to each request that came back already; the other requests are written."""
+    answers = _answers_once(answers_path) if answers_path else {}
+    found = [answers.get(body_key(body)) for body in bodies]
+    waiting = [body for body, answer in zip(bodies, found, strict=True) if answer is None]
+    _files_once(requests_path).add(waiting)
+    return [answer and endpoint.priced(answer) for answer in found]

@@ -75,9 +75,6 @@ class VllmEngine:
         max_length: longest prompt with its answer, in tokens; None: as many as the model has.
         images_per_prompt: most images of a prompt.
         options: further arguments of `vllm.LLM`, such as quantization or enforce_eager.
-
-    Raises:
-        UserError: vLLM isn't installed.
     """
 
     def __init__(
@@ -86,14 +83,10 @@ class VllmEngine:
         *,
         processor: Any,
         tensor_parallel_size: int = 1,
-        pipeline_parallel_size: int = 1,
         dtype: torch.dtype | None = None,
-        seed: int = 0,
         max_length: int | None = None,
-        gpu_memory_utilization: float = 0.9,
         images_per_prompt: int | None = None,
         stop_ids: Sequence[int] = (),
-        trust_remote_code: bool = False,
         **options: Any,
     ) -> None:
         self._vllm = check_vllm()
@@ -103,15 +96,11 @@ class VllmEngine:
             model=str(folder),
             tokenizer=str(folder),
             tensor_parallel_size=tensor_parallel_size,
-            pipeline_parallel_size=pipeline_parallel_size,
             dtype="auto" if dtype is None else DTYPES[dtype],
-            seed=seed,
             max_model_len=max_length,
-            gpu_memory_utilization=gpu_memory_utilization,
-            trust_remote_code=trust_remote_code,
             **options,
         )
-        self.num_devices = tensor_parallel_size * pipeline_parallel_size
+        self.num_devices = tensor_parallel_size
         self.processor, self.tokenizer = processor, get_tokenizer(processor)
         self.model_name = Path(folder).name
         self.stop_ids = tuple(stop_ids)
@@ -135,37 +124,31 @@ class VllmEngine:
 
     def answer(self, requests: Iterable[Request]) -> Iterator[Finished | Failed]:
         """Answers requests, some hundred at a time, in their order."""
-        for together in _portions(requests, MOST_AT_ONCE):
-            good, failed = self._prompts(together)
-            yield from failed
-            params = [self._sampling_params(request.sampling) for request, _ in good]
-            for (request, _), output in self._outputs(good, params):
-                yield self._finished(request, output)
+
+        def params(request: Request) -> Any:
+            return self._sampling_params(request.sampling)
+
+        return self._each(requests, params, self._finished)
 
     def score(self, items: Iterable[ScoreRequest]) -> Iterator[Scored | Failed]:
         """Scores the last tokens of rows; vLLM reads them as prompts and makes one token more."""
         params = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
+        return self._each(items, lambda _: params, _scored)
+
+    def _each(self, items: Iterable[Any], params: Any, result: Any) -> Iterator[Any]:
+        """What `result` makes of each item and its output; failures of a portion come first."""
         for together in _portions(items, MOST_AT_ONCE):
-            good, failed = self._prompts(together)
-            yield from failed
-            for (item, _), output in self._outputs(good, params):
-                yield _scored(item, output)
-
-    def _prompts(self, items: Sequence[Any]) -> tuple[list[tuple[Any, Any]], list[Failed]]:
-        """Requests with their prompts, and those that can't be answered."""
-        good, failed = [], []
-        for item in items:
-            try:
-                good.append((item, self._prompt(item.prompt)))
-            except UserError as error:
-                failed.append(Failed(item.key, error))
-        return good, failed
-
-    def _outputs(self, good: list[tuple[Any, Any]], params: Any) -> Iterator[tuple[Any, Any]]:
-        """(request and prompt, what vLLM made of it)."""
-        if good:
-            prompts = [prompt for _, prompt in good]
-            yield from zip(good, self.llm.generate(prompts, params, use_tqdm=False), strict=True)
+            good, prompts = [], []
+            for item in together:
+                try:
+                    prompts.append(self._prompt(item.prompt))
+                    good.append(item)
+                except UserError as error:
+                    yield Failed(item.key, error)
+            if good:
+                chosen = [params(item) for item in good]
+                outputs = self.llm.generate(prompts, chosen, use_tqdm=False)
+                yield from map(result, good, outputs)
 
     def _prompt(self, prompt: Mapping[str, Any]) -> Any:
         ids = prompt["input_ids"][0].tolist()
@@ -190,7 +173,6 @@ class VllmEngine:
         )
 
     def _sampling_params(self, sampling: Sampling) -> Any:
-        own = sampling.stop_token_ids is None
         ends = self.stop_ids if sampling.stop_token_ids is None else sampling.stop_token_ids
         return self._vllm.SamplingParams(
             max_tokens=sampling.max_new_tokens,
@@ -205,7 +187,7 @@ class VllmEngine:
             seed=sampling.seed,
             stop=list(sampling.stop) or None,
             stop_token_ids=list(ends) or None,
-            ignore_eos=not own,
+            ignore_eos=sampling.stop_token_ids is not None,
             logprobs=sampling.logprobs,
         )
 
@@ -265,11 +247,7 @@ def _portions(items: Iterable[Any], most: int) -> Iterator[list[Any]]:
 
 
 def check_vllm() -> Any:
-    """The package.
-
-    Raises:
-        UserError: it isn't installed.
-    """
+    """The package, or a UserError that says how to install it."""
     try:
         import vllm
     except ImportError as error:

@@ -87,9 +87,6 @@ def _is_per_token(name: str, value: torch.Tensor, hidden_BTH: torch.Tensor) -> b
     return is_for_loss and value.shape[:2] == hidden_BTH.shape[:2]
 
 
-# -- the head ------------------------------------------------------------------------------
-
-
 class _BaseOutput:
     """What a base model returns, as far as heads read it."""
 
@@ -149,9 +146,6 @@ def head_of(whole: PreTrainedModel | None) -> Head:
     stub = _BaseStub()
     headed.__dict__["_modules"] = {**whole._modules, prefix: stub}
     return Head(headed, stub)
-
-
-# -- the graph -----------------------------------------------------------------------------
 
 
 class _Work:

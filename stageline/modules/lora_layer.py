@@ -129,9 +129,6 @@ class LoRALayer(nn.Module):
         return total
 
 
-# -- the layer beside it -------------------------------------------------------------------------
-
-
 def linear_sizes(module: Linear) -> tuple[int, int]:
     """(in_features, out_features) of a linear layer; a `Conv1D` keeps its weight transposed."""
     if isinstance(module, Conv1D):
@@ -187,7 +184,7 @@ def put_weight(module: Linear, weight: torch.Tensor, *, why: str) -> None:
     old.data = value.to(device=old.device, dtype=old.dtype).contiguous()
 
 
-# -- how an adapter starts: as `peft` does it, and the same for any number of stages --------------
+# How an adapter starts: as `peft` does it, and the same for any number of stages.
 # Each layer draws from a seed of its own, made of the run's seed and the layer's full name. PiSSA
 # (arXiv 2404.02948) puts the principal singular values of a weight into A and B and leaves the rest
 # as the weight, so that outputs are what they were.

@@ -122,7 +122,7 @@ def _given(micro_batch: MicroBatch, name: str) -> torch.Tensor:
     return micro_batch[name]
 
 
-# -- similarities of two batches of distributions; the bodies of the sim_fn parts -----------------
+# Similarities of two batches of distributions; the bodies of the sim_fn parts.
 # Shapes: N pairs, V entries (the vocabulary).
 
 
@@ -150,7 +150,7 @@ def _kl(p_NV: torch.Tensor, q_NV: torch.Tensor) -> torch.Tensor:
     return (p_NV * log_ratio_NV).sum(dim=-1)
 
 
-# -- rewards of pairs, read off the scores of a micro-batch ---------------------------------------
+# Rewards of pairs, read off the scores of a micro-batch.
 # Rows come as chosen, rejected, chosen, rejected ...; a row has one label, where its reward is
 # read. Shapes: P = B / 2 pairs.
 
@@ -182,7 +182,7 @@ def _has_labels(batch: MicroBatch) -> torch.Tensor:
     return (has_B[0::2] & has_B[1::2]).float()
 
 
-# -- losses over preferences, from log-probabilities of whole answers -----------------------------
+# Losses over preferences, from log-probabilities of whole answers.
 # Of pairs (DPO and its kin), and of single answers that are wanted or not (KTO). Rows of a pair
 # lie next to each other, [c0, r0, c1, r1, ...]. A row without a target was left out, and weighs
 # nothing. Shapes: P pairs.
@@ -221,9 +221,6 @@ def without_reference(batch: MicroBatch) -> dict[str, torch.Tensor]:
     """The micro-batch with zeros for what a run adds: to measure with, not to train on."""
     zeros = torch.zeros(len(batch["input_ids"]))
     return {**batch, REFERENCE: zeros, KL: torch.zeros(())}
-
-
-# -- pairs -----------------------------------------------------------------------------------
 
 
 def count_pairs(batch: MicroBatch) -> int:
@@ -414,9 +411,6 @@ def pair_losses(
         "reward_accuracy": (chosen > rejected).to(chosen.dtype),
     }
     return losses, {name: torch.where(kept, value, 0) for name, value in rewards.items()}
-
-
-# -- single answers --------------------------------------------------------------------------
 
 
 def count_answers(batch: MicroBatch) -> int:

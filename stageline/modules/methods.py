@@ -18,7 +18,7 @@ from stageline.modules.lora import MAX_NAMES_SHOWN, is_target, strip_lora
 from stageline.modules.pass_through import DONE, PassThrough
 from stageline.modules.quantised import Quantization, base_bytes, quantise_layers
 
-# -- which parameters of a language model train when only some of its layers are to ---------------
+# Which parameters of a language model train when only some of its layers are to.
 # Rules are about the names and layer numbers of the whole model, so that each stage answers alike
 # for its share. Not here: towers and projectors, which have options of their own.
 
@@ -125,7 +125,7 @@ def _inner_names(inside: Iterable[tuple[int, list[str]]]) -> set[str]:
     return {part for _, path in inside for part in path if not part.isdigit()}
 
 
-# -- parts of a half-precision model that compute in float32: its norms, and what its head gives --
+# Parts of a half-precision model that compute in float32: its norms, and what its head gives.
 # Hooks of our own on the library's modules; parameter names stay.
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
@@ -170,7 +170,7 @@ def _to_float32(module: nn.Module, args: tuple, logits: torch.Tensor) -> torch.T
     return logits.float() if logits.dtype in HALF_TYPES else logits
 
 
-# -- rotary positions for texts longer than a model was trained for, written into its configuration
+# Rotary positions for texts longer than a model was trained for, written into its configuration.
 # transformers reads all of it from `config.rope_parameters`: the model code is as it was, every
 # stage computes the same frequencies, and a saved folder computes them again.
 
@@ -369,7 +369,7 @@ def move_others(model: nn.Module, device: torch.device) -> None:
                     module.__dict__[name] = value.to(device)
 
 
-# -- modules that are trained whole beside LoRA: `modules_to_save` of `peft`, told by name --------
+# Modules that are trained whole beside LoRA: `modules_to_save` of `peft`, told by name.
 # A weight that two modules share (embedding and tied head) is trained under both names.
 
 

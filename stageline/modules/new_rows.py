@@ -61,9 +61,6 @@ class NewRows:
         return math.ceil(self.num_rows / self.multiple) * self.multiple
 
 
-# -- where the rows are ------------------------------------------------------------------------
-
-
 def vocabulary_paths(whole: PreTrainedModel) -> tuple[str, ...]:
     """Module paths of the embedding and, if there is one, the head of a transformers model."""
     names = {id(module): name for name, module in whole.named_modules()}
@@ -95,9 +92,6 @@ def set_vocab_size(config: PretrainedConfig, num_rows: int) -> None:
     for one in (config.get_text_config(decoder=True), config):
         if getattr(one, "vocab_size", None) == before:
             one.vocab_size = num_rows
-
-
-# -- enlarging and starting ----------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -186,9 +180,6 @@ def _noise(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     return torch.randn(width, generator=generator).to(tensor.device) / width**0.5
 
 
-# -- training them alone -------------------------------------------------------------------------
-
-
 class TokenRows(nn.Module):
     """The rows of new tokens apart from their matrix; a child of the module with the matrix."""
 
@@ -271,7 +262,7 @@ def is_row_name(name: str) -> bool:
     return name.endswith(f".{ROWS}.weight")
 
 
-# -- NEFTune (Jain et al. 2023, arXiv 2310.05914): noise on token embeddings, in training only ----
+# NEFTune (Jain et al. 2023, arXiv 2310.05914): noise on token embeddings, in training only.
 # As transformers' trainer does it: uniform between +-alpha / sqrt(T H), with T the tokens of a row,
 # padding included. `LayerSeeds` seeds the draw, so that it follows from seed, step and micro-batch
 # alone; images take the places of their tokens after it and stay as they are.

@@ -96,11 +96,6 @@ def _is_base(parent: str, leaf: str) -> bool:
     return "lora" not in path and not path.intersection(_ROUTERS)  # adapters train
 
 
-def is_quantised(module: nn.Module) -> bool:
-    """Whether a linear layer keeps its weight in few bits."""
-    return getattr(module, "is_quantised", False)
-
-
 def base_bytes(layers: Iterable[nn.Module]) -> int:
     """Bytes of what quantised and plain linear layers below `layers` keep, without adapters."""
     total = 0
@@ -108,7 +103,7 @@ def base_bytes(layers: Iterable[nn.Module]) -> int:
         for name, module in layer.named_modules():
             if "lora" in name.split("."):
                 continue
-            if is_quantised(module) or type(module) is nn.Linear:
+            if getattr(module, "is_quantised", False) or type(module) is nn.Linear:
                 total += sum(tensor.untyped_storage().nbytes() for tensor in _stored(module))
     return total
 
@@ -123,9 +118,6 @@ def _stored(module: nn.Module) -> list[torch.Tensor]:
     scale = getattr(weight, "SCB", None)
     scale = getattr(getattr(module, "state", None), "SCB", None) if scale is None else scale
     return tensors if scale is None else [*tensors, scale]
-
-
-# -- bitsandbytes --------------------------------------------------------------------------------
 
 
 def _nf4(
@@ -175,9 +167,6 @@ def _finish(made: nn.Module, linear: nn.Linear, device: torch.device) -> nn.Modu
         made.bias = nn.Parameter(linear.bias.detach().to(device), requires_grad=False)
     made.__dict__["is_quantised"] = True
     return made.train(linear.training)
-
-
-# -- torchao -------------------------------------------------------------------------------------
 
 
 class _Multiply(torch.autograd.Function):
@@ -275,9 +264,6 @@ def _config(library: ModuleType, is_int4: bool) -> object:
         weight_dtype=torch.int4,  # type: ignore[attr-defined]
         granularity=granularity.PerGroup(GROUP),
     )
-
-
-# -- common --------------------------------------------------------------------------------------
 
 
 class _Outline(nn.Module):

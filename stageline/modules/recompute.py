@@ -21,8 +21,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from stageline.modules.pass_through import PassThrough
 
-# -- the state of the random numbers at one moment, so that dropout can be drawn a second time ----
-
 
 class RandomState:
     """Remembers the generators of the host and of one device as they are now."""
@@ -167,8 +165,6 @@ def recompute(
         return function(*args, **kwargs)
 
 
-# -- which layers are recomputed in the backward pass, and what of them is kept all the same ------
-
 CheckpointMode = Literal["full", "operators"]
 
 # Products of activations and weights. Not bmm: in eager attention that is [T, T] for each head.
@@ -246,9 +242,6 @@ def tower_layers(model: nn.Module, *, but: Iterable[nn.Module]) -> list[tuple[in
     return found
 
 
-# -- torch.compile layer by layer: one small graph that all equal layers share --------------------
-
-
 def compile_layers(layers: Iterable[tuple[int, nn.Module]], *, backend: str = "inductor") -> None:
     """Compiles the forward of each layer. In place: no name of a parameter changes.
 
@@ -264,7 +257,7 @@ def compile_layers(layers: Iterable[tuple[int, nn.Module]], *, backend: str = "i
             layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
 
 
-# -- saved activations wait for their backward pass in host memory, and come back in time for it --
+# Saved activations wait for their backward pass in host memory, and come back in time for it.
 # Copies run on streams of their own beside the computation, out of pinned memory. Parameters stay
 # where they are: the graph only borrows them. A device without memory of its own moves nothing.
 

@@ -80,11 +80,11 @@ class _LiveBytes(TorchDispatchMode):
                 size = storage.nbytes()
                 self._known[storage] = size
                 self.alive += size
-                weakref.finalize(storage, self._freed, size)
+                weakref.finalize(storage, self._free, size)
         self.peak = max(self.peak, self.alive)
         return made
 
-    def _freed(self, size: int) -> None:
+    def _free(self, size: int) -> None:
         self.alive -= size
 
 

@@ -12,10 +12,6 @@ from typing import NamedTuple
 
 from stageline.errors import UserError
 
-# -- the actions that a schedule consists of, and their spelling in a file. Knows no rank, no torch
-# An action is one pass of one stage over one micro-batch, spelled as torch spells it: `2F0` is the
-# forward pass of micro-batch 0 through stage 2.
-
 
 class Kind(StrEnum):
     """What a stage does with a micro-batch.
@@ -31,7 +27,7 @@ class Kind(StrEnum):
 
 
 class Action(NamedTuple):
-    """`kind` of pass of `stage` over `micro_batch`."""
+    """One pass; torch spells the forward pass of micro-batch 0 through stage 2 `2F0`."""
 
     stage: int
     kind: Kind
@@ -54,14 +50,7 @@ def parse_action(text: str) -> Action | None:
 
 
 class Transfer(NamedTuple):
-    """A tensor that leaves or reaches a rank.
-
-    Attributes:
-        is_send: it leaves; else it comes.
-        is_grad: a gradient on its way back; else activations.
-        stage: whose pass it feeds.
-        peer: the other rank of the pipeline.
-    """
+    """A tensor, activations or gradient, on its way to the pass of `stage`, from or to `peer`."""
 
     is_send: bool
     is_grad: bool
@@ -75,7 +64,7 @@ Plan = list[Action | Transfer]
 
 @dataclass(frozen=True)
 class GradFlow:
-    """Which stages have what to do in the backward pass.
+    """What each stage has to do in the backward pass.
 
     Attributes:
         computes: something trains in this stage or before it.

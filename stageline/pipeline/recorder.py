@@ -10,22 +10,17 @@ import torch
 from stageline.errors import spelled
 from stageline.pipeline.plan import Action
 
-# -- when each rank did what in one optimizer step: the record, and what follows from it ----------
-# Seconds count from the start of the step on each rank's own clock; all ranks start it together.
-# Pictures are in training/timeline.py.
-
 WAIT = "wait"
 EVEN = 0.1  # stages whose times are no further above their mean need no other split
 
 
 @dataclass(frozen=True)
 class TimelineEvent:
-    """One span of a rank.
+    """One span of a rank, in seconds since the start of the step, which all ranks begin together.
 
     Attributes:
-        kind: "F", "B", "I", "W" (see `actions.Kind`), or "wait" for a tensor of another rank.
+        kind: "F", "B", "I", "W" (see `plan.Kind`), or "wait" for a tensor of another rank.
         stage, micro_batch: of the action; of a wait, those of the action that could not start.
-        start, end: seconds.
     """
 
     rank: int
@@ -42,11 +37,7 @@ def busy_seconds(events: Sequence[TimelineEvent], rank: int) -> float:
 
 
 def bubble(events: Sequence[TimelineEvent]) -> float:
-    """The share of all ranks' time, from first start to last end, in which nothing was computed.
-
-    Returns:
-        1 - busy / (ranks x span); 0 for no events.
-    """
+    """The share of all ranks' time, from first start to last end, in which nothing was computed."""
     if not events:
         return 0.0
     ranks, span = {event.rank for event in events}, _span(events)
@@ -62,7 +53,11 @@ def describe_timeline(
     Args:
         ideal: the same passes with nothing to wait for but each other; None: not known.
     """
-    lines = [_describe_bubble(measured, ideal)]
+    text = f"bubble {100 * bubble(measured):.1f} % of {_span(measured):.3f} s"
+    if ideal:
+        best = f"{100 * bubble(ideal):.1f} % of {_span(ideal):.3f} s"
+        text += f"; ideal with these pass times: {best}"
+    lines = [text]
     for rank in sorted({event.rank for event in measured}):
         own = [event for event in measured if event.rank == rank]
         stages = sorted({event.stage for event in own})
@@ -71,17 +66,6 @@ def describe_timeline(
         busy = busy_seconds(own, rank)
         lines.append(f"rank {rank} ({named}): busy {busy:.3f} s, waits {waits:.3f} s")
     return "\n".join(lines + _advise(measured))
-
-
-def _describe_bubble(
-    measured: Sequence[TimelineEvent], ideal: Sequence[TimelineEvent] | None
-) -> str:
-    text = f"bubble {100 * bubble(measured):.1f} % of {_span(measured):.3f} s"
-    if not ideal:
-        return text
-    return (
-        f"{text}; ideal with these pass times: {100 * bubble(ideal):.1f} % of {_span(ideal):.3f} s"
-    )
 
 
 def _advise(events: Sequence[TimelineEvent]) -> list[str]:
@@ -175,14 +159,9 @@ class Recorder:
 
 
 class _NoRecorder(Recorder):
-    """Records nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"), rank=0)
-
     @contextmanager
     def _during(self, action: Action, kind: str) -> Iterator[None]:
         yield
 
 
-NO_RECORDER = _NoRecorder()
+NO_RECORDER = _NoRecorder(torch.device("cpu"), rank=0)

@@ -52,7 +52,6 @@ class StepInputs:
     """What a plan is carried out on.
 
     Attributes:
-        batches: the micro-batches, wherever they were loaded.
         metas: stage -> micro-batch -> what the stage receives, on the meta device. Of all stages
             here, and of those behind them.
         loss_of: (output of the last stage, micro-batch) -> its loss.
@@ -68,8 +67,7 @@ class Executor:
 
     Args:
         passes: stage -> its passes.
-        rank_of_stage: which rank of the pipeline holds each stage.
-        group: the pipeline's process group.
+        last: the last stage of the pipeline.
 
     Attributes:
         sent_bytes: what the last run sent to other ranks, forward and back.
@@ -79,15 +77,14 @@ class Executor:
         self,
         passes: Mapping[int, StagePasses],
         *,
-        rank_of_stage: Sequence[int],
+        last: int,
         device: torch.device,
         group: dist.ProcessGroup | None,
     ) -> None:
         self.passes = passes
-        self.rank_of_stage = rank_of_stage
         self.device = device
         self.group = group
-        self.last = len(rank_of_stage) - 1
+        self.last = last
         self.sent_bytes = 0
         self._moved: dict[int, tuple[MicroBatch, int]] = {}  # with the passes still to come
         self._coming: dict[Key, tuple[list[dist.Work], Tensors]] = {}
@@ -124,7 +121,6 @@ class Executor:
         return losses
 
     def clear(self) -> None:
-        """Forgets everything of a step."""
         self._moved.clear()
         self._coming.clear()
         self._here.clear()
@@ -229,10 +225,6 @@ class LocalStages:
 
     A weight that two of them hold under one name (embedding and head, where first and last stage
     share a rank) becomes one tensor.
-
-    Attributes:
-        models: stage models.
-        parameter_order: the names of the whole model's parameters, in its own order.
     """
 
     def __init__(self, models: Stage | Sequence[Stage]) -> None:
@@ -246,7 +238,6 @@ class LocalStages:
 
     @property
     def indices(self) -> list[int]:
-        """The numbers of the stages."""
         return [model.stage for model in self.models]
 
     @property
@@ -266,7 +257,6 @@ class LocalStages:
         return None if part_of is None else part_of(name)
 
     def train(self, mode: bool = True) -> None:
-        """Sets the mode of all stages."""
         for model in self.models:
             model.train(mode)
 
@@ -296,7 +286,6 @@ class PipelineRunner:
     Args:
         models: the stage models of this rank, on `device`; one, or several in their order.
         group: the pipeline's process group.
-        schedule: a `Schedule`, or the name of one.
         saving: a context entered around each forward pass that keeps a graph, such as one that
             moves what is saved to host memory.
         seed: of what training steps draw at random; None leaves the generators alone.
@@ -322,7 +311,11 @@ class PipelineRunner:
         self.device = device
         self.group = group
         self.pp_rank = dist.get_rank(group)
-        self.schedule = _resolve(schedule, self.local, num_ranks=dist.get_world_size(group))
+        if isinstance(schedule, str):
+            stages_per_rank = len(self.local.models) if len(self.local.models) > 1 else None
+            num_ranks = dist.get_world_size(group)
+            schedule = make_schedule(schedule, num_ranks=num_ranks, stages_per_rank=stages_per_rank)
+        self.schedule = schedule
         self._check_placement()
         self.flow = self._learn_flow()
         self.seeds = LayerSeeds(self.local, seed=seed, device=device)
@@ -337,10 +330,7 @@ class PipelineRunner:
             for model in self.local
         }
         self._executor = Executor(
-            self.passes,
-            rank_of_stage=self.schedule.rank_of_stage,
-            device=device,
-            group=group,
+            self.passes, last=self.schedule.num_stages - 1, device=device, group=group
         )
         self.num_micro_batches = 0
         self._plans: dict[tuple[int, bool], Plan] = {}
@@ -458,10 +448,3 @@ class PipelineRunner:
         facts = sorted((fact for facts in gathered for fact in facts), key=lambda f: f.stage)
         check_borders(facts)
         return grad_flow([fact.trains for fact in facts])
-
-
-def _resolve(schedule: Schedule | str, local: LocalStages, *, num_ranks: int) -> Schedule:
-    if isinstance(schedule, Schedule):
-        return schedule
-    stages_per_rank = len(local.models) if len(local.models) > 1 else None
-    return make_schedule(schedule, num_ranks=num_ranks, stages_per_rank=stages_per_rank)

@@ -17,104 +17,9 @@ from torch.distributed.pipelining import _schedule_visualizer
 from stageline.errors import UserError
 from stageline.pipeline.plan import Action, Kind, parse_action
 
-# -- reads a schedule of the user's own: a CSV file with a row for each rank, a cell for each action
-# Cells are spelled as torch spells them: `0F0`, `1B0`, `1I2`, `1W2`, `(0F3;3B1)OVERLAP_F_B`; empty
-# cells are waits and mean nothing. Transfers between ranks follow from the actions and are left
-# out; where a file of torch's has them, they are passed over.
-
+Orders = list[list[Action]]  # what each rank does, in order
 _TRANSFER = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
-
-
-@dataclass(frozen=True)
-class ScheduleFile:
-    """A schedule that came from a file.
-
-    Attributes:
-        orders: what each rank does, in order.
-        rank_of_stage: follows from the rows that a stage stands in.
-    """
-
-    orders: tuple[tuple[Action, ...], ...]
-    rank_of_stage: tuple[int, ...]
-    num_micro_batches: int
-    splits_backward: bool
-
-
-def read_schedule_file(path: Path) -> ScheduleFile:
-    """Reads and checks a schedule.
-
-    Raises:
-        UserError: with file and row; a pass that is missing, twice there, on two ranks, or that
-            waits for one behind it.
-    """
-    if not path.is_file():
-        raise UserError(f"`schedule` {path}: there is no such file. A CSV file was expected.")
-    with path.open(newline="", encoding="utf-8") as lines:
-        rows = [row for row in csv.reader(lines) if any(cell.strip() for cell in row)]
-    orders = [_read_row(row, f"{path}, row {number}") for number, row in enumerate(rows, start=1)]
-    if not any(orders):
-        raise UserError(f"`schedule` {path} holds no action: expected cells such as 0F0, 0B0.")
-    rank_of_stage = _find_ranks(orders, path)
-    num_micro_batches = 1 + max(action.micro_batch for order in orders for action in order)
-    _check_complete(orders, path, len(rank_of_stage), num_micro_batches)
-    return ScheduleFile(
-        orders=tuple(tuple(order) for order in orders),
-        rank_of_stage=rank_of_stage,
-        num_micro_batches=num_micro_batches,
-        splits_backward=any(a.kind == Kind.WEIGHT_GRAD for order in orders for a in order),
-    )
-
-
-def _read_row(row: list[str], where: str) -> list[Action]:
-    cells: list[str] = []
-    for cell in row:
-        pair = _PAIR.fullmatch(cell.strip())
-        cells += pair[1].split(";") if pair else [cell.strip()]
-    actions = []
-    for cell in cells:
-        action = parse_action(cell)
-        if action is not None:
-            actions.append(action)
-        elif cell and not _TRANSFER.fullmatch(cell):
-            raise UserError(
-                f"{where}: {cell!r} is no action. Expected stage, F, B, I or W, and micro-batch, "
-                "such as 0F0 for the forward pass of micro-batch 0 through stage 0."
-            )
-    return actions
-
-
-def _find_ranks(orders: list[list[Action]], path: Path) -> tuple[int, ...]:
-    rank_of_stage: dict[int, int] = {}
-    for rank, order in enumerate(orders):
-        for action in order:
-            if rank_of_stage.setdefault(action.stage, rank) != rank:
-                raise UserError(
-                    f"{path}: stage {action.stage} stands in rows {rank_of_stage[action.stage] + 1}"
-                    f" and {rank + 1}: each stage lies on one rank. Move its actions into one row."
-                )
-    missing = set(range(max(rank_of_stage) + 1)) - set(rank_of_stage)
-    if missing:
-        raise UserError(f"{path}: no action of stage {min(missing)} stands in it: add its passes.")
-    return tuple(rank_of_stage[stage] for stage in sorted(rank_of_stage))
-
-
-def _check_complete(
-    orders: list[list[Action]], path: Path, num_stages: int, num_micro_batches: int
-) -> None:
-    """Every stage passes every micro-batch forward once, and backward once or in its two halves."""
-    counts = Counter(action for order in orders for action in order)
-    for stage in range(num_stages):
-        for micro_batch in range(num_micro_batches):
-            found = "".join(kind.value * counts[Action(stage, kind, micro_batch)] for kind in Kind)
-            if found not in ("FB", "FIW"):
-                raise UserError(
-                    f"{path}: stage {stage} does {found or 'nothing'} with micro-batch "
-                    f"{micro_batch}. Expected F and B, or F, I and W, once each."
-                )
-
-
-Orders = list[list[Action]]  # what each rank does, in order
 
 
 @dataclass(frozen=True)
@@ -164,12 +69,13 @@ class Schedule:
 
     Attributes:
         rank_of_stage: the rank of the pipeline that holds each stage.
+        written: the orders of a schedule that came from a file; None: they follow from the kind.
     """
 
     name: str
     rank_of_stage: tuple[int, ...]
-    kind: ScheduleKind | None = None
-    file: ScheduleFile | None = field(default=None, repr=False)
+    kind: ScheduleKind
+    written: Orders | None = field(default=None, repr=False, hash=False)
 
     @property
     def num_stages(self) -> int:
@@ -180,11 +86,6 @@ class Schedule:
         return max(self.rank_of_stage) + 1
 
     @property
-    def _known(self) -> ScheduleKind:
-        assert self.kind is not None  # where there is no file
-        return self.kind
-
-    @property
     def last_stage_rank(self) -> int:
         """The rank of the pipeline that holds the last stage, where the losses are."""
         return self.rank_of_stage[-1]
@@ -192,7 +93,7 @@ class Schedule:
     @property
     def splits_backward(self) -> bool:
         """Whether gradients of inputs and of weights are computed apart."""
-        return self._known.splits_backward if self.file is None else self.file.splits_backward
+        return self.kind.splits_backward
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages that a rank of the pipeline holds, in the order of the model."""
@@ -200,10 +101,10 @@ class Schedule:
 
     def legal_micro_batches(self, count: int) -> int:
         """The least number of micro-batches, `count` or more, that this schedule runs."""
-        if self.file is not None:
-            return self.file.num_micro_batches
-        count = max(count, self._known.least(self.num_ranks, self.num_stages))
-        if self._known.has_rounds:
+        if self.written is not None:
+            return 1 + max(action.micro_batch for order in self.written for action in order)
+        count = max(count, self.kind.least(self.num_ranks, self.num_stages))
+        if self.kind.has_rounds:
             while count % max(1, count // self.num_ranks):
                 count += 1
         return count
@@ -224,7 +125,7 @@ class Schedule:
             return
         per_batch = accumulate_steps / micro_batch_size
         batch_size = micro_batch_size * -(-legal // accumulate_steps)
-        while self.file is None:
+        while self.written is None:
             count = round(batch_size * per_batch)
             if self.legal_micro_batches(count) == count:
                 break
@@ -238,9 +139,9 @@ class Schedule:
         )
 
     def _reason(self, count: int) -> str:
-        if self.file is not None:
-            return f"it runs {self.file.num_micro_batches} and no other number"
-        least = self._known.least(self.num_ranks, self.num_stages)
+        if self.written is not None:
+            return f"it runs {self.legal_micro_batches(count)} and no other number"
+        least = self.kind.least(self.num_ranks, self.num_stages)
         if count < least:
             what = "ranks" if least == self.num_ranks else "stages"
             return f"it needs one for each of its {least} {what} at least"
@@ -254,10 +155,9 @@ class Schedule:
             UserError: the schedule cannot run that many.
         """
         self.check(num_micro_batches)
-        if self.file is not None:
-            return [list(order) for order in self.file.orders]
-        torch_name = self._known.torch_name
-        if torch_name is None:
+        if self.written is not None:
+            return [list(order) for order in self.written]
+        if self.kind.torch_name is None:
             warm_ups = [
                 num_micro_batches if self.name == "gpipe" else self.num_ranks - rank
                 for rank in range(self.num_ranks)
@@ -267,12 +167,10 @@ class Schedule:
                 for rank, warm_up in enumerate(warm_ups)
             ]
         stages_per_rank = self.num_stages // self.num_ranks
-        return [
-            list(order)
-            for order in _torch_orders(
-                torch_name, self.num_ranks, stages_per_rank, num_micro_batches
-            )
-        ]
+        orders = _torch_orders(
+            self.kind.torch_name, self.num_ranks, stages_per_rank, num_micro_batches
+        )
+        return [list(order) for order in orders]
 
 
 def make_schedule(name: str, *, num_ranks: int, stages_per_rank: int | None = None) -> Schedule:
@@ -286,27 +184,23 @@ def make_schedule(name: str, *, num_ranks: int, stages_per_rank: int | None = No
         UserError: unknown name, or a number of stages that the schedule cannot have.
     """
     if name.endswith(".csv"):
-        return _from_file(name, num_ranks=num_ranks, stages_per_rank=stages_per_rank)
+        return read_schedule(name, num_ranks=num_ranks, stages_per_rank=stages_per_rank)
     kind = SCHEDULES.get(name)
     if kind is None:
         raise UserError(
             f"`schedule` {name} is unknown. Expected: {', '.join(SCHEDULES)}, or the path of a "
             ".csv file with a row of actions (0F0, 0B0, ...) for each rank."
         )
-    if stages_per_rank is None:
-        stages_per_rank = 2 if kind.is_multi else 1
+    stages_per_rank = stages_per_rank or default_stages_per_rank(name)
     _check_stages_per_rank(name, kind, stages_per_rank)
     placement = [stage % num_ranks for stage in range(num_ranks * stages_per_rank)]
     if kind.is_v:
         placement = [*range(num_ranks), *reversed(range(num_ranks))]
-    return Schedule(name, tuple(placement), kind=kind)
+    return Schedule(name, tuple(placement), kind)
 
 
 def default_stages_per_rank(name: str) -> int:
-    """How many stages a rank holds unless the user says so; a CSV file says it itself."""
-    if name.endswith(".csv"):
-        orders = read_schedule_file(Path(name)).orders
-        return max(1, len({action.stage for order in orders for action in order}) // len(orders))
+    """How many stages a rank holds unless the user says so."""
     kind = SCHEDULES.get(name)
     return 2 if kind is not None and kind.is_multi else 1
 
@@ -326,22 +220,96 @@ def _check_stages_per_rank(name: str, kind: ScheduleKind, stages_per_rank: int) 
         )
 
 
-def _from_file(name: str, *, num_ranks: int, stages_per_rank: int | None) -> Schedule:
-    file = read_schedule_file(Path(name))
-    if len(file.orders) != num_ranks:
+def read_schedule(
+    name: str, *, num_ranks: int | None = None, stages_per_rank: int | None = None
+) -> Schedule:
+    """Reads and checks a schedule of the user's own: a row for each rank, a cell for each action.
+
+    Cells are spelled as torch spells them: `0F0`, `1B0`, `1I2`, `1W2`, `(0F3;3B1)OVERLAP_F_B`.
+    Empty cells are waits and mean nothing. Transfers follow from the actions; those that torch
+    writes into a file are passed over.
+
+    Args:
+        name: path of a CSV file.
+        num_ranks, stages_per_rank: of the run; None: as the file has it.
+
+    Raises:
+        UserError: with file and row; a pass that is missing, twice there, on two ranks, or that
+            waits for one behind it; or the file is for another number of ranks or stages.
+    """
+    path = Path(name)
+    if not path.is_file():
+        raise UserError(f"`schedule` {path}: there is no such file. A CSV file was expected.")
+    with path.open(newline="", encoding="utf-8") as lines:
+        rows = [row for row in csv.reader(lines) if any(cell.strip() for cell in row)]
+    orders = [_read_row(row, f"{path}, row {number}") for number, row in enumerate(rows, start=1)]
+    if not any(orders):
+        raise UserError(f"`schedule` {path} holds no action: expected cells such as 0F0, 0B0.")
+    splits_backward = any(a.kind == Kind.WEIGHT_GRAD for order in orders for a in order)
+    kind = ScheduleKind(splits_backward=splits_backward)
+    schedule = Schedule(name, _find_ranks(orders, path), kind, orders)
+    _check_complete(orders, path, schedule.num_stages, schedule.legal_micro_batches(1))
+    if num_ranks not in (None, len(orders)):
         raise UserError(
-            f"`schedule` {name} has rows for {len(file.orders)} ranks, the run has {num_ranks}: "
+            f"`schedule` {name} has rows for {len(orders)} ranks, the run has {num_ranks}: "
             "one row for each rank was expected. Change `num_stages` or the file."
         )
-    schedule = Schedule(name, file.rank_of_stage, file=file)
-    wanted = None if stages_per_rank is None else stages_per_rank * num_ranks
+    wanted = None if stages_per_rank is None else stages_per_rank * len(orders)
     if wanted not in (None, schedule.num_stages):
         raise UserError(
             f"`schedule` {name} has {schedule.num_stages} stages, `stages_per_rank` "
-            f"{stages_per_rank} on {num_ranks} ranks makes {wanted}: leave the option out, or "
+            f"{stages_per_rank} on {len(orders)} ranks makes {wanted}: leave the option out, or "
             "change the file."
         )
     return schedule
+
+
+def _read_row(row: list[str], where: str) -> list[Action]:
+    cells: list[str] = []
+    for cell in row:
+        pair = _PAIR.fullmatch(cell.strip())
+        cells += pair[1].split(";") if pair else [cell.strip()]
+    actions = []
+    for cell in cells:
+        action = parse_action(cell)
+        if action is not None:
+            actions.append(action)
+        elif cell and not _TRANSFER.fullmatch(cell):
+            raise UserError(
+                f"{where}: {cell!r} is no action. Expected stage, F, B, I or W, and micro-batch, "
+                "such as 0F0 for the forward pass of micro-batch 0 through stage 0."
+            )
+    return actions
+
+
+def _find_ranks(orders: list[list[Action]], path: Path) -> tuple[int, ...]:
+    rank_of_stage: dict[int, int] = {}
+    for rank, order in enumerate(orders):
+        for action in order:
+            if rank_of_stage.setdefault(action.stage, rank) != rank:
+                raise UserError(
+                    f"{path}: stage {action.stage} stands in rows {rank_of_stage[action.stage] + 1}"
+                    f" and {rank + 1}: each stage lies on one rank. Move its actions into one row."
+                )
+    missing = set(range(max(rank_of_stage) + 1)) - set(rank_of_stage)
+    if missing:
+        raise UserError(f"{path}: no action of stage {min(missing)} stands in it: add its passes.")
+    return tuple(rank_of_stage[stage] for stage in sorted(rank_of_stage))
+
+
+def _check_complete(
+    orders: list[list[Action]], path: Path, num_stages: int, num_micro_batches: int
+) -> None:
+    """Every stage passes every micro-batch forward once, and backward once or in its two halves."""
+    counts = Counter(action for order in orders for action in order)
+    for stage in range(num_stages):
+        for micro_batch in range(num_micro_batches):
+            found = "".join(kind.value * counts[Action(stage, kind, micro_batch)] for kind in Kind)
+            if found not in ("FB", "FIW"):
+                raise UserError(
+                    f"{path}: stage {stage} does {found or 'nothing'} with micro-batch "
+                    f"{micro_batch}. Expected F and B, or F, I and W, once each."
+                )
 
 
 def _one_stage_order(stage: int, warm_up: int, num_micro_batches: int) -> list[Action]:

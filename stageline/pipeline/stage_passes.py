@@ -23,12 +23,7 @@ PROBE = (2, 8)  # rows and tokens of an example, for which neighbours compare
 
 @dataclass(frozen=True)
 class BorderFacts:
-    """One stage's side of its borders.
-
-    Attributes:
-        trains: it has a trainable parameter.
-        takes, gives: shapes and types of what comes and goes, for the probe.
-    """
+    """One stage's side of its borders; shapes and types of what comes and goes, for the probe."""
 
     stage: int
     trains: bool
@@ -84,14 +79,11 @@ _ATTRIBUTES = ("stage", "num_stages", "is_first", "is_last")
 
 
 def check_stage(made: object, *, part: Callable[..., Any]) -> Any:
-    """The stage model that a train_model part returned.
-
-    Args:
-        made: what it returned.
+    """The stage model in what a train_model part returned.
 
     Raises:
         ContractError: it is no (model, processor, id), or the model is no stage, or says nothing
-            usable of its input; the class, its file and line, and what came are named.
+            usable of its input.
     """
     if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module)):
         raise broken(
@@ -201,10 +193,6 @@ def run_stage(
 ) -> Any:
     """The output of a forward pass.
 
-    Args:
-        inputs: token ids on the first stage, else what the stage before returned.
-        batch: what the model's forward takes besides.
-
     Raises:
         ContractError: the stage takes other arguments, or returns something else than tensors.
     """
@@ -252,16 +240,14 @@ def _check_output(model: Any, output: object, batch: Mapping[str, torch.Tensor])
 def check_border(
     model: Stage, came: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], index: int
 ) -> None:
-    """Refuses an output that is not what the next stage was said to receive.
-
-    A wrong shape would be read as garbage, or hang the peer: two comparisons prevent it.
+    """Refuses an output that is not what the next stage expects: it would hang, or read garbage.
 
     Args:
-        expected: on meta, of this micro-batch.
+        expected: on meta.
         index: of the micro-batch.
 
     Raises:
-        ContractError: as above.
+        ContractError: number, shape or dtype differs.
     """
     found = [(tuple(value.shape), value.dtype) for value in came]
     wanted = [(tuple(value.shape), value.dtype) for value in expected]
@@ -332,7 +318,6 @@ class StagePasses:
         Args:
             inputs: token ids on the first stage, else what the stage before returned.
             batch: what the model's forward takes besides.
-            loss_of: on the last stage, the output -> its loss.
 
         Returns:
             What goes on to the next stage, cut off from the graph; on the last stage the loss.
@@ -348,12 +333,7 @@ class StagePasses:
         self._kept[index] = (inputs, outputs)
         return tuple(output.detach() for output in outputs)
 
-    def _run(
-        self,
-        inputs: Tensors,
-        batch: MicroBatch,
-        loss_of: LossOf | None,
-    ) -> Tensors:
+    def _run(self, inputs: Tensors, batch: MicroBatch, loss_of: LossOf | None) -> Tensors:
         output = run_stage(self.model, inputs, batch)
         if loss_of is not None:
             self.seeds.start_loss()
@@ -370,12 +350,10 @@ class StagePasses:
         Returns:
             Gradients of the inputs, where they are sent on and now complete; else nothing.
         """
-        if kind == Kind.INPUT_GRAD and not getattr(self.model, "splits_backward", True):
-            self._weight_work[index] = []
+        if not getattr(self.model, "splits_backward", True):
+            if kind == Kind.WEIGHT_GRAD:
+                return ()
             kind = Kind.BACKWARD  # with the gradients of the weights
-        if kind == Kind.WEIGHT_GRAD and not getattr(self.model, "splits_backward", True):
-            self._weight_work.pop(index)
-            return ()
         if kind == Kind.WEIGHT_GRAD:
             weights = list(self._weights())
             stage_backward_weight(iter(weights), self._weight_work.pop(index))
@@ -406,7 +384,6 @@ class StagePasses:
         )
 
     def clear(self) -> None:
-        """Forgets everything."""
         self._kept.clear()
         self._weight_work.clear()
 

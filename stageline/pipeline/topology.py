@@ -1,25 +1,19 @@
 """How many stages, ranks and replicas a run has, from what was asked for. Starts no process."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from stageline.errors import UserError
 from stageline.pipeline.schedules import (
     Schedule,
     default_stages_per_rank,
     make_schedule,
-    read_schedule_file,
+    read_schedule,
 )
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The shape of a run.
-
-    Attributes:
-        schedule: for the ranks of one pipeline.
-        dp_degree: replicas of the pipeline.
-    """
+    """The shape of a run: the schedule of one pipeline, and its number of replicas."""
 
     schedule: Schedule
     dp_degree: int
@@ -58,7 +52,13 @@ def resolve_topology(
         UserError: numbers that do not fit each other.
     """
     if schedule.endswith(".csv"):
-        return _of_file(schedule, num_stages, stages_per_rank, dp_degree, world_size)
+        made = read_schedule(schedule, stages_per_rank=stages_per_rank)
+        if num_stages not in (None, made.num_stages):
+            raise UserError(
+                f"`schedule` {schedule} has {made.num_stages} stages on {made.num_ranks} ranks, "
+                f"`num_stages` {num_stages} came: leave the option out, or change the file."
+            )
+        return _with_replicas(made, dp_degree, world_size)
     per_rank = stages_per_rank or default_stages_per_rank(schedule)
     if num_stages is None:
         num_stages = per_rank * max(1, (world_size or 1) // (dp_degree or 1))
@@ -71,24 +71,6 @@ def resolve_topology(
         )
     num_ranks = num_stages // per_rank
     made = make_schedule(schedule, num_ranks=num_ranks, stages_per_rank=stages_per_rank)
-    return _with_replicas(made, dp_degree, world_size)
-
-
-def _of_file(
-    path: str,
-    num_stages: int | None,
-    stages_per_rank: int | None,
-    dp_degree: int | None,
-    world_size: int | None,
-) -> Topology:
-    """The file says how many ranks and stages there are; ranks may hold different numbers."""
-    num_ranks = len(read_schedule_file(Path(path)).orders)
-    made = make_schedule(path, num_ranks=num_ranks, stages_per_rank=stages_per_rank)
-    if num_stages not in (None, made.num_stages):
-        raise UserError(
-            f"`schedule` {path} has {made.num_stages} stages on {num_ranks} ranks, `num_stages` "
-            f"{num_stages} came: leave the option out, or change the file."
-        )
     return _with_replicas(made, dp_degree, world_size)
 
 
@@ -121,8 +103,6 @@ def uniform_partition(
     Raises:
         UserError: more stages than layers, or a ratio out of range.
     """
-    if num_stages < 1:
-        raise UserError(f"{num_stages} stages: expected at least 1; set `num_stages` to 1 or more.")
     if num_stages > num_layers:
         raise UserError(
             f"{num_layers} layers can't fill {num_stages} stages: each stage needs at least one "

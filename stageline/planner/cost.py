@@ -6,6 +6,7 @@ An item is what is never split: all that comes before the layers (embedding, vis
 projector), each layer, and all that comes behind them (final norm, head, loss).
 """
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -51,9 +52,8 @@ class Cost:
         Passes come one after the other, so the larger transient counts; that of the first item
         comes when the other one has not saved yet, or is through with its backward pass.
         """
-        sums = {name: getattr(self, name) + getattr(other, name) for name in _SUMMED}
         return Cost(
-            **sums,
+            **{name: getattr(self, name) + getattr(other, name) for name in _SUMMED},
             transient=max(self.transient - other.saved, other.transient),
             trains=self.trains or other.trains,
         )
@@ -119,11 +119,8 @@ class ModelCosts:
 
     def stages(self, partition: Sequence[int]) -> list[Cost]:
         """Of all stages of a partition."""
-        found, start = [], 0
-        for count in partition:
-            found.append(self.stage(start, start + count))
-            start += count
-        return found
+        ends = itertools.accumulate(partition)
+        return [self.stage(end - count, end) for count, end in zip(partition, ends)]
 
     @cached_property
     def _stages(self) -> dict[tuple[int, int], Cost]:
@@ -146,13 +143,11 @@ def flow_of(stages: Sequence[Cost]) -> GradFlow:
 
 def durations_of(stages: Sequence[Cost]) -> Mapping[tuple[int, Kind], float]:
     """Seconds of every pass of every stage, as `simulate` wants them."""
-    durations: dict[tuple[int, Kind], float] = {}
-    for index, stage in enumerate(stages):
-        durations[index, Kind.FORWARD] = stage.forward
-        durations[index, Kind.BACKWARD] = stage.backward
-        durations[index, Kind.INPUT_GRAD] = stage.input_grad
-        durations[index, Kind.WEIGHT_GRAD] = stage.weight_grad
-    return durations
+    return {
+        (index, kind): getattr(stage, kind.name.lower())
+        for index, stage in enumerate(stages)
+        for kind in Kind
+    }
 
 
 @dataclass(frozen=True)
@@ -215,48 +210,28 @@ def rank_memory(
     stages = costs.stages(partition)
     orders = drop_dead_backward(schedule.orders(num_micro_batches), flow_of(stages))
     return [
-        _of_rank(
+        memory_of(
             costs,
             {stage: stages[stage] for stage in schedule.stages_of(rank)},
             num_stages=len(stages),
-            rules=rules,
             activations=peak_activations(order, stages),
             num_micro_batches=num_micro_batches,
+            rules=rules,
         )
         for rank, order in enumerate(orders)
     ]
 
 
-def stage_peak(
-    costs: ModelCosts,
-    cost: Cost,
-    *,
-    stage: int,
-    num_stages: int,
-    in_flight: int,
-    num_micro_batches: int,
-    rules: MemoryRules,
-) -> int:
-    """The peak of a rank that holds one stage alone and `in_flight` micro-batches."""
-    return _of_rank(
-        costs,
-        {stage: cost},
-        num_stages=num_stages,
-        rules=rules,
-        activations=in_flight * cost.saved + cost.transient,
-        num_micro_batches=num_micro_batches,
-    ).peak
-
-
-def _of_rank(
+def memory_of(
     costs: ModelCosts,
     held: Mapping[int, Cost],
     *,
     num_stages: int,
-    rules: MemoryRules,
     activations: int,
     num_micro_batches: int,
+    rules: MemoryRules,
 ) -> RankMemory:
+    """The memory of a rank that holds these stages."""
     total = sum(held.values(), Cost())
     has_both_ends = 0 in held and num_stages - 1 in held
     tied = costs.tied if has_both_ends else Cost()

@@ -4,6 +4,7 @@ No checkpoint is read, and at no time does more of the model exist than one item
 """
 
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -29,10 +30,7 @@ from stageline.pipeline.stage_passes import (
 from stageline.planner.cost import Cost, ModelCosts, hand_over_seconds
 from stageline.stage import Stage
 
-# -- what a model consists of, seen on the meta device: parameters, kinds of layers, what trains --
-# No weight is made. A model is asked for in pieces: `make_piece(stage=1, num_stages=3,
-# partition=[i, 1, n - i - 1], device=...)` is layer i alone, with zeros for layers first or last.
-
+# (stage=1, num_stages=3, partition=[i, 1, n - i - 1], device=...) -> layer i alone
 MakePiece = Callable[..., Stage]
 FIRST, MIDDLE, LAST = range(3)
 MASTER_BYTES = GRADIENT_BYTES = 4  # float32, whatever the weights are
@@ -40,10 +38,9 @@ MASTER_BYTES = GRADIENT_BYTES = 4  # float32, whatever the weights are
 
 @dataclass(frozen=True)
 class Outline:
-    """The items of a model without their seconds and activations.
+    """The items of a model without their seconds and activations; no weight is made for it.
 
     Attributes:
-        make_piece: builds a piece, see above.
         first, layers, last: parameters of the items.
         kinds: for each layer the first one that is like it.
         tied: what first and last item both hold.
@@ -81,19 +78,13 @@ class Outline:
         """Whether an item passes a gradient on to the one before."""
         return any(self.trains[:item])
 
-    def piece(self, item: int, device: torch.device) -> Stage:
-        """The item alone, on a device."""
-        if item == 0:
-            return self._make(FIRST, [0, self.num_layers, 0], device)
-        if item == self.num_layers + 1:
-            return self._make(LAST, [0, self.num_layers, 0], device)
-        return self._make(MIDDLE, [item - 1, 1, self.num_layers - item], device)
-
-    def empty_piece(self, device: torch.device) -> Stage:
-        """A stage between others without a layer: what each stage does besides its layers."""
-        return self._make(MIDDLE, [0, 0, self.num_layers], device)
-
-    def _make(self, stage: int, partition: list[int], device: torch.device) -> Stage:
+    def piece(self, item: int | None, device: torch.device) -> Stage:
+        """An item alone, on a device; None: a stage between others without a layer."""
+        stage, partition = MIDDLE, [0, 0, self.num_layers]
+        if item in (0, self.num_layers + 1):
+            stage, partition = LAST if item else FIRST, [0, self.num_layers, 0]
+        elif item is not None:
+            partition = [item - 1, 1, self.num_layers - item]
         return self.make_piece(stage=stage, num_stages=3, partition=partition, device=device)
 
 
@@ -215,15 +206,9 @@ def measure(outline: Outline, workload: Workload) -> ModelCosts:
     )
 
 
-def measure_stage(model: Stage, workload: Workload, *, computes: bool = True, sends: bool) -> Cost:
-    """The seconds of a stage as a whole, for comparison with the sum of its items."""
-    with _Run(model, workload, computes=computes, sends=sends) as run:
-        return _cost_of(run.time())
-
-
 def _measure_overhead(outline: Outline, workload: Workload) -> tuple[Cost, int]:
     """A stage without layers has a forward pass only: its masks need no gradient."""
-    with _Run(outline.empty_piece(workload.device), workload) as run:
+    with _Run(outline.piece(None, workload.device), workload) as run:
         border = tensor_bytes(batch_input(run.model, workload.batch))
         return Cost(forward=run.time()[Kind.FORWARD]), border
 
@@ -256,19 +241,10 @@ def _less(cost: Cost, overhead: Cost, facts: Cost) -> Cost:
 
 
 class _Run:
-    """Passes of one piece over one micro-batch; a context manager that frees it all.
-
-    Args:
-        computes, sends: see `StagePasses`.
-    """
+    """Passes of one piece over one micro-batch; a context manager that frees it all."""
 
     def __init__(
-        self,
-        model: Stage,
-        workload: Workload,
-        *,
-        computes: bool = False,
-        sends: bool = False,
+        self, model: Stage, workload: Workload, *, computes: bool = False, sends: bool = False
     ) -> None:
         self.model = model
         self.device = workload.device
@@ -329,8 +305,7 @@ class _Run:
 
         Gradients must be there already, as in all but the first micro-batch of a step.
         """
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        saved = SavedBytes(iter(tensors))
+        saved = SavedBytes(itertools.chain(self.model.parameters(), self.model.buffers()))
         hooks = self._mark_shared(saved)
         meter = PeakBytes(self.device)
         with meter.watch():

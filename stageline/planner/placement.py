@@ -13,8 +13,8 @@ from stageline.planner.cost import (
     MemoryRules,
     ModelCosts,
     RankMemory,
+    memory_of,
     most_in_flight,
-    stage_peak,
 )
 from stageline.planner.simulate import Expectation, expect, rank_seconds
 
@@ -31,7 +31,7 @@ def smallest_maximum(num_layers: int, num_stages: int, cost: StageCost) -> list[
         Layers per stage, at least one each; None where every split has an infinite cost.
     """
     known = cache(cost)
-    limit = _best_chain(num_layers, num_stages, known, combine=max)[0]
+    limit, _ = _best_chain(num_layers, num_stages, known, combine=max)
     if math.isinf(limit):
         return None
     above = math.nextafter(limit, math.inf)
@@ -51,36 +51,22 @@ def _best_chain(
     combine: Callable[[float, float], float],
 ) -> tuple[float, list[int]]:
     """Dynamic programming over (stages used, layers placed)."""
-    best: list[float] = [0.0] + [math.inf] * num_layers
-    choices: list[list[int]] = []
+    best: list[tuple[float, list[int]]] = [(math.inf, [])] * (num_layers + 1)
+    best[0] = (0.0, [])
     for stage in range(num_stages):
         behind = num_stages - 1 - stage  # stages that still need a layer
-        row = [math.inf] * (num_layers + 1)
-        chosen = [stage] * (num_layers + 1)
+        row: list[tuple[float, list[int]]] = [(math.inf, [])] * (num_layers + 1)
         ends = [num_layers] if behind == 0 else range(stage + 1, num_layers - behind + 1)
         for end in ends:
             for start in range(stage, end):
-                if math.isinf(best[start]):
+                before, split = best[start]
+                if math.isinf(before):
                     continue
-                value = combine(best[start], float(cost(stage, start, end)))
-                if value < row[end]:
-                    row[end], chosen[end] = value, start
+                value = combine(before, float(cost(stage, start, end)))
+                if value < row[end][0]:
+                    row[end] = value, [*split, end - start]
         best = row
-        choices.append(chosen)
-    return best[num_layers], _walk_back(choices, num_layers)
-
-
-def _walk_back(choices: Sequence[Sequence[int]], num_layers: int) -> list[int]:
-    partition, end = [], num_layers
-    for chosen in reversed(choices):
-        partition.append(end - chosen[end])
-        end = chosen[end]
-    return partition[::-1]
-
-
-def num_splits(num_layers: int, num_stages: int) -> int:
-    """How many ways there are."""
-    return math.comb(num_layers - 1, num_stages - 1)
+    return best[num_layers]
 
 
 def every_split(num_layers: int, num_stages: int) -> Iterator[list[int]]:
@@ -95,7 +81,7 @@ def best_split(
     value: Callable[[Sequence[int]], tuple[float, float]],
     *,
     bound: Callable[[Sequence[int]], tuple[float, float]],
-    most_splits: int = 3000,
+    most_splits: int,
     most_values: int = 300,
 ) -> list[int]:
     """The split of the smallest value where no rule makes the stages independent.
@@ -112,7 +98,8 @@ def best_split(
     """
     best = min(starts, key=value)
     best_value = value(best)
-    if num_splits(sum(best), len(best)) <= most_splits:
+    num_splits = math.comb(sum(best) - 1, len(best) - 1)
+    if num_splits <= most_splits:
         for split in sorted(every_split(sum(best), len(best)), key=bound):
             if bound(split) >= best_value:
                 break  # sorted: none behind it is better
@@ -144,7 +131,6 @@ def _neighbours(split: Sequence[int]) -> Iterator[list[int]]:
 
 
 StageValue = Callable[[int, Cost], float]  # (stage, its cost)
-MOST_SPLITS = 3000  # up to so many are all looked at
 
 
 @dataclass(frozen=True)
@@ -161,7 +147,7 @@ class Placement:
     num_micro_batches: int
     rules: MemoryRules = MemoryRules()
     capacities: tuple[int, ...] | None = None
-    most_splits: int = MOST_SPLITS
+    most_splits: int = 3000
     most_steps: int = 300
 
     def expect(self, partition: Sequence[int]) -> Expectation:
@@ -227,16 +213,15 @@ class Placement:
     def _fullness(self, stage: int, cost: Cost) -> float:
         if self.capacities is None:
             return 0.0
-        peak = stage_peak(
+        memory = memory_of(
             self.costs,
-            cost,
-            stage=stage,
+            {stage: cost},
             num_stages=self.schedule.num_stages,
-            in_flight=self._in_flight[stage],
+            activations=self._in_flight[stage] * cost.saved + cost.transient,
             num_micro_batches=self.num_micro_batches,
             rules=self.rules,
         )
-        return peak / self.capacities[self.schedule.rank_of_stage[stage]]
+        return memory.peak / self.capacities[self.schedule.rank_of_stage[stage]]
 
     @cached_property
     def _in_flight(self) -> list[int]:
@@ -252,20 +237,13 @@ class Placement:
         return (0, self.num_micro_batches * slowest * (1 - 1e-9))
 
 
-# -- which schedule, number of stages a rank, micro-batches and split promise the shortest step ---
-# By simulation, for a fixed number of ranks and of samples in a step. Pure arithmetic.
-
 MOST_STAGES_PER_RANK = 4
 AS_GOOD = 1.01  # times closer than this are a tie: less memory and fewer stages decide
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to run.
-
-    Attributes:
-        overshoot: bytes that do not fit.
-    """
+    """One way to run; `overshoot` is the bytes that do not fit."""
 
     micro_batch_size: int
     expectation: Expectation
@@ -301,10 +279,8 @@ def advise(
     num_samples: int,
     rules: MemoryRules,
     capacities: tuple[int, ...] | None = None,
-    most_splits: int = 200,
-    most_steps: int = 40,
 ) -> list[Choice]:
-    """All ways, the most promising first.
+    """All ways to run a step on so many ranks, by simulation, the most promising first.
 
     Args:
         costs_of_size: micro-batch size -> measured costs.
@@ -319,8 +295,8 @@ def advise(
                 num_samples // size,
                 rules=rules,
                 capacities=capacities,
-                most_splits=most_splits,
-                most_steps=most_steps,
+                most_splits=200,
+                most_steps=40,
             )
             found = placement.expect(placement.by_seconds())
             choices.append(Choice(size, found, placement.overshoot(found.memory)))
@@ -347,11 +323,9 @@ def _numbers_of_stages(kind: ScheduleKind) -> Sequence[int]:
 def _ranked(choices: Sequence[Choice]) -> list[Choice]:
     """By time; those as good as the best by simplicity. What does not fit comes last."""
     by_time = sorted(choices, key=lambda c: (c.overshoot, c.expectation.seconds))
-    if not by_time:
-        return []
-    best = by_time[0]
 
     def rank(choice: Choice) -> tuple[bool, int, int]:
+        best = by_time[0]
         is_tie = choice.expectation.seconds <= best.expectation.seconds * AS_GOOD
         is_good = is_tie and choice.overshoot == best.overshoot
         return (False, choice.stages_per_rank, choice.peak) if is_good else (True, 0, 0)

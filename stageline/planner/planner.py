@@ -1,6 +1,6 @@
 """Places the layers of a run on its stages, refuses what cannot fit, and says what to expect.
 
-Everything comes as plain objects; no checkpoint is read. The arithmetic is in pipeline/.
+Everything comes as plain objects; no checkpoint is read. The arithmetic is in the files beside it.
 """
 
 from collections.abc import Callable, Sequence
@@ -102,16 +102,19 @@ def _stage_rows(expectation: Expectation, front: str) -> list[tuple[str, ...]]:
     splits = schedule.splits_backward
     times = [cost.seconds(splits_backward=splits) for cost in expectation.stages]
     rows: list[tuple[str, ...]] = []
-    start = 0
+    end = 0
     for stage, (count, cost) in enumerate(
         zip(expectation.partition, expectation.stages, strict=True)
     ):
+        start, end = end, end + count
+        ends = [front] if stage == 0 else []
+        ends += ["head"] if stage == schedule.num_stages - 1 else []
         rows.append(
             (
                 str(stage),
                 str(schedule.rank_of_stage[stage]),
-                f"{start}-{start + count - 1} ({count})",
-                _ends(stage, schedule.num_stages, front),
+                f"{start}-{end - 1} ({count})",
+                "+".join(ends),
                 human_count(cost.num_parameters),
                 human_count(cost.num_trainable),
                 human_bytes(cost.weights),
@@ -121,13 +124,7 @@ def _stage_rows(expectation: Expectation, front: str) -> list[tuple[str, ...]]:
                 f"{times[stage] / max(max(times), 1e-12):.0%}",
             )
         )
-        start += count
     return rows
-
-
-def _ends(stage: int, num_stages: int, front: str) -> str:
-    ends = [front] if stage == 0 else []
-    return "+".join([*ends, *(["head"] if stage == num_stages - 1 else [])])
 
 
 def _rank_rows(
@@ -153,7 +150,6 @@ def _state(memory: RankMemory) -> int:
 
 
 def _advice(expectation: Expectation, choice: Choice) -> str:
-    """Another way, with its gain over the planned one."""
     gain = expectation.seconds / max(choice.expectation.seconds, 1e-12)
     fits = "" if not choice.overshoot else ", DOES NOT FIT"
     return (
@@ -201,48 +197,33 @@ def probe_optimizer(
 PartitionKind = Literal["uniform", "parameters", "measured"] | list[int]
 
 
-@dataclass(frozen=True)
-class PlannedRun:
-    """What a run is to be.
-
-    Attributes:
-        num_samples: of one optimizer step on one pipeline.
-        shards: replicas that share weights and their state.
-        visual_gpu_ratio: see `uniform_partition`.
-        group_size: samples that stay in one micro-batch.
-    """
-
-    schedule: Schedule
-    num_samples: int
-    micro_batch_size: int
-    shards: int = 1
-    visual_gpu_ratio: float = 0.0
-    group_size: int = 1
-
-    @property
-    def num_micro_batches(self) -> int:
-        return self.num_samples // self.micro_batch_size
-
-
 @dataclass
 class Planner:
     """Plans one run.
 
-    Args:
+    Attributes:
         make_piece: see `stageline.planner.measure`.
+        num_samples: of one optimizer step on one pipeline.
         micro_batch_of: a number of rows -> a micro-batch of the run's data, as stage 0 gets it.
         loss_for: the last stage -> its loss, (output, micro-batch) -> scalar.
         make_optimizer: {name: parameter} -> the optimizer of the run.
         device: where to measure.
+        shards: replicas that share weights and their state.
+        group_size: samples that stay in one micro-batch.
     """
 
     make_piece: MakePiece
-    run: PlannedRun
+    schedule: Schedule
     _: KW_ONLY
+    num_samples: int
+    micro_batch_size: int
     micro_batch_of: Callable[[int], MicroBatch]
     loss_for: LossFor
     make_optimizer: MakeOptimizer
     device: torch.device
+    shards: int = 1
+    visual_gpu_ratio: float = 0.0
+    group_size: int = 1
     repeats: int = 5
     _measured: dict[int, ModelCosts] = field(default_factory=dict, init=False)
 
@@ -265,7 +246,7 @@ class Planner:
     @cached_property
     def rules(self) -> MemoryRules:
         """Memory that does not follow from the model."""
-        return probe_optimizer(self.make_optimizer, self.device, shards=self.run.shards)
+        return probe_optimizer(self.make_optimizer, self.device, shards=self.shards)
 
     def measured(self, micro_batch_size: int) -> ModelCosts:
         """The costs on this device, measured once for each size."""
@@ -297,7 +278,7 @@ class Planner:
                 _ = self.outline
             except PlanError:
                 return None
-        size = self.run.micro_batch_size
+        size = self.micro_batch_size
         if kind == "measured":
             costs = self.measured(size)
         else:
@@ -312,7 +293,7 @@ class Planner:
 
     def plan(self, kind: PartitionKind, capacities: tuple[int, ...] | None = None) -> str:
         """The table of a run: layers, bytes, expected seconds, bubble, memory, and advice."""
-        placement = self._placement(self.measured(self.run.micro_batch_size), capacities)
+        placement = self._placement(self.measured(self.micro_batch_size), capacities)
         partition = self._partition(kind, placement)
         return format_plan(
             placement.expect(partition),
@@ -330,39 +311,27 @@ class Planner:
         Args:
             sizes: of micro-batches; by default the run's, its half and its double.
         """
-        size = self.run.micro_batch_size
+        size = self.micro_batch_size
         if sizes is None:
             near = {size, 2 * size, *([size // 2] if size % 2 == 0 else [])}
-            whole = (s for s in near if s % self.run.group_size == 0)
-            sizes = sorted(s for s in whole if self.run.num_samples % s == 0)
+            whole = (s for s in near if s % self.group_size == 0)
+            sizes = sorted(s for s in whole if self.num_samples % s == 0)
         return advise(
             {size: self.measured(size) for size in sizes},
-            num_ranks=self.run.schedule.num_ranks,
-            num_samples=self.run.num_samples,
+            num_ranks=self.schedule.num_ranks,
+            num_samples=self.num_samples,
             rules=self.rules,
             capacities=capacities,
         )
-
-    def expect(self, kind: PartitionKind) -> Expectation:
-        """What follows from measured costs for one way to split."""
-        placement = self._placement(self.measured(self.run.micro_batch_size), None)
-        return placement.expect(self._partition(kind, placement))
 
     def _placement(self, costs: ModelCosts, capacities: tuple[int, ...] | None) -> Placement:
-        return Placement(
-            costs,
-            self.run.schedule,
-            self.run.num_micro_batches,
-            rules=self.rules,
-            capacities=capacities,
-        )
+        num_micro_batches = self.num_samples // self.micro_batch_size
+        return Placement(costs, self.schedule, num_micro_batches, self.rules, capacities)
 
     def _partition(self, kind: PartitionKind, placement: Placement) -> list[int]:
-        num_layers, num_stages = placement.costs.num_layers, self.run.schedule.num_stages
+        num_layers, num_stages = placement.costs.num_layers, self.schedule.num_stages
         # also where it is not wanted: it refuses more stages than layers
-        uniform = uniform_partition(
-            num_layers, num_stages, visual_gpu_ratio=self.run.visual_gpu_ratio
-        )
+        uniform = uniform_partition(num_layers, num_stages, visual_gpu_ratio=self.visual_gpu_ratio)
         if isinstance(kind, list):
             return explicit_partition(kind, num_layers=num_layers, num_stages=num_stages)
         if kind == "uniform":
@@ -386,6 +355,6 @@ def place_together(
     if dist.get_rank() == 0:
         planner = make_planner()
         # of the first pipeline; its replicas are taken to be alike
-        found = [planner.place(kind, tuple(gathered[: planner.run.schedule.num_ranks]))]
+        found = [planner.place(kind, tuple(gathered[: planner.schedule.num_ranks]))]
     dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
     return found[0]

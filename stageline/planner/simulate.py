@@ -25,12 +25,7 @@ Durations = Mapping[tuple[int, Kind], float]  # (stage, kind) -> seconds of one 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What came out.
-
-    Attributes:
-        events: every pass with its times.
-        seconds: of the whole step.
-    """
+    """Every pass of a step with its times, and the seconds of the whole step."""
 
     events: list[TimelineEvent]
     seconds: float
@@ -52,7 +47,7 @@ def simulate(
     """Plays one step.
 
     Args:
-        orders: what each rank does, in order.
+        orders: of each rank.
         durations: seconds of F, and of B or I and W, for each stage; a missing B is I + W.
         flow: which stages have a backward pass; None: all.
         hand_over: seconds from the end of a pass to the start of one on another rank that needs
@@ -65,9 +60,8 @@ def simulate(
     clocks = [0.0] * len(kept)
     places = [0] * len(kept)
     events: list[TimelineEvent] = []
-    progress = True
-    while progress:
-        progress = False
+    while len(events) < sum(map(len, kept)):
+        num_before = len(events)
         for rank, order in enumerate(kept):
             while places[rank] < len(order):
                 action = order[places[rank]]
@@ -81,8 +75,7 @@ def simulate(
                     TimelineEvent(rank, stage, kind.value, micro_batch, start, ends[action])
                 )
                 places[rank] += 1
-                progress = True
-    assert all(place == len(order) for place, order in zip(places, kept, strict=True))
+        assert len(events) > num_before, "every rank waits for another"
     return Simulation(events, max(clocks))
 
 

@@ -57,10 +57,7 @@ def loss_figure(
         upper.legend()
     if title:
         upper.set_title(title, fontsize=10, parse_math=False)
-    rates = [
-        (record["step"], record["learning_rate"]) for record in steps if "learning_rate" in record
-    ]
-    lower.plot([step for step, _ in rates], [rate for _, rate in rates], color="tab:green")
+    lower.plot(*_points(steps, "learning_rate"), color="tab:green")
     lower.set_ylabel("learning rate")
     lower.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
     lower.set_xlabel("optimizer step")
@@ -77,10 +74,15 @@ def plot_loss(log_path: Path, png_path: Path) -> None:
     save_figure(loss_figure(steps, evaluations, title=title), png_path)
 
 
+def _points(records: Sequence[dict], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values, where a record has a finite one."""
+    known = [record for record in records if _is_number(record.get(name))]
+    return [record["step"] for record in known], [record[name] for record in known]
+
+
 def _draw_losses(axes: Axes, steps: Sequence[dict]) -> list[float]:
-    known = [record for record in steps if _is_number(record.get("loss"))]
-    x, y = [record["step"] for record in known], [record["loss"] for record in known]
-    if not known:
+    x, y = _points(steps, "loss")
+    if not y:
         return []
     smoothed = smooth(y)
     if smoothed == y:  # too few steps to smooth
@@ -92,26 +94,22 @@ def _draw_losses(axes: Axes, steps: Sequence[dict]) -> list[float]:
 
 
 def _draw_evaluations(axes: Axes, evaluations: Sequence[dict]) -> list[float]:
-    known = [record for record in evaluations if _is_number(record.get("loss"))]
-    x, y = [record["step"] for record in known], [record["loss"] for record in known]
-    if not known:
-        return []
-    best = min(known, key=lambda record: record["loss"])
-    label = f"held out (last {y[-1]:.4g}, best {best['loss']:.4g} at step {best['step']})"
-    axes.plot(x, y, "o-", color="tab:red", markersize=4, label=label)
+    x, y = _points(evaluations, "loss")
+    if y:
+        best = x[y.index(min(y))]
+        label = f"held out (last {y[-1]:.4g}, best {min(y):.4g} at step {best})"
+        axes.plot(x, y, "o-", color="tab:red", markersize=4, label=label)
     return y
 
 
 def _draw_figures(axes: Axes, steps: Sequence[dict], evaluations: Sequence[dict]) -> None:
     names = dict.fromkeys(name for record in steps for name in record.get("loss_figures", ()))
     for index, name in enumerate(names):
-        color = f"C{(index + 4) % 10}"  # other ones than those of the losses
-        for records, style in ((steps, "-"), (evaluations, "x")):
-            known = [record for record in records if _is_number(record.get(name))]
-            x, y = [record["step"] for record in known], [record[name] for record in known]
-            y = smooth(y) if style == "-" else y
-            label = name.replace("_", " ") if style == "-" else None
-            axes.plot(x, y, style, color=color, linewidth=0.8, markersize=4, label=label)
+        style: dict[str, Any] = {"color": f"C{(index + 4) % 10}"}  # none of the losses' colors
+        style |= {"linewidth": 0.8, "markersize": 4}
+        x, y = _points(steps, name)
+        axes.plot(x, smooth(y), "-", label=name.replace("_", " "), **style)
+        axes.plot(*_points(evaluations, name), "x", **style)
 
 
 def _mark_non_finite(axes: Axes, steps: Sequence[dict]) -> None:
@@ -135,26 +133,6 @@ MOST_TYPES = 20  # with bars of their own; the largest ones
 _GREY = "#9aa0a6"
 
 
-def plot_corpus(
-    histograms: Mapping[str, tuple[Sequence[float], Sequence[int]]],
-    path: Path,
-    *,
-    padding: Mapping[str, float],
-    tokens: Mapping[str, int],
-    title: str = "",
-) -> None:
-    """Writes a picture of three panels: lengths of segments, tokens of each type, padding.
-
-    Args:
-        histograms: type -> (borders [n + 1], segments [n]) of lengths in tokens.
-        padding: way to fill rows -> share of them that is padding.
-        tokens: type -> how many.
-    """
-    save_figure(
-        corpus_figure(histograms, padding=padding, tokens=tokens, title=title), path, dpi=110
-    )
-
-
 def corpus_figure(
     histograms: Mapping[str, tuple[Sequence[float], Sequence[int]]],
     *,
@@ -162,7 +140,13 @@ def corpus_figure(
     tokens: Mapping[str, int],
     title: str = "",
 ) -> Figure:
-    """The picture of `plot_corpus`."""
+    """Three panels: lengths of segments, tokens of each type, padding.
+
+    Args:
+        histograms: type -> (borders [n + 1], segments [n]) of lengths in tokens.
+        padding: way to fill rows -> share of them that is padding.
+        tokens: type -> how many.
+    """
     shown = sorted(tokens, key=lambda name: -tokens[name])[:MOST_TYPES]
     height = 3.2 + 0.9 + 0.28 * len(shown)
     figure = Figure(figsize=(8, height), layout="constrained")
@@ -181,33 +165,22 @@ def _draw_lengths(
     shown: Sequence[str],
 ) -> None:
     """The segments of each type on top of each other; types beyond the largest are one."""
-    below: list[float] | None = None
-    others: list[float] | None = None
-    for name in [*shown, *(name for name in histograms if name not in shown)]:
-        borders, counts = histograms[name]
-        below = below or [0.0] * len(counts)
-        if name not in shown:
-            others = [a + b for a, b in zip(others or [0.0] * len(counts), counts, strict=True)]
-            continue
-        _bars(axes, borders, counts, below, label=drawable(name))
-        below = [a + b for a, b in zip(below, counts, strict=True)]
-    if others is not None and below is not None:
-        _bars(axes, borders, others, below, label="others", color=_GREY)
+    counts = [histograms[name][1] for name in shown]
+    labels = [drawable(name) for name in shown]
+    colors = [f"C{place}" for place in range(len(shown))]
+    others = [histograms[name][1] for name in histograms if name not in shown]
+    if others:
+        counts.append([sum(column) for column in zip(*others, strict=True)])
+        labels.append("others")
+        colors.append(_GREY)
+    if counts:
+        borders, _ = histograms[shown[0]]
+        lefts = [borders[:-1]] * len(counts)
+        axes.hist(lefts, borders, weights=counts, stacked=True, color=colors, label=labels)
     axes.set(xlabel="tokens of a segment", ylabel="segments", xlim=(0, None))
     axes.set_title("lengths of segments", fontsize=9)
     if len(histograms) > 1:
         axes.legend(fontsize=7, title="type", title_fontsize=7)
-
-
-def _bars(
-    axes: Axes,
-    borders: Sequence[float],
-    counts: Sequence[float],
-    below: Sequence[float],
-    **style: Any,
-) -> None:
-    widths = [right - left for left, right in zip(borders[:-1], borders[1:], strict=True)]
-    axes.bar(borders[:-1], counts, widths, bottom=below, align="edge", **style)
 
 
 def _draw_tokens(axes: Axes, tokens: Mapping[str, int], shown: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.textpath import text_to_path
 
 from stageline.tables import markdown_table
 
@@ -47,56 +48,34 @@ def font_families() -> tuple[str, ...]:
     return ("DejaVu Sans", *(name for name in _CJK_FONTS if name in installed))
 
 
-@lru_cache(maxsize=4)
-def _fonts(is_bold: bool) -> tuple[tuple[str, frozenset[int]], ...]:
-    """File and characters of each family."""
-    weight = "bold" if is_bold else "normal"
-    paths = [
-        font_manager.findfont(font_manager.FontProperties(family=name, weight=weight))
-        for name in font_families()
-    ]
-    return tuple((path, frozenset(font_manager.get_font(path).get_charmap())) for path in paths)
+@lru_cache(maxsize=1)
+def _known_characters() -> frozenset[int]:
+    properties = [font_manager.FontProperties(family=name) for name in font_families()]
+    fonts = [font_manager.get_font(font_manager.findfont(each)) for each in properties]
+    return frozenset().union(*(font.get_charmap() for font in fonts))
 
 
 def drawable(text: str) -> str:
     """The text with a box for each character that no font has; control characters go."""
-    known = frozenset().union(*(characters for _, characters in _fonts(is_bold=False)))
     shown = []
     for character in text.replace("\t", "    "):
-        if character == "\n" or ord(character) in known:
+        if character == "\n" or ord(character) in _known_characters():
             shown.append(character)
         elif unicodedata.category(character)[0] not in "CM":  # marks join the one before
             shown.append(_PLACEHOLDER)
     return "".join(shown)
 
 
-def text_columns(text: str) -> float:
-    """Columns that the text takes where a Chinese character takes two."""
-    return sum(_columns(character) for character in text)
-
-
-@lru_cache(maxsize=8192)
-def _ems(character: str, is_bold: bool) -> float:
-    for path, characters in _fonts(is_bold):
-        if ord(character) in characters:
-            font = font_manager.get_font(path)
-            font.set_size(100, 72)
-            return font.load_char(ord(character)).linearHoriAdvance / 65536 / 100
-    return 1.0
-
-
 def text_inches(text: str, *, size: float, is_bold: bool = False) -> float:
     """Width of one line as drawn with letters of `size` points."""
-    hinting = 1.04  # letters are moved to whole pixels
-    return sum(_ems(character, is_bold) for character in text) * size / 72 * hinting
+    weight = "bold" if is_bold else "normal"
+    font = font_manager.FontProperties(family=list(font_families()), weight=weight, size=size)
+    points, _, _ = text_to_path.get_text_width_height_descent(text, font, ismath=False)
+    return points / 72 * 1.04  # hinting moves letters to whole pixels
 
 
 def wrap_text(
-    text: str,
-    width: float,
-    *,
-    max_lines: int = 8,
-    measure: Callable[[str], float] = text_columns,
+    text: str, width: float, *, measure: Callable[[str], float], max_lines: int = 8
 ) -> list[str]:
     """Lines that are not wider than `width`.
 
@@ -135,7 +114,7 @@ def _words(paragraph: str) -> list[str]:
     """What must not be broken; the spaces before a word belong to it."""
     words: list[str] = []
     for character in paragraph:
-        is_own = _columns(character) == 2 or (bool(words) and _columns(words[-1][-1]) == 2)
+        is_own = _is_wide(character) or (bool(words) and _is_wide(words[-1][-1]))
         starts = is_own and character not in _NOT_FIRST
         if not words or starts or (character == " " and words[-1].strip() != ""):
             words.append(character)
@@ -151,12 +130,8 @@ def _head(word: str, width: float, measure: Callable[[str], float]) -> str:
     return word[:end]
 
 
-def _columns(character: str) -> int:
-    if unicodedata.combining(character):
-        return 0
-    if character == _PLACEHOLDER:
-        return 2
-    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+def _is_wide(character: str) -> bool:
+    return character == _PLACEHOLDER or unicodedata.east_asian_width(character) in "WF"
 
 
 def save_figure(figure: Figure, path: Path, *, dpi: int = 100) -> None:
@@ -312,26 +287,21 @@ def predictions_figure(
     ]
     boxes = [_row_height([pictures[index] for index in row], width) for row in rows]
     captions = [LINE_HEIGHT * max(len(texts[index]) for index in row) + 2 * MARGIN for row in rows]
-    height = sum(boxes) + sum(captions) + GAP * (len(rows) + 1)
-    figure = Figure(figsize=(columns * (width + GAP) + GAP, height))
-    top = height - GAP
-    for row, box, below in zip(rows, boxes, captions, strict=True):
+    heights = [box + below for box, below in zip(boxes, captions, strict=True)]
+    full_width = columns * (width + GAP) + GAP
+    full_height = sum(heights) + GAP * (len(rows) + 1)
+    figure = Figure(figsize=(full_width, full_height))
+    grid = figure.add_gridspec(
+        len(rows), columns, height_ratios=heights,
+        left=GAP / full_width, right=1 - GAP / full_width, wspace=GAP / width,
+        bottom=GAP / full_height, top=1 - GAP / full_height, hspace=GAP * len(rows) / sum(heights),
+    )  # fmt: skip
+    for place, row in enumerate(rows):
         for column, index in enumerate(row):
-            left = GAP + column * (width + GAP)
-            axes = _add_cell(figure, (left, top - box - below, width, box + below))
-            _draw_cell(axes, pictures[index], texts[index], correct[index], below)
-        top -= box + below + GAP
+            axes = figure.add_subplot(grid[place, column], xticks=[], yticks=[])
+            axes.set(xlim=(0, width), ylim=(0, heights[place]))  # their unit is the inch
+            _draw_cell(axes, pictures[index], texts[index], correct[index], captions[place])
     return figure
-
-
-def _add_cell(figure: Figure, box: tuple[float, float, float, float]) -> Axes:
-    """Axes for one sample; their unit is the inch."""
-    (left, bottom, width, height), (full_width, full_height) = box, figure.get_size_inches()
-    axes = figure.add_axes(
-        (left / full_width, bottom / full_height, width / full_width, height / full_height)
-    )
-    axes.set(xlim=(0, width), ylim=(0, height), xticks=[], yticks=[])
-    return axes
 
 
 def _draw_cell(

@@ -26,16 +26,12 @@ from stageline.serving.service import (
     forget_large,
     good_events,
 )
-from stageline.serving.settings import TEXT_DEFAULT_TOKENS, chat_sampling, text_sampling
+from stageline.serving.settings import TEXT_DEFAULT_TOKENS, base_sampling, chat_sampling
 from stageline.serving.tool_calls import FoundCall, ToolReader, form_of, shown_tools
 
 
 async def answer_chat(service: Service, asked: ChatRequest, out: Out) -> None:
-    """Answers a chat.
-
-    Raises:
-        ApiError: it can't be answered.
-    """
+    """Answers a chat, or raises an ApiError."""
     sampling = chat_sampling(asked, service.settings, num_ids=service.prompts.num_ids)
     given = asked.model_dump(exclude_none=True)
     tools = shown_tools(given) if asked.tool_choice != "none" else []
@@ -176,11 +172,7 @@ def _logprobs(logprobs: Any, texts: TokenTexts) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Echo:
-    """What comes before an answer.
-
-    Attributes:
-        logprobs: in OpenAI's shape, if they were asked for.
-    """
+    """What comes before an answer; `logprobs` in OpenAI's shape, if they were asked for."""
 
     text: str = ""
     logprobs: dict[str, Any] | None = None
@@ -194,12 +186,9 @@ class Echo:
 
 
 async def answer_completion(service: Service, asked: CompletionRequest, out: Out) -> None:
-    """Goes on with one text or several.
-
-    Raises:
-        ApiError: it can't be done.
-    """
-    sampling = text_sampling(asked, service.settings, num_ids=service.prompts.num_ids)
+    """Continues one text or several, or raises an ApiError."""
+    base = base_sampling(asked, service.settings, num_ids=service.prompts.num_ids)
+    sampling = replace(base, logprobs=asked.logprobs)
     if asked.max_tokens == 0 and not asked.echo:
         raise bad_request(
             "max_tokens is 0 without echo, so there is nothing to answer: set echo for the prompt "
@@ -296,11 +285,7 @@ async def _echoes_of(
     *,
     place: Reservation,
 ) -> list[Echo]:
-    """What comes before the answers to each prompt; nothing, if that was not asked for.
-
-    Raises:
-        ApiError: a prompt is too long, or the engine fails.
-    """
+    """What comes before the answers to each prompt; nothing, if that was not asked for."""
     ids = [prompt["input_ids"][0].tolist() for prompt in prompts]
     if not asked.echo:
         return [Echo(num_tokens=len(one)) for one in ids]
@@ -372,7 +357,7 @@ def _by_choice(
     count = asked.n or 1
     for number in range(len(echoes) * count):
         echo = echoes[number // count]
-        usage.add_prompt(number // count, echo.num_tokens)
+        usage.prompts[number // count] = echo.num_tokens
         yield number, echo
 
 

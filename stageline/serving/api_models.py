@@ -209,16 +209,10 @@ class NamedTool(Strict):
     function: NamedFunction
 
 
-class TextFormat(Strict):
-    """The answer is any text."""
+class PlainFormat(Strict):
+    """The answer is any text, or any JSON object."""
 
-    type: Literal["text"]
-
-
-class JsonObjectFormat(Strict):
-    """The answer is a JSON object."""
-
-    type: Literal["json_object"]
+    type: Literal["text", "json_object"]
 
 
 class JsonSchema(Strict):
@@ -237,9 +231,7 @@ class JsonSchemaFormat(Strict):
     json_schema: JsonSchema
 
 
-ResponseFormat = Annotated[
-    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
-]
+ResponseFormat = Annotated[PlainFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
 class ChatRequest(SamplingFields):
@@ -344,28 +336,13 @@ class ChatLogprobs(_Exact):
     refusal: None
 
 
-class AnsweredFunction(_Exact):
-    """A function and its arguments as JSON text."""
-
-    name: str
-    arguments: str
-
-
-class AnsweredCall(_Exact):
-    """A call of a tool."""
-
-    id: str
-    type: Literal["function"]
-    function: AnsweredFunction
-
-
 class AnswerMessage(_Exact):
     """An answer."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    tool_calls: list[AnsweredCall] | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(_Exact):

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,7 @@ from stageline.serving.api_models import (
 from stageline.serving.errors import add_error_handlers
 from stageline.serving.gate import Gate
 from stageline.serving.request_queue import CONTENT_TYPE, RequestQueue
-from stageline.serving.service import LiveResponse, Out, Service
-from stageline.serving.settings import HttpSettings
+from stageline.serving.service import LiveResponse, Service
 
 _REFS = "#/components/schemas/{model}"
 _STATUSES = {
@@ -72,12 +72,10 @@ def stream_of(description: str) -> dict[str, Any]:
 def make_document(
     app: FastAPI, models: list[type[BaseModel]], *, model_name: str, has_keys: bool
 ) -> dict[str, Any]:
-    """The document of an app.
+    """The OpenAPI document of an app.
 
     Args:
         models: of the bodies that routes read by themselves; they have a field `model`.
-        model_name: the only one that is served.
-        has_keys: requests need a key.
     """
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
@@ -144,11 +142,7 @@ def _asking(service: Service) -> APIRouter:
     )
     async def chat_completions(request: Request) -> LiveResponse:
         """Answers a chat, OpenAI's way."""
-
-        async def answer(asked: ChatRequest, out: Out) -> None:
-            await answer_chat(service, asked, out)
-
-        return await service.respond(request, ChatRequest, answer)
+        return await service.respond(request, ChatRequest, partial(answer_chat, service))
 
     @router.post(
         "/v1/completions",
@@ -161,11 +155,8 @@ def _asking(service: Service) -> APIRouter:
     )
     async def completions(request: Request) -> LiveResponse:
         """Goes on with texts, OpenAI's way."""
-
-        async def answer(asked: CompletionRequest, out: Out) -> None:
-            await answer_completion(service, asked, out)
-
-        return await service.respond(request, CompletionRequest, answer)
+        write = partial(answer_completion, service)
+        return await service.respond(request, CompletionRequest, write)
 
     return router
 
@@ -286,14 +277,14 @@ SECONDS_TO_LOOK = 0.1
 SECONDS_TO_CANCEL = 5.0
 SECONDS_TO_CLOSE = 3.0
 _BACKLOG = 1024
-_PLAIN = HttpSettings()
 
 
 @contextlib.contextmanager
-def http_server(
-    app: FastAPI, host: str, port: int, *, http: HttpSettings = _PLAIN
-) -> Iterator[str]:
+def http_server(app: FastAPI, host: str, port: int, **listening: Any) -> Iterator[str]:
     """Serves an app in a thread; gives its address. Port 0 takes a free one.
+
+    Args:
+        listening: further options of uvicorn: certificate, limits of connections.
 
     Raises:
         UserError: the port can't be had.
@@ -307,13 +298,9 @@ def http_server(
         ws="none",
         server_header=False,
         timeout_graceful_shutdown=int(SECONDS_TO_CLOSE),
-        # annotated as whole seconds, uvicorn hands it to asyncio's call_later
-        timeout_keep_alive=http.keep_alive_seconds,  # type: ignore[arg-type]
-        limit_concurrency=http.max_connections + 1,  # the first number that uvicorn refuses
         http="h11",
         loop="asyncio",
-        ssl_certfile=http.certfile,
-        ssl_keyfile=http.keyfile,
+        **listening,
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http")
@@ -331,11 +318,7 @@ def http_server(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens.
-
-    Raises:
-        UserError: says what is in the way.
-    """
+    """A socket that listens, or a UserError that says what is in the way."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -369,7 +352,7 @@ def serve_until(
     should_stop: Callable[[], bool],
     shutdown_seconds: float,
     tell: Callable[[str], object] = print,
-    http: HttpSettings = _PLAIN,
+    **listening: Any,
 ) -> None:
     """Serves until a stop is asked for; the engine runs in this thread.
 
@@ -377,14 +360,14 @@ def serve_until(
         should_stop: asked several times a second, in another thread.
         shutdown_seconds: what is under way may take so long to finish.
         tell: gets the line that says where the server is.
-        http: how it listens.
+        listening: as in `http_server`.
 
     Raises:
         UserError: the port can't be had.
         Exception: what the engine raises.
     """
     engine, queue = service.engine, service.queue
-    with http_server(app, host, port, http=http) as url:
+    with http_server(app, host, port, **listening) as url:
         tell(f"serving {service.settings.model_name} at {url}/v1")
         is_over = threading.Event()
         watch = threading.Thread(

@@ -20,14 +20,7 @@ RETRY_SECONDS = 1
 
 
 class ApiError(Exception):
-    """A request that is not answered.
-
-    Args:
-        message: for the client.
-        param: the field that is to blame.
-        code: a word for programs.
-        headers: of the response, beside those of every one.
-    """
+    """A request that is not answered: `param` is the field to blame, `code` is for programs."""
 
     def __init__(
         self,

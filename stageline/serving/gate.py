@@ -5,27 +5,30 @@ import hmac
 import sys
 import time
 import traceback
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stageline.serving.errors import ApiError, ClientGone, bad_request, too_busy
 from stageline.serving.request_queue import Metrics
 from stageline.serving.settings import MIB
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
-
 HEALTH = "/health"  # open to everybody
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", HEALTH, "/metrics", "/")
 CLIENT_GONE = 499
+
+
+REFUSAL = ApiError(
+    401,
+    "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`.",
+    code="invalid_api_key",
+    headers={"WWW-Authenticate": "Bearer"},
+)
 
 
 class Gate:
@@ -37,14 +40,14 @@ class Gate:
     """
 
     def __init__(
-        self, app: App, *, api_keys: Sequence[str], open_paths: Iterable[str], metrics: Metrics
+        self, app: ASGIApp, *, api_keys: Sequence[str], open_paths: Iterable[str], metrics: Metrics
     ) -> None:
         self.app = app
         self.open_paths = frozenset([HEALTH, *open_paths])
         self.keys = [key.encode() for key in api_keys]
         self.metrics = metrics
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
@@ -59,7 +62,7 @@ class Gate:
 
         try:
             if not self._may_pass(scope):
-                await _refusal()(scope, receive, noting)
+                await REFUSAL.response()(scope, receive, noting)
             else:
                 await self.app(scope, receive, noting)
         except ClientGone:
@@ -72,7 +75,7 @@ class Gate:
         finally:
             self.metrics.see_request(_route(scope["path"]), status, time.monotonic() - began)
 
-    def _may_pass(self, scope: Message) -> bool:
+    def _may_pass(self, scope: Scope) -> bool:
         if not self.keys or scope["path"] in self.open_paths:
             return True
         # a browser asks first, without a key, whether a page elsewhere may
@@ -85,15 +88,6 @@ class Gate:
         return scheme.lower() == b"bearer" and any(found)
 
 
-def _refusal() -> Any:
-    return ApiError(
-        401,
-        "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`.",
-        code="invalid_api_key",
-        headers={"WWW-Authenticate": "Bearer"},
-    ).response()
-
-
 def _route(path: str) -> str:
     """The path, if there is something; clients must not make up label values."""
     if path.startswith("/v1/models/"):
@@ -101,51 +95,9 @@ def _route(path: str) -> str:
     return path if path in ROUTES else "other"
 
 
-class ByteBudget:
-    """A number of bytes that is given out and taken back, in one event loop.
-
-    Args:
-        most: never more is given out; nobody may ask for more at once.
-
-    Attributes:
-        num_taken: given out now.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.num_taken = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
-
-    async def take(self, size: int) -> None:
-        """Waits until so many bytes are free."""
-        if not self._waiting and self.num_taken + size <= self.most:
-            self.num_taken += size
-            return
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append((size, turn))
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.give(size)  # it had just become ours
-            else:
-                self._waiting = deque(item for item in self._waiting if item[1] is not turn)
-                self.give(0)  # who waited behind may fit
-            raise
-
-    def give(self, size: int) -> None:
-        """Gives bytes back."""
-        self.num_taken -= size
-        while self._waiting and self.num_taken + self._waiting[0][0] <= self.most:
-            wanted, turn = self._waiting.popleft()
-            if not turn.cancelled():
-                self.num_taken += wanted
-                turn.set_result(None)
-
-
 Model = TypeVar("Model", bound=BaseModel)
 BODIES_AT_ONCE = 8
-SMALL_BODY = 65536  # not worth counting
+COUNTED_SHARE = 1 / 16  # of the largest body: smaller ones are not counted
 NOT_AS_DOCUMENTED = "invalid_request"  # what the OpenAPI document would have told
 # so that a client that sends first and listens then hears why; not more
 MAX_DRAINED_BYTES = 64 * MIB
@@ -153,22 +105,25 @@ DRAIN_SECONDS = 5.0
 
 
 class Body:
-    """The body of a request, until it has become a prompt."""
+    """The body of a request, until it has become a prompt.
 
-    def __init__(self, content: bytes, budget: ByteBudget, num_bytes: int) -> None:
-        self.content = content
-        self._budget = budget
-        self._num_bytes = num_bytes
+    Args:
+        room: a place in it is taken until the body is freed.
+    """
+
+    def __init__(self, room: asyncio.Semaphore | None) -> None:
+        self.content = b""
+        self._room = room
 
     def free(self) -> None:
         """Forgets it, so that others may come in; a second time does nothing."""
-        self.content = b""
-        self._budget.give(self._num_bytes)
-        self._num_bytes = 0
+        if self._room is not None:
+            self._room.release()
+        self.content, self._room = b"", None
 
 
 class BodyReader:
-    """Reads bodies. All large ones that are held at one time have a limit, too; the rest waits.
+    """Reads bodies. So many large ones are held at one time; the rest waits.
 
     Args:
         max_bytes: of one body.
@@ -178,7 +133,7 @@ class BodyReader:
     def __init__(self, max_bytes: int, *, seconds: float) -> None:
         self.max_bytes = max_bytes
         self.seconds = seconds
-        self.budget = ByteBudget(BODIES_AT_ONCE * max_bytes)
+        self.room = asyncio.Semaphore(BODIES_AT_ONCE)
 
     async def __call__(self, request: Request) -> Body:
         """The whole body; who gets it has to free it.
@@ -192,21 +147,25 @@ class BodyReader:
         if size > self.max_bytes:
             await drain(request)
             raise self._too_large()
-        reserved = 0 if size <= SMALL_BODY else size
+        room = self.room if size > COUNTED_SHARE * self.max_bytes else None
+        if room is not None:
+            try:
+                async with asyncio.timeout(self.seconds):
+                    await room.acquire()
+            except TimeoutError:
+                raise too_busy("Too many large requests arrive at this moment.") from None
+        body = Body(room)
         try:
             async with asyncio.timeout(self.seconds):
-                await self.budget.take(reserved)
-        except TimeoutError:
-            raise too_busy("Too many large requests arrive at this moment.") from None
-        try:
-            async with asyncio.timeout(self.seconds):
-                return Body(await self._read(request), self.budget, reserved)
+                body.content = await self._read(request)
+            return body
         except BaseException as error:
-            self.budget.give(reserved)
+            body.free()
             if isinstance(error, ClientDisconnect):
                 raise ClientGone from None
             if isinstance(error, TimeoutError):
-                raise self._too_slow() from None
+                message = f"The body did not arrive within {self.seconds:g} s."
+                raise ApiError(408, message, code="body_timeout") from None
             raise
 
     async def _read(self, request: Request) -> bytes:
@@ -220,10 +179,6 @@ class BodyReader:
         del body
         await drain(request)
         raise self._too_large()
-
-    def _too_slow(self) -> ApiError:
-        message = f"The body did not arrive within {self.seconds:g} s."
-        return ApiError(408, message, code="body_timeout")
 
     def _too_large(self) -> ApiError:
         return ApiError(
@@ -262,11 +217,7 @@ def check_content_type(request: Request) -> None:
 
 
 def parse(body: bytes, model: type[Model]) -> Model:
-    """The body as a model.
-
-    Raises:
-        ApiError: it is no JSON, or not what the model is.
-    """
+    """The body as a model, or an ApiError that names the field."""
     try:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:

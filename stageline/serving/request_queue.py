@@ -41,11 +41,7 @@ Event = AnswerPiece | Finished | Scored | Failed
 
 
 class Metrics:
-    """The figures of one server; a registry of its own, so that servers can share a process.
-
-    Args:
-        stats: the engine's.
-    """
+    """The figures of one server; a registry of its own, so that servers can share a process."""
 
     def __init__(self, stats: Callable[[], Any]) -> None:
         self.registry = CollectorRegistry()
@@ -130,11 +126,7 @@ class RequestQueue:
 
     @contextlib.contextmanager
     def place(self, count: int) -> Iterator["Reservation"]:
-        """Room for some answers of one request.
-
-        Raises:
-            ApiError: there is none, or the server can't answer now.
-        """
+        """Room for some answers of one request, or an ApiError."""
         self.check_open()
         if count > self.most_places:
             raise bad_request(
@@ -157,11 +149,7 @@ class RequestQueue:
             place.leave()
 
     def check_open(self) -> None:
-        """Refuses where the engine is not well or the server ends.
-
-        Raises:
-            ApiError: 503.
-        """
+        """Refuses with 503 where the engine is not well or the server ends."""
         if self.is_closed:
             raise too_busy("The server is ending.", code="shutting_down")
         if not self.engine.stats().is_healthy:

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from stageline.data.text.processor import get_tokenizer
@@ -30,12 +31,8 @@ from stageline.inference.decoding.request import (
 )
 from stageline.serving.errors import ApiError, ClientGone, bad_request, of_engine
 from stageline.serving.gate import (
-    SMALL_BODY,
     BodyReader,
-    Message,
     Model,
-    Receive,
-    Send,
     check_content_type,
     drain,
     parse,
@@ -66,7 +63,7 @@ class Out:
     """
 
     def __init__(
-        self, scope: Message, receive: Receive, send: Send, forget: Callable[[], None]
+        self, scope: Scope, receive: Receive, send: Send, forget: Callable[[], None]
     ) -> None:
         self._scope, self._receive, self._send = scope, receive, send
         self.is_started = False
@@ -120,20 +117,21 @@ class LiveResponse(Response):
         self.seconds = seconds
         self.forget = forget
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Sends the answer.
-
-        Raises:
-            ApiError: nothing was sent yet.
-            ClientGone: nobody waits any more.
-        """
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the answer; an ApiError is raised only where nothing was sent yet."""
         out = Out(scope, receive, send, self.forget)
         try:
             async with asyncio.timeout(self.seconds):
                 await while_listening(receive, self.work(out))
             return
         except TimeoutError:
-            error = _too_slow(self.seconds)
+            error = ApiError(
+                504,
+                f"The answer was not done within {self.seconds:g} s, which is the server's limit. "
+                "Ask for less.",
+                code="timeout",
+                headers={"x-should-retry": "false"},  # it would take as long again
+            )
         except ApiError as caught:
             error = caught
         finally:
@@ -174,16 +172,8 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-def _too_slow(seconds: float) -> ApiError:
-    return ApiError(
-        504,
-        f"The answer was not done within {seconds:g} s, which is the server's limit. Ask for less.",
-        code="timeout",
-        headers={"x-should-retry": "false"},  # it would take as long again
-    )
-
-
 _NUM_THREADS = 2
+QUICK_BODY = 65536  # bytes that are parsed at once
 _LETTERS = 24
 # of the fields of a request, while it is answered
 _NEEDED = frozenset(["n", "stream", "stream_options", "logprobs", "parallel_tool_calls"])
@@ -217,11 +207,7 @@ class Service:
     async def respond(
         self, request: Any, model: type[Model], answer: Callable[[Model, Out], Any]
     ) -> LiveResponse:
-        """Reads a request and answers it.
-
-        Args:
-            answer: writes what follows from the body.
-        """
+        """Reads a request and answers it by `answer`, which writes what follows from the body."""
         try:
             self.queue.check_open()
             check_content_type(request)
@@ -238,7 +224,7 @@ class Service:
         return LiveResponse(work, seconds=self.settings.request_seconds, forget=body.free)
 
     async def _parsed(self, body: bytes, model: type[Model]) -> Model:
-        if len(body) <= SMALL_BODY:
+        if len(body) <= QUICK_BODY:
             return parse(body, model)
         return await self.in_thread(parse, body, model)
 
@@ -248,11 +234,7 @@ class Service:
         return await loop.run_in_executor(self._pool, lambda: function(*args, **kwargs))
 
     def check_model(self, name: str) -> None:
-        """Refuses other models than the one that is served.
-
-        Raises:
-            ApiError: 404.
-        """
+        """Refuses other models than the one that is served."""
         if name != self.settings.model_name:
             raise ApiError(
                 404,
@@ -318,11 +300,7 @@ def copies(prompt: Prompt, sampling: Sampling, count: int) -> list[Request]:
 async def good_events(
     place: Reservation, requests: Sequence[Request | ScoreRequest]
 ) -> AsyncIterator[tuple[int, AnswerPiece | Finished | Scored]]:
-    """The events of a place, as long as all is well.
-
-    Raises:
-        ApiError: an answer failed, or was cancelled.
-    """
+    """The events of a place; an ApiError where an answer failed or was cancelled."""
     async for number, event in place.events(requests):
         if isinstance(event, Failed):
             raise of_engine(event.error)
@@ -332,7 +310,11 @@ async def good_events(
 
 
 class UsageCount:
-    """Tokens of one request; a prompt counts once, however many answers it gets."""
+    """Tokens of one request; a prompt counts once, however many answers it gets.
+
+    Attributes:
+        prompts: number of the prompt -> its tokens.
+    """
 
     def __init__(self) -> None:
         self.prompts: dict[int, int] = {}
@@ -342,10 +324,6 @@ class UsageCount:
         """An answer to prompt number `prompt` is done."""
         self.prompts[prompt] = event.prompt_tokens
         self.completion += event.completion_tokens
-
-    def add_prompt(self, prompt: int, num_tokens: int) -> None:
-        """A prompt is all there is."""
-        self.prompts[prompt] = num_tokens
 
     def as_object(self) -> dict[str, int]:
         """As OpenAI has it."""

@@ -4,26 +4,10 @@ import secrets
 from dataclasses import dataclass, field, replace
 
 from stageline.inference.decoding.request import Sampling
-from stageline.serving.api_models import ChatRequest, CompletionRequest, SamplingFields
+from stageline.serving.api_models import ChatRequest, SamplingFields
 from stageline.serving.errors import bad_request
 
 MIB = 2**20
-
-
-@dataclass(frozen=True)
-class HttpSettings:
-    """Connections to a server.
-
-    Attributes:
-        certfile, keyfile: for https; the key may be in the certificate's file.
-        max_connections: open at a time.
-        keep_alive_seconds: between two requests of a connection.
-    """
-
-    certfile: str | None = None
-    keyfile: str | None = None
-    max_connections: int = 512
-    keep_alive_seconds: float = 5.0
 
 
 @dataclass(frozen=True)
@@ -34,7 +18,7 @@ class ServerSettings:
         model_name: what clients ask for, and what answers bear.
         api_keys: any one of them lets a request in; none: every request.
         max_queue: answers that may wait besides those that the engine works on.
-        max_body_bytes: of one request; eight times as much of all that are read at one time.
+        max_body_bytes: of one request; eight large ones are held at one time.
         max_tokens_limit: longest answer that may be asked for.
         max_n: answers of one request.
         max_echo_tokens: longest prompt whose log-probabilities may be asked for: its logits take
@@ -115,11 +99,3 @@ def chat_sampling(request: ChatRequest, settings: ServerSettings, *, num_ids: in
         )
     base = base_sampling(request, settings, num_ids=num_ids)
     return replace(base, logprobs=(request.top_logprobs or 0) if request.logprobs else None)
-
-
-def text_sampling(
-    request: CompletionRequest, settings: ServerSettings, *, num_ids: int
-) -> Sampling:
-    """Of a text; raises as `base_sampling`."""
-    base = base_sampling(request, settings, num_ids=num_ids)
-    return replace(base, logprobs=request.logprobs)

@@ -62,11 +62,7 @@ _LETTERS = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class CallableTool:
-    """A tool that may be called.
-
-    Attributes:
-        schema: of its arguments, the text of its `json_grammar`.
-    """
+    """A tool that may be called; `schema` of its arguments, the text of its `json_grammar`."""
 
     name: str
     schema: str

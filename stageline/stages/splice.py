@@ -317,8 +317,8 @@ class Spliced(_Mixed):
                 slot.places[0][1]: tensor
                 for slot, tensor in zip(current.incoming, current.came, strict=True)
             }
-            return _rebuild_output(self.plan.outputs[index], outputs)
-        return rebuild(self.plan.outputs[index], lambda path: _zeros(reach(arguments, path)))
+            return rebuild(self.plan.outputs[index], lambda _, path: outputs.get(path))
+        return rebuild(self.plan.outputs[index], lambda like, _: _zeros_like(arguments, like))
 
     def _take_in(self, where: Where, arguments: Arguments) -> Arguments:
         current = self._current()
@@ -340,25 +340,13 @@ class Spliced(_Mixed):
         return arguments
 
 
-def _rebuild_output(
-    structure: Any, outputs: Mapping[Path, torch.Tensor], path: Path = ("o",)
-) -> Any:
-    if path in outputs:
-        return outputs[path]
-    if structure[0] != "items":
-        return structure[1] if structure[0] == "const" else None
-    items = [
-        _rebuild_output(one, outputs, (*path, index)) for index, one in enumerate(structure[2])
-    ]
-    return structure[1](items)
-
-
 def _is_below(own: set[str], path: str) -> bool:
     return any(name.startswith(path + ".") for name in own)
 
 
-def _zeros(value: Any) -> Any:
+def _zeros_like(arguments: Arguments, path: Path | None) -> torch.Tensor | None:
     # fresh ones: the model may hold the argument under another name, and fill it
+    value = None if path is None else reach(arguments, path)
     return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
 
 

@@ -57,14 +57,13 @@ class Slot:
 
     def meta(self, sizes: Mapping[str, int]) -> torch.Tensor:
         """A tensor of its shape on the meta device."""
-        shape = [_size_of(dim, sizes) for dim in self.dims]
-        return torch.empty(shape, dtype=self.dtype, device="meta")
 
+        def size_of(dim: Dim) -> int:
+            if isinstance(dim, tuple):
+                return sizes[dim[0]] + dim[1]
+            return sizes[dim] if isinstance(dim, str) else dim
 
-def _size_of(dim: Dim, sizes: Mapping[str, int]) -> int:
-    if isinstance(dim, tuple):
-        return sizes[dim[0]] + dim[1]
-    return sizes[dim] if isinstance(dim, str) else dim
+        return torch.empty([*map(size_of, self.dims)], dtype=self.dtype, device="meta")
 
 
 @dataclass(frozen=True)
@@ -108,17 +107,13 @@ class SplitPlan:
     def in_dtype(self, dtype: torch.dtype, rehearsed: torch.dtype) -> "SplitPlan":
         """The same plan for a model of another dtype than that of its rehearsal."""
 
-        def changed(borders: tuple[tuple[Slot, ...], ...]) -> tuple[tuple[Slot, ...], ...]:
+        def changed(slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
             return tuple(
-                tuple(
-                    replace(slot, dtype=dtype) if slot.dtype == rehearsed else slot
-                    for slot in slots
-                )
-                for slots in borders
+                replace(slot, dtype=dtype) if slot.dtype == rehearsed else slot for slot in slots
             )
 
-        pictures = None if self.picture_borders is None else changed(self.picture_borders)
-        return replace(self, borders=changed(self.borders), picture_borders=pictures)
+        pictures = self.picture_borders and tuple(map(changed, self.picture_borders))
+        return replace(self, borders=tuple(map(changed, self.borders)), picture_borders=pictures)
 
 
 @dataclass
@@ -127,7 +122,12 @@ class _Watched:
 
     log: ForwardTrace
     layers: list[TracedCall | None]  # None: passed over, as layers that look at absent pictures
-    given: frozenset[int] = field(default_factory=frozenset)
+    given: frozenset[int]  # storages of the batch
+
+    @classmethod
+    def of(cls, whole: nn.Module, log: ForwardTrace, layers: str, batch: Batch) -> "_Watched":
+        calls = _layer_calls(whole, log, layers)
+        return cls(log, calls, frozenset(map(storage_of, batch.values())))
 
     @property
     def starts(self) -> list[int]:
@@ -153,11 +153,11 @@ def make_plan(
     run: Run,
     batch: Batch,
     *,
-    pictures: Batch | None = None,
-    is_pixel: Callable[[str], bool] = lambda name: False,
+    pictures: Batch | None,
+    is_pixel: Callable[[str], bool],
     sizes: Callable[[Batch], Mapping[str, int]],
-    depth: int | None = None,
-    numbers: Collection[int] = (),
+    depth: int | None,
+    numbers: Collection[int],
 ) -> SplitPlan:
     """Rehearses a model that can run, on stand-ins for its weights, and plans its split.
 
@@ -173,30 +173,27 @@ def make_plan(
     Raises:
         UserError: the model cannot be split exactly; says why.
     """
-    text = _watch(whole, run, batch, depth)
-    name, size = text[0], len(text[1].layers)
-    again = functools.cache(lambda: _watch(whole, run, longer(batch), depth, name=name)[1])
-    log = text[1].log
-    around = tuple(module for module in log.calls if name.startswith(module + "."))
-    owners = _owners(whole, name, text[1])
-    borders = tuple(
-        _with_known_dims(
-            whole,
-            _slots(whole, text[1], k, around, sizes(batch)),
-            functools.partial(_slots_again, whole, again, k, around, lambda: sizes(longer(batch))),
-            num_tokens=sizes(batch)["T"],
-            numbers=numbers,
-        )
-        for k in range(size + 1)
-    )
+    log = rehearse(whole, lambda: run(batch), batch)
+    name = _find_layers(whole, log, depth)
+
+    def watch(batch: Batch) -> _Watched:
+        return _Watched.of(whole, rehearse(whole, lambda: run(batch), batch), name, batch)
+
+    text = _Watched.of(whole, log, name, batch)
+    size, around = len(text.layers), tuple(one for one in log.calls if name.startswith(one + "."))
+
+    again = functools.cache(lambda: watch(longer(batch)))
+    owners, called = _owners(whole, name, text), _called(text)
+    outputs = text.layers
     picture_borders: tuple[tuple[Slot, ...], ...] | None = None
     seen: dict[str, int] = {}
-    outputs = [_structure_of(call) for call in text[1].layers]
-    called = _called(text[1])
+    borders = tuple(
+        _slots_of_any_length(whole, text, again, k, around, sizes, batch, numbers)
+        for k in range(size + 1)
+    )
     if pictures is not None:
-        full = _watch(whole, run, pictures, depth, name=name)[1]
-        later = {key: value for key, value in pictures.items() if not is_pixel(key)}
-        blind = _watch(whole, run, later, depth, name=name)[1]
+        full = watch(pictures)
+        blind = watch({key: value for key, value in pictures.items() if not is_pixel(key)})
         _check_same_positions(whole, full, blind)
         seen = _seen(full.log, log)
         owners |= _owners(whole, name, full, only_read=True)
@@ -204,24 +201,9 @@ def make_plan(
             _slots(whole, full, k, around, sizes(pictures), without=blind) for k in range(size + 1)
         )
         called = {**_called(blind), **called}
-        outputs = [_structure_of(call) for call in full.layers]
-    return SplitPlan(
-        name, size, owners, borders, picture_borders, tuple(outputs), around, called, seen
-    )
-
-
-def _watch(
-    whole: nn.Module,
-    run: Run,
-    batch: Batch,
-    depth: int | None,
-    *,
-    name: str | None = None,
-) -> tuple[str, _Watched]:
-    log = rehearse(whole, lambda: run(batch), batch)
-    name = name or _find_layers(whole, log, depth)
-    layers = _layer_calls(whole, log, name)
-    return name, _Watched(log, layers, frozenset(map(storage_of, batch.values())))
+        outputs = full.layers
+    made = tuple(map(_structure_of, outputs))
+    return SplitPlan(name, size, owners, borders, picture_borders, made, around, called, seen)
 
 
 def _find_layers(whole: nn.Module, log: ForwardTrace, depth: int | None) -> str:
@@ -452,38 +434,30 @@ def longer(batch: Batch) -> Batch:
     }
 
 
-def _slots_again(
+def _slots_of_any_length(
     whole: nn.Module,
+    text: _Watched,
     again: Callable[[], _Watched],
-    place: int,
-    around: tuple[str, ...],
-    sizes: Callable[[], Mapping[str, int]],
-) -> tuple[Slot, ...]:
-    return _slots(whole, again(), place, around, sizes())
-
-
-def _with_known_dims(
-    whole: nn.Module,
-    slots: tuple[Slot, ...],
-    again: Callable[[], tuple[Slot, ...]],
-    *,
-    num_tokens: int,
+    border: int,
+    around: Sequence[str],
+    sizes: Callable[[Batch], Mapping[str, int]],
+    batch: Batch,
     numbers: Collection[int],
 ) -> tuple[Slot, ...]:
     """Slots whose dimensions hold for any length.
 
     A number that the configuration does not name may be the length and some more (prompts of the
-    model's own): one token more shows it.
+    model's own): `again`, with one token more, shows it.
     """
+    slots = _slots(whole, text, border, around, sizes(batch))
     odd = {dim for slot in slots for dim in slot.dims if isinstance(dim, int) and dim > 1}
     if odd <= set(numbers):
         return slots
-    found = []
-    for slot, other in zip(slots, again(), strict=True):
-        dims = tuple(
-            _dim_of(whole, num_tokens, *pair) for pair in zip(slot.dims, other.dims, strict=True)
-        )
-        found.append(replace(slot, dims=dims))
+    found, num_tokens = [], sizes(batch)["T"]
+    others = _slots(whole, again(), border, around, sizes(longer(batch)))
+    for slot, other in zip(slots, others, strict=True):
+        pairs = zip(slot.dims, other.dims, strict=True)
+        found.append(replace(slot, dims=tuple(_dim_of(whole, num_tokens, *pair) for pair in pairs)))
     return tuple(found)
 
 
@@ -547,14 +521,18 @@ def _structure(value: Any, like: Callable[[torch.Tensor], Path | None]) -> Any:
     return ("const", value if is_plain else None)
 
 
-def rebuild(structure: Any, get: Callable[[Path], Any]) -> Any:
-    """An output of a recorded structure; `get` gives what stands for the argument at a path."""
+def rebuild(structure: Any, get: Callable[[Path, Path], Any], path: Path = ("o",)) -> Any:
+    """An output of a recorded structure.
+
+    Args:
+        get: (path of an argument of the same shape, path in the output) -> what stands there.
+    """
     kind = structure[0]
     if kind == "like":
-        return None if structure[1] is None else get(structure[1])
+        return get(structure[1], path)
     if kind == "const":
         return structure[1]
-    items = [rebuild(one, get) for one in structure[2]]
+    items = [rebuild(one, get, (*path, index)) for index, one in enumerate(structure[2])]
     return structure[1](*items) if hasattr(structure[1], "_fields") else structure[1](items)
 
 

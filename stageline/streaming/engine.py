@@ -15,23 +15,29 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from stageline.streaming.host_memory import allocate, check_host_memory, make_pages
-from stageline.streaming.host_weights import Home, HostWeights, all_homes, make_host_weights, update
+from stageline.streaming.host_weights import (
+    Home,
+    HostWeights,
+    all_homes,
+    check_host_memory,
+    make_host_weights,
+    make_pages,
+    update,
+)
 from stageline.streaming.lanes import Lane, Mark, OptimizerThread, default_lanes
 from stageline.streaming.passes import (
     Flow,
     LossFn,
     Pass,
     PassPart,
-    Rules,
     bring,
     can_have,
     on_host,
     on_tensors,
+    tensors_of,
 )
 from stageline.streaming.plan import Plan, choose, costs_of
 from stageline.streaming.run_config import (
-    Inputs,
     RoundPipeRunConfig,
     merge_outputs,
     place_of_call,
@@ -84,11 +90,10 @@ class StreamedModel(nn.Module):
         own = self.__dict__.get(_OWN)
         if own is None:
             super().__setattr__(name, value)
-        elif name in own and name != "training":
+            return
+        if name in own:
             self.__dict__[name] = value
-        else:
-            if name == "training":
-                self.__dict__[name] = value
+        if name not in own or name == "training":
             for model in self._forwards_to:
                 setattr(model, name, value)
 
@@ -288,114 +293,32 @@ def through_detour(
     return pytree.tree_unflatten(leaves, kept["structure"])
 
 
-class EngineCall:
-    """A pass with its micro-batches, in the caller's terms.
-
-    Args:
-        settle: what is to be done with a pass whose work was given to the queues.
-        output_device: where results lie.
-        labels: of each micro-batch, for a call that runs forward and backward.
-    """
-
-    def __init__(
-        self,
-        hosted_layers: Sequence[HostWeights],
-        lanes: Sequence[Lane],
-        rules: Rules,
-        inputs: Sequence[Inputs],
-        *,
-        settle: Callable[[Pass], None],
-        output_device: torch.device | str | None,
-        labels: Sequence[Any] | None = None,
-    ) -> None:
-        labels = [None] * len(inputs) if labels is None else labels
-        parts = [PassPart(on_host(each), its) for each, its in zip(inputs, labels, strict=True)]
-        self._run = Pass(hosted_layers, lanes, rules, parts)
-        self._gpus = [lane.device for lane in lanes if lane.device.type == "cuda"]
-        self._settle = settle
-        self._device = torch.device(output_device or "cpu")
-
-    def outputs(self, plan: Plan) -> list[Any]:
-        """What the last layer makes of each micro-batch, without a graph."""
-        with self._generators_kept():
-            self._run.forward(plan.forward)
-            outputs = [self._brought(part.output) for part in self._run.parts]
-        self._settle(self._run)
-        return outputs
-
-    def outputs_with_graph(self, plan: Plan, check: Callable[[], None]) -> list[Any]:
-        """The same, joined to autograd.
-
-        Args:
-            check: raises what went wrong since, before the backward pass begins.
-        """
-        stages = (*plan.forward, plan.backward[0])
-
-        def forward() -> list[Any]:
-            self._run.forward(stages, self._run.segments(plan.backward))
-            outputs = [self._brought(part.output) for part in self._run.parts]
-            self._settle(self._run)
-            return outputs
-
-        def backward(gradients: list[Any]) -> list[Any]:
-            check()
-            rest = iter(gradients)
-            for part in self._run.parts:
-                assert part.output is not None
-                own = [(leaf, next(rest)) for leaf in _tensors(part.output.value)]
-                part.gradients = on_host([each for leaf, each in own if can_have(leaf)])
-            with self._generators_kept():
-                self._run.backward(plan.backward)
-            found = [_input_gradients(part) for part in self._run.parts]
-            self._settle(self._run)
-            return [gradient for each in found for gradient in each]
-
-        inputs = [leaf for part in self._run.parts for leaf in _tensors(part.inputs.value)]
-        with self._generators_kept():
-            return through_detour(forward, backward, inputs)
-
-    def forward_backward(self, plan: Plan, *, keeps_outputs: bool) -> tuple[Any, list[Any]]:
-        """The sum of losses, and the outputs of each micro-batch if they are kept."""
-        parts = self._run.parts
-        with self._generators_kept():
-            self._run.forward_backward(plan)
-        losses = [self._brought(part.loss) for part in parts]
-        if self._run.rules.input_gradients:
-            _to_inputs(parts)
-        outputs = [self._brought(part.output) for part in parts] if keeps_outputs else []
-        self._settle(self._run)
-        return _summed(losses), outputs
-
-    def _brought(self, flow: Flow | None) -> Any:
-        assert flow is not None
-        here = bring(flow, None)
-        here.mark.wait()
-        return on_tensors(lambda each: each.to(self._device), here.value)
-
-    @contextlib.contextmanager
-    def _generators_kept(self) -> Iterator[None]:
-        """Leaves the caller's generators as they are, where layers get seeds of their own."""
-        if self._run.rules.seed is None:
-            yield
-            return
-        with torch.random.fork_rng(self._gpus):
-            yield
-            if not self._gpus:  # the host's generator is drawn from when work is done, not given
-                for _, mark in self._run.landed:
-                    mark.wait()
+@contextlib.contextmanager
+def _generators_kept(run: Pass) -> Iterator[None]:
+    """Leaves the caller's generators as they are, where layers get seeds of their own."""
+    if run.seed is None:
+        yield
+        return
+    gpus = [lane.device for lane in run.lanes if lane.device.type == "cuda"]
+    with torch.random.fork_rng(gpus):
+        yield
+        if not gpus:  # the host's generator is drawn from when work is done, not given
+            for _, mark in run.landed:
+                mark.wait()
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+def _at_home(flow: Flow | None) -> Any:
+    """The value on the host, once it is there."""
+    assert flow is not None
+    here = bring(flow, None)
+    here.mark.wait()
+    return here.value
 
 
 def _input_gradients(part: PassPart) -> list[torch.Tensor | None]:
     """A gradient or None for each tensor of a micro-batch's inputs."""
-    tensors = _tensors(part.inputs.value)
-    assert part.gradients is not None
-    here = bring(part.gradients, None)
-    here.mark.wait()
-    rest = iter(here.value)
+    rest = iter(_at_home(part.gradients))
+    tensors = tensors_of(part.inputs.value)
     found = [next(rest) if can_have(leaf) else None for leaf in tensors]
     return [
         gradient if leaf.requires_grad else None
@@ -405,11 +328,17 @@ def _input_gradients(part: PassPart) -> list[torch.Tensor | None]:
 
 def _to_inputs(parts: Sequence[PassPart]) -> None:
     """Hands gradients on to where the call's inputs come from."""
-    leaves = [leaf for part in parts for leaf in _tensors(part.inputs.value)]
+    leaves = [leaf for part in parts for leaf in tensors_of(part.inputs.value)]
     found = [gradient for part in parts for gradient in _input_gradients(part)]
     pairs = [pair for pair in zip(leaves, found, strict=True) if pair[1] is not None]
     if pairs:
         torch.autograd.backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
+
+
+def _brought(flow: Flow | None, settings: RoundPipeRunConfig) -> Any:
+    """The value where the caller wants it."""
+    device = torch.device(settings.output_device or "cpu")
+    return on_tensors(lambda each: each.to(device), _at_home(flow))
 
 
 def _summed(losses: Sequence[Any]) -> Any:
@@ -451,11 +380,9 @@ class RoundPipe(StreamedModel):
         self._run_config = model_run_config
         self._lanes = default_lanes() if lanes is None else list(lanes)
         self._layers = list(model) if isinstance(model, nn.Sequential) else [model]
-        names = {id(parameter): key for key, parameter in model.named_parameters()}
-        self._hosted_layers = make_host_weights(self._layers, names)
-        make_pages(
-            self._hosted_layers, pin_model, on_gpu=self._lanes[0].device.type == "cuda", owner=self
-        )
+        self._hosted_layers = make_host_weights(self._layers)
+        on_gpu = self._lanes[0].device.type == "cuda"
+        make_pages(self._hosted_layers, pin_model, on_gpu=on_gpu, owner=self)
         self._forward_to(model)
 
     def forward(
@@ -469,16 +396,15 @@ class RoundPipe(StreamedModel):
         Raises:
             Exception: what an earlier optimizer step raised.
         """
-        settings, inputs = self._begin(roundpipe_run_config, args, kwargs)
-        rules = self._rules(settings, inputs)
+        settings, run = self._begin(roundpipe_run_config, args, kwargs)
         is_trained = any(hosted.is_trained for hosted in self._hosted_layers)
-        with_graph = bool(settings.requires_grad) and (is_trained or rules.input_gradients)
-        plan = self._plan(settings, len(inputs), with_graph=with_graph)
-        call = self._call(settings, rules, inputs)
-        if with_graph:
-            outputs = call.outputs_with_graph(plan, self._worker.check)
-        else:
-            outputs = call.outputs(plan)
+        with_graph = bool(settings.requires_grad) and (is_trained or run.input_gradients)
+        plan = self._plan(settings, len(run.parts), with_graph=with_graph)
+        with _generators_kept(run):
+            if with_graph:
+                outputs = self._outputs_with_graph(run, plan, settings)
+            else:
+                outputs = self._outputs(run, plan.forward, (), settings)
         return merge_outputs(outputs, settings.merge_output)
 
     def forward_backward(
@@ -501,62 +427,94 @@ class RoundPipe(StreamedModel):
         Raises:
             Exception: what a layer, the loss or an earlier optimizer step raised.
         """
-        settings, inputs = self._begin(run_config, input_args, input_kwargs)
-        labels = split_label(label, settings.split_label, len(inputs))
-        rules = self._rules(settings, inputs, loss_fn=loss_fn, keeps=return_outputs)
-        plan = self._plan(settings, len(inputs), with_graph=True)
-        call = self._call(settings, rules, inputs, labels)
-        total, outputs = call.forward_backward(plan, keeps_outputs=return_outputs)
-        if not return_outputs:
-            return total
-        return total, merge_outputs(outputs, settings.merge_output)
+        settings, run = self._begin(
+            run_config,
+            input_args,
+            input_kwargs,
+            label=label,
+            loss_fn=loss_fn,
+            keeps_outputs=return_outputs,
+        )
+        plan = self._plan(settings, len(run.parts), with_graph=True)
+        with _generators_kept(run):
+            run.forward_backward(plan)
+        losses = [_brought(part.loss, settings) for part in run.parts]
+        if run.input_gradients:
+            _to_inputs(run.parts)
+        outputs = [_brought(part.output, settings) for part in run.parts] if return_outputs else []
+        self._settle(run)
+        total = _summed(losses)
+        return (total, merge_outputs(outputs, settings.merge_output)) if return_outputs else total
 
     def set_original_model(self, original_model: nn.Module) -> None:
         """Attributes are looked up in, and written to, this model first; names are its own."""
         self._forward_to(original_model, *self._forwards_to[-1:])
-        names = {id(each): name for name, each in original_model.named_parameters()}
-        for home in self._homes():
-            home.name = names.get(id(home.parameter), home.name)
 
     def _begin(
-        self, config: RoundPipeRunConfig, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[RoundPipeRunConfig, list[Inputs]]:
-        """The settings of a call, and its micro-batches."""
+        self,
+        config: RoundPipeRunConfig,
+        args: tuple,
+        kwargs: dict[str, Any],
+        *,
+        label: Any = None,
+        loss_fn: LossFn | None = None,
+        keeps_outputs: bool = True,
+    ) -> tuple[RoundPipeRunConfig, Pass]:
+        """The settings of a call, and its pass."""
         self._worker.check()
         self._take_shown_gradients()
         settings = config.over(self._run_config).filled(len(self._lanes))
         assert settings.num_microbatch is not None  # `filled` gave one
-        return settings, split_inputs(args, kwargs, settings.split_input, settings.num_microbatch)
-
-    def _rules(
-        self,
-        settings: RoundPipeRunConfig,
-        inputs: Sequence[Inputs],
-        *,
-        loss_fn: LossFn | None = None,
-        keeps: bool = True,
-    ) -> Rules:
-        seed = int(torch.randint(2**62, ())) if settings.preserve_rng_state else None
-        by_layer = settings.recompute_grain == "layer"
-        wanting = any(leaf.requires_grad for leaf in _tensors(inputs))
-        return Rules(seed, by_layer, loss_fn, keeps, input_gradients=wanting)
-
-    def _call(
-        self,
-        settings: RoundPipeRunConfig,
-        rules: Rules,
-        inputs: Sequence[Inputs],
-        labels: Sequence[Any] | None = None,
-    ) -> EngineCall:
-        return EngineCall(
+        inputs = split_inputs(args, kwargs, settings.split_input, settings.num_microbatch)
+        labels = [None] * len(inputs)
+        if loss_fn is not None:
+            labels = split_label(label, settings.split_label, len(inputs))
+        return settings, Pass(
             self._hosted_layers,
             self._lanes,
-            rules,
-            inputs,
-            settle=self._settle,
-            output_device=settings.output_device,
-            labels=labels,
+            [PassPart(on_host(each), its) for each, its in zip(inputs, labels, strict=True)],
+            seed=int(torch.randint(2**62, ())) if settings.preserve_rng_state else None,
+            by_layer=settings.recompute_grain == "layer",
+            input_gradients=any(leaf.requires_grad for leaf in tensors_of(inputs)),
+            loss_fn=loss_fn,
+            keeps_outputs=keeps_outputs,
         )
+
+    def _outputs(
+        self,
+        run: Pass,
+        stages: Sequence[range],
+        segments: Sequence[range],
+        settings: RoundPipeRunConfig,
+    ) -> list[Any]:
+        """What the last layer makes of each micro-batch, without a graph."""
+        run.forward(stages, segments)
+        outputs = [_brought(part.output, settings) for part in run.parts]
+        self._settle(run)
+        return outputs
+
+    def _outputs_with_graph(self, run: Pass, plan: Plan, settings: RoundPipeRunConfig) -> list[Any]:
+        """The same, joined to autograd."""
+
+        def forward() -> list[Any]:
+            stages = (*plan.forward, plan.backward[0])
+            return self._outputs(run, stages, run.segments(plan.backward), settings)
+
+        def backward(gradients: list[Any]) -> list[Any]:
+            self._worker.check()
+            rest = iter(gradients)
+            for part in run.parts:
+                assert part.output is not None
+                own = [(leaf, next(rest)) for leaf in tensors_of(part.output.value)]
+                part.gradients = on_host([each for leaf, each in own if can_have(leaf)])
+            with _generators_kept(run):
+                run.backward(plan.backward)
+            found = [gradient for part in run.parts for gradient in _input_gradients(part)]
+            self._settle(run)
+            return found
+
+        inputs = [leaf for part in run.parts for leaf in tensors_of(part.inputs.value)]
+        return through_detour(forward, backward, inputs)
 
     def _plan(self, settings: RoundPipeRunConfig, num_parts: int, *, with_graph: bool) -> Plan:
         plan = settings.execute_plan
@@ -586,7 +544,7 @@ class RoundPipe(StreamedModel):
         if not self._updated():  # not yet
             check_host_memory(self._hosted_layers, self._optim_dtype)
         for hosted in self._hosted_layers:
-            hosted.make_masters(self._optim_dtype, allocate)
+            hosted.make_masters(self._optim_dtype)
 
     def _homes(self) -> list[Home]:
         return all_homes(self._hosted_layers)

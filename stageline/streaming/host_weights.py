@@ -7,6 +7,7 @@ weight, at the price of one more copy of what is trained.
 
 import functools
 import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -16,10 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from stageline.checkpoint.host_memory import available_memory
+
 ALIGNMENT = 256  # bytes; what kernels and copies like
+PAGE = 4096  # bytes that are pinned at once
 _BLOCK = 1 << 20  # elements that are converted and added at once: they stay in the cache
 
-Allocate = Callable[[int], torch.Tensor]
+Run = tuple[int, int]  # first address, behind the last
 
 
 @dataclass
@@ -27,7 +31,6 @@ class Home:
     """One parameter of the model.
 
     Attributes:
-        name: in the model.
         parameter: the model's own; its data is the front page.
         master: what the optimizer updates, in its own dtype; None before it is asked for.
         back: where the next value is written.
@@ -36,7 +39,6 @@ class Home:
         shown: what `show` put into the parameter's `.grad`, and its version.
     """
 
-    name: str
     parameter: nn.Parameter
     master: nn.Parameter | None = None
     back: torch.Tensor | None = None
@@ -44,10 +46,11 @@ class Home:
     spare: torch.Tensor | None = None
     shown: tuple[torch.Tensor, int] | None = None
 
-    def make_master(self, dtype: torch.dtype | None) -> None:
-        """The optimizer's copy of the value."""
+    def make_master(self, dtype: torch.dtype | None, page: torch.Tensor) -> None:
+        """The optimizer's copy of the value, and the back page."""
         data = self.parameter.detach()
         self.master = nn.Parameter(data.to(dtype or data.dtype, copy=True))
+        self.back = page
 
     def collect(self, gradient: torch.Tensor, dtype: torch.dtype | None) -> None:
         """Adds a gradient to the sum."""
@@ -78,17 +81,6 @@ class Home:
         elif self.total is not None and (now is not gradient or now._version != version):
             self.total = now.detach().to(self.total.dtype, copy=True)
 
-    def hand_over(self) -> None:
-        """Gives the sum to the optimizer, whose `.grad` it stays until the next one begins."""
-        assert self.master is not None
-        self.spare = self.total if self.total is not None else self.spare
-        self.master.grad, self.total = self.total, None
-
-    def write_back(self) -> None:
-        """Puts the optimizer's value onto the back page."""
-        assert self.master is not None and self.back is not None
-        self.back.copy_(self.master.detach())
-
     def turn(self) -> None:
         """The back page becomes the front one."""
         assert self.back is not None
@@ -96,13 +88,24 @@ class Home:
         self.parameter.data, self.back = self.back, front
 
 
+def update(homes: Sequence[Home], step: Callable[[], None]) -> None:
+    """One optimizer step: the masters get the summed gradients, the back pages what it makes."""
+    for home in homes:
+        assert home.master is not None
+        # the sum stays the master's gradient until the next one begins
+        home.spare = home.total if home.total is not None else home.spare
+        home.master.grad, home.total = home.total, None
+    step()
+    for home in homes:
+        assert home.master is not None and home.back is not None
+        home.back.copy_(home.master.detach())
+
+
 @dataclass
 class HostWeights:
-    """One layer of the model.
+    """One layer of the model, with its parameters and buffers, each once.
 
     Attributes:
-        homes: of its parameters, each once.
-        buffers: its buffers, each once.
         staged: of each trained parameter, by its id, where its gradient arrives from the device.
         collected: is done when what is staged was added up.
     """
@@ -113,49 +116,31 @@ class HostWeights:
     staged: dict[int, torch.Tensor] = field(default_factory=dict)
     collected: Future | None = None
 
-    def make_masters(self, dtype: torch.dtype | None, allocate: Allocate) -> None:
+    def make_masters(self, dtype: torch.dtype | None) -> None:
         """The optimizer's copies of what is trained, and second pages; of each home once."""
         new = [home for home in self.homes if home.parameter.requires_grad and home.master is None]
-        pages = page_views([home.parameter.detach() for home in new], allocate) if new else []
-        for home, page in zip(new, pages, strict=True):
-            home.make_master(dtype)
-            home.back = page
+        for home, page in zip(new, page_views([home.parameter for home in new]), strict=True):
+            home.make_master(dtype, page)
 
-    def staged_for(self, home: Home, allocate: Allocate) -> torch.Tensor:
+    def staged_for(self, home: Home) -> torch.Tensor:
         """Where the gradient of a parameter arrives; made when the first one comes."""
         if id(home.parameter) not in self.staged:
             trained = [each.parameter for each in self.homes if each.parameter.requires_grad]
-            views = page_views(trained, allocate)
+            views = page_views(trained)
             self.staged |= {id(each): view for each, view in zip(trained, views, strict=True)}
         return self.staged[id(home.parameter)]
-
-    def wait_until_collected(self) -> None:
-        """Returns when the staged gradients may be overwritten.
-
-        Raises:
-            Exception: what the worker raised.
-        """
-        if self.collected is not None:
-            self.collected.result()
 
     @property
     def is_trained(self) -> bool:
         return any(home.parameter.requires_grad for home in self.homes)
 
 
-def make_host_weights(layers: Sequence[nn.Module], names: dict[int, str]) -> list[HostWeights]:
-    """Host weights of each layer; a parameter of several layers has one home.
-
-    Args:
-        names: of each parameter in the model, by its id.
-    """
+def make_host_weights(layers: Iterable[nn.Module]) -> list[HostWeights]:
+    """Host weights of each layer; a parameter of several layers has one home."""
     homes: dict[int, Home] = {}
     hosted_layers = []
     for layer in layers:
-        own = []
-        for parameter in layer.parameters():
-            name = names.get(id(parameter), "")
-            own.append(homes.setdefault(id(parameter), Home(name, parameter)))
+        own = [homes.setdefault(id(each), Home(each)) for each in layer.parameters()]
         hosted_layers.append(HostWeights(layer, own, list(layer.buffers())))
     return hosted_layers
 
@@ -166,23 +151,15 @@ def all_homes(hosted_layers: Iterable[HostWeights]) -> list[Home]:
     return list(found.values())
 
 
-def update(homes: Sequence[Home], step: Callable[[], None]) -> None:
-    """One optimizer step: the masters get the summed gradients, the back pages what it makes."""
-    for home in homes:
-        home.hand_over()
-    step()
-    for home in homes:
-        home.write_back()
+def allocate(num_bytes: int) -> torch.Tensor:
+    """Bytes of the host, which a GPU reads and writes without the processor."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
 
-def page_views(tensors: Sequence[torch.Tensor], allocate: Allocate) -> list[torch.Tensor]:
-    """Room for each tensor, views of one run of bytes: a run takes no more than its parts.
-
-    Args:
-        allocate: number of bytes -> uint8 tensor.
-    """
+def page_views(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Room for each tensor, views of one run of bytes: a run takes no more than its parts."""
     starts, end = offsets(tensors)
-    page = allocate(max(end, 1))
+    page = allocate(end)
     return [view_at(page, start, tensor) for start, tensor in zip(starts, tensors, strict=True)]
 
 
@@ -191,15 +168,13 @@ def offsets(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
     starts, end = [], 0
     for tensor in tensors:
         starts.append(end)
-        num_bytes = tensor.numel() * tensor.element_size()
-        end += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     return starts, end
 
 
 def view_at(page: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
     """A tensor of the shape and dtype of `like` that begins at byte `start` of a run."""
-    num_bytes = like.numel() * like.element_size()
-    return page[start : start + num_bytes].view(like.dtype).view(like.shape)
+    return page[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
 def add_to(total: torch.Tensor, addend: torch.Tensor) -> None:
@@ -216,13 +191,117 @@ def add_to(total: torch.Tensor, addend: torch.Tensor) -> None:
         flat_total[part] += flat_addend[part].to(total.dtype)
 
 
-# -- a layer with other tensors in it: the same modules by all they do, but not their weights -----
-# The layer itself stays on the host. A shell has its hooks and shares its settings and plain
-# attributes; a hook that is put on a shell, as transformers does to record outputs, ends with it.
+def host_bytes(hosted_layers: Sequence[HostWeights], optim_dtype: torch.dtype | None) -> int:
+    """What weights, their second pages, gradients, their sums and the optimizer's copies take.
+
+    Without the optimizer's own state, which is the optimizer's to choose (AdamW: two more values
+    a trained parameter).
+    """
+    total = 0
+    for home in all_homes(hosted_layers):
+        parameter = home.parameter
+        total += parameter.nbytes
+        if parameter.requires_grad:
+            wide = parameter.numel() * (optim_dtype or parameter.dtype).itemsize
+            total += 2 * parameter.nbytes + 2 * wide  # back page, staged; sum, master
+    return total
+
+
+def check_host_memory(
+    hosted_layers: Sequence[HostWeights], optim_dtype: torch.dtype | None
+) -> None:
+    """Refuses to train what would drive the machine out of memory, before anything is taken.
+
+    Raises:
+        MemoryError: says what is needed and what there is.
+    """
+    weights = sum(home.parameter.nbytes for home in all_homes(hosted_layers))
+    needed, there = host_bytes(hosted_layers, optim_dtype) - weights, available_memory()
+    if there is not None and needed > there:
+        raise MemoryError(
+            f"training takes {needed:,} bytes of host memory beside the weights (second pages, "
+            f"gradients, their sums, the optimizer's copies; its own state comes on top); "
+            f"{there:,} are free: freeze more of the model, train adapters, or take a machine "
+            "with more memory"
+        )
+
+
+def make_pages(
+    hosted_layers: Sequence[HostWeights], pin_model: str, *, on_gpu: bool, owner: object
+) -> None:
+    """Puts weights where a GPU fetches them quickly.
+
+    Args:
+        owner: memory that is registered where it lies is given back when this is gone.
+
+    Raises:
+        ValueError: no such way of pinning.
+        RuntimeError: the driver refuses to pin.
+    """
+    if pin_model not in ("alloc", "register", "off"):
+        raise ValueError(f"pin_model {pin_model!r} came: 'alloc', 'register' or 'off' was expected")
+    if not on_gpu or pin_model == "off":
+        return
+    if pin_model == "register":
+        values = [home.parameter.detach() for home in all_homes(hosted_layers)]
+        runs = _register([each for each in values if not each.is_pinned()])
+        weakref.finalize(owner, _unregister, runs).atexit = False
+        return
+    placed: set[int] = set()
+    for hosted in hosted_layers:
+        # those that a pass changes come home, and who starts a copy to other memory waits for it
+        for buffer in hosted.buffers:
+            if not buffer.is_pinned():
+                buffer.data = buffer.detach().pin_memory()
+        homes = [home for home in hosted.homes if id(home) not in placed]
+        placed |= {id(home) for home in homes}
+        values = [home.parameter.detach() for home in homes]
+        for home, view, value in zip(homes, page_views(values), values, strict=True):
+            home.parameter.data = view.copy_(value)
+
+
+def _register(values: Sequence[torch.Tensor]) -> list[Run]:
+    """Pins memory where it lies."""
+    done: list[Run] = []
+    for run in page_runs((each.data_ptr(), each.data_ptr() + each.nbytes) for each in values):
+        code = int(torch.cuda.cudart().cudaHostRegister(run[0], run[1] - run[0], 0))
+        if code != 0:
+            _unregister(done)
+            raise RuntimeError(
+                f"cudaHostRegister returned {code} for {run[1] - run[0]:,} bytes; 0 was expected: "
+                "raise the limit of locked memory (ulimit -l), or use pin_model='alloc' or 'off'"
+            )
+        done.append(run)
+    return done
+
+
+def _unregister(runs: Sequence[Run]) -> None:
+    """Unpins memory; else another model whose memory lies there could not be pinned."""
+    torch.cuda.synchronize()  # copies on their way read it
+    for start, _ in runs:
+        torch.cuda.cudart().cudaHostUnregister(start)
+
+
+def page_runs(ranges: Iterable[Run]) -> list[Run]:
+    """Ranges of addresses as runs of whole pages; those that touch become one, empty ones go.
+
+    Small tensors share pages, and a page is pinned once.
+    """
+    runs: list[Run] = []
+    for start, end in sorted(each for each in ranges if each[0] < each[1]):
+        start, end = start // PAGE * PAGE, -(-end // PAGE) * PAGE
+        if runs and start <= runs[-1][1]:
+            runs[-1] = runs[-1][0], max(end, runs[-1][1])
+        else:
+            runs.append((start, end))
+    return runs
 
 
 def shell_of(layer: nn.Module, tensors: Mapping[int, torch.Tensor]) -> nn.Module:
-    """A twin of the module tree that computes with `tensors`.
+    """A twin of the module tree that computes with `tensors`; the layer stays on the host.
+
+    It has the layer's hooks and shares its settings and plain attributes. A hook that is put on a
+    shell, as transformers does to record outputs, ends with it.
 
     Args:
         tensors: for the id of each parameter and buffer, so that one with two names stays one;

@@ -5,16 +5,82 @@ is said by marks. On a CPU a queue works at once, on a GPU it is a stream. Work 
 without a result: a queue may run it later.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-# -- buffers of one device that are used again, within a budget -----------------------------------
-# A buffer that was given back may still be read by work on its way: it comes with the mark that the
-# next user's queue waits for. So nothing depends on when memory is freed.
+
+@dataclass(frozen=True)
+class Mark:
+    """A point in a queue: these events on streams have happened. Without any, all is done."""
+
+    events: tuple[torch.cuda.Event, ...] = ()
+
+    def wait(self) -> None:
+        """Returns when all work before it is done."""
+        for event in self.events:
+            event.synchronize()
+
+
+DONE = Mark()
+
+
+class Queue:
+    """Runs what it is given, in order. This one works at once, in the caller's thread."""
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Runs it after what came before."""
+        work()
+
+    def record(self) -> Mark:
+        """A mark behind what came so far."""
+        return DONE
+
+    def after(self, mark: Mark) -> None:
+        """What comes now waits for a mark of any queue."""
+        mark.wait()
+
+    def uses(self, tensor: torch.Tensor) -> None:
+        """Keeps the memory of a tensor of another queue until this queue's work is done.
+
+        Called by the work that reads it, before the tensor can be dropped.
+        """
+
+
+class CudaQueue(Queue):
+    """A stream of a GPU."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def run(self, work: Callable[[], object]) -> None:
+        with torch.cuda.stream(self._stream):
+            work()
+
+    def record(self) -> Mark:
+        # blocking: who waits sleeps, and leaves the processor to the optimizer
+        event = torch.cuda.Event(blocking=True)
+        event.record(self._stream)
+        return Mark((event,))
+
+    def after(self, mark: Mark) -> None:
+        for event in mark.events:
+            self._stream.wait_event(event)
+
+    def uses(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type == "cuda":
+            tensor.record_stream(self._stream)
+
+
+def mark_of_caller(tensors: Iterable[torch.Tensor]) -> Mark:
+    """Where tensors that the caller made are ready: streams of lanes don't wait for his."""
+    devices = {each.device for each in tensors if each.device.type == "cuda"}
+    marks = [CudaQueue(torch.cuda.current_stream(device)).record() for device in devices]
+    return Mark(tuple(event for mark in marks for event in mark.events))
 
 
 class DeviceBudgetError(MemoryError):
@@ -23,22 +89,17 @@ class DeviceBudgetError(MemoryError):
 
 @dataclass(eq=False)
 class Buffer:
-    """Bytes of a device.
-
-    Attributes:
-        mark: of the last work that uses them.
-    """
+    """Bytes of a device, and the mark of the last work that uses them."""
 
     data: torch.Tensor
-    mark: Any
-
-    @property
-    def num_bytes(self) -> int:
-        return self.data.numel()
+    mark: Mark = DONE
 
 
 class BufferPool:
-    """Hands out buffers, idle ones first.
+    """Hands out buffers of one device, idle ones first, within a budget.
+
+    A buffer that was given back may still be read by work on its way: it comes with the mark that
+    the next user's queue waits for. So nothing depends on when memory is freed.
 
     Args:
         budget: bytes that all buffers together may have; None: no limit.
@@ -59,19 +120,19 @@ class BufferPool:
         self.held_bytes = 0
         self.peak_bytes = 0
         self._idle: list[Buffer] = []
-        self._allocate = allocate or self._plain
+        plain = functools.partial(torch.empty, dtype=torch.uint8, device=device)
+        self._allocate = allocate or plain
 
-    def take(self, num_bytes: int, queue: Any) -> Buffer:
+    def take(self, num_bytes: int, queue: Queue) -> Buffer:
         """A buffer of at least so many bytes; `queue` waits until nobody uses it any more.
 
         Raises:
             DeviceBudgetError: the budget has no room for it.
         """
-        fitting = [each for each in self._idle if each.num_bytes >= num_bytes]
-        # one that is much larger would be missing where it is needed
-        fitting = [each for each in fitting if each.num_bytes <= max(2 * num_bytes, 1 << 16)]
+        most = max(2 * num_bytes, 1 << 16)  # a larger one would be missing where it is needed
+        fitting = [each for each in self._idle if num_bytes <= each.data.nbytes <= most]
         if fitting:
-            found = min(fitting, key=lambda each: each.num_bytes)
+            found = min(fitting, key=lambda each: each.data.nbytes)
             self._idle.remove(found)
             queue.after(found.mark)
             return found
@@ -79,9 +140,9 @@ class BufferPool:
         data = self._allocate(num_bytes)  # it may fail: only then is it counted
         self.held_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        return Buffer(data, None)
+        return Buffer(data)
 
-    def give(self, buffer: Buffer, mark: Any) -> None:
+    def give(self, buffer: Buffer, mark: Mark) -> None:
         """Takes a buffer back; work up to `mark` still uses it."""
         buffer.mark = mark
         self._idle.append(buffer)
@@ -90,112 +151,18 @@ class BufferPool:
         """Drops idle buffers, the largest first, until a new one fits."""
         if self.budget is None:
             return
-        idle = sum(each.num_bytes for each in self._idle)
+        idle = sum(each.data.nbytes for each in self._idle)
         if self.held_bytes - idle + num_bytes > self.budget:  # to drop them all would not help
             raise DeviceBudgetError(
                 f"{num_bytes:,} bytes are needed on {self.device} beside "
                 f"{self.held_bytes - idle:,} in use; the budget is {self.budget:,}: allow more, or "
                 "cut the model into smaller stages (execute_plan)"
             )
-        self._idle.sort(key=lambda each: each.num_bytes)
+        self._idle.sort(key=lambda each: each.data.nbytes)
         while self.held_bytes + num_bytes > self.budget:
             dropped = self._idle.pop()
             dropped.mark.wait()  # its memory may go to others at once
-            self.held_bytes -= dropped.num_bytes
-
-    def _plain(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-
-
-class Mark(Protocol):
-    """A point in a queue."""
-
-    def wait(self) -> None:
-        """Returns when all work before it is done."""
-
-
-class Queue(Protocol):
-    """Runs what it is given, in order."""
-
-    def run(self, work: Callable[[], object]) -> None:
-        """Runs it after what came before."""
-
-    def record(self) -> Mark:
-        """A mark behind what came so far."""
-
-    def after(self, mark: Mark) -> None:
-        """What comes now waits for a mark of any queue."""
-
-    def uses(self, tensor: torch.Tensor) -> None:
-        """Keeps the memory of a tensor of another queue until this queue's work is done.
-
-        Called by the work that reads it, before the tensor can be dropped.
-        """
-
-
-@dataclass(frozen=True)
-class StreamMark:
-    """Where these events on streams have happened; without any all is done."""
-
-    events: "tuple[torch.cuda.Event, ...]" = ()
-
-    def wait(self) -> None:
-        for event in self.events:
-            event.synchronize()
-
-
-DONE = StreamMark()
-
-
-class EagerQueue:
-    """Works at once, in the caller's thread."""
-
-    def run(self, work: Callable[[], object]) -> None:
-        work()
-
-    def record(self) -> Mark:
-        return DONE
-
-    def after(self, mark: Mark) -> None:
-        mark.wait()
-
-    def uses(self, tensor: torch.Tensor) -> None:
-        pass
-
-
-class CudaQueue:
-    """A stream of a GPU."""
-
-    def __init__(self, stream: "torch.cuda.Stream") -> None:
-        self._stream = stream
-
-    def run(self, work: Callable[[], object]) -> None:
-        with torch.cuda.stream(self._stream):
-            work()
-
-    def record(self) -> StreamMark:
-        # blocking: who waits sleeps, and leaves the processor to the optimizer
-        event = torch.cuda.Event(blocking=True)
-        event.record(self._stream)
-        return StreamMark((event,))
-
-    def after(self, mark: Mark) -> None:
-        if not isinstance(mark, StreamMark):
-            mark.wait()
-            return
-        for event in mark.events:
-            self._stream.wait_event(event)
-
-    def uses(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type == "cuda":
-            tensor.record_stream(self._stream)
-
-
-def mark_of_caller(tensors: Iterable[torch.Tensor]) -> StreamMark:
-    """Where tensors that the caller made are ready: streams of lanes don't wait for his."""
-    devices = {each.device for each in tensors if each.device.type == "cuda"}
-    marks = [CudaQueue(torch.cuda.current_stream(device)).record() for device in devices]
-    return StreamMark(tuple(event for mark in marks for event in mark.events))
+            self.held_bytes -= dropped.data.nbytes
 
 
 @dataclass
@@ -209,19 +176,15 @@ class Lane:
     """
 
     device: torch.device
-    compute: Queue = field(default_factory=EagerQueue)
-    inward: Queue = field(default_factory=EagerQueue)
-    outward: Queue = field(default_factory=EagerQueue)
+    compute: Queue = field(default_factory=Queue)
+    inward: Queue = field(default_factory=Queue)
+    outward: Queue = field(default_factory=Queue)
     pool: BufferPool = field(default_factory=lambda: BufferPool(torch.device("cpu")))
     inputs_budget: int | None = None
 
     @classmethod
     def cpu(cls, *, budget: int | None = None) -> "Lane":
-        """A lane on the host.
-
-        Args:
-            budget: bytes that weights and gradients may take; None: no limit.
-        """
+        """A lane on the host; `budget` is that of its pool."""
         device = torch.device("cpu")
         return cls(device, pool=BufferPool(device, budget))
 
@@ -272,11 +235,11 @@ def default_lanes() -> list[Lane]:
     return lanes or [Lane.cpu()]
 
 
-# -- the thread in which gradients are added up and the optimizer runs, in the order of asking ----
-
-
 class OptimizerThread:
-    """Runs jobs one after the other. After one that failed none runs."""
+    """Adds gradients up and runs the optimizer: jobs, one after the other.
+
+    After one that failed none runs, and every method raises what it raised, with its traceback.
+    """
 
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
@@ -284,32 +247,17 @@ class OptimizerThread:
         self._last: Future | None = None
 
     def submit(self, job: Callable[[], Any]) -> Future:
-        """Runs a job after those before it.
-
-        Returns:
-            A future whose `result()` raises what the job, or one before it, raised.
-
-        Raises:
-            Exception: what an earlier job raised, with its traceback.
-        """
+        """Runs a job after those before it; the `result()` of the future raises as well."""
         self.check()
         self._last = self._executor.submit(self._run, job)
         return self._last
 
     def wait(self) -> None:
-        """Returns when all jobs are done.
-
-        Raises:
-            Exception: what a job raised.
-        """
+        """Returns when all jobs are done."""
         self.wait_for(self._last)
 
     def wait_for(self, job: Future | None) -> None:
-        """Returns when this job and those before it are done.
-
-        Raises:
-            Exception: what a job raised.
-        """
+        """Returns when this job and those before it are done."""
         if job is not None:
             job.exception()
         self.check()

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from stageline.streaming.host_memory import allocate
 from stageline.streaming.host_weights import Home, HostWeights, offsets, shell_of, view_at
 from stageline.streaming.lanes import (
     DONE,
@@ -93,10 +92,9 @@ def float_leaves(value: Any) -> list[torch.Tensor]:
     ]
 
 
-def num_bytes(value: Any) -> int:
-    """What the tensors of a value take."""
-    tensors = filter(_is_tensor, pytree.tree_leaves(value))
-    return sum(each.numel() * each.element_size() for each in tensors)
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """All tensors, in order."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def detached(value: Any, *, requires_grad: bool) -> Any:
@@ -115,8 +113,7 @@ def detached(value: Any, *, requires_grad: bool) -> Any:
 
 def on_host(value: Any) -> Flow:
     """What the caller gave; if it lies on a GPU after all, then where his stream is now."""
-    leaves = pytree.tree_leaves(value)
-    return Flow(value, mark=mark_of_caller(each for each in leaves if _is_tensor(each)))
+    return Flow(value, mark=mark_of_caller(tensors_of(value)))
 
 
 def read_by(queue: Queue, *flows: Flow) -> None:
@@ -126,12 +123,8 @@ def read_by(queue: Queue, *flows: Flow) -> None:
     as soon as the last reference is dropped: on a GPU that is long before they are read.
     """
     for flow in flows:
-        for leaf in filter(_is_tensor, pytree.tree_leaves(flow.value)):
-            queue.uses(leaf)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
+        for tensor in tensors_of(flow.value):
+            queue.uses(tensor)
 
 
 def bring(flow: Flow, lane: Lane | None) -> Flow:
@@ -148,7 +141,7 @@ def bring(flow: Flow, lane: Lane | None) -> Flow:
     return flow if lane is None else _copied(flow, lane.inward, lane, device)
 
 
-def _copied(flow: Flow, queue: Any, lane: Lane | None, device: torch.device) -> Flow:
+def _copied(flow: Flow, queue: Queue, lane: Lane | None, device: torch.device) -> Flow:
     arrived = Flow(None, lane)
 
     def copy() -> None:
@@ -175,7 +168,6 @@ class StagePass:
     Nothing waits here: each piece of work is put into a queue behind the marks that it needs.
 
     Args:
-        host weights: of its layers.
         makes_gradients: a backward stage.
         is_recomputed: its layers ran before in this pass: buffers start from `snapshots`.
         snapshots: buffers as they were when the layers first ran in this pass, by their id.
@@ -220,7 +212,7 @@ class StagePass:
                 return
         left = self._num_bytes * (1.0 - share)
         queue = self.lane.inward
-        while self._waiting and num_bytes([host for _, host in self._waiting]) > left:
+        while self._waiting and sum(host.nbytes for _, host in self._waiting) > left:
             view, host = self._waiting.pop(0)
             queue.run(functools.partial(view.copy_, host, non_blocking=True))
         self._uploaded = queue.record()
@@ -236,16 +228,13 @@ class StagePass:
         self.shells = [shell_of(hosted.layer, self._on_device) for hosted in self.hosted_layers]
 
     def close(self) -> Mark:
-        """Sends gradients and buffers home and gives the memory back.
-
-        Returns:
-            The mark behind which they are there.
-        """
+        """Sends gradients and buffers home, gives the memory back; they are there at the mark."""
         computed = self.lane.compute.record()
         outward = self.lane.outward
         outward.after(computed)
         for hosted, home in self.sent:
-            hosted.wait_until_collected()
+            if hosted.collected is not None:  # else the staged gradients are still being added up
+                hosted.collected.result()
             leaf = self._on_device[id(home.parameter)]
             outward.run(functools.partial(_stage_gradient, self.used, hosted, home, leaf))
         if not self.is_recomputed and self._buffers:
@@ -327,7 +316,7 @@ class StagePass:
 def _stage_gradient(used: set[int], hosted: HostWeights, home: Home, leaf: torch.Tensor) -> None:
     # not used, it has none, as in PyTorch, and not zeros to decay by
     if id(home.parameter) in used and leaf.grad is not None:
-        hosted.staged_for(home, allocate).copy_(leaf.grad, non_blocking=True)
+        hosted.staged_for(home).copy_(leaf.grad, non_blocking=True)
 
 
 def _buffers_home(hosted_layers: Sequence[HostWeights], shells: Sequence[Any]) -> None:
@@ -343,6 +332,7 @@ class PassPart:
 
     Attributes:
         inputs: (args, kwargs) of the first layer.
+        label: of a call that runs forward and backward.
         flow: what the next forward stage begins with.
         saved: what each backward segment begins with, by its first layer.
         gradients: of what the last backward stage began with, a tensor or None for each tensor
@@ -358,48 +348,36 @@ class PassPart:
     output: Flow | None = None
 
 
-@dataclass(frozen=True)
-class Rules:
-    """What holds for a whole call.
+@dataclass(eq=False)
+class Pass:
+    """Runs slots: through all of a plan, or through its forward ones first.
 
     Attributes:
         seed: base of the layers' seeds; None: generators are left alone.
         by_layer: recompute layer by layer, not stage by stage.
+        input_gradients: the call's inputs want gradients.
         loss_fn: of a call that runs forward and backward.
         keeps_outputs: of such a call, too.
-        input_gradients: the call's inputs want gradients.
+        landed: seats whose gradients are on their way home.
     """
 
+    hosted_layers: Sequence[HostWeights]
+    lanes: Sequence[Lane]
+    parts: list[PassPart]
     seed: int | None
     by_layer: bool
+    input_gradients: bool
     loss_fn: LossFn | None = None
     keeps_outputs: bool = True
-    input_gradients: bool = False
+    landed: list[tuple[StagePass, Mark]] = field(default_factory=list)
 
-
-class Pass:
-    """Runs slots. `run` goes through all of a plan, or through its forward ones first."""
-
-    def __init__(
-        self,
-        hosted_layers: Sequence[HostWeights],
-        lanes: Sequence[Lane],
-        rules: Rules,
-        parts: list[PassPart],
-    ) -> None:
-        self.hosted_layers = hosted_layers
-        self.lanes = lanes
-        self.rules = rules
-        self.parts = parts
-        self.landed: list[
-            tuple[StagePass, Mark]
-        ] = []  # seats whose gradients are on their way home
+    def __post_init__(self) -> None:
         self._snapshots: dict[int, torch.Tensor] = {}
         self._aside_bytes = 0  # of layers' inputs that the backward pass will want
         self._kept: dict[Hashable, tuple] = {}  # what layers save for their recomputation
-        trained = [number for number, hosted in enumerate(hosted_layers) if hosted.is_trained]
-        first = min(trained, default=len(hosted_layers))
-        self._first_graph = 0 if rules.input_gradients else first
+        trained = [number for number, hosted in enumerate(self.hosted_layers) if hosted.is_trained]
+        first = min(trained, default=len(self.hosted_layers))
+        self._first_graph = 0 if self.input_gradients else first
 
     def forward(self, stages: Sequence[range], segments: Sequence[range] = ()) -> None:
         """Runs layers without a graph; keeps the input of each segment."""
@@ -421,7 +399,7 @@ class Pass:
 
     def segments(self, stages: Sequence[range]) -> list[range]:
         """What is recomputed at once."""
-        if not self.rules.by_layer:
+        if not self.by_layer:
             return list(stages)
         return [range(layer, layer + 1) for stage in stages for layer in stage]
 
@@ -501,7 +479,7 @@ class Pass:
     def _put_aside(self, flow: Flow) -> Flow:
         """One lane keeps what it will need, if it may; of several another one may need it."""
         limit = self.lanes[0].inputs_budget
-        self._aside_bytes += num_bytes(flow.value)
+        self._aside_bytes += sum(each.nbytes for each in tensors_of(flow.value))
         stays = len(self.lanes) == 1 and (limit is None or self._aside_bytes <= limit)
         return flow if stays else bring(flow, None)
 
@@ -512,7 +490,7 @@ class Pass:
         label = bring(on_host(part.label), lane)
         loss, output, leaving = Flow(None, lane), Flow(None, lane), Flow(None, lane)
         part.loss, part.output, part.gradients = loss, output, leaving
-        loss_fn = self.rules.loss_fn
+        loss_fn = self.loss_fn
         assert loss_fn is not None
 
         def work() -> None:
@@ -525,7 +503,7 @@ class Pass:
             one = [losses] if isinstance(losses, torch.Tensor) else list(losses)
             torch.autograd.backward(one)
             loss.value = detached(losses, requires_grad=False)
-            if self.rules.keeps_outputs:
+            if self.keeps_outputs:
                 output.value = detached(value, requires_grad=False)
             leaving.value = [leaf.grad for leaf in float_leaves(start)]
 
@@ -574,7 +552,7 @@ class Pass:
 
     def _start(self, value: Any, layer: int) -> Any:
         """What a graph begins with; it needs gradients if anything before it does."""
-        needs = self.rules.input_gradients or layer > self._first_graph
+        needs = self.input_gradients or layer > self._first_graph
         return detached(value, requires_grad=needs)
 
     def _layers(self, seat: StagePass, stage: range) -> Callable[[int, Any, int], Any]:
@@ -582,7 +560,7 @@ class Pass:
 
         The shells of now: the seat drops them when it is closed, and work may run after that.
         """
-        shells, lane, seed = seat.shells, seat.lane, self.rules.seed
+        shells, lane, seed = seat.shells, seat.lane, self.seed
 
         def run(layer: int, value: Any, place: int) -> Any:
             if seed is not None:

@@ -3,15 +3,20 @@
 A pass goes through *slots*: the forward stages, then the backward stages from deep to shallow.
 Slot i runs on lane i mod n, all micro-batches of it before the lane's next slot. The first
 backward stage computes forward, loss and backward of its layers, micro-batch by micro-batch, so
-the pass turns without a wait and these layers are not recomputed. Pure integers and floats.
+the pass turns without a wait and these layers are not recomputed.
+
+On one lane nothing has to be balanced, so stages are as large as memory allows: fewer stages mean
+fewer transfers, and a large first backward stage means less recomputation. On several lanes slots
+of equal time leave none of them waiting; forward and backward are cut apart, since a backward
+layer with its recomputation takes about three times a forward one. Pure integers and floats.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from stageline.streaming.host_weights import HostWeights, offsets
 
-Times = Sequence[float]
+MOST_CANDIDATES = 16
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ def wavefront(num_slots: int, num_lanes: int, num_microbatches: int) -> Iterator
     return ((slot, part) for _, slot, part in sorted(order))
 
 
-def start_times(times: Times, num_lanes: int, num_microbatches: int) -> list[list[float]]:
+def start_times(times: Sequence[float], num_lanes: int, num_microbatches: int) -> list[list[float]]:
     """When each micro-batch of each slot starts.
 
     Args:
@@ -98,15 +103,6 @@ def start_times(times: Times, num_lanes: int, num_microbatches: int) -> list[lis
             free = start + time
         starts.append(own)
     return starts
-
-
-# -- chooses a plan from what layers cost. Pure integers and floats: measures nothing -------------
-# On one lane nothing has to be balanced, so stages are as large as memory allows: fewer stages mean
-# fewer transfers, and a large first backward stage means less recomputation. On several lanes slots
-# of equal time leave none of them waiting; forward and backward are cut apart, since a backward
-# layer with its recomputation takes about three times a forward one.
-
-MOST_CANDIDATES = 16
 
 
 @dataclass(frozen=True)
@@ -150,17 +146,16 @@ def choose(
     room = None if budget is None else budget // 2
     _check_room(costs, room)
     if num_lanes == 1:
-        return _cut(costs, room, limit=float("inf"), parts=None)
-    best: tuple[float, int, Plan] | None = None
-    for limit in _limits(costs, num_lanes):
-        plan = _cut(costs, room, limit=limit, parts=num_lanes)
+        return _cut(costs, room, limit=float("inf"), is_even=False)
+
+    def takes(plan: Plan) -> tuple[float, int]:
         times = slot_times(plan, costs)
         starts = start_times(times, num_lanes, num_microbatches)
         end = max(own[-1] + time for own, time in zip(starts, times, strict=True))
-        if best is None or (end, plan.num_slots) < best[:2]:
-            best = (end, plan.num_slots, plan)
-    assert best is not None
-    return best[2]
+        return end, plan.num_slots
+
+    plans = [_cut(costs, room, limit=limit, is_even=True) for limit in _limits(costs, num_lanes)]
+    return min(plans, key=takes)
 
 
 def slot_times(plan: Plan, costs: Sequence[LayerCost]) -> list[float]:
@@ -192,11 +187,10 @@ def _limits(costs: Sequence[LayerCost], num_lanes: int) -> list[float]:
     return sorted(limits | {longest})
 
 
-def _cut(costs: Sequence[LayerCost], room: int | None, *, limit: float, parts: int | None) -> Plan:
-    """Few stages within the time limit and the room, evened out where `parts` lanes share them."""
+def _cut(costs: Sequence[LayerCost], room: int | None, *, limit: float, is_even: bool) -> Plan:
+    """Few stages within the time limit and the room, evened out where lanes share them."""
     both = [cost.forward + cost.backward for cost in costs]
     backward_bytes = [cost.backward_bytes for cost in costs]
-    is_even = parts is not None
     # from the last layer on, so that the first backward stage is a full one
     backward = _pack(both[::-1], backward_bytes[::-1], limit, room, is_even)
     last = len(costs)
@@ -215,18 +209,17 @@ def _pack(
     is_even: bool,
 ) -> list[range]:
     """The fewest ranges within both bounds; even: with the least longest time of those."""
-    fits: Callable[[float], list[range]] = lambda most: _greedy(times, sizes, most, room)  # noqa: E731
-    stages = fits(limit)
+    stages = _greedy(times, sizes, limit, room)
     if not is_even or len(stages) <= 1:
         return stages
     low, high = max(times), min(limit, sum(times))
     for _ in range(40):
         middle = (low + high) / 2
-        if len(fits(middle)) <= len(stages):
+        if len(_greedy(times, sizes, middle, room)) <= len(stages):
             high = middle
         else:
             low = middle
-    return fits(high)
+    return _greedy(times, sizes, high, room)
 
 
 def _greedy(
@@ -247,11 +240,8 @@ def _greedy(
     return stages
 
 
-# -- what layers cost, before anything was timed: work grows with the weights ---------------------
-
-
 def costs_of(hosted_layers: Sequence[HostWeights]) -> list[LayerCost]:
-    """A cost a layer, in bytes; activations are not known yet."""
+    """A cost a layer before anything was timed: work grows with the weights, activations are 0."""
     costs = []
     for hosted in hosted_layers:
         parameters = [home.parameter for home in hosted.homes]

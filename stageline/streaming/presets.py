@@ -1,14 +1,16 @@
 """Makes a row of layers of any decoder of transformers, without model code: intro, blocks, outro.
 
 The intro is the model's own forward up to the first layer, each block one layer, the outro its own
-forward from the last layer on: softcaps, scaled logits, losses are the library's. That the layers
-are such a row is proved by a warm-up run on two tokens, not looked up by a name.
+forward from the last layer on: masks, position embeddings, softcaps, losses are the library's. How
+the layers are called is noted by recorders in their places. That they are such a row is proved by a
+warm-up run on two tokens, not looked up by the name of a family.
 """
 
+import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -19,11 +21,6 @@ from transformers import PreTrainedModel
 from stageline.modules.router_records import ROUTER_LOGITS, recording_routers, watch_routers
 from stageline.streaming.host_weights import shell_of
 from stageline.streaming.passes import Fixed
-
-# -- finds out how a decoder of transformers calls its layers, by letting its own forward run -----
-# Recorders stand in the places of the layers and note their arguments. So masks, position
-# embeddings and whatever else a family does before its layers is the library's, and no model code
-# is copied.
 
 TAPE: ContextVar["Tape | None"] = ContextVar("tape of the recorders", default=None)
 
@@ -64,30 +61,26 @@ class LayerCall:
         return pytree.tree_unflatten(leaves, self.structure)
 
 
+@dataclass
 class Tape:
     """The calls of one forward pass.
 
     Attributes:
+        stops: the pass ends at the last layer.
         hidden: what the first layer gets.
         calls: of each layer, its (args, kwargs).
         tensors: each that a call has beside the hidden states, once.
-        stops: the pass ends at the last layer.
     """
 
-    def __init__(self, *, stops: bool) -> None:
-        self.stops = stops
-        self.hidden: torch.Tensor | None = None
-        self.calls: list[LayerCall] = []
-        self.tensors: list[torch.Tensor] = []
-        self._slots: dict[int, ArgumentSlot] = {}
-        self.last_output: torch.Tensor | None = None
+    stops: bool
+    hidden: torch.Tensor | None = None
+    last_output: torch.Tensor | None = None
+    calls: list[LayerCall] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    _slots: dict[int, ArgumentSlot] = field(default_factory=dict)
 
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Writes a layer's call down; gives what stands for its output.
-
-        Raises:
-            NoPresetError: the layer does not get what the one before it gave.
-        """
+        """Writes a layer's call down; gives what stands for its output."""
         expected = self.last_output
         if expected is None:
             expected = self.hidden = args[0] if args else kwargs.get("hidden_states")
@@ -200,11 +193,6 @@ def follow(twin: nn.Module, original: nn.Module) -> None:
     twin.__dict__.update({k: v for k, v in original.__dict__.items() if k not in inner})
 
 
-# -- proves that a decoder of transformers is a row of layers, and finds what lies before and after
-# A warm-up run calls the model with two tokens without its layers, and looks at who hands which
-# tensor to whom. Nothing is looked up by the name of a family.
-
-
 @dataclass(frozen=True)
 class DecoderLayout:
     """Where the parts of a model lie, and what its warm-up run showed.
@@ -294,10 +282,21 @@ def _warm_up_run(model: nn.Module, base: str, layers: str, *, gives_tuple: bool)
         if each.is_floating_point()
     }
     stage = shell_of(twin_with(base_model, {inner: row}), leaves).eval()
-    after = _AfterLayers(stage, inner)
-    with torch.enable_grad(), after:
+    last_calls: list[tuple[str, Any, Any]] = []  # (name, arguments, output) behind the last layer
+
+    def note(name: str, module: nn.Module, args: tuple, output: Any) -> None:
+        tape = TAPE.get()
+        if tape is not None and len(tape.calls) == len(row):
+            last_calls.append((name, args, output))
+
+    for name, child in stage.get_submodule(inner.rpartition(".")[0]).named_children():
+        if not isinstance(child, nn.ModuleList):
+            child.register_forward_hook(functools.partial(note, name))  # ends with the shell
+    with torch.enable_grad():
         tape, output = play(stage, {**two_tokens(model), "use_cache": False}, stops=False)
-    norm = after.check(tape, output)
+    if len(tape.calls) != len(row):
+        raise NoPresetError(f"{len(tape.calls)} of {len(row)} layers were called")
+    norm = _check_end(tape.last_output, last_calls, output.last_hidden_state)
     body = layers.rpartition(".")[0]
     return DecoderLayout(
         base=base,
@@ -309,47 +308,17 @@ def _warm_up_run(model: nn.Module, base: str, layers: str, *, gives_tuple: bool)
     )
 
 
-class _AfterLayers:
-    """Notes which children of the layers' parent run after the last layer, in a warm-up run."""
-
-    def __init__(self, base_model: nn.Module, layers: str) -> None:
-        parent = base_model.get_submodule(layers.rpartition(".")[0])
-        self._children = dict(parent.named_children())
-        self._num_layers = len(_list_at(base_model, layers))
-        self._seen: list[tuple[str, Any, Any]] = []
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> None:
-        for name, child in self._children.items():
-            if not isinstance(child, nn.ModuleList):
-                self._handles.append(child.register_forward_hook(self._hook(name)))
-
-    def __exit__(self, *_: Any) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def check(self, tape: Tape, output: Any) -> str:
-        """The child that makes the last hidden states of the last layer's output; empty: none."""
-        if len(tape.calls) != self._num_layers:
-            raise NoPresetError(f"{len(tape.calls)} of {self._num_layers} layers were called")
-        last, source = output.last_hidden_state, tape.last_output
-        if len(self._seen) > 1:
-            raise NoPresetError(f"{len(self._seen)} modules run after the last layer")
-        if not self._seen:
-            _same(source, last)
-            return ""
-        name, got, made = self._seen[0]
-        _same(got[0] if got else None, source)
-        _same(made, last)
-        return name
-
-    def _hook(self, name: str) -> Any:
-        def note(module: nn.Module, args: tuple, output: Any) -> None:
-            tape = TAPE.get()
-            if tape is not None and len(tape.calls) == self._num_layers:
-                self._seen.append((name, args, output))
-
-        return note
+def _check_end(source: Any, calls: Sequence[tuple[str, Any, Any]], last: Any) -> str:
+    """The child that makes the last hidden states of the last layer's output; empty: none."""
+    if len(calls) > 1:
+        raise NoPresetError(f"{len(calls)} modules run after the last layer")
+    if not calls:
+        _same(source, last)
+        return ""
+    name, args, made = calls[0]
+    _same(args[0] if args else None, source)
+    _same(made, last)
+    return name
 
 
 def _same(left: Any, right: Any) -> None:

@@ -66,15 +66,12 @@ def save_for_recompute(*data: Any) -> None:
     now = _running.get()
     if now is None:
         return
-    if now.is_recomputed:
+    if now.is_recomputed or now.key in now.kept:
+        when = "in a recomputation" if now.is_recomputed else "twice by one layer"
         raise RuntimeError(
-            "save_for_recompute was called in a recomputation. It was expected in the first run "
-            "only, because nothing runs a third time: ask doing_recompute() first."
-        )
-    if now.key in now.kept:
-        raise RuntimeError(
-            "save_for_recompute was called twice by one layer. Once was expected, because "
-            "get_recompute_data gives all of it: save everything in one call."
+            f"save_for_recompute was called {when}. Once, in the first run, was expected, because "
+            "get_recompute_data gives all of it and nothing runs a third time: ask "
+            "doing_recompute() first, and save everything in one call."
         )
     now.kept[now.key] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, data)
 

@@ -1,12 +1,14 @@
 """How one call runs through the streaming engine, and how its values become micro-batches.
 
-A call's settings win over the model's.
+A call's settings win over the model's. Values are tuples, lists and dicts of tensors and of
+anything else. Splitting copies nothing: parts of a tensor are views, which gradients flow through.
 """
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -53,11 +55,10 @@ class RoundPipeRunConfig:
 
     def over(self, *bases: "RoundPipeRunConfig") -> "RoundPipeRunConfig":
         """These settings; where one is None, that of the first base that has one."""
-        merged = self
-        for base in bases:
-            open_ones = [item.name for item in fields(self) if getattr(merged, item.name) is None]
-            merged = replace(merged, **{name: getattr(base, name) for name in open_ones})
-        return merged
+        merged: dict[str, Any] = {}
+        for config in reversed((self, *bases)):
+            merged |= {name: value for name, value in vars(config).items() if value is not None}
+        return RoundPipeRunConfig(**merged)
 
     def filled(self, num_lanes: int) -> "RoundPipeRunConfig":
         """With the defaults in place of what is None, but for the plan and the ways to split.
@@ -94,15 +95,15 @@ def place_of_call() -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-# -- splitting the values of a call, and joining what comes out ------------------------------------
-# Values are tuples, lists and dicts of tensors and of anything else. Nothing is copied: parts of a
-# tensor are views, which gradients flow through.
-
 Inputs = tuple[tuple, dict[str, Any]]
+_RULES = (TensorChunkSpec, _CustomReducer, _Replicate)
 
 
 class Packed(list):
-    """A value a micro-batch, as `merge_output=False` returns it; the next model takes it as is."""
+    """A value a micro-batch, as `merge_output=False` returns it; the next model takes it as is.
+
+    As a class of its own it is a leaf for pytree.
+    """
 
 
 def split_inputs(
@@ -165,34 +166,31 @@ def merge_outputs(outputs: Sequence[Any], spec: Any) -> Any:
                 "they are joined leaf by leaf: give merge_output a function"
             )
         columns.append(leaves)
-    rules = [None] * len(flat) if spec in (None, True) else _leaf_rules(outputs[0], spec)
-    automatic = spec in (None, True)
-    leaves = [
-        _merge_leaf(list(values), rule, automatic)
-        for values, rule in zip(zip(*columns, strict=True), rules, strict=True)
-    ]
-    return pytree.tree_unflatten(leaves, structure)
+    if spec in (None, True):
+        merged = [_joined(values) for values in zip(*columns, strict=True)]
+    else:
+        rules = _leaf_rules(outputs[0], spec)
+        pairs = zip(zip(*columns, strict=True), rules, strict=True)
+        merged = [_merged_by(rule, values) for values, rule in pairs]
+    return pytree.tree_unflatten(merged, structure)
 
 
-def _merge_leaf(values: list[Any], rule: Any, automatic: bool) -> Any:
+def _joined(values: tuple[Any, ...]) -> Any:
     first = values[0]
+    if not isinstance(first, torch.Tensor) or (first.ndim == 0 and not first.is_floating_point()):
+        return _equal(values)
+    return torch.stack(values).mean(0) if first.ndim == 0 else torch.cat(values, dim=0)
+
+
+def _merged_by(rule: Any, values: tuple[Any, ...]) -> Any:
     if isinstance(rule, TensorChunkSpec):
         return torch.cat(values, dim=rule.split_dim)
     if isinstance(rule, _CustomReducer):
-        reduced = rule.init_value
-        for value in values:
-            reduced = rule.reduce_fn(reduced, value)
-        return reduced
-    if isinstance(first, torch.Tensor):
-        if not automatic:
-            return first
-        if first.ndim == 0:
-            return torch.stack(values).mean(0) if first.is_floating_point() else _equal(values)
-        return torch.cat(values, dim=0)
-    return _equal(values)
+        return functools.reduce(rule.reduce_fn, values, rule.init_value)
+    return values[0] if isinstance(values[0], torch.Tensor) else _equal(values)
 
 
-def _equal(values: list[Any]) -> Any:
+def _equal(values: tuple[Any, ...]) -> Any:
     differing = [value for value in values[1:] if value != values[0]]
     if differing:
         raise ValueError(
@@ -214,17 +212,9 @@ def _from_function(
     return [(tuple(one), dict(other)) for one, other in zip(all_args, all_kwargs, strict=True)]
 
 
-def _is_packed(value: Any) -> bool:
-    return isinstance(value, Packed)
-
-
-def _leaves(value: Any) -> list[Any]:
-    return pytree.tree_leaves(value, is_leaf=_is_packed)
-
-
 def _batch_size(value: Any) -> int | None:
     """Of the first tensor with dimensions, outside or inside of what is packed."""
-    for leaf in _leaves(value):
+    for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Packed):
             sizes = [_batch_size(part) for part in leaf]
             known = [size for size in sizes if size is not None]
@@ -236,7 +226,7 @@ def _batch_size(value: Any) -> int | None:
 
 
 def _number_of_parts(value: Any, size: int | None, num_microbatch: int) -> int:
-    packed = {len(leaf) for leaf in _leaves(value) if isinstance(leaf, Packed)}
+    packed = {len(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Packed)}
     if len(packed) > 1:
         raise ValueError(
             f"packed inputs of {sorted(packed)} micro-batches came together; equally many were "
@@ -255,10 +245,8 @@ def _number_of_parts(value: Any, size: int | None, num_microbatch: int) -> int:
 
 
 def _split(value: Any, spec: Any, num_parts: int, size: int | None) -> list[Any]:
-    leaves, structure = pytree.tree_flatten(value, is_leaf=_is_packed)
-    rules: Sequence[Any] = [None] * len(leaves)
-    if spec is not None:
-        rules = _leaf_rules(value, spec)
+    leaves, structure = pytree.tree_flatten(value)
+    rules = [None] * len(leaves) if spec is None else _leaf_rules(value, spec)
     columns = [
         _split_leaf(leaf, rule, num_parts, size if spec is None else None)
         for leaf, rule in zip(leaves, rules, strict=True)
@@ -285,10 +273,6 @@ def _split_leaf(leaf: Any, rule: Any, num_parts: int, size: int | None) -> Seque
     return [leaf] * num_parts
 
 
-def _is_rule(spec: Any) -> bool:
-    return spec is None or isinstance(spec, (TensorChunkSpec, _CustomReducer, _Replicate))
-
-
 def _leaf_rules(value: Any, spec: Any) -> list[Any]:
     """The spec of each leaf; one that stands above a structure holds for all leaves below it.
 
@@ -298,8 +282,9 @@ def _leaf_rules(value: Any, spec: Any) -> list[Any]:
     rules: list[Any] = []
 
     def walk(part: Any, rule: Any) -> None:
-        if not isinstance(part, (tuple, list, dict)) or _is_rule(rule) or _is_packed(part):
-            rules.extend([rule] * len(_leaves(part)))
+        is_leaf = isinstance(part, Packed) or not isinstance(part, (tuple, list, dict))
+        if is_leaf or isinstance(rule, _RULES) or rule is None:
+            rules.extend([rule] * len(pytree.tree_leaves(part)))
         elif isinstance(part, dict):
             if not isinstance(rule, dict):
                 raise ValueError(f"{rule!r} came as the spec of a dict with {sorted(part)}")

@@ -4,6 +4,7 @@ It has the interface of `stageline.pipeline.runner.PipelineRunner`, with all sta
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,16 +29,18 @@ from stageline.streaming.lanes import Lane
 from stageline.streaming.plan import Plan, choose, costs_of
 from stageline.streaming.run_config import RoundPipeRunConfig
 
-# -- what the trainer's optimizer sees of a model that streams; the counterpart of MasterWeights --
-# The optimizer's parameters and the sums of gradients lie on the host, in float32. A step runs in
-# the engine's thread: in turn, or beside the passes of the next step, one step stale.
+Output = torch.Tensor | Tensors
+Value = tuple[int, Any]  # (micro-batch, what crosses the border of two stages)
+LossFn = Callable[[Output, MicroBatch], torch.Tensor]
 
 
 class StageWeights:
-    """The trained parameters of all stages, by name.
+    """The trained parameters of all stages, by name, as the trainer's optimizer sees them.
+
+    The counterpart of MasterWeights: the optimizer's parameters and the sums of gradients lie on
+    the host, in float32, and a step runs in the engine's thread.
 
     Args:
-        named_parameters: the trainable parameters of the stages.
         stale: a step runs beside the passes of the next one, which so have the weights before it.
 
     Attributes:
@@ -105,44 +108,23 @@ class StageWeights:
         self._pipe.synchronize()
 
 
-# -- stage models as the layers of a stream: the same stages that a pipeline has on its ranks -----
-# Between two layers travel the number of the micro-batch and what crosses the border of two stages.
-# The micro-batch itself, small integers, is read by each stage where it runs.
-
-Output = torch.Tensor | Tensors
-Value = tuple[int, Any]  # (micro-batch, what crosses the border)
-
-
+@dataclass
 class StreamedCall:
     """What holds for all passes of one call; stages ask it.
 
-    Args:
-        seeds: settles what a forward pass draws at random; recomputation draws the same again.
+    The micro-batches themselves, small integers, are read by each stage where it runs.
 
     Attributes:
-        batches: its micro-batches, on the host.
+        seeds: settles what a forward pass draws at random; recomputation draws the same again.
+        batches: on the host.
         recorder: sees each forward pass, recomputation too.
         on_output: of an evaluation, gets the output of the last stage, which then goes nowhere.
     """
 
-    def __init__(self, seeds: LayerSeeds) -> None:
-        self.seeds = seeds
-        self.batches: Sequence[MicroBatch] = ()
-        self.recorder: Recorder = NO_RECORDER
-        self.on_output: Callable[[Output, MicroBatch], None] | None = None
-
-    def begin(
-        self,
-        batches: Sequence[MicroBatch],
-        recorder: Recorder,
-        on_output: Callable[[Output, MicroBatch], None] | None = None,
-    ) -> None:
-        """A call begins."""
-        self.batches, self.recorder, self.on_output = batches, recorder, on_output
-
-    def end(self) -> None:
-        """Forgets everything of the call."""
-        self.begin((), NO_RECORDER)
+    seeds: LayerSeeds
+    batches: Sequence[MicroBatch] = ()
+    recorder: Recorder = NO_RECORDER
+    on_output: Callable[[Output, MicroBatch], None] | None = None
 
     def batch(self, index: int, device: torch.device, *, with_pixels: bool = False) -> MicroBatch:
         """A micro-batch on a device; pixels are large, and for the first stage alone."""
@@ -164,7 +146,7 @@ class StreamedCall:
             return ()
         return made if is_last or isinstance(made, tuple) else (made,)
 
-    def loss(self, loss_fn: Callable[..., torch.Tensor], value: Value) -> torch.Tensor:
+    def loss(self, loss_fn: LossFn, value: Value) -> torch.Tensor:
         """The loss of a micro-batch, right behind its pass through the last stage."""
         index, output = value
         device = (output[0] if isinstance(output, tuple) else output).device
@@ -173,27 +155,23 @@ class StreamedCall:
 
 
 class StageLayer(nn.Module):
-    """A stage model as a layer."""
+    """A stage model as a layer: the same stage that a pipeline has on a rank."""
 
-    def __init__(self, stage: Stage, call: StreamedCall) -> None:
+    def __init__(self, stage: Stage, runner: "StreamingRunner") -> None:
         super().__init__()
         self.stage = stage
-        self.call = call
+        self.runner = runner
 
     def forward(self, value: Value) -> Value:
         index, came = value
-        return index, self.call.run(self.stage, index, came)
-
-
-LossFn = Callable[[Output, MicroBatch], torch.Tensor]
+        return index, self.runner.call.run(self.stage, index, came)
 
 
 class StreamingRunner:
     """Streams stages, all of them in host memory, through the devices of this machine.
 
     Args:
-        models: the stage models, on the host, in their order.
-        lanes: the devices.
+        models: the stage models, in their order.
         group: a process group of this process alone.
         seed: of what training steps draw at random; None leaves the generators alone.
         plan: which stages are on a device together; None: chosen by size and budget.
@@ -204,11 +182,11 @@ class StreamingRunner:
     Attributes:
         local, flow, seeds, num_micro_batches: as of a PipelineRunner.
         passes: there are none of single stages.
-        pipe: the engine.
+        call: the one that runs.
     """
 
     sent_bytes = 0  # to other ranks
-    pp_rank = 0
+    pp_rank = last_stage_rank = 0
 
     def __init__(
         self,
@@ -235,9 +213,9 @@ class StreamingRunner:
         self._lanes = list(lanes)
         self._plan_of_steps = plan
         self.num_micro_batches = 0
-        self._call = StreamedCall(self.seeds)
+        self.call = StreamedCall(self.seeds)
         self.pipe = RoundPipe(
-            nn.Sequential(*[StageLayer(model, self._call) for model in self.local]),
+            nn.Sequential(*[StageLayer(model, self) for model in self.local]),
             optim_dtype=torch.float32,
             name="the trained model",
             model_run_config=RoundPipeRunConfig(
@@ -253,31 +231,19 @@ class StreamingRunner:
         )
 
     @property
-    def last_stage_rank(self) -> int:
-        """The global rank that holds the last stage."""
-        return 0
-
-    @property
     def loss_order(self) -> list[int]:
         """The micro-batches of the last step, in the order in which the last stage meets them."""
         return list(range(self.num_micro_batches))
 
     def check_plan(self, num_micro_batches: int) -> None:
-        """Refuses a budget that no step can keep.
-
-        Raises:
-            ValueError: names the layer or stage that does not fit.
-        """
+        """Raises ValueError, with the layer or stage, for a budget that no step can keep."""
         costs, budget = costs_of(self.pipe._hosted_layers), self._lanes[0].pool.budget
         plan = self._plan_of_steps
         if plan is None:
-            choose(
-                costs,
-                num_lanes=len(self._lanes),
-                num_microbatches=num_micro_batches,
-                budget=budget,
-            )
-        for stages in plan.backward if plan is not None and budget is not None else ():
+            lanes = len(self._lanes)
+            choose(costs, num_lanes=lanes, num_microbatches=num_micro_batches, budget=budget)
+            return
+        for stages in plan.backward:
             needed = sum(costs[stage].backward_bytes for stage in stages)
             if budget is not None and needed > budget:
                 raise ValueError(
@@ -306,15 +272,15 @@ class StreamingRunner:
             The summed loss, a scalar in float32.
         """
         count = self.num_micro_batches = len(micro_batches)
-        self._call.begin(micro_batches, recorder)
+        self.call = StreamedCall(self.seeds, micro_batches, recorder)
         try:
             loss = self.pipe.forward_backward(
-                loss_fn=lambda value, _: self._call.loss(loss_fn, value),
+                loss_fn=lambda value, _: self.call.loss(loss_fn, value),
                 run_config=RoundPipeRunConfig(num_microbatch=count),
             )
             self._weights.take()  # behind all passes: queues may be late
         finally:
-            self._call.end()
+            self.call = StreamedCall(self.seeds)
             self.seeds.end()
         return loss.float()
 
@@ -334,18 +300,18 @@ class StreamingRunner:
         self.pipe.synchronize()
         was_training = self.local.training
         self.local.train(False)
-        self._call.begin(micro_batches, recorder, on_output)
+        self.call = StreamedCall(self.seeds, micro_batches, recorder, on_output)
         settings = RoundPipeRunConfig(num_microbatch=len(micro_batches), requires_grad=False)
         try:
             self.pipe(roundpipe_run_config=settings)
         finally:
-            self._call.end()
+            self.call = StreamedCall(self.seeds)
             self.local.train(was_training)
 
     def _inputs(self, args: tuple, kwargs: dict, count: int) -> tuple[list[tuple], list[dict]]:
         """What the first stage begins with: the micro-batches are cut already."""
         values = [
-            ((index, (batch["input_ids"],)),) for index, batch in enumerate(self._call.batches)
+            ((index, (batch["input_ids"],)),) for index, batch in enumerate(self.call.batches)
         ]
         return values, [{}] * count
 

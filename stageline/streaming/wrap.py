@@ -13,26 +13,24 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.nn.modules.module import _forward_unimplemented
+from transformers import PreTrainedModel
 
 from stageline.streaming.engine import RoundPipe, StreamedModel
-from stageline.streaming.host_memory import allocate
-from stageline.streaming.host_weights import Home, all_homes, page_views
+from stageline.streaming.host_weights import Home, page_views
 from stageline.streaming.lanes import default_lanes
 from stageline.streaming.presets import NoPresetError, sequential_of
 from stageline.streaming.run_config import RoundPipeRunConfig, place_of_call
 
-# -- autoRoundPipe: a model of which parts stream; its own forward runs on the host and calls them
-# The parts have one optimizer: one thread, one master of a weight that two parts share, one step.
-# Weights outside of the parts are trained beside them, by the same rule of staleness.
-
 
 class AutoRoundPipe(StreamedModel):
-    """A model with RoundPipes inside. It has no `forward_backward`: its layers have no order.
+    """A model with RoundPipes in places of its modules; its own forward runs on the host.
+
+    The parts have one optimizer: one thread, one master of a weight that two parts share, one step.
+    Weights outside of the parts are trained beside them, by the same rule of staleness. It has no
+    `forward_backward`: its layers have no order.
 
     Args:
-        model: holds RoundPipes in places of its modules.
-        optim_dtype: of the optimizer's parameters; default: the model's.
-        name: for messages; default: the place of the call.
+        optim_dtype, name: as of a RoundPipe.
     """
 
     def __init__(
@@ -40,16 +38,12 @@ class AutoRoundPipe(StreamedModel):
     ) -> None:
         super().__init__(optim_dtype, name)
         engines, loose = _parts(model)
-        self._home_of = _shared_homes(engines)
+        self._home_of: dict[int, Home] = {}  # by parameter; what two parts use has one home
         for engine in engines:
             engine._worker = self._worker
-        names = {id(parameter): key for key, parameter in model.named_parameters()}
-        self._loose: list[Home] = []
-        for parameter in loose:
-            home = self._home_of.setdefault(
-                id(parameter), Home(names.get(id(parameter), ""), parameter)
-            )
-            self._loose.append(home)
+            for hosted in engine._hosted_layers:
+                hosted.homes = [self._home_of.setdefault(id(h.parameter), h) for h in hosted.homes]
+        self._loose = [self._home_of.setdefault(id(each), Home(each)) for each in loose]
         self._watched: set[int] = set()
         self._has_cache = "use_cache" in inspect.signature(type(model).forward).parameters
         self._forward_to(model)
@@ -77,11 +71,7 @@ class AutoRoundPipe(StreamedModel):
     def step(
         self, step_fn: Callable[..., None], is_async: bool = True, *args: Any, **kwargs: Any
     ) -> None:
-        """Runs `step_fn(*args, **kwargs)` once for all parts, by the rule of `RoundPipe.step`.
-
-        Raises:
-            Exception: what this step (synchronous) or the one before raised.
-        """
+        """Runs `step_fn(*args, **kwargs)` once for all parts, by the rule of `RoundPipe.step`."""
         super().step(step_fn, is_async, *args, **kwargs)
         for home in self._loose:
             home.parameter.grad = None
@@ -112,8 +102,7 @@ class AutoRoundPipe(StreamedModel):
     def _make_masters(self) -> None:
         for home in self._homes():
             if home.parameter.requires_grad and home.master is None:
-                home.make_master(self._optim_dtype)
-                home.back = page_views([home.parameter.detach()], allocate)[0]
+                home.make_master(self._optim_dtype, page_views([home.parameter])[0])
 
 
 def _parts(model: nn.Module) -> tuple[list[RoundPipe], list[nn.Parameter]]:
@@ -132,18 +121,6 @@ def _parts(model: nn.Module) -> tuple[list[RoundPipe], list[nn.Parameter]]:
         loose |= {id(each): each for each in module._parameters.values() if each is not None}
         waiting += [child for child in module._modules.values() if child is not None]
     return list(engines.values()), list(loose.values())
-
-
-def _shared_homes(engines: list[RoundPipe]) -> dict[int, Home]:
-    """The homes of all engines by their parameter; what two engines use has one."""
-    shared: dict[int, Home] = {}
-    for engine in engines:
-        for hosted in engine._hosted_layers:
-            hosted.homes = [shared.setdefault(id(home.parameter), home) for home in hosted.homes]
-    assert len(all_homes(hosted for engine in engines for hosted in engine._hosted_layers)) == len(
-        shared
-    )
-    return shared
 
 
 _INHERIT = RoundPipeRunConfig()
@@ -202,11 +179,10 @@ def wrap_model_to_roundpipe(
             engine.set_original_model(model)
             return engine
     if upper_threshold is None:
-        upper_threshold = _num_bytes(model) // (max(1, len(kwargs["lanes"])) + 1)
+        upper_threshold = _num_bytes(model) // (len(kwargs["lanes"]) + 1)
     thresholds = (lower_threshold, upper_threshold)
-    rules = _Rules(*thresholds, skip_modules, overrides, model_run_config, kwargs)
-    wrapped = rules.wrapped(model, name)
-    if isinstance(wrapped, RoundPipe):
+    walk = _Rules(*thresholds, skip_modules, overrides, model_run_config, kwargs)
+    if isinstance(wrapped := walk.wrapped(model, name), RoundPipe):
         return wrapped
     return AutoRoundPipe(wrapped, kwargs.get("optim_dtype"), name)
 
@@ -256,7 +232,7 @@ class _Rules:
         return module in self.skip or isinstance(module, (RoundPipe, AutoRoundPipe))
 
     def _is_one_layer(self, module: nn.Module) -> bool:
-        own = sum(_bytes_of(each) for each in module.parameters(recurse=False))
+        own = _num_bytes(module, recurse=False)
         fits = own >= self.lower or _num_bytes(module) <= self.upper
         return fits and _has_forward(module)
 
@@ -331,19 +307,13 @@ def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _has_loss(module: nn.Module) -> bool:
-    library = sys.modules.get("transformers")  # who has such a model has imported it
-    if library is None or not isinstance(module, library.PreTrainedModel):
-        return False
-    return module.base_model is not module  # a base model has no head, and no loss
+    # a base model has no head, and no loss
+    return isinstance(module, PreTrainedModel) and module.base_model is not module
 
 
 def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not _forward_unimplemented
 
 
-def _num_bytes(module: nn.Module) -> int:
-    return sum(_bytes_of(parameter) for parameter in module.parameters())
-
-
-def _bytes_of(tensor: Any) -> int:
-    return tensor.numel() * tensor.element_size()
+def _num_bytes(module: nn.Module, *, recurse: bool = True) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters(recurse))

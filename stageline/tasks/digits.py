@@ -1,21 +1,14 @@
 """scikit-learn's 1,797 real handwritten digits as pictures with a question and an answer."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from functools import lru_cache
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from stageline.data.rows.readers import check_split
 from stageline.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 QUESTIONS = (
     "Which digit is this?",
@@ -24,16 +17,6 @@ QUESTIONS = (
     "Read the digit in the picture.",
 )
 NUM_TEST = 360
-# the special tokens of InternVL's tokenizer -> how they are written here
-_SPECIAL = {
-    "pad_token": "<|pad|>",
-    "bos_token": "<|bos|>",
-    "eos_token": "<|eos|>",
-    "context_image_token": "<IMG_CONTEXT>",
-    "start_image_token": "<img>",
-    "end_image_token": "</img>",
-    "video_token": "<video>",
-}
 
 
 class Digits:
@@ -118,31 +101,3 @@ def _draw_test(labels: numpy.ndarray) -> numpy.ndarray:
         rows = numpy.flatnonzero(labels == digit).tolist()
         chosen += sorted(rows, key=lambda row: sha256(f"digits {row}".encode()).digest())[:number]
     return numpy.sort(numpy.array(chosen))
-
-
-def train_internvl_tokenizer(
-    texts: Iterable[str], *, pre_tokenizer: Any, vocab_size: int
-) -> PreTrainedTokenizerFast:
-    """A byte-level BPE for an InternVL of our own, trained on the text of its task.
-
-    It has the special tokens of InternVL's processor; other text is read by its bytes.
-
-    Args:
-        pre_tokenizer: cuts a text into words, and these into bytes.
-        vocab_size: at most so many tokens.
-    """
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizer
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(_SPECIAL.values()),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(texts, trainer)
-    from transformers import PreTrainedTokenizerFast
-
-    plain = {name: _SPECIAL[name] for name in ("pad_token", "bos_token", "eos_token")}
-    extra = {name: text for name, text in _SPECIAL.items() if name not in plain}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **plain, extra_special_tokens=extra)

@@ -58,26 +58,18 @@ class Thing:
 
     @property
     def name(self) -> str:
-        """As a question calls it."""
         return f"{self.color} {self.shape}"
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What is to be drawn.
+    """What is to be drawn."""
 
-    Attributes:
-        reference: what faces somewhere, "car".
-        heading: where it faces in the picture, seen from above.
-        offset: of the reference from the middle, in half widths; y grows downwards.
-        is_oblique: the camera looks down at a slant, so that depth is shorter.
-    """
-
-    reference: str
-    heading: int
+    reference: str  # what faces somewhere, "car"
+    heading: int  # where it faces in the picture, seen from above
     things: tuple[Thing, ...]
-    offset: tuple[float, float] = (0.0, 0.0)
-    is_oblique: bool = False
+    offset: tuple[float, float] = (0.0, 0.0)  # of the reference from the middle; y grows downwards
+    is_oblique: bool = False  # the camera looks down at a slant, so that depth is shorter
 
     def relative(self, index: int) -> float:
         """Where a thing lies as the reference sees it, 0 to 360."""
@@ -91,7 +83,6 @@ class Scene:
         return replace(self, heading=(self.heading + angle) % 360, things=things)
 
     def facing(self, heading: int) -> "Scene":
-        """Only the reference turns."""
         return replace(self, heading=heading % 360)
 
     def moved(self, index: int, bearing: float) -> "Scene":
@@ -128,18 +119,21 @@ def angle_between(first: float, second: float) -> float:
     return abs((first - second + 180) % 360 - 180)
 
 
+def _sector_of(angle: float, names: Sequence[str], reach: float) -> str | None:
+    """The name of the sector of a circle; None further than `reach` from its middle."""
+    step = 360 / len(names)
+    sector = round(angle / step) % len(names)
+    return names[sector] if angle_between(angle, step * sector) <= reach else None
+
+
 def direction_of(relative: float) -> str | None:
     """front, right, back or left; None near the border of two."""
-    sector = round(relative / 90) % 4
-    is_clear = angle_between(relative, 90 * sector) <= DIRECTION_REACH
-    return DIRECTIONS[sector] if is_clear else None
+    return _sector_of(relative, DIRECTIONS, DIRECTION_REACH)
 
 
 def clock_of(relative: float) -> str | None:
     """The clock position, 12 is straight ahead; None near the border of two."""
-    hour = round(relative / 30) % 12
-    is_clear = angle_between(relative, 30 * hour) <= CLOCK_REACH
-    return f"{hour or 12} o'clock" if is_clear else None
+    return _sector_of(relative, CLOCK, CLOCK_REACH)
 
 
 def side_of(bearing: float) -> str | None:
@@ -152,27 +146,20 @@ def side_of(bearing: float) -> str | None:
 
 def way_of(heading: float) -> str | None:
     """Where something faces in the picture; None near the border of two."""
-    sector = round(heading / 45) % 8
-    return WAYS[sector] if angle_between(heading, 45 * sector) <= WAY_REACH else None
+    return _sector_of(heading, WAYS, WAY_REACH)
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked about one thing of a scene.
-
-    Attributes:
-        asked: index of the thing.
-        stated: of a statement: the direction that it claims.
-    """
+    """What is asked about one thing of a scene."""
 
     scene: Scene
     task: Task
-    asked: int = 0
-    stated: str = ""
+    asked: int = 0  # index of the thing
+    stated: str = ""  # of a statement: the direction that it claims
 
     @property
     def text(self) -> str:
-        """As a person would ask."""
         reference, name = self.scene.reference, self.scene.things[self.asked].name
         if self.task == "picture":
             return f"In the picture, is the {name} left or right of the {reference}?"
@@ -208,23 +195,16 @@ def pick(random: Random, items: Sequence[Item]) -> Item:
 
 @dataclass(frozen=True)
 class SceneRules:
-    """What scenes may hold.
-
-    Attributes:
-        headings: how many the reference may have, from the top on in equal steps.
-        distances: those that things may have; train and test have none in common.
-        oblique: share of scenes that the camera sees at a slant.
-        holds_new: whether the asked thing is of a combination that was held out.
-    """
+    """What scenes may hold."""
 
     references: tuple[str, ...]
     shapes: tuple[str, ...]
     colors: tuple[str, ...]
-    headings: int
+    headings: int  # how many the reference may have, from the top on in equal steps
     num_things: int
-    distances: tuple[float, ...]
-    oblique: float = 0.0
-    holds_new: bool = False
+    distances: tuple[float, ...]  # train and test have none in common
+    oblique: float = 0.0  # share of scenes that the camera sees at a slant
+    holds_new: bool = False  # whether the asked thing is of a combination that was held out
 
     def answers(self, task: Task) -> tuple[str, ...]:
         """Those that can be asked for: few headings or things leave out some ways to face."""
@@ -255,11 +235,7 @@ class SceneRules:
 
 
 def draw_anchor(random: Random, rules: SceneRules, task: Task) -> Question:
-    """A question whose answer is drawn first, so that all answers of a task are as frequent.
-
-    Raises:
-        UserError: there is no such scene, or hardly any.
-    """
+    """A question whose answer is drawn first, so that all answers of a task are as frequent."""
     answer = pick(random, rules.answers(task))
     stated = pick(random, DIRECTIONS) if task == "statement" else ""
     for _ in range(_MOST_TRIES):
@@ -272,8 +248,8 @@ def draw_anchor(random: Random, rules: SceneRules, task: Task) -> Question:
     raise UserError(
         f"no scene was found with {rules.num_things} things of {len(rules.shapes)} shapes and "
         f"{len(rules.colors)} colours and {rules.headings} headings. Some were expected that hold "
-        "no held-out combination of the three: give more shapes, colours or headings, or fewer "
-        "things (`dataset.num_shapes` ...)."
+        "no held-out combination of the three, because those are for the test: give more shapes, "
+        "colours or headings, or fewer things (`dataset.num_shapes` ...)."
     )
 
 

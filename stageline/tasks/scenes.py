@@ -1,10 +1,8 @@
 """Scenes with questions, drawn when they are asked for: no file, no download, exact answers."""
 
-import json
 import math
 from dataclasses import replace
 from hashlib import sha256
-from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
@@ -186,7 +184,7 @@ class Scenes:
         oblique: float = 0.0,
         image_size: int = 48,
     ) -> None:
-        check_options(locals())
+        _check_options(locals())
         self._split, self._seed = split, seed
         self._tasks = tuple(tasks)
         self._num_negatives = negatives or 0
@@ -232,11 +230,7 @@ class Scenes:
         return [draw_scene(question.scene, self._image_size)], sample
 
     def question(self, index: int) -> Question:
-        """What a sample asks, without its picture.
-
-        Raises:
-            IndexError: there is no such sample.
-        """
+        """What a sample asks, without its picture."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         group, place = divmod(index, self.group_size)
@@ -264,12 +258,8 @@ class Scenes:
         return self._split != "train" and group // len(self._tasks) % 2 == 1
 
 
-def check_options(options: dict[str, Any]) -> None:
-    """Refuses what cannot be drawn.
-
-    Raises:
-        UserError: names the option, what came and what was expected.
-    """
+def _check_options(options: dict[str, Any]) -> None:
+    """Refuses what cannot be drawn."""
     limits = {
         "num_train": (1, 10**8),
         "num_test": (1, 10**8),
@@ -284,43 +274,21 @@ def check_options(options: dict[str, Any]) -> None:
         limits["negatives"] = (1, 100)
     for name, (least, most) in limits.items():
         if not least <= options[name] <= most:
-            raise _refusal(name, options[name], f"{least} to {most}", "no scene is drawn otherwise")
+            raise _refusal(name, options, f"{least} to {most}", "no scene is drawn otherwise")
     for name, known in {"tasks": TASKS, "references": REFERENCES}.items():
         if not options[name] or not set(options[name]) <= set(known):
-            raise _refusal(
-                name, options[name], f"some of {', '.join(known)}", "there are no others"
-            )
+            wanted = f"some of {', '.join(known)}"
+            raise _refusal(name, options, wanted, "there are no others")
     if options["split"] not in SPLITS:
-        raise _refusal("split", options["split"], ", ".join(SPLITS), "there are no others")
+        raise _refusal("split", options, ", ".join(SPLITS), "there are no others")
     if 360 % options["headings"]:
         why = "all headings are equal steps of whole degrees"
-        raise _refusal("headings", options["headings"], "a divisor of 360", why)
+        raise _refusal("headings", options, "a divisor of 360", why)
     if options["num_shapes"] * options["num_colors"] < options["num_things"]:
         why = "a question names a thing by shape and colour, so no two may be alike"
-        expected = "no more than num_shapes x num_colors"
-        raise _refusal("num_things", options["num_things"], expected, why)
+        raise _refusal("num_things", options, "no more than num_shapes x num_colors", why)
 
 
-def _refusal(name: str, value: object, expected: str, why: str) -> UserError:
-    return UserError(
-        f"`dataset`.{name} {value} of the scenes: {expected} was expected, because {why}: "
-        "choose another."
-    )
-
-
-def export_scenes(scenes: Scenes, folder: str | Path, *, split: str) -> None:
-    """Writes pictures and `split`.jsonl, as `dataset` rotate_qa reads them.
-
-    Groups are written with `contrast_group` and `role`, a sample a line.
-    """
-    folder = Path(folder)
-    (folder / "images").mkdir(parents=True, exist_ok=True)
-    lines = []
-    for index in range(len(scenes)):
-        (image,), sample = scenes[index]
-        picture = f"images/{sample['id']}.png"
-        image.save(folder / picture)
-        row = {name: value for name, value in sample.items() if name not in ("group", "groups")}
-        row |= {"image": picture, "scene_task": sample["groups"]["task"]}
-        lines.append(json.dumps(row) + "\n")
-    (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+def _refusal(name: str, options: dict[str, Any], expected: str, why: str) -> UserError:
+    came = f"`dataset`.{name} {options[name]} of the scenes"
+    return UserError(f"{came}: {expected} was expected, because {why}: choose another.")

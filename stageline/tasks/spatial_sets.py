@@ -86,11 +86,6 @@ class SpatialRows(RowsDataset):
     """Rows of a public set; a subclass says the id of a row and reads the rest."""
 
     def convert(self, row: Row) -> tuple[list[str], dict[str, Any]]:
-        """Names of the row's images and its sample.
-
-        Raises:
-            DataError: names file, line and sample.
-        """
         images, sample = self._read_named(row, self.read)
         return images, {"id": self.sample_id(row), "cluster": images[0], **sample}
 
@@ -102,17 +97,26 @@ class SpatialRows(RowsDataset):
         """Names of the row's images and its sample but for the id; errors do not name the row."""
         raise NotImplementedError
 
-    def _read_named(self, row: Row, read: Callable[..., Found], *more: Any) -> Found:
+    def _read_named(self, row: Row, read: Callable[[Row], Found]) -> Found:
         """What is read of a row; file, line and sample are put before an error."""
         try:
-            return read(row, *more)
+            return read(row)
         except DataError as error:
             place = f"{row.source}: sample {self.sample_id(row)}"
             raise DataError(f"{place}: {error}") from None
 
+    def _split(
+        self, rows: list[Row], split: str, test_size: int | float, key: Callable[[Row], str]
+    ) -> list[Row]:
+        """As `split_rows`; errors of the key name the sample."""
+
+        def named_key(row: Row) -> str:
+            return self._read_named(row, key)
+
+        return split_rows(rows, split=split, test_size=test_size, key=named_key)
+
 
 def _bad(what: str, *, more: str = "") -> DataError:
-    """An error that says to correct the row."""
     return DataError(f"{what}: correct the row{more}.")
 
 
@@ -131,10 +135,9 @@ def _text(row: Row, field: str) -> str:
 def _known(value: Any, names: Collection[str], *, what: str, others: Others) -> str:
     """A relation or task in lower case, one of `names` unless others are allowed."""
     if not isinstance(value, str) or not value.strip():
-        raise _bad(
-            f"the {what} is {'missing' if value is None else repr(value)[:60]}. A text was "
-            f"expected, because figures are given for each {what}"
-        )
+        came = "missing" if value is None else repr(value)[:60]
+        why = f"because figures are given for each {what}"
+        raise _bad(f"the {what} is {came}. Text was expected, {why}")
     name = " ".join(value.lower().split())
     if others == "allow" or name in names:
         return name
@@ -163,7 +166,7 @@ def _check_options(options: Sequence[str]) -> None:
     if double is not None:
         raise _bad(
             f"the option {double!r} stands twice among {list(options)!r}. Options that differ were "
-            "expected, because only one of them is right"
+            "expected, because only one is right"
         )
     if len(options) < 2 or "" in texts:
         raise _bad(
@@ -221,10 +224,8 @@ class VSR(SpatialRows):
                 f"the label is {label!r}. The number 0 or 1 was expected, because a statement is "
                 "false or true"
             )
-        caption = _text(row, "caption")
-        relation = _known(
-            row.data.get("relation"), VSR_RELATIONS, what="relation", others=self._others
-        )
+        caption, given = _text(row, "caption"), row.data.get("relation")
+        relation = _known(given, VSR_RELATIONS, what="relation", others=self._others)
         return [_text(row, "image")], {
             "caption": caption,
             "question": f"Is this statement about the picture true or false? {caption}",
@@ -272,12 +273,7 @@ class SpatialMM(SpatialRows):
             for row in read_rows(find_file(folder, (name, f"data/{name}"))):
                 data = {**row.data, "subset": part, "number": row.number}
                 rows.append(replace(row, data=data, number=len(rows) + 1))
-        chosen = split_rows(
-            rows,
-            split=split,
-            test_size=test_size,
-            key=lambda row: self._read_named(row, _text, "image_name"),
-        )
+        chosen = self._split(rows, split, test_size, lambda row: _text(row, "image_name"))
         roots = _image_roots(folder, image_path, "Spatial_MM_Obj", "images", "imgs", "data/imgs")
         super().__init__(chosen, image_roots=roots)
 
@@ -378,11 +374,9 @@ class WhatsUp(SpatialRows):
         self._others = other_relations
         names = self._FILES[subset]
         file = find_file(folder, (*names, *(f"data/{name}" for name in names)))
-        rows = split_rows(
-            read_rows(file, may_be_lists=True),
-            split=split,
-            test_size=test_size,
-            key=lambda row: _objects(self._read_named(row, self._image_and_captions)[0]),
+        rows = read_rows(file, may_be_lists=True)
+        rows = self._split(
+            rows, split, test_size, lambda row: _objects(self._image_and_captions(row)[0])
         )
         roots = _image_roots(
             folder, image_path, "val2017", "vg_images", "controlled_images", "controlled_clevr",
@@ -498,12 +492,7 @@ class RotateQA(SpatialRows):
         else:
             names = (f"{self._name}.json", f"{self._name}.jsonl")
             file = path if path.is_file() else find_file(path, names)
-            rows = split_rows(
-                read_rows(file),
-                split=split,
-                test_size=test_size,
-                key=lambda row: self._read_named(row, _text, "image"),
-            )
+            rows = self._split(read_rows(file), split, test_size, lambda row: _text(row, "image"))
         folder = path if path.is_dir() else path.parent
         super().__init__(rows, image_roots=_image_roots(folder, image_path, "images"))
 
@@ -511,24 +500,28 @@ class RotateQA(SpatialRows):
         return f"{self._name}-{row.data.get('id', row.number)}"
 
     def read(self, row: Row) -> tuple[list[str], dict[str, Any]]:
-        rotation, task = _rotation(row), self._task(row)
+        facts = self._facts(row)
         question, answer = _text(row, "question"), row.data.get("answer")
         answer = str(answer) if type(answer) in (int, float) else _text(row, "answer")
         sample: dict[str, Any] = {"question": question, "answer": answer}
         options = row.data.get("options")
         if options is not None:
             sample |= _choices(answer, options)
-        elif task in _TASKS and not _TASKS[task][0](answer):
+        elif (task := facts["task"]) in _TASKS and not _TASKS[task][0](answer):
             raise _bad(
                 f"the answer {answer[:60]!r} is none of the task {task!r}. One such as "
                 f"{_TASKS[task][1]} was expected, because predictions are read and compared as such"
             )
-        return [_text(row, "image")], {**sample, **_groups(rotation, task)}
+        return [_text(row, "image")], {**sample, **facts}
 
-    def _task(self, row: Row) -> str | None:
-        task = row.data.get("task")
-        is_given = task is not None
-        return _known(task, _TASKS, what="task", others=self._others) if is_given else None
+    def _facts(self, row: Row) -> dict[str, Any]:
+        """Rotation and task, and the groups that follow from them."""
+        rotation, task = _rotation(row), row.data.get("task")
+        if task is not None:
+            task = _known(task, _TASKS, what="task", others=self._others)
+        turned = f"{rotation} degrees"
+        groups = {"task": task, "rotation": turned}
+        return {"rotation": rotation, "task": task, "group": task or turned, "groups": groups}
 
     def __getitem__(self, index: int) -> tuple[list[Image.Image] | None, dict[str, Any]]:
         images, sample = super().__getitem__(index)
@@ -553,24 +546,9 @@ class RotateCaption(RotateQA):
     _name = "rotate_caption"
 
     def read(self, row: Row) -> tuple[list[str], dict[str, Any]]:
-        rotation, task = _rotation(row), self._task(row)
-        caption = _text(row, "caption")
-        return [_text(row, "image")], {
-            "question": "Describe the picture.",
-            "caption": caption,
-            "answer": caption,
-            **_groups(rotation, task),
-        }
-
-
-def _groups(rotation: int | float, task: str | None) -> dict[str, Any]:
-    turned = f"{rotation} degrees"
-    return {
-        "rotation": rotation,
-        "task": task,
-        "group": task or turned,
-        "groups": {"task": task, "rotation": turned},
-    }
+        facts, caption = self._facts(row), _text(row, "caption")
+        texts = {"question": "Describe the picture.", "caption": caption, "answer": caption}
+        return [_text(row, "image")], {**texts, **facts}
 
 
 def _choices(answer: str, options: Any) -> dict[str, Any]:

@@ -96,36 +96,28 @@ def evaluate(
     shared = [figures.hits, figures.totals, figures.sums, figures.predicted]
     if runner.schedule.num_ranks > 1:
         dist.broadcast_object_list(shared, src=runner.last_stage_rank, group=runner.group)
-    told = replicas.gather(shared)
-    totals: Counter[str] = Counter()
+    told, totals = replicas.gather(shared), Counter[str]()
     for _, counts, _, _ in told:
         totals.update(counts)
-    num_targets = totals.get("num_targets", 0)
-    _check_some_count(num_targets, num_rows)
-    means = _means(told, totals)
-    by_row = {row: ids for *_, rows in told for row, ids in rows.items()}
-    loss = means.pop("loss", 0.0)
-    return EvalResult(
-        loss=loss,
-        token_accuracy=(
-            sum(hits for hits, *_ in told) / max(num_targets, 1)
-            if figures.part.predicts_tokens
-            else None
-        ),
-        num_targets=num_targets,
-        predicted=[by_row.get(row, []) for row in range(max(by_row, default=-1) + 1)],
-        figures=means,
-        perplexity=_perplexity(loss) if figures.part.is_token_sum else None,
-    )
-
-
-def _check_some_count(num_targets: int, num_rows: int) -> None:
+    num_targets = totals["num_targets"]
     if num_targets == 0:
         raise DataError(
             f"none of the {num_rows} held-out rows has a supervised token. One at least was "
             "expected, because a loss over nothing would be 0, and the best: look at `prompt` and "
             "`max_token_num`, or leave evaluations out (`eval_samples` 0)."
         )
+    means = _means(told, totals)
+    by_row = {row: ids for *_, rows in told for row, ids in rows.items()}
+    loss = means.pop("loss", 0.0)
+    accuracy = sum(hits for hits, *_ in told) / num_targets
+    return EvalResult(
+        loss=loss,
+        token_accuracy=accuracy if figures.part.predicts_tokens else None,
+        num_targets=num_targets,
+        predicted=[by_row.get(row, []) for row in range(max(by_row, default=-1) + 1)],
+        figures=means,
+        perplexity=_perplexity(loss) if figures.part.is_token_sum else None,
+    )
 
 
 def _perplexity(loss: float) -> float:
@@ -152,7 +144,6 @@ class _Figures:
 
     Attributes:
         hits: supervised tokens that are predicted right.
-        totals: count -> number.
         sums: figure -> count -> sum that is to be divided by it.
         predicted: row of the dataset -> predicted tokens, of the first `keep` rows.
         next_row: the row that comes next, where the micro-batch does not say it.
@@ -174,7 +165,6 @@ class _Figures:
         self.next_row = 0
 
     def add(self, output: Output, batch: MicroBatch) -> None:
-        """The output of one micro-batch."""
         labels = batch["labels"][:, 1:]
         in_order = torch.arange(self.next_row, self.next_row + len(labels))
         self.next_row += len(labels)
@@ -273,7 +263,6 @@ class BestCheckpoint:
 
     @property
     def link(self) -> Path:
-        """What leads to the best checkpoint; not there before the first one."""
         return self.folder / LINK
 
     def improves(self, result: EvalResult) -> bool:
@@ -350,11 +339,9 @@ class EarlyStop:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run is to end."""
         return 0 < self.patience <= self.count
 
     def see(self, step: int, value: float) -> None:
-        """Takes the figure of one evaluation."""
         if self.best is None or is_better(value, self.best, metric=self.metric, by=self.delta):
             if math.isfinite(value):
                 self.best, self.best_step, self.count = value, step, 0

@@ -208,7 +208,6 @@ class StepLoss:
     it heavier: the token loss is divided by the targets of the whole step, too.
 
     Args:
-        loss_fn: a LossPart, or a plain function.
         num_targets: supervised tokens of the whole step.
         counts: what else the part counts, of the whole step; 1 each where nothing is given.
         step: number of the optimizer step, from 0.

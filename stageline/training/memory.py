@@ -6,7 +6,6 @@ planner/cost.py.
 
 import re
 import resource
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -25,9 +24,8 @@ def peak_memory(device: torch.device) -> int:
     peak = read_status("VmHWM")
     if peak is not None:
         return peak
-    # elsewhere; not the first choice, since it also counts the program that started this one
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    # not the first choice, since it also counts the program that started this one
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def read_status(name: str, path: Path = Path("/proc/self/status")) -> int | None:

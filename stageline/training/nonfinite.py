@@ -59,7 +59,6 @@ def find_non_finite(
         problem: what is known already.
         losses: of the micro-batches, in the order of `runner.loss_order`; empty but on the last
             stage.
-        norms: of all gradients.
         owners: of all trained parameters, in the order of the norms.
         run_again: runs the passes of the step once more; None where that cannot be done.
         gradients: the parameters of this rank that get gradients.
@@ -152,7 +151,6 @@ class _Watch(Recorder):
 
     @contextmanager
     def span(self, action: Action) -> Iterator[None]:
-        """Looks behind a pass."""
         self._action = action
         yield
         if action.kind == Kind.FORWARD or self._has_found(True, action.stage):
@@ -165,7 +163,6 @@ class _Watch(Recorder):
 
     @contextmanager
     def wait(self, action: Action) -> Iterator[None]:
-        """Nothing to look at."""
         yield
 
     @contextmanager
@@ -222,23 +219,13 @@ def _name_batches(numbers: Sequence[int], rows: Sequence[Sequence[int]]) -> str:
     return f"{named} (rows {', '.join(map(str, known[:MOST_NAMED]))}{more})"
 
 
-# -- which steps change no weight, and how many did: infinite losses or gradients, nan, spikes ----
-# Decides from figures that every rank has, and remembers only what a checkpoint can hold, so that
-# all ranks, and a resumed run, decide the same.
-
 SPIKE_WINDOW = 64
 SPIKE_LEAST = 16  # of fewer losses the deviation says little
 
 
 @dataclass(frozen=True)
 class StepVerdict:
-    """What is wrong with a step.
-
-    Attributes:
-        problem: in words; None: nothing.
-        is_skipped: no weight may change.
-        is_finite: the loss and the gradients are numbers.
-    """
+    """What is wrong with a step, in words, and whether it may change weights."""
 
     problem: str | None = None
     is_skipped: bool = False
@@ -248,6 +235,9 @@ class StepVerdict:
 @dataclass
 class Skips:
     """Judges steps and counts those that are skipped.
+
+    It decides from figures that every rank has, and remembers only what a checkpoint can hold, so
+    that all ranks, and a resumed run, decide the same.
 
     Args:
         max_in_a_row: so many skipped ones in a row end a run; 1: the first one does.
@@ -278,14 +268,10 @@ class Skips:
         return verdict
 
     def check(self, problem: str | None, *, step: int) -> None:
-        """Ends a run that only skips.
+        """Raises NonFiniteError where so many steps in a row were skipped as are allowed.
 
         Args:
-            problem: of the last step.
-            step: its number, from 1.
-
-        Raises:
-            NonFiniteError: as many steps in a row were skipped as are allowed.
+            problem: of the last step, number `step`, from 1.
         """
         if self.in_a_row < self.max_in_a_row:
             return
@@ -306,7 +292,6 @@ class Skips:
         return {"total": self.total, "in_a_row": self.in_a_row, "losses": list(self.losses)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave."""
         self.total = int(state["total"])
         self.in_a_row = int(state["in_a_row"])
         self.losses = [float(loss) for loss in state["losses"]]

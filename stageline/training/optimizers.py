@@ -48,22 +48,19 @@ def set_learning_rate(groups: list[dict[str, Any]], rate: float) -> None:
         group["lr"] = rate * group.get(LR_SCALE, 1.0)
 
 
-# -- Muon for the matrices inside a model, AdamW for all else, as one optimizer -------------------
-# Muon (Jordan et al. 2024; Liu et al. 2025, arXiv 2502.16982) makes the momentum of a matrix
-# orthogonal before it is added. That is meant for matrices between hidden states: embeddings,
-# heads, norms and biases have no such update and get AdamW.
-
 Group = dict[str, Any]
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
     """Two optimizers that share `state` and `param_groups`, so that one sees all of them.
 
+    Muon (Jordan et al. 2024; Liu et al. 2025, arXiv 2502.16982) makes the momentum of a matrix
+    orthogonal before it is added. That is meant for matrices between hidden states: embeddings,
+    heads, norms and biases get AdamW.
+
     Args:
         param_groups: with `params` and `param_names`.
         adamw_names: a parameter whose name has one of these texts in it gets AdamW.
-        muon: arguments of `torch.optim.Muon`.
-        adamw: arguments of `torch.optim.AdamW`.
     """
 
     def __init__(

@@ -43,7 +43,6 @@ class MasterWeights:
                 self.parameters[name] = parameter
 
     def update(self, step: Callable[[], object]) -> None:
-        """Runs an optimizer step, and rounds what it made into the model."""
         step()
         self.write_back()
 
@@ -65,7 +64,6 @@ class MasterWeights:
             self.parameters[name].grad = None if grad is None else cast(DTensor, grad).to_local()
 
     def zero_grad(self) -> None:
-        """Forgets all gradients."""
         for name, parameter in self.model_parameters.items():
             parameter.grad = None
             self.parameters[name].grad = None
@@ -106,7 +104,6 @@ class LossScaler:
         self.good_steps = 0
 
     def unscale(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Divides the gradients by the scale."""
         if not self.enabled:
             return
         for parameter in parameters.values():

@@ -103,19 +103,19 @@ def plot_timeline(
     *,
     title: str,
 ) -> None:
-    """Writes the picture.
-
-    Args:
-        measured: of one step, all ranks; their times have one origin.
-        ideal: the same passes in the same order with nothing to wait for but each other.
-    """
+    """Writes the picture of `timeline_figure`."""
     save_figure(timeline_figure(measured, ideal, title=title), path, dpi=DPI)
 
 
 def timeline_figure(
     measured: Sequence[TimelineEvent], ideal: Sequence[TimelineEvent] | None, *, title: str
 ) -> Figure:
-    """The picture: measured above, ideal below, each with its bubble in the heading."""
+    """The picture: measured above, ideal below, each with its bubble in the heading.
+
+    Args:
+        measured: of one step, all ranks.
+        ideal: the same passes in the same order with nothing to wait for but each other.
+    """
     panels = [("measured", measured)]
     if ideal:
         panels.append(("ideal: the mean time of each pass, no time for transfers", ideal))
@@ -203,11 +203,7 @@ def extent(spans: Sequence[TimelineEvent]) -> tuple[float, float]:
 
 
 def span_color(span: TimelineEvent, held: dict[int, list[int]]) -> str:
-    """Of its kind; the later stages of a rank are lighter.
-
-    Args:
-        held: the stages of each rank.
-    """
+    """Of its kind; the later stages of a rank are lighter."""
     color = COLORS[span.kind]
     most = max(len(stages) for stages in held.values())
     if most == 1 or span.kind == WAIT:
@@ -272,13 +268,8 @@ def _height(row: int) -> tuple[float, float]:
     return row - BAR_HEIGHT / 2, BAR_HEIGHT
 
 
-# -- writes a timeline as Chrome trace events, for ui.perfetto.dev and chrome://tracing -----------
-# A process per rank; in it a thread per stage, and one for waits. Times are in microseconds.
-# Format: "Trace Event Format", JSON object form, complete ("X") and metadata ("M") events.
-
-
 def write_trace(events: Sequence[TimelineEvent], path: Path) -> None:
-    """Writes the events as JSON; the same events, in any order, give the same file."""
+    """Writes Chrome trace events; the same events, in any order, give the same file."""
     temporary = path.with_name(path.name + ".tmp")
     trace = {"traceEvents": trace_events(events), "displayTimeUnit": "ms"}
     temporary.write_text(json.dumps(trace, indent=0, allow_nan=False) + "\n", encoding="utf-8")
@@ -286,7 +277,10 @@ def write_trace(events: Sequence[TimelineEvent], path: Path) -> None:
 
 
 def trace_events(events: Sequence[TimelineEvent]) -> list[dict[str, Any]]:
-    """Names of ranks and stages first, then the spans in order of rank and time."""
+    """Names of ranks and stages first, then the spans in order of rank and time, in microseconds.
+
+    A process per rank; in it a thread per stage, and one for waits.
+    """
     held = stages_by_rank(events)
     # a number that is no stage's, and the same in every process
     waits = 1 + max((stage for stages in held.values() for stage in stages), default=0)

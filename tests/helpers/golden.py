@@ -107,14 +107,17 @@ def write_inputs(folder: Path, *, with_models: bool) -> None:
         shutil.copy(folder / "digits-model/tokenizer.json", folder / "text-model")
 
 
-def shown_errors(words: str, folder: Path) -> str:
-    """A bad command line with what it gets."""
-    done = python(words.replace("TRAIN", "train_pp.py --config train.yaml"), folder)
-    text = f"$ {words}\nexit code {done.returncode}\n{done.stderr.strip()}\n\n"
-    return normalized(text, folder)
+def shown_errors(words: str, inputs: Path) -> str:
+    """A bad command line with what it gets, in a folder of its own: others leave runs behind."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place).resolve()
+        shutil.copytree(inputs, folder, dirs_exist_ok=True)
+        done = python(words.replace("TRAIN", "train_pp.py --config train.yaml"), folder)
+        text = f"$ {words}\nexit code {done.returncode}\n{done.stderr.strip()}\n\n"
+        return normalized(text, folder)
 
 
-def error_files(folder: Path, pool: ThreadPoolExecutor, *, quick: bool) -> Iterator:
+def error_files(inputs: Path, pool: ThreadPoolExecutor, *, quick: bool) -> Iterator:
     """The bad command lines, those of an entry file together."""
     places: dict[str, list[str]] = {}
     for line in (INPUTS / "commands.txt").read_text().splitlines()[2:]:
@@ -123,7 +126,7 @@ def error_files(folder: Path, pool: ThreadPoolExecutor, *, quick: bool) -> Itera
         if is_quick or not quick:
             places.setdefault("quick" if is_quick else name, []).append(words)
     for name, lines in places.items():
-        yield f"errors/{name}.txt", "".join(pool.map(lambda one: shown_errors(one, folder), lines))
+        yield f"errors/{name}.txt", "".join(pool.map(lambda one: shown_errors(one, inputs), lines))
 
 
 def help_files(folder: Path, pool: ThreadPoolExecutor) -> Iterator:
@@ -255,9 +258,10 @@ def key_paths(value: object, prefix: str) -> Iterator[str]:
 def write(target: Path, *, quick: bool) -> None:
     """Writes all files into a folder, in place of what an earlier call has written there."""
     with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor(NUM_PROCESSES) as pool:
-        folder = Path(place).resolve()
-        write_inputs(folder, with_models=not quick)
-        parts = [list_files(folder, pool, quick=quick), error_files(folder, pool, quick=quick)]
+        folder, inputs = Path(place).resolve() / "work", Path(place).resolve() / "inputs"
+        write_inputs(inputs, with_models=not quick)
+        shutil.copytree(inputs, folder)
+        parts = [list_files(folder, pool, quick=quick), error_files(inputs, pool, quick=quick)]
         if not quick:
             parts = [recipe_files(folder), help_files(folder, pool), run_files(folder), *parts]
             for room in ROOMS:  # a case that is gone leaves nothing behind

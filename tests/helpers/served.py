@@ -1,7 +1,7 @@
 """A chat server on a free port of this machine, in front of a fake engine or a true one."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +9,7 @@ from stageline.inference.decoding.engine import DecodingEngine
 from stageline.serving.app import http_server, make_app
 from stageline.serving.prompts import PromptMaker
 from stageline.serving.service import Service
-from stageline.serving.settings import HttpSettings, ServerSettings
-
-PLAIN = HttpSettings()
+from stageline.serving.settings import ServerSettings
 
 
 @dataclass(frozen=True)
@@ -34,14 +32,14 @@ def served(
     render: Callable[..., Any],
     image_token: Callable[..., Any],
     max_pixels: int = 1_000_000,
-    http: HttpSettings = PLAIN,
+    listening: Mapping[str, Any] = {},
     **settings: Any,
 ) -> Iterator[Served]:
     """Serves while the context lasts.
 
     Args:
         render, image_token: parts of prompt_fn and image_token.
-        http: how it listens.
+        listening: options of uvicorn.
         settings: of `ServerSettings`; the model is called tiny.
     """
     chosen = ServerSettings(**{"model_name": "tiny", **settings})
@@ -58,5 +56,5 @@ def served(
     prompts.warm_up()
     service = Service(engine, prompts, chosen)
     app = make_app(service)
-    with http_server(app, "127.0.0.1", 0, http=http) as url:
+    with http_server(app, "127.0.0.1", 0, **listening) as url:
         yield Served(url, service, app)

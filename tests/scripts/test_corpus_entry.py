@@ -155,6 +155,8 @@ def test_read_refuses_what_cannot_be_right(inside, tmp_path):
     tiny_tokenizer(["another"]).save_pretrained(tmp_path / "U")
     with pytest.raises(DataError, match="another tokenizer than that of the corpus, T"):
         do(f"read --read-path-prefix data/b --tokenizer-path {tmp_path}/U")
+    with pytest.raises(DataError, match="another tokenizer than that of the corpus, T"):
+        do(f"verify --read-path-prefix data/b --tokenizer-path {tmp_path}/U")
 
 
 def test_merge_stats_verify(inside, capsys):
@@ -210,8 +212,10 @@ def test_what_a_run_has_seen_is_found_and_removed(inside, tmp_path, rows, capsys
     do("merge --merge-path-prefix data/many data/more --merge-path-type 0 1 "
        f"--new-path-prefix {tmp_path}/c")  # fmt: skip
     held_out = {"test_size": 1} if rows == "segments" else {}
-    part = dataset_register["corpus"](dataset_path=f"{tmp_path}/c", rows=rows, **held_out)
-    part.mixing.update(counts=[1, 1], drop_mode="first_ends_drop")
+    mixture = {"global_batch_distributed": [1, 1], "drop_mode": "first_ends_drop"}
+    part = dataset_register["corpus"](
+        dataset_path=f"{tmp_path}/c", rows=rows, **held_out, **mixture
+    )
     options = {"seed": 5, "shuffle": True, "dp_rank": 0}
     sampler = part.make_sampler(
         batch_size=1, step_samples=2, dp_degree=2, start_step=0, position=None, **options

@@ -170,4 +170,4 @@ def test_the_table_names_what_a_run_supplies(text):
     assert set(rows) == set(CONTRACTS) - {"engine"}
     for register in set(rows) - {"train_model", "prompt"}:
         named = set(re.findall(r"\w+", rows[register]))
-        assert CONTRACTS[register].names <= named, register
+        assert set(CONTRACTS[register][1].split()) <= named, register

@@ -50,7 +50,7 @@ def command_of(path):
 
 
 def options_of(path):
-    return {entry.name: entry.value for entry in read_options(path.read_text(encoding="utf-8"))}
+    return read_options(path.read_text(encoding="utf-8"))[0]
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,15 @@
-"""lm_eval_run.py from its options, on two processes, and what it refuses."""
+"""stageline lm-eval from its options, on two processes, and what it refuses."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
+from commands import lm_eval as entry
 from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.text.processor import save_processor
+from stageline.errors import UserError
 from tests.helpers.forked_entry import run_entry
 from tests.helpers.tiny_checkpoints import tiny_whole
 
@@ -74,6 +77,13 @@ def test_what_is_refused(folder, words, message):
     done = run(folder, *words)
     assert done.returncode == 2, done.stdout + done.stderr
     assert message in done.stderr
+
+
+def test_a_missing_package_is_named_with_its_cure(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.setattr(sys, "argv", ["lm-eval", "--model-path", str(folder), "--tasks", "x"])
+    with pytest.raises(UserError, match="pip install 'stageline.lm-eval.'"):
+        entry.main()
 
 
 def test_checking_alone_loads_no_model(folder):

@@ -113,7 +113,7 @@ PAIRS = (
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"add_bos_token": True}, {"prefix_token_id": 3}, {"max_length": 16}],
+    [{}, {"add_bos_token": True}, {"max_length": 16}],
     ids=lambda options: "-".join(options) or "none",
 )
 def test_same_log_likelihoods_at_the_borders(plain, options, tmp_path):

@@ -64,7 +64,6 @@ def test_the_folder_is_handed_over_with_what_was_asked(vllm, folder):
         folder,
         processor=tiny_tokenizer(),
         tensor_parallel_size=2,
-        pipeline_parallel_size=3,
         dtype=torch.bfloat16,
         seed=7,
         max_length=48,
@@ -73,7 +72,7 @@ def test_the_folder_is_handed_over_with_what_was_asked(vllm, folder):
     )
     given = engine.llm.arguments
     assert (given["model"], given["tokenizer"]) == (str(folder), str(folder))
-    assert (given["tensor_parallel_size"], given["pipeline_parallel_size"]) == (2, 3)
+    assert given["tensor_parallel_size"] == 2
     assert (given["dtype"], given["seed"], given["max_model_len"]) == ("bfloat16", 7, 48)
     assert given["gpu_memory_utilization"] == 0.5
     assert given["limit_mm_per_prompt"] == {"image": 4}

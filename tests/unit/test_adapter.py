@@ -160,10 +160,10 @@ def test_as_many_loras_as_adapters_go_on_with_the_last(tmp_path):
         assert torch.equal(tensor, state[name]), name
 
 
-@pytest.mark.parametrize("count", [0, 3])
-def test_counts_that_do_not_fit(count, tmp_path):
+@pytest.mark.parametrize(("count", "words"), [(0, "LoRA on the same parts"), (3, "lora-num")])
+def test_counts_that_do_not_fit(count, words, tmp_path):
     _, folder = save_lora("llama", tmp_path)
-    with pytest.raises(UserError, match="lora-num"):
+    with pytest.raises(UserError, match=words):
         load_stages("llama", tmp_path / "base", folder, llm_lora_num=count)
 
 

@@ -260,7 +260,7 @@ def test_addresses_and_options(monkeypatch):
     assert server_url("https://a/api/v3") == "https://a/api/v3"
     with pytest.raises(UserError, match="is no address"):
         server_url("a:8000")
-    with pytest.raises(OptionError, match="came together"):
+    with pytest.raises(OptionError, match="were both given"):
         parse_chat_args(["--server", "http://a", "--model-path", str(ROOT)])
     with pytest.raises(OptionError, match="without --server"):
         parse_chat_args(["--server-model", "m"])

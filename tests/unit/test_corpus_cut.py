@@ -198,11 +198,6 @@ def test_tokens_that_end_at_one_place_stay_together():
     assert cut.lengths.tolist() == [1, 3, 2]
 
 
-def test_an_unknown_policy_is_told():
-    with pytest.raises(UserError, match="'evn'.*'even', 'greedy'"):
-        _cut("one two three", limit=3, pieces="evn")
-
-
 @pytest.mark.parametrize("ends", [[], [3], [5, 3, 7], [0, 7]])
 def test_a_splitter_that_breaks_its_rules_is_told(ends):
     with pytest.raises(UserError, match="rising character offsets"):

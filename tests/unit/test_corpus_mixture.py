@@ -1,6 +1,7 @@
 """Batches of several types, against a count that draws batch after batch from plain lists."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -19,6 +20,20 @@ def _mixture(sizes, **options):
 
 def _epoch(mixture, epoch=0):
     return [mixture.batch(epoch, index) for index in range(len(mixture))]
+
+
+def _per_epoch(mixture):
+    """What an epoch takes of each type."""
+    return [
+        SimpleNamespace(
+            drawn=drawn,
+            distinct=min(size, drawn),
+            repeated=max(0, drawn - size),
+            dropped=max(0, size - drawn),
+            most=-(-drawn // size) if size else 0,
+        )
+        for size, drawn in zip(mixture.sizes, mixture.drawn(), strict=True)
+    ]
 
 
 def _types(mixture, rows):
@@ -57,13 +72,13 @@ def _batches_by_hand(sizes, counts, mode):
 def test_the_example_of_the_notes(mode, num_batches, drawn, distinct, most):
     mixture = _mixture(**NOTES, drop_mode=mode)
     assert len(mixture) == num_batches
-    told = mixture.per_epoch
+    told = _per_epoch(mixture)
     assert [share.drawn for share in told] == drawn
     assert [share.distinct for share in told] == distinct
     assert [share.most for share in told] == most
     assert [share.repeated for share in told] == [d - u for d, u in zip(drawn, distinct)]
     assert [share.dropped for share in told] == [100 - distinct[0], 50 - distinct[1], 0]
-    assert [share.per_batch for share in told] == [5, 2, 1]
+    assert [mixture.shares.share(kind) for kind in range(3)] == [5, 2, 1]
 
 
 _SIZES_COUNTS = st.lists(
@@ -86,7 +101,7 @@ def test_an_epoch_is_what_the_mode_says(pairs, mode, epoch):
     batches = _epoch(mixture, epoch)
     assert all(_per_type(mixture, rows) == counts for rows in batches)
     times = numpy.bincount(numpy.concatenate(batches), minlength=sum(sizes))
-    for kind, told in enumerate(mixture.per_epoch):
+    for kind, told in enumerate(_per_epoch(mixture)):
         of_type = times[mixture.starts[kind] : mixture.starts[kind + 1]]
         assert of_type.sum() == told.drawn == num_batches * counts[kind]
         assert of_type.max() - of_type.min() <= 1, "no row twice more than another"
@@ -104,7 +119,7 @@ def test_the_rest_of_the_type_that_decides():
     drawn = {}
     for mode in DROP_MODES:
         mixture = Mixture([13, 40], counts=[3, 10], batch=13, drop_mode=mode)
-        drawn[mode] = [(share.drawn, share.distinct) for share in mixture.per_epoch]
+        drawn[mode] = [(share.drawn, share.distinct) for share in _per_epoch(mixture)]
     assert drawn == {
         "first_ends_drop": [(12, 12), (40, 40)],
         "first_ends_fill": [(12, 12), (40, 40)],
@@ -115,7 +130,7 @@ def test_the_rest_of_the_type_that_decides():
         mixture = Mixture([100, 50, 13], counts=[5, 2, 3], batch=10, drop_mode=mode)
         assert len(mixture) == expected
         if mode == "first_ends_fill":
-            assert [share.repeated for share in mixture.per_epoch] == [0, 0, 2]
+            assert [share.repeated for share in _per_epoch(mixture)] == [0, 0, 2]
 
 
 @pytest.mark.parametrize("sizes", [[70, 25, 1], [7, 0, 89], [96], [1] * 96, [3, 93]])
@@ -180,10 +195,10 @@ def test_weights_end_an_epoch_by_the_modes():
         mode: Mixture([100, 50, 10], weights=[0.7, 0.25, 0.05], batch=8, drop_mode=mode)
         for mode in DROP_MODES
     }
-    assert all(share.most == 1 for share in mixtures["first_ends_drop"].per_epoch)
-    ended = [share.dropped == 0 for share in mixtures["first_ends_fill"].per_epoch]
+    assert all(share.most == 1 for share in _per_epoch(mixtures["first_ends_drop"]))
+    ended = [share.dropped == 0 for share in _per_epoch(mixtures["first_ends_fill"])]
     assert ended == [True, False, False], "the first type is seen whole"
-    assert all(share.dropped == 0 for share in mixtures["last_ends_fill"].per_epoch)
+    assert all(share.dropped == 0 for share in _per_epoch(mixtures["last_ends_fill"]))
     assert len(mixtures["first_ends_fill"]) - len(mixtures["first_ends_drop"]) in (0, 1)
     assert len(mixtures["last_ends_fill"]) - len(mixtures["last_ends_drop"]) in (0, 1)
 

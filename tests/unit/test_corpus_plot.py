@@ -1,6 +1,7 @@
 """The picture of a corpus: what it draws, and that many types or none do not break it."""
 
-from stageline.plotting.curves import MOST_TYPES, corpus_figure, plot_corpus
+from stageline.plotting.curves import MOST_TYPES, corpus_figure
+from stageline.plotting.pictures import save_figure
 
 PADDING = {"a segment a row": 0.5, "packed": 0.01}
 
@@ -18,7 +19,7 @@ def test_each_type_has_its_bars_on_top_of_the_others(tmp_path):
     assert max(tops) == 6 and tops[-2] == 0 + 1 + 2  # 3 types x 2, and 0 + 1 + 2
     assert sorted(bar.get_width() for bar in shares.patches) == [1, 2, 3]
     assert [bar.get_width() for bar in padding.patches] == [0.01, 0.5]
-    plot_corpus(kinds, tmp_path / "p.png", padding=PADDING, tokens=tokens)
+    save_figure(figure, tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 1000
     assert list(tmp_path.iterdir()) == [tmp_path / "p.png"]
 

@@ -9,9 +9,10 @@ import tracemalloc
 import numpy
 import pytest
 
-from commands.train_data import mixture_report
-from options.data import CorpusRunOptions, check_corpus_run
+from commands.train_data import mixture_of, mixture_report
+from options.data import CorpusRunOptions
 from options.fields import OptionError, check_together
+from options.parts import chosen_part
 from options.train import RunConfig
 from register import collate_fn_register, dataset_register, import_shelf
 from stageline.checking.tiny_models import tiny_tokenizer
@@ -115,8 +116,8 @@ def test_packed_rows_hold_each_segment_once_and_are_made_where_they_are_missing(
 
 
 def test_packed_rows_are_drawn_and_learnt_as_their_segments(types, tmp_path):
-    dataset = part(tiny_corpus(tmp_path / "packed", types), rows="packed")
-    dataset.mixing["drop_mode"] = "last_ends_fill"
+    prefix = tiny_corpus(tmp_path / "packed", types)
+    dataset = part(prefix, rows="packed", drop_mode="last_ends_fill")
     steps = iter(loader(dataset, batch_size=2, seed=1))
     seen = set()
     for batch in next(steps) + next(steps):
@@ -187,10 +188,13 @@ def drawn(dataset, num_steps, **options):
     return [sorted(rows) for rows in steps]
 
 
-@pytest.mark.parametrize("mixing", [{}, {"counts": [3, 1]}, {"weights": [0.5, 0.5]}], ids=str)
-def test_a_run_goes_on_row_for_row_with_other_replicas_and_accumulation(prefix, mixing):
-    dataset = part(prefix)
-    dataset.mixing |= {**mixing, "drop_mode": "last_ends_fill"}
+@pytest.mark.parametrize(
+    "mixture",
+    [{}, {"global_batch_distributed": [3, 1]}, {"mixture_weights": [0.5, 0.5]}],
+    ids=str,
+)
+def test_a_run_goes_on_row_for_row_with_other_replicas_and_accumulation(prefix, mixture):
+    dataset = part(prefix, **mixture, drop_mode="last_ends_fill")
     first = {"batch_size": 4, "accumulate_steps": 2, "dp_degree": 1, "seed": 3}
     whole = drawn(dataset, 9, **first)
     assert {row for step in whole for row, _ in step} == set(range(15))
@@ -253,10 +257,9 @@ def test_nothing_walks_a_billion_rows():
     starts = held_out_starts(corpus, 10)
     assert starts == [9 * 10**8 - 10, 10**9 - 10]
     tracemalloc.start()
-    dataset = CorpusRows(
-        corpus, list(zip((0, 9 * 10**8), starts, strict=True)), source="h", make_sampler=run_sampler
-    )
-    dataset.mixing["counts"] = [6, 2]
+    draw = functools.partial(run_sampler, counts=[6, 2])
+    ranges = list(zip((0, 9 * 10**8), starts, strict=True))
+    dataset = CorpusRows(corpus, ranges, source="h", make_sampler=draw)
     check(dataset)
     assert dataset.fingerprint() and "type 1: " in mixture_report(RunConfig(batch_size=8), dataset)
     collate = functools.partial(loader(dataset, batch_size=8).step_maker.part)
@@ -281,11 +284,12 @@ def test_counts_are_of_a_batch_that_steps_consist_of():
 
 
 def test_mixtures_are_options_of_a_corpus_alone():
-    run = CorpusRunOptions(global_batch_distributed=[2, 2])
-    with pytest.raises(OptionError, match=r"--global-batch-distributed came with --dataset jsonl"):
-        check_corpus_run(run, dataset_key="jsonl", has_types=False)
-    check_corpus_run(run, dataset_key="corpus", has_types=True)
-    check_corpus_run(CorpusRunOptions(), dataset_key="jsonl", has_types=False)
+    run = RunConfig(global_batch_distributed=[2, 2])
+    with pytest.raises(UserError, match=r"--global-batch-distributed came with --dataset jsonl"):
+        mixture_of(run, chosen_part("dataset", "jsonl"))
+    given = {"global_batch_distributed": [2, 2]}
+    assert mixture_of(run, chosen_part("dataset", "corpus")) == given
+    assert mixture_of(RunConfig(), chosen_part("dataset", "jsonl")) == {}
     run = CorpusRunOptions(global_batch_distributed=[2, 2], mixture_weights=[0.5, 0.5])
     with pytest.raises(OptionError, match="both given"):
         check_together(run)

@@ -33,8 +33,6 @@ def _sampler(mixture, *, dp_degree=1, accumulate_steps=1, **options):
 class _Numbers:
     """Row i is the number i."""
 
-    mixing = {}
-
     def __init__(self, mixture):
         self.mixture = mixture
 

@@ -3,7 +3,7 @@
 import pytest
 
 from stageline.distributed.machines import this_machine
-from stageline.distributed.process_group import Crossing, crossings, explain_placement
+from stageline.distributed.process_group import crossings, explain_placement
 
 
 def machines(*sizes):
@@ -17,20 +17,19 @@ def machines(*sizes):
         ((4, 4), 4, []),
         ((4, 4), 2, []),
         ((2, 2), 1, []),
-        ((4, 4), 8, [(0, 3, 0, 1)]),
-        ((1, 1), 2, [(0, 0, 0, 1)]),
-        ((4, 4, 4), 6, [(0, 3, 0, 1), (1, 1, 1, 2)]),
-        ((4, 4, 4), 3, [(1, 0, 0, 1), (2, 1, 1, 2)]),
-        ((2, 1, 3), 3, [(0, 1, 0, 1)]),
+        ((4, 4), 8, [(0, 3)]),
+        ((1, 1), 2, [(0, 0)]),
+        ((4, 4, 4), 6, [(0, 3), (1, 1)]),
+        ((4, 4, 4), 3, [(1, 0), (2, 1)]),
+        ((2, 1, 3), 3, [(0, 1)]),
     ],
 )
 def test_the_borders_between_machines(sizes, num_ranks, expected):
-    found = crossings(machines(*sizes), num_ranks=num_ranks)
-    assert found == [Crossing(r, s, (a, b)) for r, s, a, b in expected]
+    assert crossings(machines(*sizes), num_ranks=num_ranks) == expected
 
 
 def test_the_numbers_of_machines_need_no_order():
-    assert crossings([1, 1, 0, 0], num_ranks=4) == [Crossing(0, 1, (1, 0))]
+    assert crossings([1, 1, 0, 0], num_ranks=4) == [(0, 1)]
 
 
 def test_a_pipeline_that_fits_on_a_machine_is_no_subject():

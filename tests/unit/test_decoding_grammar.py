@@ -186,7 +186,7 @@ def test_greedy_answers_are_those_of_trying_each_token(parts, tokenizer, grammar
 def test_sampled_answers_keep_to_it_and_others_stay_as_they_are(engine, tokenizer):
     free = requests_of(tokenizer, 2, temperature=2.0, max_new_tokens=12)
     alone = answers(engine, free)
-    assert engine.matchers._vocabulary is None  # nobody asked for it yet
+    assert not engine.matchers._vocabulary.cache_info().currsize  # nobody asked for it yet
     drawn = {"temperature": 3.0, "top_k": 30, "top_p": 0.99, "repetition_penalty": 1.1}
     for grammar, check in [
         (Grammar("regex", DIGITS), lambda text: re.fullmatch(DIGITS, text)),
@@ -295,15 +295,11 @@ def test_bad_grammars_are_refused_at_once(engine, tokenizer, text):
 
 def test_what_is_no_grammar_is_refused():
     json_grammar({"type": "object", "not": {}}, is_strict=False)
-    with pytest.raises(UserError, match="of kind 'xml'"):
-        Grammar("xml", "a")
     for text in ("", "a" * (LONGEST + 1)):
         with pytest.raises(UserError, match="letters"):
             Grammar("regex", text)
     with pytest.raises(UserError, match="no JSON"):
         json_grammar({"const": math.nan})
-    with pytest.raises(UserError, match="expected None or a Grammar"):
-        Sampling(grammar="[0-9]")
 
 
 def test_loose_schemas_leave_out_what_cant_be_kept_to(engine, tokenizer):

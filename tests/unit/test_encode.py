@@ -9,11 +9,12 @@ from prompt_fn import fill
 from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.text import limit
 from stageline.data.text.encode import (
+    Encoded,
     TextEncoder,
     _with_gaps,
     check_targets,
     encode_rendered,
-    token_marks,
+    token_kinds,
 )
 from stageline.data.text.limit import limit_length
 from stageline.data.text.rendered import Piece, Rendered
@@ -156,17 +157,24 @@ def test_marks_are_those_of_each_character():
         size = len(rendered.text)
         starts = [draw.randrange(size + 1) for _ in range(12)]
         ends = [draw.randrange(start, size + 1) for start in starts]
-        marks = token_marks(list(rendered.spans()), numpy.array(starts), numpy.array(ends))
+        spans = list(rendered.spans())
+        kinds = token_kinds(spans, numpy.array(starts), numpy.array(ends))
+        encoded = Encoded.of([0] * len(starts), kinds, rendered)
         owners = [piece for piece in pieces for _ in piece.text]
         for place, (start, end) in enumerate(zip(starts, ends, strict=True)):
             own = owners[start:end]
-            assert marks["is_user"][place] == any(piece.is_user for piece in own)
-            assert marks["is_target"][place] == any(piece.is_target for piece in own)
-            assert marks["is_image"][place] == any(piece.is_image for piece in own)
-            assert marks["is_marked"][place] == any(piece.is_marked for piece in own)
+            assert encoded.is_target[place] == any(piece.is_target for piece in own)
+            assert encoded.is_marked[place] == any(piece.is_marked for piece in own)
+            if encoded.is_image:
+                assert encoded.is_image[place] == any(piece.is_image for piece in own)
             answers = any(piece.is_target or piece.is_answer for piece in own)
-            assert marks["is_answer"][place] == answers
-            assert marks["is_text"][place] == (bool(own) and all(piece.is_user for piece in own))
+            if encoded.is_answer:
+                assert encoded.is_answer[place] == answers
+            only_user = bool(own) and all(piece.is_user for piece in own)
+            assert encoded.is_text[place] == only_user
+            assert encoded.is_cuttable[place] == (
+                only_user and not any(piece.is_target for piece in own)
+            )
 
 
 def test_only_user_text_changes_beside_a_hostile_one(tokenizer):

@@ -33,7 +33,7 @@ def _raised(error: Exception, *, cause: Exception | None = None) -> Exception:
 def _rank_2_of_4(monkeypatch):
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setattr(record, "_stages", [1])
+    monkeypatch.setattr(record, "stages_here", [1])
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_anything_else_is_a_cause(error):
 
 def test_the_file_that_stands_in_for_a_lost_store_has_one_winner(tmp_path, monkeypatch):
     monkeypatch.setattr(board_module.tempfile, "gettempdir", lambda: str(tmp_path))
-    boards = [board_module.FileBoard() for _ in range(3)]
+    boards = [board_module.Board.on_file() for _ in range(3)]
     claims = [
         board.claim({"rank": rank, "code": rank + 5}, patience=0.0)
         for rank, board in enumerate(boards)
@@ -120,7 +120,7 @@ def test_the_store_has_one_winner(monkeypatch):
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(server.port))
-    boards = [board_module.StoreBoard() for _ in range(2)]
+    boards = [board_module.Board.on_store() for _ in range(2)]
     claims = [
         board.claim({"rank": rank, "code": rank + 5}, patience=0.0)
         for rank, board in enumerate(boards)
@@ -141,8 +141,8 @@ def test_the_earliest_cause_is_told_whoever_claims_first(is_echo, monkeypatch):
         monkeypatch.setenv("RANK", str(rank))
         told = record.record_here("crash", 9, f"of rank {rank}", is_secondary=is_secondary)
         told = dataclasses.replace(told, time_ns=time_ns)
-        board = board_module.StoreBoard()
-        return board, told, board.claim(told.as_dict(), patience=0.0)
+        board = board_module.Board.on_store()
+        return board, told, board.claim(dataclasses.asdict(told), patience=0.0)
 
     first_board, later, held = claim(0, 5 if is_echo else 20, is_secondary=is_echo)
     assert held is None
@@ -160,7 +160,7 @@ def test_of_each_other_machine_one_rank_repeats_the_first_line(monkeypatch):
 
     def board_on(machine):
         monkeypatch.setenv("GROUP_RANK", str(machine))
-        return board_module.StoreBoard()
+        return board_module.Board.on_store()
 
     claimant, *others = [board_on(machine) for machine in (0, 1, 1, 2)]
     assert [board.is_first_to_hear() for board in others[:2]] == [True, False]

@@ -104,19 +104,19 @@ def test_a_rank_that_never_beat_does_not_hinder_a_verdict():
 )
 def test_a_report_says_who_does_what_and_who_waits(silent, words):
     told = beats(beat(0, "gradients", age=12.0, waits=True), beat(1, age=11.0))
-    text = describe(blame(told, silent=silent, limit=LIMIT), told, seconds=11.0)
+    text = describe(blame(told, silent=silent, limit=LIMIT), told)
     assert text.startswith(words)
     assert text.endswith("; rank 0 is waiting for gradients of micro-batch 2 on stage 0")
 
 
 @pytest.fixture
 def sleeper():
-    stop.forget_all()
+    stop._known.clear()
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     yield process
     process.kill()
     process.wait()
-    stop.forget_all()
+    stop._known.clear()
 
 
 def _process(pid, rank=1):

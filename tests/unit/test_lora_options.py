@@ -60,17 +60,17 @@ def test_what_was_given_is_handed_on_and_nothing_else(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--use-dora", "--use-dora came without LoRA"),
-        ("--modules-to-save embed_tokens", "--modules-to-save came without LoRA"),
-        ("--use-rslora --model-path base --adapter-path a", "--use-rslora came without LoRA"),
+        ("--use-dora", "--use-dora came without --llm-lora-num or --vit-lora-num or"),
+        ("--modules-to-save embed_tokens", "--modules-to-save embed_tokens came without --llm"),
+        ("--use-rslora --model-path base --adapter-path a", "--use-rslora came without --llm"),
         ("--llm-lora-num 1 --lora-init pisa", "--lora-init pisa is no start of an adapter"),
         ("--llm-lora-num 1 --lora-init pissa_niter_0", "pissa_niter_0 is no start"),
         ("--llm-lora-num 1 --lora-init pissa", "--lora-init pissa came without --model-path"),
         ("--create-new-adapter", "--create-new-adapter came without --adapter-path"),
-        ("--adapter-path a", "--adapter-path came without --model-path"),
+        ("--adapter-path a", "--adapter-path a came without --model-path"),
         ("--model-path base --adapter-path a,c", "--adapter-path c: there is no such file"),
         ("--model-path base --adapter-path a --llm-lora-num 2", "--llm-lora-num above 1"),
-        ("--model-path base --adapter-path a --create-new-adapter", "came without LoRA"),
+        ("--model-path base --adapter-path a --create-new-adapter", "came without --llm"),
         (
             "--model-path base --adapter-path a --llm-lora-num 1 --lora-init gaussian",
             "came with an adapter that is trained on",

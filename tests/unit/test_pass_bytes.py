@@ -35,6 +35,10 @@ def linear_config():
 OTHERS = {"latent": latent_config, "linear": linear_config}
 
 
+def caches(layers):
+    return [layer.cache for layer in layers]
+
+
 def generated_cache(model, inputs):
     """What lies in the cache of the library when the last token was chosen."""
     prompt = inputs["input_ids"].shape[1]
@@ -56,14 +60,14 @@ def generated_cache(model, inputs):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_the_cache_of_decoders(family, rows):
     config = OTHERS[family]() if family in OTHERS else tiny_config(family)
-    stated = pass_bytes(model_on_meta(config, dtype=torch.float32), Load(rows, LENGTH)).cache
+    stated = caches(pass_bytes(model_on_meta(config, dtype=torch.float32), Load(rows, LENGTH)))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     mask_BT = torch.ones(rows, PROMPT, dtype=torch.long)
     mask_BT[-1, : rows - 1] = 0  # of several rows one is shorter
     ids_BT = torch.randint(9, 64, (rows, PROMPT)) * mask_BT
     found = generated_cache(model, {"input_ids": ids_BT, "attention_mask": mask_BT})
-    assert list(stated) == found and sum(found) > 0
+    assert stated == found and sum(found) > 0
     if family in ("gemma2", "gemma3"):
         assert len(set(found)) == 2, "layers with a window keep less"
 
@@ -74,24 +78,24 @@ def test_the_cache_of_models_that_see(family):
     batch = tiny_micro_batches(family, lengths=(PROMPT,))[0]
     del batch["labels"]
     rows = len(batch["input_ids"])
-    stated = pass_bytes(model_on_meta(config, dtype=torch.float32), Load(rows, LENGTH)).cache
+    stated = caches(pass_bytes(model_on_meta(config, dtype=torch.float32), Load(rows, LENGTH)))
     torch.manual_seed(0)
     model = auto_class(family).from_config(config).eval()
-    assert list(stated) == generated_cache(model, batch)
+    assert stated == generated_cache(model, batch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_numbers_of_half_the_size_need_half_the_cache(dtype):
     stated = pass_bytes(model_on_meta(tiny_config("llama"), dtype=dtype), Load(2, 9))
     # two rows of 8 tokens: one head of 8 numbers, keys and values
-    assert stated.cache == (2 * 8 * 8 * 2 * dtype.itemsize,) * 4
+    assert caches(stated) == [2 * 8 * 8 * 2 * dtype.itemsize] * 4
 
 
 def test_a_window_holds_the_whole_prompt_until_the_first_step():
     stated = pass_bytes(model_on_meta(tiny_config("gemma2"), dtype=torch.float32), Load(1, 33))
     per_token = 8 * 2 * 4
-    assert stated.cache == (7 * per_token, 32 * per_token) * 2
-    assert stated.beyond == (25 * per_token, 0) * 2
+    assert caches(stated) == [7 * per_token, 32 * per_token] * 2
+    assert [layer.beyond for layer in stated] == [25 * per_token, 0] * 2
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "gpt_neox", "qwen3"])
@@ -106,7 +110,7 @@ def test_a_real_prompt_needs_the_workspace_that_is_stated(family):
     with torch.no_grad(), watch.watch():
         held = model.get_decoder()(ids_BT, attention_mask=torch.ones_like(ids_BT), use_cache=True)
     assert held.past_key_values is not None
-    expected = sum(stated.cache) + sum(stated.beyond) + max(stated.workspace)
+    expected = sum(layer.lasting for layer in stated) + max(layer.workspace for layer in stated)
     assert 0.75 * watch.peak < expected < 1.4 * watch.peak
 
 

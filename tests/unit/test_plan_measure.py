@@ -16,7 +16,7 @@ from stageline.pipeline.schedules import make_schedule
 from stageline.pipeline.stage_passes import StagePasses
 from stageline.planner.cost import MemoryRules, rank_memory
 from stageline.planner.measure import Workload, estimate, measure, outline_of
-from stageline.planner.planner import PlannedRun, Planner, format_plan, probe_optimizer
+from stageline.planner.planner import Planner, format_plan, probe_optimizer
 from stageline.planner.simulate import expect
 from tests.helpers.tiny_batches import drop_pixels, tiny_micro_batches
 from tests.helpers.tiny_checkpoints import auto_class
@@ -182,10 +182,11 @@ def test_a_model_that_is_no_pieces_trains_unplanned():
     def make(*, stage, num_stages, partition):  # takes no device: a part of a user's own
         raise AssertionError("not called")
 
-    run = PlannedRun(make_schedule("1f1b", num_ranks=2), num_samples=4, micro_batch_size=2)
     planner = Planner(
         make,
-        run,
+        make_schedule("1f1b", num_ranks=2),
+        num_samples=4,
+        micro_batch_size=2,
         micro_batch_of=lambda rows: {},
         loss_for=lambda model: loss_of,
         make_optimizer=lambda parameters: None,

@@ -12,7 +12,7 @@ import prompt  # noqa: F401
 import prompt_fn  # noqa: F401
 from commands.answer_run import placement_arguments
 from models import builders
-from models.devices import make_device_map, plan, plan_text
+from models.devices import make_device_map, plan
 from options.answer import device_memory
 from options.fields import OptionError
 from parse_args import parse_chat_args, parse_infer_args
@@ -168,9 +168,11 @@ def test_said_sizes_choose_the_number_of_devices(three_gpus):
         cut(placement=Wanted(memory=(GIB,) * 4))
 
 
-def test_a_plan_asks_devices_where_nothing_is_said(three_gpus):
-    text = plan_text(
-        tiny_config("llama"), device="auto", num_devices=2, visual_gpu_ratio=None,
+def test_a_plan_asks_devices_where_nothing_is_said(three_gpus, tmp_path):
+    tiny_tokenizer().save_pretrained(tmp_path)
+    tiny_config("llama").save_pretrained(tmp_path)
+    text = plan(
+        str(tmp_path), device="auto", num_devices=2, visual_gpu_ratio=None,
         placement=Wanted(load=Load(1, 8)), dtype=torch.float32,
     )  # fmt: skip
     assert len(text.splitlines()) == 5 and "images" not in text

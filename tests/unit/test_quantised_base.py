@@ -94,9 +94,9 @@ def test_what_cannot_take_adapters_up_is_told(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "stated"),
     [
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, Stored(4, 128, 2.5, kind="gptq")),
-        ({"quant_method": "awq", "bits": 4, "group_size": 64}, Stored(4, 64, 2.5, kind="awq")),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, Stored(8, 16384, kind="fp8")),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, Stored(4, 128, 2.5)),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64}, Stored(4, 64, 2.5)),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, Stored(8, 16384)),
         ({"quant_method": "one that comes later"}, None),
     ],
 )
@@ -106,6 +106,6 @@ def test_other_kinds_are_read_from_the_config(settings, stated):
 
 def test_bytes_of_a_matrix():
     # 16 x 128 weights: 1024 bytes, 16 groups with a scale of 2 bytes and a zero point of 4 bits
-    assert Stored(4, 128, 2.5, kind="gptq").weight_bytes((16, 128)) == 1024 + 40
-    assert Stored(8, kind="bitsandbytes").weight_bytes((16, 128)) == 2048 + 16 * 4
-    assert Stored(4, 64, kind="bitsandbytes").weight_bytes((16, 128)) == 1024 + 32 * 4 + 64
+    assert Stored(4, 128, 2.5).weight_bytes((16, 128)) == 1024 + 40
+    assert Stored(8).weight_bytes((16, 128)) == 2048 + 16 * 4
+    assert Stored(4, 64, table_bytes=64).weight_bytes((16, 128)) == 1024 + 32 * 4 + 64

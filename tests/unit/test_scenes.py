@@ -8,6 +8,7 @@ import numpy
 import pytest
 
 from register import dataset_register, import_shelf, metric_register
+from scripts.draw_scenes import export_scenes
 from stageline.data.batches.collate import group_numbers
 from stageline.data.rows.readers import data_fingerprint
 from stageline.errors import UserError
@@ -21,7 +22,7 @@ from stageline.tasks.scene_questions import (
     side_of,
     way_of,
 )
-from stageline.tasks.scenes import COLORS, DARK, PALE, Scenes, draw_scene, export_scenes
+from stageline.tasks.scenes import COLORS, DARK, PALE, Scenes, draw_scene
 from stageline.tasks.spatial_sets import RotateQA
 
 import_shelf("dataset", "metric")

@@ -7,7 +7,7 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from stageline.errors import UserError
 from stageline.pipeline.plan import add_transfers, drop_dead_backward, grad_flow
-from stageline.pipeline.schedules import default_stages_per_rank, make_schedule
+from stageline.pipeline.schedules import make_schedule
 from stageline.pipeline.topology import resolve_topology
 
 GOOD = "0F0,0F1,,0B0,0B1\n1F0,1B0,1F1,1B1\n"
@@ -30,7 +30,6 @@ def test_what_torch_writes_is_read(ours, torchs, with_comms, tmp_path):
     assert schedule.orders(4) == make_schedule(ours, num_ranks=2).orders(4)
     assert schedule.rank_of_stage == (0, 1, 1, 0)
     assert schedule.splits_backward
-    assert default_stages_per_rank(str(path)) == 2
 
 
 def test_a_file_gives_stages_and_micro_batches(tmp_path):

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from commands.serve import SHELF, make_http_settings
+from commands.serve import SHELF, listening_options
 from options.fields import OptionError
 from parse_args import parse_serve_args
 from prompt_fn import auto, chat
@@ -20,7 +20,6 @@ from register import import_shelf
 from stageline.errors import RemoteError
 from stageline.inference.dialogue import Dialogue, Server, server_url
 from stageline.inference.remote import Endpoint
-from stageline.serving.settings import HttpSettings
 from tests.helpers.chat_templates import format_tokenizer
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.served import served
@@ -34,10 +33,10 @@ PATIENCE = 30.0  # only for tests that fail
 
 
 @contextlib.contextmanager
-def serving(*, reply="Yes.", seconds=0.0, max_running=4, **http):
+def serving(*, reply="Yes.", seconds=0.0, max_running=4, **listening):
     with (
         FakeEngine(TOKENIZER, reply=reply, seconds=seconds, max_running=max_running) as engine,
-        served(engine, render=chat, image_token=auto, http=HttpSettings(**http)) as running,
+        served(engine, render=chat, image_token=auto, listening=listening) as running,
         contextlib.ExitStack() as stack,
     ):
         parts = urlsplit(running.url)
@@ -60,7 +59,7 @@ def rest_of(connection) -> bytes:
 
 
 def test_half_open_connections_below_the_limit_stop_nobody():
-    with serving(max_connections=301) as (_, url, connect):
+    with serving(limit_concurrency=302) as (_, url, connect):
         for data in (b"", HALF):
             for _ in range(150):
                 connect(data)
@@ -69,7 +68,7 @@ def test_half_open_connections_below_the_limit_stop_nobody():
 
 
 def test_connections_beyond_the_limit_are_refused():
-    with serving(reply="a " * 2000, seconds=0.01, max_connections=3) as (engine, url, connect):
+    with serving(reply="a " * 2000, seconds=0.01, limit_concurrency=4) as (engine, url, connect):
         content = json.dumps({**BODY, "stream": True}).encode()
         head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         asked = f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
@@ -87,7 +86,7 @@ def test_connections_beyond_the_limit_are_refused():
 
 
 def test_connections_between_two_requests_end():
-    with serving(reply="a " * 30, seconds=0.02, keep_alive_seconds=0.2) as (_, _url, connect):
+    with serving(reply="a " * 30, seconds=0.02, timeout_keep_alive=0.2) as (_, _url, connect):
         idle = connect(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert rest_of(idle).startswith(b"HTTP/1.1 200")
         # an answer takes longer
@@ -117,7 +116,7 @@ def files(tmp_path_factory):
 
 
 def test_an_encrypted_server_is_asked_with_a_private_authority(files, monkeypatch):
-    made = {"certfile": str(files / "cert.pem"), "keyfile": str(files / "cert.key")}
+    made = {"ssl_certfile": str(files / "cert.pem"), "ssl_keyfile": str(files / "cert.key")}
     with serving(**made) as (_, url, _connect):
         assert url.startswith("https://127.0.0.1:")
         context = ssl.create_default_context(cafile=files / "cert.pem")
@@ -157,9 +156,9 @@ def test_options_reach_the_server(files):
     words = ["--model-path", str(files), "--ssl-certfile", str(files / "cert.pem")]
     words += ["--ssl-keyfile", str(files / "cert.key"), "--max-connections", "7"]
     words += ["--keep-alive-timeout", "3"]
-    assert make_http_settings(parse_serve_args(words).run) == HttpSettings(
-        certfile=str(files / "cert.pem"),
-        keyfile=str(files / "cert.key"),
-        max_connections=7,
-        keep_alive_seconds=3,
-    )
+    assert listening_options(parse_serve_args(words).run) == {
+        "ssl_certfile": str(files / "cert.pem"),
+        "ssl_keyfile": str(files / "cert.key"),
+        "limit_concurrency": 8,
+        "timeout_keep_alive": 3,
+    }

@@ -1,6 +1,5 @@
 """What must not bring the server down: clients that leave, limits, bad bodies, keys, a stop."""
 
-import asyncio
 import concurrent.futures
 import contextlib
 import json
@@ -15,7 +14,7 @@ import pytest
 from prompt_fn import auto, chat
 from stageline.errors import MemoryFull, UserError
 from stageline.serving.app import bind, is_local, make_app, serve_until
-from stageline.serving.gate import ByteBudget
+from stageline.serving.gate import BODIES_AT_ONCE
 from tests.helpers.chat_templates import format_tokenizer
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.served import served
@@ -136,44 +135,19 @@ def test_large_bodies_are_not_read():
 def test_large_bodies_wait_for_each_other_and_are_forgotten_when_read():
     body = {**BODY, "user": "x" * 900_000}
     with serving(reply="a b c", max_body_bytes=1_000_000, max_running=20) as (engine, made, client):
-        budget = made.service.bodies.budget
+        room = made.service.bodies.room
         with concurrent.futures.ThreadPoolExecutor(20) as pool:
             answers = list(pool.map(lambda _: client.post(PATH, json=body), range(20)))
         assert [answer.status_code for answer in answers] == [200] * 20
-        assert budget.num_taken == 0
+        assert room._value == BODIES_AT_ONCE
         engine.reply, engine.seconds = (lambda _: LONG), 0.01
         waiting = raw_post(made.url, body)
         wait_until(lambda: engine.stats().running == 1)
-        assert budget.num_taken == 0, "the prompt is all that is kept"
+        assert room._value == BODIES_AT_ONCE, "the prompt is all that is kept"
         waiting.close()
         told(client.post(PATH, json={**body, "model": "other"}), 404)
         told(client.post(PATH, json={**body, "n": 100}), 400)
-        wait_until(lambda: budget.num_taken == 0)
-
-
-def test_bytes_are_given_out_in_order():
-    async def check():
-        budget, order = ByteBudget(10), []
-
-        async def use(name, size):
-            await budget.take(size)
-            order.append(name)
-
-        await use("a", 8)
-        tasks = [asyncio.create_task(use(name, size)) for name, size in (("b", 9), ("c", 1))]
-        await asyncio.sleep(0)
-        assert (order, budget.num_taken) == (["a"], 8), "c does not overtake b"
-        tasks[0].cancel()
-        await asyncio.sleep(0.01)
-        assert (order, budget.num_taken) == (["a", "c"], 9)
-        late = asyncio.create_task(use("d", 10))
-        await asyncio.sleep(0)
-        budget.give(9)
-        late.cancel()  # when it had just got them
-        await asyncio.gather(*tasks, late, return_exceptions=True)
-        assert (order, budget.num_taken) == (["a", "c"], 0)
-
-    asyncio.run(check())
+        wait_until(lambda: room._value == BODIES_AT_ONCE)
 
 
 def test_a_slow_body_and_a_large_header_end():

@@ -60,6 +60,14 @@ def test_a_register_may_be_yaml_and_lie_in_the_folder_of_the_data(folder):
     assert asked(by_yaml) == asked(in_folder) == asked(_sets(folder, names=["small"]))
 
 
+def test_null_in_a_register_means_not_given(folder):
+    path = folder / "dataset_info.json"
+    names = ("subset", "folder", "ranking", "num_samples", "split")
+    entry = {"file_name": "small.jsonl", **dict.fromkeys(names)}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "nulls": entry}))
+    assert asked(_sets(folder, names=["nulls"])) == asked(_sets(folder, names=["small"]))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -69,6 +77,7 @@ def test_a_register_may_be_yaml_and_lie_in_the_folder_of_the_data(folder):
         ({"names": ["bad_key"]}, "'colums', which is not known. Did you mean columns"),
         ({"names": ["elsewhere"]}, "file_name was expected"),
         ({"names": ["no_file"]}, "has no file_name"),
+        ({"names": ["null_file"]}, "has no file_name"),
         ({"names": ["bad_type"]}, "ranking 'yes'"),
         ({"names": ["none"]}, "num_samples 0"),
         ({"names": ["gone"]}, "gone: file_name .*there is no such file"),
@@ -88,6 +97,7 @@ def test_what_the_register_does_not_have_is_told(change, words, folder):
         "bad_key": {"file_name": "small.jsonl", "colums": {}},
         "elsewhere": {"hf_hub_url": "a/b"},
         "no_file": {"formatting": "alpaca"},
+        "null_file": {"file_name": None},
         "bad_type": {"file_name": "small.jsonl", "ranking": "yes"},
         "none": {"file_name": "small.jsonl", "num_samples": 0},
         "gone": {"file_name": "gone.jsonl"},

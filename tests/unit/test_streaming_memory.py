@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from stageline.streaming import host_memory, passes
+from stageline.streaming import host_weights, passes
 from stageline.streaming.engine import RoundPipe
-from stageline.streaming.host_memory import host_bytes
-from stageline.streaming.host_weights import ALIGNMENT, all_homes
+from stageline.streaming.host_weights import ALIGNMENT, all_homes, host_bytes
 from stageline.streaming.lanes import DeviceBudgetError, Lane
 from stageline.streaming.plan import Plan
 from stageline.streaming.run_config import RoundPipeRunConfig
@@ -80,9 +79,9 @@ def test_inputs_that_wait_stay_on_the_device_within_their_budget(limit, num_move
 def test_a_model_that_the_host_cannot_hold_is_refused_before_memory_is_taken(monkeypatch):
     engine = RoundPipe(linears(3))
     needed = host_bytes(engine._hosted_layers, None) - 3 * 42 * 4
-    monkeypatch.setattr(host_memory, "available_memory", lambda: needed - 1)
+    monkeypatch.setattr(host_weights, "available_memory", lambda: needed - 1)
     with pytest.raises(MemoryError, match=f"training takes {needed:,} bytes.*{needed - 1:,} are"):
         list(engine.optim_parameters())
     assert all(home.master is None for home in all_homes(engine._hosted_layers))
-    monkeypatch.setattr(host_memory, "available_memory", lambda: needed)
+    monkeypatch.setattr(host_weights, "available_memory", lambda: needed)
     assert len(list(engine.optim_parameters())) == 6

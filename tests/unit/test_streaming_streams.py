@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from stageline.streaming.engine import RoundPipe
-from stageline.streaming.host_memory import make_pages, page_runs
-from stageline.streaming.host_weights import make_host_weights
-from stageline.streaming.lanes import BufferPool, DeviceBudgetError, EagerQueue, Lane
+from stageline.streaming.host_weights import make_host_weights, make_pages, page_runs
+from stageline.streaming.lanes import BufferPool, DeviceBudgetError, Lane, Queue
 from stageline.streaming.passes import StagePass
 from stageline.streaming.plan import Plan
 from stageline.streaming.recompute import (
@@ -87,7 +86,7 @@ def test_a_prefetch_without_room_costs_no_idle_buffer():
         def wait(self):
             raise AssertionError("waited for")
 
-    pool, queue = BufferPool(CPU, 1000), EagerQueue()
+    pool, queue = BufferPool(CPU, 1000), Queue()
     pool.take(600, queue)
     idle = pool.take(300, queue)
     pool.give(idle, Mark())
@@ -99,7 +98,7 @@ def test_a_prefetch_without_room_costs_no_idle_buffer():
 def test_after_an_error_memory_waits_for_what_is_on_its_way_in():
     lane = late_lanes(1)[0]
     model = linears(1)
-    hosted_layers = make_host_weights(list(model), {})
+    hosted_layers = make_host_weights(model)
     seat = StagePass(lane, hosted_layers, makes_gradients=False, is_recomputed=False, snapshots={})
     seat.upload(1.0)
     seat.abandon()
@@ -110,7 +109,7 @@ def test_after_an_error_memory_waits_for_what_is_on_its_way_in():
     assert not buffer.data.any()
 
 
-class HeldQueue(EagerQueue):
+class HeldQueue(Queue):
     """Its marks are reached when the test says so."""
 
     def __init__(self):
@@ -138,7 +137,7 @@ def test_an_asynchronous_step_does_not_wait_for_its_gradients():
     assert held.was_released and all(held.was_released)
 
 
-class NotingQueue(EagerQueue):
+class NotingQueue(Queue):
     def __init__(self):
         self.used = []
 
@@ -202,7 +201,7 @@ class Driver:
 
 
 def test_registered_memory_is_given_back_with_its_owner_and_after_a_refusal(monkeypatch):
-    hosted_layers = make_host_weights([nn.Linear(64, 64), nn.Linear(640, 640)], {})
+    hosted_layers = make_host_weights([nn.Linear(64, 64), nn.Linear(640, 640)])
     driver = Driver(limit=100)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

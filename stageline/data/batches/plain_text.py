@@ -45,14 +45,13 @@ class CorpusRows(Dataset):
         ranges: of each type, the first of its rows and the one behind its last.
         source: what errors call the corpus.
         packed: `packed[row]` -> its segments, `row_length`, `digest`; None: a segment a row.
-        make_sampler: (sizes, **options) -> what draws the rows of training; see sampler.py. Of
-            options it gets those of `has_sampler` and all of `mixing`.
+        make_sampler: (sizes, *, names, **options) -> what draws the rows of training; see
+            `has_sampler` of sampler.py for its options.
         fingerprint_of: tokenizer -> its fingerprint, as the corpus has it; None: not compared.
 
     Attributes:
         is_fixed: reading a row draws nothing at random.
         has_tokens: samples are token ids, not text.
-        mixing: how types are mixed: counts, weights, drop_mode; set before training.
     """
 
     is_fixed = True
@@ -73,7 +72,6 @@ class CorpusRows(Dataset):
         self.sizes = [stop - first for first, stop in self.ranges]
         self.source = source
         self.packed = packed
-        self.mixing: dict[str, Any] = {}
         self._ends = list(accumulate(self.sizes))
         self._draw = make_sampler
         self._fingerprint_of = fingerprint_of
@@ -99,15 +97,13 @@ class CorpusRows(Dataset):
 
     def unpacked(self) -> "CorpusRows":
         """All segments of the corpus, a row each, drawn in the same proportions."""
-        rows = CorpusRows(
+        return CorpusRows(
             self.corpus,
             type_ranges(self.corpus.type_starts),
             source=self.source,
             make_sampler=self._draw,
             fingerprint_of=self._fingerprint_of,
         )
-        rows.mixing = self.mixing
-        return rows
 
     @property
     def row_length(self) -> int:
@@ -120,7 +116,7 @@ class CorpusRows(Dataset):
         """Draws the rows of training; see `has_sampler`."""
         assert self._draw is not None, "rows that are held out are not drawn"
         names = [kind.name for kind in self.corpus.header.types]
-        return self._draw(self.sizes, names=names, **self.mixing, **options)
+        return self._draw(self.sizes, names=names, **options)
 
     def describe(self, row: int) -> str:
         """Where a row is from."""

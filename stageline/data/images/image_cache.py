@@ -70,14 +70,13 @@ class ImageCache:
         try:
             # read, not mapped: a file that shrinks below a mapping ends the process
             pixels = load(self._path(name).read_bytes())
-            is_whole = int(pixels.pop(_CHECK)) == _checksum(name, pixels)
+            if int(pixels.pop(_CHECK)) == _checksum(name, pixels):
+                self.num_hits += 1
+                return pixels
         except (OSError, SafetensorError, KeyError, ValueError, TypeError, RuntimeError):
-            is_whole = False
-        if not is_whole:
-            self.num_misses += 1
-            return None
-        self.num_hits += 1
-        return pixels
+            pass
+        self.num_misses += 1
+        return None
 
     def put(self, name: str, pixels: Pixels) -> None:
         """Keeps an entry, if there is room."""
@@ -145,21 +144,18 @@ class CachedPixels:
     """Processes images one by one, and keeps what was made of files.
 
     Only a picture that nobody has drawn on, turned or scaled since its file was opened is looked
-    up. The first one that is found is processed all the same, and compared.
+    up. The first one that is found is processed all the same, and compared. `layout` says how
+    single images make a batch; None: this processor's are not kept.
 
     Args:
         process: rows of decoded images -> the processor's inputs for them.
         settings: all that decides what it makes of them.
-
-    Attributes:
-        layout: how single images make a batch; None: this processor's are not kept.
     """
 
     def __init__(self, cache: ImageCache, process: Process, *, settings: dict[str, Any]) -> None:
         self.cache = cache
         self._process = process
-        # "floats": entries of the first version, a byte a pixel, have other names
-        text = json.dumps(["floats", settings], sort_keys=True, default=str)
+        text = json.dumps(settings, sort_keys=True, default=str)
         self._key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         self._is_compared = False
         self.layout = find_layout(self._pixels)
@@ -173,13 +169,7 @@ class CachedPixels:
     def __call__(
         self, images: Sequence[Sequence[Any]], names: Sequence[str], decode: Decode
     ) -> Pixels:
-        """The pixels of a batch.
-
-        Args:
-            images: of each row; some row has one.
-            names: of each row, for errors.
-            decode: (image, name) -> its pixels.
-        """
+        """The pixels of a batch; arguments as `ImageExpander.decode_pixels` has them."""
         assert self.layout is not None
         rows = [
             [self._one(image, name, decode) for image in row]
@@ -188,19 +178,19 @@ class CachedPixels:
         return _join(rows, self.layout)
 
     def _one(self, image: Any, name: str, decode: Decode) -> Pixels:
-        if not isinstance(image, PictureFile) or not image.is_untouched:
+        is_file = isinstance(image, PictureFile) and image.is_untouched
+        digest = image.read_digest() if is_file else None
+        if digest is None:
             return self._pixels([[decode(image, name=name)]])
-        image = image.with_digest()
-        digest = image.facts.digest
-        entry = f"{digest}-{self._key}" if digest else None
-        found = self.cache.get(entry) if entry else None
+        entry = f"{digest}-{self._key}"
+        found = self.cache.get(entry)
         if found is not None and self._is_compared:
             return found
         made = self._pixels([[decode(image, name=name)]])
-        if found is not None:
-            self._compare(found, made, image)
-        elif entry:
+        if found is None:
             self.cache.put(entry, made)
+        else:
+            self._compare(found, made, image)
         return made
 
     def _compare(self, found: Pixels, made: Pixels, image: PictureFile) -> None:
@@ -221,22 +211,17 @@ class CachedPixels:
 def processor_settings(processor: Any) -> dict[str, Any]:
     """What decides the pixels that a processor makes: its options, and who computes them."""
     images = processor.image_processor
-    settings = images.to_dict() if hasattr(images, "to_dict") else vars(images)
     return {
         "processor": type(processor).__name__,
         "image processor": type(images).__name__,
-        "settings": settings,
+        "settings": images.to_dict() if hasattr(images, "to_dict") else vars(images),
         "versions": {name: _version(name) for name in ("transformers", "pillow", "torchvision")},
         "jpeg": features.version("libjpeg_turbo") or features.version("jpg"),
     }
 
 
 def find_layout(process: Callable[[Sequence[Sequence[Any]]], Pixels]) -> Layout | None:
-    """How a processor joins images: tried on one small batch, since a list of classes would age.
-
-    Args:
-        process: rows of images -> the pixels of all of them.
-    """
+    """How a processor joins images: tried on one small batch, since a list of classes would age."""
     draw = numpy.random.default_rng(0)
     rows = [
         [Image.fromarray(draw.integers(0, 256, (height, width, 3), numpy.uint8))
@@ -255,12 +240,11 @@ def find_layout(process: Callable[[Sequence[Sequence[Any]]], Pixels]) -> Layout 
 
 
 def _join(rows: Sequence[Sequence[Pixels]], layout: Layout) -> Pixels:
-    """The pixels of a batch.
+    """The pixels of a batch; smaller images are filled with zeros.
 
     Args:
-        rows: the images of each row; at least one row has some.
         layout: "images": dim 0 is images, or their tiles or patches, one after the other;
-            "rows": dim 0 is rows, dim 1 the images of a row. Smaller ones are filled with zeros.
+            "rows": dim 0 is rows, dim 1 the images of a row.
     """
     images = [image for row in rows for image in row]
     if layout == "images":

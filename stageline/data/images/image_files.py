@@ -10,9 +10,8 @@ import hashlib
 import json
 import os
 import warnings
-import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -31,26 +30,14 @@ _HAS_ORIENTATION = ("JPEG", "MPO")
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """What one image file is.
+    """What one image file is; mode and format by Pillow's names."""
 
-    Attributes:
-        size: width and height as the header says them, before any turning.
-        mode, format: Pillow's names.
-        is_turned: people see width and height exchanged (EXIF).
-        digest: hash of the content, where it was read.
-        is_whole: its pixels were decoded without an error.
-    """
-
-    size: tuple[int, int]
+    size: tuple[int, int]  # width and height as the header says them, before any turning
     mode: str
     format: str
-    is_turned: bool = False
-    digest: str | None = None
-    is_whole: bool = False
-
-    def with_more(self, *, digest: str | None = None, is_whole: bool = False) -> "FileFacts":
-        """The facts and what else was found out."""
-        return replace(self, digest=self.digest or digest, is_whole=self.is_whole or is_whole)
+    is_turned: bool = False  # people see width and height exchanged (EXIF)
+    digest: str | None = None  # hash of the content, where it was read
+    is_whole: bool = False  # its pixels were decoded without an error
 
 
 def file_key(path: str, stat: os.stat_result) -> str:
@@ -63,80 +50,43 @@ class ImageIndex:
     """Facts of files by their key.
 
     A file is known by its path, length and both times of change, so that one that was replaced is
-    a new one. Every process reads the lines of the others and adds its own; a line that is torn or
-    damaged is passed over.
-
-    Args:
-        file: where they are kept; None: in memory alone.
+    a new one. Every process reads the lines of earlier ones and adds its own; a torn line is passed
+    over. Without a file for the lines, facts are kept in memory alone.
     """
 
     def __init__(self, file: Path | None = None) -> None:
         self._file = file
         self._known: dict[str, FileFacts] = {}
-        self._read_bytes = 0
+        try:
+            lines = file.read_bytes().splitlines() if file is not None else []
+        except OSError:  # not there yet: then nothing is known
+            lines = []
+        for line in filter(None, lines):
+            try:
+                key, (width, height), *others = json.loads(line)
+                self._known[key] = FileFacts((width, height), *others)
+            except (ValueError, TypeError):
+                continue
 
     def get(self, key: str) -> FileFacts | None:
-        """What is known of a file, also by other processes."""
-        if key not in self._known:
-            self._read_news()
+        """What is known of a file."""
         return self._known.get(key)
 
     def note(self, key: str, facts: FileFacts) -> None:
-        """Adds to what is known."""
-        old = self._known.get(key)
-        if old is not None and (old.size, old.mode, old.format) == (
-            facts.size,
-            facts.mode,
-            facts.format,
-        ):
-            facts = facts.with_more(digest=old.digest, is_whole=old.is_whole)
-        if facts != old:
-            self._known[key] = facts
-            self._write(key, facts)
-
-    def _write(self, key: str, facts: FileFacts) -> None:
+        """Keeps what is known of a file by now."""
+        if facts == self._known.get(key):
+            return
+        self._known[key] = facts
         if self._file is None:
             return
-        fields = [key, *facts.size, facts.mode, facts.format, facts.is_turned]
-        text = json.dumps([*fields, facts.digest, facts.is_whole]).encode()
+        text = json.dumps([key, *astuple(facts)]).encode()
         try:
             # one write of one line: those of several processes do not mix
             with self._file.open("ab", buffering=0) as file:
-                file.write(b"\n%08x %s\n" % (zlib.crc32(text), text))  # a torn line ends here
+                file.write(b"\n%s\n" % text)  # a torn line ends here
         except OSError as error:
             warnings.warn(f"the index {self._file} of images is not kept: {error}", stacklevel=2)
             self._file = None
-
-    def _read_news(self) -> None:
-        """Reads what was added since; a line without its end comes next time."""
-        if self._file is None:
-            return
-        try:
-            if self._file.stat().st_size <= self._read_bytes:
-                return
-            with self._file.open("rb") as file:
-                file.seek(self._read_bytes)
-                news = file.read()
-        except OSError:  # not there yet, or gone: then nothing is known
-            return
-        whole = news[: news.rfind(b"\n") + 1]
-        self._read_bytes += len(whole)
-        for line in whole.splitlines():
-            entry = _parse(line)
-            if entry is not None:
-                self._known[entry[0]] = entry[1]
-
-
-def _parse(line: bytes) -> tuple[str, FileFacts] | None:
-    check, _, text = line.partition(b" ")
-    try:
-        if int(check, 16) != zlib.crc32(text):
-            return None
-        fields: list[Any] = json.loads(text)
-        key, width, height, mode, kind, is_turned, digest, is_whole = fields
-        return key, FileFacts((width, height), mode, kind, is_turned, digest, is_whole)
-    except ValueError:
-        return None
 
 
 class PictureFile(Image.Image):
@@ -148,7 +98,6 @@ class PictureFile(Image.Image):
         facts: what is known of it.
         index: learns more about it.
         opened: it, where it is open already.
-        content: its bytes, where they were read already.
     """
 
     def __init__(
@@ -159,11 +108,9 @@ class PictureFile(Image.Image):
         facts: FileFacts,
         index: ImageIndex,
         opened: Image.Image | None = None,
-        content: bytes | None = None,
     ) -> None:
-        self._info: dict[Any, Any] | None = None
         super().__init__()
-        self._info = None  # it has set one
+        del self.info  # what the file says besides the pixels: read when it is asked for
         self.filename = path
         self.key = key
         self.facts = facts
@@ -172,7 +119,7 @@ class PictureFile(Image.Image):
         self._size = facts.size
         self._index = index
         self._opened = opened
-        self._content = content
+        self._content: bytes | None = None
         self._is_loaded = False
 
     @property
@@ -186,17 +133,6 @@ class PictureFile(Image.Image):
         width, height = self.size
         return (height, width) if self.facts.is_turned and self.is_untouched else (width, height)
 
-    @property
-    def info(self) -> dict[Any, Any]:
-        """What the file says besides the pixels."""
-        if self._info is None:
-            self._info = self._open().info
-        return self._info
-
-    @info.setter
-    def info(self, value: dict[Any, Any]) -> None:
-        self._info = value
-
     def load(self) -> Any:
         """Decodes the pixels, once."""
         if not self._is_loaded:
@@ -205,53 +141,47 @@ class PictureFile(Image.Image):
             self._is_loaded = True
             self.im, self._mode, self._size = opened.im, opened.mode, opened.size
             self.palette, self.readonly = opened.palette, opened.readonly
-            self._info = opened.info
+            self.info = opened.info
             self._learn(is_whole=True)
         return super().load()
 
-    def with_digest(self) -> "PictureFile":
-        """This picture with the hash of its content, which is read if it is not known.
+    def read_digest(self) -> str | None:
+        """The hash of the content, which is read if it is not known; None if it cannot be read.
 
-        What was hashed is what will be decoded. A file that cannot be read stays without.
+        What was hashed is what will be decoded.
         """
-        if self.facts.digest is not None:
-            return self
-        try:
-            with open(self.filename, "rb") as file:
-                content = file.read()
-        except OSError:  # decoding tells it better
-            return self
-        if self._opened is not None:  # for its header
-            self._opened.close()
-            self._opened = None
-        read = PictureFile(
-            self.filename, key=self.key, facts=self.facts, index=self._index, content=content
-        )
-        read._learn(digest=hashlib.blake2b(content, digest_size=20).hexdigest())
-        return read
+        if self.facts.digest is None:
+            try:
+                with open(self.filename, "rb") as file:
+                    self._content = file.read()
+            except OSError:  # decoding tells it better
+                return None
+            if self._opened is not None:  # for its header
+                self._opened.close()
+                self._opened = None
+            self._learn(digest=hashlib.blake2b(self._content, digest_size=20).hexdigest())
+        return self.facts.digest
 
-    def _learn(self, *, digest: str | None = None, is_whole: bool = False) -> None:
+    def _learn(self, **facts: Any) -> None:
         """Remembers more of the file, if it still is what it was."""
         try:
             is_same = file_key(self.filename, os.stat(self.filename)) == self.key
         except OSError:
             return
         if is_same:
-            self.facts = self.facts.with_more(digest=digest, is_whole=is_whole)
+            self.facts = replace(self._index.get(self.key) or self.facts, **facts)
             self._index.note(self.key, self.facts)
 
     def getexif(self) -> Image.Exif:
-        """The EXIF record of the file."""
         return self._open().getexif()
 
     def close(self) -> None:
-        """Closes the file, if it is open."""
         if self._opened is not None:
             self._opened.close()
         super().close()
 
     def __getattr__(self, name: str) -> Any:
-        # what readers of one format add: n_frames, text ...
+        # info, and what readers of one format add: n_frames, text ...
         if name.startswith("_") or name == "map":
             raise AttributeError(name)
         return getattr(self._open(), name)
@@ -296,11 +226,7 @@ def has_orientation(image: Image.Image) -> bool:
 
 
 def check_shape(image: Image.Image, *, name: str, max_pixels: int = MAX_PIXELS) -> None:
-    """Refuses by the header alone: more pixels than are decoded, or the shape of a thread.
-
-    Raises:
-        DataError: names row, file and size.
-    """
+    """Refuses by the header alone: more pixels than are decoded, or the shape of a thread."""
     width, height = image.size
     why = ""
     if min(width, height) < 1:
@@ -323,8 +249,8 @@ def bad_image(file: object, error: Exception, *, name: str) -> DataError:
     """The error for an image that cannot be opened or decoded."""
     return DataError(
         f"{name}: the image {file} does not decode ({type(error).__name__}: {error}). A whole "
-        "picture in a format that Pillow reads was expected, because its pixels are the model's "
-        "input. Replace the file, or take the row out."
+        f"picture was expected, one of {', '.join(FORMATS)}, because its pixels are the model's "
+        "input: replace the file, or take the row out."
     )
 
 
@@ -337,10 +263,8 @@ class ImageFolders:
     """The folders that image names are relative to.
 
     An absolute name, one with "..", and a link are taken when the file they lead to lies below one
-    of the folders. A folder itself may be a link.
-
-    A file whose header was read once is opened again only for its pixels: by this object, or with
-    an image cache by any process.
+    of the folders. A folder itself may be a link. A file whose header was read once is opened again
+    only for its pixels: by this object, or with an image cache by later processes.
     """
 
     def __init__(self, roots: Sequence[Path]) -> None:
@@ -351,29 +275,16 @@ class ImageFolders:
         self._index = settings.cache.index if settings.cache else ImageIndex()
 
     def check_name(self, name: str, *, source: str) -> None:
-        """Refuses a name that leads out of the folders; looks at files only where it must.
-
-        Raises:
-            DataError: names the row.
-        """
+        """Refuses a name that leads out of the folders; looks at files only where it must."""
         is_plain = not os.path.isabs(name) and ".." not in name.split("/") and "\0" not in name
         if not is_plain:
             self._find(name, source)
 
     def open(self, name: str, *, source: str) -> PictureFile:
-        """A picture that is not decoded, and not opened if it is known.
-
-        Raises:
-            DataError: the name leads out of the folders, there is no such file, it is no picture,
-                or it is one of a size that is not taken.
-        """
+        """A picture that is not decoded, and not opened if it is known."""
         path, places = self._find(name, source)
         if path is None:
-            raise DataError(
-                f"{source}: there is no image {name[:200]}. It was looked for at "
-                f"{', '.join(places)[:1000]}. Put the file there, or correct the row or the "
-                "dataset's option for the folder of images."
-            )
+            raise _missing("image", name, places, source=source)
         try:
             picture = self._picture(path)
         except Exception as error:  # Pillow's readers raise anything
@@ -386,18 +297,10 @@ class ImageFolders:
         return picture
 
     def locate(self, name: str, *, source: str) -> str:
-        """The file or folder of a video, links followed.
-
-        Raises:
-            DataError: the name leads out of the folders, or there is no such file or folder.
-        """
+        """The file or folder of a video, links followed."""
         path, places = self._find(name, source, exists=os.path.exists)
         if path is None:
-            raise DataError(
-                f"{source}: there is no video {name[:200]}. A file or a folder of images was "
-                f"looked for at {', '.join(places)[:1000]}. Put it there, or correct the row or "
-                "the dataset's option for the folder of images."
-            )
+            raise _missing("video", name, places, source=source)
         return path
 
     def _picture(self, path: str) -> PictureFile:
@@ -431,6 +334,14 @@ class ImageFolders:
         return any(place.startswith(root.rstrip(os.sep) + os.sep) for root in self._real_roots)
 
 
+def _missing(kind: str, name: str, places: Sequence[str], *, source: str) -> DataError:
+    return DataError(
+        f"{source}: there is no {kind} {name[:200]}. It was looked for at "
+        f"{', '.join(places)[:1000]}. Put it there, or correct the row or the dataset's option for "
+        "the folder of images."
+    )
+
+
 def _real_path(path: str) -> str:
     try:
         return os.path.realpath(path)
@@ -444,9 +355,9 @@ def _plain(error: Exception, path: str) -> Exception:
         return error
     with open(path, "rb") as file:
         head = file.read(64)
-    what = "it is empty" if not head else f"it begins with {head[:24]!r}"
+    what = f"it begins with {head[:24]!r}" if head else "it is empty"
     if head.startswith((b"\x89PNG", b"\xff\xd8", b"GIF8", b"RIFF", b"BM")):
-        return type(error)("it begins as an image does, but its header is damaged or cut")
-    if head.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
+        what = "its header is damaged or cut"
+    elif head.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
         what = "it is a web page or XML, as a failed download leaves"
-    return type(error)(f"none of {', '.join(FORMATS)}: {what}")
+    return type(error)(what)

@@ -19,17 +19,11 @@ MAX_PIXELS = 50_000_000  # 150 MB in RGB; a camera's largest common picture
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """Limits and cache of images.
+    """Limits and cache of images."""
 
-    Attributes:
-        max_pixels: of one image; a larger one is refused before it is decoded.
-        max_images: of one sample; None: any number.
-        cache: keeps what the processor makes of files; None: nothing is kept.
-    """
-
-    max_pixels: int = MAX_PIXELS
-    max_images: int | None = None
-    cache: ImageCache | None = None
+    max_pixels: int = MAX_PIXELS  # of one image; a larger one is refused before it is decoded
+    max_images: int | None = None  # of one sample; None: any number
+    cache: ImageCache | None = None  # keeps what the processor makes of files
 
 
 def make_image_settings(
@@ -45,12 +39,12 @@ def make_image_settings(
 
 
 _DEFAULT = ImageSettings()
-_current: ContextVar[ImageSettings | None] = ContextVar("image_settings", default=None)
+_current: ContextVar[ImageSettings] = ContextVar("image_settings", default=_DEFAULT)
 
 
 def current_image_settings() -> ImageSettings:
     """Those of `using_images`, or the defaults."""
-    return _current.get() or _DEFAULT
+    return _current.get()
 
 
 @contextlib.contextmanager

@@ -75,7 +75,6 @@ def by_rows(
     places are known on every rank, so the mask is made here, without pixels.
 
     Args:
-        batch: with input_ids and what is there of images.
         counts: images of each row.
     """
     if TILES not in batch:
@@ -108,19 +107,12 @@ def _lay(value_N: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """What follows from the size of an image.
+    """What follows from the size of an image."""
 
-    Attributes:
-        text: what stands for the image in the text, all its tokens written out.
-        side_inputs: small integer tensors of this image, dim 0 is images.
-        type_input: name of the input that marks image tokens, if the model wants one.
-        type_of_id: token id -> its mark; other ids have 0.
-    """
-
-    text: str
-    side_inputs: dict[str, torch.Tensor]
-    type_input: str | None
-    type_of_id: dict[int, int]
+    text: str  # what stands for the image in the text, all its tokens written out
+    side_inputs: dict[str, torch.Tensor]  # small and integer, dim 0 is images
+    type_input: str | None  # name of the input that marks image tokens, if the model wants one
+    type_of_id: dict[int, int]  # token id -> its mark; other ids have 0
 
 
 class ImageExpander:
@@ -211,21 +203,14 @@ class ImageExpander:
 
         Args:
             names: of each row, for errors.
-
-        Raises:
-            DataError: an image does not decode.
         """
         if not any(images):
             return {}
         decode = functools.partial(decode_image, max_pixels=self.settings.max_pixels)
         if self._kept is not None and self._kept.layout is not None:
             return self._kept(images, names, decode)
-        return self.pixels(
-            [
-                [decode(image, name=name) for image in row]
-                for row, name in zip(images, names, strict=True)
-            ]
-        )
+        rows = zip(images, names, strict=True)
+        return self.pixels([[decode(image, name=name) for image in row] for row, name in rows])
 
     @functools.cached_property
     def _kept(self) -> CachedPixels | None:
@@ -259,11 +244,7 @@ class ImageExpander:
     def _run(
         self, texts: list[str], images: Sequence[Sequence[Image.Image]], **options: Any
     ) -> tuple[dict[str, Any], list[str]]:
-        """The processor's output and the texts that it gave to its tokenizer.
-
-        Args:
-            options: for its image processor.
-        """
+        """The processor's output and the texts that it gave to its tokenizer."""
         recorder = _Recorder(self.processor.tokenizer)
         processor = copy.copy(self.processor)
         processor.tokenizer = recorder
@@ -301,14 +282,7 @@ def image_size(image: Image.Image) -> Size:
 
 
 def decode_image(image: Image.Image, *, name: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The pixels in RGB, upright; of an animation the first frame.
-
-    Args:
-        name: the row that it belongs to, for the error.
-
-    Raises:
-        DataError: names row, file and reason.
-    """
+    """The pixels in RGB, upright; of an animation the first frame. Raises as `check_image`."""
     check_image(image, name=name, max_pixels=max_pixels, decodes=True)
     try:
         upright = ImageOps.exif_transpose(image) if has_orientation(image) else image
@@ -335,7 +309,7 @@ def check_image(
         raise DataError(
             f"{name}: the image {file_of(image)} has pixels of 32 bits (mode {image.mode}). 8 or "
             "16 bits were expected, because it isn't known which of its values is white: save it "
-            "as a picture of 8 bits, or take the row out."
+            "with 8 bits, or take the row out."
         )
     if isinstance(image, PictureFile) and image.facts.is_whole and not decodes:
         return
@@ -353,8 +327,8 @@ def expand_images(
     """Writes out the tokens of all images of one sample.
 
     Raises:
-        DataError: the number of image places differs from the number of images, or the processor
-            does not take an image of that size.
+        DataError: there are other numbers of places and images, or the processor does not take an
+            image of that size.
         UserError: the text for an image is not that of the processor.
     """
     sizes = [image_size(image) for image in images or ()]

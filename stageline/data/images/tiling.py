@@ -54,9 +54,8 @@ def apply_tiling(processor: Any, tiling: Tiling) -> None:
         if fits(images):
             change(processor, images, tiling)
             return
-    raise _refusal(
-        tiling, processor, "makes of every image the same number of tiles, or decides it by itself"
-    )
+    why = "makes of every image the same number of tiles, or decides it by itself"
+    raise _refusal(tiling, processor, why)
 
 
 def match_config(config: Any, processor: Any) -> None:
@@ -78,14 +77,11 @@ def _refusal(
 
 def _needs(tiling: Tiling, processor: Any, kind: str) -> None:
     """Refuses limits of the other kind: pixels for tiles, tiles for pixels."""
-    has_tiles = tiling.min_tiles is not None or tiling.max_tiles is not None
-    has_pixels = tiling.min_pixels is not None or tiling.max_pixels is not None
-    if kind == "tiles" and has_pixels:
+    if kind == "tiles" and (tiling.min_pixels, tiling.max_pixels) != (None, None):
         raise _refusal(tiling, processor, "cuts images into tiles", "use `max_tiles`")
-    if kind == "pixels" and has_tiles:
-        raise _refusal(
-            tiling, processor, "has no tiles: it scales images", "use `min_pixels`, `max_pixels`"
-        )
+    if kind == "pixels" and (tiling.min_tiles, tiling.max_tiles) != (None, None):
+        instead = "use `min_pixels`, `max_pixels`"
+        raise _refusal(tiling, processor, "has no tiles: it scales images", instead)
 
 
 def _bounds(tiling: Tiling, processor: Any, kind: str, own: tuple[int, int]) -> tuple[int, int]:
@@ -94,12 +90,8 @@ def _bounds(tiling: Tiling, processor: Any, kind: str, own: tuple[int, int]) -> 
     low, high = getattr(tiling, f"min_{kind}"), getattr(tiling, f"max_{kind}")
     low, high = own[0] if low is None else low, own[1] if high is None else high
     if low > high:
-        raise _refusal(
-            tiling,
-            processor,
-            f"has from {own[0]} to {own[1]} of itself",
-            f"give both, `min_{kind}` and `max_{kind}`",
-        )
+        why = f"has from {own[0]} to {own[1]} of itself"
+        raise _refusal(tiling, processor, why, f"give both, `min_{kind}` and `max_{kind}`")
     return low, high
 
 
@@ -119,12 +111,8 @@ def _grids(processor: Any, images: Any, tiling: Tiling) -> None:
     low, high = _bounds(tiling, processor, "tiles", own)
     kept = [list(grid) for grid, count in tiles.items() if low <= count <= high]
     if not kept:
-        raise _refusal(
-            tiling,
-            processor,
-            f"has grids of {', '.join(map(str, sorted(set(tiles.values()))))} tiles",
-            "choose limits with one of these between them",
-        )
+        why = f"has grids of {', '.join(map(str, sorted(set(tiles.values()))))} tiles"
+        raise _refusal(tiling, processor, why, "choose limits with one of these between them")
     images.image_grid_pinpoints = kept
 
 
@@ -164,11 +152,7 @@ _KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Any, Any, Tiling], None]], 
 
 
 def prepare_images(processor: Any, settings: ImageSettings, tiling: Tiling) -> None:
-    """Changes the processor in place; one without images is left alone.
-
-    Raises:
-        UserError: it cannot do what `tiling` asks for.
-    """
+    """Changes the processor in place; one without images is left alone."""
     apply_tiling(processor, tiling)
     expander = ImageExpander.of(processor)
     if expander is not None:

@@ -39,7 +39,6 @@ def with_videos(
 
     Args:
         images: of the sample's image parts, in order.
-        num_frames: most of a video.
         source: the row, for errors.
 
     Raises:
@@ -82,13 +81,11 @@ def read_frames(
     Args:
         video: name of a folder of images or of a file, or the names of the frames.
         source: the row, for errors.
-
-    Raises:
-        DataError, UserError: as `with_videos`.
     """
     if num_frames < 1:
         raise UserError(
-            f"num_frames is {num_frames}. At least 1 was expected, because a video becomes images."
+            f"num_frames is {num_frames}. At least 1 was expected, because a video becomes images: "
+            "give a larger one."
         )
     if not isinstance(video, str):
         if not video:
@@ -136,8 +133,8 @@ def _decoded(path: Path, num_frames: int, source: str) -> list[Image.Image]:
         raise UserError(
             f"{source}: the video {path} is a {path.suffix or 'file without a suffix'}. A folder "
             f"of images or one of {', '.join(ANIMATIONS)} was expected, because the package av, "
-            "which reads other videos, is not installed: pip install av, or take the video to "
-            "pieces (ffmpeg -i VIDEO FOLDER/%05d.jpg)."
+            "which reads other videos, is not installed: pip install av, or make images of it "
+            "(ffmpeg -i VIDEO FOLDER/%05d.jpg)."
         ) from error
     with av.open(str(path)) as opened:
         count = sum(1 for _ in opened.decode(video=0))

@@ -56,11 +56,9 @@ class BadRows:
         """Writes them as JSON lines, source and reason; where there are none, nothing."""
         if not self.reasons:
             return
-        lines = [
-            json.dumps({"source": source, "reason": reason}) + "\n"
-            for source, reason in self.reasons.items()
-        ]
-        path.write_text("".join(lines), encoding="utf-8")
+        with path.open("w", encoding="utf-8") as file:
+            for source, reason in self.reasons.items():
+                file.write(json.dumps({"source": source, "reason": reason}) + "\n")
 
 
 _STRICT = BadRows()
@@ -69,7 +67,7 @@ _current: ContextVar[BadRows | None] = ContextVar("bad_rows", default=None)
 
 def current_bad_rows() -> BadRows:
     """Where a reader notes a bad row: those of `leaving_out`, or none may be left out."""
-    bad_rows = _current.get()
+    bad_rows = _current.get()  # false where nothing was left out so far
     return _STRICT if bad_rows is None else bad_rows
 
 

@@ -6,7 +6,7 @@ Errors here do not name the row: `converters.py` puts its source before them.
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from stageline.errors import DataError, UserError
@@ -27,26 +27,16 @@ _TEXT_COLUMNS = {
 }
 _TEXT_NAMES = {name for columns in _TEXT_COLUMNS.values() for name in columns}
 _SHARED_COLUMNS = ("system", "tools", "images", "videos", "chosen", "rejected", "kto_tag")
+# tag -> its word in sharegpt's messages and in OpenAI's
 _TAGS = {
-    "role_tag": "from",
-    "content_tag": "value",
-    "user_tag": "human",
-    "assistant_tag": "gpt",
-    "observation_tag": "observation",
-    "function_tag": "function_call",
-    "system_tag": "system",
+    "role_tag": ("from", "role"),
+    "content_tag": ("value", "content"),
+    "user_tag": ("human", "user"),
+    "assistant_tag": ("gpt", "assistant"),
+    "observation_tag": ("observation", "tool"),
+    "function_tag": ("function_call", "function_call"),
+    "system_tag": ("system", "system"),
 }
-_OPENAI_TAGS = {
-    "role_tag": "role",
-    "content_tag": "content",
-    "user_tag": "user",
-    "assistant_tag": "assistant",
-    "observation_tag": "tool",
-    "function_tag": "function_call",
-    "system_tag": "system",
-}
-# what else is written for a role of OpenAI's
-_OPENAI_ALIASES = {"developer": "system", "function": "tool"}
 _CALL = "function call"
 _PART_TYPES = ("text", "image", "image_url", "video", "video_url")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -55,50 +45,41 @@ _THOUGHT = re.compile(r"^\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 @dataclass(frozen=True)
 class Tags:
-    """The words of messages.
-
-    Attributes:
-        role, content: names of their fields.
-        roles: word in the data -> role; `_CALL` is an answer that calls functions.
-    """
+    """The words of messages: names of their fields, and of who speaks."""
 
     role: str
     content: str
-    roles: Mapping[str, str]
-
-    @classmethod
-    def of(cls, names: Mapping[str, str], *, aliases: Mapping[str, str] | None = None) -> "Tags":
-        """The words of a table such as dataset_info.json has."""
-        roles = {
-            names["user_tag"]: "user",
-            names["assistant_tag"]: "assistant",
-            names["observation_tag"]: "tool",
-            names["function_tag"]: _CALL,
-            names["system_tag"]: "system",
-        }
-        return cls(names["role_tag"], names["content_tag"], {**(aliases or {}), **roles})
+    roles: Mapping[str, str]  # word in the data -> role; `_CALL` is an answer that calls functions
 
 
-OPENAI_TAGS = Tags.of(_OPENAI_TAGS, aliases=_OPENAI_ALIASES)
-SHAREGPT_TAGS = Tags.of(_TAGS)
+def _make_tags(formatting: str, own: Mapping[str, str] | None = None) -> Tags:
+    """The words of a format's messages, but for those that a set calls otherwise."""
+    is_openai = formatting == "openai"
+    words = {tag: both[is_openai] for tag, both in _TAGS.items()} | dict(own or {})
+    roles = {"developer": "system", "function": "tool"} if is_openai else {}
+    roles |= {
+        words["user_tag"]: "user",
+        words["assistant_tag"]: "assistant",
+        words["observation_tag"]: "tool",
+        words["function_tag"]: _CALL,
+        words["system_tag"]: "system",
+    }
+    return Tags(words["role_tag"], words["content_tag"], roles)
+
+
+OPENAI_TAGS = _make_tags("openai")
+SHAREGPT_TAGS = _make_tags("sharegpt")
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How rows of one set are written.
-
-    Attributes:
-        columns: what -> the row's column; None: there is none.
-        tags: the words of messages.
-        ranking: rows have a chosen and a rejected answer.
-        named: the columns that were given, not ours by default.
-    """
+    """How rows of one set are written."""
 
     formatting: str
-    columns: Mapping[str, str | None]
+    columns: Mapping[str, str | None]  # what -> the row's column; None: there is none
     tags: Tags
-    ranking: bool = False
-    named: frozenset[str] = field(default_factory=frozenset)
+    ranking: bool  # rows have a chosen and a rejected answer
+    named: frozenset[str]  # the columns that were given, not ours by default
 
 
 def make_format(
@@ -113,17 +94,15 @@ def make_format(
     Where one of the text columns is named, those that are not named do not exist, as in that file.
 
     Raises:
-        UserError: an unknown format, column or tag.
+        UserError: an unknown column or tag.
     """
-    check_known("`dataset.formatting`", [formatting], FORMATTINGS[1:])
-    columns, tags = dict(columns or {}), dict(tags or {})
+    columns = dict(columns or {})
     check_known("a name in `columns`", columns, columns_of(formatting))
-    check_known("a name in `tags`", tags, _TAGS)
+    check_known("a name in `tags`", tags or (), _TAGS)
     named = frozenset(name for name, column in columns.items() if column)
     text: dict[str, str | None] = dict.fromkeys(_TEXT_COLUMNS[formatting])
     if not _TEXT_NAMES & named:
         text.update(_TEXT_COLUMNS[formatting])
-    is_openai = formatting == "openai"
     return RowFormat(
         formatting=formatting,
         columns={
@@ -131,10 +110,7 @@ def make_format(
             **{name: name for name in _SHARED_COLUMNS},
             **{name: column or None for name, column in columns.items()},
         },
-        tags=Tags.of(
-            {**(_OPENAI_TAGS if is_openai else _TAGS), **tags},
-            aliases=_OPENAI_ALIASES if is_openai else None,
-        ),
+        tags=_make_tags(formatting, tags),
         ranking=ranking or "chosen" in named,
         named=named,
     )
@@ -147,11 +123,7 @@ def columns_of(*formattings: str) -> list[str]:
 
 
 def check_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:
-    """Refuses names that no format has.
-
-    Raises:
-        UserError: lists the known ones.
-    """
+    """Refuses names that no format has."""
     unknown = [name for name in names if name not in known]
     if unknown:
         raise UserError(
@@ -185,17 +157,14 @@ class FormattedRow:
     format: RowFormat
 
     def value(self, what: str) -> Any:
-        """What the row has in a column; None where it has none."""
         name = self.format.columns.get(what)
         return None if name is None else self.data.get(name)
 
     def name(self, what: str) -> str:
-        """The column's name, for errors."""
         return self.format.columns.get(what) or what
 
     @property
     def fields(self) -> str:
-        """The row's own fields, for errors."""
         return ", ".join(sorted(map(str, self.data))) or "none"
 
     @property
@@ -210,19 +179,10 @@ class FormattedRow:
         return self.value("kto_tag") is not None or "kto_tag" in self.format.named
 
     def messages(self, what: str) -> list[Message]:
-        """The messages of a column.
-
-        Raises:
-            DataError: names the first message that is none.
-        """
         return _read_messages(self.value(what), self.format.tags, column=self.name(what))
 
     def answer(self, what: str) -> list[Message]:
-        """The answer in a column as messages: from text, one message, or a list of them.
-
-        Raises:
-            DataError: it is neither.
-        """
+        """The answer in a column as messages: from text, one message, or a list of them."""
         value, column, tags = self.value(what), self.name(what), self.format.tags
         if isinstance(value, str):
             return [{"role": "assistant", "content": value}]
@@ -230,41 +190,31 @@ class FormattedRow:
             return [_read_message(value, _tags_of(value, tags), place=f"the column {column!r}")]
         if isinstance(value, list) and value:
             return _read_messages(value, _tags_of(value[0], tags), column=column)
-        raise bad_row(
-            f"the column {column!r} {state_of(value)}",
-            "Text, a message or a list of messages was",
-            "it is the answer that is learnt or compared",
-        )
+        came = f"the column {column!r} {state_of(value)}"
+        why = "it is the answer that is learnt or compared"
+        raise bad_row(came, "Text, a message or a list of messages was", why)
 
     def pair(self, prompt: list[Message]) -> dict[str, Any]:
         """`messages`, `chosen` and `rejected` of a preference.
 
         Args:
             prompt: the messages before the answers; empty where the answers are conversations.
-
-        Raises:
-            DataError: an answer is missing or is none, or the prompt does not end with a question.
         """
         chosen, rejected = self.answer("chosen"), self.answer("rejected")
         if chosen[0]["role"] != "assistant" or rejected[0]["role"] != "assistant":
             whole, chosen, rejected = self._without_prefix(chosen, rejected)
             if prompt and whole[-len(prompt) :] != prompt:  # it has to say the same twice
-                raise bad_row(
-                    f"the prompt is {shown(prompt[-1]['content'])}, and both answers are "
-                    "conversations that begin with another one, "
-                    f"{shown(whole[-1]['content'] if whole else None)}",
-                    "The same prompt was",
-                    "it is not known which one is meant",
-                )
+                other = shown(whole[-1]["content"] if whole else None)
+                came = f"the prompt is {shown(prompt[-1]['content'])}, and both answers are "
+                came += f"conversations that begin with another one, {other}"
+                raise bad_row(came, "The same prompt was", "it is not known which one is meant")
             prompt = whole
         check_last(chosen, has_answer=True, column=self.name("chosen"))
         check_last(rejected, has_answer=True, column=self.name("rejected"))
         if not prompt:
-            raise bad_row(
-                "there is no prompt before the chosen and the rejected answer",
-                "Messages, a prompt, or two conversations with the same beginning were",
-                "both answer the same question",
-            )
+            came = "there is no prompt before the chosen and the rejected answer"
+            wanted = "Messages, a prompt, or two conversations with the same beginning were"
+            raise bad_row(came, wanted, "both answer the same question")
         check_last(prompt, has_answer=False, column="the prompt")
         return {"messages": prompt, "chosen": chosen, "rejected": rejected}
 
@@ -277,20 +227,16 @@ class FormattedRow:
         while same < most and chosen[same] == rejected[same]:
             same += 1
         if chosen[same]["role"] != "assistant" or rejected[same]["role"] != "assistant":
-            raise bad_row(
+            came = (
                 f"{self.name('chosen')!r} and {self.name('rejected')!r} differ first in message "
-                f"{same}, of the {chosen[same]['role']} and the {rejected[same]['role']}",
-                "The same prompt in both, and then the assistant's answers, was",
-                "what is compared are answers to one question",
+                f"{same}, of the {chosen[same]['role']} and the {rejected[same]['role']}"
             )
+            wanted = "The same prompt in both, and then the assistant's answers, was"
+            raise bad_row(came, wanted, "answers to one question are compared")
         return chosen[:same], chosen[same:], rejected[same:]
 
     def tools(self) -> list[dict[str, Any]]:
-        """The tools of the row, from a list or its JSON; [] where there is none.
-
-        Raises:
-            DataError: it is neither.
-        """
+        """The tools of the row, from a list or its JSON; [] where there is none."""
         value, column = self.value("tools"), self.name("tools")
         if value is None or value == "" or value == []:
             return []
@@ -302,20 +248,13 @@ class FormattedRow:
 
 
 def read_label(value: Any, *, column: str) -> bool:
-    """Whether an answer is desirable.
-
-    Raises:
-        DataError: the value says neither.
-    """
+    """Whether an answer is desirable, by the value of a column."""
     if isinstance(value, str) and value.strip().lower() in ("true", "false"):
         return value.strip().lower() == "true"
     if isinstance(value, bool | int | float) and value in (0, 1):
         return bool(value)
-    raise bad_row(
-        f"the column {column!r} {state_of(value)}",
-        "true or false was",
-        "it says whether the answer is desirable",
-    )
+    came = f"the column {column!r} {state_of(value)}"
+    raise bad_row(came, "true or false was", "it says whether the answer is desirable")
 
 
 def says_label(value: Any) -> bool:
@@ -333,46 +272,31 @@ def check_alternation(messages: Sequence[Message], *, has_answer: bool, column: 
 
     Args:
         has_answer: the last message is the assistant's; otherwise it is what is to be answered.
-
-    Raises:
-        DataError: names the first message out of turn.
     """
     start = 1 if messages and messages[0]["role"] == "system" else 0
     for place, message in enumerate(messages[start:]):
         wanted = ("user", "tool") if place % 2 == 0 else ("assistant",)
         if message["role"] not in wanted:
-            raise bad_row(
-                f"message {start + place} of {column!r} is of the {message['role']}",
-                f"One of {' or '.join(wanted)} was",
-                "user (or observation) and assistant (or function call) take turns",
-            )
+            came = f"message {start + place} of {column!r} is of the {message['role']}"
+            why = "user (or observation) and assistant (or function call) take turns"
+            raise bad_row(came, f"One of {' or '.join(wanted)} was", why)
     check_last(messages, has_answer=has_answer, column=column)
 
 
 def check_last(messages: Sequence[Message], *, has_answer: bool, column: str) -> None:
-    """Refuses a conversation that ends with the wrong one.
-
-    Raises:
-        DataError: names the last message.
-    """
+    """Refuses a conversation that ends with the wrong one; as in `check_alternation`."""
     role = messages[-1]["role"]
     if has_answer != (role == "assistant") or (not has_answer and role == "system"):
-        raise bad_row(
-            f"the last of {len(messages)} messages of {column!r} is of the {role}",
-            "The assistant's was" if has_answer else "The user's or a tool's was",
-            "the model learns to write the last one"
-            if has_answer
-            else "the answers that are compared come after it",
-        )
+        came = f"the last of {len(messages)} messages of {column!r} is of the {role}"
+        if has_answer:
+            raise bad_row(came, "The assistant's was", "the model learns to write the last one")
+        raise bad_row(came, "The user's or a tool's was", "the compared answers come after it")
 
 
 def _read_messages(value: Any, tags: Tags, *, column: str) -> list[Message]:
     if not isinstance(value, list) or not value:
-        raise bad_row(
-            f"the column {column!r} {state_of(value)}",
-            "A list of at least one message was",
-            "a conversation is made of them",
-        )
+        came = f"the column {column!r} {state_of(value)}"
+        raise bad_row(came, "A list of at least one message was", "they are the conversation")
     return [
         _read_message(message, tags, place=f"message {number} of {column!r}")
         for number, message in enumerate(value)
@@ -382,18 +306,13 @@ def _read_messages(value: Any, tags: Tags, *, column: str) -> list[Message]:
 def _read_message(message: Any, tags: Tags, *, place: str) -> Message:
     """One message; fields that say nothing about the text are left out."""
     if not isinstance(message, Mapping) or tags.role not in message:
-        raise bad_row(
-            f"{place} is {shown(message)}",
-            f"An object with {tags.role!r} and {tags.content!r} was",
-            "they say who speaks and what",
-        )
+        wanted = f"An object with {tags.role!r} and {tags.content!r} was"
+        raise bad_row(f"{place} is {shown(message)}", wanted, "they say who speaks and what")
     role = tags.roles.get(message[tags.role]) if isinstance(message[tags.role], str) else None
     if role is None:
-        raise bad_row(
-            f"{place} has the {tags.role} {shown(message[tags.role])}",
-            f"One of {', '.join(tags.roles)} was",
-            "the chat template writes each role in its own way",
-        )
+        came, wanted = shown(message[tags.role]), ", ".join(tags.roles)
+        why = "the chat template writes each role in its own way"
+        raise bad_row(f"{place} has the {tags.role} {came}", f"One of {wanted} was", why)
     content = message.get(tags.content)
     if role == _CALL:
         return {**_read_calls(content, place=place), **_weight(message)}
@@ -445,19 +364,14 @@ def _content(content: Any, read: Message, *, place: str) -> Any:
     if content is None and "tool_calls" in read:
         return ""
     if not isinstance(content, list):
-        raise bad_row(
-            f"the content of {place} {state_of(content)}",
-            "Text (or a list of parts) was",
-            "it is what the message says",
-        )
+        came = f"the content of {place} {state_of(content)}"
+        raise bad_row(came, "Text (or a list of parts) was", "it is what the message says")
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in _PART_TYPES or (kind == "text" and not isinstance(part.get("text"), str)):
-            raise bad_row(
-                f"{place} has the part {shown(part)}",
-                f'{{"type": "text", "text": ...}} or one of {", ".join(_PART_TYPES[1:])} was',
-                "other parts have no place in the text",
-            )
+            wanted = f'{{"type": "text", "text": ...}} or one of {", ".join(_PART_TYPES[1:])} was'
+            why = "other parts have no place in the text"
+            raise bad_row(f"{place} has the part {shown(part)}", wanted, why)
     return [dict(part) for part in content]
 
 
@@ -507,19 +421,13 @@ def _function_of(value: Any) -> dict[str, Any] | None:
 
 
 def _bad_tool(what: str) -> DataError:
-    return bad_row(
-        what,
-        'A list of {"name": ..., "parameters": ...}, or JSON of one, was',
-        "the chat template tells the model of them",
-    )
+    wanted = 'A list of {"name": ..., "parameters": ...}, or JSON of one, was'
+    return bad_row(what, wanted, "the chat template tells the model of them")
 
 
 def _bad_call(what: str) -> DataError:
-    return bad_row(
-        what,
-        'JSON such as {"name": "search", "arguments": {"words": "tea"}}, or a list of it, was',
-        "the chat template writes calls from name and arguments",
-    )
+    wanted = 'JSON such as {"name": "search", "arguments": {"words": "tea"}}, or a list of it, was'
+    return bad_row(what, wanted, "the chat template writes calls from name and arguments")
 
 
 def _parsed(value: Any) -> Any:

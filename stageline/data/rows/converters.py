@@ -54,16 +54,16 @@ def make_converter(
     if formatting == "auto":
         return functools.partial(_convert, _FormatFinder(columns, tags, ranking))
     own = make_format(formatting, columns=columns, tags=tags, ranking=ranking)
-    return functools.partial(_convert, own)
+    return functools.partial(_convert, lambda row: own)
 
 
 def _convert(
-    known: "RowFormat | _FormatFinder", row: dict[str, Any], source: str
+    find: Callable[[Mapping[str, Any]], RowFormat | None], row: dict[str, Any], source: str
 ) -> dict[str, Any]:
     try:
         if not isinstance(row, Mapping):
             raise bad_row(f"the row is {shown(row)}", "An object was", "its fields are read")
-        found = known if isinstance(known, RowFormat) else known(row)
+        found = find(row)
         return dict(row) if found is None else _converted(FormattedRow(row, found))
     except DataError as error:
         raise DataError(f"{source}: {error}") from None
@@ -89,16 +89,13 @@ def _add_system(sample: dict[str, Any], row: FormattedRow) -> None:
     if first["role"] != "system":
         sample["system"] = system
     elif first["content"] != system:
-        raise bad_row(
-            f"{column} is {shown(system)}, and the first message is the system's, "
-            f"{shown(first['content'])}",
-            "One of them was",
-            "a conversation has one system message",
-        )
+        came = f"{column} is {shown(system)}, and the first message is the system's, "
+        came += shown(first["content"])
+        raise bad_row(came, "One of them was", "a conversation has one system message")
 
 
 def _convert_sharegpt(row: FormattedRow) -> dict[str, Any]:
-    """A conversation whose speakers strictly take turns, as LLaMA-Factory checks it."""
+    """A conversation whose speakers take turns."""
     messages = row.messages("messages")
     # without `ranking` a conversation that ends with an answer is one to learn
     is_pair = row.format.ranking or (row.has_pair and messages[-1]["role"] in ("user", "tool"))
@@ -114,11 +111,8 @@ def _convert_alpaca(row: FormattedRow) -> dict[str, Any]:
     question = "\n".join(part for name in ("prompt", "query") if (part := _text(row, name)))
     if not question:
         names = " and ".join(repr(row.name(name)) for name in ("prompt", "query"))
-        raise bad_row(
-            f"the columns {names} are empty or missing; the row has {row.fields}",
-            "Text in one of them was",
-            "it is the question",
-        )
+        came = f"the columns {names} are empty or missing; the row has {row.fields}"
+        raise bad_row(came, "Text in one of them was", "it is the question")
     messages = [*_history(row), {"role": "user", "content": question}]
     if row.format.ranking or (row.has_pair and row.value("response") is None):
         return row.pair(messages)
@@ -139,11 +133,9 @@ def _history(row: FormattedRow) -> list[Message]:
     for pair in pairs if isinstance(pairs, list) else [pairs]:
         is_pair = isinstance(pair, list | tuple) and len(pair) == 2
         if not is_pair or not all(isinstance(text, str) for text in pair):
-            raise bad_row(
-                f"the column {row.name('history')!r} has {shown(pair)}",
-                "A list of [question, answer] was",
-                "they are the turns before the question",
-            )
+            came = f"the column {row.name('history')!r} has {shown(pair)}"
+            why = "they are the turns before the question"
+            raise bad_row(came, "A list of [question, answer] was", why)
         messages.append({"role": "user", "content": pair[0]})
         messages.append({"role": "assistant", "content": pair[1]})
     return messages
@@ -154,12 +146,9 @@ def _text(row: FormattedRow, what: str, *, is_needed: bool = False) -> str:
     if isinstance(value, str) or (value is None and not is_needed):
         return value or ""
     is_pair = what == "response" and bool({"chosen", "rejected"} & set(row.data))
-    raise bad_row(
-        f"the column {row.name(what)!r} {state_of(value)}; the row has {row.fields}",
-        "Text was",
-        "the prompt and the answer are made of it",
-        "say that the set is a ranking (ranking: true)" if is_pair else "",
-    )
+    came = f"the column {row.name(what)!r} {state_of(value)}; the row has {row.fields}"
+    do = "say that the set is a ranking (ranking: true)" if is_pair else ""
+    raise bad_row(came, "Text was", "the prompt and the answer are made of it", do)
 
 
 def _convert_text(row: FormattedRow) -> dict[str, Any]:
@@ -191,20 +180,15 @@ def _prompt(row: FormattedRow) -> tuple[list[Message], str]:
     """The messages before the answers, or all; and which column they are from."""
     there = [name for name in ("messages", "prompt") if row.value(name) is not None]
     if len(there) == 2:
-        raise bad_row(
-            f"it has both {row.name('messages')!r} and {row.name('prompt')!r}",
-            "One of them was",
-            "it is not known which one begins the conversation",
-            'say which one does not count, such as columns: {"messages": null}',
-        )
+        came = f"it has both {row.name('messages')!r} and {row.name('prompt')!r}"
+        do = 'say which one does not count, such as columns: {"messages": null}'
+        why = "it is not known which one begins the conversation"
+        raise bad_row(came, "One of them was", why, do)
     if not there:
         if row.has_pair:
             return [], "prompt"
-        raise bad_row(
-            f"it has neither {row.name('messages')!r} nor {row.name('prompt')!r}, but {row.fields}",
-            "One of them was",
-            "a conversation begins with it",
-        )
+        came = f"it has neither {row.name('messages')!r} nor {row.name('prompt')!r}, but "
+        raise bad_row(came + row.fields, "One of them was", "a conversation begins with it")
     value = row.value(there[0])
     if there[0] == "prompt" and isinstance(value, str):
         return [{"role": "user", "content": value}], "prompt"
@@ -233,7 +217,7 @@ class _FormatFinder:
                 f"tags came ({', '.join(tags)}) without a formatting. sharegpt or openai was "
                 "expected, because the words of messages belong to one: say which."
             )
-        self._formats: dict[tuple[str, str | None], RowFormat] = {}
+        self._format = functools.cache(self._make_format)
 
     def __call__(self, row: Mapping[str, Any]) -> RowFormat | None:
         """The format of a row; None for one whose fields a template takes as they are."""
@@ -270,20 +254,13 @@ class _FormatFinder:
         is_usual = column == {"openai": "messages", "sharegpt": "conversations"}[fitting[0]]
         return self._format(fitting[0], None if is_usual else column)
 
-    def _format(self, formatting: str, messages: str | None = None) -> RowFormat:
-        """The format.
-
-        Args:
-            messages: the column of the messages, where it is not the usual one.
-        """
-        key = (formatting, messages)
-        if key not in self._formats:
-            known = columns_of(formatting)
-            columns = {name: own for name, own in self._columns.items() if name in known}
-            if messages is not None:
-                columns["messages"] = messages
-            self._formats[key] = make_format(formatting, columns=columns, ranking=self._ranking)
-        return self._formats[key]
+    def _make_format(self, formatting: str, messages: str | None = None) -> RowFormat:
+        """A format; `messages` is their column, where it is not the usual one."""
+        known = columns_of(formatting)
+        columns = {name: own for name, own in self._columns.items() if name in known}
+        if messages is not None:
+            columns["messages"] = messages
+        return make_format(formatting, columns=columns, ranking=self._ranking)
 
 
 _DISTINCTIVE = (
@@ -293,13 +270,13 @@ _DISTINCTIVE = (
 
 
 def _unclear(row: Mapping[str, Any], what: str) -> DataError:
-    return bad_row(
-        f"the row has {what}; seen were {', '.join(sorted(map(str, row))) or 'no columns'}",
+    came = f"the row has {what}; seen were {', '.join(sorted(map(str, row))) or 'no columns'}"
+    wanted = (
         "One of conversations (from, value), messages (role, content), instruction, prompt "
-        "with completion or chosen and rejected, question with answer, or text was",
-        "the format follows from them",
-        f"give the formatting, one of {', '.join(FORMATTINGS[1:])}, and the columns",
+        "with completion or chosen and rejected, question with answer, or text was"
     )
+    do = f"give the formatting, one of {', '.join(FORMATTINGS[1:])}, and the columns"
+    return bad_row(came, wanted, "the format follows from them", do)
 
 
 def place_media(messages: list[Message], row: FormattedRow) -> dict[str, list[Any]]:
@@ -310,9 +287,6 @@ def place_media(messages: list[Message], row: FormattedRow) -> dict[str, list[An
 
     Returns:
         `images` and `videos`, as far as there are any, in the order of their places.
-
-    Raises:
-        DataError: there are not as many places as names.
     """
     names = {kind: _names(row, kind) for kind in ("image", "video")}
     given = {kind for kind, value in names.items() if value is not None}
@@ -339,11 +313,8 @@ def _names(row: FormattedRow, kind: str) -> list[Any] | None:
         return None
     value = [value] if isinstance(value, str) else value
     if not isinstance(value, list) or not all(_is_name(name, kind) for name in value):
-        raise bad_row(
-            f"the {kind}s are {shown(value)}",
-            "A file name or a list of them was",
-            "they are read from files",
-        )
+        came = f"the {kind}s are {shown(value)}"
+        raise bad_row(came, "A file name or a list of them was", "they are read from files")
     return value
 
 
@@ -388,12 +359,9 @@ def _fill(messages: Sequence[Message], kind: str, names: list[Any] | None) -> li
         return rest
     num_open = sum(name is None for name in own)
     if num_open != len(rest):
-        raise bad_row(
-            f"it has {num_open} places for {kind}s and {len(rest)} names",
-            "As many were",
-            f"each {kind} belongs to a place in the text (<{kind}>, or a part)",
-            "correct the row",
-        )
+        came = f"it has {num_open} places for {kind}s and {len(rest)} names"
+        why = f"each {kind} belongs to a place in the text (<{kind}>, or a part)"
+        raise bad_row(came, "As many were", why)
     return [rest.pop(0) if name is None else name for name in own]
 
 

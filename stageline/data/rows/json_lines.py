@@ -14,7 +14,7 @@ from stageline.data.images.videos import with_videos
 from stageline.data.rows.bad_rows import current_bad_rows
 from stageline.data.rows.conversations import says_label
 from stageline.data.rows.converters import file_of_part, make_converter
-from stageline.data.rows.read_json import Row, RowFileReader, read_rows
+from stageline.data.rows.read_json import Row, RowFileReader, read_rows, text_lines
 from stageline.data.rows.readers import (
     RowsDataset,
     check_split,
@@ -22,7 +22,6 @@ from stageline.data.rows.readers import (
     find_file,
     split_rows,
 )
-from stageline.data.rows.tables import text_rows
 from stageline.errors import DataError, UserError
 
 _IMAGE_TYPES = ("image", "image_url")
@@ -114,13 +113,8 @@ class JsonLines(RowsDataset):
         images, sample = super().__getitem__(index)
         if not self._is_converted(self.rows[index]):
             return images, sample
-        return with_videos(
-            sample,
-            images,
-            folders=self._folders,
-            num_frames=self._num_frames,
-            source=sample["source"],
-        )
+        options: dict[str, Any] = {"folders": self._folders, "num_frames": self._num_frames}
+        return with_videos(sample, images, source=sample["source"], **options)
 
     def convert(self, row: Row) -> tuple[list[str] | None, dict[str, Any]]:
         sample = self._converted(row) if self._is_converted(row) else self._plain(row)
@@ -182,9 +176,8 @@ def _calls(message: Any) -> bool:
 
 def _has_text(sample: dict[str, Any]) -> bool:
     """Whether there is something that a template can learn."""
-    return any(
-        isinstance(sample.get(name), str | int | float) for name in ("answer", "caption", "text")
-    )
+    learnt = (sample.get(name) for name in ("answer", "caption", "text"))
+    return any(isinstance(value, str | int | float) for value in learnt)
 
 
 def image_names(source: str, sample: dict[str, Any]) -> list[str] | None:
@@ -230,9 +223,6 @@ class PromptRows(RowsDataset):
     Args:
         texts: the prompts themselves.
         path: a file of them: .jsonl or .json with rows; any other has one prompt a line.
-
-    Raises:
-        DataError: names file and line of a row that asks nothing.
     """
 
     def __init__(self, texts: Sequence[str] = (), *, path: str | Path | None = None) -> None:
@@ -270,8 +260,8 @@ class PromptRows(RowsDataset):
 
 def _lines(file: Path) -> list[Row]:
     """A prompt a line; empty lines ask nothing."""
-    lines = text_rows(RowFileReader(file), "text")
-    rows = [Row(line["text"].strip(), source, number) for line, source, number in lines]
+    lines = text_lines(RowFileReader(file))
+    rows = [Row(text.strip(), source, number) for text, source, number in lines]
     if not rows:
         raise DataError(f"{file} holds no prompt. A line with text was expected: write one.")
     return rows
@@ -336,7 +326,6 @@ class Groups(JsonLines):
 
     @property
     def group_size(self) -> int:
-        """Rows of a group."""
         assert self._num_negatives is not None, "known once the file is read"
         return 2 + self._num_negatives
 
@@ -353,7 +342,6 @@ class Groups(JsonLines):
         return good
 
     def samples(self, rows: Sequence[Row]) -> list[Row]:
-        """A row for each member of each group."""
         return [member for row in rows for member in self._members(row)]
 
     def convert(self, row: Row) -> tuple[list[str] | None, dict[str, Any]]:
@@ -382,9 +370,7 @@ class Groups(JsonLines):
             raise _wrong(row, "negatives", "a list of at least one object")
         if not all(isinstance(negative, dict) for negative in negatives):
             raise _wrong(row, "negatives", "a list of objects")
-        self._check_number(row, len(negatives))
-
-    def _check_number(self, row: Row, count: int) -> None:
+        count = len(negatives)
         if self._num_negatives is None:
             self._num_negatives, self._first = count, row.source
         wanted = self._num_negatives
@@ -392,9 +378,9 @@ class Groups(JsonLines):
             return
         why = f"as in {self._first}" if self._first else f"as `dataset.num_negatives` {wanted} says"
         raise DataError(
-            f"{row.source}: the group has {count} negatives, {wanted} were expected, {why}: all "
-            "groups must have the same number, because batches hold whole groups. Correct the "
-            "row, or take the first few of each with `dataset.num_negatives`."
+            f"{row.source}: the group has {count} negatives, {wanted} were expected, {why}, "
+            "because batches hold whole groups of one size. Correct the row, or take the first few "
+            "of each with `dataset.num_negatives`."
         )
 
 

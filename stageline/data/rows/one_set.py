@@ -3,11 +3,10 @@
 A register of sets has the shape of LLaMA-Factory's dataset_info.json, as JSON or YAML.
 """
 
-import difflib
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from stageline.data.images.videos import with_videos
 from stageline.data.rows.bad_rows import current_bad_rows
 from stageline.data.rows.converters import make_converter
 from stageline.data.rows.json_lines import image_names
-from stageline.data.rows.tables import HUB, SetFiles, find_files, open_tables
+from stageline.data.rows.tables import HUB, SetFiles, find_files, near_names, open_tables
 from stageline.errors import DataError, UserError
 
 FILE_NAME = "dataset_info.json"
@@ -35,42 +34,28 @@ _TYPE_OF_KEY: dict[str, type] = {
     "split": str,
 }
 _ELSEWHERE = ("hf_hub_url", "ms_hub_url", "om_hub_url", "cloud_file_name", "script_url")
-_UNREAD = ("subset", "folder")
+_UNREAD = ("subset", "folder")  # LLaMA-Factory's own files have them as null
 
 
 @dataclass(frozen=True)
 class SetInfo:
-    """One data set.
+    """One data set; how its rows are written is said as to `make_converter`."""
 
-    Attributes:
-        name: what reports call its group.
-        place: a file, folder or pattern, or `hub:owner/name`.
-        formatting: of rows, as the converters call it.
-        columns, tags: names in the rows, where they are not the usual ones.
-        ranking: rows have a chosen and a rejected answer.
-        num_samples: exactly so many rows are drawn; None: all.
-        split: of a set of the hub.
-        option: what named the place, for errors.
-    """
-
-    name: str = ""
-    place: str = ""
+    name: str = ""  # what reports call its group
+    place: str = ""  # a file, folder or pattern, or `hub:owner/name`
     formatting: str = "auto"
     columns: Mapping[str, str] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
     ranking: bool = False
-    num_samples: int | None = None
-    split: str = "train"
-    option: str = "`dataset_path`"
+    num_samples: int | None = None  # exactly so many rows are drawn; None: all
+    split: str = "train"  # of a set of the hub
+    option: str = "`dataset_path`"  # what named the place, for errors
 
 
 def chosen_sets(
     info: str | Path, names: Sequence[str], *, option: str = "`dataset.names`"
 ) -> list[SetInfo]:
-    """The named sets of a register.
-
-    Args:
-        info: the file, or a folder with a dataset_info.json.
+    """The named sets of a register: of a file, or of a folder with a dataset_info.json.
 
     Raises:
         UserError: there is no such file or name, or an entry of it is not understood.
@@ -82,19 +67,20 @@ def chosen_sets(
     if not names:
         raise UserError(
             f"{option} is missing. Names of {path} were expected, because it is a register of "
-            f"sets: {known}."
+            f"sets: give some of {known}."
         )
     twice = sorted({name for name in names if list(names).count(name) > 1})
     if twice:
         raise UserError(
-            f"{option} names {', '.join(twice)} more than once. Each set once was expected; for "
-            "more of its rows give num_samples in the register, or probabilities."
+            f"{option} names {', '.join(twice)} more than once. Each set once was expected, "
+            "because all its rows come with it; for more of them give num_samples in the register, "
+            "or probabilities."
         )
     for name in names:
         if name not in entries:
             raise UserError(
-                f"{option} {name}: {path} has no such set.{_near(name, entries)} One of its names "
-                f"was expected: {known}."
+                f"{option} {name}: {path} has no such set.{near_names(name, entries)} One of its "
+                f"names was expected: {known}."
             )
     return [_read_entry(name, entries[name], path) for name in names]
 
@@ -105,8 +91,8 @@ def _read_register(path: Path) -> dict[str, Any]:
         entries = json.loads(text) if path.suffix.lower() == ".json" else yaml.safe_load(text)
     except OSError as error:
         raise UserError(
-            f"`dataset.info` {path} cannot be read ({error.strerror or error}). A file in the form "
-            "of dataset_info.json was expected, as JSON or YAML: check the path."
+            f"`dataset.info` {path} cannot be read ({error.strerror or error}). A file as "
+            "dataset_info.json was expected, as JSON or YAML: check the path."
         ) from error
     except (ValueError, yaml.YAMLError) as error:
         raise UserError(
@@ -126,10 +112,10 @@ def _read_entry(name: str, entry: Any, path: Path) -> SetInfo:
         raise UserError(f'{place} is {entry!r}. An object was expected: {{"file_name": ...}}.')
     for key, value in entry.items():
         _check_key(place, str(key), value)
-    if "file_name" not in entry:
+    if entry.get("file_name") is None:
         raise UserError(
             f"{place} has no file_name. A file, a folder or a pattern was expected there, relative "
-            f"to {path.parent}, or {HUB}owner/name."
+            f"to {path.parent}, or {HUB}owner/name, because its rows are read from it: add it."
         )
     options = {key: value for key, value in entry.items() if value is not None}
     file = options.pop("file_name")
@@ -153,18 +139,13 @@ def _check_key(place: str, key: str, value: Any) -> None:
         return
     if key not in _TYPE_OF_KEY:
         raise UserError(
-            f"{place} has the key {key!r}, which is not known.{_near(key, _TYPE_OF_KEY)} Known are "
-            f"{', '.join(_TYPE_OF_KEY)}; others are refused, because a slip would be left out "
-            "silently."
+            f"{place} has the key {key!r}, which is not known.{near_names(key, _TYPE_OF_KEY)} "
+            f"Known are {', '.join(_TYPE_OF_KEY)}; others are refused, because a slip would be "
+            "left out silently."
         )
     if value is not None and type(value) is not _TYPE_OF_KEY[key]:
         kind = _TYPE_OF_KEY[key].__name__
         raise UserError(f"{place} has {key} {value!r}. A value of type {kind} was expected.")
-
-
-def _near(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, list(known), n=3, cutoff=0.6)
-    return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
 class RowMaker:
@@ -193,14 +174,7 @@ class RowMaker:
     def convert(
         self, row: dict[str, Any], source: str, *, number: int
     ) -> tuple[list[str] | None, dict[str, Any]]:
-        """Names of the row's images, or None, and its sample.
-
-        Args:
-            number: in the set; a row without an `id` is called by it.
-
-        Raises:
-            DataError: names the source.
-        """
+        """Names of the row's images, or None, and its sample; `number` names one without `id`."""
         sample = dict(self._convert(row, source))
         own = row.get("id")
         sample["id"] = str(own) if isinstance(own, str | int) else f"{self.info.name}-{number}"
@@ -227,13 +201,8 @@ class RowMaker:
         """The row's images, opened and not decoded, and its sample."""
         names, sample = self.convert(row, source, number=number)
         images = [self._folders.open(name, source=source) for name in names or ()]
-        return with_videos(
-            sample,
-            images or None,
-            folders=self._folders,
-            num_frames=self._num_frames,
-            source=source,
-        )
+        options: dict[str, Any] = {"folders": self._folders, "num_frames": self._num_frames}
+        return with_videos(sample, images or None, source=source, **options)
 
     def settings(self) -> str:
         """What decides how a row becomes a sample."""
@@ -243,11 +212,7 @@ class RowMaker:
 
 
 def place_of(starts: numpy.ndarray, number: int) -> tuple[int, int]:
-    """(which part, row in it) of a row that is numbered over several parts.
-
-    Args:
-        starts: the number of each part's first row, and one more: that behind the last row.
-    """
+    """(which part, row in it) of a row that is numbered over parts with these first rows."""
     part = int(numpy.searchsorted(starts, number, side="right")) - 1
     return part, number - int(starts[part])
 
@@ -281,10 +246,6 @@ class OneSet:
                 f"{current_bad_rows().listed(5)}"
             )
 
-    def choose(self, places: numpy.ndarray) -> None:
-        """Keeps the rows at these places, in their order; one may come twice."""
-        self.rows = self.rows[places]
-
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -293,7 +254,6 @@ class OneSet:
         return self.maker.make(*self._read(number), number=number)
 
     def describe(self, index: int) -> str:
-        """File and line of a row."""
         table, place = place_of(self._starts, int(self.rows[index]))
         return self.tables[table].source(place)
 

@@ -22,7 +22,6 @@ MAX_LINE_BYTES = 32 << 20  # a book has 1 MiB
 MAX_DIGITS = 4300  # of an integer; Python's own limit, whose error does not say what came
 MAX_NESTING = 100  # of lists and objects; so that whatever walks through a row can
 _CHUNK = 1 << 20
-_BREAK = b"\n"
 _BOM = b"\xef\xbb\xbf"
 _MAY_HOLD_BAD_CHARACTERS = re.compile(r"\\u(0000|[dD][89a-fA-F])")
 _BLANK = re.compile(r"[ \t\r\n]*")
@@ -35,18 +34,12 @@ _OTHER_KINDS = (
     (".bz2", "bzip2", "decompress it first (bunzip2)", b"BZh"),
     (".parquet", "parquet", "write its rows as JSON lines (pandas: to_json(lines=True))", b"PAR1"),
     (".arrow", "arrow", "write its rows as JSON lines (datasets: to_json)", b"ARROW1"),
-    (None, "SQLite", "write its rows as JSON lines", b"SQLite format 3"),
 )
 
 
 @dataclass(frozen=True)
 class RowFile:
-    """A file as it was when its rows were read.
-
-    Attributes:
-        time_ns: of its last change.
-        digest: SHA-256 of its bytes.
-    """
+    """A file as it was when its rows were read; `digest` is the SHA-256 of its bytes."""
 
     path: Path
     size: int
@@ -54,45 +47,35 @@ class RowFile:
     digest: str
 
     def check_unchanged(self) -> None:
-        """Refuses to go on with rows of a file that is another one by now.
-
-        Raises:
-            DataError: names both sizes and times.
-        """
+        """Refuses a file whose size or time of change is another one by now."""
+        why = "A run's data has to stay as it is, because else nobody could say what was trained"
         try:
             now = os.stat(self.path)
         except OSError as error:
             raise DataError(
                 f"{self.path} cannot be found any more ({error.strerror}), and its rows are in "
-                "use. A run's data has to stay, because else nobody could say what was trained: "
-                "put the file back and start again."
+                f"use. {why}: put the file back and start again."
             ) from error
         if (now.st_size, now.st_mtime_ns) != (self.size, self.time_ns):
             raise DataError(
                 f"{self.path} changed while it was in use: it had {self.size} bytes, last changed "
                 f"at {self.time_ns / 1e9:.6f} s, and has {now.st_size}, changed at "
-                f"{now.st_mtime_ns / 1e9:.6f} s. A run's data has to stay as it is, because else "
-                "nobody could say what was trained, and processes might read different rows. "
-                "Start again with the new file, or write changes into a copy."
+                f"{now.st_mtime_ns / 1e9:.6f} s. {why}, and processes might read different rows: "
+                "start again with the new file, or write changes into a copy."
             )
 
 
 def _refuse_other_kinds(path: Path, head: bytes) -> None:
-    """Refuses archives and tables by their first bytes, and by their names.
-
-    Raises:
-        DataError: names kind and cure.
-    """
-    for by_bytes in (True, False):
-        for ending, kind, cure, magic in _OTHER_KINDS:
-            if head.startswith(magic) if by_bytes else path.suffix.lower() == ending:
-                how = "its first bytes say so"
-                if not by_bytes:
-                    how = "its name says so, though its first bytes do not"
-                raise DataError(
-                    f"{path} is a {kind} file ({how}). JSON lines or a JSON list were expected, "
-                    f"as plain text, because other kinds of files are not read: {cure}."
-                )
+    """Refuses archives and tables by their first bytes, and by their names."""
+    by_bytes = [kind for kind in _OTHER_KINDS if head.startswith(kind[3])]
+    by_name = [kind for kind in _OTHER_KINDS if path.suffix.lower() == kind[0]]
+    if by_bytes or by_name:
+        _, kind, cure, _ = (by_bytes or by_name)[0]
+        how = "its first bytes say so" if by_bytes else "its name says so, not its first bytes"
+        raise DataError(
+            f"{path} is a {kind} file ({how}). JSON lines or a JSON list were expected, as plain "
+            f"text, because other kinds of files are not read: {cure}."
+        )
 
 
 class RowFileReader:
@@ -133,12 +116,10 @@ class RowFileReader:
                 yield number, start, line
 
     def whole(self) -> bytes:
-        """All bytes."""
         with self._open() as file:
             return self._read(file.read, -1)
 
     def done(self) -> RowFile:
-        """The file that was read."""
         assert self._before is not None, "nothing was read"
         before = self._before
         if (before.st_size, before.st_mtime_ns) != (self._size, os.stat(self.path).st_mtime_ns):
@@ -176,7 +157,7 @@ class RowFileReader:
         )
 
 
-class BadJson(ValueError):
+class _BadJson(ValueError):
     """Text that is no JSON, or none that is taken.
 
     Attributes:
@@ -188,39 +169,26 @@ class BadJson(ValueError):
         self.place = place
 
 
-def parse_json(text: str) -> Any:
-    """The value that a text holds.
-
-    Raises:
-        BadJson: says what is wrong, and where.
-    """
-    value, end = _parse_one(text, _skip_blanks(text, 0))
+def _parse_json(text: str) -> Any:
+    """The value that a text holds."""
+    value, end = _decode_json(_strict, text, _skip_blanks(text, 0))
     end = _skip_blanks(text, end)
     if end < len(text):
-        raise BadJson("no JSON (something follows the value)", end)
+        raise _BadJson("no JSON (something follows the value)", end)
+    may_be_deep = text.count("[") + text.count("{") > MAX_NESTING
+    if may_be_deep or _MAY_HOLD_BAD_CHARACTERS.search(text):
+        _check_value(value)
     return value
 
 
-def _parse_one(text: str, start: int) -> tuple[Any, int]:
+def _decode_json(decoder: json.JSONDecoder, text: str, start: int) -> tuple[Any, int]:
     """One value that begins at `start`, and the place behind it."""
     try:
-        value, end = _strict.raw_decode(text, start)
+        return decoder.raw_decode(text, start)
     except json.JSONDecodeError as error:
-        raise BadJson(f"no JSON ({error.msg})", error.pos) from None
+        raise _BadJson(f"no JSON ({error.msg})", error.pos) from None
     except RecursionError:
         raise _too_deep() from None
-    may_be_deep = text.count("[", start, end) + text.count("{", start, end) > MAX_NESTING
-    if may_be_deep or _MAY_HOLD_BAD_CHARACTERS.search(text, start, end):
-        _check_value(value)
-    return value, end
-
-
-def _end_of_one(text: str, start: int) -> int | None:
-    """The place behind a value that is refused but is JSON; None where there is no such place."""
-    try:
-        return _lenient.raw_decode(text, start)[1]
-    except (ValueError, RecursionError):
-        return None
 
 
 def _skip_blanks(text: str, start: int) -> int:
@@ -231,10 +199,7 @@ def _skip_blanks(text: str, start: int) -> int:
 
 
 def _check_value(value: Any) -> None:
-    """Refuses texts with a NUL, or with half of a character that UTF-16 writes in two halves.
-
-    And lists and objects in one another without end.
-    """
+    """Refuses deep nesting, and texts with a NUL or half a surrogate pair."""
     waiting: list[tuple[str, Any, int]] = [("", value, 0)]
     while waiting:
         field, value, depth = waiting.pop()
@@ -247,46 +212,46 @@ def _check_value(value: Any) -> None:
             waiting += [(field, item, depth + 1) for item in value]
         elif isinstance(value, str) and (bad := re.search("[\0\ud800-\udfff]", value)):
             kind = "a NUL" if bad[0] == "\0" else "half a surrogate pair"
-            raise BadJson(
+            raise _BadJson(
                 f"{kind} (\\u{ord(bad[0]):04x}) as character {bad.start()} of the field "
                 f"{field[:60]!r}: no text that a tokenizer takes"
             )
 
 
-def _too_deep() -> BadJson:
-    return BadJson(f"lists or objects are nested deeper than {MAX_NESTING}")
+def _too_deep() -> _BadJson:
+    return _BadJson(f"lists or objects are nested deeper than {MAX_NESTING}")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        twice = next(key for place, key in enumerate(keys) if key in keys[:place])
-        raise BadJson(f"the key {twice!r} comes twice in one object")
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise _BadJson(f"the key {twice!r} comes twice in one object")
     return found
 
 
 def _constant(name: str) -> Any:
-    raise BadJson(f"{name} is no number of JSON")
+    raise _BadJson(f"{name} is no number of JSON")
 
 
 def _float(digits: str) -> float:
     value = float(digits)
     if math.isinf(value):
-        raise BadJson(f"the number {digits[:40]} is too large")
+        raise _BadJson(f"the number {digits[:40]} is too large")
     return value
 
 
 def _int(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
-        raise BadJson(f"an integer of {len(digits)} digits, at most {MAX_DIGITS} are read")
+        raise _BadJson(f"an integer of {len(digits)} digits, at most {MAX_DIGITS} are read")
     return int(digits)
 
 
 _strict = json.JSONDecoder(
     object_pairs_hook=_object, parse_constant=_constant, parse_float=_float, parse_int=_int
 )
-_lenient = json.JSONDecoder(parse_float=str, parse_int=str)
+_lenient = json.JSONDecoder(parse_int=str)  # finds the end of a value that is refused
 
 
 @dataclass(frozen=True)
@@ -297,7 +262,6 @@ class Row:
         data: the object, or the list of a format that has lists.
         source: file and line (JSON lines), or file and number of the row (JSON).
         number: line or row, from 1.
-        file: the file as it was when the row was read.
     """
 
     data: Any
@@ -343,14 +307,24 @@ def each_row(
 
 
 def _read_json_lines(reader: RowFileReader) -> Iterator[tuple[Any, str, int]]:
+    for text, source, number in text_lines(reader):
+        try:
+            yield _parse_line(text, source), source, number
+        except DataError as error:
+            current_bad_rows().take(source, error)
+
+
+def text_lines(reader: RowFileReader) -> Iterator[tuple[str, str, int]]:
+    """(text, source, number) of each line that is not blank; bad ones go to `current_bad_rows`."""
     for number, start, line in reader.lines():
         source = f"{reader.path}:{number}"
         try:
             text = decode_line(line, start, source)
-            if text.strip():
-                yield _parse_line(text, line, source), source, number
         except DataError as error:
             current_bad_rows().take(source, error)
+            continue
+        if text.strip():
+            yield text, source, number
 
 
 def decode_line(line: bytes, start: int, source: str) -> str:
@@ -368,33 +342,31 @@ def decode_line(line: bytes, start: int, source: str) -> str:
             "expected, and none is that long: the line breaks may be missing (a JSON list belongs "
             "into a .json file). Write one object a line."
         )
-    return _decode(line, start, lambda place: source)
+    return _decode(line, start, source)
 
 
-def _decode(content: bytes, start: int, source_of: Callable[[int], str]) -> str:
-    """A text, without the mark that some editors put before it.
-
-    Args:
-        start: bytes of the file before it.
-        source_of: place of a byte -> what errors call it.
-    """
+def _decode(content: bytes, start: int, source: str, *, is_file: bool = False) -> str:
+    """A text, without the mark that some editors put before it; of a file, errors add the line."""
     try:
         return content.removeprefix(_BOM).decode("utf-8")
     except UnicodeDecodeError as error:
         place = error.start + len(content) - len(error.object)
+        if is_file:
+            line = 1 + content.count(b"\n", 0, place)
+            source = f"{source}:{line}"
         raise DataError(
-            f"{source_of(place)}: not UTF-8: byte 0x{content[place]:02x} at byte {start + place} "
-            f"of the file ({error.reason}). UTF-8 was expected, because rows are read as it: "
-            "save the file as UTF-8, or correct the line."
+            f"{source}: not UTF-8: byte 0x{content[place]:02x} at byte {start + place} of the file "
+            f"({error.reason}). UTF-8 was expected, because rows are read as it: save the file as "
+            "UTF-8, or correct the line."
         ) from error
 
 
-def _parse_line(text: str, line: bytes, source: str) -> Any:
+def _parse_line(text: str, source: str) -> Any:
     try:
-        return parse_json(text)
-    except BadJson as error:
+        return _parse_json(text)
+    except _BadJson as error:
         column = "" if error.place is None else f":{error.place + 1}"
-        is_whole = line.endswith((b"\n", b"\r"))
+        is_whole = text.endswith(("\n", "\r"))
         cut = "" if is_whole else " The file ends here without a line break: it may be cut short."
         raise DataError(
             f"{source}{column}: {error} in {_near(text, error.place)!r}.{cut} One JSON object a "
@@ -403,40 +375,29 @@ def _parse_line(text: str, line: bytes, source: str) -> Any:
 
 
 def _read_json(reader: RowFileReader) -> Iterator[tuple[Any, str, int]]:
+    """The elements of a list, one after the other, so that a bad one can be named."""
     path = reader.path
-    content = reader.whole()
-
-    def source_of(place: int) -> str:
-        return f"{path}:{1 + content.count(_BREAK, 0, place)}"
-
-    text = _decode(content, 0, source_of)
+    text = _decode(reader.whole(), 0, str(path), is_file=True)
     place = _skip_blanks(text, 0)
     if place == len(text):
         return
     if text[place] != "[":
         raise _no_list(path, text)
-    yield from _elements(path, text, place + 1)
-
-
-def _elements(path: Path, text: str, place: int) -> Iterator[tuple[Any, str, int]]:
-    """The elements of a list, one after the other, so that a bad one can be named."""
     number = 0
-    place = _skip_blanks(text, place)
+    place = _skip_blanks(text, place + 1)
     is_over = text.startswith("]", place)
     while not is_over:
         number += 1
         source = f"{path}: row {number}"
         try:
-            value, place = _parse_one(text, place)
-            yield value, source, number
-        except BadJson as error:
-            end = _end_of_one(text, place)
-            bad = _broken(path, text, place if error.place is None else error.place, error, number)
-            if end is None:  # nobody knows where the next row begins
-                raise bad from None
-            current_bad_rows().take(source, bad)
-            place = end
-        place = _skip_blanks(text, place)
+            end = _decode_json(_lenient, text, place)[1]
+        except _BadJson as error:  # nobody knows where the next row begins
+            raise _broken(path, text, error.place or place, error, number) from None
+        try:
+            yield _parse_json(text[place:end]), source, number
+        except _BadJson as error:
+            current_bad_rows().take(source, _broken(path, text, place, error, number))
+        place = _skip_blanks(text, end)
         is_over = text.startswith("]", place)
         if not is_over and not text.startswith(",", place):
             raise _broken(path, text, place, "no JSON (a ',' or ']' is missing)", number)
@@ -447,8 +408,8 @@ def _elements(path: Path, text: str, place: int) -> Iterator[tuple[Any, str, int
 
 def _no_list(path: Path, text: str) -> DataError:
     try:
-        kind = type(parse_json(text)).__name__
-    except BadJson as error:
+        kind = type(_parse_json(text)).__name__
+    except _BadJson as error:
         return _broken(path, text, error.place or 0, error, 1)
     return DataError(
         f"{path} holds a JSON {kind}. A list of rows was expected, because each element is a "
@@ -459,9 +420,8 @@ def _no_list(path: Path, text: str) -> DataError:
 def _broken(path: Path, text: str, place: int, what: object, number: int) -> DataError:
     line = text.count("\n", 0, place) + 1
     column = place - text.rfind("\n", 0, place)
-    cut = (
-        "" if text.rstrip().endswith("]") else " The file ends without a ']': it may be cut short."
-    )
+    is_whole = text.rstrip().endswith("]")
+    cut = "" if is_whole else " The file ends without a ']': it may be cut short."
     return DataError(
         f"{path}:{line}:{column}: {what} in row {number}, {_near(text, place)!r}.{cut} A JSON list "
         "of rows was expected: correct the row (a file of JSON lines ends in .jsonl)."

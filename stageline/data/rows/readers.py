@@ -14,29 +14,21 @@ from stageline.errors import DataError, UserError
 
 
 def find_file(folder: Path, names: Iterable[str]) -> Path:
-    """The first of several places below a folder where a file is.
-
-    Raises:
-        UserError: it is in none of them.
-    """
+    """The first of several places below a folder where a file is."""
     names = list(names)
     for name in names:
         if (folder / name).is_file():
             return folder / name
     there = sorted(item.name for item in folder.iterdir())[:8] if folder.is_dir() else []
     raise UserError(
-        f"none of {', '.join(names)} lies in {folder}. One of them was expected, because the rows "
-        f"of the dataset are in it; the folder has {', '.join(there) or 'nothing'}. Point "
-        "`dataset_path` to the folder of the dataset."
+        f"none of {', '.join(names)} lies in {folder}, which has {', '.join(there) or 'nothing'}. "
+        "One of them was expected, because the dataset's rows are in it: point `dataset_path` to "
+        "the dataset's folder."
     )
 
 
 def dataset_folder(dataset_path: str | None, *, name: str) -> Path:
-    """The folder or file that `dataset_path` names.
-
-    Raises:
-        UserError: none was given, or it does not exist.
-    """
+    """The folder or file that `dataset_path` names."""
     if not dataset_path or not Path(dataset_path).exists():
         raise UserError(
             f"`dataset_path` {dataset_path or '(not given)'}: there is no such file or folder. "
@@ -58,9 +50,6 @@ def split_rows(
     Args:
         test_size: held-out rows as a number, or below 1 (or 1.0: all) as a share.
         key: rows of one key, such as an image, go to the same side.
-
-    Raises:
-        UserError: no row is left on the wanted side.
     """
     check_split(split)
     groups: dict[str, list[Row]] = {}
@@ -80,7 +69,7 @@ def split_rows(
     if not chosen:
         raise UserError(
             f"test_size {test_size} leaves no row for the split {split!r} of {len(rows)} rows. At "
-            "least one was expected on each side that is used: choose another test_size."
+            "least one was expected on each side, because both are used: choose another test_size."
         )
     return chosen
 
@@ -128,11 +117,7 @@ class RowsDataset:
         return True
 
     def convert(self, row: Row) -> tuple[list[str] | None, dict[str, Any]]:
-        """Names of the row's images, or None, and its sample with at least an `id`.
-
-        Raises:
-            DataError: names the row's source.
-        """
+        """Names of the row's images, or None, and its sample with at least an `id`."""
         raise NotImplementedError
 
     def __len__(self) -> int:
@@ -150,7 +135,6 @@ class RowsDataset:
         return [self._folders.open(name, source=place) for name in names], sample
 
     def describe(self, index: int) -> str:
-        """File and line of a row."""
         return self.rows[index].source
 
     def fingerprint(self) -> str:
@@ -166,7 +150,6 @@ class RowsDataset:
 
 
 def _place(row: Row, sample: dict[str, Any]) -> str:
-    """File, line and sample, for errors about a row's images."""
     return f"{row.source}: sample {sample.get('id')}"
 
 

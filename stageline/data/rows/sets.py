@@ -45,7 +45,6 @@ class SetsDataset:
         return one[row]
 
     def describe(self, index: int) -> str:
-        """File and line of a row."""
         one, row = self._place(index)
         return one.describe(row)
 
@@ -134,7 +133,13 @@ class Sets:
         seed: int = 0,
     ) -> None:
         check_split(split)
-        _check_numbers(num_samples=num_samples, max_samples=max_samples, num_frames=num_frames)
+        numbers = {"num_samples": num_samples, "max_samples": max_samples, "num_frames": num_frames}
+        for name, value in numbers.items():
+            if value is not None and value < 1:
+                raise UserError(
+                    f"`dataset`.{name} {value}: at least 1 was expected, because so many are "
+                    "taken. Leave it out, or give a larger one."
+                )
         self._own = SetInfo(
             formatting=formatting,
             columns=dict(columns or {}),
@@ -143,7 +148,7 @@ class Sets:
             num_samples=num_samples,
         )
         if info is not None or names:
-            self._check_own()
+            _refuse_beside_register(self._own)
         self._media: dict[str, Any] = {"image_path": image_path, "num_frames": num_frames}
         self._cache, self._max_samples, self._seed = cache, max_samples, seed
         self._mix, self._probabilities = mix, probabilities
@@ -170,22 +175,10 @@ class Sets:
         return self.rows[index]
 
     def describe(self, index: int) -> str:
-        """File and line of a row."""
         return self.rows.describe(index)
 
     def fingerprint(self) -> str:
-        """Tells whether another dataset has the same rows, wherever its files lie."""
         return self.rows.fingerprint()
-
-    def _check_own(self) -> None:
-        """Refuses what a register says itself."""
-        usual = SetInfo()
-        given = [name for name, value in vars(self._own).items() if value != getattr(usual, name)]
-        if given:
-            raise UserError(
-                f"`dataset`.{given[0]} came with a register of sets. It was expected there, in the "
-                "entry of each set, because sets differ in it: move it into the register."
-            )
 
     def _stream(
         self, infos: Sequence[SetInfo], buffer_size: int, val_size: int | float | None
@@ -209,21 +202,20 @@ class Sets:
     def _train_infos(
         self, path: str | None, info: str | None, names: Sequence[str] | None
     ) -> list[SetInfo]:
-        """The sets to train on."""
         if info is None and names and path and (Path(path) / FILE_NAME).is_file():
             info = path
         if info is not None:
             return chosen_sets(info, names or [])
         if names:
             raise UserError(
-                f"`dataset.names` {','.join(names)} came without a register of sets. "
-                f"`dataset.info` with a file such as {FILE_NAME} was expected, or a "
-                "`dataset_path` that has one."
+                f"`dataset.names` {','.join(names)} came without a register of sets. One was "
+                "expected, because it says where the named sets are: give `dataset.info` a file "
+                f"such as {FILE_NAME}, or a `dataset_path` that has one."
             )
         if not path:
             raise UserError(
                 "neither `dataset_path` nor `dataset.info` came. Files of rows or a register of "
-                "sets were expected: give one of them."
+                "sets were expected, because rows are read from them: give one of them."
             )
         return [self._set_of(path, option="`dataset_path`")]
 
@@ -238,7 +230,8 @@ class Sets:
         if names and eval_path:
             raise UserError(
                 "`dataset.eval_names` and `dataset.eval_path` came together. One of them was "
-                "expected: put the files into the register, or leave the names out."
+                "expected, because both say what is evaluated: put the files into the register, or "
+                "leave the names out."
             )
         if eval_path:
             return [self._set_of(eval_path, option="`dataset.eval_path`")]
@@ -266,9 +259,9 @@ class Sets:
             if info.num_samples is not None:
                 # an evaluation sees each row once
                 count = min(info.num_samples, len(one)) if is_evaluation else info.num_samples
-                one.choose(exactly(len(one), count, seed=self._seed, name=info.name))
+                one.rows = one.rows[exactly(len(one), count, seed=self._seed, name=info.name)]
             if self._max_samples is not None:
-                one.choose(numpy.arange(min(self._max_samples, len(one))))
+                one.rows = one.rows[: self._max_samples]
             loaded.append(one)
         mix = "concat" if is_evaluation else self._mix
         seed = derive_seed(self._seed, "mix") % 2**32
@@ -276,13 +269,15 @@ class Sets:
         return SetsDataset(loaded, order)
 
 
-def _check_numbers(**numbers: int | None) -> None:
-    for name, value in numbers.items():
-        if value is not None and value < 1:
-            raise UserError(
-                f"`dataset`.{name} {value}: at least 1 was expected, because so many rows are "
-                "taken. Leave it out, or give a larger one."
-            )
+def _refuse_beside_register(own: SetInfo) -> None:
+    """Refuses options that a register says itself."""
+    usual = SetInfo()
+    given = [name for name, value in vars(own).items() if value != getattr(usual, name)]
+    if given:
+        raise UserError(
+            f"`dataset`.{given[0]} came with a register of sets. It was expected there, in the "
+            "entry of each set, because sets differ in it: move it into the register."
+        )
 
 
 def _check_sides(split: str, val_size: int | float | None, held: object) -> None:

@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy
 
@@ -37,11 +37,7 @@ _VERSION = 1
 
 
 def check_mix(mix: Mix, num_sets: int, probabilities: Sequence[float] | None) -> None:
-    """Refuses probabilities that do not belong to the sets.
-
-    Raises:
-        UserError: says what they should be.
-    """
+    """Refuses probabilities that do not belong to the sets."""
     if probabilities is None:
         return
     total, problem = sum(probabilities), ""
@@ -64,7 +60,7 @@ def check_mix(mix: Mix, num_sets: int, probabilities: Sequence[float] | None) ->
     elif not all(0 <= value <= 1 for value in probabilities) or abs(total - 1) > 0.02:
         problem = (
             ": values between 0 and 1 that add up to 1 were expected, because each is the chance "
-            f"of a set; they add up to {total:g}"
+            f"of a set; they add up to {total:g}: correct them"
         )
     elif mix == "interleave_over" and not all(probabilities):
         problem = (
@@ -76,47 +72,21 @@ def check_mix(mix: Mix, num_sets: int, probabilities: Sequence[float] | None) ->
         raise UserError(f"`dataset.probabilities` {given}{problem}.")
 
 
-class Repeating(Generic[Item]):
-    """The rows of one set, again from the beginning after the last.
-
-    Args:
-        make_rows: gives them from the beginning.
-        name: of the set.
-
-    Attributes:
-        is_over: whether the row that was taken last was the set's last one.
-    """
-
-    def __init__(self, make_rows: Callable[[], Iterator[Item]], name: str) -> None:
-        self._make_rows = make_rows
-        self._name = name
-        self._rows: Iterator[Item] = iter(())
-        self._ahead: Item | None = None
-
-    def take(self) -> Item:
-        """The next row.
-
-        Raises:
-            DataError: the set has none.
-        """
-        if self._ahead is None:
-            self._rows = self._make_rows()
-            self._ahead = next(self._rows, None)
-        row = self._ahead
+def repeating(make_rows: Callable[[], Iterator[Item]], name: str) -> Iterator[tuple[Item, bool]]:
+    """The rows of a set, again from the beginning after the last, and whether each is the last."""
+    while True:
+        rows = make_rows()
+        row = next(rows, None)
         if row is None:
-            raise DataError(
-                f"the data set {self._name!r} has no good row. At least one was expected."
-            )
-        self._ahead = next(self._rows, None)
-        return row
-
-    @property
-    def is_over(self) -> bool:
-        return self._ahead is None
+            raise DataError(f"the data set {name!r} has no good row. At least one was expected.")
+        while row is not None:
+            following = next(rows, None)
+            yield row, following is None
+            row = following
 
 
 def interleave(
-    sets: Sequence[Repeating[Item]],
+    sets: Sequence[Iterator[tuple[Item, bool]]],
     *,
     over: bool,
     probabilities: Sequence[float] | None,
@@ -125,6 +95,7 @@ def interleave(
     """Rows of several sets, as `datasets.interleave_datasets` takes them for the same seed.
 
     Args:
+        sets: what `repeating` gives.
         over: go on until each set came to its end at least once; else until one has.
         probabilities: of the sets; None: they take turns, and a round is finished.
     """
@@ -136,8 +107,9 @@ def interleave(
         ends_here = probabilities is not None or place % num_sets == 0
         if ends_here and stops(is_done):
             return
-        yield sets[chosen].take()
-        is_done[chosen] |= sets[chosen].is_over
+        row, is_last = next(sets[chosen])
+        yield row
+        is_done[chosen] |= is_last
 
 
 def _draws(probabilities: Sequence[float], seed: int) -> Iterator[int]:
@@ -155,7 +127,7 @@ def mixed(
     if mix == "concat" or len(lengths) == 1:
         return numpy.arange(starts[-1], dtype=numpy.int64)
     numbers = [range(first, stop) for first, stop in itertools.pairwise(starts)]
-    sets = [Repeating(own.__iter__, str(place)) for place, own in enumerate(numbers)]
+    sets = [repeating(own.__iter__, str(place)) for place, own in enumerate(numbers)]
     over = mix == "interleave_over"
     order = interleave(sets, over=over, probabilities=probabilities, seed=seed)
     return numpy.fromiter(order, dtype=numpy.int64)
@@ -174,9 +146,6 @@ def held_out(order: numpy.ndarray, val_size: int | float, *, seed: int) -> numpy
 
     Args:
         val_size: their number, or below 1 their share, at least one.
-
-    Raises:
-        UserError: nothing would be left to train, or the size is neither.
     """
     rows = numpy.unique(order)
     is_share = isinstance(val_size, float)
@@ -197,17 +166,12 @@ def held_out(order: numpy.ndarray, val_size: int | float, *, seed: int) -> numpy
 
 @dataclass(frozen=True)
 class StreamRow:
-    """A row that was read and not yet converted.
-
-    Attributes:
-        maker: of its set.
-        number: in the set.
-    """
+    """A row that was read and not yet converted."""
 
     maker: RowMaker
     data: dict[str, Any]
     source: str
-    number: int
+    number: int  # in its set
 
     def make(self) -> tuple[list[Any] | None, dict[str, Any]]:
         """Its images and sample."""
@@ -222,13 +186,7 @@ class StreamDataset:
     Args:
         media: where images are, and how many of a video are taken, as `RowMaker` has it.
         buffer_size: rows that are shuffled together.
-        val_size: the first so many rows are for evaluation.
-
-    Attributes:
-        held: rows for evaluation.
-
-    Raises:
-        UserError: the options ask for what a stream cannot do.
+        val_size: the first so many rows are for evaluation, and kept in `held`.
     """
 
     is_stream = True
@@ -245,7 +203,17 @@ class StreamDataset:
         seed: int,
     ) -> None:
         num_held = 0 if val_size is None else val_size
-        _check(buffer_size, num_held)
+        if buffer_size < 1:
+            raise UserError(
+                f"`dataset.buffer_size` {buffer_size}: at least 1 was expected, because so many "
+                "rows are shuffled together; 1 keeps the order of the files."
+            )
+        if not isinstance(num_held, int) or num_held < 0:
+            raise UserError(
+                f"`dataset.val_size` {num_held} came with `dataset.streaming`. A number of rows "
+                "was expected, because a stream's first rows are held out, and nobody knows how "
+                "many it has: give one."
+            )
         self._facts = [_VERSION, mix, probabilities, buffer_size, num_held, seed]
         self._mix, self._probabilities = mix, probabilities
         self._buffer_size, self._seed = buffer_size, seed
@@ -271,7 +239,6 @@ class StreamDataset:
         return self._row(position).make()
 
     def describe(self, position: int) -> str:
-        """File and line of a row."""
         return self._row(position).source
 
     def fingerprint(self) -> str:
@@ -324,7 +291,7 @@ class StreamDataset:
             return itertools.chain.from_iterable(read() for read in readers)
         names = [maker.info.name for maker in self._makers]
         return interleave(
-            [Repeating(read, name) for read, name in zip(readers, names, strict=True)],
+            [repeating(read, name) for read, name in zip(readers, names, strict=True)],
             over=self._mix == "interleave_over",
             probabilities=self._probabilities,
             seed=derive_seed(self._seed, "mix") % 2**32,
@@ -369,11 +336,9 @@ class FirstRows:
         return self._rows[index].make()
 
     def describe(self, index: int) -> str:
-        """File and line of a row."""
         return self._rows[index].source
 
     def fingerprint(self) -> str:
-        """That of the stream."""
         return self._fingerprint
 
 
@@ -402,20 +367,6 @@ def _shuffled(
     if size > 1:
         generator.shuffle(buffer)
     yield from buffer
-
-
-def _check(buffer_size: int, num_held: int | float) -> None:
-    if buffer_size < 1:
-        raise UserError(
-            f"`dataset.buffer_size` {buffer_size}: at least 1 was expected, because so many rows "
-            "are shuffled together; 1 keeps the order of the files."
-        )
-    if not isinstance(num_held, int) or num_held < 0:
-        raise UserError(
-            f"`dataset.val_size` {num_held} came with `dataset.streaming`. A number of rows was "
-            "expected, because nobody knows how many rows a stream has: its first rows are held "
-            "out."
-        )
 
 
 def _file_facts(path: Path) -> tuple[str, int, str]:

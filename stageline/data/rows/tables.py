@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,7 +22,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from filelock import FileLock
 
 from stageline.data.rows.bad_rows import BadRows, current_bad_rows, leaving_out
-from stageline.data.rows.read_json import MAX_LINE_BYTES, RowFileReader, decode_line, each_row
+from stageline.data.rows.read_json import (
+    MAX_LINE_BYTES,
+    RowFileReader,
+    decode_line,
+    each_row,
+    text_lines,
+)
 from stageline.errors import DataError, UserError
 
 if TYPE_CHECKING:
@@ -49,28 +55,19 @@ _MOST_BAD = 100_000  # rows of one file; more, and it is none
 
 @dataclass(frozen=True)
 class SetFiles:
-    """The files of a set, sorted.
-
-    Attributes:
-        kind: of all of them; hub: `names` holds one name of a set of the hub.
-        folder: that names of images are relative to.
-    """
+    """The files of a set, sorted; of the kind hub, `names` holds the name of a set of the hub."""
 
     kind: Kind
     names: tuple[str, ...]
-    folder: Path
+    folder: Path  # that names of images are relative to
 
     @property
     def paths(self) -> list[Path]:
-        """The files; none of a set of the hub."""
         return [] if self.kind == "hub" else [Path(name) for name in self.names]
 
 
 def find_files(place: str, *, option: str = "`dataset_path`") -> SetFiles:
     """The files that a path, a folder, a pattern or `hub:owner/name` names.
-
-    Args:
-        option: what named it, for errors.
 
     Raises:
         UserError: there is none, or they are of several kinds or of one that is not read.
@@ -93,10 +90,11 @@ def find_files(place: str, *, option: str = "`dataset_path`") -> SetFiles:
         fixed = next(index for index, sign in enumerate(str(path)) if sign in _PATTERN)
         folder = Path(str(path)[:fixed] + "x").parent
         return _of_one_kind(place, found, folder=folder, option=option)
+    there = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
     raise UserError(
-        f"{option} {place}: there is no such file or folder.{_near(path)} A file, a folder, a "
-        f"pattern such as data/*.jsonl, or {HUB}owner/name was expected, because the rows of the "
-        f"data set are there. Correct the path; it is relative to {Path.cwd()}."
+        f"{option} {place}: there is no such file or folder.{near_names(path.name, there)} A file, "
+        f"a folder, a pattern such as data/*.jsonl, or {HUB}owner/name was expected, because the "
+        f"rows are there. Correct the path; it is relative to {Path.cwd()}."
     )
 
 
@@ -128,19 +126,14 @@ def _kind_of(path: Path) -> Kind | None:
     return KIND_OF_SUFFIX.get(path.suffix.lower())
 
 
-def _near(path: Path) -> str:
-    if not path.parent.is_dir():
-        return ""
-    near = difflib.get_close_matches(path.name, [item.name for item in path.parent.iterdir()])
-    return f" Did you mean {path.parent / near[0]}?" if near else ""
+def near_names(name: str, known: Iterable[str]) -> str:
+    """A question for an error: whether one of these names was meant; empty where none is near."""
+    near = difflib.get_close_matches(name, list(known))
+    return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
 def text_rows(reader: RowFileReader, kind: Kind) -> Iterator[NumberedRow]:
-    """All rows of a file that people write; bad rows go to `current_bad_rows`.
-
-    Raises:
-        DataError: for a row that may not be left out.
-    """
+    """All rows of a file that people write; bad rows go to `current_bad_rows`."""
     read = {"json": each_row, "jsonl": each_row, "csv": _csv_rows, "text": _lines_of_text}
     return read[kind](reader)
 
@@ -182,9 +175,9 @@ def _header(path: Path, table: Iterator[list[str]]) -> list[str]:
         raise _no_csv(f"{path}:1", 0, str(error)) from None
     if "" in names or len(set(names)) < len(names):
         raise DataError(
-            f"{path}:1: the columns are {', '.join(map(repr, names))}. A name for each column, and "
-            "each name once, was expected in the first line, because a sample's fields are called "
-            "by it: write a first line of names."
+            f"{path}:1: the columns are {', '.join(map(repr, names))}. A name for each column, "
+            "each once, was expected in the first line, because a sample's fields are called by "
+            "it: write a first line of names."
         )
     return names
 
@@ -207,33 +200,19 @@ def _no_csv(source: str, number: int, what: str) -> DataError:
 
 
 def _lines_of_text(reader: RowFileReader) -> Iterator[NumberedRow]:
-    for number, start, line in reader.lines():
-        source = f"{reader.path}:{number}"
-        try:
-            text = decode_line(line, start, source).rstrip("\r\n")
-        except DataError as error:
-            current_bad_rows().take(source, error)
-            continue
-        if text.strip():
-            yield {"text": text}, source, number
+    for text, source, number in text_lines(reader):
+        yield {"text": text.rstrip("\r\n")}, source, number
 
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of one file.
+    """The rows of one file."""
 
-    Attributes:
-        name: of the file, as it was given.
-        digest: SHA-256 of the file's bytes, or what the library calls a set of the hub.
-        is_text: `rows` holds rows as JSON, with their lines; else the rows themselves.
-        has_lines: a row's number is its line.
-    """
-
-    name: str
+    name: str  # of the file, as it was given
     rows: "Dataset"
-    digest: str
-    is_text: bool = False
-    has_lines: bool = False
+    digest: str  # SHA-256 of the file's bytes, or what the library calls a set of the hub
+    is_text: bool = False  # `rows` holds rows as JSON, with their lines; else the rows themselves
+    has_lines: bool = False  # a row's number is its line
 
     @functools.cached_property
     def _columns(self) -> dict[str, Any]:
@@ -244,7 +223,6 @@ class Table:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> tuple[dict[str, Any], str]:
-        """(row, source) of a row."""
         if not self.is_text:
             return without_none(self.rows[index]), self.source(index)
         return json.loads(self._columns["row"][index].as_py()), self.source(index)
@@ -262,9 +240,6 @@ def open_tables(
 
     Args:
         cache: folder of what is made of files; default: that of the library.
-
-    Raises:
-        DataError: a file or a row of it cannot be read.
     """
     import datasets
 
@@ -296,7 +271,8 @@ def stream_library(path: Path, kind: Kind) -> Iterator[tuple[dict[str, Any], str
 
 def _text_table(path: Path, kind: Kind, folder: Path) -> Table:
     now = path.stat()
-    facts = (VERSION, kind, str(path.absolute()), now.st_size, now.st_mtime_ns)
+    # by its name as given, too: messages about bad rows have it
+    facts = (VERSION, kind, str(path), str(path.absolute()), now.st_size, now.st_mtime_ns)
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
     place = folder / "stageline-rows" / f"{key}.arrow"
     found = _known(place)
@@ -314,8 +290,6 @@ def _text_table(path: Path, kind: Kind, folder: Path) -> Table:
             ) from error
     rows, kept = found
     for source, why in kept["bad"]:
-        # their file may have been named in another way then
-        source = source.replace(kept["name"], str(path))
         current_bad_rows().take(source, DataError(why))
     return Table(str(path), rows, kept["digest"], is_text=True, has_lines=kind != "json")
 
@@ -328,8 +302,7 @@ def _known(place: Path) -> "tuple[Dataset, dict[str, Any]] | None":
         kept = json.loads(place.with_suffix(".json").read_text(encoding="utf-8"))
         if place.stat().st_size != kept["bytes"]:
             return None
-        rows = datasets.Dataset.from_file(str(place))
-        return (rows, kept) if len(rows) == kept["num_rows"] else None
+        return datasets.Dataset.from_file(str(place)), kept
     except (OSError, ValueError, KeyError, TypeError):  # not there, or damaged
         return None
 
@@ -356,9 +329,7 @@ def _make(path: Path, kind: Kind, place: Path) -> "tuple[Dataset, dict[str, Any]
             )
         writer.finalize()
         kept = {
-            "name": str(path),
             "digest": file.digest,
-            "num_rows": num_rows,
             "bytes": unfinished.stat().st_size,
             "bad": list(bad.reasons.items()),
         }
@@ -390,8 +361,8 @@ def _load(kind: Kind, path: Path, **options: Any) -> Any:
     except Exception as error:  # the readers of the library raise what they like
         cause = error.__cause__ or error
         raise DataError(
-            f"{path} cannot be read as {kind} ({type(cause).__name__}: {cause}). A whole {kind} "
-            "file was expected, as its name says: check how it was written, or copy it again."
+            f"{path} cannot be read as {kind} ({type(cause).__name__}: {cause}). A whole file was "
+            "expected, as its name says: check how it was written, or copy it again."
         ) from error
 
 

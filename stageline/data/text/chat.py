@@ -5,7 +5,8 @@ contents, one for one. So nothing in the data can be taken for markup, and nothi
 in it. The outcome is compared with the template run on the contents themselves.
 
 What the sentinels show depends on the structure of a conversation alone, and is kept: a further
-sample of the same structure costs one render, of its official text.
+sample of the same structure costs one render, of its official text; or none, where the template
+can be seen to write contents and never to look at them.
 
 An answer begins where the prompt for generation ends, and ends with its end-of-turn token. Both
 are found by rendering the messages before it, and those up to it: these renders are beginnings of
@@ -13,13 +14,14 @@ the whole one. Where they are not (templates drop thoughts of earlier turns, or 
 stretch between the messages before and the answer is compared instead.
 """
 
+import functools
 import itertools
 import json
 import os.path
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from stageline.data.text.chat_template import (
@@ -41,6 +43,7 @@ from stageline.errors import UserError
 
 Learnt = Literal["answers", "all", "all_but_system"]
 LEFT_OUT = "it leaves out or changes"
+_MOST_ROLES = 1024  # sequences of roles that are kept
 
 
 @dataclass(frozen=True)
@@ -156,17 +159,15 @@ class LayoutMaker:
         if self.template.has_markers:
             spans, end = self._marked(targets), ""
         else:
-            spans, end = [self._span(number) for number in targets], self._missing_end(targets)
+            spans = [self._span(number) for number in targets]
+            is_last = bool(targets) and targets[-1] == len(self.turns) - 1
+            end = (self.template.tokenizer.eos_token or "") if is_last else ""
             rest = (self.last_texts.get(targets[-1], 0), spans[-1][1]) if targets else (0, 0)
             if end and self.template.end_pattern.search(self.full, *rest):
                 end = ""
         if self.learnt != "answers":
             spans = [(self._first_learnt(), spans[-1][1] if end else len(self.full))]
         return spans, end
-
-    def _missing_end(self, targets: list[int]) -> str:
-        ends_with_answer = bool(targets) and targets[-1] == len(self.turns) - 1
-        return (self.template.tokenizer.eos_token or "") if ends_with_answer else ""
 
     def _rest(self, span: tuple[int, int]) -> tuple[int, int]:
         """Of an answer what follows its last text."""
@@ -192,9 +193,8 @@ class LayoutMaker:
             self.masking.messages, tools=self.masking.tools, options=self.options
         )
         answers = [number for number, turn in enumerate(self.turns) if turn.role == "assistant"]
-        if len(spans) == len(answers):
-            found = dict(zip(answers, spans, strict=True))
-        else:
+        found = dict(zip(answers, spans))
+        if len(spans) != len(answers):
             found = {
                 self._slot(number).turn: span
                 for span in spans
@@ -292,7 +292,7 @@ class LayoutMaker:
         return after
 
     def _segments(self, spans: Sequence[tuple[int, int]]) -> Iterator[Segment]:
-        borders = sorted({border for span in spans for border in span})
+        borders = sorted(set(itertools.chain(*spans)))
         done = 0
         for start, end, number in [*self.places, (len(self.full), len(self.full), -1)]:
             cuts = [done, *(border for border in borders if done < border < start), start]
@@ -318,8 +318,7 @@ def _is_in(place: int, spans: Sequence[tuple[int, int]]) -> bool:
 
 
 def _short(text: str) -> str:
-    shown = text if len(text) <= 60 else f"...{text[-57:]}"
-    return repr(shown)
+    return repr(text if len(text) <= 60 else f"...{text[-57:]}")
 
 
 def fill(layout: TemplateLayout, slots: Sequence[TextSlot], official: str) -> list[Piece] | None:
@@ -328,9 +327,8 @@ def fill(layout: TemplateLayout, slots: Sequence[TextSlot], official: str) -> li
     Each hidden text comes back where the template wrote its sentinel, perhaps trimmed or escaped
     as in JSON: together they are, character by character, what the template writes for it.
     """
-    texts = _likely(layout.segments, slots, official)
-    if texts is None:
-        texts = _match(layout.segments, slots, official)
+    segments = layout.segments
+    texts = _likely(segments, slots, official) or _match(segments, slots, official)
     if texts is None:
         return None
     pieces = [
@@ -362,7 +360,7 @@ def _likely(
 
 def _match(
     segments: Sequence[Segment], slots: Sequence[TextSlot], official: str
-) -> list[str] | None:  # fmt: skip
+) -> list[str] | None:
     """The text of each segment, so that together they are the official one."""
     chosen: list[str] = []
     ends = [0]
@@ -457,13 +455,19 @@ def render_chat(
         ways.append(with_arguments_as_text(turns))
     for way in ways:
         run = _Run(template, way, tools, dict(template_options or {}), for_generation, learnt)
+        known = run.from_roles()
+        if known is not None:
+            return known
         for form, cut in run.ways():
             result = run.attempt(form, cut)
             if isinstance(result, Rendered):
                 return result
             reasons.append(result)
+    # what begins so may only say that the template takes contents in the other form
+    others = [reason for reason in reasons if not reason.startswith(LEFT_OUT)]
     raise UserError(
-        f"the chat template of {template.name} cannot be followed: {_telling(reasons)}. A "
+        f"the chat template of {template.name} cannot be followed: "
+        f"{'; '.join(dict.fromkeys(others or reasons))}. A "
         "template that puts each content, whole or trimmed, into its text was expected, and "
         "answers that begin where its prompt for generation ends, because otherwise it isn't "
         "known which tokens are the answer: use another chat template (a chat_template.jinja in "
@@ -493,6 +497,51 @@ class _Run:
         cuts = (self.template.cut_at_tags, whole) if has_tags else (whole,)
         return itertools.product(forms, cuts)
 
+    @functools.cached_property
+    def _roles(self) -> tuple[Any, ...] | None:
+        """All that decides the text besides the contents; None where a turn has more than those."""
+        if self.tools or not self.template.only_writes:
+            return None
+        roles = []
+        for turn in self.turns:
+            piece = turn.pieces[0] if len(turn.pieces) == 1 else None
+            others = turn.name or turn.reasoning or turn.tool_calls or turn.tool_call_id
+            if piece is None or piece.is_image or others or not piece.text.strip():
+                return None
+            if piece.is_user and (OPEN in piece.text or self.template.has_tags(piece.text)):
+                return None
+            fixed = "" if piece.is_user else piece.text
+            roles.append((turn.role, turn.is_target, piece.is_answer, fixed))
+        return (*roles, self.learnt, self.for_generation, repr(self.options))
+
+    def from_roles(self) -> Rendered | None:
+        """As the template wrote another one of the same roles; None where none came yet."""
+        known = self.template.known_roles.get(self._roles)
+        if known is None:
+            return None
+        pieces = []
+        for piece, turn, is_trimmed in known:
+            if turn is not None:
+                text = self.turns[turn].pieces[0].text
+                text = text.strip() if is_trimmed else text
+                piece = Piece(text, True, piece.is_target, is_answer=piece.is_answer)
+            pieces.append(piece)
+        return Rendered(tuple(pieces), is_chat=True, for_generation=self.for_generation)
+
+    def _keep_for_roles(self, layout: TemplateLayout, masking: Masking) -> None:
+        """Finds out which contents are trimmed, for all further conversations of these roles."""
+        slots = [replace(slot, text=f" {OPEN}{n}{CLOSE} ") for n, slot in enumerate(masking.slots)]
+        for slot in slots:
+            masking.messages[slot.turn]["content"] = slot.text
+        written = self.template(masking.messages, tools=(), **self._common())
+        turns = {slot.text.strip(): slot.turn for slot in slots}
+        known = [
+            (piece, turns[piece.text.strip()] if piece.is_user else None, piece.text[:1] != " ")
+            for piece in fill(layout, slots, written) or ()
+        ]
+        if known and len(self.template.known_roles) < _MOST_ROLES:
+            self.template.known_roles[self._roles] = known
+
     def attempt(self, form: Form, cut: Cut) -> Rendered | str:
         """The rendered conversation, or why this way does not work."""
         masking = Masking(self.template, self.turns, self.tools, form=form, cut=cut)
@@ -512,6 +561,8 @@ class _Run:
             return layout.problem or "it changes contents"
         for note in layout.notes:
             _warn_once(self.template.name, note)
+        if is_new and self._roles is not None and form == "text" and cut is whole:
+            self._keep_for_roles(layout, masking)
         return Rendered(tuple(pieces), is_chat=True, for_generation=self.for_generation)
 
     def _common(self) -> dict[str, Any]:
@@ -541,12 +592,6 @@ class _Run:
         layout = maker.make(masked)
         self.template.keep_layout(key, layout)
         return layout, True
-
-
-def _telling(reasons: list[str]) -> str:
-    """Without what only says that the template takes contents in the other form."""
-    others = [reason for reason in reasons if not reason.startswith(LEFT_OUT)]
-    return "; ".join(dict.fromkeys(others or reasons))
 
 
 def _warn_once(name: str, note: str) -> None:

@@ -20,7 +20,9 @@ from stageline.data.text.encode import TextEncoder
 from stageline.data.text.messages import Tool, Turn
 from stageline.data.text.processor import get_image_token, get_tokenizer
 from stageline.data.text.rendered import Piece
+from stageline.data.text.template_reading import only_writes_contents
 from stageline.data.text.template_trial import check_template
+from stageline.data.text.tokenizers import any_of
 from stageline.errors import UserError
 
 Message = dict[str, Any]
@@ -40,6 +42,7 @@ class ChatTemplate:
 
     Attributes:
         layouts: what was found out of conversations of one structure, the last ones used.
+        known_roles: what it writes for plain conversations, by the roles of their turns.
         num_renders: how often the template ran.
 
     Raises:
@@ -56,6 +59,7 @@ class ChatTemplate:
         self.image_token = get_image_token(processor)
         self.reserved = TextEncoder.of(processor).reserved
         self.layouts: OrderedDict[str, Any] = OrderedDict()
+        self.known_roles: dict[Any, Any] = {}
         self.num_renders = 0
         if not self.template:
             raise UserError(
@@ -124,16 +128,21 @@ class ChatTemplate:
         return list(rendered[1][0])
 
     @functools.cached_property
+    def only_writes(self) -> bool:
+        """What it makes of a plain conversation follows from the roles of the turns."""
+        return isinstance(self.template, str) and only_writes_contents(self.template)
+
+    @functools.cached_property
     def end_pattern(self) -> re.Pattern[str]:
         """Matches a special token."""
-        return _any_of(self.reserved)
+        return any_of(self.reserved)
 
     @functools.cached_property
     def _tag_pattern(self) -> re.Pattern[str]:
         added = self.tokenizer.added_tokens_decoder.values()
         texts = {str(token) for token in added if not token.special} | set(_TAGS)
         tags = [text for text in texts if text.strip() and text not in self.reserved]
-        return re.compile(rf"(\s*{_any_of(tags).pattern}\s*)")
+        return re.compile(rf"(\s*{any_of(tags).pattern}\s*)")
 
     def has_tags(self, text: str) -> bool:
         """It holds text such as <think>, which templates look for."""
@@ -165,11 +174,6 @@ class ChatTemplate:
 
 def _template_of(processor: Any) -> Any:
     return getattr(processor, "chat_template", None) or get_tokenizer(processor).chat_template
-
-
-def _any_of(texts: Any) -> re.Pattern[str]:
-    longest_first = sorted(texts, key=len, reverse=True)
-    return re.compile("(?:" + "|".join(map(re.escape, longest_first)) + ")")
 
 
 @dataclass(frozen=True)

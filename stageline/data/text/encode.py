@@ -1,14 +1,19 @@
 """Rendered text -> token ids, with labels by character offsets. Knows neither images nor batches.
 
-The whole text is tokenized once, as the library does it. A token that shares a character with a
+The ids are those that the library makes of the whole text. A token that shares a character with a
 target piece is supervised, so at a border it is the answer's: where " 7" is one token and "7" the
 answer, " 7" is learnt. Only where text from the data turned into a special token, the text is
 tokenized run by run: special tokens of the template by their id, and what lies between them with
 a copy of the tokenizer that does not know them.
+
+Most tokenizers read what lies between two special tokens by itself. With them, what the template
+writes is tokenized once and kept, and a row costs only its own text.
 """
 
+import json
+import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,13 +22,24 @@ from transformers import PreTrainedTokenizerFast
 
 from stageline.data.text.processor import get_tokenizer
 from stageline.data.text.rendered import Piece, Rendered
-from stageline.data.text.tokenizers import PlainTokenizer
+from stageline.data.text.tokenizers import PlainTokenizer, any_of
 from stageline.errors import DataError, UserError
 
 _USER, _FIXED, _TARGET, _MARKED, _ANSWER, _IMAGE = (1 << place for place in range(6))
+_ALL = numpy.arange(1 << 6)  # the kinds, to be looked up below
+_HAS_TARGET, _HAS_MARK, _HAS_ANSWER, _HAS_IMAGE = (
+    _ALL & bit != 0 for bit in (_TARGET, _MARKED, _ANSWER, _IMAGE)
+)
+_IS_TEXT = _ALL & (_USER | _FIXED) == _USER
+_IS_CUTTABLE = _ALL & (_USER | _FIXED | _TARGET) == _USER
 _CONTENTS = ("q", "a", "q")
 _ZERO = numpy.zeros(1, dtype=numpy.int64)
+# steps of a tokenizer that treat a text alike wherever it stands
+_ANYWHERE_ALIKE = ("ByteLevel", "Split", "Digits", "NFC", "NFKC", "NFD", "NFKD")
+_MOST_KEPT = 1024  # of each kind of what templates write
 Offsets = Sequence[tuple[int, int]]
+Run = tuple[tuple[str, int], ...]  # text between special tokens: (text, kind) of its pieces
+Kinds = numpy.ndarray  # of each token: the bits of the pieces that it touches
 
 
 def structural_tokens(processor: Any) -> set[str]:
@@ -60,9 +76,9 @@ def _plain_conversation(tokenizer: Any, template: str) -> str:
     return ""
 
 
-def token_marks(
+def token_kinds(
     spans: Sequence[tuple[int, int, Piece]], starts: numpy.ndarray, ends: numpy.ndarray
-) -> dict[str, numpy.ndarray]:
+) -> Kinds:
     """Which kinds of pieces each token of a text touches; all tokens at once.
 
     A token across a border touches the pieces on both sides, one of no characters none.
@@ -72,28 +88,20 @@ def token_marks(
         starts, ends: of each token, in characters.
     """
     full = [span for span in spans if span[0] < span[1]]
-    kinds = [_kinds(piece) for _, _, piece in full]
+    kinds = [_kind(piece) for _, _, piece in full]
     span_ends = numpy.array([end for _, end, _ in full], dtype=numpy.int64)
     first = span_ends.searchsorted(starts, side="right")
     last = span_ends.searchsorted(ends, side="left")
     # behind the last piece, and for tokens of no characters, there is nothing
-    touched = numpy.array([*kinds, 0], dtype=numpy.int64)[first]
+    touched = numpy.array([*kinds, 0], dtype=numpy.uint8)[first]
     for place in (last > first).nonzero()[0]:  # few: tokens across a border
         for kind in kinds[first[place] + 1 : last[place] + 1]:
             touched[place] |= kind
     touched[ends <= starts] = 0
-    return {
-        "is_user": touched & _USER != 0,
-        "is_text": touched & (_USER | _FIXED) == _USER,  # from the data alone
-        "is_cuttable": touched & (_USER | _FIXED | _TARGET) == _USER,
-        "is_target": touched & _TARGET != 0,
-        "is_marked": touched & _MARKED != 0,
-        "is_answer": touched & _ANSWER != 0,
-        "is_image": touched & _IMAGE != 0,
-    }
+    return touched
 
 
-def _kinds(piece: Piece) -> int:
+def _kind(piece: Piece) -> int:
     return (
         (_USER if piece.is_user else _FIXED)
         | (_TARGET | _ANSWER if piece.is_target else 0)
@@ -123,6 +131,21 @@ class Encoded:
     is_text: list[bool] = field(default_factory=list)
     is_answer: list[bool] = field(default_factory=list)
     is_image: list[bool] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, ids: list[int], kinds: Kinds, rendered: Rendered) -> "Encoded":
+        """The tokens of a text, each with the kinds of pieces that it touches."""
+        has_answers = any(piece.is_answer for piece in rendered.pieces)
+        has_images = any(piece.is_image for piece in rendered.pieces)
+        return cls(
+            ids,
+            is_target=_HAS_TARGET[kinds].tolist(),
+            is_cuttable=_IS_CUTTABLE[kinds].tolist(),
+            is_marked=_HAS_MARK[kinds].tolist(),
+            is_text=_IS_TEXT[kinds].tolist(),
+            is_answer=_HAS_ANSWER[kinds].tolist() if has_answers else [],
+            is_image=_HAS_IMAGE[kinds].tolist() if has_images else [],
+        )
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -175,6 +198,10 @@ class TextEncoder:
         self.reserved_ids = frozenset(self.reserved.values())
         self.prefix = _first_tokens(self.tokenizer)
         self._is_direct = _is_plain_class(type(self.tokenizer))
+        self._has_runs = self._is_direct and _reads_runs_alone(self.tokenizer, self.reserved)
+        self._parts: dict[str, list[str]] = {}
+        self._fixed_runs: dict[Run, tuple[list[int], list[int]]] = {}
+        self._compared: set[tuple[str, ...]] = set()
         self._plain: PlainTokenizer | None = None
 
     @classmethod
@@ -200,32 +227,94 @@ class TextEncoder:
         Text of a plain template gets the tokenizer's first tokens and, unless it is for
         generation, a supervised end-of-sequence token; a chat template holds its own.
         """
-        text = rendered.text
-        spans = list(rendered.spans())
-        ids, starts, ends = _with_gaps(*self.tokenize(text))
-        marks = token_marks(spans, starts, ends)
-        if self._has_reserved_user_token(ids, starts, ends, marks["is_user"], text):
-            ids, starts, ends = _with_gaps(*self._tokenize_by_runs(spans))
-            marks = token_marks(spans, starts, ends)
-        lists = {kind: own.tolist() for kind, own in marks.items() if kind != "is_user"}
-        if not any(piece.is_answer for piece in rendered):
-            lists["is_answer"] = []
-        if not rendered.num_images:
-            lists["is_image"] = []
-        encoded = Encoded(ids, **lists)
+        ids, kinds = self._by_known_runs(rendered) or self._whole(rendered)
+        encoded = Encoded.of(ids, kinds, rendered)
         if not rendered.is_chat:
             self._add_outer(encoded, for_generation=rendered.for_generation)
         return encoded
 
-    def tokenize(self, text: str) -> tuple[list[int], Offsets]:
-        """Ids of a text, as the library makes them, and the characters that each covers."""
-        backend = self.tokenizer.backend_tokenizer if self._is_direct else None
-        if (
-            backend is not None
-            and backend.truncation is None
+    def _whole(self, rendered: Rendered) -> tuple[list[int], Kinds]:
+        """Ids and kinds of a text that is tokenized as one, as the library does it."""
+        spans = list(rendered.spans())
+        ids, starts, ends = _with_gaps(*self.tokenize(rendered.text))
+        kinds = token_kinds(spans, starts, ends)
+        if self._has_reserved_user_token(ids, starts, ends, kinds, rendered.text):
+            ids, starts, ends = _with_gaps(*self._tokenize_by_runs(spans))
+            kinds = token_kinds(spans, starts, ends)
+        return ids, kinds
+
+    def _by_known_runs(self, rendered: Rendered) -> tuple[list[int], Kinds] | None:
+        """The same run by run; None where this tokenizer or text does not allow it."""
+        if not (self._has_runs and self._is_as_loaded()):
+            return None
+        ids: list[int] = []
+        kinds: list[int] = []
+        for run in self._runs(rendered):
+            found = self._fixed_runs.get(run) or self._encode_run(run)
+            if found is None:
+                return None
+            ids += found[0]
+            kinds += found[1]
+        template = tuple(piece.text for piece in rendered.pieces if not piece.is_user)
+        if template in self._compared:
+            return ids, numpy.array(kinds, dtype=numpy.uint8)
+        whole = self._whole(rendered)  # once for all that the same template wrote
+        self._has_runs = whole[0] == ids and whole[1].tolist() == kinds
+        if len(self._compared) < _MOST_KEPT:
+            self._compared.add(template)
+        return whole
+
+    def _runs(self, rendered: Rendered) -> Iterator[Run]:
+        """The text cut at the special tokens of the template; each is a run of its own."""
+        run: list[tuple[str, int]] = []
+        for piece in rendered.pieces:
+            kind = _kind(piece)
+            if piece.is_user:
+                run.append((piece.text, kind))
+                continue
+            parts = self._parts.get(piece.text)
+            if parts is None:
+                parts = re.split(f"({any_of(self.reserved).pattern})", piece.text)
+                if len(self._parts) < _MOST_KEPT:
+                    self._parts[piece.text] = parts
+            for place, part in enumerate(parts):
+                if place % 2 == 0:
+                    run.append((part, kind))
+                    continue
+                yield tuple(run)
+                yield ((part, kind),)
+                run = []
+        yield tuple(run)
+
+    def _encode_run(self, run: Run) -> tuple[list[int], list[int]] | None:
+        """Ids and kinds; None where text from the data became a special token."""
+        is_fixed = not any(kind & _USER for _, kind in run)
+        text = "".join(own for own, _ in run)
+        if is_fixed and text in self.reserved:
+            ids, kinds = [self.reserved[text]], [run[0][1]]
+        else:
+            encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+            ids, kinds = encoding.ids, _kinds_of_run(run, encoding)
+            if not self.reserved_ids.isdisjoint(ids):
+                return None
+        if is_fixed and len(self._fixed_runs) < _MOST_KEPT:
+            self._fixed_runs[run] = ids, kinds
+        return ids, kinds
+
+    def _is_as_loaded(self) -> bool:
+        """No call before has left a padding, a truncation or another reading of special tokens."""
+        backend = self.tokenizer.backend_tokenizer
+        return (
+            backend.truncation is None
             and backend.padding is None
             and backend.encode_special_tokens == self.tokenizer.split_special_tokens
-        ):  # what the library does in the end, without what it does before and after
+        )
+
+    def tokenize(self, text: str) -> tuple[list[int], Offsets]:
+        """Ids of a text, as the library makes them, and the characters that each covers."""
+        if self._is_direct and self._is_as_loaded():
+            # what the library does in the end, without what it does before and after
+            backend = self.tokenizer.backend_tokenizer
             encoding = backend.encode(text, add_special_tokens=False)
             return encoding.ids, encoding.offsets
         output = self.tokenizer(
@@ -242,17 +331,15 @@ class TextEncoder:
         ids: list[int],
         starts: numpy.ndarray,
         ends: numpy.ndarray,
-        is_user: numpy.ndarray,
+        kinds: Kinds,
         text: str,
     ) -> bool:
-        reserved = self.reserved_ids
-        suspects = [place for place, token_id in enumerate(ids) if token_id in reserved]
         unk_id, unk_text = self.tokenizer.unk_token_id, self.tokenizer.unk_token
         return any(
             # an unknown word is plain text; the string "<unk>" is not
-            ids[place] != unk_id or unk_text in text[starts[place] : ends[place]]
-            for place, is_from_data in zip(suspects, is_user[suspects].tolist(), strict=True)
-            if is_from_data
+            token_id != unk_id or unk_text in text[starts[place] : ends[place]]
+            for place, token_id in enumerate(ids)
+            if token_id in self.reserved_ids and kinds[place] & _USER
         )
 
     def _tokenize_by_runs(self, spans: list[tuple[int, int, Piece]]) -> tuple[list[int], Offsets]:
@@ -321,6 +408,64 @@ def check_targets(encoded: Encoded, *, name: str) -> None:
             "because a sample without one teaches nothing: its answer is empty, or the template "
             "holds no [ANSWER]. Correct the row or the `prompt`."
         )
+
+
+def _kinds_of_run(run: Run, encoding: Any) -> list[int]:
+    """As `token_kinds`, of a tokenizer each of whose tokens has characters, in their order."""
+    num_tokens = len(encoding)
+    if len(run) == 1:
+        return [run[0][1]] * num_tokens
+    num_characters = sum(len(text) for text, _ in run)
+    kinds = [0] * num_tokens
+    first = end = 0
+    for text, kind in run:
+        if not text:
+            continue
+        end += len(text)
+        behind = (encoding.char_to_token(place) for place in range(end, num_characters))
+        last = next((token for token in behind if token is not None), num_tokens)
+        for place in range(first, last):
+            kinds[place] |= kind
+        # characters that no token covers are the next one's
+        reached = encoding.token_to_chars(last - 1)[1] if last else 0
+        if last < num_tokens and reached < end:
+            kinds[last] |= kind
+        first = place = last
+        while place < num_tokens and encoding.token_to_chars(place)[0] < end:
+            kinds[place] |= kind
+            place += 1
+    return kinds
+
+
+def _reads_runs_alone(tokenizer: Any, reserved: Mapping[str, int]) -> bool:
+    """Text between reserved tokens gets the same tokens as in the whole, each of some characters.
+
+    So it is with tokenizers of bytes, but for tokens that take spaces beside them.
+    """
+    backend = tokenizer.backend_tokenizer
+    steps = [*_steps(backend.normalizer), *_steps(backend.pre_tokenizer)]
+    added = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
+    has_bytes = any(step["type"] == "ByteLevel" for step in steps)
+    is_plain = all(
+        step["type"] in _ANYWHERE_ALIKE and not step.get("add_prefix_space") for step in steps
+    )
+    return (
+        bool(reserved)
+        and has_bytes
+        and is_plain
+        and all(
+            (token := added.get(text)) is not None
+            and not (token.lstrip or token.rstrip or token.single_word or token.normalized)
+            for text in reserved
+        )
+    )
+
+
+def _steps(component: Any) -> list[dict[str, Any]]:
+    """The settings of a normalizer or a pre-tokenizer, or of those that it is made of."""
+    state = json.loads(component.__getstate__()) if component is not None else {}
+    known = state.get("pretokenizers", state.get("normalizers"))
+    return known if known is not None else [state] if state else []
 
 
 def _with_gaps(ids: list[int], offsets: Offsets) -> tuple[list[int], numpy.ndarray, numpy.ndarray]:

@@ -17,6 +17,7 @@ SYSTEM_ROLES = ("system", "developer")
 _KNOWN_FIELDS = {
     *("role", "content", "name", "weight", "reasoning_content", "tool_calls", "tool_call_id"),
 }
+_PLAIN = {"role", "content"}
 _IMAGE_TYPES = ("image", "image_url")
 
 
@@ -180,6 +181,10 @@ def _turn(sample: Mapping[str, Any], number: int, message: Any) -> Turn:
     role = message["role"]
     if not role.replace("_", "").isalnum():
         raise _bad(sample, f"{place} has the role {role!r}", "a word such as user")
+    is_answer = role == "assistant"
+    if message.keys() == _PLAIN and isinstance(message["content"], str):  # nothing to check further
+        piece = Piece(message["content"], is_user=True, is_target=is_answer)
+        return Turn(role, (piece,), is_target=is_answer)
     unknown = sorted(key for key, value in message.items() if value and key not in _KNOWN_FIELDS)
     if unknown:
         raise _bad(
@@ -189,7 +194,7 @@ def _turn(sample: Mapping[str, Any], number: int, message: Any) -> Turn:
         if message.get(field) is not None and not isinstance(message[field], str):
             raise _bad(sample, f"{place} has the {field} {message[field]!r}", "text")
     weight = message.get("weight")
-    is_target = role == "assistant" and (weight is None or bool(weight))
+    is_target = is_answer and (weight is None or bool(weight))
     calls = calls_of(sample, place, message)
     reasoning = message.get("reasoning_content") or ""
     if not isinstance(reasoning, str) or (reasoning and role != "assistant"):

@@ -89,14 +89,20 @@ def _try() -> None:
     print(json.dumps(reason))
 
 
-def _render_all(text: str) -> str:
-    """Why the template is refused; "" if it isn't. That it fails is no reason."""
+def template_environment() -> ImmutableSandboxedEnvironment:
+    """What chat templates are written for."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = datetime.now().strftime
+    return environment
+
+
+def _render_all(text: str) -> str:
+    """Why the template is refused; "" if it isn't. That it fails is no reason."""
+    environment = template_environment()
     try:
         template = environment.from_string(text)
     except jinja2.exceptions.TemplateError:

@@ -8,7 +8,7 @@ rows in the model are not made here (`stageline/modules/new_rows.py`).
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,12 @@ class PlainTokenizer:
         if exact is not None or not self._pattern.fullmatch(part):
             return exact
         return self._reserved.get(part.strip())
+
+
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Matches one of the texts; the longest wins."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("(?:" + "|".join(map(re.escape, longest_first)) + ")")
 
 
 def _reserved_pattern(reserved: dict[str, int], flags: dict[str, AddedToken]) -> re.Pattern[str]:

@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -29,12 +29,9 @@ from stageline.inference.decoding.request import (
     error_of,
     is_alone,
     length_of,
+    part_of,
     together,
-    without_last,
 )
-
-if TYPE_CHECKING:
-    from stageline.inference.decoding.engine import DecodingEngine
 
 ScoreListener = Callable[[Scored | Failed], None]
 _Row = tuple[ScoreRequest, ScoreListener]
@@ -252,13 +249,6 @@ class Running:
         self._is_deaf = False  # the listener raised
         self._num_told = 0  # tokens that went out with a piece
 
-    @classmethod
-    def of(cls, request: Request, listener: Listener, *, engine: "DecodingEngine") -> "Running":
-        sampling = request.sampling
-        own = sampling.stop_token_ids
-        stop_ids = engine.stop_ids if own is None else own
-        return cls(request, listener, AnswerText(engine.tokenizer, sampling.stop, stop_ids))
-
     @property
     def key(self) -> str:
         return self.request.key
@@ -431,7 +421,8 @@ class ScoreQueue:
             num_tops=[item.num_top for item in items],
         )
         # nothing follows the last token: a row may be one longer than the model has positions
-        return order, together([without_last(item.prompt) for item in items])
+        read = [part_of(item.prompt, range(length_of(item.prompt) - 1)) for item in items]
+        return order, together(read)
 
     def _goes_with(self, rows: list[_Row], new: ScoreRequest) -> bool:
         if not rows:

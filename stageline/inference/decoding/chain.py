@@ -4,7 +4,7 @@ import json
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,24 +59,21 @@ class Wire:
         first = content[: BLOCK - _LENGTH]
         block[_LENGTH : _LENGTH + len(first)] = first
         parts = [block, content[BLOCK - _LENGTH :].clone()]
-        sent = [self._post(part, target, self.texts) for part in parts if len(part)]
-        sent += [self._post(t.contiguous(), target, self.tensors) for t in tensors.values()]
+        sent = [self._post(part, target, self.texts) for part in parts if part.numel()]
+        full = [tensor.contiguous() for tensor in tensors.values() if tensor.numel()]
+        sent += [self._post(tensor, target, self.tensors) for tensor in full]
         self._sent.append(sent)
-        if len(self._sent) > self.num_kept:
-            for work, _ in self._sent.popleft():
-                work.wait()
+        self.flush(self.num_kept)
 
-    def flush(self) -> None:
-        """Waits until all that was sent has arrived: a buffer that goes takes its message along."""
-        while self._sent:
+    def flush(self, num_kept: int = 0) -> None:
+        """Waits until what was sent has arrived: a buffer that goes takes its message along."""
+        while len(self._sent) > num_kept:
             for work, _ in self._sent.popleft():
                 work.wait()
 
     def _post(
         self, tensor: torch.Tensor, target: int, group: dist.ProcessGroup
     ) -> tuple[Any, torch.Tensor]:
-        if not tensor.numel():
-            return _Done(), tensor
         return dist.isend(tensor, group=group, group_dst=target), tensor
 
     def receive(self, source: int) -> tuple[PassOrder, dict[str, torch.Tensor]]:
@@ -99,33 +96,12 @@ class Wire:
         return PassOrder.of_json(words), tensors
 
 
-class _Done:
-    """What was sent where nothing had to be."""
-
-    def wait(self) -> None:
-        """It is there already."""
-
-
-class Chain(Protocol):
-    """What the engine needs of the stages.
+class LocalChain:
+    """All stages in this process, one after the other: one stage, and tests of many.
 
     Attributes:
-        num_stages: how many there are.
         num_in_flight: orders that have not come back.
     """
-
-    num_stages: int
-    num_in_flight: int
-
-    def start(self, order: PassOrder, tensors: Tensors) -> None:
-        """Runs the first stage and hands the order on."""
-
-    def result(self) -> PassOrder:
-        """Waits for the oldest order that has not come back."""
-
-
-class LocalChain:
-    """All stages in this process, one after the other: one stage, and tests of many."""
 
     def __init__(self, decoders: Sequence[StageDecoder]) -> None:
         self.decoders = decoders
@@ -137,11 +113,13 @@ class LocalChain:
         return len(self._done)
 
     def start(self, order: PassOrder, tensors: Tensors) -> None:
+        """Runs the first stage and hands the order on."""
         for decoder in self.decoders:
             tensors = decoder.run(order, tensors)
         self._done.append(order)
 
     def result(self) -> PassOrder:
+        """Waits for the oldest order that has not come back."""
         return self._done.popleft()
 
 
@@ -166,6 +144,9 @@ class RankChain:
         order, _ = self.wire.receive(self.num_stages - 1)
         self.num_in_flight -= 1
         return order
+
+
+Chain = LocalChain | RankChain
 
 
 def follow(decoder: StageDecoder, wire: Wire, *, num_stages: int) -> None:

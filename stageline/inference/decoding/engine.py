@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from stageline.errors import UserError
-from stageline.inference.decoding.answer import Running, ScoreQueue
+from stageline.inference.decoding.answer import AnswerText, Running, ScoreQueue
 from stageline.inference.decoding.chain import Chain, max_in_flight
 from stageline.inference.decoding.grammars import Matchers
 from stageline.inference.decoding.request import (
@@ -50,33 +50,13 @@ from stageline.inference.decoding.scheduler import Sequence as Scheduled
 
 
 def admitted(request: Request, engine: "DecodingEngine") -> Request:
-    """The request as it runs.
+    """The request as it runs: no longer than there is room, with all tokens that end it.
 
     Raises:
-        UserError: it can't be answered.
+        UserError: there is no room for one token, or the model can't take images or the grammar.
     """
+    length, limits = length_of(request.prompt), engine.limits
     cells = engine.prompt_cells(request.prompt)
-    request = checked(request, engine.limits, has_cache=engine.has_cache, cells=cells)
-    sampling = request.sampling
-    if sampling.grammar is None:
-        return request
-    engine.matchers.check(sampling.grammar)
-    # the last stage has to know which tokens may come just where the grammar may end
-    own = sampling.stop_token_ids
-    ids = engine.stop_ids if own is None else own
-    return replace(request, sampling=replace(sampling, stop_token_ids=ids))
-
-
-def checked(request: Request, limits: Limits, *, has_cache: bool, cells: int = 0) -> Request:
-    """The request, its answer no longer than there are positions and room.
-
-    Args:
-        cells: of the cache, that its images take.
-
-    Raises:
-        UserError: there is no room for one token, or the model can't take images here.
-    """
-    length = length_of(request.prompt)
     room = limits.max_length if limits.max_cells is None else limits.max_cells - cells
     longest = min(limits.max_length, room)
     if not 1 <= length < longest:
@@ -86,21 +66,21 @@ def checked(request: Request, limits: Limits, *, has_cache: bool, cells: int = 0
             "because the prompt and at least one token of the answer must fit the model's "
             "positions and the cache: shorten it."
         )
-    if not has_cache and is_alone(request.prompt):
+    if not engine.has_cache and is_alone(request.prompt):
         raise UserError(
             "the prompt came with images. Text alone was expected, because this model keeps no "
             "keys and values (can_decode is False), and would look at them for every token."
         )
-    most = min(request.sampling.max_new_tokens, longest - length)
-    return replace(request, sampling=replace(request.sampling, max_new_tokens=most))
+    sampling = request.sampling
+    if sampling.grammar is not None:
+        engine.matchers.check(sampling.grammar)
+    ends = engine.stop_ids if sampling.stop_token_ids is None else sampling.stop_token_ids
+    most = min(sampling.max_new_tokens, longest - length)
+    return replace(request, sampling=replace(sampling, max_new_tokens=most, stop_token_ids=ends))
 
 
 def check_row(item: ScoreRequest, limits: Limits) -> None:
-    """Refuses a row that can't be scored.
-
-    Raises:
-        UserError: it has too many tokens, or no token before the first target.
-    """
+    """Refuses a row with too many tokens, or with no token before the first target."""
     length = length_of(item.prompt)
     if length > limits.max_length + 1:
         raise UserError(
@@ -121,15 +101,12 @@ def timed_steps(
     num_rows: int,
     count: int,
 ) -> list[list[float]]:
-    """What each of some steps, one close behind the other, takes on each stage.
+    """Seconds of each of `count` steps, one close behind the other, on each stage.
 
     Args:
         start: sends an order on its way.
         result: waits for the oldest one.
         columns: tokens that each row has already.
-
-    Raises:
-        EngineError: a stage could not.
     """
     for _ in range(count):
         order = PassOrder("measure", rows=list(range(num_rows)), lengths=[columns] * num_rows)
@@ -243,8 +220,6 @@ class DecodingEngine:
         """Longest prompt with its answer, in tokens."""
         return self.limits.max_length
 
-    # -- from any thread ------------------------------------------------------------------
-
     def submit(self, request: Request | ScoreRequest, listener: Listener) -> None:
         """Queues a request.
 
@@ -295,8 +270,6 @@ class DecodingEngine:
             stage_seconds=tuple(self._stage_seconds),
         )
 
-    # -- in the engine's thread -----------------------------------------------------------
-
     def run(self) -> None:
         """Answers what is submitted until `stop` is called."""
         try:
@@ -311,11 +284,7 @@ class DecodingEngine:
             raise
 
     def answer(self, requests: Iterable[Request]) -> Iterator[Finished | Failed]:
-        """Answers requests in this thread.
-
-        Yields:
-            Answers in the order in which they are done.
-        """
+        """Answers requests in this thread; yields answers as they are done."""
         self.prepare()
         done: deque[Finished | Failed] = deque()
 
@@ -383,8 +352,6 @@ class DecodingEngine:
         if self.chain.num_stages > 1:
             self._order(PassOrder("stop"))
             self.chain.result()
-
-    # -- one action after the other -------------------------------------------------------
 
     def _act(self) -> bool:
         """Takes in what came, then starts a pass or takes a result; False: nothing to do."""
@@ -464,10 +431,10 @@ class DecodingEngine:
             self._scheduler.leave(one)
             self._running.pop(running.key, None)
 
-    # -- requests -------------------------------------------------------------------------
-
     def _running_of(self, request: Request, listener: Listener) -> Running:
-        return Running.of(admitted(request, self), listener, engine=self)
+        request = admitted(request, self)
+        ends = request.sampling.stop_token_ids or ()
+        return Running(request, listener, AnswerText(self.tokenizer, request.sampling.stop, ends))
 
     def _submit_here(self, request: Request, listener: Listener) -> None:
         try:
@@ -513,8 +480,6 @@ class DecodingEngine:
             running.fail(error)
         self._running.clear()
         self._scores.fail_all(error)
-
-    # -- the number of groups -------------------------------------------------------------
 
     def _best_groups(self, num_rows: int) -> int:
         if not self.has_cache:  # whole rows are read: bound by arithmetic

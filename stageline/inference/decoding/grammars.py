@@ -5,8 +5,6 @@ Shapes: R rows that have a grammar, V tokens of the vocabulary, C columns of the
 
 import functools
 import json
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +14,6 @@ import numpy as np
 from stageline.errors import UserError
 
 Kind = Literal["json_schema", "regex", "lark"]
-KINDS: tuple[Kind, ...] = ("json_schema", "regex", "lark")
 LONGEST = 2**18  # letters: it is compiled on the last stage while other answers wait
 # without an upper bound a model may write white space until its tokens are used up
 _SPACES = r"[ \t\n]{1,40}"
@@ -36,13 +33,10 @@ class Grammar:
     text: str
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise UserError(f"grammar is of kind {self.kind!r}; expected one of {KINDS}.")
-        if not isinstance(self.text, str) or not 0 < len(self.text) <= LONGEST:
-            size = f"{len(self.text)} letters" if isinstance(self.text, str) else repr(self.text)
+        if not 0 < len(self.text) <= LONGEST:
             raise UserError(
-                f"the text of the grammar is {size}; expected a text of 1 to {LONGEST} letters, "
-                "as every step of the model waits while it is compiled."
+                f"the text of the grammar is {len(self.text)} letters; expected a text of 1 to "
+                f"{LONGEST} letters, as every step of the model waits while it is compiled."
             )
 
 
@@ -72,11 +66,7 @@ _END = "<|the end of the grammar|>"
 
 
 class RowMatcher:
-    """The grammar of one answer.
-
-    Attributes:
-        error: why it can't be followed any more.
-    """
+    """The grammar of one answer; `error` says why it can't be followed any more."""
 
     def __init__(self, matcher: Any, end_id: int, stop_ids: Collection[int]) -> None:
         self.matcher = matcher
@@ -97,26 +87,15 @@ class RowMatcher:
 
 
 class Matchers:
-    """Makes matchers for one tokenizer; nothing is loaded before the first grammar comes.
-
-    Args:
-        load_tokenizer: gives it; called once.
-    """
+    """Makes matchers for one tokenizer; nothing is loaded before the first grammar comes."""
 
     def __init__(self, load_tokenizer: Callable[[], Any]) -> None:
-        self._load_tokenizer = load_tokenizer
-        self._vocabulary: Any = None
-        self._end_id = 0
-        self._lock = threading.Lock()
-        self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
+        self._vocabulary = functools.cache(lambda: _read_vocabulary(load_tokenizer()))
+        self._compiled = functools.lru_cache(_NUM_KEPT)(self._compile)
 
     def check(self, grammar: Grammar) -> None:
-        """Compiles a grammar; may take a while the first time.
-
-        Raises:
-            UserError: says what is wrong with it, or what is missing here.
-        """
-        self._compiled_of(grammar)
+        """Compiles a grammar, which may take a while, or raises a UserError."""
+        self._compiled(grammar)
 
     def make(self, grammar: Grammar, *, stop_ids: Collection[int]) -> RowMatcher:
         """The matcher of a new answer; raises as `check`.
@@ -124,33 +103,19 @@ class Matchers:
         Args:
             stop_ids: end the answer; they may come just where the grammar may end.
         """
-        compiled = self._compiled_of(grammar)
-        with self._lock:
-            return RowMatcher(compiled.deep_copy(), self._end_id, stop_ids)
+        matcher = self._compiled(grammar).deep_copy()
+        return RowMatcher(matcher, self._vocabulary()[1], stop_ids)
 
-    def _compiled_of(self, grammar: Grammar) -> Any:
-        with self._lock:
-            if grammar in self._compiled:
-                self._compiled.move_to_end(grammar)
-                return self._compiled[grammar]
-            llguidance = _library()
-            if self._vocabulary is None:
-                self._vocabulary, self._end_id = _read_vocabulary(self._load_tokenizer())
-        compiled = self._compile(grammar, llguidance)
-        with self._lock:
-            self._compiled[grammar] = compiled
-            while len(self._compiled) > _NUM_KEPT:
-                self._compiled.popitem(last=False)
-        return compiled
-
-    def _compile(self, grammar: Grammar, llguidance: Any) -> Any:
+    def _compile(self, grammar: Grammar) -> Any:
+        llguidance = _library()
+        vocabulary, _ = self._vocabulary()
         make_text = getattr(llguidance.LLMatcher, f"grammar_from_{grammar.kind}")
         limits = llguidance.LLParserLimits(verbose_errors=False)
         try:
             text = make_text(grammar.text)
         except ValueError as error:
             raise UserError(f"the {_NAMES[grammar.kind]} can't be read: {error}") from None
-        matcher = llguidance.LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
+        matcher = llguidance.LLMatcher(vocabulary, text, log_level=0, limits=limits)
         if matcher.is_error():
             raise UserError(f"the {_NAMES[grammar.kind]} can't be kept to: {_first(matcher)}")
         return matcher

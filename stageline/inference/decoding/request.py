@@ -1,7 +1,6 @@
 """What is asked of the decoding engine and what it answers: plain values, no model and no rank."""
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,8 +13,20 @@ from stageline.inference.decoding.grammars import Grammar
 
 Prompt = Mapping[str, Tensor]
 MASK = "attention_mask"  # made from the lengths, on each stage
-_SEED_BITS = 64
 _LARGEST = 2**31 - 1
+# where both are floats, numbers in between; else integers
+_LIMITS: dict[str, tuple[float, float]] = {
+    "max_new_tokens": (1, _LARGEST),
+    "top_k": (0, _LARGEST),
+    "seed": (-(2**63), 2**64 - 1),
+    "logprobs": (0, _LARGEST),
+    "temperature": (0.0, 1e6),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (1e-6, 1e6),
+}
 
 
 @dataclass(frozen=True)
@@ -53,76 +64,14 @@ class Sampling:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        for name, (is_right, expected) in _RULES.items():
-            if not is_right(getattr(self, name)):
-                raise UserError(f"{name} is {getattr(self, name)!r}; expected {expected}.")
-
-
-Rule = tuple[Callable[[Any], bool], str]
-
-
-def _whole(low: int, high: int) -> Rule:
-    return lambda value: _is_whole(value, low, high), f"an integer from {low} to {high}"
-
-
-def _real(low: float, high: float) -> Rule:
-    return lambda value: _is_real(value, low, high), f"a number from {low:g} to {high:g}"
-
-
-def _is_whole(value: object, low: int, high: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
-def _is_real(value: object, low: float, high: float) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return math.isfinite(value) and low <= value <= high
-
-
-def _are(values: object, is_one: Callable[[Any], bool]) -> bool:
-    return isinstance(values, tuple) and all(is_one(value) for value in values)
-
-
-def _is_bias(pair: object) -> bool:
-    if not isinstance(pair, tuple) or len(pair) != 2:
-        return False
-    return _is_whole(pair[0], 0, _LARGEST) and _is_real(pair[1], -100, 100)
-
-
-_RULES: dict[str, Rule] = {
-    "max_new_tokens": _whole(1, _LARGEST),
-    "top_k": _whole(0, _LARGEST),
-    "seed": _whole(-(2 ** (_SEED_BITS - 1)), 2**_SEED_BITS - 1),
-    "temperature": _real(0.0, 1e6),
-    "top_p": _real(0.0, 1.0),
-    "min_p": _real(0.0, 1.0),
-    "presence_penalty": _real(-2.0, 2.0),
-    "frequency_penalty": _real(-2.0, 2.0),
-    "repetition_penalty": (
-        lambda value: _is_real(value, 0, math.inf) and value > 0,
-        "a finite number above 0 (1: no penalty)",
-    ),
-    "logprobs": (
-        lambda value: value is None or _is_whole(value, 0, _LARGEST),
-        "None or an integer from 0",
-    ),
-    "stop": (
-        lambda values: _are(values, lambda text: isinstance(text, str) and text != ""),
-        "a tuple of texts, none of them empty",
-    ),
-    "stop_token_ids": (
-        lambda ids: ids is None or _are(ids, lambda one: _is_whole(one, 0, _LARGEST)),
-        "None or a tuple of token ids",
-    ),
-    "grammar": (
-        lambda value: value is None or isinstance(value, Grammar),
-        "None or a Grammar",
-    ),
-    "logit_bias": (
-        lambda pairs: _are(pairs, _is_bias),
-        "a tuple of (token id, number from -100 to 100) pairs",
-    ),
-}
+        for name, (low, high) in _LIMITS.items():
+            value = getattr(self, name)
+            is_whole = isinstance(low, int)
+            kinds = int if is_whole else (int, float)
+            is_right = isinstance(value, kinds) and not isinstance(value, bool)
+            if value is not None and not (is_right and low <= value <= high):
+                kind = "an integer" if is_whole else "a number"
+                raise UserError(f"{name} is {value!r}; expected {kind} from {low} to {high}.")
 
 
 @dataclass(frozen=True)
@@ -375,11 +324,6 @@ def padded_right(rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     for place, row in enumerate(rows):
         ids_BT[place, : len(row)] = torch.tensor(row)
     return {"input_ids": ids_BT}
-
-
-def without_last(prompt: Prompt) -> Prompt:
-    """The prompt without its last token, and what else has a value for each token."""
-    return part_of(prompt, range(length_of(prompt) - 1))
 
 
 def part_of(prompt: Prompt, piece: range) -> Prompt:

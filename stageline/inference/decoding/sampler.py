@@ -283,7 +283,11 @@ def _change(scores_V: Tensor, row: SampledRow) -> None:
     sampling, device = row.sampling, scores_V.device
     if sampling.logit_bias:
         ids, biases = zip(*sampling.logit_bias, strict=True)
-        scores_V.index_add_(0, torch.tensor(ids, device=device), _floats(biases, device))
+        scores_V.index_add_(
+            0,
+            torch.tensor(ids, device=device),
+            torch.tensor(biases, dtype=torch.float32, device=device),
+        )
     answer = torch.tensor(row.answer_ids, dtype=torch.long)
     if sampling.repetition_penalty != 1:
         _penalise_repetition(scores_V, row, answer)
@@ -303,10 +307,6 @@ def _penalise_repetition(scores_V: Tensor, row: SampledRow, answer: Tensor) -> N
     old, penalty = longer_V[ids], row.sampling.repetition_penalty
     scores = torch.where(old < 0, old * penalty, old / penalty)
     scores_V.copy_(longer_V.scatter(0, ids, scores)[:size])
-
-
-def _floats(values: Sequence[float], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def _logprob(logits_V: Tensor, token: int, num_top: int | None) -> TokenLogprob | None:

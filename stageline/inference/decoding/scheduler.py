@@ -174,12 +174,6 @@ class Scheduler:
         groups = self.groups.values()
         return {one.row: one for group in groups for one in [*group.members, *group.coming]}
 
-    def fits(self, sequence: Sequence) -> bool:
-        """Whether it can ever run."""
-        return self.limits.max_cells is None or sequence.longest <= self.limits.max_cells
-
-    # -- prompts --------------------------------------------------------------------------
-
     def next_prefill(self) -> Prefill | None:
         """Takes sequences that wait, in their order, into a group, or the next piece of one.
 
@@ -282,8 +276,6 @@ class Scheduler:
         if advised is None:
             advised = max(LEAST_TOKENS, total // (2 * self.num_stages))
         return min(self.limits.prefill_tokens, advised)
-
-    # -- steps ----------------------------------------------------------------------------
 
     def next_step(self, *, may_wait: bool = True) -> RunningGroup | None:
         """The group that has been home longest; None: there is none, or it waits for another.

@@ -27,14 +27,18 @@ PIECE = 2**25
 
 
 def score_row(logits_TV: torch.Tensor, targets: list[int], *, num_top: int) -> Score:
-    """Of each target, and whether each is the likeliest; the likeliest tokens in each place."""
+    """Of each target, and whether each is the likeliest; the likeliest tokens in each place.
+
+    In float32 at least.
+    """
     num_together = max(1, PIECE // logits_TV.shape[-1])
+    wide = torch.promote_types(logits_TV.dtype, torch.float32)
     ids_T = torch.tensor(targets, device=logits_TV.device)
     values: list[float] = []
     tops: list[list[tuple[int, float]]] = []
     is_greedy = True
     for logits, ids in zip(logits_TV.split(num_together), ids_T.split(num_together), strict=True):
-        logprobs = logits.float().log_softmax(-1)
+        logprobs = logits.to(wide).log_softmax(-1)
         values += logprobs.gather(-1, ids[:, None])[:, 0].tolist()
         is_greedy &= bool((logprobs.argmax(-1) == ids).all())
         if num_top:
@@ -70,9 +74,16 @@ class Group:
     def join(self, new: "Group") -> None:
         """Takes the rows of another group."""
         self.cache.join(new.cache)
-        self.rows += new.rows
-        self.positions += new.positions
-        self.kept += new.kept
+        self._add_rows(new)
+
+    def lose(self, new: "Group") -> None:
+        """Has the rows of another group too, and nothing to read for any: their passes fail."""
+        self.cache.lose(len(new.rows))
+        self._add_rows(new)
+
+    def _add_rows(self, new: "Group") -> None:
+        for own, others in zip(self._of_rows, new._of_rows, strict=True):
+            own += others
 
     def remove(self, row: int) -> None:
         """Forgets a row; the last one takes its place."""
@@ -90,13 +101,6 @@ class Group:
                 self.cache.swap(place, other)
                 for values in self._of_rows:
                     values[place], values[other] = values[other], values[place]
-
-    def lose(self, new: "Group") -> None:
-        """Has the rows of another group too, and nothing to read for any: their passes fail."""
-        self.cache.lose(len(new.rows))
-        self.rows += new.rows
-        self.positions += new.positions
-        self.kept += new.kept
 
 
 HIDDEN, EXTRA = "hidden", "extra"
@@ -188,8 +192,6 @@ class StageDecoder:
         stage = self.stage
         return GroupCache(stage.num_layers(), num_rows, fixed_layers=stage.fixed_layers())
 
-    # -- rows come and go -----------------------------------------------------------------
-
     def _tidy(self, order: PassOrder) -> None:
         for number, row in order.leave:
             self._remove(number, row)
@@ -217,8 +219,6 @@ class StageDecoder:
             self.groups[number] = new
             return
         group.join(new)
-
-    # -- passes ---------------------------------------------------------------------------
 
     def _prefill(self, order: PassOrder, tensors: Tensors) -> Tensors:
         """The prompts of new rows, or a piece of one; at their ends they are in the group."""
@@ -460,11 +460,7 @@ def cache_budget(
 
 
 def cells_within(budget: int, decoder: StageDecoder) -> int:
-    """Tokens whose keys and values fit on this stage.
-
-    Raises:
-        UserError: not even one does.
-    """
+    """Tokens whose keys and values fit on this stage; at least one, or a UserError."""
     cells = int(budget / (decoder.bytes_of_a_token() * SPARE))
     if cells < 1:
         raise UserError(
