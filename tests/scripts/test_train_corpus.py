@@ -75,7 +75,7 @@ def options(job, *more):
     corpus = ("--dataset", "corpus", "--dataset-path", job.folder / "both", "--collate-fn", "pt")
     mixture = ("--global-batch-distributed", "6,2", "--dataset.test_size", 8)
     steps = ("--total-steps", STEPS, "--eval-steps", STEPS // 2, "--eval-samples", "all")
-    return (*corpus, *mixture, *steps, "--save-steps", 4, "--learning-rate", "2e-2", *more)
+    return (*corpus, *mixture, *steps, "--save-steps", 4, "--learning-rate", "7e-3", *more)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_the_held_out_perplexity_falls(job, whole):
     perplexities = [record["perplexity"] for record in records(job, "whole", "eval")]
     assert len(perplexities) == 3
     # by how much depends on the guides, which change
-    assert perplexities[0] > 1.3 * perplexities[1] and perplexities[1] > 1.02 * perplexities[2]
+    assert perplexities[0] > 1.2 * perplexities[1] and perplexities[1] > 1.02 * perplexities[2]
 
 
 def test_killed_and_resumed_to_the_same_bits(job, whole, monkeypatch):
