@@ -1,7 +1,7 @@
 """Opens a corpus and reads its segments in place.
 
-Opening costs the same for any size: the header, and both ends of the `.bin`, which finds a
-truncated or swapped file. Damage in the middle is found by `verify`.
+Opening reads the `.idx` once (9 bytes a segment), so that no damaged one gives wrong segments, and
+both ends of the `.bin`, which finds a truncated or swapped file. Other damage is found by `verify`.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ import os
 import struct
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,7 @@ def open_again(kind: type, path: str, prefix: str, digest: str) -> Any:
     Raises:
         DataError: it has other content now.
     """
-    opened = kind(path)
+    opened = kind(path, is_known=True)
     if opened.digest != digest:
         raise DataError(
             f"{path} is not what it was when this process was given it: it was written or packed"
@@ -223,16 +224,20 @@ _CODES = {"uint16": 8, "uint32": 4}  # ids below 2^31 are the same bytes as int3
 class MegatronCorpus(MappedSegments):
     """A Megatron-core pair of files, one type; its tokenizer is unknown (None in the header).
 
+    Args:
+        is_known: this run has opened it before: its index is not read through again.
+
     Raises:
-        DataError: files that are missing, truncated or not of this format.
+        DataError: files that are missing, truncated, damaged or not of this format.
     """
 
-    def __init__(self, path_prefix: str | Path) -> None:
+    def __init__(self, path_prefix: str | Path, *, is_known: bool = False) -> None:
         self.prefix = os.fspath(path_prefix)
         path = path_of(self.prefix, ".idx")
         index = map_file(path)
         dtype, self._len, num_documents = _read_head(index, path)
-        ends = numpy.cumsum([_HEAD.size, 4 * self._len, 8 * self._len, 8 * (num_documents + 1)])
+        sizes = (_HEAD.size, 4 * self._len, 8 * self._len, 8 * (num_documents + 1))
+        ends = list(accumulate(sizes))  # a hostile header counts beyond 64 bits
         if len(index) != ends[-1]:
             raise DataError(
                 f"{path} has {len(index):,} bytes; its header announces {ends[-1]:,}: the file was"
@@ -243,6 +248,8 @@ class MegatronCorpus(MappedSegments):
         self._starts = numpy.frombuffer(index[ends[2] :], dtype="<i8")
         self._bin = map_file(path_of(self.prefix, ".bin"))
         self._ids = self._map_ids(numpy.dtype(dtype).newbyteorder("<"))
+        if not is_known:
+            refuse_damage(self._problem(), path)
         self.header = self._make_header(num_documents)
 
     def bounds(self, index: int) -> tuple[int, int]:
@@ -278,6 +285,21 @@ class MegatronCorpus(MappedSegments):
                 " the file was truncated, or the .idx is of another one. Copy both again."
             )
         return numpy.frombuffer(self._bin, dtype=dtype)
+
+    def _problem(self) -> str | None:
+        """What does not hold of an index: sequences follow one another, and documents too."""
+        lengths = numpy.frombuffer(self._lengths, dtype="<i4")
+        pointers = numpy.frombuffer(self._pointers, dtype="<i8")
+        if (lengths < 0).any():
+            return f"sequence {int(numpy.argmax(lengths < 0)):,} has a negative length"
+        ends = numpy.cumsum(lengths, dtype=numpy.int64) * self._ids.itemsize
+        wrong = numpy.flatnonzero(pointers != ends - lengths * numpy.int64(self._ids.itemsize))
+        if len(wrong):
+            return f"sequence {wrong[0]:,} does not begin where the one before it ends"
+        borders = self._starts
+        if (borders[0], borders[-1]) != (0, self._len) or (numpy.diff(borders) < 0).any():
+            return f"its documents do not go from sequence 0 to {self._len:,}, one after the other"
+        return None
 
     def _make_header(self, num_documents: int) -> CorpusHeader:
         num_tokens = len(self._ids)
@@ -341,6 +363,7 @@ def _read_head(index: memoryview, path: Path) -> tuple[str, int, int]:
             " is truncated or of another program. Give the prefix of an IndexedDataset."
         )
     _, version, code, num_sequences, num_borders = _HEAD.unpack_from(index)
+    refuse_damage(None if num_borders else "it has no border of documents, not even the last", path)
     if version != 1 or code not in _DTYPES:
         raise DataError(
             f"{path} has version {version} and dtype code {code}; read are version 1 and codes"
@@ -352,11 +375,14 @@ def _read_head(index: memoryview, path: Path) -> tuple[str, int, int]:
 class Corpus(MappedSegments):
     """A corpus that `CorpusWriter` wrote.
 
+    Args:
+        is_known: this run has opened it before: its index is not read through again.
+
     Raises:
         DataError: a file is missing, truncated, swapped, foreign, damaged or of a newer version.
     """
 
-    def __init__(self, path_prefix: str | Path) -> None:
+    def __init__(self, path_prefix: str | Path, *, is_known: bool = False) -> None:
         self.prefix = os.fspath(path_prefix)
         index_path = path_of(self.prefix, ".idx")
         index = map_file(index_path)
@@ -371,12 +397,8 @@ class Corpus(MappedSegments):
             )
         self._offsets = index[arrays:flags].cast("Q")
         self._flags = index[flags:]
-        ends, num_tokens = (self._offsets[0], self._offsets[-1]), self.header.num_tokens
-        if ends != (0, num_tokens):
-            raise DataError(
-                f"The offsets of {index_path} go from {ends[0]:,} to {ends[1]:,}; its header says"
-                f" from 0 to {num_tokens:,}: the file is damaged. Copy it again."
-            )
+        if not is_known:
+            refuse_damage(self._problem(), index_path)
         self._bin = map_file(path_of(self.prefix, ".bin"))
         _check_tokens(path_of(self.prefix, ".bin"), self.header)
         # a plain array over the map: its slices cost half of numpy.memmap's
@@ -411,19 +433,60 @@ class Corpus(MappedSegments):
         """uint64 offsets of segments start to stop, and the end of the last; a view of the file."""
         return numpy.frombuffer(self._offsets, dtype="<u8")[start : stop + 1]
 
-    def arrays(self) -> tuple[memoryview, memoryview]:
-        """Offsets and flags as they lie in the file, in bytes."""
-        return self._offsets.cast("B"), self._flags
+    def _problem(self) -> str | None:
+        """What does not hold of offsets and flags; None: nothing.
+
+        Their checksum finds damage. Who wrote it anew must still give each type the tokens and
+        documents it says: rising offsets from 0 to the number of tokens lie inside the `.bin`.
+        """
+        if self.arrays_digest() != self.header.arrays_sha256:
+            return "the offsets or flags are not those that were written (sha256)"
+        first = 0
+        for kind in self.header.types:
+            begin, documents = self._offsets[first], 0
+            last = first + kind.num_segments
+            for low, high in self.ranges(first, last):
+                offsets = self.offsets(low, high)
+                if len(falling := numpy.flatnonzero(offsets[1:] <= offsets[:-1])):
+                    return f"segment {low + int(falling[0]):,} ends before it begins"
+                documents += int(numpy.count_nonzero(self.flags(low, high) & BEGINS))
+            expected = (kind.num_tokens, kind.num_documents)
+            if (found := (self._offsets[last] - begin, documents)) != expected:
+                return (
+                    f"type {kind.name!r} has {found[0]:,} tokens in {found[1]:,} documents; the"
+                    f" header says {expected[0]:,} in {expected[1]:,}"
+                )
+            first = last
+        return "its offsets do not begin at 0" if self._offsets[0] else None
+
+    def arrays_digest(self) -> str:
+        """sha256 of the sha256 of the offsets and of the flags, as they lie in the file."""
+        arrays = (self._offsets.cast("B"), self._flags)
+        both = "".join(hashlib.sha256(array).hexdigest() for array in arrays)
+        return hashlib.sha256(both.encode()).hexdigest()
 
 
-def open_corpus(path_prefix: str | Path) -> MappedSegments:
+def open_corpus(path_prefix: str | Path, *, is_known: bool = False) -> MappedSegments:
     """A corpus of ours or a pair of Megatron-core, by what the `.idx` begins with.
+
+    Args:
+        is_known: this run has opened it before: its index is not read through again.
 
     Raises:
         DataError: neither, or damaged.
     """
     start = map_file(path_of(path_prefix, ".idx"))[: len(MEGATRON_MAGIC)]
-    return (MegatronCorpus if start == MEGATRON_MAGIC else Corpus)(path_prefix)
+    kind = MegatronCorpus if start == MEGATRON_MAGIC else Corpus
+    return kind(path_prefix, is_known=is_known)
+
+
+def refuse_damage(problem: str | None, path: Path) -> None:
+    """Ends with a DataError that says the problem, if there is one."""
+    if problem is not None:
+        raise DataError(
+            f"{path} is damaged: {problem}. Whole segments were expected, because a run would else"
+            " train on wrong ones: copy it again, or write the corpus anew."
+        )
 
 
 def _check_tokens(path: Path, header: CorpusHeader) -> None:

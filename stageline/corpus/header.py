@@ -14,9 +14,10 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy
 
@@ -99,6 +100,7 @@ class CutRules:
     adds_eos: bool = True
 
 
+Header = TypeVar("Header")
 MAGIC = b"STAGLIDX"
 VERSION = 1
 PAGE = 4096
@@ -221,22 +223,60 @@ def decode_header(start: bytes | memoryview, path: Path) -> tuple[CorpusHeader, 
             f"{path} has format version {version}; this program reads versions up to {VERSION}, as"
             " a newer one wrote the file: update Stageline, or write the corpus anew with this one."
         )
-    if text is None:
+    if text is None or version < 1:
         is_short = len(start) < _PREAMBLE.size
         why = f"it ends after {len(start)} bytes" if is_short else "its checksum does not fit"
         raise DataError(
             f"The header of {path} is damaged: {why}. Copy the corpus again or write it anew."
         )
-    values = json.loads(text)
+    return of_json(text, path, _make_header), begin
+
+
+def of_json(text: bytes, path: Path, make: Callable[[Any], Header]) -> Header:
+    """What `make` makes of the JSON of a header. A checksum does not keep anybody from writing it.
+
+    Raises:
+        DataError: the text is no JSON, or `make` found other names, kinds or numbers in it.
+    """
+    try:
+        return make(json.loads(text))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DataError(
+            f"The header of {path} does not say what a header of this version says"
+            f" ({type(error).__name__}: {error}): another program wrote or changed it. Copy the"
+            " corpus again or write it anew."
+        ) from error
+
+
+def of_right_kinds(made: Header) -> Header:
+    """The same object, whose plain fields hold what they are declared to hold.
+
+    Raises:
+        ValueError: one does not, or a number is negative.
+    """
+    for item in fields(made):  # type: ignore[arg-type]
+        value, kind = getattr(made, item.name), item.type
+        if kind in (int, str, bool, int | None) and not isinstance(value, kind):  # type: ignore[arg-type]
+            raise ValueError(f"{item.name} is {value!r:.40}")
+        if isinstance(value, int) and value < 0:
+            raise ValueError(f"{item.name} is {value}")
+    return made
+
+
+def _make_header(values: dict[str, Any]) -> CorpusHeader:
     tokenizer = values.pop("tokenizer")
     header = CorpusHeader(
-        tokenizer=TokenizerInfo(**tokenizer) if tokenizer else None,
-        rules=CutRules(**values.pop("rules")),
-        types=tuple(SegmentType(**kind) for kind in values.pop("types")),
+        tokenizer=of_right_kinds(TokenizerInfo(**tokenizer)) if tokenizer else None,
+        rules=of_right_kinds(CutRules(**values.pop("rules"))),
+        types=tuple(of_right_kinds(SegmentType(**kind)) for kind in values.pop("types")),
         sources=tuple(values.pop("sources")),
         **values,
     )
-    return header, begin
+    if header.dtype not in ("uint16", "uint32"):
+        raise ValueError(f"dtype is {header.dtype!r:.40}")
+    if header.num_tokens * numpy.dtype(header.dtype).itemsize != header.bin_size:
+        raise ValueError(f"{header.num_tokens:,} tokens in {header.bin_size!r:.40} bytes")
+    return of_right_kinds(header)
 
 
 def edges_digest(path: Path) -> str:

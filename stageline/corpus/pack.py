@@ -17,11 +17,27 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy
 
-from stageline.corpus.corpus_files import MappedSegments, map_file, open_again, open_corpus
-from stageline.corpus.header import BEGINS, ENDS, SegmentType, framed, path_of, unframed
+from stageline.corpus.corpus_files import (
+    MappedSegments,
+    map_file,
+    open_again,
+    open_corpus,
+    refuse_damage,
+)
+from stageline.corpus.header import (
+    BEGINS,
+    ENDS,
+    SegmentType,
+    framed,
+    of_json,
+    of_right_kinds,
+    path_of,
+    unframed,
+)
 from stageline.corpus.writer import GrowingFile
 from stageline.errors import DataError, UserError
 
@@ -151,7 +167,7 @@ class PackedRows:
         DataError: there are none, they are damaged, or of another corpus.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
+    def __init__(self, prefix: str | Path, *, is_known: bool = False) -> None:
         self.prefix = os.fspath(prefix)
         path = path_of(prefix, ".pack")
         if not path.exists():
@@ -161,7 +177,7 @@ class PackedRows:
             )
         file = map_file(path)
         self.header, start = _decode(file, path)
-        if open_corpus(prefix).digest != self.header.corpus:
+        if open_corpus(prefix, is_known=is_known).digest != self.header.corpus:
             raise DataError(
                 f"{path} was made of other segments than {prefix}.bin has: the corpus was written "
                 "anew since. Rows of this corpus were expected: pack it again (corpus.py pack)."
@@ -176,6 +192,8 @@ class PackedRows:
             )
         self._arrays = file[start:]
         self._offsets, self._members = file[start:middle].cast("Q"), file[middle:].cast("Q")
+        if not is_known:
+            refuse_damage(self._problem(), path)
         self.row_length = self.header.row_length
         self.type_starts = numpy.cumsum([0, *self.header.num_rows], dtype=numpy.int64)
         self.digest = hashlib.sha256(json.dumps(asdict(self.header)).encode()).hexdigest()
@@ -193,6 +211,17 @@ class PackedRows:
 
     def __reduce__(self) -> tuple:
         return open_again, (type(self), os.path.abspath(self.prefix), self.prefix, self.digest)
+
+    def _problem(self) -> str | None:
+        """What does not hold of the arrays: rows follow one another, of segments that there are."""
+        offsets = numpy.frombuffer(self._offsets, "<u8")
+        num_segments = sum(self.header.num_segments)
+        if (offsets[0], offsets[-1]) != (0, num_segments) or (offsets[1:] < offsets[:-1]).any():
+            return f"its rows do not go from segment 0 to {num_segments:,}, one after the other"
+        members = numpy.frombuffer(self._members, "<u8")
+        if num_segments and members.max() >= num_segments:
+            return f"a row holds segment {members.max():,} of {num_segments:,}"
+        return None
 
     def members(self, rows: numpy.ndarray) -> numpy.ndarray:
         """int64 numbers of the segments of several rows, row after row."""
@@ -233,7 +262,15 @@ def _decode(file: memoryview, path: Path) -> tuple[PackHeader, int]:
             f"{path} does not begin as packed rows do, or its header is damaged. Rows that "
             "corpus.py pack wrote were expected: pack the corpus again."
         )
-    return PackHeader(**json.loads(text)), begin
+    return of_json(text, path, _make_header), begin
+
+
+def _make_header(values: dict[str, Any]) -> PackHeader:
+    header = of_right_kinds(PackHeader(**values))
+    counts = [header.num_rows, header.num_segments, header.num_tokens]
+    if not all(type(one) is int and one >= 0 for count in counts for one in count):
+        raise ValueError(f"rows, segments and tokens are {counts!r:.80}")
+    return header
 
 
 WINDOW = 1 << 20  # segments

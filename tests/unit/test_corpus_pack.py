@@ -169,6 +169,21 @@ def test_damage_is_named(prefix, place, value, message):
         PackedRows(prefix)
 
 
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (-1, 255, "a row holds segment"),
+        (4096 + 7, 1, "rows do not go from"),
+        (4104 + 6, 1, "rows do"),
+    ],
+)
+def test_rows_that_would_be_wrong_are_not_opened(prefix, place, value, message):
+    pack_corpus(prefix)
+    _changed(path_of(prefix, ".pack"), place, value)
+    with pytest.raises(DataError, match=message):
+        PackedRows(prefix)
+
+
 def test_damage_in_the_middle_is_found_by_reading_all(prefix):
     pack_corpus(prefix)
     _changed(path_of(prefix, ".pack"), -8, 1)
