@@ -316,13 +316,17 @@ def read(arguments: CorpusArguments) -> None:
 
     run = arguments.run
     corpus = open_corpus(run.read_path_prefix)
-    encoder = open_encoder(run.tokenizer_path, corpus.header.tokenizer)
+    known = corpus.header.tokenizer
+    path = run.tokenizer_path
+    if path is None and run.text and known and Path(known.folder, "tokenizer.json").is_file():
+        path = known.folder
+    encoder = open_encoder(path, known)
     chosen = {"start": run.start, "limit": run.limit, "type_index": run.type}
     if not run.text:
         print_segments(corpus, encoder, **chosen)
         return
     if encoder is None:
-        name = corpus.header.tokenizer.name if corpus.header.tokenizer else "not told"
+        name = f"{known.name}, which lay in {known.folder or 'no known folder'}" if known else "-"
         raise UserError(
             f"--text came without --tokenizer-path. The tokenizer of the corpus ({name}) was "
             "expected, because a corpus holds token ids and no text: give its folder."

@@ -93,7 +93,9 @@ class ReadConfig:
 
     read_path_prefix: str | None = option(None, PREFIX, is_output=True, is_needed=True)
     tokenizer_path: str | None = option(
-        None, f"{TOKENIZER}, that the corpus was made with; without it ids are shown",
+        None,
+        f"{TOKENIZER}, that the corpus was made with; without it ids are shown, and --text looks"
+        " where it lay then",
         is_path=True,
     )  # fmt: skip
     text: bool = option(False, "write the documents back as lines, whole")

@@ -298,7 +298,7 @@ class BuildRun:
         # all that decides over the bytes of the corpus, but for the inputs
         settings = {
             **given,
-            "tokenizer": asdict(facts.tokenizer),
+            "tokenizer": {**asdict(facts.tokenizer), "folder": ""},  # the same one may have moved
             "rules": asdict(facts.rules),
             "max_document_bytes": task.max_document_bytes,
             "chunk_bytes": task.chunk_bytes,

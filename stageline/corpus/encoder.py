@@ -256,6 +256,7 @@ def load_encoder(tokenizer_path: str | Path, *, kind: Kind = "auto") -> "Encoder
         vocab_size=vocab_size(spec),
         bos_id=tokenizer.bos_token_id,
         eos_id=tokenizer.eos_token_id,
+        folder=str(path.resolve()),
     )
     encoder = Encoder(text, info=info, spec=spec)
     if kind != "tokenizers":

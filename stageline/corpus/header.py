@@ -69,6 +69,7 @@ class TokenizerInfo:
         fingerprint: sha256 of all that decides which ids a text gets.
         vocab_size: ids are below it.
         bos_id, eos_id: None where the tokenizer has none.
+        folder: where it lay when the corpus was written; "" if nobody says.
     """
 
     name: str
@@ -76,6 +77,7 @@ class TokenizerInfo:
     vocab_size: int
     bos_id: int | None
     eos_id: int | None
+    folder: str = ""
 
 
 @dataclass(frozen=True)

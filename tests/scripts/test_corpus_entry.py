@@ -129,6 +129,8 @@ def test_documents_come_back_to_the_byte(inside, tmp_path, prefix, options, want
     words = f"read --read-path-prefix data/{prefix} --text --tokenizer-path T {options}"
     do(words)
     assert capsys.readouterr().out == wanted
+    do(words.replace("--tokenizer-path T", ""))  # it is found where it lay
+    assert capsys.readouterr().out == wanted
     do(f"{words} --output-path {tmp_path}/out")
     assert (tmp_path / "out").read_text() == wanted
     with pytest.raises(UserError, match="is there. A new file was expected"):
@@ -145,9 +147,11 @@ def test_read_shows_segments(inside, capsys):
     assert shown.startswith("[0] type dataset1, ") and "begins BOS\n<s>One sentence." in shown
 
 
-def test_read_refuses_what_cannot_be_right(inside, tmp_path):
-    with pytest.raises(UserError, match="--text came without --tokenizer-path"):
-        do("read --read-path-prefix data/b --text")
+def test_read_refuses_what_cannot_be_right(inside, tmp_path, monkeypatch):
+    with monkeypatch.context() as moved:
+        moved.setattr(Path, "is_file", lambda path: False)
+        with pytest.raises(UserError, match="--text came without --tokenizer-path.*lay in /.*/T"):
+            do("read --read-path-prefix data/b --text")
     with pytest.raises(DataError, match="document 0 has several lines.*--json"):
         do("read --read-path-prefix data/b --text --json false --tokenizer-path T")
     with pytest.raises(UserError, match="--type 3: the corpus has the types 0 to 0"):
