@@ -17,7 +17,7 @@ from commands import is_first, open_shelf
 from options.serve import ServeConfig, read_api_keys
 from parse_args import ServeArguments, parse_serve_args
 from register import freeze_registers
-from stageline.distributed.stop import stop_requested
+from stageline.distributed.stop import StopWords, speak_of_stops, stop_requested
 from stageline.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,11 +27,18 @@ if TYPE_CHECKING:
 SHELF = ("pp_models", "prompt_fn")
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 SECONDS_TO_END = 30.0  # beside --shutdown-seconds
+STOP_WORDS = StopWords(
+    first="Nothing more is taken; answers under way may finish",
+    again="ends at once",
+    early="before anything was served",
+    at_once=", with answers under way",
+)
 MIB = 2**20
 
 
 def main() -> int:
     """Serves until a signal comes; returns the exit code."""
+    speak_of_stops(STOP_WORDS)
     open_shelf(*SHELF)
     arguments = parse_serve_args()
     freeze_registers()
@@ -62,7 +69,8 @@ def serve(arguments: ServeArguments, decoding: Any, api_keys: tuple[str, ...]) -
     Args:
         decoding: what `open_decoding` gives.
     """
-    from stageline.serving.app import is_local, make_app, serve_until
+    from stageline.serving.app import make_app, serve_until
+    from stageline.serving.gate import is_local
 
     run = arguments.run
     settings = make_settings(run, api_keys, name=decoding.engine.model_name)
@@ -130,6 +138,7 @@ def make_settings(run: ServeConfig, api_keys: tuple[str, ...], *, name: str) -> 
     Args:
         name: of the model, where the options give none.
     """
+    from stageline.serving.gate import is_local
     from stageline.serving.settings import ServerSettings
 
     return ServerSettings(
@@ -147,6 +156,7 @@ def make_settings(run: ServeConfig, api_keys: tuple[str, ...], *, name: str) -> 
         default_temperature=run.temperature,
         fetches_images=run.fetch_images,
         cors_origins=tuple(run.cors_origins or ()),
+        is_local_only=not api_keys and is_local(run.host),
     )
 
 

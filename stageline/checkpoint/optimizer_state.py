@@ -5,6 +5,7 @@ Each rank writes one safetensors file with the names `<what>/<parameter>`, such 
 writes its rows. Nothing depends on which stage or rank a parameter was on. No pickled objects.
 """
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -192,10 +193,24 @@ class SavedState:
                 "them as `model_path`."
             )
         saved = read_json(path)
-        self.facts: dict[str, Any] = saved["facts"]
-        self.index: dict[str, dict[str, Any]] = saved["parameters"]
-        self.extras: dict[str, dict[str, Any]] = saved["extras"]
-        self.optimizer: str | None = saved["optimizer"]
+        try:
+            self.facts: dict[str, Any] = saved["facts"]
+            self.index: dict[str, dict[str, Any]] = saved["parameters"]
+            self.extras: dict[str, dict[str, Any]] = saved["extras"]
+            self.optimizer: str | None = saved["optimizer"]
+            step = self.facts["step"]
+        except (KeyError, TypeError) as error:
+            raise self._wrong(path, f"lacks {error}") from error
+        # later checkpoints of the run are renamed by it
+        named = re.fullmatch(r"step-(\d{8,})", folder.name)
+        if type(step) is not int or step < 1 or (named and int(named[1]) != step):
+            raise self._wrong(path, f"says that {step!r} steps are done") from None
+
+    def _wrong(self, path: Path, problem: str) -> CheckpointError:
+        return CheckpointError(
+            f"{path} {problem}; the state of a run was expected, with the step of its folder's "
+            "name: it was changed after it was saved. Use another checkpoint."
+        )
 
     def check_names(self, names: Iterable[str]) -> None:
         """Compares with the names that all ranks train now.

@@ -45,6 +45,7 @@ from stageline.errors import CRASH, PREEMPTED
 # after the deadline of the workers, who are then about to end by themselves
 SECONDS_TO_END = 30.0
 KILLED = 128 + signal.SIGKILL
+LAUNCHER = "STAGELINE_LAUNCHER"  # its process id, for its workers
 
 
 @dataclass
@@ -208,11 +209,15 @@ def launch_if_needed(
 def _register_worker() -> None:
     """Watches over the launcher; leaves the process id for ours, who passes Ctrl-C on to it."""
     folder = os.environ.get(WORKERS_FOLDER)
+    # ours passes its number on: it may have been killed while this process was starting
+    launcher = int(os.environ.get(LAUNCHER, os.getppid()))
     if folder is not None or "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
     if folder is None:
         return
     die_with_parent()
+    if os.getppid() != launcher:
+        os._exit(CRASH)
     draft = Path(folder, f"{os.environ['RANK']}.draft")
     draft.write_text(str(os.getpid()))
     draft.replace(draft.with_suffix(".pid"))
@@ -233,7 +238,7 @@ def _launch(num_processes: int, *, argv: list[str], rules: GuardRules) -> NoRetu
     _silence("torch.distributed.elastic", "torch.distributed.launcher")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: processes share the cores
     with tempfile.TemporaryDirectory(prefix="stageline_") as folder:
-        os.environ[WORKERS_FOLDER] = folder
+        os.environ |= {WORKERS_FOLDER: folder, LAUNCHER: str(os.getpid())}
         signals = SignalsForWorkers(
             Path(folder), num_processes=num_processes, patience=rules.stop_deadline
         )

@@ -264,6 +264,23 @@ class _Stop:
     code: int | None = None
 
 
+@dataclass(frozen=True)
+class StopWords:
+    """What a person is told who asks for a stop; by default of a training run.
+
+    Attributes:
+        first, again: what the first signal does, and a second one of its kind.
+        early: of a stop before there was anything to save.
+        at_once: after a second signal.
+    """
+
+    first: str = "Stopping after this step"
+    again: str = "ends at once without saving"
+    early: str = "before the first step; nothing was saved"
+    at_once: str = ", without saving; what was saved before is kept"
+
+
+_words = StopWords()
 _stop = _Stop()
 _ending = threading.Event()
 _installed_by: int | None = None
@@ -287,6 +304,12 @@ def install_stop_handler(leave: Leave) -> None:
     if _installed_by is None:
         os.register_at_fork(after_in_child=_forget_in_child)
     _installed_by = os.getpid()
+
+
+def speak_of_stops(words: StopWords) -> None:
+    """Has this process tell of stops in other words than a training run's."""
+    global _words
+    _words = words
 
 
 def release_signals() -> None:
@@ -314,7 +337,7 @@ def ask(signum: int) -> None:
     _stop.signum = signum
     if _stop.is_read and os.environ.get("RANK", "0") == "0":
         again = "Ctrl-C again" if signum == signal.SIGINT else f"a second {name_of(signum)}"
-        words = f"\nStopping after this step; {again} ends at once without saving.\n"
+        words = f"\n{_words.first}; {again} {_words.again}.\n"
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, words.encode())
 
 
@@ -381,8 +404,7 @@ def _heed(signum: signal.Signals, leave: Leave) -> None:
     elif first == now:
         ask(signum)
     elif now - first >= MIN_SECONDS_BETWEEN:
-        words = f"Ended at once by a second {signum.name}, without saving"
-        leave(f"{words}; what was saved before is kept.", CODES[signum])
+        leave(f"Ended at once by a second {signum.name}{_words.at_once}.", CODES[signum])
 
 
 def words_before_the_first_step() -> str:
@@ -390,7 +412,7 @@ def words_before_the_first_step() -> str:
     how = "Interrupted"
     if _stop.signum not in (None, signal.SIGINT):
         how = f"Stopped by {name_of(_stop.signum)}"
-    return f"{how} before the first step; nothing was saved."
+    return f"{how} {_words.early}."
 
 
 def _forget_in_child() -> None:

@@ -211,11 +211,11 @@ async def answer_completion(service: Service, asked: CompletionRequest, out: Out
     with service.queue.place(len(given) * count * has_answers + num_scores) as place:
         prompts = await service.in_thread(_encoded, service.prompts, given)
         requests: list[Request] = []
-        for prompt in prompts if has_answers else []:
+        for number, prompt in enumerate(prompts if has_answers else []):
             fitted = service.fitted(
                 prompt, sampling, asked.max_tokens, default=TEXT_DEFAULT_TOKENS, field="max_tokens"
             )
-            requests += copies(prompt, fitted, count)
+            requests += copies(prompt, fitted, count, number=number)
         echoes = await _echoes_of(service, asked, given, prompts, place=place)
         del given, prompt, prompts
         forget_large(asked, out)

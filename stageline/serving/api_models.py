@@ -5,11 +5,12 @@ A field that would change an answer and cannot be honoured has to be left out.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 INT64 = 2**63
 MAX_CHOICES = 128
 MAX_STOPS = 16
+MAX_METADATA = 16
 
 
 class Strict(BaseModel):
@@ -79,7 +80,7 @@ class SamplingFields(Strict):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] | None = None
     # they change no answer
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -261,12 +262,23 @@ class ChatRequest(SamplingFields):
 
 MAX_PROMPTS = 64
 Ids = Annotated[list[TokenId], Field(min_length=1, max_length=2**20)]
-Prompt = (
-    str
-    | Ids
-    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-    | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
-)
+
+
+def _kind_of_prompt(value: Any) -> str:
+    """Which kind is meant, so that only its limits are told."""
+    if not isinstance(value, list):
+        return "text"
+    first = value[0] if value else ""
+    return {str: "texts", list: "lists of ids"}.get(type(first), "ids")
+
+
+Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[Ids, Tag("ids")]
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS), Tag("texts")]
+    | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS), Tag("lists of ids")],
+    Discriminator(_kind_of_prompt),
+]
 
 
 def _one_try(value: Any) -> Any:

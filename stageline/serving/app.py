@@ -1,7 +1,6 @@
 """The routes, and what all of them share."""
 
 import contextlib
-import ipaddress
 import socket
 import threading
 import time
@@ -116,7 +115,12 @@ def make_app(service: Service) -> FastAPI:
 
     app.openapi = document  # type: ignore[method-assign]  # the way that FastAPI documents
     app.add_middleware(
-        Gate, api_keys=settings.api_keys, open_paths=add_page(app), metrics=service.metrics
+        Gate,
+        api_keys=settings.api_keys,
+        open_paths=add_page(app),
+        metrics=service.metrics,
+        is_local_only=settings.is_local_only,
+        origins=settings.cors_origins,
     )
     if settings.cors_origins:
         app.add_middleware(
@@ -333,14 +337,6 @@ def bind(host: str, port: int) -> socket.socket:
             "takes a free one), or end what uses it."
         ) from error
     return listener
-
-
-def is_local(host: str) -> bool:
-    """Whether only this machine reaches it."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def serve_until(

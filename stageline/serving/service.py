@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import hashlib
 import json
 import secrets
 import time
@@ -31,6 +32,7 @@ from stageline.inference.decoding.request import (
 )
 from stageline.serving.errors import ApiError, ClientGone, bad_request, of_engine
 from stageline.serving.gate import (
+    QUICK_BODY,
     BodyReader,
     Model,
     check_content_type,
@@ -173,7 +175,6 @@ async def _until_gone(receive: Receive) -> None:
 
 
 _NUM_THREADS = 2
-QUICK_BODY = 65536  # bytes that are parsed at once
 _LETTERS = 24
 # of the fields of a request, while it is answered
 _NEEDED = frozenset(["n", "stream", "stream_options", "logprobs", "parallel_tool_calls"])
@@ -289,12 +290,25 @@ def forget_large(asked: BaseModel, out: Out) -> None:
     out.forget()
 
 
-def copies(prompt: Prompt, sampling: Sampling, count: int) -> list[Request]:
-    """Requests for some answers to one prompt, each with a seed of its own."""
-    return [
-        Request("answer", prompt, replace(sampling, seed=(sampling.seed + place) % 2**63))
-        for place in range(count)
-    ]
+def copies(prompt: Prompt, sampling: Sampling, count: int, *, number: int = 0) -> list[Request]:
+    """Requests for some answers to one prompt, each with a seed of its own.
+
+    Args:
+        number: of the prompt in its request.
+    """
+    seeds = (answer_seed(sampling.seed, number, place) for place in range(count))
+    return [Request("answer", prompt, replace(sampling, seed=seed)) for seed in seeds]
+
+
+def answer_seed(seed: int, prompt: int, place: int) -> int:
+    """The seed of answer `place` to prompt `prompt` of a request; that of the first is the seed.
+
+    A hash keeps neighbouring seeds from sharing answers, as sums would.
+    """
+    if not (prompt or place):
+        return seed
+    digest = hashlib.blake2b(f"{seed} {prompt} {place}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % 2**63
 
 
 async def good_events(

@@ -30,6 +30,7 @@ class ServerSettings:
         default_temperature: of a request that says nothing.
         fetches_images: get pictures from http(s) addresses.
         cors_origins: of pages elsewhere that may ask; none by default.
+        is_local_only: answers to names of this machine alone, as nothing else protects it.
     """
 
     model_name: str
@@ -46,6 +47,7 @@ class ServerSettings:
     default_temperature: float = 1.0
     fetches_images: bool = False
     cors_origins: tuple[str, ...] = ()
+    is_local_only: bool = False
 
 
 _SEEDS = 2**63

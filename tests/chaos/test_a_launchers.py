@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from commands import train as train_pp  # noqa: F401 - its engines, before a fixture keeps registers as they are
+from stageline.distributed.launch import LAUNCHER
+from stageline.distributed.stop import WORKERS_FOLDER
 from tests.helpers.small_run import Job
 from tests.helpers.warm_start import launch
 
@@ -44,6 +46,23 @@ def test_the_launcher_speaks_for_a_rank_that_said_nothing(job, do, words):
     if do == "sigsegv":
         log = (job.folder / name / "failures" / "rank-1.log").read_text()
         assert "Fatal Python error: Segmentation fault" in log and "train_pp.py" in log
+
+
+def test_a_worker_whose_launcher_died_while_it_started_ends_at_once(tmp_path):
+    """The launcher's number comes with the environment, not from a parent that may be gone."""
+    orphan = "from stageline.distributed import launch; launch.launch_if_needed(2); print('on')"
+    launcher = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True)
+    environment = {**os.environ, "RANK": "1", "WORLD_SIZE": "2", WORKERS_FOLDER: str(tmp_path)}
+    environment |= {LAUNCHER: launcher.stdout.strip(), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", orphan], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 9 and "on" not in done.stdout, done.stderr
+    environment[LAUNCHER] = str(os.getpid())
+    done = subprocess.run(
+        [sys.executable, "-c", orphan], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout == "on\n", done.stderr
 
 
 def test_a16_a_port_in_use_is_named():

@@ -1,5 +1,6 @@
 """serve.py from its options: two stages answer as plain transformers does, and end in order."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -62,6 +63,26 @@ def test_a_server_answers_and_ends_in_order(model, tmp_path, ranks):
     done = run.wait(60)
     assert done.code == 143, done.err
     assert "Traceback" not in done.err
+    assert "answers under way may finish" in done.err and "step" not in done.err
+
+
+def test_a_killed_stage_ends_what_is_under_way_with_an_error(model):
+    words = [
+        ROOT / "serve.py", "--model-path", model.folder, "--device", "cpu", "--port", 0,
+        "--num-stages", 2, "--num-groups", 1,
+    ]  # fmt: skip
+    run = ForkedRun([str(word) for word in words], ranks=2)
+    url = f"{wait_for_url(run)}/v1/chat/completions"
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "stream": True}
+    body |= {"max_tokens": 200, "logit_bias": {"2": -100, "4": -100}}
+    with httpx.stream("POST", url, json=body, timeout=60) as answer:
+        lines = (line for line in answer.iter_lines() if line)
+        assert "error" not in next(lines)
+        os.kill(run.pids[1], signal.SIGKILL)
+        *_, error, last = lines
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "engine_error"
+    assert last == "data: [DONE]"
+    assert run.wait(60).code != 0
 
 
 def test_options_reach_the_server(tmp_path):
@@ -87,6 +108,9 @@ def test_options_reach_the_server(tmp_path):
         fetches_images=True,
         cors_origins=("https://a.example",),
     )
+    assert serve.make_settings(run, (), name="folder").is_local_only
+    anyone = dataclasses.replace(run, host="0.0.0.0")
+    assert not serve.make_settings(anyone, (), name="folder").is_local_only
     named = parse_serve_args(["--model-path", str(tmp_path), "--served-model-name", "a/b"]).run
     assert serve.make_settings(named, (), name="folder").model_name == "a/b"
 

@@ -13,8 +13,11 @@ import pytest
 
 from prompt_fn import auto, chat
 from stageline.errors import MemoryFull, UserError
-from stageline.serving.app import bind, is_local, make_app, serve_until
-from stageline.serving.gate import BODIES_AT_ONCE
+from stageline.serving import gate
+from stageline.serving.api_models import ChatRequest, CompletionRequest
+from stageline.serving.app import bind, make_app, serve_until
+from stageline.serving.errors import ApiError
+from stageline.serving.gate import BODIES_AT_ONCE, is_local, parse
 from tests.helpers.chat_templates import format_tokenizer
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.served import served
@@ -198,6 +201,72 @@ def test_bad_bodies_are_the_clients_fault():
         assert client.post(PATH, json=BODY).status_code == 200
 
 
+SHAPES = {
+    "strings": b'{"model":"tiny","metadata":{%s}}'
+    % b",".join(b'"%d":""' % n for n in range(70_000)),
+    "objects and lists": b'{"prompt":[%s]}' % b",".join([b"[]"] * 70_000),
+    "commas": b'{"prompt":[%s]}' % b",".join([b"1"] * (2**21 + 2)),
+    "levels": b'{"prompt":' + b"[" * 70_000,
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_takes_long_to_read_is_refused_before_it_is_read(name, monkeypatch):
+    monkeypatch.setattr(gate, "from_json", None)  # nobody calls it
+    with pytest.raises(ApiError, match=f"more than {gate.MOST[name]:,} {name}, which is the most"):
+        parse(SHAPES[name], ChatRequest)
+
+
+def test_letters_inside_of_strings_do_not_count():
+    text = 'a, {b: [1, 2]} "quoted" \\ ' * 100_000
+    body = json.dumps({**BODY, "messages": [{"role": "user", "content": text}]}).encode()
+    assert parse(body, ChatRequest).messages[0].content == text
+
+
+def test_the_limit_that_is_told_is_that_of_what_was_sent():
+    for prompt, words in (
+        (["a"] * 1000, "at most 64 items"),
+        ([[1]] * 1000, "at most 64 items"),
+        ([1] * (2**20 + 1), "at most 1048576 items"),
+        ([], "at least 1 item"),
+        ([1, "a"], "valid integer"),
+        (["a", 1], "valid string"),
+        (7, "valid string"),
+        ([None], "valid integer"),
+    ):
+        with pytest.raises(ApiError, match=words) as error:
+            parse(json.dumps({"model": "tiny", "prompt": prompt}).encode(), CompletionRequest)
+        assert error.value.param.startswith("prompt")
+    for prompt in ("a", ["a", ""], [1, 2.0], [[1], [2, 3]]):
+        assert parse(json.dumps({"model": "tiny", "prompt": prompt}).encode(), CompletionRequest)
+    many = {**BODY, "metadata": {str(number): "" for number in range(17)}}
+    with pytest.raises(ApiError, match="at most 16 items"):
+        parse(json.dumps(many).encode(), ChatRequest)
+
+
+def test_a_server_without_a_key_answers_names_of_this_machine_alone():
+    evil = "http://evil.example"
+    with serving(is_local_only=True, cors_origins=("https://a.example",)) as (_, running, client):
+        port = running.url.rpartition(":")[2]
+        for host in (f"localhost:{port}", f"127.0.0.1:{port}", "[::1]:80", "LOCALHOST"):
+            assert client.get("/v1/models", headers={"Host": host}).status_code == 200, host
+        for host in ("evil.example", f"evil.example:{port}", "localhost.evil.example", "", "[::1"):
+            answer = client.get("/v1/models", headers={"Host": host})
+            assert answer.status_code == 400 or told(answer, 403)["code"] == "not_from_here", host
+        for origin in ("https://a.example", f"http://localhost:{port}", "http://127.0.0.1:9"):
+            assert client.post(PATH, json=BODY, headers={"Origin": origin}).status_code == 200
+        for origin in (
+            evil,
+            "null",
+            "http://a.example",
+            "http://localhost.evil.example",
+            "http://[",
+        ):
+            told(client.post(PATH, json=BODY, headers={"Origin": origin}), 403)
+    with serving() as (_, _, client):
+        assert client.post(PATH, json=BODY, headers={"Origin": evil}).status_code == 200
+
+
 def test_whole_floats_are_integers():
     with serving() as (engine, _, client):
         assert client.post(PATH, json={**BODY, "seed": 3.0, "n": 1.0}).status_code == 200
@@ -209,7 +278,9 @@ def test_keys_are_asked_of_everything_but_health():
     with serving(api_keys=keys) as (_, running, client):
         paths = [PATH, "/v1/completions", "/v1/models", "/metrics", "/openapi.json", "/nothing"]
         for path in paths:
-            for value in (None, "Bearer wrong", "first-key", "Bearer", "Basic first-key"):
+            # wrong keys with a right beginning, or a right key with something behind it, too
+            near = ("Bearer first-ke", "Bearer first-keY", "Bearer first-key2", "Bearer first-key,")
+            for value in (None, "Bearer wrong", "first-key", "Bearer", "Basic first-key", *near):
                 headers = {"Authorization": value} if value else {}
                 answer = client.request("POST" if value else "GET", path, headers=headers)
                 assert told(answer, 401)["code"] == "invalid_api_key"

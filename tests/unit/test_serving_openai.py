@@ -114,12 +114,25 @@ def test_what_is_asked_of_sampling_reaches_the_engine(client, server):
     assert (first.presence_penalty, first.frequency_penalty) == (1, -1)
     assert (first.repetition_penalty, first.logit_bias) == (1.5, ((3, -100),))
     assert (first.stop, first.max_new_tokens, first.logprobs) == (("x", "y"), 5, 4)
-    assert (first.seed, second.seed) == (7, 8)
+    assert first.seed == 7 != second.seed
     ask(client)
     silent = server.service.engine.asked[-1].sampling
     assert (silent.temperature, silent.max_new_tokens, silent.logprobs) == (1.0, 512, None)
     ask(client)
     assert server.service.engine.asked[-1].sampling.seed != silent.seed
+
+
+def test_no_two_answers_of_neighbouring_seeds_share_their_randomness(client, server):
+    found = []
+    for seed in (5, 6, 7):
+        client.completions.create(model="tiny", prompt=["a", "a", "a"], n=2, seed=seed)
+        found += [request.sampling.seed for request in server.service.engine.asked[-6:]]
+    assert len(set(found)) == len(found) == 18 and found[0] == 5
+    client.completions.create(model="tiny", prompt=["a", "a", "a"], n=2, seed=6)
+    again = [request.sampling.seed for request in server.service.engine.asked[-6:]]
+    assert again == found[6:12], "the same seed gives the same answers"
+    client.completions.create(model="tiny", prompt=["a"] * 6)
+    assert len({request.sampling.seed for request in server.service.engine.asked[-6:]}) == 6
 
 
 def test_a_stop_string_ends_the_text_before_it(client):
