@@ -109,6 +109,20 @@ def test_merge_keeps_the_outputs(num_wraps):
     torch.testing.assert_close(merged(x), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_merge_into_half_precision_is_rounded_once():
+    """An adapter that is small beside the weight would get lost in a sum of bfloat16."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64)).to(torch.bfloat16)
+    base = model[0].weight.detach().float()
+    wrap_linear(model, rank=4, alpha=4.0)
+    (stack,) = lora_stacks(model).values()
+    with torch.no_grad():
+        down, up = stack[-1].lora.lora_A.weight.normal_(std=0.02), stack[-1].lora.lora_B.weight
+        up.normal_(std=0.02)
+        expected = (base + up.float() @ down.float()).to(torch.bfloat16)
+    assert torch.equal(merge_lora(model)[0].weight, expected)
+
+
 def test_root_linear_is_wrapped_and_merged():
     linear = nn.Linear(3, 2)
     wrapped = wrap_linear(wrap_linear(linear, rank=1, alpha=1.0), rank=1, alpha=1.0)
