@@ -188,6 +188,7 @@ class VllmEngine:
             stop=list(sampling.stop) or None,
             stop_token_ids=list(ends) or None,
             ignore_eos=sampling.stop_token_ids is not None,
+            min_tokens=sampling.min_new_tokens,
             logprobs=sampling.logprobs,
         )
 

@@ -32,7 +32,7 @@ from stageline.serving.tool_calls import FoundCall, ToolReader, form_of, shown_t
 
 async def answer_chat(service: Service, asked: ChatRequest, out: Out) -> None:
     """Answers a chat, or raises an ApiError."""
-    sampling = chat_sampling(asked, service.settings, num_ids=service.prompts.num_ids)
+    sampling = chat_sampling(asked, service.settings, **service.tokens)
     given = asked.model_dump(exclude_none=True)
     tools = shown_tools(given) if asked.tool_choice != "none" else []
     with service.queue.place(asked.n or 1) as place:
@@ -45,6 +45,12 @@ async def answer_chat(service: Service, asked: ChatRequest, out: Out) -> None:
             find_format=lambda: service.prompts.tool_format,
             matchers=service.engine.matchers,
         )
+        if grammar is not None and sampling.min_new_tokens:
+            raise bad_request(
+                "min_tokens came with a form of the answer, which ends where its form does: leave "
+                "one of them out.",
+                param="min_tokens",
+            )
         sampling = replace(sampling, grammar=grammar)
         has_new_name = asked.max_completion_tokens is not None
         sampling = service.fitted(
@@ -187,7 +193,7 @@ class Echo:
 
 async def answer_completion(service: Service, asked: CompletionRequest, out: Out) -> None:
     """Continues one text or several, or raises an ApiError."""
-    base = base_sampling(asked, service.settings, num_ids=service.prompts.num_ids)
+    base = base_sampling(asked, service.settings, **service.tokens)
     sampling = replace(base, logprobs=asked.logprobs)
     if asked.max_tokens == 0 and not asked.echo:
         raise bad_request(

@@ -62,7 +62,7 @@ class StreamOptions(Strict):
 
 
 class SamplingFields(Strict):
-    """What chat and completions have in common; the last three are this server's own."""
+    """What chat and completions have in common; those from `top_k` on are this server's own."""
 
     model: Annotated[str, Field(max_length=500)]
     temperature: Annotated[float, finite(0, 2)] | None = None
@@ -75,9 +75,12 @@ class SamplingFields(Strict):
     stop: Stops = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    top_k: Annotated[int, Field(ge=0, le=2**31 - 1), _WHOLE] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1), _WHOLE] | None = None
     min_p: Annotated[float, finite(0, 1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1), _WHOLE] | None = None
     # they change no answer
     user: str | None = None
     metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
@@ -269,7 +272,9 @@ def _kind_of_prompt(value: Any) -> str:
     if not isinstance(value, list):
         return "text"
     first = value[0] if value else ""
-    return {str: "texts", list: "lists of ids"}.get(type(first), "ids")
+    if isinstance(first, str):
+        return "texts"
+    return "lists of ids" if isinstance(first, list) else "ids"
 
 
 Prompt = Annotated[

@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import ipaddress
 import re
+import secrets
 import sys
 import time
 import traceback
@@ -24,6 +25,7 @@ from stageline.serving.settings import MIB
 HEALTH = "/health"  # open to everybody
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", HEALTH, "/metrics", "/")
 CLIENT_GONE = 499
+_NAME, _PLAIN = b"x-request-id", re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
 REFUSAL = ApiError(
@@ -88,6 +90,8 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                name = _request_name(scope)
+                message = {**message, "headers": [*message.get("headers", ()), name]}
             await send(message)
 
         try:
@@ -127,6 +131,12 @@ class Gate:
         # each is compared, so that time tells nothing
         found = [hmac.compare_digest(given.strip(), key) for key in self.keys]
         return scheme.lower() == b"bearer" and any(found)
+
+
+def _request_name(scope: Scope) -> tuple[bytes, bytes]:
+    """The header that names a request: as the client did, or a name of ours."""
+    given = dict(scope["headers"]).get(_NAME, b"")
+    return _NAME, given if _PLAIN.fullmatch(given) else f"req_{secrets.token_hex(12)}".encode()
 
 
 def _route(path: str) -> str:

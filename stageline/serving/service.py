@@ -205,6 +205,11 @@ class Service:
         """Whether messages may hold pictures."""
         return self.settings.max_images > 0 and self.prompts.takes_images
 
+    @property
+    def tokens(self) -> dict[str, Any]:
+        """What requests may name: the number of token ids, and those that end an answer."""
+        return {"num_ids": self.prompts.num_ids, "stop_ids": self.engine.stop_ids}
+
     async def respond(
         self, request: Any, model: type[Model], answer: Callable[[Model, Out], Any]
     ) -> LiveResponse:
@@ -267,6 +272,12 @@ class Service:
             ApiError: both numbers, where prompt and answer are too long together.
         """
         limit, most = self.settings.max_tokens_limit, self.engine.max_length
+        if sampling.min_new_tokens > (default if asked is None else asked):
+            raise bad_request(
+                f"min_tokens is {sampling.min_new_tokens}, more than the answer may have "
+                f"({default if asked is None else asked}); raise {field}, too.",
+                param="min_tokens",
+            )
         if asked is not None and asked > limit:
             raise bad_request(f"{field} is {asked}; at most {limit} is taken.", param=field)
         num_prompt_tokens = int(prompt["input_ids"].shape[1])

@@ -1,6 +1,7 @@
 """What the server is told when it starts: names, limits and defaults. Plain values."""
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from stageline.inference.decoding.request import Sampling
@@ -54,11 +55,14 @@ _SEEDS = 2**63
 TEXT_DEFAULT_TOKENS = 16  # as OpenAI's
 
 
-def base_sampling(request: SamplingFields, settings: ServerSettings, *, num_ids: int) -> Sampling:
+def base_sampling(
+    request: SamplingFields, settings: ServerSettings, *, num_ids: int, stop_ids: Sequence[int]
+) -> Sampling:
     """All but the length and log-probabilities.
 
     Args:
         num_ids: tokens of the model.
+        stop_ids: those that end its answers.
 
     Raises:
         ApiError: a value is out of the server's limits.
@@ -71,17 +75,20 @@ def base_sampling(request: SamplingFields, settings: ServerSettings, *, num_ids:
             param="stream_options",
         )
     bias = tuple((int(key), value) for key, value in (request.logit_bias or {}).items())
-    too_large = [token_id for token_id, _ in bias if token_id >= num_ids]
-    if too_large:
-        raise bad_request(
-            f"logit_bias has the token id {too_large[0]}; the model has {num_ids} tokens.",
-            param="logit_bias",
-        )
+    ends = request.stop_token_ids or []
+    for name, ids in (("logit_bias", [one for one, _ in bias]), ("stop_token_ids", ends)):
+        if too_large := [token_id for token_id in ids if token_id >= num_ids]:
+            raise bad_request(
+                f"{name} has the token id {too_large[0]}; the model has {num_ids} tokens.",
+                param=name,
+            )
+    if request.ignore_eos or ends:
+        ends = list(dict.fromkeys([*(() if request.ignore_eos else stop_ids), *ends]))
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     temperature = request.temperature
     return Sampling(
         temperature=settings.default_temperature if temperature is None else temperature,
-        top_k=request.top_k or 0,
+        top_k=max(request.top_k or 0, 0),  # -1, as vLLM has it: all
         top_p=1.0 if request.top_p is None else request.top_p,
         min_p=request.min_p or 0.0,
         repetition_penalty=request.repetition_penalty or 1.0,
@@ -90,14 +97,18 @@ def base_sampling(request: SamplingFields, settings: ServerSettings, *, num_ids:
         logit_bias=bias,
         seed=secrets.randbelow(_SEEDS) if request.seed is None else request.seed % _SEEDS,
         stop=tuple(dict.fromkeys(stop)),
+        stop_token_ids=tuple(ends) if request.ignore_eos or ends else None,
+        min_new_tokens=request.min_tokens or 0,
     )
 
 
-def chat_sampling(request: ChatRequest, settings: ServerSettings, *, num_ids: int) -> Sampling:
+def chat_sampling(
+    request: ChatRequest, settings: ServerSettings, *, num_ids: int, stop_ids: Sequence[int]
+) -> Sampling:
     """Of a chat; raises as `base_sampling`. The length is what was asked for, 0: nothing was."""
     if request.top_logprobs is not None and not request.logprobs:
         raise bad_request(
             "top_logprobs came without logprobs; set logprobs to true.", param="top_logprobs"
         )
-    base = base_sampling(request, settings, num_ids=num_ids)
+    base = base_sampling(request, settings, num_ids=num_ids, stop_ids=stop_ids)
     return replace(base, logprobs=(request.top_logprobs or 0) if request.logprobs else None)

@@ -80,6 +80,7 @@ class FakeEngine:
         self.processor = processor
         self.matchers = Matchers(lambda: get_tokenizer(processor))
         self.model_name = model_name
+        self.stop_ids = (2, 3)
         self.max_length = max_length
         self.seconds = seconds
         self.max_running = max_running

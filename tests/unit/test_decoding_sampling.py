@@ -71,6 +71,30 @@ def _logits(exact, request, token_ids):
     return exact(ids).logits[0, prompt.shape[1] - 1 : -1], ids
 
 
+def test_no_stop_comes_before_the_least_number_of_tokens(model, engine_of):
+    """As transformers' min_new_tokens: an id that ends the answer early does not come at all."""
+    whole = load_whole(model.folder)
+    for prompt in model.prompts:
+        ids = prompt["input_ids"]
+        free = whole.generate(ids, do_sample=False, max_new_tokens=NUM_TOKENS)[0, ids.shape[1] :]
+        stop = free[2].item()  # the third token would end it
+        options = {"max_new_tokens": NUM_TOKENS, "stop_token_ids": (stop,)}
+        for least in (0, 3, 7):
+            expected = whole.generate(
+                ids,
+                do_sample=False,
+                max_new_tokens=NUM_TOKENS,
+                min_new_tokens=least,
+                eos_token_id=stop,
+                pad_token_id=0,
+            )[0, ids.shape[1] :].tolist()
+            request = Request("a", prompt, Sampling(min_new_tokens=least, **options))
+            (found,) = _answers(engine_of(2), [request])
+            ended = [stop] if found.stopped_by == stop else []
+            assert [*found.token_ids, *ended] == expected
+            assert found.completion_tokens >= least
+
+
 @pytest.mark.parametrize(("num_stages", "num_groups"), [(1, 1), (2, 2), (3, 3)])
 def test_a_seed_gives_the_same_answer_alone_and_among_others(
     num_stages, num_groups, model, engine_of

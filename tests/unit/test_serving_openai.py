@@ -115,11 +115,45 @@ def test_what_is_asked_of_sampling_reaches_the_engine(client, server):
     assert (first.repetition_penalty, first.logit_bias) == (1.5, ((3, -100),))
     assert (first.stop, first.max_new_tokens, first.logprobs) == (("x", "y"), 5, 4)
     assert first.seed == 7 != second.seed
+    assert (first.stop_token_ids, first.min_new_tokens) == (None, 0)
+    ends = server.service.engine.stop_ids
+    for fields, wanted in (
+        ({"top_k": -1}, {"top_k": 0, "stop_token_ids": None}),
+        ({"stop_token_ids": [7, 7, 9]}, {"stop_token_ids": (*ends, 7, 9)}),
+        ({"ignore_eos": True}, {"stop_token_ids": ()}),
+        ({"ignore_eos": True, "stop_token_ids": [7]}, {"stop_token_ids": (7,)}),
+        ({"min_tokens": 4}, {"min_new_tokens": 4}),
+    ):
+        ask(client, extra_body=fields)
+        asked = server.service.engine.asked[-1].sampling
+        assert {name: getattr(asked, name) for name in wanted} == wanted
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    for fields, words in (
+        ({"min_tokens": 6, "max_tokens": 5}, "min_tokens is 6, more than the answer may have"),
+        ({"stop_token_ids": [10**8]}, "stop_token_ids has the token id 100000000"),
+        ({"min_tokens": 2, "response_format": schema}, "min_tokens came with a form of the answer"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=words):
+            ask(client, extra_body=fields)
     ask(client)
     silent = server.service.engine.asked[-1].sampling
     assert (silent.temperature, silent.max_new_tokens, silent.logprobs) == (1.0, 512, None)
     ask(client)
     assert server.service.engine.asked[-1].sampling.seed != silent.seed
+
+
+def test_requests_have_names(client, server):
+    raw = client.chat.completions.with_raw_response
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+    names = [raw.create(**body).headers["x-request-id"] for _ in range(2)]
+    assert names[0] != names[1] and all(name.startswith("req_") for name in names)
+    mine = raw.create(**body, extra_headers={"X-Request-Id": "mine-1.b_c"})
+    assert mine.headers["x-request-id"] == "mine-1.b_c" == mine.parse()._request_id
+    odd = raw.create(**body, extra_headers={"X-Request-Id": "a b" * 90})
+    assert odd.headers["x-request-id"].startswith("req_")
+    with pytest.raises(openai.NotFoundError) as error:
+        client.models.retrieve("other")
+    assert error.value.request_id.startswith("req_")
 
 
 def test_no_two_answers_of_neighbouring_seeds_share_their_randomness(client, server):

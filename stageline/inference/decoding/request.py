@@ -17,6 +17,7 @@ _LARGEST = 2**31 - 1
 # where both are floats, numbers in between; else integers
 _LIMITS: dict[str, tuple[float, float]] = {
     "max_new_tokens": (1, _LARGEST),
+    "min_new_tokens": (0, _LARGEST),
     "top_k": (0, _LARGEST),
     "seed": (-(2**63), 2**64 - 1),
     "logprobs": (0, _LARGEST),
@@ -44,6 +45,7 @@ class Sampling:
         logit_bias: (token id, what its logit gets more) pairs (OpenAI).
         stop: the text ends before the first of these that appears in it.
         stop_token_ids: end the answer; None: those of model and tokenizer, (): none.
+        min_new_tokens: none of them comes before the answer has so many tokens.
         logprobs: None: none; n: that of each chosen token and of the n likeliest ones.
         grammar: what the whole answer has to be; stop tokens then come only where it may end.
     """
@@ -60,6 +62,7 @@ class Sampling:
     seed: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] | None = None
+    min_new_tokens: int = 0
     logprobs: int | None = None
     grammar: Grammar | None = None
 
@@ -72,6 +75,11 @@ class Sampling:
             if value is not None and not (is_right and low <= value <= high):
                 kind = "an integer" if is_whole else "a number"
                 raise UserError(f"{name} is {value!r}; expected {kind} from {low} to {high}.")
+        if self.min_new_tokens and self.grammar is not None:
+            raise UserError(
+                "min_new_tokens came with a grammar; one of them was expected, because an answer "
+                "ends where its grammar does."
+            )
 
 
 @dataclass(frozen=True)

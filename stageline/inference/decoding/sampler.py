@@ -204,6 +204,7 @@ def _is_changed(row: SampledRow) -> bool:
         or sampling.presence_penalty
         or sampling.frequency_penalty
         or sampling.logit_bias
+        or row.index < sampling.min_new_tokens
     )
 
 
@@ -295,6 +296,8 @@ def _change(scores_V: Tensor, row: SampledRow) -> None:
         ids, counts = answer.unique(return_counts=True)
         penalties = counts.float() * sampling.frequency_penalty + sampling.presence_penalty
         scores_V[ids.to(device)] -= penalties.to(device)
+    if row.index < sampling.min_new_tokens and sampling.stop_token_ids:
+        scores_V[torch.tensor(sampling.stop_token_ids, device=device)] = -float("inf")
 
 
 def _penalise_repetition(scores_V: Tensor, row: SampledRow, answer: Tensor) -> None:
