@@ -18,7 +18,7 @@ import scipy.stats
 from stageline.contracts import broken, check_call, shown
 from stageline.errors import UserError
 from stageline.evaluation.predictions import newest_records
-from stageline.tables import format_table, markdown_table
+from stageline.tables import format_table, markdown_table, natural_key
 
 LEVEL = 0.95
 DRAWS_AT_ONCE = 2_000_000  # 16 MB
@@ -196,7 +196,11 @@ FiguresOf = Callable[[Sequence[int], str], dict[str, Any]]  # of a group's indic
 
 
 def _by_name(groups: Groups, figures_of: FiguresOf) -> dict[str, Any]:
-    return {name: figures_of(indices, name) for name, indices in sorted(groups.items())}
+    return {name: figures_of(indices, name) for name, indices in _sorted(groups)}
+
+
+def _sorted(groups: Groups) -> list[tuple[str, list[int]]]:
+    return sorted(groups.items(), key=lambda item: natural_key(item[0]))
 
 
 def _by_grouping(samples: Sequence[dict[str, Any]], figures_of: FiguresOf) -> dict[str, Any]:
