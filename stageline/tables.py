@@ -42,12 +42,11 @@ def _markdown_cell(text: str) -> str:
 
 def natural_key(name: str) -> list[tuple[float, str]]:
     """Sorts names with their numbers as numbers: -90, 0, 9 o'clock, 10 o'clock, left."""
-    try:
+    if re.fullmatch(r"[+-]?\d+(\.\d+)?", name):
         return [(float(name), "")]
-    except ValueError:
-        parts = re.split(r"(\d+)", name)
-        words = [(float(part), "") if part.isdecimal() else (math.inf, part) for part in parts]
-        return words if parts[0] else words[1:]
+    parts = re.split(r"(\d+)", name)
+    words = [(float(part), "") if part.isdecimal() else (math.inf, part) for part in parts]
+    return words if parts[0] else words[1:]
 
 
 def human_bytes(count: float) -> str:
