@@ -191,6 +191,9 @@ def test_without_tensorboard_a_note_and_no_error(tmp_path, monkeypatch, capsys):
 def test_a_skipped_step_says_so():
     assert "skipped" in str(record(1, math.inf, is_skipped=True))
     assert "skipped" not in str(record(1))
+    assert "bubble" not in str(record(1)) and "bubble" not in record(1).logged()
+    assert record(1, bubble=0.29876).logged()["bubble"] == 0.2988
+    assert ", bubble 30 %, memory" in str(record(1, bubble=0.29876))
     assert record(1, seconds=0.0).tokens_per_second == 0.0
 
 
