@@ -115,15 +115,16 @@ def draw(
 def describe(arguments: EvaluateArguments, answered: Answered) -> dict[str, str]:
     """What was evaluated, on what and when, as the report says it."""
     run, parts = arguments.run, arguments.parts
-    config = Path(run.model_path or "", "config.json")
+    place = run.model_path or ""  # of an API none
+    config = Path(place, "config.json")
     known = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    names = known.get("architectures") or [known.get("model_type") or run.model_path or "?"]
+    names = known.get("architectures") or [known.get("model_type") or place or run.engine or "?"]
     split = parts["dataset"].kwargs.get("split")
     data = [parts["dataset"].key, run.dataset_path, split and f"split {split}"]
     rows = f"{len(answered.rows)} of {len(answered.dataset)} rows"
     about = {
         "model": ", ".join(names),
-        "checkpoint": str(Path(run.model_path).resolve()) if config.is_file() else run.model_path,
+        "checkpoint": str(Path(place).resolve()) if config.is_file() else place,
         "adapter": run.adapter_path,
         "data": ", ".join(str(one) for one in [*data, rows] if one),
         "date": time.strftime("%Y-%m-%d %H:%M %Z"),

@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy
 from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -182,8 +183,8 @@ def groups_figure(report: Mapping[str, Any]) -> Figure | None:
     named: dict[str, Any] = {}
     for panel in axes:
         named |= {label: handle for handle, label in zip(*panel.get_legend_handles_labels())}
-    place = {"loc": "outside lower center", "ncols": len(named), "frameon": False}
-    figure.legend(named.values(), named, fontsize=8, **place)
+    figure.legend(list(named.values()), list(named), loc="outside lower center", ncols=len(named),
+                  frameon=False, fontsize=8)  # fmt: skip
     return figure
 
 
@@ -215,9 +216,8 @@ def _draw(
         axes.axvline(overall, color="#24292f", linewidth=0.8, linestyle="--", label="all samples")
     known = [(place, share["chance"]) for place, share in enumerate(shares) if "chance" in share]
     if known:  # of each group its own: their questions may have other numbers of choices
-        rows, chances = zip(*known, strict=True)
-        axes.vlines(chances, *([row + side for row in rows] for side in (-0.45, 0.45)),
-                    colors=_CHANCE, linewidth=1.6, label="chance")  # fmt: skip
+        rows, chances = (numpy.array(column) for column in zip(*known, strict=True))
+        axes.vlines(chances, rows - 0.45, rows + 0.45, colors=_CHANCE, lw=1.6, label="chance")
     labels = [f"{drawable(group)} ({share['num_samples']})" for group, share in groups]
     axes.set_yticks(list(places), labels, fontsize=8, family=list(font_families()))
     axes.set(xlim=(0, 1), ylim=(-0.6, len(groups) - 0.4))
@@ -340,8 +340,8 @@ def predictions_figure(
     full_height = sum(heights) + GAP * (len(rows) + 1) + head
     figure = Figure(figsize=(full_width, full_height))
     if summary:
-        place = (GAP / full_width, 1 - head / 2 / full_height)
-        figure.text(*place, drawable(summary), va="center", fontsize=11, parse_math=False)
+        left, middle = GAP / full_width, 1 - head / 2 / full_height
+        figure.text(left, middle, drawable(summary), va="center", fontsize=11, parse_math=False)
     grid = figure.add_gridspec(
         len(rows), columns, height_ratios=heights,
         left=GAP / full_width, right=1 - GAP / full_width, wspace=GAP / width,

@@ -553,7 +553,7 @@ class RunReport(RunLog):
 
     def _draw_samples(self, step: int, result: EvalResult, dataset: Any, processor: Any) -> None:
         tokenizer = getattr(processor, "tokenizer", processor)
-        images, titles, correct, ids = [], [], [], []
+        images, titles, correct, names = [], [], [], []
         for index, ids in enumerate(result.predicted):
             if not ids:  # dropped, or another replica's
                 continue
@@ -563,7 +563,7 @@ class RunReport(RunLog):
             images.append(pictures[0] if pictures else None)
             titles.append(caption(str(sample.get("question", "")), text, answer))
             correct.append(text == answer if answer else None)
-            ids.append(str(sample.get("id", index)))
+            names.append(str(sample.get("id", index)))
         folder = self.folder / "samples"
         folder.mkdir(exist_ok=True)
-        plot_predictions(images, titles, correct, folder / f"step-{step:08d}.png", ids=ids)
+        plot_predictions(images, titles, correct, folder / f"step-{step:08d}.png", ids=names)
