@@ -2,10 +2,11 @@
 
 import dataclasses
 import functools
-import os
 import sys
 
 from stageline.errors import name_options
+from stageline.terminal import is_first as is_first
+from stageline.terminal import terminal
 
 
 def open_shelf(*names: str) -> None:
@@ -15,15 +16,9 @@ def open_shelf(*names: str) -> None:
     import_shelf(*(() if "--list" in sys.argv else names))
 
 
-def is_first() -> bool:
-    """Whether this process is the one of a run that prints; before the processes have met, too."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def say(text: str) -> None:
     """Prints a text once in a run."""
-    if is_first():
-        print(text, flush=True)
+    terminal.say(text)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from stageline.evaluation.report import (
     report_markdown,
     write_report,
 )
-from stageline.plotting.pictures import caption, plot_groups, plot_predictions
+from stageline.plotting.pictures import caption, plot_groups, plot_predictions, wrong_first
 
 NUM_PICTURES = 36
 
@@ -64,6 +65,7 @@ def report_on(arguments: EvaluateArguments, answered: Answered) -> None:
         settings={**answered.settings, "metric": metric.key},
         samples=samples,
         bootstrap=bootstrap,
+        about=describe(arguments, answered),
     )
     if (folder / ENGINE_FILE).is_file():  # of the last run that answered something
         report["engine"] = json.loads((folder / ENGINE_FILE).read_text(encoding="utf-8"))
@@ -84,21 +86,47 @@ def report_on(arguments: EvaluateArguments, answered: Answered) -> None:
     (folder / "report.md").write_text("\n".join(pages), encoding="utf-8")
     print("\n\n".join(shown))
     plot_groups(report, folder / "groups.png")
-    draw(pairs, predictions, figures["per_sample"], folder / "predictions.png")
+    draw(pairs, predictions, figures, folder / "predictions.png")
     names = "report.json, report.md, predictions.jsonl, predictions.png and groups.png"
     print(f"{names} are in {folder}")
 
 
 def draw(
-    pairs: list[tuple[Any, dict]], predictions: list[dict], scores: list[float], path: Path
+    pairs: list[tuple[Any, dict]], predictions: list[dict], figures: dict[str, Any], path: Path
 ) -> None:
     """Some samples with their predictions; wrong ones first, since they teach most."""
+    scores, is_graded = figures["per_sample"], bool(figures.get("is_graded"))
     order = sorted(range(len(pairs)), key=lambda index: scores[index])[:NUM_PICTURES]
-    titles = []
+    titles, ids = [], []
     for index in order:
         sample = pairs[index][1]
         answer = sample.get("answer", sample.get("caption", ""))
         question = str(sample.get("question", ""))
         titles.append(caption(question, predictions[index]["prediction"], str(answer)))
+        ids.append(str(sample["id"]))
     images = [pairs[index][0][0] if pairs[index][0] else None for index in order]
-    plot_predictions(images, titles, [scores[index] > 0.5 for index in order], path)
+    correct = [None if is_graded else scores[index] > 0.5 for index in order]
+    summary = wrong_first(sum(score <= 0.5 for score in scores), len(scores), len(order))
+    if is_graded:
+        summary = f"{len(scores)} samples, those of the lowest scores first"
+    plot_predictions(images, titles, correct, path, ids=ids, summary=summary)
+
+
+def describe(arguments: EvaluateArguments, answered: Answered) -> dict[str, str]:
+    """What was evaluated, on what and when, as the report says it."""
+    run, parts = arguments.run, arguments.parts
+    place = run.model_path or ""  # of an API none
+    config = Path(place, "config.json")
+    known = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    names = known.get("architectures") or [known.get("model_type") or place or run.engine or "?"]
+    split = parts["dataset"].kwargs.get("split")
+    data = [parts["dataset"].key, run.dataset_path, split and f"split {split}"]
+    rows = f"{len(answered.rows)} of {len(answered.dataset)} rows"
+    about = {
+        "model": ", ".join(names),
+        "checkpoint": str(Path(place).resolve()) if config.is_file() else place,
+        "adapter": run.adapter_path,
+        "data": ", ".join(str(one) for one in [*data, rows] if one),
+        "date": time.strftime("%Y-%m-%d %H:%M %Z"),
+    }
+    return {name: str(value) for name, value in about.items() if value}

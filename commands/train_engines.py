@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from commands import is_first
+from commands import is_first, say
 from commands.run_plan import RunPlan, make_plan, place_layers
 from commands.train_data import Data, check_data, show_samples
 from commands.train_parts import (
@@ -35,6 +35,7 @@ from stageline.pipeline.runner import PipelineRunner
 from stageline.planner.cost import device_capacity
 from stageline.seeds import seed_everything
 from stageline.stage import Stage
+from stageline.terminal import terminal
 from stageline.training.memory import MemoryAccount
 from stageline.training.replicas import Replicas, ShardedReplicas
 from stageline.training.resume import ResumePoint
@@ -47,6 +48,7 @@ def run_training(arguments: TrainArguments) -> int:
     run = plan.run
     if not (run.plan or run.check_only):
         tell_run_folder(run.output_dir)
+        terminal.begin_quietly()
     if not run.plan:
         launch_if_needed(plan.topology.num_processes, rules=plan.guard_rules)
     data = check_data(plan)
@@ -114,9 +116,7 @@ def train(
     remedies = memory_remedies(run, has_gpu=context.device.type == "cuda")
     account = MemoryAccount(context.device, remedies)
     on_full_memory(account.describe)
-    stage_builder(plan).prove(
-        run.prove_split, ranks=Ranks.of(None), say=functools.partial(print, flush=True)
-    )
+    stage_builder(plan).prove(run.prove_split, ranks=Ranks.of(None), say=say)
     seed_everything(run.seed)
     models = build_stages(
         plan,

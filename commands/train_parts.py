@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from commands import is_first
+from commands import say
 from commands.stages import StageBuilder, dtype_of
 from commands.train_data import Data, asks_for
 from commands.train_vocabulary import rows_option
@@ -124,16 +124,10 @@ def build_stages(
         check_filled_stages(stages, ranks=Ranks.of(context.pp_group), checkpoint=weights)
     check_values_kept(stages)
     for stage in stages:
-        for note in getattr(stage, "notes", ()):
-            print(note, flush=True)
         if point is not None and point.base is not None:
             stage.loaded_from = getattr(stage, "loaded_from", None) or point.base
-        if stage.stage == 0:
-            for line in getattr(getattr(stage, "start", None), "notes", ()):
-                print(line, flush=True)
-        note = getattr(stage, "cast_note", None)
-        if note and stage.stage == 0:
-            print(f"{run.model_path}: {note}", flush=True)
+        if stage.stage == 0 and getattr(stage, "cast_note", None):
+            say(f"{run.model_path}: {stage.cast_note}")
     if run.packing or is_packed:
         for stage in stages:
             if not getattr(stage, "is_tower", False):  # no row crosses a tower
@@ -166,8 +160,8 @@ def check_parts(arguments: TrainArguments, data: Data) -> None:
         halves,
         vocab_size=data.vocab_size or len(get_tokenizer(data.processor)),
     )
-    if problem is not None and is_first():
-        print(problem, flush=True)
+    if problem is not None:
+        say(problem)
 
 
 def taken_option(run: RunConfig, point: ResumePoint | None) -> dict[str, Any]:

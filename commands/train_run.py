@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from commands import say
 from commands.train_data import Data, make_loader
 from commands.train_parts import bind_loss, make_learning_rate, make_loss, make_optimizer
 from options.memory import check_streaming
@@ -28,12 +29,14 @@ from stageline.distributed.process_group import DistributedContext
 from stageline.distributed.stop import stop_requested
 from stageline.errors import UserError
 from stageline.model_folder import load_config
+from stageline.pipeline.recorder import bubble
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.topology import Topology
 from stageline.stage import Stage
 from stageline.streaming.host_weights import check_host_memory, host_bytes
 from stageline.streaming.lanes import Lane
 from stageline.streaming.runner import StreamingRunner, even_plan, streaming_schedule
+from stageline.terminal import terminal
 from stageline.training.evaluation import BestCheckpoint, EarlyStop, evaluate, figure_of
 from stageline.training.nonfinite import Skips
 from stageline.training.precision import LossScaler, MasterWeights
@@ -65,9 +68,10 @@ def open_run_folder(
     """Takes the run folder for this run; finds where it goes on, if it does."""
     run = arguments.run
     folder = Path(run.output_dir).absolute()
-    say = functools.partial(print, flush=True) if context.is_main else lambda line: None
     ranks = Ranks.of(None)
     ranks.together(lambda: claim_run_folder(folder, say=say) if context.is_main else None)
+    if context.is_main:
+        terminal.keep(folder / "run.log")
     point = find_resume_point(run.resume, folder / "checkpoints", ranks=ranks, say=say)
     if point is None:
         return None
@@ -291,15 +295,16 @@ class TrainingRun:
             self.report.say("stopped before the last step; --resume auto goes on from there")
 
     def after_step(self, step: int, result: StepResult, seconds: float) -> None:
-        """Logs a step; draws the one that was timed."""
+        """Logs a step, with its bubble where it was timed; draws the one that is to be drawn."""
         with progress.doing("log"):
             chaos.point("log")
-            self.report.stepped(step, result, seconds)
+            events = self.timeline.measured() if self.timeline.is_timed(step - 1) else []
+            self.report.stepped(step, result, seconds, bubble=bubble(events) if events else None)
             self.tell_saved()
         if step == self.start_step + 1:
             self.report.transfers(self.runner.sent_bytes, self.runner.num_micro_batches)
         if step == self.timeline.step + 1:
-            self.report.timeline(step, *self.timeline.gather())
+            self.report.timeline(step, events, self.timeline.ideal(events))
 
     def evaluate_now(self, step: int) -> bool:
         """Evaluates on the held-out set; keeps the weights if they are the best.
@@ -389,10 +394,9 @@ def make_streaming_runner(
     names = ", ".join(str(lane.device) for lane in lanes)
     budget = lanes[0].pool.budget
     limit = "all that is there" if budget is None else f"{budget / GIB:.2f} GiB"
-    print(
+    say(
         f"streaming: {len(models)} stages in host memory through {names}; {limit} for weights and "
-        f"gradients of each; {host:.2f} GiB of host memory without the optimizer's state",
-        flush=True,
+        f"gradients of each; {host:.2f} GiB of host memory without the optimizer's state"
     )
     return runner
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from commands import is_first
+from commands import say
 from options.train import RunConfig
 from parse_args import TrainArguments
 from stageline.checkpoint.adapter import num_rows_on_disk, rows_of_adapter
@@ -81,8 +81,8 @@ def check_tied_head(run: RunConfig, config: PretrainedConfig) -> None:
             "own was expected: one weight has one rate. Use --llm-learning-rate."
         )
     trains = not (run.frozen_llm or run.llm_lora_num or run.train_new_tokens)
-    if run.frozen_lm_head and trains and is_first():
-        print(f"--frozen-lm-head freezes nothing: {why}. --frozen-llm does.", flush=True)
+    if run.frozen_lm_head and trains:
+        say(f"--frozen-lm-head freezes nothing: {why}. --frozen-llm does.")
 
 
 def rows_option(

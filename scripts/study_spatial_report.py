@@ -22,6 +22,7 @@ import numpy
 import torch
 import transformers
 import yaml
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Picture
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -64,13 +65,13 @@ class Figure:
     Attributes:
         by_seed: the mean of each seed, in order of seeds.
         over_samples: other held-out samples, the same runs.
-        over_seeds: other samples and other seeds.
+        over_seeds: other samples and other seeds; None: a single seed tells of no others.
     """
 
     mean: float
     by_seed: tuple[float, ...]
     over_samples: tuple[float, float]
-    over_seeds: tuple[float, float]
+    over_seeds: tuple[float, float] | None
     num_samples: int
 
     @property
@@ -150,7 +151,11 @@ def bootstrap(scores_SN: numpy.ndarray, *, num_draws: int = NUM_DRAWS, seed: int
         mean=float(scores_SN.mean()),
         by_seed=tuple(float(value) for value in scores_SN.mean(axis=1)),
         over_samples=_interval(means_DS.mean(axis=1)),
-        over_seeds=_interval(numpy.take_along_axis(means_DS, seeds_DS, axis=1).mean(axis=1)),
+        over_seeds=(
+            _interval(numpy.take_along_axis(means_DS, seeds_DS, axis=1).mean(axis=1))
+            if num_seeds > 1
+            else None
+        ),
         num_samples=num_samples,
     )
 
@@ -200,7 +205,7 @@ def plain(figure: Figure) -> dict[str, Any]:
         "by_seed": list(figure.by_seed),
         "spread": figure.spread,
         "interval_95_over_samples": list(figure.over_samples),
-        "interval_95_over_seeds": list(figure.over_seeds),
+        "interval_95_over_seeds": figure.over_seeds and list(figure.over_seeds),
         "num_samples": figure.num_samples,
     }
 
@@ -232,11 +237,11 @@ def study_markdown(figures: Mapping[str, Any], *, title: str, settings: Mapping[
 
 def verdict(name: str, difference: Mapping[str, Any]) -> str:
     """Whether the arms differ, as far as the runs can tell."""
-    low, high = difference["interval_95_over_seeds"]
     arm, _, baseline = name.partition(" - ")
     num_seeds = len(difference["by_seed"])
     if num_seeds < 3:
         return f"With {num_seeds} of 3 seeds nothing can be said about {arm} against {baseline}."
+    low, high = difference["interval_95_over_seeds"]
     if low <= 0 <= high:
         return (
             f"Over these {num_seeds} seeds {arm} and {baseline} cannot be told apart: the "
@@ -295,42 +300,93 @@ def _accuracy(figure: Mapping[str, Any]) -> str:
     return f"{mean} ± {100 * figure['spread']:.1f}" if len(figure["by_seed"]) > 1 else mean
 
 
-def _points(interval: Sequence[float]) -> str:
+def _points(interval: Sequence[float] | None) -> str:
+    if interval is None:
+        return "-"
     return f"[{100 * interval[0]:+.1f}, {100 * interval[1]:+.1f}]"
 
 
 def accuracy_figure(figures: Mapping[str, Any]) -> Picture:
-    """Bars with intervals over samples, a dot a seed, a line at chance.
+    """Accuracies of the arms; below, where there are several, the differences and what decides.
 
     Args:
         figures: as `study_figures` gives them.
     """
-    arms, groups = figures["arms"], list(figures["chance"])
-    figure = Picture(figsize=(1.5 + 1.1 * len(groups), 4), layout="constrained")
-    axes = figure.subplots()
+    groups, num_seeds = list(figures["chance"]), len(figures["seeds"])
+    ratios = [4, 3] if figures["differences"] else [4]
+    size = (max(7.0, 1.5 + 1.1 * len(groups)), 0.6 + sum(ratios))
+    picture = Picture(figsize=size, layout="constrained")
+    panels = picture.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)
+    accuracy, *others = panels[:, 0]
+    _draw_accuracies(accuracy, figures["arms"], groups, figures["chance"])
+    for panel in others:
+        _draw_differences(panel, figures["differences"], groups, num_seeds=num_seeds)
+    panels[-1, 0].set_xticks(range(len(groups)), [group.replace(", ", "\n") for group in groups])
+    for panel in panels[:, 0]:
+        panel.grid(axis="y", alpha=0.3)
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=6, frameon=False, fontsize=9)
+    return picture
+
+
+def _draw_accuracies(
+    axes: Axes,
+    arms: Mapping[str, Any],
+    groups: Sequence[str],
+    chance: Mapping[str, float],
+) -> None:
+    """Bars with intervals over samples, a dot a seed, a line at chance."""
     width = 0.8 / len(arms)
     for number, (arm, by_group) in enumerate(arms.items()):
-        places = [index + (number - (len(arms) - 1) / 2) * width for index in range(len(groups))]
-        means = [by_group[group]["mean"] for group in groups]
-        intervals = [by_group[group]["interval_95_over_samples"] for group in groups]
-        # a mean may lie outside its percentile interval by rounding
-        below = [max(0.0, mean - low) for mean, (low, _) in zip(means, intervals, strict=True)]
-        above = [max(0.0, high - mean) for mean, (_, high) in zip(means, intervals, strict=True)]
-        color = COLORS[number % len(COLORS)]
-        axes.bar(places, means, width, yerr=[below, above], capsize=3, color=color, label=arm)
-        for place, group in zip(places, groups, strict=True):
-            seeds = by_group[group]["by_seed"]
+        places = _places(number, len(arms), len(groups))
+        shown = [by_group[group] for group in groups]
+        means = [figure["mean"] for figure in shown]
+        axes.bar(places, means, width, color=COLORS[number % len(COLORS)], label=arm)
+        _draw_interval(axes, places, shown, "over_samples", linewidth=1.2)
+        for place, figure in zip(places, shown, strict=True):
+            seeds = figure["by_seed"] if len(figure["by_seed"]) > 1 else []
             axes.plot([place] * len(seeds), seeds, ".", color="black", markersize=4, zorder=3)
     for index, group in enumerate(groups):
-        chance = figures["chance"][group]
-        axes.plot([index - 0.45, index + 0.45], [chance] * 2, "--", color="black", linewidth=1)
+        axes.plot([index - 0.45, index + 0.45], [chance[group]] * 2, "--", color="black", lw=1)
     axes.plot([], [], "--", color="black", linewidth=1, label="chance")
-    axes.set_xticks(range(len(groups)), [group.replace(", ", "\n") for group in groups])
+    axes.plot([], [], color="black", linewidth=1.2, label="95 % over samples")
+    if len(shown[0]["by_seed"]) > 1:
+        axes.plot([], [], ".", color="black", markersize=4, label="a seed")
     axes.set(ylim=(0, 1.02), ylabel="held-out accuracy")
-    axes.grid(axis="y", alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.15), ncols=len(arms) + 1, frameon=False)
-    return figure
+
+
+def _draw_differences(
+    axes: Axes, differences: Mapping[str, Any], groups: Sequence[str], *, num_seeds: int
+) -> None:
+    """Dots with two intervals: thin over samples, thick over seeds, too, which is what decides."""
+    for number, (name, by_group) in enumerate(differences.items()):
+        places = _places(number, len(differences), len(groups))
+        shown = [by_group[group] for group in groups]
+        color = COLORS[(number + 1) % len(COLORS)]
+        if num_seeds > 1:
+            _draw_interval(axes, places, shown, "over_seeds", linewidth=5, color=color, alpha=0.45)
+        _draw_interval(axes, places, shown, "over_samples", linewidth=1.2)
+        means = [figure["mean"] for figure in shown]
+        axes.plot(places, means, "o", color=color, label=name, zorder=3)
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.plot([], [], color="black", linewidth=1.2, label="95 % over samples")
+    if num_seeds > 1:
+        thick = {"color": COLORS[1], "alpha": 0.45, "linewidth": 5}
+        axes.plot([], [], label="over seeds too: decides", **thick)
+    axes.set(ylabel="difference")
+
+
+def _places(number: int, count: int, num_groups: int) -> list[float]:
+    """Where number `number` of `count` stands in each group."""
+    return [index + (number - (count - 1) / 2) * 0.8 / count for index in range(num_groups)]
+
+
+def _draw_interval(
+    axes: Axes, places: Sequence[float], shown: Sequence[Mapping[str, Any]], kind: str, **style: Any
+) -> None:
+    lows, highs = zip(*(figure[f"interval_95_{kind}"] for figure in shown), strict=True)
+    axes.vlines(places, lows, highs, **{"color": "black", "zorder": 2, **style})
 
 
 def losses_figure(logs: Mapping[str, Sequence[Sequence[dict]]]) -> Picture:

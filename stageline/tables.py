@@ -1,5 +1,7 @@
-"""Tables for a terminal and in Markdown, and numbers with units. Pure formatting."""
+"""Tables for a terminal and in Markdown, numbers with units, orders of names. Pure formatting."""
 
+import math
+import re
 from collections.abc import Sequence
 
 Rows = Sequence[Sequence[str]]
@@ -36,6 +38,15 @@ def _markdown_cell(text: str) -> str:
     for mark, written in (("&", "&amp;"), ("<", "&lt;"), ("|", "\\|")):
         text = text.replace(mark, written)
     return "<br>".join(text.splitlines())
+
+
+def natural_key(name: str) -> list[tuple[float, str]]:
+    """Sorts names with their numbers as numbers: -90, 0, 9 o'clock, 10 o'clock, left."""
+    if re.fullmatch(r"[+-]?\d+(\.\d+)?", name):
+        return [(float(name), "")]
+    parts = re.split(r"(\d+)", name)
+    words = [(float(part), "") if part.isdecimal() else (math.inf, part) for part in parts]
+    return words if parts[0] else words[1:]
 
 
 def human_bytes(count: float) -> str:

@@ -18,7 +18,7 @@ import scipy.stats
 from stageline.contracts import broken, check_call, shown
 from stageline.errors import UserError
 from stageline.evaluation.predictions import newest_records
-from stageline.tables import format_table, markdown_table
+from stageline.tables import format_table, markdown_table, natural_key
 
 LEVEL = 0.95
 DRAWS_AT_ONCE = 2_000_000  # 16 MB
@@ -145,6 +145,7 @@ def make_report(
     settings: dict[str, Any],
     samples: Sequence[dict[str, Any]] | None = None,
     bootstrap: Bootstrap | None = None,
+    about: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The report of a metric's figures.
 
@@ -155,11 +156,13 @@ def make_report(
         settings: how the predictions were made.
         samples: their `groups` give further groupings, their `cluster` what is drawn as a whole.
         bootstrap: how the second interval is drawn.
+        about: model, checkpoint, data, date: lines for the head of the page.
     """
     scores: Sequence[float] = figures["per_sample"]
     unparsed: Sequence[int] | None = figures.get("unparsed")
     bootstrap = bootstrap or Bootstrap()
     clusters = collect_clusters(samples or [{}] * len(scores))
+    chances = [None if figures.get("is_graded") else chance_of(one) for one in samples or ()]
 
     def share_of(indices: Sequence[int], name: str) -> dict[str, Any]:
         """Share, intervals and counts of the samples with these indices."""
@@ -175,6 +178,9 @@ def make_report(
         if unparsed is not None:
             share["num_unparsed"] = sum(unparsed[index] for index in indices)
             share["unparsed_share"] = share["num_unparsed"] / len(own) if own else None
+        guessed = [chance for index in indices if chances and (chance := chances[index])]
+        if own and len(guessed) == len(own):
+            share["chance"] = sum(guessed) / len(own)
         return share
 
     return {
@@ -189,14 +195,25 @@ def make_report(
             "num_clusters": len(set(clusters)),
         },
         "settings": settings,
+        **({"about": dict(about)} if about else {}),
     }
+
+
+def chance_of(sample: Mapping[str, Any]) -> float | None:
+    """How often who guesses is right: one in its `choices`, or in `num_choices`; else not known."""
+    count = len(sample.get("choices") or ()) or sample.get("num_choices")
+    return 1 / count if count else None
 
 
 FiguresOf = Callable[[Sequence[int], str], dict[str, Any]]  # of a group's indices, and its name
 
 
 def _by_name(groups: Groups, figures_of: FiguresOf) -> dict[str, Any]:
-    return {name: figures_of(indices, name) for name, indices in sorted(groups.items())}
+    return {name: figures_of(indices, name) for name, indices in _sorted(groups)}
+
+
+def _sorted(groups: Groups) -> list[tuple[str, list[int]]]:
+    return sorted(groups.items(), key=lambda item: natural_key(item[0]))
 
 
 def _by_grouping(samples: Sequence[dict[str, Any]], figures_of: FiguresOf) -> dict[str, Any]:
@@ -223,14 +240,17 @@ def _tables(report: dict[str, Any]) -> Iterator[list[list[str]]]:
     if not groupings or (report["groups"] and report["groups"] not in groupings.values()):
         groupings = {"group": report["groups"], **groupings}
     for grouping, groups in groupings.items():
-        head = [grouping, "score", "95 % interval", "bootstrap", "samples", "unparsed"]
         rows = [*groups.items(), ("all", report)]
-        yield [head, *([name, *_share_cells(share)] for name, share in rows)]
+        guessed = ["chance"] if any("chance" in share for _, share in rows) else []
+        head = [grouping, "score", *guessed, "95 % interval", "bootstrap", "samples", "unparsed"]
+        yield [head, *([name, *_share_cells(share, bool(guessed))] for name, share in rows)]
 
 
-def _share_cells(share: dict[str, Any]) -> list[str]:
+def _share_cells(share: dict[str, Any], has_chance: bool) -> list[str]:
+    chance = [f"{share['chance']:.4f}" if "chance" in share else "-"] if has_chance else []
     return [
         "-" if share["score"] is None else f"{share['score']:.4f}",
+        *chance,
         _interval_text(share["interval_95"]),
         _interval_text(share["bootstrap_95"]),
         str(share["num_samples"]),
@@ -259,11 +279,12 @@ def report_markdown(report: dict[str, Any]) -> str:
     how = report["bootstrap"]
     parts = [
         f"# Evaluation with {report['settings'].get('metric', 'a metric')}",
+        "\n".join(f"- {name}: {value}" for name, value in report.get("about", {}).items()),
         f"{report['num_samples']} samples. 95 % intervals: Wilson's of a share, and the bootstrap "
         f"percentiles of {how['resamples']} resamples of {how['num_clusters']} clusters "
         f"(seed {how['seed']}).",
     ]
-    return "\n\n".join([*parts, *map(markdown_table, _tables(report))]) + "\n"
+    return "\n\n".join(filter(None, [*parts, *map(markdown_table, _tables(report))])) + "\n"
 
 
 # what makes a sample the question that it is; its place in a file or its groups may change

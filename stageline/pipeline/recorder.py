@@ -3,14 +3,15 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from stageline.errors import spelled
 from stageline.pipeline.plan import Action
 
-WAIT = "wait"
+WAIT, TRANSFER = "wait", "transfer"
+WAITS = (WAIT, TRANSFER)
 EVEN = 0.1  # stages whose times are no further above their mean need no other split
 
 
@@ -19,7 +20,8 @@ class TimelineEvent:
     """One span of a rank, in seconds since the start of the step, which all ranks begin together.
 
     Attributes:
-        kind: "F", "B", "I", "W" (see `plan.Kind`), or "wait" for a tensor of another rank.
+        kind: "F", "B", "I", "W" (see `plan.Kind`), or "wait" for a tensor of another rank; where
+            `split_waits` told them apart, "wait" for the pass that makes it, then "transfer".
         stage, micro_batch: of the action; of a wait, those of the action that could not start.
     """
 
@@ -33,7 +35,34 @@ class TimelineEvent:
 
 def busy_seconds(events: Sequence[TimelineEvent], rank: int) -> float:
     """What a rank computed, waits left out."""
-    return sum(e.end - e.start for e in events if e.rank == rank and e.kind != WAIT)
+    return sum(e.end - e.start for e in events if e.rank == rank and e.kind not in WAITS)
+
+
+def split_waits(events: Sequence[TimelineEvent]) -> list[TimelineEvent]:
+    """Cuts each wait where the pass that makes the tensor ended: what is left is the transfer.
+
+    Ranks began the clock together. A wait whose pass nobody recorded stays as it is.
+    """
+    passes = [event for event in events if event.kind not in WAITS]
+    made = {(e.stage, e.kind == "F", e.micro_batch): e.end for e in passes if e.kind != "W"}
+    starts: dict[tuple[int, int], list[tuple[float, bool]]] = {}
+    for event in passes:
+        begin = (event.start, event.kind == "F")
+        starts.setdefault((event.stage, event.micro_batch), []).append(begin)
+    found = []
+    for event in events:
+        own = starts.get((event.stage, event.micro_batch), [])
+        later = [begin for begin in own if begin[0] >= event.end]
+        if event.kind != WAIT or not later:
+            found.append(event)
+            continue
+        _, is_forward = min(later)  # what waited
+        maker = event.stage - 1 if is_forward else event.stage + 1
+        cut = made.get((maker, is_forward, event.micro_batch), event.end)
+        cut = min(max(cut, event.start), event.end)
+        parts = (replace(event, end=cut), replace(event, kind=TRANSFER, start=cut))
+        found += [part for part in parts if part.end > part.start]
+    return found
 
 
 def bubble(events: Sequence[TimelineEvent]) -> float:
@@ -61,10 +90,13 @@ def describe_timeline(
     for rank in sorted({event.rank for event in measured}):
         own = [event for event in measured if event.rank == rank]
         stages = sorted({event.stage for event in own})
-        waits = sum(event.end - event.start for event in own if event.kind == WAIT)
+        waits, transfers = (
+            sum(event.end - event.start for event in own if event.kind == kind) for kind in WAITS
+        )
         named = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
         busy = busy_seconds(own, rank)
-        lines.append(f"rank {rank} ({named}): busy {busy:.3f} s, waits {waits:.3f} s")
+        text = f"rank {rank} ({named}): busy {busy:.3f} s, waits {waits:.3f} s for other stages"
+        lines.append(f"{text}, {transfers:.3f} s for transfers")
     return "\n".join(lines + _advise(measured))
 
 
@@ -72,7 +104,7 @@ def _advise(events: Sequence[TimelineEvent]) -> list[str]:
     """The slowest stage and what would help; nothing for one stage."""
     seconds: dict[int, float] = {}
     for event in events:
-        if event.kind != WAIT:
+        if event.kind not in WAITS:
             seconds[event.stage] = seconds.get(event.stage, 0.0) + event.end - event.start
     if len(seconds) < 2 or not any(seconds.values()):
         return []

@@ -11,12 +11,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy
 from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.textpath import text_to_path
 
-from stageline.tables import markdown_table
+from stageline.tables import markdown_table, natural_key
 
 # fonts with Chinese, Japanese or Korean characters that systems come with, in order of preference
 _CJK_FONTS = (
@@ -135,19 +136,26 @@ def _is_wide(character: str) -> bool:
 
 
 def save_figure(figure: Figure, path: Path, *, dpi: int = 100) -> None:
-    """Writes a PNG file; who looks meanwhile sees the old or the new one, never half of it."""
-    temporary = path.with_name(path.name + ".tmp")
-    figure.savefig(temporary, dpi=dpi, format="png")
-    temporary.replace(path)
+    """Writes a PNG file and beside it a PDF, for papers.
+
+    Who looks meanwhile sees the old or the new one, never half of it.
+    """
+    pdf = path.with_suffix(".pdf")
+    options: dict[str, Any] = {"metadata": {"CreationDate": None}}  # the same picture: equal bytes
+    for target, kind, how in ((path, "png", {"dpi": dpi}), (pdf, "pdf", options)):
+        temporary = target.with_name(target.name + ".tmp")
+        figure.savefig(temporary, format=kind, **how)
+        temporary.replace(target)
 
 
 # inches, of a picture of groups
 WIDTH = 7.0
 BAR = 0.26
 AROUND = 0.75  # of a panel, for its title and axis
+LEGEND = 0.35
 MOST_GROUPS = 40  # of a panel; the largest ones
 
-_COLOR, _UNPARSED = "#4c78a8", "#c8ccd0"
+_COLOR, _UNPARSED, _CHANCE = "#4c78a8", "#c8ccd0", "#e45756"
 
 Groups = Mapping[str, Mapping[str, Any]]
 
@@ -160,7 +168,7 @@ def plot_groups(report: Mapping[str, Any], path: Path) -> None:
 
 
 def groups_figure(report: Mapping[str, Any]) -> Figure | None:
-    """A panel a grouping: share of right answers, its interval, the unparsed ones behind it."""
+    """A panel a grouping: share of right answers, its interval, unparsed ones, chance if known."""
     groupings: dict[str, Groups] = dict(report["groupings"])
     if report["groups"] and report["groups"] not in groupings.values():
         groupings = {"group": report["groups"], **groupings}
@@ -168,17 +176,22 @@ def groups_figure(report: Mapping[str, Any]) -> Figure | None:
         return None
     panels = [(name, _largest(groups)) for name, groups in groupings.items()]
     heights = [AROUND + BAR * len(groups) for _, groups in panels]
-    figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, sum(heights) + LEGEND), layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for panel, (name, groups) in zip(axes, panels, strict=True):
         _draw(panel, name, groups, overall=report["score"])
+    named: dict[str, Any] = {}
+    for panel in axes:
+        named |= {label: handle for handle, label in zip(*panel.get_legend_handles_labels())}
+    figure.legend(list(named.values()), list(named), loc="outside lower center", ncols=len(named),
+                  frameon=False, fontsize=8)  # fmt: skip
     return figure
 
 
 def _largest(groups: Groups) -> list[tuple[str, Mapping[str, Any]]]:
     """The groups with most samples, in order of their names, from the top."""
     by_size = sorted(groups.items(), key=lambda item: -item[1]["num_samples"])[:MOST_GROUPS]
-    return sorted(by_size, reverse=True)
+    return sorted(by_size, key=lambda item: natural_key(item[0]), reverse=True)
 
 
 def _draw(
@@ -191,20 +204,26 @@ def _draw(
     shares = [share for _, share in groups]
     scores = [share["score"] for share in shares]
     places = range(len(groups))
-    axes.barh(places, [share.get("unparsed_share", 0.0) for share in shares], left=scores,
-              color=_UNPARSED, label="unparsed")  # fmt: skip
+    unparsed = [share.get("unparsed_share", 0.0) for share in shares]
+    if any(unparsed):
+        axes.barh(places, unparsed, left=scores, color=_UNPARSED, label="unparsed")
     intervals = [_interval(share) for share in shares]
     lows = [max(0.0, score - low) for score, (low, _) in zip(scores, intervals, strict=True)]
     highs = [max(0.0, high - score) for score, (_, high) in zip(scores, intervals, strict=True)]
     axes.barh(places, scores, xerr=[lows, highs], color=_COLOR, capsize=2,
               error_kw={"elinewidth": 1}, label="right")  # fmt: skip
     if overall is not None:
-        axes.axvline(overall, color="#24292f", linewidth=0.8, linestyle="--", label="all")
+        axes.axvline(overall, color="#24292f", linewidth=0.8, linestyle="--", label="all samples")
+    known = [(place, share["chance"]) for place, share in enumerate(shares) if "chance" in share]
+    if known:  # of each group its own: their questions may have other numbers of choices
+        rows, chances = (numpy.array(column) for column in zip(*known, strict=True))
+        axes.vlines(chances, rows - 0.45, rows + 0.45, colors=_CHANCE, lw=1.6, label="chance")
     labels = [f"{drawable(group)} ({share['num_samples']})" for group, share in groups]
     axes.set_yticks(list(places), labels, fontsize=8, family=list(font_families()))
-    axes.set(xlim=(0, 1))
-    axes.set_title(f"{name}: share of right answers, 95 % intervals", fontsize=9)
-    axes.legend(fontsize=7, loc="lower right")
+    axes.set(xlim=(0, 1), ylim=(-0.6, len(groups) - 0.4))
+    axes.tick_params(axis="x", labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(f"{name}: share of right answers, 95 % intervals", fontsize=9, parse_math=False)
 
 
 def _interval(share: Mapping[str, Any]) -> Sequence[float]:
@@ -216,6 +235,7 @@ def _interval(share: Mapping[str, Any]) -> Sequence[float]:
 CELL_WIDTH = 2.2
 CARD_WIDTH = 4.4  # of a sample without a picture
 GAP = 0.12
+HEAD = 0.3  # above the grid
 LINE_HEIGHT = 0.15
 MARGIN = 0.06
 FONT_SIZE = 8  # points
@@ -223,7 +243,7 @@ FONT_SIZE = 8  # points
 ARROW = "→ "
 _COLORS = {True: "#1a7f37", False: "#cf222e", None: "#6e7781"}
 _WORDS = {True: "right", False: "wrong", None: ""}
-_PLAIN = "#24292f"
+_PLAIN, _GREY = "#24292f", "#6e7781"
 
 
 def caption(question: str, prediction: str, answer: str) -> str:
@@ -240,11 +260,15 @@ def plot_predictions(
     correct: Sequence[bool | None],
     path: Path,
     *,
+    ids: Sequence[str] = (),
+    summary: str = "",
     columns: int = 6,
 ) -> None:
     """Writes a grid of samples, and beside it `path` with the suffix .md, which cuts no text.
 
     Args:
+        ids: of the samples, shown with them.
+        summary: stands above; by default how many of these are wrong.
         images: one picture per sample, None for a sample of text.
         titles: what stands below each; the line that begins with an arrow has the frame's color
             (`caption` makes such a text).
@@ -252,19 +276,35 @@ def plot_predictions(
         columns: at most; samples of text alone are drawn wider and fewer in a row.
     """
     if images:
-        save_figure(predictions_figure(images, titles, correct, columns=columns), path)
-        text = predictions_markdown(titles, correct)
+        known = [is_correct for is_correct in correct if is_correct is not None]
+        summary = summary or (f"{known.count(False)} wrong of {len(known)}" if known else "")
+        how: dict[str, Any] = {"ids": ids, "summary": summary}
+        save_figure(predictions_figure(images, titles, correct, columns=columns, **how), path)
+        text = predictions_markdown(titles, correct, **how)
         path.with_suffix(".md").write_text(text, encoding="utf-8")
 
 
-def predictions_markdown(titles: Sequence[str], correct: Sequence[bool | None]) -> str:
+def predictions_markdown(
+    titles: Sequence[str],
+    correct: Sequence[bool | None],
+    *,
+    ids: Sequence[str] = (),
+    summary: str = "",
+) -> str:
     """A table of all texts in full length."""
-    rows = [["#", "", "sample"]]
+    rows = [["id" if ids else "#", "", "sample"]]
     for index, (title, is_correct) in enumerate(zip(titles, correct, strict=True)):
-        rows.append([str(index), _WORDS[is_correct], title])
-    known = [is_correct for is_correct in correct if is_correct is not None]
-    summary = f"{sum(known)} of {len(known)} right.\n\n" if known else ""
-    return f"{summary}{markdown_table(rows, num_texts=3)}\n"
+        rows.append([ids[index] if ids else str(index), _WORDS[is_correct], title])
+    head = f"{summary}.\n\n" if summary else ""
+    return f"{head}{markdown_table(rows, num_texts=3)}\n"
+
+
+def wrong_first(num_wrong: int, num_samples: int, num_shown: int) -> str:
+    """What stands above samples of which the wrong ones are shown first."""
+    text = f"{num_wrong} wrong of {num_samples}"
+    if num_wrong > num_shown:
+        return f"{text}, {num_shown} of them shown"
+    return f"{text}, shown first" if num_wrong else text
 
 
 def predictions_figure(
@@ -272,6 +312,8 @@ def predictions_figure(
     titles: Sequence[str],
     correct: Sequence[bool | None],
     *,
+    ids: Sequence[str] = (),
+    summary: str = "",
     columns: int = 6,
 ) -> Figure:
     """The grid: rows are as high as their pictures and texts, all pictures equally wide."""
@@ -281,6 +323,11 @@ def predictions_figure(
         columns = max(1, columns // 2)
     columns = max(1, min(columns, len(images)))
     texts = [_wrap_title(title, width - 2 * MARGIN) for title in titles]
+    if ids:
+        measure = functools.partial(text_inches, size=FONT_SIZE)
+        one_line = functools.partial(wrap_text, measure=measure, max_lines=1)
+        for own, name in zip(texts, ids, strict=True):
+            own[:0] = [(one_line(drawable(name), width - 2 * MARGIN)[0], _GREY)]
     pictures = [_small(image) for image in images]
     rows = [
         range(start, min(start + columns, len(images))) for start in range(0, len(images), columns)
@@ -289,12 +336,17 @@ def predictions_figure(
     captions = [LINE_HEIGHT * max(len(texts[index]) for index in row) + 2 * MARGIN for row in rows]
     heights = [box + below for box, below in zip(boxes, captions, strict=True)]
     full_width = columns * (width + GAP) + GAP
-    full_height = sum(heights) + GAP * (len(rows) + 1)
+    head = HEAD if summary else 0.0
+    full_height = sum(heights) + GAP * (len(rows) + 1) + head
     figure = Figure(figsize=(full_width, full_height))
+    if summary:
+        left, middle = GAP / full_width, 1 - head / 2 / full_height
+        figure.text(left, middle, drawable(summary), va="center", fontsize=11, parse_math=False)
     grid = figure.add_gridspec(
         len(rows), columns, height_ratios=heights,
         left=GAP / full_width, right=1 - GAP / full_width, wspace=GAP / width,
-        bottom=GAP / full_height, top=1 - GAP / full_height, hspace=GAP * len(rows) / sum(heights),
+        bottom=GAP / full_height, top=1 - (GAP + head) / full_height,
+        hspace=GAP * len(rows) / sum(heights),
     )  # fmt: skip
     for place, row in enumerate(rows):
         for column, index in enumerate(row):
@@ -307,7 +359,7 @@ def predictions_figure(
 def _draw_cell(
     axes: Axes,
     picture: Any | None,
-    lines: Sequence[tuple[str, bool]],
+    lines: Sequence[tuple[str, str]],
     is_correct: bool | None,
     text_height: float,
 ) -> None:
@@ -326,7 +378,7 @@ def _draw_cell(
         top = height - MARGIN
         axes.set_facecolor("#f6f8fa")
     color = _COLORS[is_correct]
-    for index, (line, is_prediction) in enumerate(lines):
+    for index, (line, line_color) in enumerate(lines):
         axes.text(
             MARGIN,
             top - LINE_HEIGHT * (index + 0.5),
@@ -334,8 +386,8 @@ def _draw_cell(
             va="center_baseline",
             fontsize=FONT_SIZE,
             family=list(font_families()),
-            weight="bold" if is_prediction else "normal",
-            color=color if is_prediction else _PLAIN,
+            weight="normal" if line_color else "bold",
+            color=line_color or color,
             parse_math=False,  # a dollar sign is a dollar sign
             clip_on=True,
         )
@@ -343,14 +395,14 @@ def _draw_cell(
         spine.set(edgecolor=color, linewidth=1.5)
 
 
-def _wrap_title(title: str, width: float) -> list[tuple[str, bool]]:
-    """Lines of at most `width` inches, and whether each belongs to the prediction."""
+def _wrap_title(title: str, width: float) -> list[tuple[str, str]]:
+    """Lines of at most `width` inches, each with its color; "" for those of the prediction."""
     lines = []
     for paragraph in title.split("\n"):
         is_prediction = paragraph.startswith(ARROW)
         measure = functools.partial(text_inches, size=FONT_SIZE, is_bold=is_prediction)
         wrapped = wrap_text(drawable(paragraph), width, measure=measure)
-        lines += [(line, is_prediction) for line in wrapped]
+        lines += [(line, "" if is_prediction else _PLAIN) for line in wrapped]
     return lines
 
 

@@ -55,6 +55,7 @@ class Digits:
             "question": QUESTIONS[row % len(QUESTIONS)],
             "answer": digit,
             "group": digit,
+            "num_choices": 10,
         }
         return [small.resize(size, Image.Resampling.BICUBIC)], sample
 

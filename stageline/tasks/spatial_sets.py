@@ -231,6 +231,7 @@ class VSR(SpatialRows):
             "question": f"Is this statement about the picture true or false? {caption}",
             "answer": self._words[label],
             "label": label,
+            "num_choices": 2,
             "relation": relation,
             "group": relation,
             "groups": {"relation": relation, "category": VSR_RELATIONS.get(relation, "other")},

@@ -26,6 +26,7 @@ from stageline.plotting.pictures import caption, plot_predictions
 from stageline.run_records import read_log
 from stageline.stage import Stage
 from stageline.tables import format_table, human_bytes, human_count, human_memory
+from stageline.terminal import beside_bar, terminal
 from stageline.training.evaluation import EvalResult
 from stageline.training.memory import gather_peaks
 from stageline.training.step import StepResult
@@ -46,6 +47,7 @@ class StepRecord(StepResult):
         peak_memory_bytes: of each stage since the start; empty: not known.
         part_rates: part of the model -> its learning rate, of those that have one of their own.
         wait_share: of the seconds since the last line on the screen, those before batches came.
+        bubble: share of all ranks' time in which nothing was computed; None: not measured.
     """
 
     step: int
@@ -53,6 +55,7 @@ class StepRecord(StepResult):
     peak_memory_bytes: tuple[int, ...] = ()
     part_rates: Mapping[str, float] = field(default_factory=dict)
     wait_share: float = 0.0
+    bubble: float | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -72,6 +75,7 @@ class StepRecord(StepResult):
             "num_targets": self.num_targets,
             "num_samples": self.num_samples,
             "tokens_per_second": round(self.tokens_per_second, 1),
+            **({} if self.bubble is None else {"bubble": round(self.bubble, 4)}),
             "seconds": round(self.seconds, 4),
             "data_wait": round(self.data_wait, 4),
             "is_skipped": self.is_skipped,
@@ -104,20 +108,25 @@ class StepRecord(StepResult):
         router = f", router loss {self.extra_loss:.4f}" if self.extra_loss else ""
         own = ", ".join(f"{part} {rate:.2e}" for part, rate in self.part_rates.items())
         rates = f", learning rate {self.learning_rate:.2e} ({own})" if own else ""
+        return (
+            f"loss {self.loss:.4f}{router}{name_figures(self.figures)}{skipped}{rates}, {self.pace}"
+        )
+
+    @property
+    def pace(self) -> str:
+        """How the run goes: tokens a second, the bubble, memory of each stage."""
         waits = self.wait_share > TOLD_WAIT
         data = f", {100 * self.wait_share:.0f} % waiting for data" if waits else ""
-        return (
-            f"loss {self.loss:.4f}{router}{name_figures(self.figures)}{skipped}{rates}, "
-            f"{self.tokens_per_second:,.0f} tokens/s{data}, "
-            f"memory {human_memory(self.peak_memory_bytes)}"
-        )
+        idle = "" if self.bubble is None else f", bubble {100 * self.bubble:.0f} %"
+        memory = human_memory(self.peak_memory_bytes)
+        return f"{self.tokens_per_second:,.0f} tokens/s{idle}, memory {memory}{data}"
 
 
 class RunLog:
     """Writes into a run folder; an existing log is continued.
 
     Args:
-        folder: is made; gets log.jsonl, tensorboard/ and loss.png.
+        folder: is made; gets log.jsonl, run.log, tensorboard/ and loss.png.
         is_main: whether this rank writes.
         start_step: steps done before; events and curves beyond it are replaced.
         log_steps: every how many steps one is written; the first and the last always are.
@@ -140,10 +149,13 @@ class RunLog:
         self.start_step = start_step
         self.log_steps = log_steps
         self._tracker = tracker
+        self._beside = contextlib.ExitStack()
         if not is_main:
+            self._beside.enter_context(beside_bar(None))
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path = self.folder / "log.jsonl"
+        terminal.keep(self.folder / "run.log")
         end_torn_line(self.path)
         self._file = self.path.open("a", encoding="utf-8")
         self._events = _open_events(self.folder / "tensorboard", start_step=start_step)
@@ -155,10 +167,14 @@ class RunLog:
             unit="step",
             dynamic_ncols=True,
             disable=not self._has_bar,
+            bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}, {remaining} left{postfix}",
         )
+        if self._has_bar:
+            self._beside.enter_context(beside_bar(self._bar))
         self._line_every = line_interval(total_steps - start_step)
         self._start = time.monotonic()
         self._waited = self._seconds = 0.0  # since the last line
+        self._bubble: float | None = None  # the last one that was measured
 
     def log_step(self, record: StepRecord) -> None:
         """Logs one optimizer step and shows it."""
@@ -172,16 +188,22 @@ class RunLog:
             self.say(f"step {record.step}/{self.total_steps}: {note}")
         self._waited += record.data_wait
         self._seconds += record.seconds
-        record = replace(record, wait_share=self._waited / max(self._seconds, 1e-9))
-        if self._has_bar or is_end or record.step % self._line_every == 0:
-            self._waited = self._seconds = 0.0
-        if self._has_bar:
-            self._bar.set_postfix_str(str(record), refresh=False)
-            self._bar.update(record.step - self._bar.n)
-        elif is_end or record.step % self._line_every == 0:
+        self._bubble = record.bubble if record.bubble is not None else self._bubble
+        share = self._waited / max(self._seconds, 1e-9)
+        record = replace(record, wait_share=share, bubble=self._bubble)
+        terminal.started()
+        is_line = is_end or record.step % self._line_every == 0
+        if is_line:
             seconds = (time.monotonic() - self._start) / (record.step - self.start_step)
             left = tqdm.format_interval(seconds * (self.total_steps - record.step))
-            print(f"step {record.step}/{self.total_steps}: {record}, {left} left", flush=True)
+            line = f"step {record.step}/{self.total_steps}: {record}, {left} left"
+            terminal.say(line, is_detail=self._has_bar)
+        if is_line or self._has_bar:
+            self._waited = self._seconds = 0.0
+        if self._has_bar:
+            # the narrowest terminal shows what comes first
+            self._bar.set_postfix_str(f"loss {record.loss:.4f}, {record.pace}", refresh=False)
+            self._bar.update(record.step - self._bar.n)
 
     def log_eval(self, step: int, figures: Mapping[str, Any]) -> None:
         """Logs an evaluation and redraws the curve."""
@@ -193,11 +215,10 @@ class RunLog:
         """What was logged of evaluations, a run that is continued included."""
         return read_log(self.path)[1] if self.path.stat().st_size else []
 
-    def say(self, text: str) -> None:
-        """Prints without breaking the bar, on the main rank."""
+    def say(self, text: str, *, is_detail: bool = False) -> None:
+        """Prints without breaking the bar, on the main rank; a detail is for run.log alone."""
         if self.is_main:
-            tqdm.write(text, file=sys.stdout)
-            sys.stdout.flush()
+            terminal.say(text, is_detail=is_detail)
 
     def draw(self) -> None:
         """Draws loss.png from the log."""
@@ -206,6 +227,7 @@ class RunLog:
 
     def close(self) -> None:
         """Ends the bar and all files and draws the last curve; a second call does nothing."""
+        self._beside.close()
         if not self.is_main or self._file.closed:
             return
         self._bar.close()
@@ -321,6 +343,7 @@ class StageSummary:
         parts: names of the parts it holds.
         num_parameters, num_trainable: a tied weight counts on each stage that holds it.
         num_bytes: of the weights.
+        notes: lines to print about it.
     """
 
     stage: int
@@ -331,6 +354,7 @@ class StageSummary:
     num_parameters: int
     num_trainable: int
     num_bytes: int
+    notes: tuple[str, ...] = ()
 
 
 def format_stage_table(stages: Sequence[StageSummary]) -> str:
@@ -360,9 +384,24 @@ def format_stage_table(stages: Sequence[StageSummary]) -> str:
     return format_table(rows, num_texts=len(texts), rules=[1, len(rows) - 1])
 
 
+def stages_line(stages: Sequence[StageSummary]) -> str:
+    """The table in a line."""
+    layers, weights = (
+        " | ".join(texts)
+        for texts in zip(*((one.layers, human_bytes(one.num_bytes)) for one in stages), strict=True)
+    )
+    count, trained = (
+        human_count(sum(getattr(one, name) for one in stages))
+        for name in ("num_parameters", "num_trainable")
+    )
+    num = f"{len(stages)} stage{'s' * (len(stages) > 1)}"
+    return f"{num}, layers {layers}: {count} parameters, {trained} trainable; weights {weights}"
+
+
 def summarize_stage(model: Stage, context: DistributedContext) -> StageSummary:
     """The figures of one stage of this rank."""
     parameters = dict(model.named_parameters())
+    start = getattr(model, "start", None) if model.stage == 0 else None
     held = [
         part for part in model.parts() if any(model.part_of(name) == part for name in parameters)
     ]
@@ -375,6 +414,7 @@ def summarize_stage(model: Stage, context: DistributedContext) -> StageSummary:
         num_parameters=sum(p.numel() for p in parameters.values()),
         num_trainable=sum(p.numel() for p in parameters.values() if p.requires_grad),
         num_bytes=tensor_bytes(parameters.values()),
+        notes=(*getattr(model, "notes", ()), *getattr(start, "notes", ())),
     )
 
 
@@ -426,14 +466,19 @@ class RunReport(RunLog):
         return shared[0]
 
     def show_plan(self, summaries: Sequence[StageSummary]) -> None:
-        """Prints the table of all stages; every rank calls this with its own."""
+        """Says what the stages are, their table in run.log; every rank calls this with its own."""
         gathered: list[Any] = [None] * dist.get_world_size(self.context.pp_group)
         dist.all_gather_object(gathered, list(summaries), group=self.context.pp_group)
         stages = sorted((s for part in gathered for s in part), key=lambda s: s.stage)
-        self.say(format_stage_table(stages))
+        for note in dict.fromkeys(note for one in stages for note in one.notes):
+            self.say(note)
+        self.say(format_stage_table(stages), is_detail=True)
+        self.say(stages_line(stages))
 
-    def stepped(self, step: int, result: StepResult, seconds: float) -> None:
-        """After each optimizer step."""
+    def stepped(
+        self, step: int, result: StepResult, seconds: float, *, bubble: float | None = None
+    ) -> None:
+        """After each optimizer step; with its bubble where that was measured."""
         if step == 1 or step % MEMORY_EVERY == 0:
             self.peaks = gather_peaks(self.context.device, group=self.context.pp_group)
         record = StepRecord(
@@ -442,6 +487,7 @@ class RunReport(RunLog):
             seconds=seconds,
             peak_memory_bytes=tuple(self.peaks),
             part_rates={p: result.learning_rate * scale for p, scale in self.lr_scales.items()},
+            bubble=bubble,
         )
         self.log_step(record)
 
@@ -507,7 +553,7 @@ class RunReport(RunLog):
 
     def _draw_samples(self, step: int, result: EvalResult, dataset: Any, processor: Any) -> None:
         tokenizer = getattr(processor, "tokenizer", processor)
-        images, titles, correct = [], [], []
+        images, titles, correct, names = [], [], [], []
         for index, ids in enumerate(result.predicted):
             if not ids:  # dropped, or another replica's
                 continue
@@ -517,6 +563,7 @@ class RunReport(RunLog):
             images.append(pictures[0] if pictures else None)
             titles.append(caption(str(sample.get("question", "")), text, answer))
             correct.append(text == answer if answer else None)
+            names.append(str(sample.get("id", index)))
         folder = self.folder / "samples"
         folder.mkdir(exist_ok=True)
-        plot_predictions(images, titles, correct, folder / f"step-{step:08d}.png")
+        plot_predictions(images, titles, correct, folder / f"step-{step:08d}.png", ids=names)

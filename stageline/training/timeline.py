@@ -18,17 +18,28 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from stageline.pipeline.plan import Kind
-from stageline.pipeline.recorder import NO_RECORDER, WAIT, Recorder, TimelineEvent, bubble
+from stageline.pipeline.recorder import (
+    NO_RECORDER,
+    TRANSFER,
+    WAIT,
+    WAITS,
+    Recorder,
+    TimelineEvent,
+    bubble,
+    split_waits,
+)
 from stageline.pipeline.runner import PipelineRunner
 from stageline.planner.simulate import Durations, simulate
 from stageline.plotting.pictures import drawable, save_figure, text_inches
 
+BUBBLE_EVERY = 10  # steps between two measurements of the bubble
+
 
 class StepTimeline:
-    """Records step number `step`, and no other: timing a GPU costs a little.
+    """Records step number `step` and every tenth, but no other: timing a GPU costs a little.
 
     Args:
-        step: counted from 0; the first ones are slower than the rest.
+        step: counted from 0; the first ones are slower than the rest. Below 0: none is recorded.
     """
 
     def __init__(self, runner: PipelineRunner, *, step: int) -> None:
@@ -37,40 +48,42 @@ class StepTimeline:
         self._num_micro_batches = 0
         self._recorder = Recorder(runner.device, rank=runner.pp_rank)
 
+    def is_timed(self, step: int) -> bool:
+        """Whether the passes of this step are recorded; the same on all ranks."""
+        is_tenth = self.runner.schedule.num_ranks > 1 and (step + 1) % BUBBLE_EVERY == 0
+        return self.step >= 0 and (step == self.step or is_tenth)
+
     def recorder(self, step: int, *, num_micro_batches: int) -> Recorder:
         """What the runner gets for this step; ranks start the clock together."""
-        if step != self.step:
+        if not self.is_timed(step):
             return NO_RECORDER
         self._num_micro_batches = num_micro_batches
         dist.barrier(group=self.runner.group)
         self._recorder.start()
         return self._recorder
 
-    def gather(self) -> tuple[list[TimelineEvent], list[TimelineEvent]]:
-        """After the step; every rank calls this.
-
-        Returns:
-            What all ranks did, and the same passes with their mean times and no other waiting than
-            for each other.
-        """
+    def measured(self) -> list[TimelineEvent]:
+        """After a timed step, what all ranks did; every rank calls this."""
         gathered: list[list[TimelineEvent]] = [[] for _ in range(self.runner.schedule.num_ranks)]
         dist.all_gather_object(gathered, self._recorder.events(), group=self.runner.group)
-        measured = [event for events in gathered for event in events]
+        return split_waits([event for events in gathered for event in events])
+
+    def ideal(self, measured: Sequence[TimelineEvent]) -> list[TimelineEvent]:
+        """The same passes with mean times, waiting for nothing but each other."""
         schedule = self.runner.schedule
-        ideal = simulate(
+        return simulate(
             schedule.orders(self._num_micro_batches),
             mean_durations(measured),
             num_stages=schedule.num_stages,
             flow=self.runner.flow,
-        )
-        return measured, ideal.events
+        ).events
 
 
 def mean_durations(events: Sequence[TimelineEvent]) -> Durations:
     """(stage, kind) -> the mean seconds of a pass."""
     seconds: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     for event in events:
-        if event.kind != WAIT:
+        if event.kind not in WAITS:
             seconds[event.stage, Kind(event.kind)].append(event.end - event.start)
     return {key: mean(values) for key, values in seconds.items()}
 
@@ -81,9 +94,11 @@ KIND_NAMES = {
     "B": "backward",
     "I": "input gradient",
     "W": "weight gradient",
-    WAIT: "communication wait",
+    WAIT: "waits for another stage",
+    TRANSFER: "waits for a transfer",
 }
-COLORS = {"F": "#3b75c4", "B": "#d9822b", "I": "#c9a227", "W": "#3f9a5b", WAIT: "#d77a86"}
+COLORS = {"F": "#3b75c4", "B": "#d9822b", "I": "#c9a227", "W": "#3f9a5b"}
+COLORS |= {WAIT: "#e3a5ad", TRANSFER: "#7d4fa3"}
 IDLE = "#e9ebee"
 LIGHTEST = 0.55  # how far a rank's last stage goes towards white
 BAR_HEIGHT = 0.8  # of a row
@@ -173,15 +188,15 @@ def _draw_bars(
     room = text_inches(widest, size=FONT_SIZE) + 0.03
     for row, rank in enumerate(held):
         own = [span for span in spans if span.rank == rank]
-        own.sort(key=lambda span: span.kind != WAIT)  # waits lie below
+        own.sort(key=lambda span: span.kind not in WAITS)  # waits lie below
         boxes, colors, edges = [], [], []
         for span in own:
             first, length = (span.start - start) * factor, (span.end - span.start) * factor
             width, color = length * inches, span_color(span, held)
             boxes.append((first, length))
             colors.append(color)
-            edges.append(min(EDGE, 72 * width / 10) if span.kind != WAIT else 0.0)
-            if span.kind != WAIT and width >= room:
+            edges.append(min(EDGE, 72 * width / 10) if span.kind not in WAITS else 0.0)
+            if span.kind not in WAITS and width >= room:
                 _write_number(axes, str(span.micro_batch), (first + length / 2, row), color)
         axes.broken_barh(
             boxes, _height(row), facecolors=colors, edgecolors="white", linewidths=edges
@@ -206,7 +221,7 @@ def span_color(span: TimelineEvent, held: dict[int, list[int]]) -> str:
     """Of its kind; the later stages of a rank are lighter."""
     color = COLORS[span.kind]
     most = max(len(stages) for stages in held.values())
-    if most == 1 or span.kind == WAIT:
+    if most == 1 or span.kind in WAITS:
         return color
     share = LIGHTEST * held[span.rank].index(span.stage) / (most - 1)
     return _lighten(color, share)
@@ -290,7 +305,7 @@ def trace_events(events: Sequence[TimelineEvent]) -> list[dict[str, Any]]:
         named += _metadata(rank, 0, "process", f"rank {rank}", order=rank)
         for stage in stages:
             named += _metadata(rank, stage, "thread", f"stage {stage}", order=stage)
-        if any(event.kind == WAIT for event in events if event.rank == rank):
+        if any(event.kind in WAITS for event in events if event.rank == rank):
             named += _metadata(rank, waits, "thread", "waits", order=waits)
     ordered = sorted(events, key=lambda e: (e.rank, e.start, e.end, e.stage, e.kind, e.micro_batch))
     return named + [_complete(event, waits=waits, origin=start) for event in ordered]
@@ -306,11 +321,11 @@ def _metadata(rank: int, thread: int, what: str, name: str, *, order: int) -> li
 
 
 def _complete(event: TimelineEvent, *, waits: int, origin: float) -> dict[str, Any]:
-    is_wait = event.kind == WAIT
+    is_wait = event.kind in WAITS
     return {
         # one colour a kind: Perfetto leaves numbers out when it chooses
         "name": f"{KIND_NAMES[event.kind]} {event.micro_batch}",
-        "cat": "wait" if is_wait else "compute",
+        "cat": event.kind if is_wait else "compute",
         "ph": "X",
         "pid": event.rank,
         "tid": waits if is_wait else event.stage,

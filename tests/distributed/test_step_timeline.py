@@ -7,7 +7,7 @@ from loss_fn import sft
 from pp_models import CausalLMStage
 from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.init import init_split_model
-from stageline.pipeline.recorder import TimelineEvent
+from stageline.pipeline.recorder import WAITS, TimelineEvent
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
 from stageline.training.step import TrainStep
@@ -43,8 +43,8 @@ def train(rank, name, frozen):
     )
     for step in range(3):
         train_step(tiny_micro_batches("llama"), step=step)
-    measured, ideal = timeline.gather()
-    return plain(measured), plain(ideal)
+    measured = timeline.measured()
+    return plain(measured), plain(timeline.ideal(measured))
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -53,9 +53,16 @@ def test_all_ranks_have_the_same_events(name, frozen):
     results = run_ranks(train, 2, name, frozen)
     assert results[0] == results[1]
     measured, ideal = ([TimelineEvent(*event) for event in part] for part in results[0])
-    passes = sorted(event[:4] for event in plain(measured) if event[2] != "wait")
+    passes = sorted(event[:4] for event in plain(measured) if event[2] not in WAITS)
     assert passes == sorted(event[:4] for event in plain(ideal))
     assert {event.rank for event in measured} == {0, 1}
+    # what a rank waits for ended when the transfer began
+    ends = {event[1:4]: event[5] for event in map(tuple, plain(measured)) if event[2] not in WAITS}
+    for event in measured:
+        if event.kind == "wait":
+            makers = [(event.stage - 1, "F"), *((event.stage + 1, kind) for kind in "BI")]
+            known = [ends.get((*maker, event.micro_batch), 0.0) for maker in makers]
+            assert any(event.end <= end + 1e-9 for end in known), event
     # only the head trains then, which the last stage holds
     if frozen:
         last = make_schedule(name, num_ranks=2).num_stages - 1

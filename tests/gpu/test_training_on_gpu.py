@@ -12,6 +12,7 @@ from pp_models import CausalLMStage
 from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.init import init_split_model
 from stageline.distributed.process_group import distributed_context
+from stageline.pipeline.recorder import WAITS
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import SCHEDULES, make_schedule
 from stageline.training.step import TrainStep
@@ -49,7 +50,7 @@ def train(context, name, dtype):
     )
     results = [train_step(tiny_micro_batches("llama"), step=step) for step in range(3)]
     weights = {name: p.detach().clone() for name, p in runner.local.named_parameters().items()}
-    return results, weights, timeline.gather()[0]
+    return results, weights, timeline.measured()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -64,7 +65,7 @@ def test_several_stages_on_one_gpu_equal_one(context, name, dtype):
     for parameter, weight in weights.items():
         torch.testing.assert_close(weight, reference[parameter], rtol=tolerance, atol=tolerance)
     # the marks are events in the GPU's stream
-    passes = [event for event in events if event.kind != "wait"]
+    passes = [event for event in events if event.kind not in WAITS]
     assert len(passes) >= 2 * 4
     assert all(0 <= event.start <= event.end < 60 for event in passes)
 

@@ -169,6 +169,67 @@ def test_the_picture_shows_what_the_report_says(tmp_path):
     assert not (tmp_path / "none.png").exists()
 
 
+def test_numbers_are_sorted_as_numbers(tmp_path):
+    names = ["10", "9", "left", "-90", "10 o'clock", "9 o'clock", "0"]
+    wanted = ["-90", "0", "9", "9 o'clock", "10", "10 o'clock", "left"]
+    samples = [{"id": name, "groups": {"turn": name}} for name in names]
+    report = make_report({"per_sample": [1] * 7}, settings={}, samples=samples)
+    assert list(report["groupings"]["turn"]) == wanted
+    shuffled = {name: report["groupings"]["turn"][name] for name in names}
+    figure = groups_figure({**report, "groupings": {"turn": shuffled}})
+    shown = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert shown[::-1] == [f"{name} (1)" for name in wanted], "from the top"
+
+
+def test_chance_is_drawn_where_the_number_of_choices_is_known():
+    samples = [
+        {"id": "1", "groups": {"task": "a", "set": "x"}, "choices": ["p", "q"]},
+        {"id": "2", "groups": {"task": "a", "set": "y"}, "num_choices": 4},
+        {"id": "3", "groups": {"task": "b", "set": "y"}},
+    ]
+    figures = {"per_sample": [1, 0, 1], "unparsed": [0, 1, 0]}
+    report = make_report(figures, settings={}, samples=samples, bootstrap=Bootstrap(0))
+    tasks, sets = report["groupings"]["task"], report["groupings"]["set"]
+    assert tasks["a"]["chance"] == pytest.approx((1 / 2 + 1 / 4) / 2)
+    assert sets["x"]["chance"] == 0.5 and "chance" not in sets["y"], "one of them is not known"
+    assert "chance" not in report and "chance" not in tasks["b"]
+    assert "| a | 0.5000 | 0.3750 |" in report_markdown(report)
+    assert "| b | 1.0000 | - |" in report_markdown(report)
+    figure = groups_figure(report)
+    (drawn,) = [c for c in figure.axes[0].collections if c.get_label() == "chance"]
+    ((_, low), (_, high)) = drawn.get_segments()[0]
+    assert [x for x, _ in drawn.get_segments()[0]] == [0.375, 0.375] and low < 1 < high
+    graded = {**figures, "is_graded": True}
+    assert "chance" not in str(make_report(graded, settings={}, samples=samples)["groupings"])
+
+
+def test_the_legend_lies_on_no_bar():
+    groups = {f"{number}": [number] for number in range(12)}
+    figures = {"per_sample": [1] * 12, "unparsed": [0] * 12, "groups": groups}
+    for unparsed in ([0] * 12, [1, *[0] * 11]):
+        report = make_report({**figures, "unparsed": unparsed}, settings={}, bootstrap=Bootstrap(0))
+        figure = groups_figure(report)
+        figure.canvas.draw()
+        (legend,) = figure.legends
+        (axes,) = figure.axes
+        assert axes.get_legend() is None
+        assert legend.get_window_extent().y1 <= axes.get_tightbbox().y0 + 1, "but for rounding"
+        assert legend.get_window_extent().x0 >= 0
+        labels = [text.get_text() for text in legend.get_texts()]
+        assert ("unparsed" in labels) == any(unparsed) and {"right", "all samples"} <= set(labels)
+
+
+def test_the_page_names_what_was_evaluated():
+    about = {"model": "LlamaForCausalLM", "checkpoint": "/runs/a/step-5", "date": "2026-11-23"}
+    report = make_report(FIGURES, settings={"metric": "vsr"}, samples=SAMPLES, about=about)
+    page = report_markdown(report)
+    assert page.startswith(
+        "# Evaluation with vsr\n\n- model: LlamaForCausalLM\n- checkpoint: /runs/a/step-5\n"
+        "- date: 2026-11-23\n\n4 samples."
+    )
+    assert report["about"] == about
+
+
 # -- two runs ----------------------------------------------------------------------------
 
 

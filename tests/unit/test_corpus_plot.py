@@ -21,7 +21,8 @@ def test_each_type_has_its_bars_on_top_of_the_others(tmp_path):
     assert [bar.get_width() for bar in padding.patches] == [0.01, 0.5]
     save_figure(figure, tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 1000
-    assert list(tmp_path.iterdir()) == [tmp_path / "p.png"]
+    assert (tmp_path / "p.pdf").read_bytes().startswith(b"%PDF")
+    assert len(list(tmp_path.iterdir())) == 2, "and nothing half written"
 
 
 def test_types_beyond_the_largest_are_drawn_as_one():

@@ -17,6 +17,7 @@ from stageline.plotting.pictures import (
     predictions_figure,
     predictions_markdown,
     wrap_text,
+    wrong_first,
 )
 from stageline.run_records import read_log
 
@@ -71,7 +72,9 @@ def test_a_log_of_one_evaluation_or_of_nothing_can_be_drawn(tmp_path):
         write(tmp_path / "log.jsonl", records)
         plot_loss(tmp_path / "log.jsonl", tmp_path / "loss.png")
         Image.open(tmp_path / "loss.png").verify()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.jsonl", "loss.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "log.jsonl", "loss.pdf", "loss.png",
+    ]  # fmt: skip
 
 
 def test_pyplot_is_not_used(tmp_path):
@@ -191,6 +194,7 @@ def test_hostile_text_is_drawn_without_a_warning(tmp_path):
             tmp_path / "p.png",
         )
     Image.open(tmp_path / "p.png").verify()
+    assert (tmp_path / "p.pdf").read_bytes().startswith(b"%PDF")
 
 
 def test_the_table_beside_it_cuts_nothing(tmp_path):
@@ -198,9 +202,30 @@ def test_the_table_beside_it_cuts_nothing(tmp_path):
     plot_predictions([None, None], [long, "a | b <i>"], [True, False], tmp_path / "p.png")
     text = (tmp_path / "p.md").read_text()
     assert long.strip() in text and "a \\| b &lt;i>" in text
-    assert text.startswith("1 of 2 right.")
+    assert text.startswith("1 wrong of 2.")
     lines = predictions_markdown(["a\nb"], [None]).splitlines()
     assert lines == ["| # |  | sample |", "| --- | --- | --- |", "| 0 |  | a<br>b |"]
+
+
+def test_wrong_ones_are_counted_over_all_and_samples_have_their_ids(tmp_path):
+    assert wrong_first(10, 360, 36) == "10 wrong of 360, shown first"
+    assert wrong_first(155, 360, 36) == "155 wrong of 360, 36 of them shown"
+    assert wrong_first(0, 360, 36) == "0 wrong of 360"
+    titles = [caption("q", "7", "9"), caption("# q", "9", "9")]
+    how = {"ids": ["digits-17", "x" * 300], "summary": "10 wrong of 360, shown first"}
+    plot_predictions([None, None], titles, [False, True], tmp_path / "p.png", **how)
+    lines = (tmp_path / "p.md").read_text().splitlines()
+    assert lines[0] == "10 wrong of 360, shown first." and lines[2] == "| id |  | sample |"
+    assert lines[4].startswith("| digits-17 | wrong | q<br>")
+    figure = predictions_figure([None, None], titles, [False, True], **how)
+    assert [text.get_text() for text in figure.texts] == ["10 wrong of 360, shown first"]
+    figure.canvas.draw()
+    (head,), cells = figure.texts, figure.axes
+    assert head.get_window_extent().y0 >= max(cell.get_window_extent().y1 for cell in cells)
+    shown = [[text.get_text() for text in cell.texts] for cell in cells]
+    assert shown[0] == ["digits-17", "q", "→ 7", "answer: 9"]
+    assert shown[1][0].endswith("…"), "an id has one line"
+    assert [text.get_weight() for text in cells[0].texts] == ["normal", "normal", "bold", "normal"]
 
 
 def test_no_samples_no_file(tmp_path):

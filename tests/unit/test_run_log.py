@@ -4,12 +4,21 @@ import json
 import math
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from stageline.training.run_log import RunLog, StepRecord, finite, line_interval, scalars
+from stageline.training.evaluation import EvalResult
+from stageline.training.run_log import (
+    RunLog,
+    RunReport,
+    StepRecord,
+    finite,
+    line_interval,
+    scalars,
+)
 
 
 def record(step, loss=1.0, **other):
@@ -153,6 +162,21 @@ def test_the_curve_is_drawn_at_an_evaluation_and_at_the_end(tmp_path):
     log.close()  # twice is allowed: on the way out of an error too
 
 
+def test_held_out_samples_are_kept_with_their_ids(tmp_path):
+    context = SimpleNamespace(is_main=True, rank=0, device=None, pp_group=None)
+    rows = [
+        (None, {"id": f"row {n}", "question": "q", "answer": answer})
+        for n, answer in enumerate("abc")
+    ]
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: "".join(ids))
+    result = EvalResult(1.0, 0.5, 3, predicted=[["a"], [], ["x"]])  # the second: another rank's
+    with RunReport(tmp_path, context=context, total_steps=5) as report:
+        report.evaluated(2, result, dataset=rows, processor=tokenizer)
+    lines = (tmp_path / "samples/step-00000002.md").read_text().splitlines()
+    assert lines[0] == "1 wrong of 2." and len(lines) == 6
+    assert lines[4].startswith("| row 0 | right |") and lines[5].startswith("| row 2 | wrong |")
+
+
 def test_without_a_terminal_there_are_plain_lines(tmp_path, capsys):
     log = RunLog(tmp_path, total_steps=450)
     for step in range(1, 31):
@@ -191,6 +215,9 @@ def test_without_tensorboard_a_note_and_no_error(tmp_path, monkeypatch, capsys):
 def test_a_skipped_step_says_so():
     assert "skipped" in str(record(1, math.inf, is_skipped=True))
     assert "skipped" not in str(record(1))
+    assert "bubble" not in str(record(1)) and "bubble" not in record(1).logged()
+    assert record(1, bubble=0.29876).logged()["bubble"] == 0.2988
+    assert ", bubble 30 %, memory" in str(record(1, bubble=0.29876))
     assert record(1, seconds=0.0).tokens_per_second == 0.0
 
 

@@ -167,7 +167,7 @@ def test_the_pictures_show_the_figures(tmp_path):
     for arm, bar in zip(figures["arms"], bars, strict=True):
         heights = [patch.get_height() for patch in bar.patches]
         assert heights == [figures["arms"][arm][group]["mean"] for group in figures["chance"]]
-    dots = [line for line in axes.lines if line.get_marker() == "."]
+    dots = [line for line in axes.lines if line.get_marker() == "." and len(line.get_ydata())]
     assert sorted(len(line.get_ydata()) for line in dots) == [3] * 6
     steps = [{"step": number, "loss": 9.0, "token_loss": 1.0} for number in range(1, 5)]
     plain = [{"step": number, "loss": 2.0} for number in range(1, 5)]
@@ -177,6 +177,40 @@ def test_the_pictures_show_the_figures(tmp_path):
     save_figure(losses_figure({"sft": [plain]}), tmp_path / "l.png")
     for name in ("a.png", "l.png"):
         Image.open(tmp_path / name).verify()
+
+
+def spans(axes, label):
+    """[(low, high)] of the intervals with this width, in order."""
+    width = {"samples": 1.2, "seeds": 5}[label]
+    found = [c for c in axes.collections if c.get_linewidth()[0] == width]
+    return [tuple(y for _, y in segment) for c in found for segment in c.get_segments()]
+
+
+def test_the_picture_draws_the_intervals_that_decide():
+    figures = figures_of({"sft": [0.5, 0.6, 0.4], "contrastive": [0.9, 0.8, 0.9]})
+    _, differences = accuracy_figure(figures).axes
+    wanted = figures["differences"]["contrastive - sft"]
+    for kind in ("samples", "seeds"):
+        assert spans(differences, kind) == [
+            pytest.approx(wanted[group][f"interval_95_over_{kind}"]) for group in figures["chance"]
+        ]
+    labels = [text.get_text() for text in differences.get_legend().get_texts()]
+    assert "over seeds too: decides" in labels
+
+
+def test_one_seed_has_no_interval_over_seeds():
+    figures = figures_of({"sft": [0.5], "contrastive": [0.9]})
+    assert figures["arms"]["sft"][ALL]["interval_95_over_seeds"] is None
+    accuracy, differences = accuracy_figure(figures).axes
+    assert spans(differences, "seeds") == [] and len(spans(differences, "samples")) == 3
+    for axes in (accuracy, differences):
+        labels = [text.get_text() for text in axes.get_legend().get_texts()]
+        assert not any("seed" in label for label in labels)
+    row = next(
+        line for line in study_markdown(figures, title="", settings={}).splitlines()
+        if line.startswith("| contrastive - sft | all")
+    )  # fmt: skip
+    assert row.split(" | ")[4] == "-"
 
 
 # -- the script --------------------------------------------------------------------------

@@ -7,17 +7,25 @@ from types import SimpleNamespace
 
 import numpy
 import pytest
+import torch
 from matplotlib.colors import to_rgb
 from PIL import Image
 
 from stageline.pipeline.plan import Kind
-from stageline.pipeline.recorder import TimelineEvent, bubble, describe_timeline
+from stageline.pipeline.recorder import (
+    WAITS,
+    TimelineEvent,
+    bubble,
+    describe_timeline,
+    split_waits,
+)
 from stageline.training.run_log import RunReport
 from stageline.training.timeline import (
     COLORS,
     DPI,
     IDLE,
     LIGHTEST,
+    StepTimeline,
     plot_timeline,
     rank_label,
     timeline_figure,
@@ -152,7 +160,7 @@ def test_the_legend_names_what_is_there():
         "backward",
         "input gradient",
         "weight gradient",
-        "communication wait",
+        "waits for another stage",
         "idle",
     ]
 
@@ -199,7 +207,9 @@ def test_the_file_appears_whole_and_hostile_titles_are_text(tmp_path):
         plot_timeline(MEASURED, IDEAL, tmp_path / "t.png", title="$x_{$ 数字 \x07 step 3")
         plot_timeline([], None, tmp_path / "empty.png", title="")
     Image.open(tmp_path / "t.png").verify()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.png", "t.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "empty.pdf", "empty.png", "t.pdf", "t.png",
+    ]  # fmt: skip
 
 
 # -- the trace ---------------------------------------------------------------------------
@@ -286,8 +296,8 @@ def test_the_description_gives_bubbles_times_and_the_slowest_stage():
     lines = describe_timeline(MEASURED, IDEAL).splitlines()
     assert lines == [
         "bubble 34.4 % of 8.000 s; ideal with these pass times: 50.0 % of 5.000 s",
-        "rank 0 (stage 0): busy 4.000 s, waits 3.000 s",
-        "rank 1 (stage 1): busy 6.500 s, waits 0.500 s",
+        "rank 0 (stage 0): busy 4.000 s, waits 3.000 s for other stages, 0.000 s for transfers",
+        "rank 1 (stage 1): busy 6.500 s, waits 0.500 s for other stages, 0.000 s for transfers",
         "stage 1 is the slowest, 24 % above the mean: move a layer from it to stage 0, the "
         "fastest (--partition)",
     ]
@@ -303,6 +313,78 @@ def test_the_description_blames_nobody_where_stages_are_even():
     still = [TimelineEvent(rank, rank, "F", 0, 1.0, 1.0) for rank in (0, 1)]
     assert describe_timeline(still, still).startswith("bubble 0.0 %")
     assert describe_timeline([], None) == "bubble 0.0 % of 0.000 s"
+
+
+# -- waits -------------------------------------------------------------------------------
+
+
+def parts_of(events):
+    """(rank, stage, micro-batch) of a wait -> its parts."""
+    found = {}
+    for event in split_waits(events):
+        if event.kind in WAITS:
+            place = (event.rank, event.stage, event.micro_batch)
+            found.setdefault(place, []).append((event.kind, event.start, event.end))
+    return found
+
+
+def test_a_wait_is_cut_where_the_tensor_was_made():
+    events = [
+        TimelineEvent(0, 0, "F", 0, 0.0, 2.0),
+        TimelineEvent(1, 1, "wait", 0, 0.5, 2.5),  # 1.5 s until it is made, 0.5 s until it is there
+        TimelineEvent(1, 1, "F", 0, 2.5, 3.0),
+        TimelineEvent(1, 1, "B", 0, 3.0, 5.0),
+        TimelineEvent(0, 0, "wait", 0, 5.5, 6.0),  # it was made before: all of it is the transfer
+        TimelineEvent(0, 0, "B", 0, 6.0, 7.0),
+    ]
+    assert parts_of(events) == {
+        (1, 1, 0): [("wait", 0.5, 2.0), ("transfer", 2.0, 2.5)],
+        (0, 0, 0): [("transfer", 5.5, 6.0)],
+    }
+    lines = describe_timeline(split_waits(events), None).splitlines()
+    assert lines[1].endswith("busy 3.000 s, waits 0.000 s for other stages, 0.500 s for transfers")
+    assert lines[2].endswith("busy 2.500 s, waits 1.500 s for other stages, 0.500 s for transfers")
+    assert bubble(split_waits(events)) == bubble(events), "both are bubble"
+
+
+def test_forward_and_backward_waits_of_a_micro_batch_have_other_makers():
+    """Two stages a rank: the gradient comes from the stage behind, by an input-gradient pass."""
+    events = [
+        TimelineEvent(0, 0, "F", 1, 0.0, 1.0),
+        TimelineEvent(1, 1, "wait", 1, 0.0, 3.0),
+        TimelineEvent(1, 1, "F", 1, 3.0, 4.0),
+        TimelineEvent(0, 2, "I", 1, 8.0, 9.0),
+        TimelineEvent(0, 2, "W", 1, 9.0, 9.5),  # sends nothing
+        TimelineEvent(1, 1, "wait", 1, 6.0, 9.2),
+        TimelineEvent(1, 1, "I", 1, 9.2, 10.0),
+    ]
+    waits = [("wait", 0.0, 1.0), ("transfer", 1.0, 3.0), ("wait", 6.0, 9.0), ("transfer", 9.0, 9.2)]
+    assert parts_of(events) == {(1, 1, 1): waits}
+
+
+def test_a_wait_whose_maker_is_not_known_stays():
+    events = [TimelineEvent(1, 1, "wait", 0, 0.0, 1.0), TimelineEvent(1, 1, "F", 0, 1.0, 2.0)]
+    assert split_waits(events) == events and split_waits(events[:1]) == events[:1]
+
+
+def test_transfers_have_a_colour_a_name_and_a_place_of_their_own(tmp_path):
+    events = [*MEASURED, TimelineEvent(0, 0, "transfer", 1, 13.0, 13.5)]
+    figure = timeline_figure(events, None, title="x")
+    assert "waits for a transfer" in [text.get_text() for text in figure.legends[0].get_texts()]
+    assert "1" not in numbers(timeline_figure([events[-1]], None, title="x").axes[0])
+    (span,) = [event for event in trace_events(events) if event.get("cat") == "transfer"]
+    assert span["name"] == "waits for a transfer 1" and span["tid"] == 2, "the thread of waits"
+
+
+@pytest.mark.parametrize(("step", "num_ranks", "timed"), [
+    (2, 2, [2, 9, 19]), (-1, 2, []), (2, 1, [2]), (9, 2, [9, 19]),
+])  # fmt: skip
+def test_the_bubble_is_measured_every_tenth_step(step, num_ranks, timed):
+    runner = SimpleNamespace(
+        device=torch.device("cpu"), pp_rank=0, schedule=SimpleNamespace(num_ranks=num_ranks)
+    )
+    timeline = StepTimeline(runner, step=step)
+    assert [step for step in range(25) if timeline.is_timed(step)] == timed
 
 
 # -- in a run ----------------------------------------------------------------------------
