@@ -19,9 +19,12 @@ def read_log(path: str | Path) -> tuple[list[dict], list[dict]]:
                 continue
             if not isinstance(record, dict) or "step" not in record:
                 continue
-            while records and _order(records[-1]) >= _order(record):
+            is_mark = record.get("kind") == "resume"
+            first = (record["step"] + 1, False) if is_mark else _order(record)
+            while records and _order(records[-1]) >= first:
                 records.pop()
-            records.append(record)
+            if not is_mark:
+                records.append(record)
     steps = [record for record in records if not _is_eval(record)]
     return steps, [record for record in records if _is_eval(record)]
 

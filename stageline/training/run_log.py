@@ -6,6 +6,7 @@ Only the main rank writes; on others every method does nothing. Knows neither mo
 import contextlib
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -156,9 +157,11 @@ class RunLog:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path = self.folder / "log.jsonl"
         terminal.keep(self.folder / "run.log")
-        end_torn_line(self.path)
-        self._file = self.path.open("a", encoding="utf-8")
+        cut_torn_line(self.path)
+        self._file = self.path.open("a+", encoding="utf-8")
         self._events = _open_events(self.folder / "tensorboard", start_step=start_step)
+        if start_step and self._has_records():
+            self._write("resume", start_step, {})
         # a bar that redraws itself is for terminals; a file of output gets lines
         self._has_bar = sys.stderr.isatty()
         self._bar = tqdm(
@@ -213,7 +216,10 @@ class RunLog:
 
     def evaluations(self) -> list[dict[str, Any]]:
         """What was logged of evaluations, a run that is continued included."""
-        return read_log(self.path)[1] if self.path.stat().st_size else []
+        return read_log(self.path)[1] if self._has_records() else []
+
+    def _has_records(self) -> bool:
+        return self.path.exists() and self.path.stat().st_size > 0
 
     def say(self, text: str, *, is_detail: bool = False) -> None:
         """Prints without breaking the bar, on the main rank; a detail is for run.log alone."""
@@ -222,7 +228,7 @@ class RunLog:
 
     def draw(self) -> None:
         """Draws loss.png from the log."""
-        if self.is_main and self.path.stat().st_size:
+        if self.is_main and self._has_records():
             plot_loss(self.path, self.folder / "loss.png")
 
     def close(self) -> None:
@@ -232,26 +238,50 @@ class RunLog:
             return
         self._bar.close()
         self._file.close()
-        if self._events is not None:
-            self._events.close()
+        self._tell_events(lambda events: events.close())
         self._tell(lambda tracker: tracker.close())
         self.draw()
 
     def _write(self, kind: str, step: int, figures: Mapping[str, Any]) -> None:
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **finite(figures)}
         try:
+            self._find_again()
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
             self._file.flush()
-            if self._events is not None:
-                for name, value in scalars(figures).items():
-                    self._events.add_scalar(f"{kind}/{name}", value, step)
         except OSError as error:
             raise StorageError(
                 f"the log in {self.folder} cannot be written ({error}), a folder with room was "
                 "expected: it was removed, or the disk is full. The checkpoints there are as they "
                 "were. Make room, then resume."
             ) from error
-        self._tell(lambda tracker: tracker.log(kind, step, scalars(finite(figures))))
+        self._tell_events(lambda events: _add_scalars(events, kind, step, figures))
+        if figures:
+            self._tell(lambda tracker: tracker.log(kind, step, scalars(finite(figures))))
+
+    def _find_again(self) -> None:
+        """Writes the log anew where somebody removed it: what it held is still to be read."""
+        if self.path.exists():
+            return
+        self._file.seek(0)
+        with self._file as lost:
+            text = lost.read()
+            self._file = self.path.open("a+", encoding="utf-8")
+            self._file.write(text)
+        self.say(f"note: {self.path} was removed during the run; it was written anew")
+
+    def _tell_events(self, what: Callable[[Any], object]) -> None:
+        """Writes TensorBoard events; where that fails they end, and the run goes on."""
+        if self._events is None:
+            return
+        try:
+            what(self._events)
+        except Exception as error:  # its thread hands on whatever befell it
+            self._events = None
+            self.say(
+                f"note: no more TensorBoard events are written into {self.folder / 'tensorboard'} "
+                f"({type(error).__name__}: {error}); {self.path} has every figure. If the disk is "
+                "full, make room: the next checkpoint needs it, too"
+            )
 
     def _tell(self, what: Callable[[Any], None]) -> None:
         """Tells the tracker; one that fails is left alone from then on, and the run goes on."""
@@ -310,14 +340,11 @@ def line_interval(num_steps: int) -> int:
         power *= 10
 
 
-def end_torn_line(path: Path) -> None:
-    """Ends a last line that a crash cut off, so that the next one starts on its own."""
-    if not path.exists() or path.stat().st_size == 0:
-        return
-    with path.open("rb+") as file:
-        file.seek(-1, 2)
-        if file.read(1) != b"\n":
-            file.write(b"\n")
+def cut_torn_line(path: Path) -> None:
+    """Takes away a last line that a crash cut off; the resumed run comes by its step again."""
+    if path.exists():
+        content = path.read_bytes()
+        os.truncate(path, content.rfind(b"\n") + 1)
 
 
 def _open_events(folder: Path, *, start_step: int) -> Any | None:
@@ -332,6 +359,11 @@ def _open_events(folder: Path, *, start_step: int) -> Any | None:
     # evaluations at step 0 come before the first step, those at a later start have been made
     purge_step = (start_step + 1 if start_step else 0) if folder.exists() else None
     return SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
+
+
+def _add_scalars(events: Any, kind: str, step: int, figures: Mapping[str, Any]) -> None:
+    for name, value in scalars(figures).items():
+        events.add_scalar(f"{kind}/{name}", value, step)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,12 @@
 """The run log: files are parsed back by other programs' readers."""
 
+import errno
 import json
 import math
 import sys
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from PIL import Image
@@ -128,7 +130,9 @@ def test_a_continued_log_appends_and_the_events_of_lost_steps_go(tmp_path):
     time.sleep(1.1)  # files of events are read in the order of their names, which have seconds
     write_log(tmp_path, [2.5], first=2, start_step=1)
     after = (tmp_path / "log.jsonl").read_bytes()
-    assert after.startswith(before) and len(read_lines(tmp_path)) == 6
+    assert after.startswith(before) and len(read_lines(tmp_path)) == 7
+    marks = [line["step"] for line in read_lines(tmp_path) if line["kind"] == "resume"]
+    assert marks == [1], "where steps are there twice, the later ones count"
     assert read_events(tmp_path, "train/loss") == [(1, 4.0), (2, 2.5)]
 
 
@@ -137,8 +141,39 @@ def test_a_torn_last_line_does_not_swallow_the_next(tmp_path):
     with (tmp_path / "log.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')
     write_log(tmp_path, [3.0], first=2, start_step=1)
-    lines = (tmp_path / "log.jsonl").read_text().splitlines()
-    assert json.loads(lines[3])["loss"] == 3.0 and len(lines) == 5
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["train", "eval", "resume", "train", "eval"]
+    assert lines[3]["loss"] == 3.0
+
+
+def test_a_log_that_is_removed_during_a_run_is_written_anew(tmp_path, capsys):
+    log = RunLog(tmp_path, total_steps=3)
+    log.log_step(record(1))
+    (tmp_path / "log.jsonl").unlink()
+    assert log.evaluations() == []
+    log.draw()
+    log.log_step(record(2))
+    log.log_eval(2, {"loss": 1.0})
+    assert [line["step"] for line in read_lines(tmp_path)] == [1, 2, 2]
+    assert "log.jsonl was removed during the run" in capsys.readouterr().out
+    (tmp_path / "log.jsonl").unlink()
+    log.close()  # a run that has finished does not end in an error for it
+
+
+def test_events_that_cannot_be_written_do_not_end_a_run(tmp_path, capsys):
+    log = RunLog(tmp_path, total_steps=3)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    log._events = SimpleNamespace(add_scalar=Mock(side_effect=full), close=Mock(side_effect=full))
+    log.log_step(record(1))
+    log.log_step(record(2))
+    log.close()
+    assert [line["step"] for line in read_lines(tmp_path)] == [1, 2]
+    said = capsys.readouterr().out
+    assert said.count("no more TensorBoard events") == 1 and "No space left" in said
+    assert str(tmp_path / "tensorboard") in said
+    log = RunLog(tmp_path, total_steps=3)
+    log._events = SimpleNamespace(close=Mock(side_effect=full))
+    log.close()
 
 
 def test_other_ranks_write_and_say_nothing(tmp_path, capsys):
