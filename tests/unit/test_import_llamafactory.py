@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from commands import train as _  # noqa: F401 - its engines
+from commands import train as train_pp  # noqa: F401 - its engines
 from commands.command_line import main
 from commands.import_llamafactory import ROWS, TABLE, config_text, convert, row_of
 from options import memory
@@ -40,6 +40,7 @@ BESIDE = {
     "swanlab": {"use_swanlab": True},
     "run_name": {"report_to": "wandb"},
     "export_": {"export_dir": "merged"},
+    "quant_config": {"peft_config": {"name": "lora"}},
     "pref_": {"stage": "dpo"},
     "adam_beta": {"optim": "adamw_torch"},
 }
