@@ -41,7 +41,6 @@ PICTURED = re.compile(
     r"vl|llava|vision|pixtral|gemma-?[34]|mllama|smolvlm|idefics|glm-?4\S*v|minicpm|qwen3[._]5"
 )
 
-
 # of models that others quantised
 READY_MADE = re.compile(r"(?i)-(awq|gptq|aqlm|bnb)\b")
 
@@ -151,6 +150,14 @@ def _deepspeed(value: Any, theirs: Theirs, row: Row) -> Ours | str:
     return "Stages share weights and optimizer: give --cards; replicas are dp-degree and dp-shard."
 
 
+def _steps(value: float, theirs: Theirs, row: Row) -> Ours | str:
+    if row["to"] == "save-steps" and theirs.get("save_strategy", "steps") != "steps":
+        return {}
+    if 0 < float(value) < 1:
+        return "A share of the run is not here. Give a number of steps, or epoch."
+    return {row["to"]: int(value)} if float(value) >= 1 else {}
+
+
 def _attention(value: Any, theirs: Theirs, row: Row) -> Ours | str:
     kernels = {"auto": "auto", "disabled": "eager", "sdpa": "sdpa"}
     kernels |= dict.fromkeys(("fa2", "flash_attention_2"), "flash")
@@ -219,12 +226,9 @@ BY: dict[str, Callable[[Any, Theirs, Row], Ours | str]] = {
     "pixels": _pixels,
     "batch": _batch,
     "betas": lambda value, all, row: {"optimizer.beta1": value[0], "optimizer.beta2": value[1]},
-    "epochs": _if(lambda value, all: None if all.get("max_steps", 0) > 0 else float(value)),
-    "steps": _if(lambda value, _: int(value) if float(value) >= 1 else None),
+    "epochs": _if(lambda value, all: None if (all.get("max_steps") or 0) > 0 else float(value)),
+    "steps": _steps,
     "warmup": _if(lambda value, all: None if all.get("warmup_steps") else value),
-    "saves": _if(
-        lambda value, all: None if all.get("save_strategy", "steps") != "steps" else int(value)
-    ),
     "tracked": _if(lambda value, all: value if _has_tracker(all) else None),
     "of_eval": _if(lambda value, all: None if all.get("do_train") else value),
     "gigabytes": _if(lambda value, _: f"{value}GB"),
@@ -357,8 +361,9 @@ def _add_parts(made: Imported, theirs: Theirs, info: Path | None) -> None:
     if info is None:
         made.add(place, "It was not found. Give it with --dataset-info, or write one.")
         return
-    entries = yaml.safe_load(info.read_text(encoding="utf-8"))
-    names = [name for key in ("dataset", "eval_dataset") for name in _names(theirs.get(key, []))]
+    entries = _read(info)
+    given = [theirs.get(key) or [] for key in ("dataset", "eval_dataset")]
+    names = [name for one in given for name in _names(one)]
     if "train_dataset" in theirs:
         names = [*entries]
         made.add("all of its sets", {"dataset.names": names})
@@ -375,10 +380,10 @@ def _entry(made: Imported, name: str, entry: Theirs, info: Path) -> Ours:
     same = ("formatting", "ranking", "columns", "tags", "num_samples", "split")
     ours = {key: entry[key] for key in same if entry.get(key) is not None}
     file, hub = entry.get("file_name"), entry.get("hf_hub_url")
-    if "path" in entry:
-        file, hub = (
-            (entry["path"], None) if entry.get("source") == "local" else (None, entry["path"])
-        )
+    if "path" in entry and entry.get("source") == "local":
+        file = entry["path"]
+    elif "path" in entry:
+        hub = entry["path"]
     if file:  # `path` is relative to the folder of their program
         places = [folder / file for folder in (info.parent, *info.absolute().parents)]
         place = next((one for one in places if one.exists()), places[0])
@@ -387,12 +392,10 @@ def _entry(made: Imported, name: str, entry: Theirs, info: Path) -> Ours:
         ours["file_name"] = f"hub:{hub}"
     else:
         made.add(f"the set {name}", "Its rows are in no file and not on the hub. Download them.")
-    if "converter" in entry:
-        ours |= (
-            {"ranking": True}
-            if entry["converter"] == "pair"
-            else {"formatting": entry["converter"]}
-        )
+    if entry.get("converter") == "pair":
+        ours["ranking"] = True
+    elif "converter" in entry:
+        ours["formatting"] = entry["converter"]
     if "size" in entry:
         ours["num_samples"] = entry["size"]
     for key in ("subset", "folder", "weight"):

@@ -1,6 +1,6 @@
 """Every command of the pages about jobs runs, with small models under the names of the pages.
 
-Blocks marked `bash` are run, in their order and in one folder; what downloads stands in plain blocks.
+Blocks marked `bash` are run, in their order and in one folder; downloads stand in plain blocks.
 Sizes are lowered (`SMALLER`), nothing else is changed.
 """
 

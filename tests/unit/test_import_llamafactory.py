@@ -225,6 +225,13 @@ def test_other_commands():
     assert judged.command == "eval" and judged.options["max-new-tokens"] == 9
 
 
+def test_values_that_ask_for_nothing_or_for_a_share():
+    made = convert({**JOB, "max_steps": -1, "eval_dataset": None, "save_steps": 0.1})
+    assert made.options["num-train-epochs"] == 3.0 and "total-steps" not in made.options
+    assert any(text.startswith("save_steps: 0.1") for text in made.left())
+    assert "num-train-epochs" in convert({**JOB, "max_steps": None}).options
+
+
 def test_a_key_without_a_row_is_told():
     left = convert({**JOB, "no_such_key": 3}).left()
     assert any(text.startswith("no_such_key: 3") and "--help all" in text for text in left)
