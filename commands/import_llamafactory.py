@@ -257,7 +257,8 @@ ROWS = {
 
 def row_of(key: str) -> tuple[str, Row]:
     """(the first name of a key, its row of the table)."""
-    found = next((one for one in ROWS if fnmatch.fnmatchcase(key, one)), None)
+    patterns = (one for one in ROWS if "*" in one and fnmatch.fnmatchcase(key, one))
+    found = key if key in ROWS else next(patterns, None)
     if found is None:
         return key, {"why": "It is not known here. Look for it in `stageline train --help all`."}
     name, row = ROWS[found]
