@@ -15,13 +15,13 @@ import yaml
 
 from commands import option_names
 from commands import train as train_pp  # noqa: F401 - its engines
-from commands.command_line import main
 from commands.import_llamafactory import ROWS, TABLE, config_text, convert, row_of
 from options import memory
 from options.command_line import read_options
 from parse_args import parse_chat_args, parse_evaluate_args, parse_train_args
 from register import import_shelf
 from stageline.errors import UserError
+from tests.helpers.forked_entry import run_entry
 
 import_shelf()
 ROOT = Path(__file__).resolve().parents[2]
@@ -243,32 +243,30 @@ def test_a_key_without_a_row_is_told():
     assert any(text.startswith("no_such_key: 3") and "--help all" in text for text in left)
 
 
-def run(monkeypatch, *words):
-    monkeypatch.setattr("sys.argv", ["stageline", "import-llamafactory", *map(str, words)])
-    return main()
+def run(folder, *words):
+    return run_entry(["-m", "stageline", "import-llamafactory", *words], cwd=folder)
 
 
-def test_the_command_writes_a_config_and_a_register(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("data").mkdir()
-    Path("data/rows.json").write_text('[{"instruction": "a", "output": "b"}]')
+def test_the_command_writes_a_config_and_a_register(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/rows.json").write_text('[{"instruction": "a", "output": "b"}]')
     info = {
         "identity": {"file_name": "rows.json"},
         "hubbed": {"hf_hub_url": "owner/name", "subset": "en", "formatting": "sharegpt"},
     }
-    Path("data/dataset_info.json").write_text(json.dumps(info))
-    Path("job.yaml").write_text(yaml.safe_dump({**JOB, "dataset": "identity,hubbed", "fp8": True}))
-    with pytest.raises(SystemExit) as ended:
-        run(monkeypatch, "job.yaml", "--output", "ours.yaml")
-    assert not ended.value.code
-    out = capsys.readouterr().out
-    assert "fp8: true" in out and "Take bf16" in out and "the set hubbed: subset" in out
-    options, _ = read_options(Path("ours.yaml").read_text())
-    assert options["dataset.info"] == "ours.sets.json"
-    sets = json.loads(Path("ours.sets.json").read_text())
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
+    theirs = {**JOB, "dataset": "identity,hubbed", "fp8": True}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(theirs))
+    done = run(tmp_path, "job.yaml", "--output", "ours.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "fp8: true" in done.stdout and "Take bf16" in done.stdout
+    assert "the set hubbed: subset" in done.stdout
+    text = (tmp_path / "ours.yaml").read_text()
+    assert read_options(text)[0]["dataset.info"] == "ours.sets.json"
+    sets = json.loads((tmp_path / "ours.sets.json").read_text())
     assert sets["identity"] == {"file_name": str(tmp_path / "data/rows.json")}
     assert sets["hubbed"] == {"formatting": "sharegpt", "file_name": "hub:owner/name"}
-    comments = re.findall(r"^# (\w+):", Path("ours.yaml").read_text(), re.MULTILINE)
+    comments = re.findall(r"^# (\w+):", text, re.MULTILINE)
     assert {*JOB} <= {*comments}, "each key of theirs has a line"
 
 
@@ -280,16 +278,15 @@ def test_texts_of_pre_training_are_read_from_their_column(tmp_path):
     assert made.sets["c4"]["formatting"] == "text"
 
 
-def test_nothing_is_written_over_and_what_is_no_yaml_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("job.yaml").write_text("stage: sft\n")
-    Path("stageline_job.yaml").touch()
-    Path("list.yaml").write_text("- 1\n")
-    for word, said in (("job.yaml", "there already"), ("list.yaml", "holds list"), ("no.yaml", "")):
-        with pytest.raises(SystemExit) as ended:
-            run(monkeypatch, word)
-        assert ended.value.code == UserError.exit_code
-        assert said in capsys.readouterr().err
+def test_nothing_is_written_over_and_what_is_no_yaml_is_refused(tmp_path):
+    (tmp_path / "job.yaml").write_text("stage: sft\n")
+    (tmp_path / "stageline_job.yaml").touch()
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    said = {"job.yaml": "there already", "list.yaml": "holds list", "no.yaml": "cannot be read"}
+    for word, message in said.items():
+        done = run(tmp_path, word)
+        assert done.returncode == UserError.exit_code
+        assert message in done.stderr and "Traceback" not in done.stderr
 
 
 # -- the page --------------------------------------------------------------------------------------
