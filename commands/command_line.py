@@ -70,6 +70,11 @@ COMMANDS = {
     "tiny": Command(
         "tiny", "write the folder of a tiny model, to try things on a CPU", has_plain_words=True
     ),
+    "import-llamafactory": Command(
+        "import_llamafactory",
+        "write the config file that does what a LLaMA-Factory YAML does",
+        has_plain_words=True,
+    ),
     "list": Command(
         "train", "every part that can be chosen, with file and line", TRAIN, ("--list",)
     ),
@@ -115,7 +120,8 @@ def overview() -> str:
     """All commands of this version, a line each."""
     there = {name: command.holds for name, command in COMMANDS.items()}
     lines = [
-        f"  {name:<10}{holds}" for name, holds in [*there.items(), (ENVIRONMENT, ENVIRONMENT_HOLDS)]
+        f"  {name:<20} {holds}"
+        for name, holds in [*there.items(), (ENVIRONMENT, ENVIRONMENT_HOLDS)]
     ]
     return "\n".join(
         [
