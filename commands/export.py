@@ -15,6 +15,7 @@ from commands.stages import StageBuilder, lora_options, stage_key
 from options.parts import chosen_part
 from register import import_shelf
 from stageline.errors import UserError
+from stageline.hub import local_folder, read_name
 
 if TYPE_CHECKING:
     from stageline.checking.proof import ProveMode
@@ -38,12 +39,13 @@ def num_bytes(text: str) -> int:
 
 
 def folders(text: str) -> tuple[Path, ...]:
-    """Folders between commas, all of which exist."""
+    """Folders between commas, all of which exist, or names on a hub."""
     found = tuple(Path(one).expanduser() for one in text.split(","))
-    missing = [path for path in found if not path.is_dir()]
+    missing = [path for path in found if not path.is_dir() and read_name(path) is None]
     if missing:
         raise argparse.ArgumentTypeError(
-            f"{missing[0]} is no folder, an adapter folder was expected: check the path"
+            f"{missing[0]} is no folder, an adapter folder or a hub's owner/name was expected: "
+            "check the path"
         )
     return found
 
@@ -66,7 +68,12 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model-path", type=Path, required=True, help="a checkpoint or any Hugging Face folder")
+    add(
+        "--model-path",
+        type=Path,
+        required=True,
+        help="a checkpoint, any Hugging Face folder, or hub name (owner/name[@revision])",
+    )
     add("--output-path", type=Path, required=True, help="a new folder")
     add(
         "--merge",
@@ -77,7 +84,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--adapter-path",
         type=folders,
         metavar="A,B",
-        help="adapter folders that are added to the model at --model-path, one after the other",
+        help="adapters that are added to the model at --model-path, one after the other: folders "
+        "or hub names",
     )
     add(
         "--adapter-weights",
@@ -134,14 +142,16 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     if options.verify:
         import_shelf("pp_models")
-    paths = options.adapter_path
+    source = local_folder(options.model_path)
+    given = options.adapter_path or ()
+    paths = tuple(local_folder(path, option="`adapter_path`") for path in given)
     if options.adapter_weights and not paths:
         raise UserError(
             "--adapter-weights came without --adapter-path, the adapters were expected: it says "
             "how much of each is added. Add them, or leave it out."
         )
     report = export_folder(
-        options.model_path,
+        source,
         options.output_path,
         merge=options.merge,
         adapters=Adapters(paths, options.adapter_weights) if paths else None,

@@ -18,12 +18,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from stageline import chaos
+from stageline import chaos, progress
 from stageline.distributed.board import disown_store
 from stageline.distributed.launch import launchers_store
 from stageline.distributed.machines import this_machine, wait_tied
 from stageline.distributed.stop import settle, stop_code
 from stageline.errors import UserError
+
+LONGEST_FETCH = timedelta(days=2)  # that ranks wait for one whose weights come from a hub
 
 
 def crossings(machine_of_rank: Sequence[int], *, num_ranks: int) -> list[tuple[int, int]]:
@@ -214,6 +216,13 @@ def choose_device(
     if device == "cpu" or num_gpus < local_world_size:
         return torch.device("cpu")
     return torch.device("cuda", local_rank)
+
+
+def wait_for_weights() -> None:
+    """Waits for ranks that still fetch weights from a hub, longer than an exchange may take."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        with progress.doing("weights of other stages", is_waiting=True):
+            dist.barrier(group=dist.new_group(backend="gloo", timeout=LONGEST_FETCH))
 
 
 def warm_up(context: DistributedContext) -> None:
