@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from filelock import FileLock
-
 from stageline.errors import UserError
 
 PREFIX = "hub:"  # in front of a name: it is none of a folder
@@ -144,6 +142,7 @@ def fetch_missing(path: Path) -> None:
     name = name_of(path.parent)
     if name is None or path.exists():
         return
+    from filelock import FileLock
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -211,6 +210,8 @@ def _uses_modelscope() -> bool:
 
 def _from_modelscope(name: HubName, option: str) -> str:
     """The whole folder: its cache does not tell commits, so no file can be fetched later."""
+    from filelock import FileLock
+
     try:
         from modelscope import snapshot_download
     except ImportError as error:

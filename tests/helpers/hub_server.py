@@ -16,6 +16,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import pytest
+
+from stageline.hub import FETCHED
+
 TOKEN = "hf_token_of_this_test"
 _LARGE = (".safetensors", ".parquet", ".bin")
 _API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+))?.*")
@@ -87,6 +91,21 @@ class Hub:
         kept = {name: value for name, value in os.environ.items() if name not in left}
         told = {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
         return {**kept, **told, "HF_HUB_DISABLE_TELEMETRY": "1", **more}
+
+    def answers_here(self, home: Path, patch: pytest.MonkeyPatch) -> None:
+        """Lets this process, and those it forks, find this hub, with a cache of its own."""
+        from huggingface_hub import close_session, constants
+
+        close_session()  # it would go on with what it was told when it was opened
+        patch.setattr(constants, "ENDPOINT", self.url)
+        template = f"{self.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        patch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+        patch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
+        for name, value in (("HF_HUB_OFFLINE", False), ("HF_HUB_DISABLE_XET", True)):
+            patch.setattr(constants, name, value)
+        for name in (FETCHED, "HF_TOKEN", "HF_HUB_OFFLINE"):
+            patch.delenv(name, raising=False)
 
 
 @contextmanager
