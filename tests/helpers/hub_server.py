@@ -80,6 +80,10 @@ class Hub:
         repo.branches[branch] = commit
         return commit
 
+    def asked(self) -> list[str]:
+        """The paths that were asked for, but for that by which the library counts its users."""
+        return [one.path for one in self.requests if "agent" not in one.path]
+
     def downloads(self, pattern: str = ".*") -> list[str]:
         """Names of the files that were downloaded, in order, each as often as it was."""
         found = [_FILE.fullmatch(one.path) for one in self.requests if one.method == "GET"]
