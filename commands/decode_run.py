@@ -93,8 +93,7 @@ def open_decoding(run: Any, *, model_path: str | None = None) -> Iterator[Decodi
         ranks = Ranks.of(context.pp_group)
         model.builder.check_names([context.pp_rank], ranks=ranks, checkpoint=str(model.folder))
         stage = model.build(context.pp_rank, context.device)
-        if name_of(model.base) is not None:
-            wait_for_weights()
+        wait_for_weights(model.base)
         matchers = Matchers(lambda: get_tokenizer(model.processor))
         decoder = StageDecoder(stage, device=context.device, matchers=matchers)
         limits = make_limits(run, model, decoder, context)

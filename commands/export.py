@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from stageline.stage import Stage
 
 DTYPES = ("float32", "bfloat16", "float16")
+ANY_FOLDER = "any Hugging Face folder or hub name (owner/name[@revision])"
 NUM_STAGES = 2  # that an export is compared with
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -68,12 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add(
-        "--model-path",
-        type=Path,
-        required=True,
-        help="a checkpoint, any Hugging Face folder, or hub name (owner/name[@revision])",
-    )
+    add("--model-path", type=Path, required=True, help=f"a checkpoint, or {ANY_FOLDER}")
     add("--output-path", type=Path, required=True, help="a new folder")
     add(
         "--merge",
@@ -84,8 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--adapter-path",
         type=folders,
         metavar="A,B",
-        help="adapters that are added to the model at --model-path, one after the other: folders "
-        "or hub names",
+        help="adapters, folders or hub names, that are added to the model one after the other",
     )
     add(
         "--adapter-weights",
@@ -142,19 +137,17 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     if options.verify:
         import_shelf("pp_models")
-    source = local_folder(options.model_path)
-    given = options.adapter_path or ()
-    paths = tuple(local_folder(path, option="`adapter_path`") for path in given)
+    paths = [local_folder(path, option="`adapter_path`") for path in options.adapter_path or ()]
     if options.adapter_weights and not paths:
         raise UserError(
             "--adapter-weights came without --adapter-path, the adapters were expected: it says "
             "how much of each is added. Add them, or leave it out."
         )
     report = export_folder(
-        source,
+        local_folder(options.model_path),
         options.output_path,
         merge=options.merge,
-        adapters=Adapters(paths, options.adapter_weights) if paths else None,
+        adapters=Adapters(tuple(paths), options.adapter_weights) if paths else None,
         dtype=getattr(torch, options.dtype) if options.dtype else None,
         max_shard_bytes=options.max_shard_size,
         verifies=options.verify,

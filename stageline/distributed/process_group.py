@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -24,6 +25,7 @@ from stageline.distributed.launch import launchers_store
 from stageline.distributed.machines import this_machine, wait_tied
 from stageline.distributed.stop import settle, stop_code
 from stageline.errors import UserError
+from stageline.hub import name_of
 
 LONGEST_FETCH = timedelta(days=2)  # that ranks wait for one whose weights come from a hub
 
@@ -218,9 +220,14 @@ def choose_device(
     return torch.device("cuda", local_rank)
 
 
-def wait_for_weights() -> None:
-    """Waits for ranks that still fetch weights from a hub, longer than an exchange may take."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
+def wait_for_weights(folder: str | Path | None) -> None:
+    """Waits for ranks that still fetch weights from a hub, longer than an exchange may take.
+
+    Args:
+        folder: of the weights; if it is in no cache of a hub, nobody waits.
+    """
+    is_fetched = folder is not None and name_of(folder) is not None
+    if is_fetched and dist.is_initialized() and dist.get_world_size() > 1:
         with progress.doing("weights of other stages", is_waiting=True):
             dist.barrier(group=dist.new_group(backend="gloo", timeout=LONGEST_FETCH))
 
