@@ -28,7 +28,7 @@ from stageline.distributed.process_group import (
     wait_for_weights,
 )
 from stageline.errors import UserError
-from stageline.hub import name_of
+from stageline.hub import title_of
 from stageline.inference.decoding.chain import Chain, LocalChain, RankChain, follow, make_wire
 from stageline.inference.decoding.engine import DecodingEngine
 from stageline.inference.decoding.grammars import Matchers
@@ -177,7 +177,7 @@ def make_engine(
         limits=limits,
         stop_ids=stop_ids_of(model.base, model.config, tokenizer),
         device=device,
-        model_name=getattr(name_of(model.folder), "repo", model.folder.name),
+        model_name=title_of(model.folder),
         prompt_cells=decoder.stage.fixed_cells,
         has_cache=decoder.has_cache,
         reads_in_pieces=decoder.reads_in_pieces,

@@ -80,6 +80,12 @@ def name_of(folder: str | Path) -> HubName | None:
     return HubName(f"{match[2]}/{match[3]}", match[4]) if match else None
 
 
+def title_of(folder: Path) -> str:
+    """What a model is called: its name on a hub, else that of its folder."""
+    name = name_of(folder)
+    return name.repo if name is not None else folder.name
+
+
 def local_folder(given: str | Path, *, option: str = "`model_path`") -> Path:
     """The folder of a model, adapter or tokenizer, fetched if it is none of this machine.
 
