@@ -23,7 +23,7 @@ from stageline.checkpoint.files import (
     read_tensors,
 )
 from stageline.errors import CheckpointError, UserError
-from stageline.hub import local_folder, read_name
+from stageline.hub import PREFIX, local_folder, read_name
 from stageline.model_folder import load_config, read_json
 from stageline.modules.lora import LoRAWrapper, innermost, is_linear, lora_stacks
 from stageline.modules.lora_layer import MAGNITUDE, LoRALayer
@@ -206,11 +206,12 @@ def find_base(folder: Path) -> Path:
     for path in (Path(named).expanduser(), folder / named):
         if named and path.exists():
             return path
-    at = f"@{config['revision']}" if config.get("revision") else ""
+    # with a revision it was written as a name, whatever lies in the current directory
+    name = f"{PREFIX}{named}@{config['revision']}" if config.get("revision") else named
     why = ""
-    if read_name(named) is not None:
+    if read_name(name) is not None:
         try:
-            return local_folder(named + at, option="its base")
+            return local_folder(name, option="its base")
         except UserError as error:
             why = f" ({error})"
     raise CheckpointError(

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from commands import with_folders
+from commands.train_run import check_same_commits
 from options.answer import ChatConfig
 from options.fields import OptionError, absolute, check_limits, option_fields
 from options.train import RunConfig
@@ -166,6 +167,9 @@ def test_the_config_has_the_commit_and_a_resumed_run_takes_it(here, tmp_path, mo
     assert name_of(with_folders(again, recorded=saved).adapter_path[0]).repo == "org/other"
     assert with_commit(f"org/model@{new}", [f"hub:org/model@{old}"]) == f"org/model@{new}"
     assert with_commit("org/model2", [f"hub:org/model@{old}"]) == "org/model2"
+    with pytest.raises(UserError, match=f"--model-path is .*{min(old, new)}.* and .*One commit"):
+        check_same_commits([saved, {**saved, "model-path": f"hub:org/model@{new}"}])
+    check_same_commits([saved, {**saved, "output-dir": "/elsewhere"}])
     # a folder of another cache is a folder
     item = option_fields(run)["model_path"]
     other = tmp_path / "x" / "models--org--model" / "snapshots" / old
@@ -226,7 +230,9 @@ def test_the_base_of_an_adapter_by_name(here, tmp_path):
     here.add("org/lora", {"adapter_config.json": config, "adapter_model.safetensors": b"x" * 99})
     adapter = local_folder("org/lora")
     assert (adapter / "adapter_model.safetensors").exists()
+    (tmp_path / "org").mkdir()  # a folder of the owner's name
     assert name_of(find_base(adapter)).revision == old
+    (tmp_path / "org").rmdir()
     here.repos.clear()
     os.environ.pop(FETCHED)
     (tmp_path / "a").mkdir()
