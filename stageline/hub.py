@@ -24,11 +24,9 @@ _FILE = re.compile(r".*\.(jsonl?|ndjson|[ct]sv|txt|parquet|arrow|safetensors|bin
 _SNAPSHOT = re.compile(r"(.+)/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # Weights other than these are never fetched: what torch.save writes can run any program.
-_AT_ONCE = (
-    "*.json *.jinja *.txt *.model *.tiktoken *.spm *.bpe *.vocab *.py adapter_model.safetensors"
-).split()
+_AT_ONCE = "*.json *.jinja *.txt *.model *.tiktoken *.spm *.bpe *.vocab *.py".split()
 _LEFT_OUT = ["onnx/*", "openvino/*", "original/*", "runs/*", "*checkpoint-*/*"]
-_WEIGHTS = ["model*.safetensors"]
+_ADAPTER = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -101,6 +99,8 @@ def local_folder(given: str | Path, *, option: str = "`model_path`") -> Path:
             found = _from_modelscope(name, option)
         else:
             found = _from_hub(name, option)
+            if Path(found, "adapter_config.json").exists():
+                fetch_missing(Path(found, _ADAPTER))
         _note(name, found)
     return Path(found)
 
@@ -119,9 +119,10 @@ def pinned_set(given: str, *, option: str = "`dataset_path`") -> str:
     found = _fetched().get(f"{PREFIX}{name}")
     if found is None:
         from huggingface_hub import HfApi
+        from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT as TIMEOUT
 
         try:
-            info = HfApi().dataset_info(name.repo, revision=name.revision, timeout=_timeout())
+            info = HfApi().dataset_info(name.repo, revision=name.revision, timeout=TIMEOUT)
             found = f"{PREFIX}{name.repo}@{info.sha}"
         except Exception as error:  # the library raises what its transport does
             if _is_silence(error):
@@ -233,7 +234,7 @@ def _from_modelscope(name: HubName, option: str) -> str:
                 snapshot_download(
                     name.repo,
                     revision=name.revision,
-                    allow_patterns=[*_AT_ONCE, *_WEIGHTS],
+                    allow_patterns=[*_AT_ONCE, _ADAPTER, "model*.safetensors"],
                     ignore_patterns=_LEFT_OUT,
                 )
             )
@@ -250,12 +251,6 @@ def _note(name: HubName | str, found: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         commit = found if isinstance(name, str) else f"{name} is {found}"
         print(commit, file=sys.stderr, flush=True)
-
-
-def _timeout() -> float:
-    from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT
-
-    return HF_HUB_ETAG_TIMEOUT
 
 
 def _is_silence(error: BaseException) -> bool:

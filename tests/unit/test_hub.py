@@ -342,6 +342,9 @@ def test_a_file_that_was_changed_on_its_way_is_refused(here):
     here.changed.clear()
     load()
     assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    here.add("org/lora", {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x" * 99})
+    here.changed.add("adapter_model.safetensors")
+    refused(lambda: local_folder("org/lora"), "SHA-256", "adapter_model.safetensors of org/lora@")
 
 
 def test_the_environment_is_heeded(hub, tmp_path):
