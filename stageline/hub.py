@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from stageline.errors import UserError
+from stageline.terminal import is_first
 
 PREFIX = "hub:"  # in front of a name: it is none of a folder
 FETCHED = "STAGELINE_HUB_FETCHED"  # tells the processes of a run what the first one has found
@@ -248,7 +249,7 @@ def _fetched() -> dict[str, str]:
 
 def _note(name: HubName | str, found: str) -> None:
     os.environ[FETCHED] = json.dumps({**_fetched(), str(name): found})
-    if os.environ.get("RANK", "0") == "0":
+    if is_first():
         commit = found if isinstance(name, str) else f"{name} is {found}"
         print(commit, file=sys.stderr, flush=True)
 
