@@ -3,10 +3,15 @@
 import dataclasses
 import functools
 import sys
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from stageline.errors import name_options
+from stageline.hub import local_folder, pinned_set, with_commit
 from stageline.terminal import is_first as is_first
 from stageline.terminal import terminal
+
+Run = TypeVar("Run")
 
 
 def open_shelf(*names: str) -> None:
@@ -19,6 +24,32 @@ def open_shelf(*names: str) -> None:
 def say(text: str) -> None:
     """Prints a text once in a run."""
     terminal.say(text)
+
+
+def with_folders(run: Run, *, recorded: Mapping[str, Any] = {}) -> Run:
+    """The options with folders of this machine in the place of names on a hub.
+
+    The process that starts others does this first; they find what it has found.
+
+    Args:
+        recorded: config of an earlier start, by the names in it: of a name that is there, too, its
+            commit is taken, whatever its branch has become.
+    """
+    changes: dict[str, Any] = {}
+    for item in dataclasses.fields(run):  # type: ignore[arg-type]  # each is an options class
+        value = getattr(run, item.name)
+        if not item.metadata["takes_name"] or not value:
+            continue
+        find = pinned_set if item.metadata["is_pattern"] else local_folder
+        option, then = f"`{item.name}`", as_list(recorded.get(item.name.replace("_", "-")))
+        found = [str(find(with_commit(one, then), option=option)) for one in as_list(value)]
+        changes[item.name] = found if isinstance(value, list) else found[0]
+    return dataclasses.replace(run, **changes)  # type: ignore[type-var]
+
+
+def as_list(value: Any) -> list[Any]:
+    """One value, or several, as a list; of nothing an empty one."""
+    return value if isinstance(value, list) else [value] if value else []
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from commands import open_shelf
+from commands import open_shelf, with_folders
 from options.answer import ChatConfig, ChatSettings
 from options.fields import check_limits, option_fields
 from parse_args import ChatArguments, parse_chat_args
@@ -35,6 +35,7 @@ def main() -> int:
     open_shelf(*SHELF)
     arguments = parse_chat_args()
     freeze_registers()
+    arguments = dataclasses.replace(arguments, run=with_folders(arguments.run))
     from commands.answer_run import check_model_path, plan_model  # after the options: --help
     from stageline.inference.dialogue import HELP, Dialogue, note, read_message
 

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from commands import open_shelf
+from commands import open_shelf, with_folders
 from commands.train import SHELF  # which registers the engine that a training command names
 from options.fields import given_options, option_fields
 from options.model import check_vision
@@ -41,6 +41,7 @@ def main() -> int:
     open_shelf(*SHELF)
     arguments = parse_check_args()
     freeze_registers()
+    arguments = dataclasses.replace(arguments, run=with_folders(arguments.run))
     import transformers  # after the options: --help answers at once
 
     from stageline.distributed.failure import name_stages

@@ -24,6 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from commands import with_folders
 from options.command_line import command_words
 from options.corpus import FindTrainedConfig, run_folder, split_action
 from parse_args import CorpusArguments, parse_corpus_args
@@ -219,6 +220,7 @@ def main() -> int:
     import_shelf(*(() if "--list" in sys.argv else shelf))  # the list shows everything
     arguments = parse_corpus_args()
     freeze_registers()
+    arguments = dataclasses.replace(arguments, run=with_folders(arguments.run))
     # no rank has to save first: Ctrl-C ends at once, and what was built is gone on with
     release_signals()
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +22,13 @@ from stageline.checkpoint.host_memory import available_memory
 from stageline.checkpoint.layout import Ranks
 from stageline.data.text.processor import get_tokenizer
 from stageline.distributed.failure import name_stages
-from stageline.distributed.process_group import DistributedContext, distributed_context
+from stageline.distributed.process_group import (
+    DistributedContext,
+    distributed_context,
+    wait_for_weights,
+)
 from stageline.errors import UserError
+from stageline.hub import title_of
 from stageline.inference.decoding.chain import Chain, LocalChain, RankChain, follow, make_wire
 from stageline.inference.decoding.engine import DecodingEngine
 from stageline.inference.decoding.grammars import Matchers
@@ -89,6 +93,7 @@ def open_decoding(run: Any, *, model_path: str | None = None) -> Iterator[Decodi
         ranks = Ranks.of(context.pp_group)
         model.builder.check_names([context.pp_rank], ranks=ranks, checkpoint=str(model.folder))
         stage = model.build(context.pp_rank, context.device)
+        wait_for_weights(model.base)
         matchers = Matchers(lambda: get_tokenizer(model.processor))
         decoder = StageDecoder(stage, device=context.device, matchers=matchers)
         limits = make_limits(run, model, decoder, context)
@@ -172,7 +177,7 @@ def make_engine(
         limits=limits,
         stop_ids=stop_ids_of(model.base, model.config, tokenizer),
         device=device,
-        model_name=Path(model.folder).name,
+        model_name=title_of(model.folder),
         prompt_cells=decoder.stage.fixed_cells,
         has_cache=decoder.has_cache,
         reads_in_pieces=decoder.reads_in_pieces,

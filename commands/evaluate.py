@@ -3,7 +3,9 @@
 Stop it at any time: started again with the same options it goes on where it was.
 """
 
-from commands import open_shelf
+from dataclasses import replace
+
+from commands import open_shelf, with_folders
 from parse_args import parse_evaluate_args
 from register import freeze_registers
 
@@ -14,6 +16,7 @@ def main() -> int:
     open_shelf(*SHELF)
     arguments = parse_evaluate_args()
     freeze_registers()
+    arguments = replace(arguments, run=with_folders(arguments.run))
     from commands.evaluate_run import evaluate  # after the options: it imports torch
 
     return evaluate(arguments)

@@ -15,12 +15,14 @@ from commands.stages import StageBuilder, lora_options, stage_key
 from options.parts import chosen_part
 from register import import_shelf
 from stageline.errors import UserError
+from stageline.hub import local_folder, read_name
 
 if TYPE_CHECKING:
     from stageline.checking.proof import ProveMode
     from stageline.stage import Stage
 
 DTYPES = ("float32", "bfloat16", "float16")
+ANY_FOLDER = "any Hugging Face folder or hub name (owner/name[@revision])"
 NUM_STAGES = 2  # that an export is compared with
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -38,12 +40,13 @@ def num_bytes(text: str) -> int:
 
 
 def folders(text: str) -> tuple[Path, ...]:
-    """Folders between commas, all of which exist."""
+    """Folders between commas, all of which exist, or names on a hub."""
     found = tuple(Path(one).expanduser() for one in text.split(","))
-    missing = [path for path in found if not path.is_dir()]
+    missing = [path for path in found if not path.is_dir() and read_name(path) is None]
     if missing:
         raise argparse.ArgumentTypeError(
-            f"{missing[0]} is no folder, an adapter folder was expected: check the path"
+            f"{missing[0]} is no folder, an adapter folder or a hub's owner/name was expected: "
+            "check the path"
         )
     return found
 
@@ -66,7 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model-path", type=Path, required=True, help="a checkpoint or any Hugging Face folder")
+    add("--model-path", type=Path, required=True, help=f"a checkpoint, or {ANY_FOLDER}")
     add("--output-path", type=Path, required=True, help="a new folder")
     add(
         "--merge",
@@ -77,7 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--adapter-path",
         type=folders,
         metavar="A,B",
-        help="adapter folders that are added to the model at --model-path, one after the other",
+        help="adapters, folders or hub names, that are added to the model one after the other",
     )
     add(
         "--adapter-weights",
@@ -134,17 +137,17 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     if options.verify:
         import_shelf("pp_models")
-    paths = options.adapter_path
+    paths = [local_folder(path, option="`adapter_path`") for path in options.adapter_path or ()]
     if options.adapter_weights and not paths:
         raise UserError(
             "--adapter-weights came without --adapter-path, the adapters were expected: it says "
             "how much of each is added. Add them, or leave it out."
         )
     report = export_folder(
-        options.model_path,
+        local_folder(options.model_path),
         options.output_path,
         merge=options.merge,
-        adapters=Adapters(paths, options.adapter_weights) if paths else None,
+        adapters=Adapters(tuple(paths), options.adapter_weights) if paths else None,
         dtype=getattr(torch, options.dtype) if options.dtype else None,
         max_shard_bytes=options.max_shard_size,
         verifies=options.verify,

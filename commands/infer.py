@@ -9,9 +9,10 @@ printed as well.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from commands import open_shelf
+from commands import open_shelf, with_folders
 from parse_args import InferArguments, parse_infer_args
 from register import freeze_registers
 
@@ -26,6 +27,7 @@ def main() -> int:
     open_shelf(*SHELF)
     arguments = parse_infer_args()
     freeze_registers()
+    arguments = replace(arguments, run=with_folders(arguments.run))
     from commands.answer_run import answer_samples  # after the options: --help answers at once
 
     answered = answer_samples(arguments, functools.partial(open_prompts, arguments))

@@ -7,7 +7,7 @@ The first rank runs lm_eval; the others follow its engine.
 
 import importlib.util
 
-from commands import is_first
+from commands import is_first, with_folders
 from options.answer import LmEvalConfig, task_names
 from parse_args import parse_lm_eval_args
 from register import freeze_registers, import_shelf
@@ -18,6 +18,7 @@ def main() -> int:
     import_shelf("pp_models")
     run: LmEvalConfig = parse_lm_eval_args().run
     freeze_registers()
+    run = with_folders(run)
     from commands.decode_run import open_decoding, place_stages  # after the options: --help
     from stageline.distributed.launch import launch_if_needed
     from stageline.errors import UserError

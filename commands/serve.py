@@ -11,9 +11,10 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from commands import is_first, open_shelf
+from commands import is_first, open_shelf, with_folders
 from options.serve import ServeConfig, read_api_keys
 from parse_args import ServeArguments, parse_serve_args
 from register import freeze_registers
@@ -42,6 +43,7 @@ def main() -> int:
     open_shelf(*SHELF)
     arguments = parse_serve_args()
     freeze_registers()
+    arguments = replace(arguments, run=with_folders(arguments.run))
     run = arguments.run
     check_packages()
     api_keys = read_api_keys(run)

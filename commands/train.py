@@ -6,15 +6,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from commands import open_shelf
+import yaml
+
+from commands import open_shelf, with_folders
 from parse_args import parse_train_args
 from register import engine_register, freeze_registers
 
 if TYPE_CHECKING:
     from commands.run_plan import RunPlan
     from commands.train_data import Data
+    from options.train import RunConfig
 
 SHELF = ("pp_models", "prompt", "prompt_fn", "dataset", "loss_fn", "optimizer", "tracker")
 
@@ -23,9 +28,22 @@ def main() -> int:
     open_shelf(*SHELF)
     arguments = parse_train_args()
     freeze_registers()
+    run = with_folders(arguments.run, recorded=recorded_options(arguments.run))
     from commands.train_engines import run_training  # after the options: it imports torch
 
-    return run_training(arguments)
+    return run_training(replace(arguments, run=run))
+
+
+def recorded_options(run: RunConfig) -> dict[str, Any]:
+    """The config of the run that is resumed, if one is: names on a hub have their commits there."""
+    if not run.resume:
+        return {}
+    folder = Path(run.output_dir) if run.resume == "auto" else Path(run.resume).parent.parent
+    try:
+        told = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}  # whether the run can be gone on with is found out later
+    return told if isinstance(told, dict) else {}
 
 
 @engine_register("pipeline")

@@ -31,7 +31,7 @@ from stageline.data.batches.step_maker import read_row
 from stageline.data.images.tiling import Tiling
 from stageline.data.text.processor import get_tokenizer
 from stageline.data.text.tokenizers import NewTokens
-from stageline.distributed.process_group import DistributedContext
+from stageline.distributed.process_group import DistributedContext, wait_for_weights
 from stageline.modules.chunked_loss import ChunkedLoss
 from stageline.modules.lora_layer import PISSA
 from stageline.modules.losses import without_reference
@@ -120,6 +120,7 @@ def build_stages(
         )
         for stage in stages_here
     ]
+    wait_for_weights(weights)
     if not is_known:
         check_filled_stages(stages, ranks=Ranks.of(context.pp_group), checkpoint=weights)
     check_values_kept(stages)

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from stageline.data.rows.readers import data_fingerprint
 from stageline.distributed.process_group import DistributedContext
 from stageline.distributed.stop import stop_requested
 from stageline.errors import UserError
+from stageline.hub import PREFIX
 from stageline.model_folder import load_config
 from stageline.pipeline.recorder import bubble
 from stageline.pipeline.runner import PipelineRunner
@@ -69,6 +70,7 @@ def open_run_folder(
     run = arguments.run
     folder = Path(run.output_dir).absolute()
     ranks = Ranks.of(None)
+    check_same_commits(ranks.gather(arguments.as_config()))
     ranks.together(lambda: claim_run_folder(folder, say=say) if context.is_main else None)
     if context.is_main:
         terminal.keep(folder / "run.log")
@@ -86,6 +88,17 @@ def open_run_folder(
         clear_way(point, folder / "checkpoints", say=say)
     say(f"resumed from {point.folder}: {point.step} of {run.total_steps} steps are done")
     return point
+
+
+def check_same_commits(configs: Sequence[Mapping[str, object]]) -> None:
+    """Refuses ranks that found a name on a hub at different commits, as torchrun's may."""
+    for name, value in configs[0].items():
+        found = {str(config[name]) for config in configs}
+        if PREFIX in str(value) and len(found) > 1:
+            raise UserError(
+                f"--{name} is {' and '.join(sorted(found))} on ranks of this run. One commit was "
+                "expected: its branch moved while they started. Give one of these names."
+            )
 
 
 def settings(arguments: TrainArguments, data: Data) -> dict[str, object]:

@@ -14,8 +14,10 @@ from options.train import SharedOptions, precision_of
 _adapter_paths = functools.partial(
     option,
     None,
-    "LoRA adapter folder in peft's format; several are merged one after the other",
+    "LoRA adapter in peft's format, folder or hub name (owner/name[@revision]); several are merged "
+    "one after the other",
     is_path=True,
+    takes_name=True,
     is_common=True,
 )
 _adapter_weights = functools.partial(
@@ -202,7 +204,11 @@ class ModelOptions:
     """Model and machine"""
 
     model_path: str | None = option(
-        None, "model folder, checkpoint of a run, or adapter folder", is_path=True, is_common=True
+        None,
+        "folder of a model, adapter or checkpoint, or hub name (owner/name[@revision])",
+        is_path=True,
+        takes_name=True,
+        is_common=True,
     )
     adapter_path: list[str] | None = _adapter_paths()
     device: Literal["auto", "cpu", "cuda"] = option(

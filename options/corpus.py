@@ -11,7 +11,7 @@ from options.data import CorpusRunOptions
 from options.fields import OptionError, option, option_fields, spelled
 
 PREFIX = "path of a corpus without its suffix (.bin, .idx ...)"
-TOKENIZER = "folder with a tokenizer, or its tokenizer.json"
+TOKENIZER = "folder with a tokenizer, its tokenizer.json, or hub name (owner/name[@revision])"
 
 
 def _overwrite() -> bool:
@@ -34,7 +34,9 @@ class WriteConfig:
     save_prefix: str | None = option(
         None, "name of the corpus in --save-path, without suffix", is_needed=True
     )
-    tokenizer_path: str | None = option(None, TOKENIZER, is_path=True, is_needed=True)
+    tokenizer_path: str | None = option(
+        None, TOKENIZER, is_path=True, takes_name=True, is_needed=True
+    )
     encoder: Literal["auto", "tiktoken", "tokenizers"] = option(
         "auto", "auto: tiktoken, several times as fast, where it gives the same ids"
     )
@@ -97,6 +99,7 @@ class ReadConfig:
         f"{TOKENIZER}, that the corpus was made with; without it ids are shown, and --text looks"
         " where it lay then",
         is_path=True,
+        takes_name=True,
     )  # fmt: skip
     text: bool = option(False, "write the documents back as lines, whole")
     json: bool | None = option(
@@ -149,7 +152,7 @@ class VerifyConfig:
 
     read_path_prefix: str | None = option(None, PREFIX, is_output=True, is_needed=True)
     tokenizer_path: str | None = option(
-        None, f"{TOKENIZER}: whether it is the one of the corpus", is_path=True
+        None, f"{TOKENIZER}: whether it is the one of the corpus", is_path=True, takes_name=True
     )
 
 
@@ -176,7 +179,10 @@ class ConvertConfig:
         is_needed=True,
     )
     tokenizer_path: str | None = option(
-        None, f"of Megatron-core's files, which do not say it: {TOKENIZER}", is_path=True
+        None,
+        f"of Megatron-core's files, which do not say it: {TOKENIZER}",
+        is_path=True,
+        takes_name=True,
     )
     seq_length: int | None = option(
         None,

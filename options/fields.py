@@ -6,6 +6,7 @@ Knows no option by name: those are in train.py and its neighbours.
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import field
 from pathlib import Path
@@ -14,6 +15,10 @@ from typing import Any, Literal
 import yaml
 
 _HUB = "hub:"
+# as stageline.hub reads them: a name, and what is a file all the same
+_HUB_NAME = re.compile(r"(hub:)?(\w[\w.-]*)/\w[\w.-]*?(@\w[\w./-]*)?")
+_FILE = re.compile(r".*\.(jsonl?|ndjson|[ct]sv|txt|parquet|arrow|safetensors|bin|py|ya?ml|idx)")
+_SNAPSHOT = re.compile(r"(.+)/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})")
 _INDEX = ".idx"
 
 
@@ -32,6 +37,7 @@ def option(
     below: float | None = None,
     is_path: bool = False,
     is_pattern: bool = False,
+    takes_name: bool = False,
     is_output: bool = False,
     is_common: bool = False,
     is_needed: bool = False,
@@ -48,8 +54,9 @@ def option(
 
     Args:
         is_path: a file or folder that has to exist, or several.
-        is_pattern: of a path: one with *, ? or [ is a pattern, `hub:name` is no path, and what
-            has an .idx file is the prefix of a corpus.
+        is_pattern: of a path: one with *, ? or [ is a pattern, and what has an .idx file is the
+            prefix of a corpus.
+        takes_name: of a path: a name on a hub, `owner/name[@revision]`, will do.
         is_output: a folder that the run makes.
         is_common: most people need it: `--help` shows it, and not in `--help all` alone.
         is_needed: a value has to be given.
@@ -201,13 +208,15 @@ def check_limits(config: Any) -> None:
         missing = [
             path
             for path in paths
-            if item.metadata["is_path"] and not (Path(path).exists() or _is_pattern(item, path))
+            if item.metadata["is_path"]
+            and not (Path(path).exists() or _is_pattern(item, path) or _is_name(item, path))
         ]
         if missing:
             raise OptionError(
                 f"{spelled(item.name)} {missing[0]}: there is no such file or folder. "
                 f"Expected: {item.metadata['help']}. Nothing can be read from it otherwise. Check "
                 f"the path; it is relative to the directory you are in ({Path.cwd()})."
+                f"{_name_hint(item, missing[0])}"
             )
         if isinstance(value, int | float) and not isinstance(value, bool):
             _check_number(item, value)
@@ -218,13 +227,39 @@ def absolute(item: dataclasses.Field, value: Any) -> Any:
     if isinstance(value, list):
         return [absolute(item, one) for one in value]
     is_path = item.metadata["is_path"] or item.metadata["is_output"]
-    is_name = item.metadata["is_pattern"] and str(value).startswith(_HUB)
-    return str(Path(value).absolute()) if is_path and value and not is_name else value
+    if not is_path or not value or _is_name(item, value):
+        return value
+    return _hub_name(item, value) or str(Path(value).absolute())
+
+
+def _is_name(item: dataclasses.Field, value: str) -> bool:
+    """Whether a path is a name on a hub: never where a folder of the owner's name lies here."""
+    match = _HUB_NAME.fullmatch(value) if item.metadata["takes_name"] else None
+    is_path = match and (Path(value).exists() or Path(match[2]).exists() or _FILE.fullmatch(value))
+    return bool(match and (match[1] or not is_path))
+
+
+def _name_hint(item: dataclasses.Field, value: str) -> str:
+    if not item.metadata["takes_name"] or not _HUB_NAME.fullmatch(value) or _FILE.fullmatch(value):
+        return ""
+    owner = value.partition("/")[0]
+    return f" The folder {owner} is here, so it was taken for a path; {_HUB}{value} is the name."
+
+
+def _hub_name(item: dataclasses.Field, value: str) -> str | None:
+    """A folder of the hub's cache by its name and commit, which other machines know as well."""
+    match = _SNAPSHOT.fullmatch(value) if item.metadata["takes_name"] else None
+    if match is None:
+        return None
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    is_ours = Path(match[1]) == Path(HF_HUB_CACHE).resolve()
+    return f"{_HUB}{match[2]}/{match[3]}@{match[4]}" if is_ours else None
 
 
 def _is_pattern(item: dataclasses.Field, value: str) -> bool:
     """Whether a path that does not exist may be all right: the part that takes it will say."""
-    is_given = any(sign in value for sign in "*?[") or value.startswith(_HUB)
+    is_given = any(sign in value for sign in "*?[")
     is_given |= Path(f"{value}{_INDEX}").exists()  # files that share the beginning of their names
     return item.metadata["is_pattern"] and is_given
 

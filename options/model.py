@@ -53,9 +53,10 @@ class AdapterOptions:
 
     adapter_path: list[str] | None = option(
         None,
-        "adapter folders that the run begins with, on --model-path: all but the last are merged "
-        "into it, the last is trained on",
+        "adapter folders or hub names that the run begins with, on --model-path: all but the last "
+        "are merged into it, the last is trained on",
         is_path=True,
+        takes_name=True,
         needs={"--model-path FOLDER": "adapters are added to the weights of their base"},
         to="train_model?",
     )

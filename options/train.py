@@ -176,15 +176,18 @@ class SharedOptions:
 
     model_path: str | None = free_option(
         None,
-        "checkpoint folder with *.safetensors; without it weights start random",
+        "folder with *.safetensors or hub name (owner/name[@revision]); without it weights start "
+        "random",
         is_path=True,
+        takes_name=True,
         is_common=True,
     )
     dataset_path: str | None = free_option(
         None,
-        "file or folder of the dataset, or prefix of a corpus",
+        "file or folder of the dataset, hub name (owner/name[@revision]), or prefix of a corpus",
         is_path=True,
         is_pattern=True,
+        takes_name=True,
         is_common=True,
     )
     output_dir: str = free_option(
@@ -232,10 +235,18 @@ class TrainPathOptions:
     """Model files"""
 
     config_path: str | None = free_option(
-        None, "config.json or its folder; default: --model-path", is_path=True, to="train_model"
+        None,
+        "config.json, its folder or hub name; default: --model-path",
+        is_path=True,
+        takes_name=True,
+        to="train_model",
     )
     processor_path: str | None = free_option(
-        None, "tokenizer or processor folder; default: --model-path", is_path=True, to="train_model"
+        None,
+        "folder or hub name of tokenizer or processor; default: --model-path",
+        is_path=True,
+        takes_name=True,
+        to="train_model",
     )
 
 

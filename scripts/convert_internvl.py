@@ -12,13 +12,15 @@ from stageline.distributed.failure import run_entry  # noqa: E402
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument(
-        "old", type=Path, help="a folder of InternVL2-*, InternVL2_5-*, InternVL3-*"
+        "old", type=Path, help="folder or hub name of InternVL2-*, InternVL2_5-*, InternVL3-*"
     )
     parser.add_argument("new", type=Path, help="a new folder")
     options = parser.parse_args()
     from stageline.checkpoint.convert import convert_internvl
+    from stageline.hub import local_folder
 
-    print(f"converted {options.old} to {convert_internvl(options.old, options.new)}")
+    made = convert_internvl(local_folder(options.old, option="OLD"), options.new)
+    print(f"converted {options.old} to {made}")
 
 
 if __name__ == "__main__":

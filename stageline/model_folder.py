@@ -13,6 +13,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from stageline.errors import CheckpointError, UserError
+from stageline.hub import name_of
 
 # what the library reads settings from; config.5.0.0.json may stand in for config.json
 _SETTINGS = ("config*.json", "*_config.json", "chat_template.json")
@@ -25,15 +26,14 @@ def find_folder(path: str | Path, *, option: str = "`model_path`") -> Path:
     """The folder of a model on this machine; of a file, the folder it lies in.
 
     Raises:
-        UserError: nothing is there. Names of models on the internet are not looked up.
+        UserError: nothing is there. Names on a hub are looked up for options of commands alone.
     """
     found = Path(path).expanduser()
     if not found.exists():
         raise UserError(
             f"{path} is no folder of this machine, a model's folder was expected in {option}: "
-            "models are read from here only, nothing is fetched over the network. Download it "
-            f"first (`hf download {path} --local-dir FOLDER`, if it is the name of a model) and "
-            "give its folder."
+            "only the options of a command fetch a hub's owner/name[@revision] to it. Check the "
+            f"path, or fetch it first: `hf download {path} --local-dir FOLDER`."
         )
     return found.parent if found.is_file() else found
 
@@ -113,10 +113,12 @@ def _leaves(value: object) -> list[str]:
 
 def _has_code(file: Path, code: list[str]) -> UserError:
     if read_json(file).get("model_type") == "internvl_chat":
+        name = name_of(file.parent)
+        ready = f"Take {name.repo}-hf, if the hub has it, or convert" if name else "Convert"
         return UserError(
             f"{file} is of InternVLChatModel, which comes as code of its own, a model of the "
             "library was expected: it has the same model as InternVLForConditionalGeneration. "
-            f"Convert the folder once: bash scripts/convert_internvl.sh {file.parent} NEW_FOLDER"
+            f"{ready} the folder once: bash scripts/convert_internvl.sh {file.parent} NEW_FOLDER"
         )
     return UserError(
         f"{file} names code of its own in auto_map ({', '.join(code)[:200]}), a model, tokenizer "

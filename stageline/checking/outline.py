@@ -95,7 +95,7 @@ def _check_files(found: Sequence[StageNames], checkpoint: str) -> None:
     unread = tuple(beginning for one in found for beginning in one.unread)
     unknown = {
         name
-        for name in weight_files(folder)
+        for name in weight_files(folder, fetches=False)
         if name not in read
         and not is_lora_name(name)
         and WRAPPED not in name.split(".")

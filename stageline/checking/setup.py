@@ -219,7 +219,7 @@ def prepare(
             notes.append(spelled("no `model_path`: the weights are random"))
     else:
         source = ModelSource(source.config_path, source.model_path, processor, is_own)
-    files = tuple(weight_files(_weights_folder(source)))
+    files = tuple(weight_files(_weights_folder(source), fetches=False))
     if auto_class is not None and any(WRAPPED in name.split(".") for name in files):
         auto_class = None
         notes.append("the checkpoint has LoRA names in it, which the library can't read")

@@ -23,6 +23,7 @@ from stageline.checkpoint.files import (
     read_tensors,
 )
 from stageline.errors import CheckpointError, UserError
+from stageline.hub import PREFIX, local_folder, read_name
 from stageline.model_folder import load_config, read_json
 from stageline.modules.lora import LoRAWrapper, innermost, is_linear, lora_stacks
 from stageline.modules.lora_layer import MAGNITUDE, LoRALayer
@@ -195,18 +196,27 @@ class Adapter:
 
 
 def find_base(folder: Path) -> Path:
-    """The folder of the model that an adapter belongs to.
+    """The folder of the model that an adapter belongs to, by its name on a hub if it has none.
 
     Raises:
-        CheckpointError: it is not on this machine.
+        CheckpointError: it is not on this machine, and no hub gives it.
     """
-    named = read_adapter_config(folder).get("base_model_name_or_path") or ""
-    for path in (Path(str(named)).expanduser(), folder / str(named)):
+    config = read_adapter_config(folder)
+    named = str(config.get("base_model_name_or_path") or "")
+    for path in (Path(named).expanduser(), folder / named):
         if named and path.exists():
             return path
+    # with a revision it was written as a name, whatever lies in the current directory
+    name = f"{PREFIX}{named}@{config['revision']}" if config.get("revision") else named
+    why = ""
+    if read_name(name) is not None:
+        try:
+            return local_folder(name, option="its base")
+        except UserError as error:
+            why = f" ({error})"
     raise CheckpointError(
         f"the adapter {folder} belongs to the model {named!r}, which is not on this machine: its "
-        f"weights are the greater part. Put them there, or change base_model_name_or_path in "
+        f"weights are the greater part{why}. Put them there, or change base_model_name_or_path in "
         f"{folder / ADAPTER_CONFIG}."
     )
 

@@ -1,8 +1,9 @@
 """Which files of a checkpoint folder hold which tensors, and reading and writing single files."""
 
+import functools
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TypeGuard
 
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 
 from stageline import chaos
 from stageline.errors import CheckpointError, UserError
+from stageline.hub import can_fetch, fetch_missing, name_of
 from stageline.model_folder import read_json
 
 
@@ -36,8 +38,12 @@ def refuse_outer_link(path: Path, folder: Path) -> None:
     real, home = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     if real.is_relative_to(home):
         return
-    # <cache>/models--org--name/snapshots/<revision>/file -> ../../blobs/<hash>
-    if home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs":
+    # <cache>/models--org--name/snapshots/<revision>/file -> ../../blobs/<hash>, which may be a
+    # link in its turn, to what models share: <cache>/blobs/<two letters>/<hash>
+    repo = home.parent.parent
+    if home.parent.name == "snapshots" and (
+        real.parent == repo / "blobs" or real.parent.parent == repo.parent / "blobs"
+    ):
         return
     raise CheckpointError(
         f"{path} is a link that leads out of its folder, to {real}; a file was expected: a "
@@ -83,8 +89,8 @@ def find_checkpoint(checkpoint_path: str | Path) -> Path:
     if not path.exists():
         raise UserError(
             f"`model_path` {checkpoint_path} does not exist, a folder with {SINGLE_FILE} or "
-            f"{INDEX_FILE} was expected: weights are read from this machine only. Download the "
-            "model first and give its folder."
+            f"{INDEX_FILE} was expected: weights are read from this machine, and only the options "
+            "of a command fetch a hub's owner/name[@revision] to it. Check the path."
         )
     if path.suffix in _PICKLES and not path.is_dir():
         raise CheckpointError(
@@ -95,10 +101,14 @@ def find_checkpoint(checkpoint_path: str | Path) -> Path:
     return path
 
 
-def weight_files(checkpoint: Path) -> dict[str, Path]:
+def weight_files(checkpoint: Path, *, fetches: bool = True) -> dict[str, Path]:
     """Name on disk -> file, of a folder (sharded or not) or of one safetensors file.
 
     Every file is looked at: one that is missing, cut short or is something else is refused here.
+
+    Args:
+        fetches: False: files that are still to be fetched from a hub are looked at when they are
+            opened.
 
     Raises:
         CheckpointError: no weights, a broken index, or a file that is missing or damaged.
@@ -107,8 +117,9 @@ def weight_files(checkpoint: Path) -> dict[str, Path]:
         return dict.fromkeys(tensor_names(checkpoint), checkpoint)
     index = checkpoint / INDEX_FILE
     if index.exists():
-        return _read_index(index)
+        return _read_index(index, fetches=fetches)
     single = checkpoint / SINGLE_FILE
+    fetch_missing(single)
     if not single.exists():
         raise _without_weights(checkpoint)
     refuse_outer_link(single, checkpoint)
@@ -127,6 +138,14 @@ def _without_weights(checkpoint: Path) -> CheckpointError:
             "tokenizer's files."
         )
     held = list_names([path.name for path in checkpoint.iterdir()], 8)
+    name = name_of(checkpoint)
+    if name is not None:
+        return CheckpointError(
+            f"{name} has neither {SINGLE_FILE} nor {INDEX_FILE} on its hub, one of them was "
+            "expected: pickles, which can run any program while they are read, are not fetched. "
+            "Look for a revision with safetensors (NAME@refs/pr/1, if somebody has proposed one), "
+            "or convert the weights (`save_pretrained` of transformers does)."
+        )
     return CheckpointError(
         f"{checkpoint} holds neither {SINGLE_FILE} nor {INDEX_FILE}, one of them was expected: "
         f"only safetensors can be read stage by stage. It holds: {held or 'nothing'}. Give the "
@@ -134,7 +153,7 @@ def _without_weights(checkpoint: Path) -> CheckpointError:
     )
 
 
-def _read_index(index: Path) -> dict[str, Path]:
+def _read_index(index: Path, *, fetches: bool) -> dict[str, Path]:
     """What the index says, compared with the headers of the files that it names."""
     folder = index.parent
     weight_map = read_json(index).get("weight_map")
@@ -143,17 +162,21 @@ def _read_index(index: Path) -> dict[str, Path]:
             f"{index} cannot be read (no weight_map), a JSON object with weight_map was expected: "
             "it says which file holds which tensor. Copy the checkpoint again."
         )
-    files = {}
+    files, awaited = {}, set()
     for file in sorted(set(map(str, weight_map.values()))):
         files[file] = inside(folder, file, told_by=index, is_plain=True)
+        if not fetches and can_fetch(files[file]):
+            awaited.add(file)
+            continue
+        fetch_missing(files[file])
         if not files[file].exists():
             raise CheckpointError(
                 f"{files[file]} is missing, {index.name} says that it holds weights: the "
                 "checkpoint is not whole. Copy it again."
             )
-    held = {file: set(tensor_names(path)) for file, path in files.items()}
+    held = {file: set(tensor_names(files[file])) for file in files.keys() - awaited}
     for name, file in weight_map.items():
-        if name not in held[str(file)]:
+        if str(file) not in awaited and name not in held[str(file)]:
             raise CheckpointError(
                 f"{files[str(file)]} has no tensor {name}, {index.name} says that it does: the "
                 "files are of different checkpoints. Copy the checkpoint again, whole."
@@ -171,11 +194,14 @@ def open_tensors(file: Path, device: torch.device | str = "cpu") -> safe_open:
     """`safe_open`, which checks the whole header, reading instead of mapping.
 
     Mapped weights would change or end the process when the file changes, and every page that is
-    looked at counts as memory of the process until the file is closed.
+    looked at counts as memory of the process until the file is closed. A file of a hub's cache that
+    is not there yet is fetched.
 
     Raises:
         CheckpointError: the file is damaged, or something else.
+        UserError: it is to be fetched and cannot.
     """
+    fetch_missing(file)
     try:
         if file.exists() and not file.is_file():  # to open a pipe would wait for its writer
             raise OSError("it is a folder" if file.is_dir() else "it is a device or a pipe")
@@ -249,8 +275,10 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
 class LazyTensor:
     """A tensor in a file, read when the library takes `[...]` of it; `taken` gets its name then."""
 
-    def __init__(self, file: safe_open, path: Path, name: str, taken: set[str]) -> None:
-        self.file = file
+    def __init__(
+        self, opened: Callable[[Path], safe_open], path: Path, name: str, taken: set[str]
+    ) -> None:
+        self.opened = opened
         self.path = path
         self.name = name
         self.taken = taken
@@ -258,13 +286,13 @@ class LazyTensor:
     def __getitem__(self, index: object) -> torch.Tensor:
         assert index is Ellipsis, "the library reads whole tensors unless it shards them"
         self.taken.add(self.name)
-        return read_tensor(self.file, self.name, self.path)
+        return read_tensor(self.opened(self.path), self.name, self.path)
 
 
 def lazy_state(files: dict[str, Path], taken: set[str]) -> dict[str, LazyTensor]:
     """Name on disk -> tensor that is read when it is wanted; `taken` gets what was read."""
-    opened = {file: open_tensors(file) for file in sorted(set(files.values()))}
-    return {name: LazyTensor(opened[file], file, name, taken) for name, file in files.items()}
+    opened = functools.cache(open_tensors)
+    return {name: LazyTensor(opened, file, name, taken) for name, file in files.items()}
 
 
 def list_names(names: list[str] | set[str], limit: int = 20) -> str:

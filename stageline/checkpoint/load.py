@@ -123,7 +123,8 @@ def load_split_model(
 
     Args:
         checkpoint_path: a folder with safetensors (sharded or not), one such file, a folder saved
-            with LoRA names in it, or an adapter folder, whose base is read then.
+            with LoRA names in it, or an adapter folder, whose base is read then. In the cache of a
+            hub, files that hold nothing of this stage are not fetched.
         device: tensors go straight there, one at a time.
         dtype: of the parameters.
         seed: of the outermost LoRA, which is in no checkpoint.
@@ -143,8 +144,8 @@ def load_split_model(
     adapter = checkpoint if (checkpoint / ADAPTER_CONFIG).exists() else None
     if adapter is not None:
         checkpoint = find_base(adapter)
-    files = weight_files(checkpoint)
-    dtypes = dtypes_of(files)
+    files = weight_files(checkpoint, fetches=False)
+    dtypes = dtypes_of({name: file for name, file in files.items() if file.exists()})
     _refuse_integers(model, checkpoint, dtypes)
     key_map = model.get_key_map_without_last_lora()
     if adapter is not None:
@@ -156,6 +157,9 @@ def load_split_model(
     else:
         _check_no_earlier_lora(key_map, checkpoint)
         _read_by_library(model, files, key_map, device=device, dtype=dtype, checkpoint=checkpoint)
+    fetched = dtypes_of({name: files[name] for name in model.keys_read - dtypes.keys()})
+    _refuse_integers(model, checkpoint, fetched)
+    dtypes |= fetched
     init_fresh(model, seed=seed)
     materialise(model, device=device, dtype=dtype, casts_others=False)
     start: AdapterStart = getattr(model, "start", None) or AdapterStart()

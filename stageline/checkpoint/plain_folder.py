@@ -42,7 +42,7 @@ from stageline.checkpoint.export_files import (
     write_card,
     write_model,
 )
-from stageline.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FILE
+from stageline.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FILE, weight_files
 from stageline.checkpoint.host_memory import available_memory
 from stageline.checkpoint.layout import MANIFEST, discard, draft_name, read_manifest, verify
 from stageline.checkpoint.plain_model import (
@@ -61,6 +61,7 @@ from stageline.checkpoint.plain_model import (
     weight_sizes,
 )
 from stageline.errors import CRASH, UserError
+from stageline.hub import name_of
 from stageline.model_folder import load_config
 from stageline.modules.lora import merge_lora
 from stageline.stage import Stage
@@ -441,6 +442,7 @@ def plain_folder(
     folder = find_source(source)
     is_adapter = (folder / ADAPTER_CONFIG).exists()
     if not (is_adapter or adapter_paths or _is_of_a_run(folder)):
+        weight_files(folder)  # all of them have come from a hub then
         return folder
     parts = [folder, *([find_base(folder)] if is_adapter else []), *map(Path, adapter_paths)]
     key = _key(parts, [list(adapter_weights or ()), str(dtype)])
@@ -475,6 +477,8 @@ def _key(folders: Sequence[Path], settings: object) -> str:
 def _facts(folder: Path) -> object:
     if (folder / MANIFEST).exists():
         return read_manifest(folder)["sha256"]
+    if name_of(folder) is not None:  # not all of it need be here yet
+        return str(name_of(folder))
     files = sorted(path for path in folder.iterdir() if path.is_file())
     kept = [path for path in files if not path.name.endswith(_LEFT_OUT)]
     return [

@@ -44,6 +44,7 @@ from stageline.checkpoint.shards import (
     write_shard,
 )
 from stageline.errors import UserError
+from stageline.hub import name_of
 from stageline.modules.lora import (
     WRAPPED,
     LoRAWrapper,
@@ -244,10 +245,12 @@ def _peft_config(
         facts = {n: (r, round(alpha / r**0.5, 9), t) for n, (r, alpha, t) in facts.items()}
     ordered = sorted(facts)
     rank, alpha, _ = facts[ordered[0]]
+    hub = name_of(base)  # whoever gets the adapter has another cache
     return {
         "peft_type": "LORA",
         "task_type": task,
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": hub.repo if hub else base,
+        "revision": hub.revision if hub else None,
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": dropout,

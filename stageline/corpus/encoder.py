@@ -30,6 +30,7 @@ from stageline.corpus.tokenizer_rules import (
     vocab_size,
 )
 from stageline.errors import DataError, UserError
+from stageline.hub import title_of
 
 
 def of_offsets(text: str, offsets: Sequence[tuple[int, int]]) -> numpy.ndarray:
@@ -251,7 +252,7 @@ def load_encoder(tokenizer_path: str | Path, *, kind: Kind = "auto") -> "Encoder
     text = tokenizer.backend_tokenizer.to_str()
     spec = json.loads(text)
     info = TokenizerInfo(
-        name=path.resolve().name,
+        name=title_of(path.resolve()),
         fingerprint=fingerprint(spec),
         vocab_size=vocab_size(spec),
         bos_id=tokenizer.bos_token_id,

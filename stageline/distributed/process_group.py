@@ -12,18 +12,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
+from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from stageline import chaos
+from stageline import chaos, progress
 from stageline.distributed.board import disown_store
 from stageline.distributed.launch import launchers_store
 from stageline.distributed.machines import this_machine, wait_tied
 from stageline.distributed.stop import settle, stop_code
 from stageline.errors import UserError
+from stageline.hub import name_of
+
+LONGEST_FETCH = timedelta(days=2)  # that ranks wait for one whose weights come from a hub
 
 
 def crossings(machine_of_rank: Sequence[int], *, num_ranks: int) -> list[tuple[int, int]]:
@@ -214,6 +218,18 @@ def choose_device(
     if device == "cpu" or num_gpus < local_world_size:
         return torch.device("cpu")
     return torch.device("cuda", local_rank)
+
+
+def wait_for_weights(folder: str | Path | None) -> None:
+    """Waits for ranks that still fetch weights from a hub, longer than an exchange may take.
+
+    Args:
+        folder: of the weights; if it is in no cache of a hub, nobody waits.
+    """
+    is_fetched = folder is not None and name_of(folder) is not None
+    if is_fetched and dist.is_initialized() and dist.get_world_size() > 1:
+        with progress.doing("weights of other stages", is_waiting=True):
+            dist.barrier(group=dist.new_group(backend="gloo", timeout=LONGEST_FETCH))
 
 
 def warm_up(context: DistributedContext) -> None:

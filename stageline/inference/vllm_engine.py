@@ -16,6 +16,7 @@ from stageline.data.text.encode import encode_rendered
 from stageline.data.text.processor import get_image_processor, get_tokenizer, load_processor
 from stageline.data.text.rendered import Rendered
 from stageline.errors import UserError
+from stageline.hub import title_of
 from stageline.inference.decoding.request import (
     Failed,
     Finished,
@@ -102,7 +103,7 @@ class VllmEngine:
         )
         self.num_devices = tensor_parallel_size
         self.processor, self.tokenizer = processor, get_tokenizer(processor)
-        self.model_name = Path(folder).name
+        self.model_name = title_of(Path(folder))
         self.stop_ids = tuple(stop_ids)
         self.max_length = max_length or int(self.llm.llm_engine.model_config.max_model_len)
 

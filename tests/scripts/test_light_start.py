@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTION = re.compile(r"^  (--[a-z0-9-]+) ", re.MULTILINE)
-HEAVY = re.compile(r"\| +(torch|transformers)$", re.MULTILINE)
+HEAVY = re.compile(r"\| +(torch|transformers|huggingface_hub)$", re.MULTILINE)
 TRAIN = (
     "train_pp.py --train-model llama --dataset jsonl --prompt vqa --prompt-fn chat "
     "--image-token auto --collate-fn sft"
@@ -29,7 +29,7 @@ COLLATE_FNS = ("sft", "contrastive", "dpo", "kto", "pt", "rm")
 
 
 def start(words: str, *, code: int) -> str:
-    """What a command writes; it must not have imported torch or transformers."""
+    """What a command writes; it must not have imported torch, transformers or what fetches."""
     done = subprocess.run(
         [sys.executable, "-X", "importtime", *words.split()],
         cwd=ROOT,

@@ -124,9 +124,8 @@ def test_a_path_may_be_a_pattern_or_a_name_of_the_hub():
         check_limits(RunConfig(dataset_path=place))
     assert absolute(item, "hub:owner/name") == "hub:owner/name"
     assert absolute(item, "data/*.jsonl").endswith("/data/*.jsonl")
-    for options in ({"dataset_path": "nowhere.jsonl"}, {"model_path": "hub:owner/name"}):
-        with pytest.raises(OptionError, match="no such file"):
-            check_limits(RunConfig(**options))
+    with pytest.raises(OptionError, match="no such file"):
+        check_limits(RunConfig(dataset_path="nowhere.jsonl"))
 
 
 def test_sets_are_mixed(folder):

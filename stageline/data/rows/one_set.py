@@ -19,8 +19,9 @@ from stageline.data.images.videos import with_videos
 from stageline.data.rows.bad_rows import current_bad_rows
 from stageline.data.rows.converters import make_converter
 from stageline.data.rows.json_lines import image_names
-from stageline.data.rows.tables import HUB, SetFiles, find_files, near_names, open_tables
+from stageline.data.rows.tables import SetFiles, find_files, near_names, open_tables
 from stageline.errors import DataError, UserError
+from stageline.hub import PREFIX, read_name
 
 FILE_NAME = "dataset_info.json"
 LOOKED_THROUGH = 100_000  # rows that are converted once in the beginning; of more, preflight's
@@ -42,7 +43,7 @@ class SetInfo:
     """One data set; how its rows are written is said as to `make_converter`."""
 
     name: str = ""  # what reports call its group
-    place: str = ""  # a file, folder or pattern, or `hub:owner/name`
+    place: str = ""  # a file, folder or pattern, or `hub:owner/name[@revision]`
     formatting: str = "auto"
     columns: Mapping[str, str] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
@@ -115,12 +116,15 @@ def _read_entry(name: str, entry: Any, path: Path) -> SetInfo:
     if entry.get("file_name") is None:
         raise UserError(
             f"{place} has no file_name. A file, a folder or a pattern was expected there, relative "
-            f"to {path.parent}, or {HUB}owner/name, because its rows are read from it: add it."
+            f"to {path.parent}, or {PREFIX}owner/name, because its rows are read from it: add it."
         )
     options = {key: value for key, value in entry.items() if value is not None}
     file = options.pop("file_name")
     # joining keeps an absolute path what it is
-    file = file if file.startswith(HUB) else str(path.parent / Path(file).expanduser())
+    if read_name(file, folder=path.parent) is not None:
+        file = PREFIX + file.removeprefix(PREFIX)
+    else:
+        file = str(path.parent / Path(file).expanduser())
     if options.get("num_samples", 1) < 1:
         raise UserError(
             f"{place} has num_samples {options['num_samples']}. At least 1 was expected, because "
@@ -133,7 +137,7 @@ def _check_key(place: str, key: str, value: Any) -> None:
     if key in _ELSEWHERE:
         raise UserError(
             f"{place} has {key}. A file_name was expected, because sets are read from files: "
-            f'download it, or write "file_name": "{HUB}owner/name" for a set of the hub.'
+            f'download it, or write "file_name": "{PREFIX}owner/name" for a set of the hub.'
         )
     if key in _UNREAD and value is None:
         return

@@ -18,8 +18,8 @@ from stageline.data.rows.stream import (
     held_out,
     mixed,
 )
-from stageline.data.rows.tables import HUB
 from stageline.errors import UserError
+from stageline.hub import read_name
 from stageline.seeds import derive_seed
 
 VERSION = 1  # of how rows are drawn and converted
@@ -82,7 +82,7 @@ class SetsDataset:
 class Sets:
     """Your own data sets: JSON, JSON lines, CSV, text, Parquet or Arrow; see docs/data.md.
 
-    `dataset_path` is a file, a folder, a pattern, or hub:owner/name.
+    `dataset_path` is a file, a folder, a pattern, or hub:owner/name[@revision].
 
     Args:
         info: register of sets, as dataset_info.json; `dataset.names` chooses from it.
@@ -246,8 +246,10 @@ class Sets:
 
     def _set_of(self, place: str, *, option: str) -> SetInfo:
         """A set that only its files name."""
-        name = place.removeprefix(HUB)
-        if not place.startswith(HUB):
+        known = read_name(place)
+        if known is not None:
+            name = known.repo
+        else:
             fixed = [part for part in Path(place).parts if not any(sign in part for sign in "*?[")]
             name = Path(*fixed).stem if fixed else "all"
         return replace(self._own, name=name, place=place, option=option)

@@ -30,6 +30,7 @@ from stageline.data.rows.read_json import (
     text_lines,
 )
 from stageline.errors import DataError, UserError
+from stageline.hub import PREFIX, pinned_set, read_name
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -46,7 +47,6 @@ KIND_OF_SUFFIX: dict[str, Kind] = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-HUB = "hub:"
 VERSION = 1  # of what is kept of a file
 _NO_ROWS = ("dataset_info.json", "dataset_infos.json", "state.json")  # beside files of rows
 _PATTERN = "*?["
@@ -67,13 +67,13 @@ class SetFiles:
 
 
 def find_files(place: str, *, option: str = "`dataset_path`") -> SetFiles:
-    """The files that a path, a folder, a pattern or `hub:owner/name` names.
+    """The files that a path, a folder, a pattern or `owner/name[@revision]` of a hub names.
 
     Raises:
         UserError: there is none, or they are of several kinds or of one that is not read.
     """
-    if place.startswith(HUB):
-        return SetFiles("hub", (place.removeprefix(HUB),), Path.cwd())
+    if read_name(place) is not None:
+        return SetFiles("hub", (pinned_set(place, option=option).removeprefix(PREFIX),), Path.cwd())
     path = Path(place).expanduser()
     if path.is_file():
         if _kind_of(path) is None:
@@ -93,8 +93,8 @@ def find_files(place: str, *, option: str = "`dataset_path`") -> SetFiles:
     there = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
     raise UserError(
         f"{option} {place}: there is no such file or folder.{near_names(path.name, there)} A file, "
-        f"a folder, a pattern such as data/*.jsonl, or {HUB}owner/name was expected, because the "
-        f"rows are there. Correct the path; it is relative to {Path.cwd()}."
+        f"a folder, a pattern such as data/*.jsonl, or {PREFIX}owner/name was expected, because "
+        f"the rows are there. Correct the path; it is relative to {Path.cwd()}."
     )
 
 
@@ -369,12 +369,15 @@ def _load(kind: Kind, path: Path, **options: Any) -> Any:
 def _hub_table(name: str, folder: Path, *, split: str) -> Table:
     import datasets
 
+    repo, _, revision = name.partition("@")
     try:
-        rows = datasets.load_dataset(name, split=split, cache_dir=str(folder))
+        rows = datasets.load_dataset(
+            repo, revision=revision or None, split=split, cache_dir=str(folder)
+        )
     except Exception as error:
         raise UserError(
-            f"{HUB}{name} cannot be loaded ({type(error).__name__}: {error}). A data set of the "
+            f"{PREFIX}{name} cannot be loaded ({type(error).__name__}: {error}). A data set of the "
             "hub was expected, or one in the library's cache where there is no network: check the "
             "name, download it first, or give a file, a folder or a pattern."
         ) from error
-    return Table(f"{HUB}{name}", rows, str(rows._fingerprint))
+    return Table(f"{PREFIX}{name}", rows, str(rows._fingerprint))
