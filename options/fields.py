@@ -38,6 +38,7 @@ def option(
     is_saved: bool = True,
     needs: Mapping[str, str] = {},
     excludes: Mapping[str, str] = {},
+    instead_of: str = "",
     not_streamed: str = "",
     to: str = "",
     resume: Literal["course", "steps", "free"] = "course",
@@ -58,6 +59,8 @@ def option(
             several, "--bf16 or --fp16". A lower-case word behind is the value that is meant, as in
             "--quantization nf4"; another one is an example.
         excludes: other options as they are typed, with a value or any -> why both cannot be given.
+        instead_of: the option whose value follows from this one. A typed one of the two holds; in a
+            file, where both stand in each saved config, this one.
         not_streamed: why `--engine streaming` cannot follow it.
         to: registers whose parts get it by its name; with a ? behind, only if it is not the
             default, so that parts need not know it.
