@@ -6,12 +6,11 @@ token. Empty texts stay: templates ask whether there is one.
 """
 
 import functools
-import json
 import re
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -195,21 +194,6 @@ def whole(text: str) -> Iterator[tuple[str, bool]]:
 def messages_of(turns: Sequence[Turn], *, form: Form) -> list[Message]:
     """The messages as they are, with contents as text or as lists of parts."""
     return [_message(turn, _content(turn.pieces, form)) for turn in turns]
-
-
-def with_arguments_as_text(turns: Sequence[Turn]) -> list[Turn]:
-    """The turns with the arguments of tool calls as JSON text, which a few templates want."""
-    return [
-        replace(turn, tool_calls=tuple(map(_as_text, turn.tool_calls))) if turn.tool_calls else turn
-        for turn in turns
-    ]
-
-
-def _as_text(call: Tool) -> Tool:
-    arguments = call["function"]["arguments"]
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 class Masking:
