@@ -18,6 +18,7 @@ from options.fields import handed_to, spelled
 from options.parts import ChosenPart, takes
 from options.train import RunConfig
 from parse_args import TrainArguments
+from register import load_target
 from stageline.data.batches.check_batch import CheckedCollate
 from stageline.data.batches.collate import encode_sft
 from stageline.data.batches.collate_part import as_collate_part
@@ -141,6 +142,9 @@ class Data:
             )
         self.processor = load_processor(path, trust_remote_code=run.trust_remote_code)
         self.new_tokens = add_tokens(arguments, self.processor, path)
+        prompt_fn = parts["prompt_fn"]
+        if prompt_fn.facts["prepare"] is not None:
+            load_target(prompt_fn.facts["prepare"])(self.processor, **prompt_fn.kwargs)
         images = make_image_settings(**run.image_limits())
         prepare_images(self.processor, images, Tiling(**run.tiling()))
         self.pad_token_id = get_pad_token_id(self.processor)
