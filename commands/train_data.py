@@ -111,6 +111,12 @@ def epoch_sampler(run: RunConfig, dataset: Any) -> Any:
     return StepSampler(len(dataset), group_size=group_size_of(dataset), **common)
 
 
+def mixture_report(run: RunConfig, dataset: Any) -> str:
+    """What an epoch has of each type, of a dataset that draws its own rows."""
+    told = getattr(epoch_sampler(run, dataset), "report", None)
+    return "" if told is None else told()
+
+
 def epoch_steps(run: RunConfig, dataset: Any) -> int:
     """Optimizer steps of an epoch.
 
@@ -343,10 +349,9 @@ def left_over_rows(run: RunConfig, dataset: Any) -> str:
     num_rows = len(dataset)
     if is_stream(dataset):
         return ""
-    sampler = epoch_sampler(run, dataset)
     if has_sampler(dataset):
-        told = getattr(sampler, "report", None)
-        return "" if told is None else told()
+        return mixture_report(run, dataset)
+    sampler = epoch_sampler(run, dataset)
     rest = num_rows % (sampler.step_samples * sampler.dp_degree)
     if rest == 0:
         return ""

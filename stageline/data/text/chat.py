@@ -452,8 +452,7 @@ def render_chat(
         run = _Run(template, way, shown, dict(template_options or {}), for_generation, learnt)
         result = run.from_roles() or run.first_that_fits(reasons)
         if result is not None:
-            if note:
-                _warn_once(template.name, note)
+            _warn_once(template.name, note)
             return result
     # what begins so may only say that the template takes contents in the other form
     others = [reason for reason in reasons if not reason.startswith(LEFT_OUT)]
@@ -596,6 +595,6 @@ class _Run:
 
 
 def _warn_once(name: str, note: str) -> None:
-    if (name, note) not in _has_warned:
+    if note and (name, note) not in _has_warned:
         _has_warned.add((name, note))
         warnings.warn(f"the chat template of {name}: {note}.", stacklevel=4)
