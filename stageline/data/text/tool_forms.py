@@ -13,6 +13,7 @@ from dataclasses import replace
 from stageline.data.text.messages import SYSTEM_ROLES, Tool, Turn
 from stageline.data.text.rendered import Piece
 
+CALL_MARKS = ("<tool_call>", "</tool_call>")
 _ID = re.compile("[A-Za-z0-9]{9}")
 _TOOLS = """# Tools
 
@@ -105,9 +106,7 @@ def _as_text(turns: Sequence[Turn]) -> Iterator[Turn]:
                 pieces = []
             continue
         if turn.tool_calls:
-            lines = [
-                f"<tool_call>\n{_dumps(one['function'])}\n</tool_call>" for one in turn.tool_calls
-            ]
+            lines = [f"\n{_dumps(call['function'])}\n".join(CALL_MARKS) for call in turn.tool_calls]
             lead = "\n" if any(piece.text for piece in turn.pieces) else ""
             is_shown = any(piece.is_answer for piece in turn.pieces)
             calls = Piece(lead + "\n".join(lines), True, turn.is_target, is_answer=is_shown)
