@@ -41,10 +41,9 @@ def forms_of(turns: Sequence[Turn], tools: Sequence[Tool], *, knows_tools: bool)
     if knows_tools and has_any and (named := with_ids(turns)) != ways[0]:
         ways.append(named)
     if knows_tools or not tools:
+        ways += [_with_arguments_as_text(way) for way in ways if has_calls]
         for way in ways:
             yield way, tools, ""
-            if has_calls:
-                yield _with_arguments_as_text(way), tools, ""
     if not knows_tools and (tools or has_any):
         told = _TOOLS.format("\n".join(map(_dumps, tools))) if tools else ""
         written = list(_as_text(turns))
