@@ -59,8 +59,6 @@ from stageline.training.run_log import RunReport
 from stageline.training.step import StepResult, TrainStep, train
 from stageline.training.timeline import StepTimeline
 
-# what a resumed run may change where the learning rates of the steps done stay
-LENGTHS = ("total-steps", "num-train-epochs", "warmup-steps", "warmup-ratio")
 LONGEST_SAVE = timedelta(hours=2)  # that a rank waits for the others while they write
 
 
@@ -82,7 +80,7 @@ def open_run_folder(
         saved,
         settings(arguments, data),
         may_change=lambda name: (
-            on_resume(name, arguments.parts) == "free" or (is_longer and name in LENGTHS)
+            on_resume(name, arguments.parts) in ("free", "length" if is_longer else "free")
         ),
         allows_changes=run.allow_changes,
         say=say,

@@ -41,7 +41,7 @@ def option(
     instead_of: str = "",
     not_streamed: str = "",
     to: str = "",
-    resume: Literal["course", "steps", "free"] = "course",
+    resume: Literal["course", "steps", "length", "free"] = "course",
     shapes_answers: bool = True,
     in_check: bool = True,
 ) -> Any:
@@ -65,7 +65,9 @@ def option(
         to: registers whose parts get it by its name; with a ? behind, only if it is not the
             default, so that parts need not know it.
         resume: course: it decides what is trained and stays as it is; steps: so it does, but not
-            what the start model says of a row; free: a resumed run may have another value.
+            what the start model says of a row; length: the same, and a resumed run may have
+            another value where the learning rates of the steps done stay; free: a resumed run may
+            have another value.
         shapes_answers: an evaluation with another value gives other answers.
         in_check: it holds while a split is checked; else its default does.
     """

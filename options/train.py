@@ -145,7 +145,7 @@ KEYS_ON_RESUME |= {"lr_scheduler": "steps", "loss_fn": "steps"}
 
 
 def on_resume(name: str, parts: Mapping[str, Any] = {}) -> str:
-    """What holds for an option where a run is resumed: "course", "steps" or "free" (`option`).
+    """What holds for an option where a run is resumed: "course" to "free", as `option` has it.
 
     Args:
         name: as a config file spells it: `batch-size`, `dataset`, `dataset.cache`.
@@ -293,7 +293,7 @@ class OptimizerOptions:
         0.0, "learning rate at the last step", at_least=0, to="lr_scheduler", resume="steps"
     )
     warmup_steps: int = option(
-        0, "optimizer steps of warm-up", at_least=0, to="lr_scheduler", resume="steps"
+        0, "optimizer steps of warm-up", at_least=0, to="lr_scheduler", resume="length"
     )
     warmup_ratio: float | None = option(
         None,
@@ -301,7 +301,7 @@ class OptimizerOptions:
         at_least=0,
         at_most=1,
         instead_of="warmup_steps",
-        resume="steps",
+        resume="length",
         in_check=False,
     )
     warmup_start_lr: float = option(
@@ -313,7 +313,7 @@ class OptimizerOptions:
         at_least=1,
         is_common=True,
         to="lr_scheduler",
-        resume="steps",
+        resume="length",
     )
     num_train_epochs: float | None = option(
         None,
@@ -321,7 +321,7 @@ class OptimizerOptions:
         at_least=0.001,
         is_common=True,
         instead_of="total_steps",
-        resume="steps",
+        resume="length",
         in_check=False,
     )
     weight_decay: float = option(
