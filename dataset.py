@@ -30,7 +30,7 @@ PairOverlong = Literal["error", "cut_prompt", "drop"]  # both rows of a pair kee
 TextOverlong = Literal["error", "cut", "drop"]
 # keys of other registers that suit a part: of text there is no template to choose
 TEXT_KEYS = {"prompt": "text", "prompt_fn": "fill", "image_token": "none", "loss_fn": "sft"}
-PAIR_KEYS = {"prompt": "chat", "prompt_fn": "chat", "image_token": "auto", "loss_fn": "rm"}
+CHAT_KEYS = {"prompt": "chat", "prompt_fn": "chat", "image_token": "auto"}
 
 dataset_register["digits"] = "stageline.tasks.digits:Digits"
 dataset_register["jsonl"] = "stageline.data.rows.json_lines:JsonLines"
@@ -160,7 +160,7 @@ def _check_corpus_options(
         )
 
 
-@collate_fn_register("sft")
+@collate_fn_register("sft", default_keys=CHAT_KEYS)
 @collate_part(encode=f"{COLLATE}:encode_sft", pack=f"{COLLATE}:collate_packed_sft")
 def sft(
     samples: Sequence[Item],
@@ -231,7 +231,7 @@ def _compiled(marked: str | tuple[str, ...]) -> MarkedWords:
     return MarkedWords(marked)
 
 
-@collate_fn_register("dpo")
+@collate_fn_register("dpo", default_keys=CHAT_KEYS | {"loss_fn": "dpo"})
 @collate_part(encode=f"{PREFERENCE}:encode_pair")
 def dpo(
     samples: Sequence[Item],
@@ -251,7 +251,7 @@ def dpo(
     )
 
 
-@collate_fn_register("kto")
+@collate_fn_register("kto", default_keys=CHAT_KEYS | {"loss_fn": "kto"})
 @collate_part(encode=f"{PREFERENCE}:encode_answer")
 def kto(
     samples: Sequence[Item],
@@ -294,7 +294,7 @@ def pt(
     )
 
 
-@collate_fn_register("rm", default_keys=PAIR_KEYS)
+@collate_fn_register("rm", default_keys=CHAT_KEYS | {"loss_fn": "rm"})
 @collate_part(encode=f"{PREFERENCE}:encode_scored_pair")
 def rm(
     samples: Sequence[Item],

@@ -33,6 +33,7 @@ from options.command_line import (
     by_name,
     command_words,
     convert,
+    drop_rivals,
     gathered,
     needs_value,
     option_types,
@@ -306,6 +307,9 @@ def read_arguments(
     imports = [spec for item in given if item.name == "import" for spec in item.values]
     import_parts(dict.fromkeys(imports))
     options = _by_register(by_name(given), keys) | gathered(given, repeated)
+    items = fields(config_class)
+    rivals = {one.name: one.metadata["instead_of"] for one in items if one.metadata["instead_of"]}
+    drop_rivals(options, rivals)
     if "list" in options:
         _print_and_stop(list_parts())
     help_words = options.pop("help", None)

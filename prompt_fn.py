@@ -42,7 +42,7 @@ def fill(
     return Rendered(tuple(pieces), for_generation=for_generation)
 
 
-@prompt_fn_register("chat")
+@prompt_fn_register("chat", prepare="stageline.data.text.chat_template:use_template")
 def chat(
     sample: Mapping[str, Any],
     prompt: str,
@@ -50,6 +50,7 @@ def chat(
     processor: Any = None,
     for_generation: bool = False,
     system: str | None = None,
+    template: str | None = None,
     template_options: dict[str, Any] | None = None,
     mask_history: bool = False,
     train_on_prompt: bool = False,
@@ -64,12 +65,15 @@ def chat(
 
     Args:
         system: system message for rows that bring none.
+        template: chat template by name, for a tokenizer without one: alpaca, chatml, deepseek,
+            gemma, llama2, llama3, mistral, phi3, phi4, qwen, vicuna, zephyr.
         template_options: variables of the chat template, such as enable_thinking.
         mask_history: only the last answer of a row is learnt.
         train_on_prompt: all text is learnt: system, user and markup too; not images.
         mask_system: with train_on_prompt: from the first message after the system's on.
     """
     from stageline.data.text.chat import render_chat
+    from stageline.data.text.chat_template import use_template
     from stageline.data.text.messages import (
         Conversation,
         only_last_answer,
@@ -86,6 +90,7 @@ def chat(
         turns = only_last_answer(turns)
     if processor is None:
         return Conversation.of(turns, for_generation=for_generation, tools=tools)
+    use_template(processor, template=template)
     return render_chat(
         turns,
         processor,

@@ -341,7 +341,11 @@ builder_register = Register(
     },
 )
 prompt_register = Register("prompt", "template text with [PLACEHOLDERS]", part_type=str)
-prompt_fn_register = Register("prompt_fn", "fills a template: (sample, prompt) -> Rendered")
+prompt_fn_register = Register(
+    "prompt_fn",
+    "fills a template: (sample, prompt) -> Rendered",
+    facts={"prepare": None},  # function: (processor, **the part's options), before any row
+)
 image_token_register = Register("image_token", "puts the model's own image text into a Rendered")
 dataset_register = Register(
     "dataset",

@@ -6,15 +6,19 @@ config says it. Only the layers of the stages come later, where they are measure
 
 import dataclasses
 import functools
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from commands.train_data import Data
+from commands import say
+from commands.train_data import Data, epoch_steps
 from commands.train_parts import make_planner
+from options.fields import option_fields, spelled
 from options.memory import check_memory, check_streaming_engine
 from options.model import check_vision
+from options.train import RunConfig, check_warmup
 from parse_args import TrainArguments
 from register import load_target
 from stageline.distributed.guard import GuardRules
@@ -93,6 +97,33 @@ def _pipeline_topology(arguments: TrainArguments) -> Topology:
             f"{optimizer.key} needs the whole one: use --optimizer adamw, or leave --dp-shard out."
         )
     return topology
+
+
+def settle_steps(plan: RunPlan, data: Data) -> RunPlan:
+    """The plan with the steps that its epochs and its share of warm-up are; says how many."""
+    run, told = plan.run, []
+    found: dict[str, Any] = {}
+    if run.num_train_epochs is not None or "epoch" in (run.save_steps, run.eval_steps):
+        epoch = epoch_steps(run, data.train)
+        told.append(f"an epoch is {epoch:,} steps")
+        if run.num_train_epochs is not None:
+            # 0.1 x 30 is a little more than 3
+            found["total_steps"] = math.ceil(round(run.num_train_epochs * epoch, 6))
+            one = "epoch" if run.num_train_epochs == 1 else "epochs"
+            told.append(f"{run.num_train_epochs:g} {one} = {found['total_steps']:,} steps")
+    if run.warmup_ratio is not None:
+        total = found.get("total_steps", run.total_steps)
+        found["warmup_steps"] = math.ceil(round(run.warmup_ratio * total, 6))
+        told.append(f"warm-up is {found['warmup_steps']:,} of {total:,} steps")
+    for item in option_fields(run).values():
+        name = item.metadata["instead_of"]
+        if name in found and getattr(run, name) not in (found[name], getattr(RunConfig, name)):
+            told.append(f"in place of {spelled(name)} {getattr(run, name)} of the file")
+    run = dataclasses.replace(run, **found)
+    check_warmup(run)
+    if told:
+        say(", ".join(told))
+    return dataclasses.replace(plan, run=run)
 
 
 def place_layers(plan: RunPlan, data: Data, context: DistributedContext) -> RunPlan:

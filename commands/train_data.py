@@ -18,6 +18,7 @@ from options.fields import handed_to, spelled
 from options.parts import ChosenPart, takes
 from options.train import RunConfig
 from parse_args import TrainArguments
+from register import load_target
 from stageline.data.batches.check_batch import CheckedCollate
 from stageline.data.batches.collate import encode_sft
 from stageline.data.batches.collate_part import as_collate_part
@@ -97,20 +98,40 @@ def check_tokens_taken(arguments: TrainArguments, dataset: Dataset) -> None:
         )
 
 
+def epoch_sampler(run: RunConfig, dataset: Any) -> Any:
+    """What draws the rows of training; its length is the steps of an epoch."""
+    common: dict[str, Any] = {
+        "step_samples": run.batch_size * run.accumulate_steps,
+        "dp_degree": run.dp_degree or 1,
+        "seed": run.seed,
+    }
+    if has_sampler(dataset):
+        place = {"dp_rank": 0, "shuffle": True, "start_step": 0, "position": None}
+        return dataset.make_sampler(batch_size=run.batch_size, **place, **common)
+    return StepSampler(len(dataset), group_size=group_size_of(dataset), **common)
+
+
 def mixture_report(run: RunConfig, dataset: Any) -> str:
     """What an epoch has of each type, of a dataset that draws its own rows."""
-    sampler = dataset.make_sampler(
-        batch_size=run.batch_size,
-        step_samples=run.batch_size * run.accumulate_steps,
-        dp_rank=0,
-        dp_degree=run.dp_degree or 1,
-        seed=run.seed,
-        shuffle=True,
-        start_step=0,
-        position=None,
-    )
-    told = getattr(sampler, "report", None)
+    told = getattr(epoch_sampler(run, dataset), "report", None)
     return "" if told is None else told()
+
+
+def epoch_steps(run: RunConfig, dataset: Any) -> int:
+    """Optimizer steps of an epoch.
+
+    Raises:
+        UserError: the rows are a stream, which has no epochs.
+    """
+    if not is_stream(dataset):
+        return max(1, len(epoch_sampler(run, dataset)))
+    asked = "--num-train-epochs" if run.num_train_epochs is not None else "epoch"
+    raise UserError(
+        f"{asked} came with a dataset that is streamed. Rows of a known number were expected, "
+        "because an epoch is one pass over all of them and a stream has no end: give "
+        "--total-steps (and numbers of steps for --save-steps and --eval-steps), or read the set "
+        "without streaming."
+    )
 
 
 class Data:
@@ -127,6 +148,9 @@ class Data:
             )
         self.processor = load_processor(path, trust_remote_code=run.trust_remote_code)
         self.new_tokens = add_tokens(arguments, self.processor, path)
+        prompt_fn = parts["prompt_fn"]
+        if prompt_fn.facts["prepare"] is not None:
+            load_target(prompt_fn.facts["prepare"])(self.processor, **prompt_fn.kwargs)
         images = make_image_settings(**run.image_limits())
         prepare_images(self.processor, images, Tiling(**run.tiling()))
         self.pad_token_id = get_pad_token_id(self.processor)
@@ -327,13 +351,7 @@ def left_over_rows(run: RunConfig, dataset: Any) -> str:
         return ""
     if has_sampler(dataset):
         return mixture_report(run, dataset)
-    sampler = StepSampler(
-        num_rows,
-        step_samples=run.batch_size * run.accumulate_steps,
-        dp_degree=run.dp_degree or 1,
-        seed=run.seed,
-        group_size=group_size_of(dataset),
-    )
+    sampler = epoch_sampler(run, dataset)
     rest = num_rows % (sampler.step_samples * sampler.dp_degree)
     if rest == 0:
         return ""

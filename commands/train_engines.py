@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from commands import is_first, say
-from commands.run_plan import RunPlan, make_plan, place_layers
+from commands.run_plan import RunPlan, make_plan, place_layers, settle_steps
 from commands.train_data import Data, check_data, show_samples
 from commands.train_parts import (
     build_stages,
@@ -52,6 +52,7 @@ def run_training(arguments: TrainArguments) -> int:
     if not run.plan:
         launch_if_needed(plan.topology.num_processes, rules=plan.guard_rules)
     data = check_data(plan)
+    plan = settle_steps(plan, data)
     check_parts(plan, data)
     show_samples(plan, data, plan.topology.schedule)
     if run.check_only:

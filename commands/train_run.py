@@ -3,6 +3,7 @@
 train_pp.py builds the stages; the chosen parts are called in train_parts.py.
 """
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -10,6 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from commands import say
 from commands.train_data import Data, make_loader
 from commands.train_parts import bind_loss, make_learning_rate, make_loss, make_optimizer
+from options.fields import spelled
 from options.memory import check_streaming
 from options.train import RunConfig, on_resume
 from parse_args import TrainArguments
@@ -77,12 +80,17 @@ def open_run_folder(
     point = find_resume_point(run.resume, folder / "checkpoints", ranks=ranks, say=say)
     if point is None:
         return None
+    saved = point.state.facts["settings"]
+    is_longer, why = rates_stay(arguments, saved, point.step)
     check_same_run(
-        point.state.facts["settings"],
+        saved,
         settings(arguments, data),
-        may_change=lambda name: on_resume(name, arguments.parts) == "free",
+        may_change=lambda name: (
+            on_resume(name, arguments.parts) in ("free", "length" if is_longer else "free")
+        ),
         allows_changes=run.allow_changes,
         say=say,
+        why=why,
     )
     if context.is_main:
         clear_way(point, folder / "checkpoints", say=say)
@@ -99,6 +107,36 @@ def check_same_commits(configs: Sequence[Mapping[str, object]]) -> None:
                 f"--{name} is {' and '.join(sorted(found))} on ranks of this run. One commit was "
                 "expected: its branch moved while they started. Give one of these names."
             )
+
+
+def rates_stay(arguments: TrainArguments, saved: Mapping[str, Any], step: int) -> tuple[bool, str]:
+    """Whether the steps done had the learning rates that this run would give them; why not.
+
+    Then a run of another length is, to the bit, the one that had this length from the start.
+
+    Args:
+        saved: the settings of the run that is resumed.
+        step: how many steps are done.
+    """
+    run = arguments.run
+    names = ("total_steps", "warmup_steps")
+    then: dict[str, Any] = {name: saved.get(spelled(name)[2:]) for name in names}
+    now = {name: getattr(run, name) for name in then}
+    if then == now or None in then.values():
+        return then == now, ""
+    if run.total_steps < step:
+        return False, f" The run would end at step {run.total_steps}, and {step} are done."
+    before = dataclasses.replace(arguments, run=dataclasses.replace(run, **then))
+    rates = make_learning_rate(before), make_learning_rate(arguments)
+    for done in range(step):
+        one, other = (rate_of(done) for rate_of in rates)
+        if one != other:
+            return False, (
+                f" With another length, step {done + 1}, which is done, would have had the "
+                f"learning rate {other:g} in place of {one:g}; with --lr-scheduler constant and "
+                "the same --warmup-steps a run may be made longer."
+            )
+    return True, ""
 
 
 def settings(arguments: TrainArguments, data: Data) -> dict[str, object]:
@@ -295,8 +333,8 @@ class TrainingRun:
             iter(self.batches),
             total_steps=run.total_steps,
             start_step=self.start_step,
-            eval_steps=run.eval_steps,
-            save_steps=run.save_steps,
+            eval_steps=self.steps_between(run.eval_steps),
+            save_steps=self.steps_between(run.save_steps),
             on_step=self.after_step,
             evaluate=self.evaluate_now if self.held_out is not None else None,
             save=self.save_now,
@@ -306,6 +344,10 @@ class TrainingRun:
         self.tell_saved()
         if not is_done:
             self.report.say("stopped before the last step; --resume auto goes on from there")
+
+    def steps_between(self, interval: Literal["epoch"] | int) -> int:
+        """The steps between evaluations or checkpoints."""
+        return len(self.batches) if interval == "epoch" else interval
 
     def after_step(self, step: int, result: StepResult, seconds: float) -> None:
         """Logs a step, with its bubble where it was timed; draws the one that is to be drawn."""

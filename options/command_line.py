@@ -243,6 +243,28 @@ def by_name(given: Iterable[Given]) -> dict[str, Given]:
     return {item.name: item for item in given}
 
 
+def drop_rivals(options: dict[str, Given], rivals: Mapping[str, str]) -> None:
+    """Of two options of which one follows from the other, takes the one out that was not typed.
+
+    Args:
+        rivals: option -> the one that follows from it.
+
+    Raises:
+        OptionError: both were typed.
+    """
+    for pair in rivals.items():
+        items = [options[name] for name in pair if name in options]
+        typed = [item for item in items if item.origin == COMMAND_LINE]
+        if len(typed) == 2:
+            raise OptionError(
+                f"{items[0]} and {items[1]} were both given. One of them was expected, because "
+                f"{spelled(pair[1])} follows from {spelled(pair[0])}. Leave one out."
+            )
+        for item in items if typed else []:
+            if item not in typed:
+                del options[item.name]
+
+
 def gathered(given: Sequence[Given], names: Sequence[str]) -> dict[str, Given]:
     """Options that hold a text each time they are given, as one list; commas do not part it.
 

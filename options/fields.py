@@ -44,9 +44,10 @@ def option(
     is_saved: bool = True,
     needs: Mapping[str, str] = {},
     excludes: Mapping[str, str] = {},
+    instead_of: str = "",
     not_streamed: str = "",
     to: str = "",
-    resume: Literal["course", "steps", "free"] = "course",
+    resume: Literal["course", "steps", "length", "free"] = "course",
     shapes_answers: bool = True,
     in_check: bool = True,
 ) -> Any:
@@ -65,11 +66,15 @@ def option(
             several, "--bf16 or --fp16". A lower-case word behind is the value that is meant, as in
             "--quantization nf4"; another one is an example.
         excludes: other options as they are typed, with a value or any -> why both cannot be given.
+        instead_of: the option whose value follows from this one. A typed one of the two holds; in a
+            file, where both stand in each saved config, this one.
         not_streamed: why `--engine streaming` cannot follow it.
         to: registers whose parts get it by its name; with a ? behind, only if it is not the
             default, so that parts need not know it.
         resume: course: it decides what is trained and stays as it is; steps: so it does, but not
-            what the start model says of a row; free: a resumed run may have another value.
+            what the start model says of a row; length: the same, and a resumed run may have
+            another value where the learning rates of the steps done stay; free: a resumed run may
+            have another value.
         shapes_answers: an evaluation with another value gives other answers.
         in_check: it holds while a split is checked; else its default does.
     """

@@ -110,8 +110,11 @@ class StopOptions:
 class CheckpointOptions:
     """Checkpoints"""
 
-    save_steps: int = free_option(
-        0, "optimizer steps between checkpoints; 0: at the end", at_least=0, is_common=True
+    save_steps: Literal["epoch"] | int = free_option(
+        0,
+        "optimizer steps between checkpoints; epoch: as many as an epoch has; 0: at the end",
+        at_least=0,
+        is_common=True,
     )
     save_best: str = free_option(
         "none",
@@ -142,7 +145,7 @@ KEYS_ON_RESUME |= {"lr_scheduler": "steps", "loss_fn": "steps"}
 
 
 def on_resume(name: str, parts: Mapping[str, Any] = {}) -> str:
-    """What holds for an option where a run is resumed: "course", "steps" or "free" (`option`).
+    """What holds for an option where a run is resumed: "course" to "free", as `option` has it.
 
     Args:
         name: as a config file spells it: `batch-size`, `dataset`, `dataset.cache`.
@@ -301,7 +304,16 @@ class OptimizerOptions:
         0.0, "learning rate at the last step", at_least=0, to="lr_scheduler", resume="steps"
     )
     warmup_steps: int = option(
-        0, "optimizer steps of warm-up", at_least=0, to="lr_scheduler", resume="steps"
+        0, "optimizer steps of warm-up", at_least=0, to="lr_scheduler", resume="length"
+    )
+    warmup_ratio: float | None = option(
+        None,
+        "share of all steps that is warm-up, instead of --warmup-steps: 0.03",
+        at_least=0,
+        at_most=1,
+        instead_of="warmup_steps",
+        resume="length",
+        in_check=False,
     )
     warmup_start_lr: float = option(
         0.0, "learning rate at the first step", at_least=0, to="lr_scheduler", resume="steps"
@@ -312,7 +324,16 @@ class OptimizerOptions:
         at_least=1,
         is_common=True,
         to="lr_scheduler",
-        resume="steps",
+        resume="length",
+    )
+    num_train_epochs: float | None = option(
+        None,
+        "passes over the training rows, instead of --total-steps: 3 or 0.5",
+        at_least=0.001,
+        is_common=True,
+        instead_of="total_steps",
+        resume="length",
+        in_check=False,
     )
     weight_decay: float = option(
         0.01,
@@ -379,8 +400,10 @@ class ProgressOptions:
     """Progress"""
 
     log_steps: int = free_option(1, "optimizer steps between log lines", at_least=1)
-    eval_steps: int = free_option(
-        0, "optimizer steps between evaluations; 0: at the end", at_least=0
+    eval_steps: Literal["epoch"] | int = free_option(
+        0,
+        "optimizer steps between evaluations; epoch: as many as an epoch has; 0: at the end",
+        at_least=0,
     )
     eval_samples: Literal["all"] | int = free_option(
         "all", "held-out samples of an evaluation, spread evenly; 0: no evaluation", at_least=0
@@ -487,12 +510,8 @@ def for_check(run: Any, **changes: Any) -> Any:
 
 def check_learning_rate(run: RunConfig) -> None:
     """Checks that warm-up ends and the learning rate falls to `min_lr`, not up to it."""
-    if run.warmup_steps > run.total_steps:
-        raise OptionError(
-            f"--warmup-steps {run.warmup_steps} is more than --total-steps {run.total_steps}. "
-            f"Warm-up must end within the run, or the learning rate never reaches "
-            f"{run.learning_rate:g}. Lower --warmup-steps or raise --total-steps."
-        )
+    if run.num_train_epochs is None and run.warmup_ratio is None:  # else steps come later
+        check_warmup(run)
     for name in ("min_lr", "warmup_start_lr"):
         value = getattr(run, name)
         if value > run.learning_rate:
@@ -501,6 +520,16 @@ def check_learning_rate(run: RunConfig) -> None:
                 f"must not be, because --learning-rate is the highest one. Lower {spelled(name)} "
                 f"or raise --learning-rate."
             )
+
+
+def check_warmup(run: RunConfig) -> None:
+    """Checks that warm-up ends within the run."""
+    if run.warmup_steps > run.total_steps:
+        raise OptionError(
+            f"--warmup-steps {run.warmup_steps} is more than --total-steps {run.total_steps}. "
+            f"Warm-up must end within the run, or the learning rate never reaches "
+            f"{run.learning_rate:g}. Lower --warmup-steps or raise --total-steps."
+        )
 
 
 def check_partition(run: RunConfig) -> None:

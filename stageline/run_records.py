@@ -1,6 +1,7 @@
 """Reads the log of a run, `log.jsonl`: what curves, model cards and a resumed run begin with."""
 
 import json
+import os
 from pathlib import Path
 
 
@@ -35,3 +36,10 @@ def _order(record: dict) -> tuple[int, bool]:
 
 def _is_eval(record: dict) -> bool:
     return record.get("kind") == "eval"
+
+
+def cut_torn_line(path: Path) -> None:
+    """Takes away a last line that a crash cut off; the resumed run comes by its step again."""
+    if path.exists():
+        content = path.read_bytes()
+        os.truncate(path, content.rfind(b"\n") + 1)

@@ -25,7 +25,6 @@ from PIL import Image
 from stageline.data.batches.batch import add_image_inputs, render_sample
 from stageline.data.images.image_files import FORMATS, check_shape, open_picture
 from stageline.data.images.images import ImageExpander, decode_image
-from stageline.data.text.chat_template import ChatTemplate
 from stageline.data.text.processor import get_image_token, get_tokenizer
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError, UserError
@@ -343,12 +342,6 @@ class PromptMaker:
                 "The last message is the assistant's. One of the user or of a tool was expected, "
                 "because the answer is a new message.",
                 param="messages",
-            )
-        if tools and not ChatTemplate.of(self.processor).knows_tools:
-            raise bad_request(
-                "The model's chat template knows no tools: leave tools out.",
-                param="tools",
-                code="unsupported_parameter",
             )
         self._check_size(sum(map(_num_letters, messages)), "messages")
         images = self._read_pictures(messages)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from stageline.data.text.chat_template import ChatTemplate
 from stageline.data.text.processor import get_tokenizer
+from stageline.data.text.tool_forms import CALL_MARKS
 from stageline.errors import UserError
 from stageline.inference.decoding.grammars import JSON_OBJECT, Grammar, Matchers, json_grammar
 from stageline.serving.api_models import ChatRequest, JsonSchemaFormat, NamedTool, Tool
@@ -53,7 +54,7 @@ _TRIAL_TOOL = {
 
 _SCHEMA = "response_format.json_schema.schema"
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_OPEN, _CLOSE = CALL_MARKS
 _LIST = "[TOOL_CALLS]"
 _PYTHON = "<|python_tag|>"
 _STARTS = (_LIST, _PYTHON, '{"', "{ ", "{\n", '[{"', "[ {", "[{ ", "[{\n")
@@ -160,11 +161,12 @@ def _format_of(name: Any, tokenizer: Any) -> ToolFormat | None:
     added = {str(t): (i, t.special) for i, t in tokenizer.added_tokens_decoder.items()}
     if name == "mistral":  # special or not, calls are found without it
         return ToolFormat(name, _mark("[TOOL_CALLS]", added))
-    marks = ("<tool_call>", "</tool_call>")
-    if any(added[mark][1] for mark in marks if mark in added):
+    if any(added[mark][1] for mark in CALL_MARKS if mark in added):
         return None  # left out of the text of answers
-    others = tuple(i for text, (i, special) in added.items() if not special and text not in marks)
-    begin, end = (_mark(text, added) for text in marks)
+    others = tuple(
+        i for text, (i, special) in added.items() if not special and text not in CALL_MARKS
+    )
+    begin, end = (_mark(text, added) for text in CALL_MARKS)
     return ToolFormat(name, begin, end, others)
 
 

@@ -121,6 +121,7 @@ def check_same_run(
     may_change: Callable[[str], bool],
     allows_changes: bool,
     say: Callable[[str], None],
+    why: str = "",
 ) -> None:
     """Compares what decides the course of training.
 
@@ -128,6 +129,7 @@ def check_same_run(
         saved, current: option -> value as the config file has it, and other facts.
         may_change: whether an option leaves the course as it is.
         allows_changes: differences are told and nothing more.
+        why: more of the reason, for the error.
 
     Raises:
         CheckpointError: something differs; all of it is listed.
@@ -146,7 +148,7 @@ def check_same_run(
     raise CheckpointError(
         f"the checkpoint is of a run with {len(differences)} other settings, the same ones were "
         "expected: resumed with others it would not be the run that was begun. Use those of that "
-        f"run, or add `allow_changes` if you mean it.\n{listed}"
+        f"run, or add `allow_changes` if you mean it.{why}\n{listed}"
     )
 
 

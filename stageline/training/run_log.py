@@ -6,7 +6,6 @@ Only the main rank writes; on others every method does nothing. Knows neither mo
 import contextlib
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from stageline.pipeline.live_bytes import tensor_bytes
 from stageline.pipeline.recorder import TimelineEvent, describe_timeline
 from stageline.plotting.curves import plot_loss
 from stageline.plotting.pictures import caption, plot_predictions
-from stageline.run_records import read_log
+from stageline.run_records import cut_torn_line, read_log
 from stageline.stage import Stage
 from stageline.tables import format_table, human_bytes, human_count, human_memory
 from stageline.terminal import beside_bar, terminal
@@ -215,7 +214,7 @@ class RunLog:
             self.draw()
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """What was logged of evaluations, a run that is continued included."""
+        """What was logged of evaluations, also before a resume."""
         return read_log(self.path)[1] if self._has_records() else []
 
     def _has_records(self) -> bool:
@@ -338,13 +337,6 @@ def line_interval(num_steps: int) -> int:
             if num_steps <= interval * MAX_LINES:
                 return interval
         power *= 10
-
-
-def cut_torn_line(path: Path) -> None:
-    """Takes away a last line that a crash cut off; the resumed run comes by its step again."""
-    if path.exists():
-        content = path.read_bytes()
-        os.truncate(path, content.rfind(b"\n") + 1)
 
 
 def _open_events(folder: Path, *, start_step: int) -> Any | None:

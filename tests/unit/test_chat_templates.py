@@ -275,20 +275,12 @@ def test_a_template_that_asks_otherwise_than_it_answers(tokenizers):
 @pytest.mark.parametrize(
     ("name", "sample", "reason"),
     [
-        ("chatml", "tools", "it knows no tools"),
         ("chatml", "reasoning", "does not write the reasoning_content"),
-        ("llama2", "tools", "have to take turns"),
     ],
 )
 def test_what_a_template_does_not_write_is_refused(tokenizers, name, sample, reason):
     with pytest.raises(UserError, match=f"template of {name} .*{reason}.*chat_template.jinja"):
         chat(row(sample), "", processor=tokenizers[name])
-
-
-def test_tool_calls_that_a_template_does_not_write(tokenizers):
-    given = {"messages": SAMPLES["tools"]}
-    with pytest.raises(UserError, match="writes no tool calls, which message 1 has"):
-        chat(given, "", processor=tokenizers["chatml"])
 
 
 def test_a_developer_that_a_template_does_not_know(tokenizers):

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from loss_fn import sft
 from parse_args import parse_train_args
-from prompt_fn import fill, none
+from prompt_fn import chat, fill, none
 from register import engine_register, import_shelf, loss_fn_register, restored_registers
 from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.data.batches.batch import pack_rows
@@ -21,7 +21,7 @@ from stageline.data.batches.plain_text import (
 )
 from stageline.data.batches.preflight import preflight
 from stageline.data.text import limit
-from stageline.errors import DataError
+from stageline.errors import DataError, UserError
 from tests.helpers.tiny_batches import count_targets
 from tests.helpers.tiny_tokenizers import tiny_metaspace_tokenizer
 
@@ -168,3 +168,43 @@ def test_no_template_has_to_be_chosen():
         assert loss_fn_register["pt"] is loss_fn_register["sft"]
         again = parse_train_args([*words, "--loss-fn", "pt", "--prompt", "caption"]).parts
         assert again["loss_fn"].key == "pt" and again["prompt"].key == "caption"
+
+
+@pytest.mark.parametrize(
+    ("collate", "loss"), [("sft", "sft"), ("dpo", "dpo"), ("kto", "kto"), ("rm", "rm")]
+)
+def test_conversations_need_no_prompt_either(collate, loss):
+    words = ["--train-model", "causal_lm", "--dataset", "jsonl", "--collate-fn", collate]
+    with restored_registers():
+        engine_register.register("pipeline", len, replace=True)
+        parts = parse_train_args(words).parts
+        keys = {name: parts[name].key for name in ("prompt", "prompt_fn", "image_token", "loss_fn")}
+        assert list(keys.values()) == ["chat", "chat", "auto", loss]
+        again = parse_train_args([*words, "--prompt", "vqa", "--prompt-fn", "fill"]).parts
+        assert again["prompt"].key == "vqa" and again["prompt_fn"].key == "fill"
+
+
+@pytest.mark.parametrize("prompt", ["[IMAGE][QUESTION][ANSWER]", "[IMAGE]\n[CAPTION]"])
+def test_text_under_the_template_of_other_rows_is_text(prompt):
+    tokenizer = tiny_tokenizer()
+    wanted = collate_text(samples(), **common(tokenizer))
+    made = collate_text(samples(), **common(tokenizer, prompt=prompt))
+    assert all(torch.equal(made[name], wanted[name]) for name in wanted)
+    # a row that has the template's fields is written by it, and one without text refused
+    full = [(None, {"id": "0", "question": "A? ", "answer": "b", "text": "other"})]
+    if "QUESTION" in prompt:
+        batch = collate_text(full, **common(tokenizer, prompt=prompt))
+        shown = tokenizer.decode(batch["input_ids"][0])
+        assert shown.startswith("A? b") and "other" not in shown
+    with pytest.raises(DataError, match="QUESTION|CAPTION"):
+        collate_text([(None, {"id": "0"})], **common(tokenizer, prompt=prompt))
+
+
+def test_text_has_no_turns():
+    with pytest.raises(UserError, match="plain text has no turns, so use .*fill"):
+        collate_text(samples(), **common(tiny_tokenizer(), prompt_fn=chat, prompt="[TEXT]"))
+    rows = [(None, {"id": "0", "messages": [{"role": "user", "content": "A?"},
+                                            {"role": "assistant", "content": "b"}]})]  # fmt: skip
+    tokenizer = tiny_tokenizer()
+    batch = collate_text(rows, **common(tokenizer, prompt_fn=chat, prompt="[TEXT]"))
+    assert "A?" in tokenizer.decode(batch["input_ids"][0]) and (batch["labels"][0] != -100).all()

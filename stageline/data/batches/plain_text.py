@@ -28,6 +28,7 @@ from stageline.data.batches.collate_part import EncodedSample, all_encoded
 from stageline.data.text.encode import Encoded
 from stageline.data.text.limit import TextOverlong, limit_length
 from stageline.data.text.processor import get_tokenizer
+from stageline.data.text.template import IMAGE, parse_template
 from stageline.errors import DataError, UserError
 
 BEGINS = 1  # the flag of a segment that is the first one of its document
@@ -255,11 +256,21 @@ def encode_text(images: Images, sample: Sample, **common: Any) -> EncodedSample:
             f"{sample_name(sample)} has {len(images)} images. Text alone was expected by "
             "`collate_fn` pt, because image tokens can't be learnt: use `collate_fn` sft."
         )
+    if "messages" not in sample and _lacks_fields(sample, common["prompt"]):
+        common["prompt"] = "[TEXT]"
     encoded = encode_sft(images, sample, **common)
     (row,) = encoded.rows
     if not any(row.is_target):
         return encoded  # dropped
     return replace(encoded, rows=[replace(row, is_target=[True] * len(row))])
+
+
+def _lacks_fields(sample: Sample, prompt: str) -> bool:
+    """Whether a row of text was given the template of other rows: there is none to choose."""
+    if not isinstance(sample.get("text"), str) or "[TEXT]" in prompt:
+        return False
+    slots = {part.slot for part in parse_template(prompt)} - {"", IMAGE}
+    return any(slot.lower() not in sample for slot in slots)
 
 
 def _encode_ready(

@@ -35,10 +35,10 @@ from stageline.data.text.chat_template import (
     TextSlot,
     messages_of,
     whole,
-    with_arguments_as_text,
 )
 from stageline.data.text.messages import SYSTEM_ROLES, Tool, Turn
 from stageline.data.text.rendered import Piece, Rendered
+from stageline.data.text.tool_forms import forms_of
 from stageline.errors import UserError
 
 Learnt = Literal["answers", "all", "all_but_system"]
@@ -122,14 +122,12 @@ class LayoutMaker:
         return self.masking.slots[number]
 
     def _check_prompt(self) -> None:
-        """Refuses a template that leaves out a message of the prompt, or the tools."""
+        """Refuses a template that leaves out a message of the prompt."""
         written = {self._slot(number).turn for _, _, number in self.places}
         for number, turn in enumerate(self.turns):
             hidden = any(slot.turn == number for slot in self.masking.slots)
             if turn.role != "assistant" and hidden and number not in written:
                 raise LayoutError(f"{LEFT_OUT} message {number}, of {turn.role}")
-        if self.masking.tools and not self.template.knows_tools:
-            raise LayoutError("it knows no tools, which the row has")
 
     def _check_answer(self, number: int, own: list[tuple[int, int, int]]) -> None:
         """Refuses a template that drops what is to be learnt; thoughts of earlier turns may go."""
@@ -450,19 +448,12 @@ def render_chat(
     """
     template = ChatTemplate.of(processor)
     reasons: list[str] = []
-    ways = [turns]
-    if any(turn.tool_calls for turn in turns):
-        ways.append(with_arguments_as_text(turns))
-    for way in ways:
-        run = _Run(template, way, tools, dict(template_options or {}), for_generation, learnt)
-        known = run.from_roles()
-        if known is not None:
-            return known
-        for form, cut in run.ways():
-            result = run.attempt(form, cut)
-            if isinstance(result, Rendered):
-                return result
-            reasons.append(result)
+    for way, shown, note in forms_of(turns, tools, knows_tools=template.knows_tools):
+        run = _Run(template, way, shown, dict(template_options or {}), for_generation, learnt)
+        result = run.from_roles() or run.first_that_fits(reasons)
+        if result is not None:
+            _warn_once(template.name, note)
+            return result
     # what begins so may only say that the template takes contents in the other form
     others = [reason for reason in reasons if not reason.startswith(LEFT_OUT)]
     raise UserError(
@@ -513,6 +504,15 @@ class _Run:
             fixed = "" if piece.is_user else piece.text
             roles.append((turn.role, turn.is_target, piece.is_answer, fixed))
         return (*roles, self.learnt, self.for_generation, repr(self.options))
+
+    def first_that_fits(self, reasons: list[str]) -> Rendered | None:
+        """The conversation in the first way that works; why others did not goes into `reasons`."""
+        for form, cut in self.ways():
+            result = self.attempt(form, cut)
+            if isinstance(result, Rendered):
+                return result
+            reasons.append(result)
+        return None
 
     def from_roles(self) -> Rendered | None:
         """As the template wrote another one of the same roles; None where none came yet."""
@@ -595,6 +595,6 @@ class _Run:
 
 
 def _warn_once(name: str, note: str) -> None:
-    if (name, note) not in _has_warned:
+    if note and (name, note) not in _has_warned:
         _has_warned.add((name, note))
         warnings.warn(f"the chat template of {name}: {note}.", stacklevel=4)

@@ -6,12 +6,12 @@ token. Empty texts stay: templates ask whether there is one.
 """
 
 import functools
-import json
 import re
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -64,8 +64,9 @@ class ChatTemplate:
         if not self.template:
             raise UserError(
                 f"`prompt_fn` chat needs a chat template, and the tokenizer {self.name!r} has "
-                "none. It says how the model writes turns: use `prompt_fn` fill with a plain "
-                "template, or put a chat_template.jinja into the processor's folder."
+                "none. It says how the model writes turns: name one, `prompt_fn.template` "
+                f"{' or '.join(fitting_templates(self.tokenizer))}, put a chat_template.jinja "
+                "into the processor's folder, or use `prompt_fn` fill with a plain template."
             )
         check_template(self.template, source=self.name)
 
@@ -176,6 +177,52 @@ def _template_of(processor: Any) -> Any:
     return getattr(processor, "chat_template", None) or get_tokenizer(processor).chat_template
 
 
+@functools.cache
+def _templates() -> dict[str, str]:
+    """The chat templates that have a name here; the first line of each says what it needs."""
+    files = Path(__file__).with_name("templates").glob("*.jinja")
+    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(files)}
+
+
+def _lacking(tokenizer: Any, template: str) -> list[str]:
+    """The tokens that a template of ours needs and a tokenizer has not."""
+    needed = template.partition("needs:")[2].partition("-#}")[0].split()
+    known = tokenizer.get_vocab() if needed else {}
+    return [token for token in needed if token not in known]
+
+
+def fitting_templates(tokenizer: Any) -> list[str]:
+    """The names of the templates whose tokens a tokenizer has."""
+    return [name for name, text in _templates().items() if not _lacking(tokenizer, text)]
+
+
+def use_template(processor: Any, *, template: str | None = None, **others: Any) -> None:
+    """Gives a processor the chat template of that name; saved with it, it stays.
+
+    Raises:
+        UserError: there is none of that name, or the tokenizer has not the tokens that it needs.
+    """
+    tokenizer = get_tokenizer(processor)
+    text = _templates().get(template or "")
+    if template is None or (text is not None and _template_of(processor) == text):
+        return
+    if text is None:
+        raise UserError(
+            f"`prompt_fn.template` {template} came. One of {', '.join(_templates())} was expected, "
+            "because those are written here: choose one, or put another as chat_template.jinja "
+            "into the processor's folder."
+        )
+    lacks = _lacking(tokenizer, text)
+    if lacks:
+        raise UserError(
+            f"`prompt_fn.template` {template} came, and the tokenizer has no {' '.join(lacks)}. "
+            "Tokens of their own were expected, because the template marks turns with them: choose "
+            f"one that fits ({', '.join(fitting_templates(tokenizer))}), or add them to the "
+            "tokenizer as special tokens (its add_special_tokens) and give `resize_vocab`."
+        )
+    tokenizer.chat_template = processor.chat_template = text
+
+
 @dataclass(frozen=True)
 class TextSlot:
     """A hidden text: of which turn, and which part of it."""
@@ -195,21 +242,6 @@ def whole(text: str) -> Iterator[tuple[str, bool]]:
 def messages_of(turns: Sequence[Turn], *, form: Form) -> list[Message]:
     """The messages as they are, with contents as text or as lists of parts."""
     return [_message(turn, _content(turn.pieces, form)) for turn in turns]
-
-
-def with_arguments_as_text(turns: Sequence[Turn]) -> list[Turn]:
-    """The turns with the arguments of tool calls as JSON text, which a few templates want."""
-    return [
-        replace(turn, tool_calls=tuple(map(_as_text, turn.tool_calls))) if turn.tool_calls else turn
-        for turn in turns
-    ]
-
-
-def _as_text(call: Tool) -> Tool:
-    arguments = call["function"]["arguments"]
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 class Masking:

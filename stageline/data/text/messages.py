@@ -139,6 +139,12 @@ def _from_template(sample: Mapping[str, Any], prompt: str) -> list[Turn]:
             "answer is a message of its own and ends the template: take that text out, or use "
             "`prompt_fn` fill."
         )
+    if place == 0:
+        raise UserError(
+            f"the template {prompt!r} begins with what is learnt. With `prompt_fn` chat something "
+            "of the user was expected before it, because an answer is a turn: plain text has no "
+            "turns, so use `prompt_fn` fill, or give rows with messages."
+        )
     question = _trimmed(list(fill_parts(parts, sample, for_generation=True)))
     answer = slot_value(sample, parts[place].slot)
     return [

@@ -1,0 +1,136 @@
+"""Runs by epochs, and runs that are made longer: to the bit those that were so long at once."""
+
+import json
+
+import pytest
+import torch
+import yaml
+
+from tests.helpers import small_run
+from tests.helpers.small_run import Job, saved_tensors
+
+RESUME = ("--resume", "auto")
+CONSTANT = ("--lr-scheduler", "constant", "--warmup-steps", 3)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """36 rows and 4 held out, in batches of 8: an epoch is 4 steps."""
+    return Job(tmp_path_factory.mktemp("job"))
+
+
+@pytest.fixture(autouse=True)
+def no_steps(monkeypatch):
+    """The small run without its own --total-steps."""
+    words = small_run.OPTIONS
+    at = words.index("--total-steps")
+    monkeypatch.setattr(small_run, "OPTIONS", words[:at] + words[at + 2 :])
+
+
+def assert_same_run(job, one, other, step):
+    assert job.losses(one) == job.losses(other)
+    made = [job.folder / name / "checkpoints" / f"step-{step:08}" for name in (one, other)]
+    tensors, others = map(saved_tensors, made)
+    assert tensors.keys() == others.keys()
+    assert all(torch.equal(tensors[name], others[name]) for name in tensors)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_constant_rate_goes_on_as_if_it_had_been_longer(job, ranks):
+    short, whole = f"short-{ranks}", f"whole-{ranks}"
+    assert job.fork(whole, *CONSTANT, "--total-steps", 11, ranks=ranks).code == 0
+    assert job.fork(short, *CONSTANT, "--total-steps", 6, ranks=ranks).code == 0
+    done = job.fork(short, *CONSTANT, "--total-steps", 11, *RESUME, ranks=ranks)
+    assert done.code == 0 and "6 of 11 steps are done" in done.out, done.err
+    assert_same_run(job, short, whole, 11)
+
+
+def test_more_epochs_on_resume(job):
+    assert job.fork("eight", *CONSTANT, "--total-steps", 8, ranks=1).code == 0
+    done = job.fork("epochs", *CONSTANT, "--num-train-epochs", 1, ranks=1)
+    assert done.code == 0 and "an epoch is 4 steps, 1 epoch = 4 steps" in done.out, done.err
+    done = job.fork("epochs", *CONSTANT, "--num-train-epochs", 2, *RESUME, ranks=1)
+    assert done.code == 0 and "4 of 8 steps are done" in done.out, done.err
+    assert_same_run(job, "epochs", "eight", 8)
+
+
+def test_a_decay_may_be_put_off_before_it_begins(job):
+    wsd = ("--lr-scheduler", "wsd", "--lr-scheduler.decay", 2)
+    assert job.fork("late", *wsd, "--total-steps", 10, ranks=1).code == 0
+    assert job.fork("early", *wsd, "--total-steps", 6, ranks=1).code == 0
+    done = job.fork("early", *wsd, "--total-steps", 10, *RESUME, ranks=1)
+    assert done.code == 4 and "step 6, which is done" in done.err, done.err
+    before = job.folder / "early" / "checkpoints" / "step-00000004"
+    done = job.fork("early", *wsd, "--total-steps", 10, "--resume", before, ranks=1)
+    assert done.code == 0, done.err
+    assert_same_run(job, "early", "late", 10)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "words"),
+    [
+        (("--total-steps", 4), ("--total-steps", 6), ["step 2, which is done", "then, 6 now"]),
+        (
+            ("--total-steps", 4, "--lr-scheduler", "linear", "--warmup-steps", 2),
+            ("--total-steps", 6, "--lr-scheduler", "linear", "--warmup-steps", 2),
+            ["step 4, which is done", "--lr-scheduler constant"],
+        ),
+        ((*CONSTANT, "--total-steps", 4), (*CONSTANT, "--total-steps", 3), ["4 are done"]),
+        (
+            ("--total-steps", 4, "--lr-scheduler", "constant", "--warmup-ratio", 0.5),
+            ("--total-steps", 8, "--lr-scheduler", "constant", "--warmup-ratio", 0.5),
+            ["step 2, which is done, would have had", "warmup-steps: 2 then, 4 now"],
+        ),
+    ],
+)
+def test_what_would_have_been_another_course_is_refused(job, tmp_path, first, then, words):
+    name = f"refused-{tmp_path.name}"
+    assert job.fork(name, *first, ranks=1).code == 0
+    done = job.fork(name, *then, *RESUME, ranks=1)
+    assert done.code == 4 and [word for word in words if word not in done.err] == [], done.err
+    assert "--allow-changes" in done.err and "Traceback" not in done.err
+    assert job.fork(name, *then, *RESUME, "--allow-changes", ranks=1).code == 0
+
+
+def test_saving_and_evaluating_once_an_epoch_and_what_the_folder_says(job):
+    rows = ("--num-train-epochs", 2.4, "--warmup-ratio", 0.25, "--dataset.test_size", 8)
+    every = ("--save-steps", "epoch", "--eval-steps", "epoch", "--eval-samples", "all")
+    done = job.fork("every", *rows, *every, ranks=1)
+    assert done.code == 0, done.err
+    assert "an epoch is 4 steps, 2.4 epochs = 10 steps, warm-up is 3 of 10 steps" in done.out
+    assert job.checkpoints("every") == ["step-00000004", "step-00000008", "step-00000010"]
+    folder = job.folder / "every"
+    records = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    assert [r["step"] for r in records if r["kind"] == "eval"] == [0, 4, 8, 10]
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    asked = {"num-train-epochs": 2.4, "warmup-ratio": 0.25, "save-steps": "epoch"}
+    assert config | asked | {"total-steps": 10, "warmup-steps": 3} == config
+    again = ("--config", folder / "config.yaml")
+    # the file says both numbers; what is typed takes the place of either
+    for more, steps in (((), 10), (("--total-steps", 2), 2), (("--num-train-epochs", 1), 4)):
+        done = job.fork(f"again-{steps}", *again, *more, ranks=1)
+        assert done.code == 0 and job.checkpoints(f"again-{steps}")[-1] == f"step-{steps:08}"
+    done = job.fork("other", *again, "--batch-size", 4, "--check-only", ranks=1)
+    assert "2.4 epochs = 20 steps" in done.out and "in place of --total-steps 10" in done.out
+
+
+def test_both_typed_are_refused(job):
+    done = job.fork("both", "--num-train-epochs", 3, "--total-steps", 100, ranks=1)
+    assert done.code == 2 and "were both given" in done.err
+    done = job.fork("both", "--warmup-ratio", 0.1, "--warmup-steps", 0, ranks=1)
+    assert done.code == 2 and "--warmup-steps follows from --warmup-ratio" in done.err
+
+
+def test_replicas_and_accumulation_share_an_epoch(job):
+    more = ("--num-train-epochs", 3, "--accumulate-steps", 2, "--batch-size", 4, "--check-only")
+    done = job.fork("check", *more, "--num-stages", 1, "--dp-degree", 2, ranks=2)
+    assert done.code == 0 and "an epoch is 2 steps, 3 epochs = 6 steps" in done.out, done.err
+    assert not (job.folder / "check").exists()
+
+
+def test_a_stream_has_no_epochs(job):
+    columns = '{"prompt": "question", "response": "answer"}'
+    sets = ("--dataset", "sets", "--dataset.streaming", "--dataset.columns", columns)
+    sets += ("--prompt", "chat", "--prompt-fn", "chat")
+    done = job.fork("stream", *sets, "--num-train-epochs", 3, "--check-only", ranks=1)
+    assert done.code == 2 and "--num-train-epochs came with a dataset that is streamed" in done.err
