@@ -24,7 +24,6 @@ GROUP = 32  # weights of torchao_int4 that share a scale
 OUTLIERS = 6.0  # of int8: activations above it are multiplied in half precision, as the library's
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 _BITS = {"nf4": 4, "int8": 8, "torchao_int8": 8, "torchao_int4": 4}
-_INSTALL = {"bitsandbytes": "pip install bitsandbytes", "torchao": "pip install torchao"}
 
 
 @dataclass(frozen=True)
@@ -293,8 +292,8 @@ def _import(name: str, kind: str) -> ModuleType:
     except ImportError as error:
         raise UserError(
             f"`quantization` {kind} came, and {package} cannot be imported ({error}); it was "
-            f"expected, because it makes the numbers. Install it ({_INSTALL[package]}), or choose "
-            "another kind."
+            "expected, because it makes the numbers. Install it (bash scripts/setup.sh "
+            f"quantization, or pip install {package}), or choose another kind."
         ) from error
 
 

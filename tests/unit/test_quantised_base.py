@@ -87,7 +87,7 @@ def test_what_cannot_take_adapters_up_is_told(folder, monkeypatch):
     with pytest.raises(UserError, match="merged"):
         builders.auto(str(folder), quantization="nf4", adapter_weights=[0.5])
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(UserError, match="pip install bitsandbytes"):
+    with pytest.raises(UserError, match="setup.sh quantization, or pip install bitsandbytes"):
         builders.auto(str(folder), device="cpu", quantization="nf4")
 
 
