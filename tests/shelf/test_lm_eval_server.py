@@ -117,7 +117,9 @@ def test_lm_eval_takes_the_commands_of_the_guide():
                 assert given["base_url"].startswith("http://127.0.0.1:8000/v1/")
 
         # as simple_evaluate does; a name on both sides is a TypeError
-        Client.create_from_arg_obj(named, {"batch_size": told.batch_size, "device": None})
+        Client.create_from_arg_obj(
+            named, {"batch_size": getattr(told, "batch_size", 1), "device": None}
+        )
 
 
 @pytest.mark.parametrize("is_chat", [False, True], ids=["completions", "chat"])
