@@ -217,12 +217,12 @@ Assumed is a step of {samples} rows of {tokens} tokens, a row a micro-batch, `--
 --gradient-checkpointing`, and AdamW with float32 moments and masters (18 bytes a trained parameter,
 gradients included). LoRA has rank 16 on every linear layer of the language model; QLoRA adds
 `--quantization nf4 --double-quantization`, which leaves embeddings, head and experts in bf16.
-Vision towers are frozen and see one image of 448 x 448 pixels; their activations are not counted. Every
-card is a rank of one pipeline, and is full at 95 % of the memory that its driver shows.
+Vision towers are frozen and see one image of 448 x 448 pixels; their activations are not counted.
+Every card is a rank of one pipeline, and is full at 95 % of the memory that its driver shows.
 
 Where a cell says no, shorter rows, `--logits-chunk`, `--optimizer adamw_8bit` or streaming from
-host memory may help. Where a few cards are enough, more are better used as replicas (`--dp-degree`),
-which have no bubble.
+host memory may help. Where a few cards are enough, more are better used as replicas
+(`--dp-degree`), which have no bubble.
 
 A cell has the peak of the fullest card, the seconds of a step's forward and backward passes, the
 schedule, and the layers of each stage: with two stages a card, `interleaved_1f1b` deals them out in
