@@ -228,7 +228,7 @@ A cell has the peak of the fullest card, the seconds of a step's forward and bac
 schedule, and the layers of each stage: with two stages a card, `interleaved_1f1b` deals them out in
 turn and `zbv` folds them. "no" gives the peak that would be needed.
 
-The fewest cards of each size (number x GB):
+The fewest cards of each size (number x GB; more than eight of a size that is missing):
 
 | model | full | LoRA | QLoRA |
 |---|---|---|---|"""
