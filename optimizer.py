@@ -89,8 +89,8 @@ def adamw_8bit(
     except ImportError as error:
         raise UserError(
             f"--optimizer adamw_8bit needs the package bitsandbytes, which cannot be imported "
-            f"({error}). It holds the 8-bit kernels: pip install bitsandbytes, or use --optimizer "
-            "adamw or adafactor."
+            f"({error}). It holds the 8-bit kernels: bash scripts/setup.sh quantization (or pip "
+            "install bitsandbytes), or use --optimizer adamw or adafactor."
         ) from error
     return bitsandbytes.optim.AdamW8bit(
         param_groups,

@@ -26,7 +26,7 @@ def main() -> int:
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
             "the package lm_eval is not installed, it was expected, because it brings the tasks: "
-            "pip install 'stageline[lm-eval]'."
+            "bash scripts/setup.sh lm-eval, or pip install --editable '.[lm-eval]'."
         )
     from stageline.evaluation.lm_eval import find_tasks
 

@@ -168,5 +168,6 @@ def check_packages() -> None:
     if missing and is_first():
         raise UserError(
             f"{', '.join(missing)} is not installed. fastapi, uvicorn and prometheus_client were "
-            "expected, because the server is made of them: pip install --editable '.[serve]'."
+            "expected, because the server is made of them: bash scripts/setup.sh serve, or pip "
+            "install --editable '.[serve]'."
         )

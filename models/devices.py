@@ -171,6 +171,12 @@ def make_device_map(
     """Cuts the model over the GPUs, or refuses; everything on the CPU where there is none."""
     num_gpus = _num_gpus()
     if device == "cpu" or (device == "auto" and num_gpus == 0):
+        if (num_devices or 1) > 1:
+            raise UserError(
+                f"--num-devices {num_devices} came, and the model would lie on the CPU (--device "
+                f"{device}, {num_gpus} GPUs here). One device was expected, because a CPU is one: "
+                "leave --num-devices out, or run on as many GPUs."
+            )
         return {"": "cpu"}
     placement = placement or Wanted()
     given = placement.memory or ()

@@ -1,5 +1,8 @@
 # Sourced by every script: makes .venv on first use, and sets ROOT and PYTHON. Changes no directory.
 #
+# It installs what training needs. A script that needs more says so: STAGELINE_PURPOSES=serve source
+# .../_env.sh. A purpose is an extra of pyproject.toml; requirements.lock has the versions of all.
+#
 # STAGELINE_PYTHON        the python that makes .venv             (default: python3)
 # STAGELINE_TORCH         the torch to install                    (default: torch==2.13.0)
 # STAGELINE_TORCH_INDEX   a package index that has this build     (default: pip's own)
@@ -20,19 +23,24 @@ stageline_fail() {
 
 # What the environment is made from; another content means it is made again.
 stageline_fingerprint() {
-    cat "$ROOT/requirements.lock" "$ROOT/scripts/_env.sh" | cksum
+    sed '/^\[tool/,$d' "$ROOT/pyproject.toml" | cat "$ROOT/requirements.lock" "$ROOT/scripts/_env.sh" - | cksum
     echo "${STAGELINE_TORCH:-} ${STAGELINE_PYTHON:-}"
 }
 
-# A python that has a GPU build of torch already: that one is used, not downloaded again.
-stageline_has_gpu_torch() {
+# A python that has a fitting torch: that one is used, not downloaded again. It is one with a GPU
+# build, or the one that STAGELINE_PYTHON names, whatever its build.
+stageline_has_torch() {
     "$1" - >/dev/null 2>&1 <<'PY'
+import os
+
 import torch
 
 version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-assert torch.cuda.is_available() and version >= (2, 11)
+assert version >= (2, 11) and (torch.cuda.is_available() or "STAGELINE_PYTHON" in os.environ)
 PY
 }
+
+stageline_pip() { "$PYTHON" -m pip install -qq --disable-pip-version-check "$@"; }
 
 stageline_install_torch() {
     local torch="${STAGELINE_TORCH:-torch==2.13.0}"
@@ -40,12 +48,48 @@ stageline_install_torch() {
     [ -n "${STAGELINE_TORCH_INDEX:-}" ] && index=(--index-url "$STAGELINE_TORCH_INDEX")
     if ! command -v nvidia-smi >/dev/null 2>&1 && [ -z "${STAGELINE_TORCH:-}" ]; then
         stageline_say "no GPU here: installing the CPU build of $torch"
-        "$PYTHON" -m pip install -qq --disable-pip-version-check ${index[@]+"${index[@]}"} "$torch+cpu" 2>/dev/null && return
+        stageline_pip ${index[@]+"${index[@]}"} "$torch+cpu" 2>/dev/null && return
         stageline_say "pip finds no CPU build (set STAGELINE_TORCH_INDEX to an index that has it);"
         stageline_say "taking the default build, which is several GB"
     fi
     stageline_say "installing $torch"
-    "$PYTHON" -m pip install -qq --disable-pip-version-check ${index[@]+"${index[@]}"} "$torch"
+    stageline_pip ${index[@]+"${index[@]}"} "$torch"
+}
+
+# Writes what training and these purposes need, without torch, which is there already.
+stageline_write_needs() {
+    "$PYTHON" - "$ROOT/pyproject.toml" "$VENV" "$@" <<'PY'
+import importlib.metadata
+import re
+import sys
+import tomllib
+
+path, venv, *purposes = sys.argv[1:]
+with open(path, "rb") as file:
+    project = tomllib.load(file)["project"]
+extras = project["optional-dependencies"]
+needs = [*project["dependencies"], *(need for purpose in purposes for need in extras[purpose])]
+needs = [need for need in needs if not re.match(r"torch\b", need)]
+with open(f"{venv}/needs.txt", "w") as file:
+    print(*needs, sep="\n", file=file)
+# no package may bring another torch
+with open(f"{venv}/torch.txt", "w") as file:
+    print(f"torch=={importlib.metadata.version('torch')}", file=file)
+with open(f"{venv}/no-torch.txt", "w") as file:
+    print("torch; python_version < '3'", file=file)
+PY
+}
+
+# Installs what is missing for training and these purposes; uv does it where it is there.
+stageline_install() {
+    stageline_write_needs "$@"
+    local needs=(--constraint "$ROOT/requirements.lock" --requirement "$VENV/needs.txt")
+    if command -v uv >/dev/null 2>&1; then
+        # uv does not look at the packages below the environment: it is told to leave torch alone
+        uv pip install --quiet --python "$PYTHON" --override "$VENV/no-torch.txt" "${needs[@]}" && return
+        stageline_say "uv could not do it; pip tries"
+    fi
+    stageline_pip "${needs[@]}" --constraint "$VENV/torch.txt"
 }
 
 stageline_make_venv() {
@@ -57,29 +101,54 @@ stageline_make_venv() {
         "STAGELINE_PYTHON."
     stageline_say "first use: making $VENV (a few minutes; the second time takes none)"
     rm -rf "$VENV"
-    if stageline_has_gpu_torch "$base"; then
+    if stageline_has_torch "$base"; then
         stageline_say "using the torch that $base has"
         "$base" -m venv --system-site-packages "$VENV"
     else
         "$base" -m venv "$VENV"
         stageline_install_torch
     fi
-    stageline_say "installing the packages of requirements.lock"
-    "$PYTHON" -m pip install -qq --disable-pip-version-check --requirement "$ROOT/requirements.lock"
-    "$PYTHON" -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation --editable "$ROOT"
-    stageline_fingerprint >"$VENV/.stageline-ready" # last: a killed set-up is done again
+    stageline_say "installing what training needs"
+    stageline_install "$@"
+    stageline_pip --constraint "$ROOT/requirements.lock" setuptools
+    stageline_pip --no-deps --no-build-isolation --editable "$ROOT"
+    stageline_mark "" "$@" # last: a killed set-up is done again
+}
+
+# A stamp for training and one for each purpose says what is complete.
+stageline_mark() {
+    local purpose
+    for purpose in "$@"; do stageline_fingerprint >"$VENV/.stageline-ready${purpose:+-$purpose}"; done
     stageline_say "done"
 }
 
 stageline_is_ready() {
-    [ -f "$VENV/.stageline-ready" ] &&
-        [ "$(cat "$VENV/.stageline-ready")" = "$(stageline_fingerprint)" ]
+    local purpose wanted
+    wanted="$(stageline_fingerprint)"
+    for purpose in "$@"; do
+        [ "$(cat "$VENV/.stageline-ready${purpose:+-$purpose}" 2>/dev/null)" = "$wanted" ] || return 1
+    done
 }
 
-if ! stageline_is_ready; then
+stageline_set_up() {
+    local purpose
+    stageline_is_ready "" "$@" && return
+    for purpose in "$@"; do
+        grep -q "^$purpose = \[" "$ROOT/pyproject.toml" || stageline_fail "$purpose came as a purpose." \
+            "An extra of pyproject.toml was expected, because these say what to install: one of" \
+            "$(sed -n '/^\[project.optional/,/^\[project.scripts/s/ = \[.*//p' "$ROOT/pyproject.toml" | paste -sd ' ')."
+    done
     mkdir -p "$(dirname "$VENV")"
     exec 9>"$VENV.lock" # two scripts at once: the second waits
     if command -v flock >/dev/null 2>&1; then flock 9; fi
-    stageline_is_ready || stageline_make_venv
+    if ! stageline_is_ready ""; then
+        stageline_make_venv "$@"
+    elif ! stageline_is_ready "$@"; then
+        stageline_say "adding what is missing for $*"
+        stageline_install "$@"
+        stageline_mark "$@"
+    fi
     exec 9>&-
-fi
+}
+
+stageline_set_up ${STAGELINE_PURPOSES:-}

@@ -3,7 +3,7 @@
 #   bash scripts/chat.sh --model-path runs/x/checkpoints/best
 #   bash scripts/chat.sh --model-path my_model --adapter-path my_adapter --temperature 0.7
 #   bash scripts/chat.sh --server http://127.0.0.1:8000 --temperature 0.7
-source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
+STAGELINE_PURPOSES=remote source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
 BUILDER=auto
 PROMPT_FN=chat

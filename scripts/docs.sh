@@ -17,7 +17,8 @@ import tomllib
 with open(sys.argv[1], "rb") as file:
     print(*tomllib.load(file)["project"]["optional-dependencies"]["docs"], sep="\n")
 PY
-    "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --requirement "$VENV/docs.txt"
+    "$VENV/bin/python" -m pip install -qq --disable-pip-version-check \
+        --requirement "$VENV/docs.txt" --constraint "$ROOT/requirements.lock"
 fi
 if [ $# -eq 0 ]; then
     set -- build --strict

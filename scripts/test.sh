@@ -2,7 +2,7 @@
 # Sets up and runs all checks: style, types, tests. Arguments go to pytest; types are left out then.
 #
 # STAGELINE_TEST_WORKERS   processes that run tests, a file at a time (default: 3)
-source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
+STAGELINE_PURPOSES=dev source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
 "$PYTHON" -m ruff check "$ROOT" --config "$ROOT/pyproject.toml"
 "$PYTHON" -m ruff format --check --quiet "$ROOT" --config "$ROOT/pyproject.toml"

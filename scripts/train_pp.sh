@@ -13,6 +13,7 @@ IMAGE_TOKEN=auto
 COLLATE_FN=sft
 LOSS_FN=sft
 SCHEDULE=1f1b
+PARTITION=parameters # as many weights on each stage; equal numbers of layers would wait for the tower
 
 # config and tokenizer of the default job, made from the task's own text
 CONFIG_PATH="$ROOT/.cache/digits-model"
@@ -25,6 +26,7 @@ OUTPUT_DIR="$ROOT/runs/digits-$(date +%Y%m%d-%H%M%S)"
 exec "$PYTHON" "$ROOT/train_pp.py" \
     --num-stages "$NUM_STAGES" \
     --schedule "$SCHEDULE" \
+    --partition "$PARTITION" \
     --train-model "$TRAIN_MODEL" \
     --config-path "$CONFIG_PATH" \
     --dataset "$DATASET" \

@@ -153,5 +153,6 @@ def _package(module: str, *, name: str | None = None) -> Any:
         name = name or module
         raise UserError(
             f"the metric needs the package {name}, which cannot be imported ({error}). It counts "
-            f"the overlap of texts: pip install {name}, or use `metric` exact_match or contains."
+            f"the overlap of texts: bash scripts/setup.sh text-metrics (or pip install {name}), "
+            "or use `metric` exact_match or contains."
         ) from error

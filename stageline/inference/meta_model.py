@@ -182,8 +182,8 @@ def quantization_config(kind: str, dtype: torch.dtype | None) -> Any:
     except ImportError as error:
         raise UserError(
             f"`builder.quantization` {kind} came, and bitsandbytes cannot be imported ({error}); "
-            "it was expected, because it makes the numbers. Install it (pip install "
-            "bitsandbytes), or leave the option out."
+            "it was expected, because it makes the numbers. Install it (bash scripts/setup.sh "
+            "quantization, or pip install bitsandbytes), or leave the option out."
         ) from error
     if kind == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)

@@ -76,7 +76,7 @@ class Endpoint:
         except ImportError as error:
             raise UserError(
                 "a remote model needs the package openai, which is not installed. It was expected "
-                "because it does the talking: `pip install openai`."
+                "because it does the talking: bash scripts/setup.sh remote, or pip install openai."
             ) from error
         key = os.environ.get(self.api_key_env)
         if not key and self.base_url is None:

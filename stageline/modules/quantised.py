@@ -20,11 +20,11 @@ from torch import nn
 from stageline.errors import UserError
 
 Kind = Literal["nf4", "int8", "torchao_int8", "torchao_int4"]
+NF4_BLOCK, SCALE_BLOCK = 64, 256  # weights that share a scale of nf4; such scales, with another
 GROUP = 32  # weights of torchao_int4 that share a scale
 OUTLIERS = 6.0  # of int8: activations above it are multiplied in half precision, as the library's
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 _BITS = {"nf4": 4, "int8": 8, "torchao_int8": 8, "torchao_int4": 4}
-_INSTALL = {"bitsandbytes": "pip install bitsandbytes", "torchao": "pip install torchao"}
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,12 @@ class _Outline(nn.Module):
 def _outline(
     linear: nn.Linear, quantization: Quantization, *, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
-    return _Outline(linear, linear.weight.numel() * _BITS[quantization.kind] // 8)
+    numbers = linear.weight.numel()
+    scales = {"int8": 4 * linear.out_features, "nf4": 4 * numbers // NF4_BLOCK}
+    if quantization.double:  # a byte each, a float32 for a block of these, and their mean
+        scales["nf4"] = numbers // NF4_BLOCK + 4 * -(-numbers // (NF4_BLOCK * SCALE_BLOCK)) + 4
+    size = numbers * _BITS[quantization.kind] // 8
+    return _Outline(linear, size + scales.get(quantization.kind, 0))
 
 
 def _import(name: str, kind: str) -> ModuleType:
@@ -293,8 +298,8 @@ def _import(name: str, kind: str) -> ModuleType:
     except ImportError as error:
         raise UserError(
             f"`quantization` {kind} came, and {package} cannot be imported ({error}); it was "
-            f"expected, because it makes the numbers. Install it ({_INSTALL[package]}), or choose "
-            "another kind."
+            "expected, because it makes the numbers. Install it (bash scripts/setup.sh "
+            f"quantization, or pip install {package}), or choose another kind."
         ) from error
 
 

@@ -1,6 +1,7 @@
 """Times and weighs the items of a model on a device, piece by piece, with random weights.
 
-No checkpoint is read, and at no time does more of the model exist than one item.
+No checkpoint is read, and at no time does more of the model exist than one item. For a device that
+is not there, `count` has the same passes without numbers, and its seconds from a data sheet.
 """
 
 import gc
@@ -15,6 +16,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 from stageline.modules.recompute import recomputes
 from stageline.pipeline.live_bytes import PeakBytes, SavedBytes, tensor_bytes
@@ -169,12 +176,14 @@ class Workload:
         batch: a micro-batch as stage 0 gets it, pixels included.
         loss_for: the last stage -> its loss, (output, micro-batch) -> scalar.
         repeats: timed passes at least; their median counts.
+        flops_per_second: set by `count`: passes are counted, not timed.
     """
 
     batch: MicroBatch
     loss_for: LossFor
     device: torch.device
     repeats: int = 5
+    flops_per_second: float | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -189,6 +198,7 @@ def measure(outline: Outline, workload: Workload) -> ModelCosts:
     ends = {item: _measure_item(outline, item, workload) for item in (0, outline.num_layers + 1)}
     kinds = {kind: _measure_item(outline, kind + 1, workload) for kind in set(outline.kinds)}
     shared = max((shared for _, shared in kinds.values()), default=0)
+    device_type = "cuda" if workload.flops_per_second else workload.device.type
     return ModelCosts(
         overhead=replace(overhead, saved=shared),
         first=_less(ends[0][0], overhead, outline.first),
@@ -199,11 +209,62 @@ def measure(outline: Outline, workload: Workload) -> ModelCosts:
         last=_less(ends[outline.num_layers + 1][0], overhead, outline.last),
         tied=outline.tied,
         border=border,
-        hand_over=hand_over_seconds(workload.device.type, border),
+        hand_over=hand_over_seconds(device_type, border),
         batch=tensor_bytes(iter(workload.batch.values())),
         shape=workload.shape,
         front=outline.front,
     )
+
+
+def count(outline: Outline, workload: Workload, *, flops_per_second: float) -> ModelCosts:
+    """The costs on a GPU that is not there: exact bytes, and the seconds of its data sheet.
+
+    Tensors have shapes and no numbers, so a model of any size is counted on any machine. No real
+    pass is as fast.
+
+    Args:
+        workload: on the CPU, whose attention saves what that of a GPU does.
+        flops_per_second: of matrix products in the type of the weights.
+
+    Raises:
+        DynamicOutputShapeException, DataDependentOutputException: of torch; the model looks at
+            numbers in its forward pass, as most vision towers do.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        batch = {name: torch.zeros_like(value) for name, value in workload.batch.items()}
+        counted = replace(workload, batch=batch, flops_per_second=flops_per_second)
+        return measure(replace(outline, make_piece=_filled(outline.make_piece)), counted)
+
+
+def _filled(make_piece: MakePiece) -> MakePiece:
+    """Builds pieces on meta, then gives them tensors of the mode around; tied ones stay tied."""
+
+    def make(*, device: torch.device, **others: Any) -> Stage:
+        piece = make_piece(device=torch.device("meta"), **others)
+        made: dict[int, torch.Tensor] = {}
+        for store in (s for m in piece.modules() for s in (m._parameters, m._buffers)):
+            for name, old in store.items():
+                if old is None:
+                    continue
+                new = torch.empty(old.shape, dtype=old.dtype, device=device)
+                if isinstance(old, nn.Parameter):
+                    new = nn.Parameter(new, requires_grad=old.requires_grad)
+                store[name] = made.setdefault(id(old), new)  # type: ignore[assignment]
+        return piece
+
+    return make
+
+
+# what torch's counter leaves out, by the shapes of the arguments: attention of a CPU, and experts,
+# of which each row meets one
+_ATEN = torch.ops.aten
+_MORE_FLOPS: dict[Any, Callable[..., int]] = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda *qkv, **_: sdpa_flop_count(*qkv[:3]),
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: lambda *gqkv, **_: (
+        sdpa_backward_flop_count(*gqkv[:4])
+    ),
+    _ATEN._grouped_mm: lambda rows, weights, *_, **__: 2 * rows[0] * rows[1] * weights[-1],
+}
 
 
 def _measure_overhead(outline: Outline, workload: Workload) -> tuple[Cost, int]:
@@ -248,7 +309,7 @@ class _Run:
     ) -> None:
         self.model = model
         self.device = workload.device
-        self.repeats = workload.repeats
+        self.repeats, self.flops_per_second = workload.repeats, workload.flops_per_second
         self.computes, self.sends = computes, sends
         self.passes = StagePasses(
             model, computes_grad=computes, sends_grad=sends, saving=nullcontext
@@ -281,6 +342,9 @@ class _Run:
 
     def time(self) -> dict[Kind, float]:
         """Median seconds of each pass that this piece has."""
+        if self.flops_per_second is not None:
+            passes = [kind for kinds in self._sequences() for kind in kinds]
+            return {kind: self._flops(kind) / self.flops_per_second for kind in passes}
         times: dict[Kind, list[float]] = {}
         start = time.perf_counter()
         for index in range(MOST_REPEATS + 1):
@@ -344,6 +408,11 @@ class _Run:
         self._forward() if kind == Kind.FORWARD else self._backward(kind)
         self._synchronize()
         return clock() - start
+
+    def _flops(self, kind: Kind) -> int:
+        with FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS) as counter:
+            self._forward() if kind == Kind.FORWARD else self._backward(kind)
+        return counter.get_total_flops()
 
     def _forward(self) -> None:
         self.passes.forward(0, self.inputs, self.batch, loss_of=self.loss_of)

@@ -503,7 +503,7 @@ class RunReport(RunLog):
         self, step: int, result: StepResult, seconds: float, *, bubble: float | None = None
     ) -> None:
         """After each optimizer step; with its bubble where that was measured."""
-        if step == 1 or step % MEMORY_EVERY == 0:
+        if not self.peaks or step % MEMORY_EVERY == 0:  # the first of a run that goes on, too
             self.peaks = gather_peaks(self.context.device, group=self.context.pp_group)
         record = StepRecord(
             **vars(result),

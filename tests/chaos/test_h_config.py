@@ -12,6 +12,7 @@ from commands.train import SHELF
 from parse_args import parse_train_args
 from register import ALL_REGISTERS, import_parts, import_shelf
 from stageline.pipeline.schedules import SCHEDULES
+from tests.helpers.ready_venv import mark_ready
 from tests.helpers.small_run import ROOT, Job
 
 import_shelf(*SHELF)
@@ -265,7 +266,6 @@ def test_h10_python_objects_in_yaml(parts, tmp_path, tag, place):
 NASTY = "a; touch X1 $(touch X2) `touch X3` & | > X4\n#'\""
 # stands for the python of a recipe: writes down its words
 FAKE = '#!/usr/bin/env bash\nprintf "%s\\0" "$@" >"$WORDS"\n'
-PRINT = "cat requirements.lock scripts/_env.sh | cksum; echo ' '"
 
 
 @pytest.mark.parametrize(
@@ -275,12 +275,12 @@ def test_h11_recipes_pass_words_on_as_they_are(tmp_path, recipe):
     root = tmp_path / NASTY
     shutil.copytree(ROOT / "scripts", root / "scripts")
     shutil.copy(ROOT / "requirements.lock", root)
+    shutil.copy(ROOT / "pyproject.toml", root)
     python = root / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(FAKE)
     python.chmod(0o700)
-    ready = subprocess.run(["bash", "-c", PRINT], cwd=root, capture_output=True, check=True)
-    (root / ".venv" / ".stageline-ready").write_bytes(ready.stdout)
+    mark_ready(root / ".venv", root=root)
     names = ("MODEL_PATH", "OUTPUT_PATH", "CONFIG_PATH", "DATASET_PATH")
     environment = {
         **{name: value for name, value in os.environ.items() if "STAGELINE" not in name},

@@ -36,7 +36,7 @@ ACTIONS_OF_STAGELINE = {
     **{"infer.py": "infer", "chat.py": "chat"},
     **{"check_model.py": "check", "lm_eval_run.py": "lm-eval"},
 }
-NO_RECIPES = {"_env.sh", "_nodes.sh", "docs.sh", "test.sh"}
+NO_RECIPES = {"_env.sh", "_nodes.sh", "docs.sh", "setup.sh", "test.sh"}
 PREPARING = ("make_", "prepare_", "study_spatial_report")  # their calls depend on what is cached
 Done = subprocess.CompletedProcess[str]
 ENVIRONMENT = {
@@ -165,7 +165,8 @@ def recorded_calls(script: Path, folder: Path) -> list[list[str]]:
     of_env = shlex.quote(str(ROOT / "scripts/_env.sh"))  # says by a sum that a venv is complete
     asking = f'eval "$(sed -n "/^stageline_fingerprint/,/^}}/p" {of_env})"; stageline_fingerprint'
     ready = must(run(["bash", "-c", asking], cwd=home, ROOT=str(ROOT))).stdout
-    (home / "venv/.stageline-ready").write_text(ready)
+    for purpose in ("", "-serve", "-remote", "-lm-eval"):
+        (home / f"venv/.stageline-ready{purpose}").write_text(ready)
     places = {name: str(home / name.lower()) for name in ("RUN_DIR", "SAVE_PATH", "STUDY_DIR")}
     machine = {"NNODES": "1", "NODE_RANK": "0", "NPROC_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1"}
     keys = {"STAGELINE_VENV": str(home / "venv"), "PYTHON": str(stand_in), "SEEDS": "0"}

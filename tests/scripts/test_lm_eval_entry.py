@@ -82,7 +82,7 @@ def test_what_is_refused(folder, words, message):
 def test_a_missing_package_is_named_with_its_cure(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setattr(sys, "argv", ["lm-eval", "--model-path", str(folder), "--tasks", "x"])
-    with pytest.raises(UserError, match="pip install 'stageline.lm-eval.'"):
+    with pytest.raises(UserError, match="setup.sh lm-eval"):
         entry.main()
 
 

@@ -1,6 +1,8 @@
 """lm_eval's own clients of OpenAI-style servers against our server, and its `hf` model."""
 
 import os
+import re
+import shlex
 import threading
 from pathlib import Path
 
@@ -24,6 +26,8 @@ for package in ("fastapi", "uvicorn", "prometheus_client", "aiohttp", "tenacity"
     pytest.importorskip(package)
 lm_eval = pytest.importorskip("lm_eval")
 
+from lm_eval._cli import HarnessCLI  # noqa: E402
+from lm_eval.api.registry import get_model  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
@@ -98,6 +102,24 @@ def completions(url, folder, **others):
 @pytest.fixture(scope="module")
 def manager():
     return TaskManager(include_path=str(TASKS), include_defaults=False)
+
+
+def test_lm_eval_takes_the_commands_of_the_guide():
+    text = (ROOT / "docs/lm_eval.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^lm_eval (run .*?)```", text, re.DOTALL | re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        told = HarnessCLI()._parser.parse_args(shlex.split(command.replace("\\\n", "")))
+        named = told.model_args if isinstance(told.model_args, dict) else dict(told.model_args)
+
+        class Client(get_model(told.model)):
+            def __init__(self, **given):
+                assert given["base_url"].startswith("http://127.0.0.1:8000/v1/")
+
+        # as simple_evaluate does; a name on both sides is a TypeError
+        Client.create_from_arg_obj(
+            named, {"batch_size": getattr(told, "batch_size", 1), "device": None}
+        )
 
 
 @pytest.mark.parametrize("is_chat", [False, True], ids=["completions", "chat"])

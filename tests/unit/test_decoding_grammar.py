@@ -350,7 +350,7 @@ def test_without_the_library_the_request_is_told_what_to_install(tokenizer, part
     engine = local_engine(parts[1][1], tokenizer)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     [request] = requests_of(tokenizer, 1, grammar=JSON_OBJECT, max_new_tokens=3)
-    with pytest.raises(UserError, match="pip install llguidance"):
+    with pytest.raises(UserError, match="setup.sh serve, or pip install llguidance"):
         engine.submit(request, lambda event: None)
     [free] = answers(engine, requests_of(tokenizer, 1, max_new_tokens=3))
     assert isinstance(free, Finished)

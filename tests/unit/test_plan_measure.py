@@ -1,9 +1,11 @@
 """What the planner measures, against plain transformers and against a whole stage that runs."""
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from loss_fn import sft
 from pp_models import CausalLMStage, class_of_key
@@ -15,7 +17,7 @@ from stageline.pipeline.plan import Kind
 from stageline.pipeline.schedules import make_schedule
 from stageline.pipeline.stage_passes import StagePasses
 from stageline.planner.cost import MemoryRules, rank_memory
-from stageline.planner.measure import Workload, estimate, measure, outline_of
+from stageline.planner.measure import Workload, count, estimate, measure, outline_of
 from stageline.planner.planner import Planner, format_plan, probe_optimizer
 from stageline.planner.simulate import expect
 from tests.helpers.tiny_batches import drop_pixels, tiny_micro_batches
@@ -243,3 +245,80 @@ def test_micro_batches_with_images_are_measured_where_there_are_some():
 
     for seed in range(3):
         assert "pixel_values" in example_micro_batch(Rows(), collate, 1, seed=seed)
+
+
+# -- models that are not there, on cards that are not there ---------------------------------
+
+CONFIGS = Path(__file__).resolve().parents[2] / "data/configs"
+PUBLISHED = {  # parameters, as the makers' own model files add up
+    **{"Qwen2.5-0.5B": 494_032_768, "Qwen2.5-7B": 7_615_616_512, "Qwen2.5-32B": 32_763_876_352},
+    **{"Qwen2.5-72B": 72_706_203_648, "Llama-3.1-8B": 8_030_261_248},
+    **{"Llama-3.1-70B": 70_553_706_496, "Mistral-7B-v0.3": 7_248_023_552},
+    **{"gemma-2-9b": 9_241_705_984, "phi-4": 14_659_507_200, "Qwen3-30B-A3B": 30_532_122_624},
+    **{"Qwen2.5-VL-7B": 8_292_166_656, "InternVL3-8B": 7_944_373_760},
+}
+
+
+def test_the_written_configs_have_the_published_number_of_parameters():
+    found = {}
+    for folder in CONFIGS.iterdir():
+        config = AutoConfig.from_pretrained(folder)
+        is_visual = hasattr(config, "vision_config")
+        auto = AutoModelForImageTextToText if is_visual else AutoModelForCausalLM
+        with torch.device("meta"):
+            found[folder.name] = auto.from_config(config).num_parameters()
+    assert found == PUBLISHED
+
+
+def linear_products(config, num_tokens):
+    """Of a layer's matrices, in the forward pass: by hand."""
+    width, ffn = config.hidden_size, config.intermediate_size
+    keys = width // config.num_attention_heads * config.num_key_value_heads
+    weights = 2 * width * width + 2 * width * keys + 3 * width * ffn
+    return 2 * weights * num_tokens, 4 * width * num_tokens**2
+
+
+def test_passes_that_are_counted_are_those_that_are_run(tmp_path):
+    make = maker("llama", tmp_path, config=wide_config("llama"))
+    outline, batch = outline_of(make), workload("llama")
+    counted = count(outline, batch, flops_per_second=1.0)
+    measured = measure(outline, batch)
+    for ours, real in zip(
+        (counted.first, *counted.layers, counted.last),
+        (measured.first, *measured.layers, measured.last),
+        strict=True,
+    ):
+        assert (ours.saved, ours.weights, ours.masters) == (real.saved, real.weights, real.masters)
+        assert ours.transient == pytest.approx(real.transient, rel=0.02, abs=2000)
+    rows, tokens = batch.shape
+    products, attention = linear_products(wide_config("llama"), tokens)
+    assert counted.layers[0].forward == rows * (products + attention)
+    # attention once more for its scores, of two products each way
+    assert counted.layers[1].backward == rows * (2 * products + 2.5 * attention)
+
+
+def test_a_7b_model_on_eight_cards_by_hand():
+    """Full training: 2 bytes of weight, 4 of gradient, 4 of master, 8 of moments."""
+    config = AutoConfig.from_pretrained(CONFIGS / "Qwen2.5-7B")
+    width, ffn, keys = config.hidden_size, config.intermediate_size, 512
+    layer = 2 * width * width + width + 2 * (width * keys + keys) + 3 * width * ffn + 2 * width
+    table = config.vocab_size * width
+
+    def make(**given):
+        paths = {"config_path": str(CONFIGS / "Qwen2.5-7B"), "processor_path": None}
+        bf16 = {"dtype": torch.bfloat16, "is_piece": True, "checkpoint_path": None}
+        return CausalLMStage.build(**paths, **bf16, gradient_checkpointing=True, **given)[0]
+
+    costs = estimate(outline_of(make), shape=(1, 2048))
+    split = [3, 4, 4, 4, 4, 4, 3, 2]
+    schedule = make_schedule("1f1b", num_ranks=8)
+    ranks = rank_memory(costs, split, schedule, num_micro_batches=32, rules=MemoryRules(8.0))
+    held = [count * layer for count in split]
+    held[0] += table
+    held[-1] += table + width
+    assert sum(held) == PUBLISHED["Qwen2.5-7B"]
+    assert [rank.lasting for rank in ranks] == [18 * count for count in held]
+    # 8 micro-batches are under way on rank 0, each with the input and the output of its layers
+    border = 2048 * width * 2
+    assert ranks[0].activations >= 8 * 4 * border
+    assert max(rank.peak for rank in ranks) < 80e9 * 0.95

@@ -78,6 +78,15 @@ def test_without_devices_their_memory_has_to_be_said(folder):
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_more_devices_than_the_cpu_is_are_refused(device, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    asked = {"device": device, "visual_gpu_ratio": None}
+    with pytest.raises(UserError, match=rf"--num-devices 2 came.*--device {device}.*leave"):
+        make_device_map(None, num_devices=2, **asked)
+    assert make_device_map(None, num_devices=1, **asked) == {"": "cpu"}
+
+
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [

@@ -12,7 +12,7 @@ from stageline.errors import UserError
 from stageline.inference.meta_model import model_on_meta, quantization_settings
 from stageline.inference.model_bytes import Load, Stored, measure_model, stored_of
 from stageline.inference.model_cutter import Wanted
-from stageline.modules.quantised import _stored
+from stageline.modules.quantised import Quantization, _stored, base_bytes, quantise_layers
 
 KINDS = ("nf4", "int8")
 
@@ -61,6 +61,18 @@ def test_stated_bytes_are_those_of_a_loaded_base(folder, kind):
     assert stated.ends >= lying_bytes(model.lm_head) + lying_bytes(model.model.embed_tokens)
 
 
+@pytest.mark.parametrize(("kind", "double"), [("nf4", False), ("nf4", True), ("int8", False)])
+def test_a_plan_counts_scales_as_the_library_keeps_them(kind, double):
+    pytest.importorskip("bitsandbytes")
+    quantization = Quantization(kind, double=double)
+    held = []
+    for device in ("meta", "cpu"):
+        layer = torch.nn.Sequential(torch.nn.Linear(256, 320, bias=False, device=device))
+        quantise_layers([layer], quantization, dtype=torch.float32, device=device)
+        held.append(base_bytes([layer]))
+    assert held[0] == held[1] > 256 * 320 * (4 if kind == "nf4" else 8) / 8
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_that_was_saved_in_few_bits_is_taken_as_such(folder, kind, tmp_path):
     pytest.importorskip("bitsandbytes")
@@ -87,7 +99,7 @@ def test_what_cannot_take_adapters_up_is_told(folder, monkeypatch):
     with pytest.raises(UserError, match="merged"):
         builders.auto(str(folder), quantization="nf4", adapter_weights=[0.5])
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(UserError, match="pip install bitsandbytes"):
+    with pytest.raises(UserError, match="setup.sh quantization, or pip install bitsandbytes"):
         builders.auto(str(folder), device="cpu", quantization="nf4")
 
 

@@ -26,6 +26,7 @@ from scripts.study_spatial_report import (
 )
 from stageline.errors import UserError
 from stageline.plotting.pictures import save_figure
+from tests.helpers.ready_venv import mark_ready
 from tests.helpers.small_run import ForkedRun
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -241,11 +242,7 @@ def commands_of(tmp_path, *options, **environment):
     python = venv / "bin" / "python"
     python.write_text(STAND_IN.format(python=sys.executable, notes=str(notes)))
     python.chmod(0o755)
-    ready = subprocess.run(
-        ["bash", "-c", 'cat requirements.lock scripts/_env.sh | cksum; echo " "'],
-        cwd=ROOT, capture_output=True, check=True,
-    )  # fmt: skip
-    (venv / ".stageline-ready").write_bytes(ready.stdout)
+    mark_ready(venv)
     notes.write_text("")
     mine = {"STAGELINE_VENV": str(venv), "STUDY_DIR": str(tmp_path / "study"), **environment}
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import warnings
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from stageline.pipeline.recorder import (
     split_waits,
 )
 from stageline.training.run_log import RunReport
+from stageline.training.step import StepResult
 from stageline.training.timeline import (
     COLORS,
     DPI,
@@ -388,6 +390,16 @@ def test_the_bubble_is_measured_every_tenth_step(step, num_ranks, timed):
 
 
 # -- in a run ----------------------------------------------------------------------------
+
+
+def test_the_memory_of_a_run_that_goes_on_is_told_from_its_first_line(tmp_path, capsys):
+    context = SimpleNamespace(is_main=True, rank=0, device=torch.device("cpu"), pp_group=None)
+    figures = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1}
+    counts = {"num_tokens": 1, "num_targets": 1, "num_samples": 1}
+    with RunReport(tmp_path / "run", context=context, total_steps=25, start_step=21) as report:
+        report.stepped(22, StepResult(**figures, **counts), 1.0)
+    shown = capsys.readouterr().out
+    assert "step 22/25" in shown and re.search(r"memory \d", shown), shown
 
 
 @pytest.mark.parametrize("is_main", [True, False])

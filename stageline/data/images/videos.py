@@ -133,8 +133,8 @@ def _decoded(path: Path, num_frames: int, source: str) -> list[Image.Image]:
         raise UserError(
             f"{source}: the video {path} is a {path.suffix or 'file without a suffix'}. A folder "
             f"of images or one of {', '.join(ANIMATIONS)} was expected, because the package av, "
-            "which reads other videos, is not installed: pip install av, or make images of it "
-            "(ffmpeg -i VIDEO FOLDER/%05d.jpg)."
+            "which reads other videos, is not installed: bash scripts/setup.sh video (or pip "
+            "install av), or make images of it (ffmpeg -i VIDEO FOLDER/%05d.jpg)."
         ) from error
     with av.open(str(path)) as opened:
         count = sum(1 for _ in opened.decode(video=0))

@@ -190,7 +190,8 @@ def _library() -> Any:
     except ImportError:
         raise UserError(
             "llguidance is not installed. It was expected, because it follows the JSON schema, "
-            "regular expression or grammar that an answer has to keep to: pip install llguidance."
+            "regular expression or grammar that an answer has to keep to: bash scripts/setup.sh "
+            "serve, or pip install llguidance."
         ) from None
     return llguidance
 

@@ -1,0 +1,259 @@
+"""Which model trains on which cards, by the planner: writes docs/plan_table.md.
+
+Needs the config.json files of data/configs alone: no weights, no GPU. Bytes are counted on passes
+without numbers; seconds come from data sheets.
+Usage: plan_table.py [--counts FOLDER] [--only MODEL]   # counts are kept there and taken again
+"""
+
+import argparse
+import datetime
+import json
+import sys
+import warnings
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from loss_fn import sft
+from pp_models import CausalLMStage, VisionLanguageStage
+from stageline.modules.methods import Methods
+from stageline.modules.quantised import Quantization
+from stageline.pipeline.schedules import make_schedule
+from stageline.planner.cost import KEPT_FREE, Cost, MemoryRules, ModelCosts
+from stageline.planner.measure import Workload, count, outline_of
+from stageline.planner.placement import AS_GOOD, Placement
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = ROOT / "data/configs"
+PAGE = ROOT / "docs/plan_table.md"
+TOKENS, SAMPLES, PATCHES = 2048, 32, 1024  # of a row; of a step; of its image
+RULES = MemoryRules(optimizer_bytes=8.0)  # AdamW: two float32 moments; fused, so nothing beside it
+NUM_CARDS = (1, 2, 4, 8)
+SCHEDULES = (("1f1b", 1), ("interleaved_1f1b", 2), ("zbv", 2))  # and stages a card
+ADAPTER = {"llm_lora_num": 1, "lora_rank": 16, "frozen_lm_head": True}
+NF4 = {"methods": Methods(quantization=Quantization("nf4", double=True))}
+WAYS = {"full": {}, "LoRA": ADAPTER, "QLoRA": ADAPTER | NF4}
+# model -> the text model whose layers it has; its tower is counted by hand
+TEXT_TWINS = {"Qwen2.5-VL-7B": "Qwen2.5-7B", "InternVL3-8B": "Qwen2.5-7B"}
+ORDER = (
+    *("Qwen2.5-0.5B", "Qwen2.5-7B", "Qwen2.5-VL-7B", "Mistral-7B-v0.3", "InternVL3-8B"),
+    *("Llama-3.1-8B", "gemma-2-9b", "phi-4", "Qwen3-30B-A3B", "Qwen2.5-32B"),
+    *("Llama-3.1-70B", "Qwen2.5-72B"),
+)
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU by its data sheet: MiB, and dense bf16 products with float32 sums."""
+
+    name: str
+    gigabytes: int
+    mebibytes: int
+    flops_per_second: float
+
+    @property
+    def capacity(self):
+        """Bytes that the planner fills."""
+        return int(self.mebibytes * 2**20 * (1 - KEPT_FREE))
+
+
+CARDS = (
+    Card("RTX 4090", 24, 24564, 165e12),
+    Card("L40S", 48, 46068, 362e12),
+    Card("H100 SXM", 80, 81559, 989e12),
+)
+
+
+def make_piece(name, way):
+    """Builds pieces of a model from its config alone."""
+    is_visual = name in TEXT_TWINS
+    kind = VisionLanguageStage if is_visual else CausalLMStage
+    options = WAYS[way] | ({"frozen_vit": True} if is_visual else {})
+    paths = {"config_path": str(CONFIGS / name), "processor_path": None, "checkpoint_path": None}
+
+    def make(**given):
+        options_of_all = {"is_piece": True, "dtype": torch.bfloat16, "gradient_checkpointing": True}
+        return kind.build(**paths, **options_of_all, **options, **given)[0]
+
+    return make
+
+
+def count_model(name, way, folder):
+    """The costs of a model at 1e12 products a second, counted once."""
+    file = folder / f"{name}-{way}.json"
+    if not file.exists():
+        costs = _count(name, way, folder)
+        file.write_text(json.dumps(asdict(costs)))
+    found = json.loads(file.read_text())
+    found |= {key: Cost(**found[key]) for key in ("overhead", "first", "last", "tied")}
+    found["layers"] = tuple(Cost(**layer) for layer in found["layers"])
+    return ModelCosts(**found | {"shape": tuple(found["shape"])})
+
+
+def _count(name, way, folder):
+    if name not in TEXT_TWINS and way != "QLoRA":
+        ids = torch.zeros(1, TOKENS, dtype=torch.long)
+        workload = Workload({"input_ids": ids, "labels": ids}, _loss_for, torch.device("cpu"))
+        return count(outline_of(make_piece(name, way)), workload, flops_per_second=1e12)
+    outline = outline_of(make_piece(name, way))
+    if way == "QLoRA":  # passes as LoRA's, above other weights, one of which is unpacked at a time
+        costs = count_model(name, "LoRA", folder)
+        unpacked = max(layer.weights - 4 * layer.num_trainable for layer in costs.layers) // 3
+        layers = (
+            replace(old, weights=new.weights, transient=old.transient + unpacked)
+            for old, new in zip(costs.layers, outline.layers, strict=True)
+        )
+        return replace(costs, layers=tuple(layers))
+    costs = count_model(TEXT_TWINS[name], way, folder)
+    text = outline_of(make_piece(TEXT_TWINS[name], way))
+    tower = outline.first.num_parameters - text.first.num_parameters
+    first = replace(_with_facts(costs.first, outline.first), forward=2 * tower * PATCHES / 1e12)
+    layers = map(_with_facts, costs.layers, outline.layers)
+    last = _with_facts(costs.last, outline.last)
+    return replace(costs, first=first, layers=tuple(layers), last=last, front=outline.front)
+
+
+def _with_facts(cost, facts):
+    names = ("num_parameters", "num_trainable", "weights", "gradients", "masters", "trains")
+    return replace(cost, **{name: getattr(facts, name) for name in names})
+
+
+def _loss_for(model):
+    return lambda output, batch: sft(output, batch, num_targets=torch.tensor(1.0))
+
+
+def at_speed(costs, flops_per_second):
+    """The same costs with the seconds of a card."""
+    share = 1e12 / flops_per_second
+    names = ("forward", "backward", "input_grad", "weight_grad")
+
+    def scaled(cost):
+        return replace(cost, **{name: getattr(cost, name) * share for name in names})
+
+    ends = {name: scaled(getattr(costs, name)) for name in ("overhead", "first", "last")}
+    return replace(costs, layers=tuple(map(scaled, costs.layers)), **ends)
+
+
+def plan(costs, num_cards, card):
+    """The way to run a step on these cards: (what to expect, bytes that are too much)."""
+    found = []
+    for name, each in SCHEDULES if num_cards > 1 else SCHEDULES[:1]:
+        if num_cards * each > costs.num_layers:
+            continue
+        schedule = make_schedule(name, num_ranks=num_cards, stages_per_rank=each)
+        capacities = (card.capacity,) * num_cards
+        options = {"most_splits": 1, "most_steps": 8}
+        placement = Placement(costs, schedule, SAMPLES, RULES, capacities, **options)
+        expectation = placement.expect(placement.by_seconds())
+        found.append((placement.overshoot(expectation.memory), expectation))
+    excess = min(found, key=lambda one: one[0])[0]
+    fitting = [one for one in found if one[0] == excess]
+    best = min(expectation.seconds for _, expectation in fitting)
+    # of ways that are as fast the simplest, which comes first
+    chosen = next(e for _, e in fitting if e.seconds <= best * AS_GOOD)
+    return chosen, excess
+
+
+def cell(expectation, excess):
+    """The words of a cell."""
+    peak = max(rank.peak for rank in expectation.memory) / 2**30
+    if excess:
+        return f"no: {peak:.0f} GiB"
+    schedule = expectation.schedule
+    words = f"{peak:.0f} GiB, {expectation.seconds:.2g} s"
+    if schedule.num_ranks == 1:
+        return words
+    split = ",".join(map(str, expectation.partition))
+    return f"{words}, {schedule.name} {split}"
+
+
+def tables(folder, names):
+    """Lines of a table for each model, and of the summary of all."""
+    lines, summary = [], []
+    for name in names:
+        counted = {way: count_model(name, way, folder) for way in WAYS}
+        total = sum((c for c in counted["full"].layers), Cost()).num_parameters
+        total += counted["full"].first.num_parameters + counted["full"].last.num_parameters
+        total -= counted["full"].tied.num_parameters
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            f"{total:,} parameters, {counted['full'].num_layers} layers",
+        ]
+        lines += ["", "| cards | full | LoRA | QLoRA |", "|---|---|---|---|"]
+        fewest = {way: [] for way in WAYS}
+        for card in CARDS:
+            speedy = {way: at_speed(costs, card.flops_per_second) for way, costs in counted.items()}
+            is_known = dict.fromkeys(WAYS, False)
+            for num_cards in NUM_CARDS:
+                cells = []
+                for way, costs in speedy.items():
+                    expectation, excess = plan(costs, num_cards, card)
+                    cells.append(cell(expectation, excess))
+                    if not excess and not is_known[way]:
+                        is_known[way] = True
+                        fewest[way].append(f"{num_cards} x {card.gigabytes}")
+                lines.append(f"| {num_cards} x {card.gigabytes} GB | {' | '.join(cells)} |")
+                print(name, lines[-1], flush=True)
+        told = " | ".join(", ".join(found) or "more than 8" for found in fewest.values())
+        summary.append(f"| {name} | {told} |")
+    return lines, summary
+
+
+HEAD = """# Which model trains on which cards
+
+Made on {date} by `python benchmarks/plan_table.py` from the `config.json` files in `data/configs`.
+**Nothing here was measured on a card.** Bytes are counted by the planner of `stageline plan` on
+passes without numbers. Seconds are those of the data sheet
+({cards}; dense bf16 products). No real step is as
+fast; a third to a half of that speed is usual. They tell apart schedules, splits and cards.
+`stageline plan` with your data on your card measures both.
+
+Assumed is a step of {samples} rows of {tokens} tokens, a row a micro-batch, `--bf16
+--gradient-checkpointing`, and AdamW with float32 moments and masters (18 bytes a trained parameter,
+gradients included). LoRA has rank 16 on every linear layer of the language model; QLoRA adds
+`--quantization nf4 --double-quantization`, which leaves embeddings, head and experts in bf16.
+Vision towers are frozen and see one image of 448 x 448 pixels; their activations are not counted.
+Every card is a rank of one pipeline, and is full at 95 % of the memory that its driver shows.
+
+Where a cell says no, shorter rows, `--logits-chunk`, `--optimizer adamw_8bit` or streaming from
+host memory may help. Where a few cards are enough, more are better used as replicas
+(`--dp-degree`), which have no bubble.
+
+A cell has the peak of the fullest card, the seconds of a step's forward and backward passes, the
+schedule, and the layers of each stage: with two stages a card, `interleaved_1f1b` deals them out in
+turn and `zbv` folds them. "no" gives the peak that would be needed.
+
+The fewest cards of each size (number x GB; more than eight of a size that is missing):
+
+| model | full | LoRA | QLoRA |
+|---|---|---|---|"""
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--counts", type=Path, default=ROOT / ".cache/plan_table")
+    parser.add_argument("--only", choices=ORDER)
+    arguments = parser.parse_args()
+    arguments.counts.mkdir(parents=True, exist_ok=True)
+    warnings.simplefilter("ignore")
+    names = [arguments.only] if arguments.only else ORDER
+    lines, summary = tables(arguments.counts, names)
+    if arguments.only:
+        return
+    cards = ", ".join(
+        f"{card.gigabytes} GB: {card.name}, {card.flops_per_second / 1e12:.0f} TFLOPS"
+        for card in CARDS
+    )
+    head = HEAD.format(
+        date=datetime.date.today(), cards=cards, samples=SAMPLES, tokens=f"{TOKENS:,}"
+    )
+    PAGE.write_text("\n".join([head, *summary, *lines]) + "\n")
+
+
+if __name__ == "__main__":
+    main()
