@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from commands.export import make_parser as export_parser
 from options.answer import ChatConfig, EvaluateConfig
 from options.command_line import command_words
 from options.train import RunConfig
@@ -34,7 +35,7 @@ TAKEN_BY = {
     "train": {field.name for field in dataclasses.fields(RunConfig)} | {*TRAIN_KEYS},
     "eval": {field.name for field in dataclasses.fields(EvaluateConfig)} | {*EVALUATE_KEYS},
     "chat": {field.name for field in dataclasses.fields(ChatConfig)} | {*CHAT_KEYS},
-    "export": {"model_path", "adapter_path", "output_path", "max_shard_size", "trust_remote_code"},
+    "export": {action.dest for action in export_parser()._actions},
 }
 # what a name of a model or a template has that takes pictures
 PICTURED = re.compile(

@@ -112,7 +112,7 @@ def _advise(events: Sequence[TimelineEvent]) -> list[str]:
     excess = seconds[slowest] * len(seconds) / sum(seconds.values()) - 1.0
     if excess <= EVEN:
         return [f"stage {slowest} is the slowest, only {100 * excess:.0f} % above the mean"]
-    advice = spelled(f"move a layer from it to stage {fastest}, the fastest (`partition`)")
+    advice = spelled(f"if it has several layers, move one to stage {fastest} (`partition`)")
     return [f"stage {slowest} is the slowest, {100 * excess:.0f} % above the mean: {advice}"]
 
 

@@ -300,8 +300,8 @@ def test_the_description_gives_bubbles_times_and_the_slowest_stage():
         "bubble 34.4 % of 8.000 s; ideal with these pass times: 50.0 % of 5.000 s",
         "rank 0 (stage 0): busy 4.000 s, waits 3.000 s for other stages, 0.000 s for transfers",
         "rank 1 (stage 1): busy 6.500 s, waits 0.500 s for other stages, 0.000 s for transfers",
-        "stage 1 is the slowest, 24 % above the mean: move a layer from it to stage 0, the "
-        "fastest (--partition)",
+        "stage 1 is the slowest, 24 % above the mean: if it has several layers, move one to "
+        "stage 0 (--partition)",
     ]
 
 
