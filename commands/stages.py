@@ -4,6 +4,7 @@ The train_model part of the model's architecture builds them, so a checkpoint an
 trained, without an export.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -129,6 +130,24 @@ class StageBuilder:
             num_stages=self.num_stages,
             ranks=ranks,
             checkpoint=checkpoint,
+        )
+
+    def check_fit(self) -> None:
+        """Compares weights in a folder with the model of the options; reads none of them."""
+        from stageline.checking.outline import check_fit
+        from stageline.model_folder import load_config
+
+        if self.checkpoint_path is None or self.config_path is None:
+            return
+        num_layers = 0
+        with contextlib.suppress(UserError):  # a part of the user's may have a form of its own
+            config = load_config(self.config_path, trust_remote_code=self.trust_remote_code)
+            num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+        check_fit(
+            self.outline,
+            num_layers=num_layers,
+            num_stages=self.num_stages,
+            checkpoint=self.checkpoint_path,
         )
 
     def prove(self, mode: "ProveMode", *, ranks: "Ranks", say: Callable[[str], None]) -> None:

@@ -56,6 +56,8 @@ def run_training(arguments: TrainArguments) -> int:
     check_parts(plan, data)
     show_samples(plan, data, plan.topology.schedule)
     if run.check_only:
+        if is_first():
+            stage_builder(plan).check_fit()
         return 0
     if run.plan:
         return show_plan(plan, data)

@@ -3,18 +3,28 @@
 Every rank calls these together. A part that cannot be built so is compared when it is filled.
 """
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from stageline.checkpoint.adapter import base_of
-from stageline.checkpoint.files import find_checkpoint, list_names, weight_files
+from stageline.checkpoint.files import (
+    find_checkpoint,
+    list_names,
+    misfits,
+    other_shape,
+    tensor_shapes,
+    weight_files,
+)
 from stageline.checkpoint.layout import Ranks
 from stageline.errors import CheckpointError
 from stageline.modules.lora import WRAPPED, is_lora_name
 from stageline.modules.stage_names import StageNames, check_names, names_of_stage
 
+MOST_SHARED = 256  # layers that may have one set of weights
 # (stage, num_stages) -> a stage model without weights, on meta
 Outline = Callable[[int, int], Any]
 
@@ -55,6 +65,68 @@ def check_filled_stages(models: Sequence[Any], *, ranks: Ranks, checkpoint: str 
     told = ranks.gather([names_of_stage(model) for model in models])
     found = [one for some in told for one in some]
     _compare(found, None, ranks=ranks, checkpoint=checkpoint)
+
+
+def check_fit(outline: Outline, *, num_layers: int, num_stages: int, checkpoint: str) -> bool:
+    """Refuses weights that are not of this model, by names and shapes; no weight is read.
+
+    Args:
+        num_layers: that the model's configuration speaks of.
+        checkpoint: a model folder; files that are still on a hub are passed over.
+
+    Returns:
+        Whether it could be compared, as `check_outlines`.
+
+    Raises:
+        UserError, CheckpointError: as `check_outlines`; or the shapes are others.
+    """
+    folder = base_of(find_checkpoint(checkpoint))
+    files = weight_files(folder, fetches=False)
+    # a model is built for the comparison, even if without values: not one of a billion layers
+    if num_layers > max(len(files), MOST_SHARED):
+        raise CheckpointError(
+            f"{folder} has {len(files)} weights; its configuration speaks of {num_layers:,} "
+            "layers, and each was expected to have some of its own. The one is not of the other: "
+            "copy the folder again."
+        )
+    stages, alone = range(num_stages), Ranks.of(None)
+    if not check_outlines(
+        outline, stages=stages, num_stages=num_stages, ranks=alone, checkpoint=checkpoint
+    ):
+        return False
+    stages_told = [names_of_stage(outline(stage, num_stages)) for stage in stages]
+    problems = _misfits_of(stages_told, files)
+    if problems:
+        raise CheckpointError(
+            f"{folder} does not fit its model: {problems}. The weights of its configuration were "
+            "expected: copy the folder again, or give the configuration of these weights."
+        )
+    return True
+
+
+def _misfits_of(stages: Sequence[StageNames], files: Mapping[str, Path]) -> str:
+    """Names of one that are like those of the other but for a number, and other shapes.
+
+    Some files have older names, which the library knows: these are not looked at.
+    """
+    shapes = tensor_shapes({path for path in files.values() if path.exists()})
+    held = {name: shape for stage in stages for name, shape in stage.held.shapes.items()}
+    unread = tuple(beginning for stage in stages for beginning in stage.unread)
+    forms, forms_on_disk = {_form(name) for name in held}, {_form(name) for name in files}
+    unknown = {name for name in files.keys() - held.keys() if _form(name) in forms}
+    return misfits(
+        {name for name in held.keys() - files.keys() if _form(name) in forms_on_disk},
+        {name for name in unknown if not name.startswith(unread)},
+        {
+            other_shape(name, shapes[name], shape)
+            for name, shape in held.items()
+            if shape is not None and shapes.get(name, shape) != shape
+        },
+    )
+
+
+def _form(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".0.", name)
 
 
 def _compare(

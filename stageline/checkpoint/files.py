@@ -3,7 +3,7 @@
 import functools
 import json
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TypeGuard
 
@@ -188,6 +188,15 @@ def tensor_names(file: Path) -> list[str]:
     """The names in one safetensors file."""
     with open_tensors(file) as tensors:
         return list(tensors.keys())
+
+
+def tensor_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of all tensors in some safetensors files, by their headers."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        with open_tensors(file) as tensors:
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
+    return shapes
 
 
 def open_tensors(file: Path, device: torch.device | str = "cpu") -> safe_open:
