@@ -7,6 +7,7 @@ Registers are filled by the entry file before; no model, data or device is touch
 
 import functools
 import os
+import sys
 from argparse import SUPPRESS
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields, replace
@@ -456,7 +457,10 @@ def _build_parser(
 
 def _print_and_stop(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        print(text)
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:  # the reader, `head` say, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise SystemExit(0)
 
 

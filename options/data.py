@@ -75,7 +75,7 @@ class PreviewOptions:
     preview: int = free_option(
         0,
         "training samples to show before a model is loaded, coloured by what is learnt; with "
-        "--check-only nothing else happens",
+        "--check-only the run then stops",
         at_least=0,
     )
 

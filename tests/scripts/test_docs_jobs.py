@@ -39,6 +39,7 @@ RUN = {
     **{"--batch-size": 4, "--micro-batch-size": 2, "--max-token-num": 512, "--num-stages": 2},
     **{"--timeline-step": 0, "--prove-split": "never", "--save-steps": 0, "--device": "cpu"},
 }
+OF_STEPS = ("--total-steps", "--warmup-steps", "--eval-steps")
 SMALLER = {
     "train": RUN,
     "plan": RUN,
@@ -59,6 +60,9 @@ def commands(page):
 
 def smaller(words, options):
     words = list(words)
+    if "--num-train-epochs" in words:  # in the place of steps; both at once are refused
+        options = {name: value for name, value in options.items() if name not in OF_STEPS}
+        options |= {"--num-train-epochs": 0.5, "--eval-steps": "epoch"}
     for option, value in options.items():
         if option in words:
             words[words.index(option) + 1] = str(value)
@@ -90,6 +94,14 @@ def folder(tmp_path, models):
     """What the pages say lies in the working folder."""
     shutil.copytree(ROOT / "tests/samples/vsr", tmp_path / "vsr")
     shutil.copytree(tmp_path / "vsr/splits/random", tmp_path / "vsr/splits/zeroshot")
+    shutil.copytree(tmp_path / "vsr/images", tmp_path / "images")
+    photographs = sorted(path.name for path in (tmp_path / "images").iterdir())
+    texts = [("user", "<image>Which way does it face?"), ("assistant", "Left.")]
+    messages = [{"role": role, "content": text} for role, text in texts]
+    rows = [
+        {"messages": messages, "images": [photographs[n % len(photographs)]]} for n in range(20)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "data").mkdir()
     for name in ("instruct", "preference"):
         rows = (ROOT / f"data/manpages_{name}.jsonl").read_text().splitlines()

@@ -108,3 +108,14 @@ def test_help_shows_a_dozen_options_and_all_the_others_by_group(command):
     left = int(re.search(r"--help all +(\d+) more options", short)[1])
     assert left == len(many - few)
     assert "more options" not in whole and "\nFiles and machine:\n" in whole
+
+
+@pytest.mark.parametrize("words", ["--help", "--help all", "--list"])
+def test_a_reader_that_leaves_early_is_no_failure(words):
+    """As `train_pp.py --help | head -1`: nobody reads any more when the text is written."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "train_pp.py", *words.split()]
+    done = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
