@@ -213,7 +213,11 @@ def test_h07_layers_that_do_not_fit_the_stages(tmp_path, options, wanted):
     finished = Job(tmp_path).fork("run", *options, ranks=ranks)
     assert finished.code == 2
     assert_in(finished.err, *wanted)
-    assert {path.name for path in (tmp_path / "run").iterdir()} <= {"run.lock", "failures"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} <= {
+        "run.lock",
+        "run.log",
+        "failures",
+    }
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,10 @@ def words_of(path, models, folder):
     for name, value in options_of(path).items():
         if name.endswith("-path"):
             words += [f"--{name}", str(path_here(value, models, folder))]
-    return rewritten([*words, *SMALLER[command_of(path)]])
+    smaller = list(SMALLER[command_of(path)])
+    if options_of(path).get("num-stages", 1) > 2:  # a micro-batch for each stage at least
+        smaller += ["--batch-size", "8"]
+    return rewritten([*words, *smaller])
 
 
 def run(path, models, folder):

@@ -62,4 +62,8 @@ def test_a_run_that_cannot_fit_is_refused_with_figures(model, options):
     for word in ("rank 0 needs", "rank 1 needs", "KiB", "--plan"):
         assert word in done.stderr
     assert "Traceback" not in done.stderr
-    assert {path.name for path in (model.parent / "run").iterdir()} <= {"run.lock", "failures"}
+    assert {path.name for path in (model.parent / "run").iterdir()} <= {
+        "run.lock",
+        "run.log",
+        "failures",
+    }

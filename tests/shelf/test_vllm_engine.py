@@ -100,10 +100,12 @@ def test_every_setting_of_the_sampling_arrives(engine):
         seed=11,
         stop=("x",),
         logprobs=2,
+        min_new_tokens=2,
     )
     list(engine.answer([Request("a", prompt(5), sampling)]))
     (params,) = fake_vllm.LLM.calls[0]["params"]
     assert (params.max_tokens, params.temperature, params.top_k) == (3, 0.5, 4)
+    assert params.min_tokens == 2
     assert 0 < params.top_p < 1e-5
     assert (params.min_p, params.repetition_penalty) == (0.1, 1.2)
     assert (params.presence_penalty, params.frequency_penalty) == (0.3, 0.4)

@@ -144,6 +144,6 @@ def raw_post(url, body):
     parts = urlsplit(url)
     connection = socket.create_connection((parts.hostname, parts.port), timeout=20)
     content = json.dumps(body).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
     return connection
