@@ -67,11 +67,11 @@ def loss_figure(
     return figure
 
 
-def plot_loss(log_path: Path, png_path: Path) -> None:
+def plot_loss(log_path: Path, png_path: Path, *, has_pdf: bool = True) -> None:
     """Draws the log at `log_path` into `png_path`; the picture is named after the log's folder."""
     steps, evaluations = read_log(log_path)
     title = log_path.resolve().parent.name
-    save_figure(loss_figure(steps, evaluations, title=title), png_path)
+    save_figure(loss_figure(steps, evaluations, title=title), png_path, has_pdf=has_pdf)
 
 
 def _points(records: Sequence[dict], name: str) -> tuple[list[int], list[float]]:

@@ -135,14 +135,15 @@ def _is_wide(character: str) -> bool:
     return character == _PLACEHOLDER or unicodedata.east_asian_width(character) in "WF"
 
 
-def save_figure(figure: Figure, path: Path, *, dpi: int = 100) -> None:
-    """Writes a PNG file and beside it a PDF, for papers.
+def save_figure(figure: Figure, path: Path, *, dpi: int = 100, has_pdf: bool = True) -> None:
+    """Writes a PNG file and beside it a PDF, for papers, which takes as long again.
 
     Who looks meanwhile sees the old or the new one, never half of it.
     """
     pdf = path.with_suffix(".pdf")
     options: dict[str, Any] = {"metadata": {"CreationDate": None}}  # the same picture: equal bytes
-    for target, kind, how in ((path, "png", {"dpi": dpi}), (pdf, "pdf", options)):
+    files = [(path, "png", {"dpi": dpi}), (pdf, "pdf", options)]
+    for target, kind, how in files if has_pdf else files[:1]:
         temporary = target.with_name(target.name + ".tmp")
         figure.savefig(temporary, format=kind, **how)
         temporary.replace(target)

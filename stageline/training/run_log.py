@@ -225,10 +225,10 @@ class RunLog:
         if self.is_main:
             terminal.say(text, is_detail=is_detail)
 
-    def draw(self) -> None:
-        """Draws loss.png from the log."""
+    def draw(self, *, has_pdf: bool = False) -> None:
+        """Draws loss.png from the log; the PDF comes at the end."""
         if self.is_main and self._has_records():
-            plot_loss(self.path, self.folder / "loss.png")
+            plot_loss(self.path, self.folder / "loss.png", has_pdf=has_pdf)
 
     def close(self) -> None:
         """Ends the bar and all files and draws the last curve; a second call does nothing."""
@@ -239,7 +239,7 @@ class RunLog:
         self._file.close()
         self._tell_events(lambda events: events.close())
         self._tell(lambda tracker: tracker.close())
-        self.draw()
+        self.draw(has_pdf=True)
 
     def _write(self, kind: str, step: int, figures: Mapping[str, Any]) -> None:
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **finite(figures)}
