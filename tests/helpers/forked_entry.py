@@ -84,7 +84,7 @@ def _prepare(cwd: Path | None, env: Mapping[str, str]) -> None:
     if cwd is not None:
         os.chdir(cwd)
     os.environ.update(env)
-    run_log.plot_loss = lambda *_: None  # as small_run does: nobody looks at it
+    run_log.plot_loss = lambda *_, **__: None  # as small_run does: nobody looks at it
     _fork_instead_of_launching()
 
 

@@ -260,7 +260,7 @@ def _fork_rank(words: list[str], rank: int, ranks: int, port: int, chaos: str, f
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
         os.environ[VARIABLE] = chaos
         tempfile.tempdir = str(folder)  # ranks of the next run must not read what these leave
-        run_log.plot_loss = lambda *_: None  # a third of a short run, and nobody looks at it
+        run_log.plot_loss = lambda *_, **__: None  # a third of a short run; nobody looks at it
         arm()
 
     run_and_exit(words, [folder / f"{rank}.{kind}" for kind in ("out", "err")], prepare)
