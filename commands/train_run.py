@@ -82,12 +82,11 @@ def open_run_folder(
         return None
     saved = point.state.facts["settings"]
     is_longer, why = rates_stay(arguments, saved, point.step)
+    free = {"free", "length"} if is_longer else {"free"}
     check_same_run(
         saved,
         settings(arguments, data),
-        may_change=lambda name: (
-            on_resume(name, arguments.parts) in ("free", "length" if is_longer else "free")
-        ),
+        may_change=lambda name: on_resume(name, arguments.parts) in free,
         allows_changes=run.allow_changes,
         say=say,
         why=why,

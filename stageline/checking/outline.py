@@ -67,15 +67,14 @@ def check_filled_stages(models: Sequence[Any], *, ranks: Ranks, checkpoint: str 
     _compare(found, None, ranks=ranks, checkpoint=checkpoint)
 
 
-def check_fit(outline: Outline, *, num_layers: int, num_stages: int, checkpoint: str) -> bool:
+def check_fit(outline: Outline, *, num_layers: int, num_stages: int, checkpoint: str) -> None:
     """Refuses weights that are not of this model, by names and shapes; no weight is read.
+
+    A part that cannot build a stage without weights is passed over.
 
     Args:
         num_layers: that the model's configuration speaks of.
         checkpoint: a model folder; files that are still on a hub are passed over.
-
-    Returns:
-        Whether it could be compared, as `check_outlines`.
 
     Raises:
         UserError, CheckpointError: as `check_outlines`; or the shapes are others.
@@ -89,19 +88,16 @@ def check_fit(outline: Outline, *, num_layers: int, num_stages: int, checkpoint:
             "layers, and each was expected to have some of its own. The one is not of the other: "
             "copy the folder again."
         )
-    stages, alone = range(num_stages), Ranks.of(None)
-    if not check_outlines(
-        outline, stages=stages, num_stages=num_stages, ranks=alone, checkpoint=checkpoint
-    ):
-        return False
-    stages_told = [names_of_stage(outline(stage, num_stages)) for stage in stages]
-    problems = _misfits_of(stages_told, files)
-    if problems:
+    told = [_names_or_none(outline, stage, num_stages) for stage in range(num_stages)]
+    found = [one for one in told if one is not None]
+    if len(found) < num_stages:
+        return
+    _compare(found, outline, ranks=Ranks.of(None), checkpoint=checkpoint)
+    if problems := _misfits_of(found, files):
         raise CheckpointError(
             f"{folder} does not fit its model: {problems}. The weights of its configuration were "
             "expected: copy the folder again, or give the configuration of these weights."
         )
-    return True
 
 
 def _misfits_of(stages: Sequence[StageNames], files: Mapping[str, Path]) -> str:

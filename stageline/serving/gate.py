@@ -280,26 +280,22 @@ def check_shape(body: bytes) -> None:
         ApiError: how much of something is taken.
     """
     found = dict.fromkeys(MOST, 0)
-    depth = 0
     for piece in _PIECES.finditer(body):
         letter = body[piece.start()]
-        name = _NAMES.get(letter, "objects and lists")
         if letter in b"}]":
-            depth -= 1
+            found["levels"] -= 1
             continue
-        if name == "objects and lists":
-            depth += 1
-            found["levels"] = max(found["levels"], depth)
-        found[name] += 1
-        if found[name] > MOST[name] or depth > MOST["levels"]:
-            what = name if found[name] > MOST[name] else "levels"
-            raise bad_request(
-                f"The body has more than {MOST[what]:,} {what}, which is the most that is taken.",
-                code="invalid_json",
-            )
+        for what in _KINDS.get(letter, ("objects and lists", "levels")):
+            found[what] += 1
+            if found[what] > MOST[what]:
+                raise bad_request(
+                    f"The body has more than {MOST[what]:,} {what}, which is the most that is "
+                    "taken.",
+                    code="invalid_json",
+                )
 
 
-_NAMES = {ord('"'): "strings", ord(","): "commas"}
+_KINDS = {ord('"'): ("strings",), ord(","): ("commas",)}
 
 
 def parse(body: bytes, model: type[Model]) -> Model:

@@ -75,15 +75,15 @@ def base_sampling(
             param="stream_options",
         )
     bias = tuple((int(key), value) for key, value in (request.logit_bias or {}).items())
-    ends = request.stop_token_ids or []
-    for name, ids in (("logit_bias", [one for one, _ in bias]), ("stop_token_ids", ends)):
+    asked = request.stop_token_ids or []
+    for name, ids in (("logit_bias", [one for one, _ in bias]), ("stop_token_ids", asked)):
         if too_large := [token_id for token_id in ids if token_id >= num_ids]:
             raise bad_request(
                 f"{name} has the token id {too_large[0]}; the model has {num_ids} tokens.",
                 param=name,
             )
-    if request.ignore_eos or ends:
-        ends = list(dict.fromkeys([*(() if request.ignore_eos else stop_ids), *ends]))
+    own = () if request.ignore_eos else stop_ids
+    ends = tuple(dict.fromkeys([*own, *asked])) if request.ignore_eos or asked else None
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     temperature = request.temperature
     return Sampling(
@@ -97,7 +97,7 @@ def base_sampling(
         logit_bias=bias,
         seed=secrets.randbelow(_SEEDS) if request.seed is None else request.seed % _SEEDS,
         stop=tuple(dict.fromkeys(stop)),
-        stop_token_ids=tuple(ends) if request.ignore_eos or ends else None,
+        stop_token_ids=ends,
         min_new_tokens=request.min_tokens or 0,
     )
 

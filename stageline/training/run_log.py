@@ -269,31 +269,34 @@ class RunLog:
         self.say(f"note: {self.path} was removed during the run; it was written anew")
 
     def _tell_events(self, what: Callable[[Any], object]) -> None:
-        """Writes TensorBoard events; where that fails they end, and the run goes on."""
-        if self._events is None:
-            return
-        try:
-            what(self._events)
-        except Exception as error:  # its thread hands on whatever befell it
+        """Writes TensorBoard events, or ends them."""
+        if (error := _failure_of(self._events, what)) is not None:
             self._events = None
             self.say(
                 f"note: no more TensorBoard events are written into {self.folder / 'tensorboard'} "
-                f"({type(error).__name__}: {error}); {self.path} has every figure. If the disk is "
+                f"({error}); {self.path} has every figure. If the disk is "
                 "full, make room: the next checkpoint needs it, too"
             )
 
-    def _tell(self, what: Callable[[Any], None]) -> None:
-        """Tells the tracker; one that fails is left alone from then on, and the run goes on."""
-        if self._tracker is None:
-            return
-        try:
-            what(self._tracker)
-        except Exception as error:  # a service elsewhere raises what it likes
+    def _tell(self, what: Callable[[Any], object]) -> None:
+        """Tells the tracker, or leaves it alone from then on."""
+        if (error := _failure_of(self._tracker, what)) is not None:
             self._tracker = None
             self.say(
-                f"note: the tracker failed ({type(error).__name__}: {error}); it is not told "
+                f"note: the tracker failed ({error}); it is not told "
                 f"anything more, {self.path} has every figure"
             )
+
+
+def _failure_of(listener: Any | None, what: Callable[[Any], object]) -> str | None:
+    """What went wrong in telling a listener, if there is one: no run ends of it."""
+    if listener is None:
+        return None
+    try:
+        what(listener)
+    except Exception as error:  # a service elsewhere, or a thread, raises what it likes
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def name_figures(figures: Mapping[str, float]) -> str:
