@@ -383,10 +383,18 @@ def show_samples(arguments: TrainArguments, data: Data, schedule: Schedule) -> N
 
 def _first_rank(run: RunConfig) -> DistributedContext:
     """Where the first process of a run stands, before the processes have met."""
-    counts = {"num_replicas": run.dp_degree or 1, "num_ranks": 1, "world_size": 1}
-    places = dict.fromkeys(("rank", "local_rank", "dp_rank", "pp_rank"), 0)
     nobody: Any = None  # no process group, and no mesh of them
-    return DistributedContext(**counts, **places, mesh=nobody, device=torch.device("cpu"))
+    return DistributedContext(
+        rank=0,
+        local_rank=0,
+        world_size=1,
+        num_replicas=run.dp_degree or 1,
+        dp_rank=0,
+        num_ranks=1,
+        pp_rank=0,
+        mesh=nobody,
+        device=torch.device("cpu"),
+    )
 
 
 def make_loader(

@@ -5,6 +5,7 @@ Imports torch and all that a run needs; train.py has read the options before.
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,12 @@ from commands.train_parts import (
     make_tracker,
     stage_builder,
 )
-from commands.train_run import TrainingRun, make_streaming_runner, open_run_folder
+from commands.train_run import (
+    TrainingRun,
+    make_streaming_runner,
+    open_run_folder,
+    streaming_devices,
+)
 from options.memory import memory_remedies
 from options.model import learning_rate_scales
 from parse_args import TrainArguments, save_config
@@ -81,7 +87,9 @@ def run_pipeline(plan: RunPlan, data: Data) -> int:
 
 def run_streaming(plan: RunPlan, data: Data) -> int:
     """Stages in host memory, streamed through the devices of this machine by one process."""
-    with distributed_context(num_ranks=1, device="cpu") as context:
+    lanes = tuple(streaming_devices(plan.run.device))
+    with distributed_context(num_ranks=1, device="cpu") as alone:
+        context = replace(alone, lanes=lanes)
         name_stages(plan.topology.schedule.stages_of(0))
         point = open_run_folder(plan, data, context)
         make_runner = functools.partial(make_streaming_runner, plan, context=context)
@@ -116,8 +124,8 @@ def train(
         make_runner: gets the stages and gives what runs them; None: a PipelineRunner.
     """
     run, schedule = plan.run, plan.topology.schedule
-    remedies = memory_remedies(run, has_gpu=context.device.type == "cuda")
-    account = MemoryAccount(context.device, remedies)
+    remedies = memory_remedies(run, has_gpu=context.devices[0].type == "cuda")
+    account = MemoryAccount(context.devices, remedies)
     on_full_memory(account.describe)
     stage_builder(plan).prove(run.prove_split, ranks=Ranks.of(None), say=say)
     seed_everything(run.seed)

@@ -99,7 +99,7 @@ def build_stages(
             adapter's base comes later, by `resume_step`.
     """
     run = arguments.run
-    check_attention_device(run, context.device.type)
+    check_attention_device(run, context.devices[0].type)
     weights, processor = run.model_path, run.processor_path
     if point is not None:
         weights = str(point.folder) if point.base is None else run.model_path or point.base

@@ -425,7 +425,7 @@ def make_streaming_runner(
 ) -> StreamingRunner:
     """The runner over the stages; says what they take."""
     run = arguments.run
-    lanes = make_lanes(run.device, budget=run.streaming_budget)
+    lanes = make_lanes(context.devices, budget=run.streaming_budget)
     plan = None
     if run.streaming_stages:
         plan = even_plan(len(models), min(run.streaming_stages, len(models)))
@@ -466,12 +466,11 @@ def _check_budget(runner: StreamingRunner, num_micro_batches: int) -> None:
         ) from None
 
 
-def make_lanes(device: str, *, budget: float | None) -> list[Lane]:
-    """The devices that stages stream through.
+def streaming_devices(device: str) -> list[torch.device]:
+    """Those that stages stream through: every GPU, or the CPU.
 
     Args:
         device: auto, cpu or cuda.
-        budget: GiB for weights and gradients on each; None: half of what is free on a GPU.
 
     Raises:
         UserError: there is no GPU.
@@ -482,17 +481,28 @@ def make_lanes(device: str, *, budget: float | None) -> list[Lane]:
             "--device cuda came, and this machine has no GPU that torch can use. Use --device cpu "
             "or auto, or a machine with a GPU."
         )
-    num_bytes = None if budget is None else int(budget * GIB)
     if device == "cpu" or not count:
+        return [torch.device("cpu")]
+    return [torch.device("cuda", index) for index in range(count)]
+
+
+def make_lanes(devices: Sequence[torch.device], *, budget: float | None) -> list[Lane]:
+    """What stages stream through.
+
+    Args:
+        budget: GiB for weights and gradients on each; None: half of what is free on a GPU.
+    """
+    num_bytes = None if budget is None else int(budget * GIB)
+    if devices[0].type == "cpu":
         return [Lane.cpu(budget=num_bytes)]
-    free = [torch.cuda.mem_get_info(index)[0] for index in range(count)]
+    free = {device: torch.cuda.mem_get_info(device)[0] for device in devices}
     return [
         Lane.cuda(
-            index,
-            budget=num_bytes or int(free[index] * SHARE_OF_FREE),
-            inputs_budget=int(free[index] * SHARE_OF_INPUTS),
+            device.index,
+            budget=num_bytes or int(free[device] * SHARE_OF_FREE),
+            inputs_budget=int(free[device] * SHARE_OF_INPUTS),
         )
-        for index in range(count)
+        for device in devices
     ]
 
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from stageline import chaos, progress
 from stageline.distributed.board import disown_store
@@ -96,6 +96,8 @@ class DistributedContext:
         local_rank: among those of this machine.
         num_replicas, dp_rank: data-parallel copies of the pipeline, and which one this is.
         num_ranks, pp_rank: processes of one pipeline, and which one this is.
+        device: of this process, where tensors lie that ranks exchange.
+        lanes: the devices that stages stream through; empty: they compute on `device`.
     """
 
     rank: int
@@ -107,6 +109,12 @@ class DistributedContext:
     pp_rank: int
     mesh: DeviceMesh
     device: torch.device
+    lanes: tuple[torch.device, ...] = ()
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Where this process computes."""
+        return self.lanes or (self.device,)
 
     @property
     def is_main(self) -> bool:
@@ -132,7 +140,7 @@ def distributed_context(
 
     Args:
         num_ranks: processes of one pipeline; the number of processes is a multiple of it.
-        device: "auto" takes GPUs if there is one for each process of this machine.
+        device: "auto" takes GPUs where this machine has any.
         timeout: seconds that one exchange may take.
 
     Raises:
@@ -152,9 +160,7 @@ def distributed_context(
     local_world_size = this_machine().num_ranks
     chosen = choose_device(device, local_rank=local_rank, local_world_size=local_world_size)
     _init_group(rank, world_size, chosen, timeout=timeout)
-    mesh = init_device_mesh(
-        chosen.type, (world_size // num_ranks, num_ranks), mesh_dim_names=("dp", "pp")
-    )
+    mesh = _make_mesh(world_size, num_ranks, chosen, timeout=timedelta(seconds=timeout))
     context = DistributedContext(
         rank=rank,
         local_rank=local_rank,
@@ -182,6 +188,21 @@ def distributed_context(
     dist.destroy_process_group()
 
 
+def _make_mesh(
+    world_size: int, num_ranks: int, device: torch.device, *, timeout: timedelta
+) -> DeviceMesh:
+    """Replicas x ranks of a pipeline; its groups wait no longer than the run does.
+
+    Those that a mesh makes by itself wait for half an hour.
+    """
+    ranks = torch.arange(world_size).view(-1, num_ranks)
+    groups = [
+        dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)[0]
+        for rows in (ranks.T, ranks)
+    ]
+    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("dp", "pp"))
+
+
 def _agree_on_the_end() -> None:
     """All ranks learn the exit code after a signal to one; what they had to save is saved."""
     code = torch.tensor(stop_code())
@@ -206,17 +227,19 @@ def choose_device(
     """The device of one process.
 
     Raises:
-        UserError: "cuda" was asked for and there are fewer GPUs than processes on this machine.
+        UserError: there are fewer GPUs than processes on this machine, and "cuda" was asked for, or
+            "auto" where there is one: a run on the CPU beside idle GPUs is what nobody wanted.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "cuda" and num_gpus < local_world_size:
-        raise UserError(
-            f"`device` cuda: this machine shows {num_gpus} GPUs for {local_world_size} processes. "
-            f"One for each was expected, because each stage computes on its own. Use fewer stages, "
-            f"look at CUDA_VISIBLE_DEVICES, or take `device` cpu."
-        )
-    if device == "cpu" or num_gpus < local_world_size:
+    if device == "cpu" or (device == "auto" and not num_gpus):
         return torch.device("cpu")
+    if num_gpus < local_world_size:
+        raise UserError(
+            f"`device` {device}: this machine shows {num_gpus} GPUs for {local_world_size} "
+            "processes. One for each was expected, because each stage computes on its own. Use "
+            "fewer stages, let each process see all GPUs (CUDA_VISIBLE_DEVICES; with srun "
+            "--gpus-per-node, not --gpus-per-task), or take `device` cpu."
+        )
     return torch.device("cuda", local_rank)
 
 
@@ -263,6 +286,8 @@ def _init_group(rank: int, world_size: int, device: torch.device, *, timeout: fl
     is_cuda = device.type == "cuda"
     if is_cuda:
         torch.cuda.set_device(device)
+        # sends and receives are put into one order by hand; NCCL would warn of each pair
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     # gloo beside NCCL: small integers and objects travel without touching a GPU
     backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
     with _naming_the_port():

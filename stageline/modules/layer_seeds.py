@@ -40,7 +40,7 @@ class LayerSeeds:
     Args:
         models: stage models; a layer of another stage needs no hook.
         seed: of the run; None leaves all generators alone.
-        device: whose generator is seeded beside those of the host.
+        devices: whose generators are seeded beside those of the host.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class LayerSeeds:
         models: Iterable[Stage] = (),
         *,
         seed: int | None = None,
-        device: torch.device | str = "cpu",
+        devices: Iterable[torch.device] = (),
     ) -> None:
         self.seed = seed
-        self._generators = _generators(torch.device(device)) if seed is not None else []
+        self._generators = _generators(devices) if seed is not None else []
         self._step: int | None = None
         self._first_micro_batch = 0
         self._base: int | None = None  # of the micro-batch that runs; None: nothing is seeded
@@ -121,13 +121,14 @@ class LayerSeeds:
 NO_SEEDS = LayerSeeds()
 
 
-def _generators(device: torch.device) -> list[torch.Generator]:
-    """torch's generators of the host and, behind it, of the device."""
+def _generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
+    """torch's generators of the host and, behind it, of the devices."""
     generators = [torch.default_generator]
-    if device.type == "cuda":
-        torch.cuda.init()  # makes them
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.init()  # makes them
+            index = torch.cuda.current_device() if device.index is None else device.index
+            generators.append(torch.cuda.default_generators[index])
     return generators
 
 

@@ -318,7 +318,7 @@ class PipelineRunner:
         self.schedule = schedule
         self._check_placement()
         self.flow = self._learn_flow()
-        self.seeds = LayerSeeds(self.local, seed=seed, device=device)
+        self.seeds = LayerSeeds(self.local, seed=seed, devices=[device])
         self.passes = {
             model.stage: StagePasses(
                 model,

@@ -207,7 +207,7 @@ class StreamingRunner:
         facts = [describe_borders(model) for model in self.local]
         check_borders(facts)
         self.flow = grad_flow([fact.trains for fact in facts])
-        self.seeds = LayerSeeds(self.local, seed=seed, device=lanes[0].device)
+        self.seeds = LayerSeeds(self.local, seed=seed, devices=[lane.device for lane in lanes])
         self.passes: dict[int, Any] = {}
         self.stale = stale
         self._lanes = list(lanes)

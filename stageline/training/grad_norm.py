@@ -143,6 +143,7 @@ def gather_norms(
     parameters: dict[str, nn.Parameter],
     *,
     ownership: Ownership,
+    device: torch.device,
     shares: Collection[str] = (),
     replica_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
@@ -151,9 +152,9 @@ def gather_norms(
     `NO_GRADIENT` for a parameter without one. Each tied weight is there once.
 
     Args:
+        device: where tensors lie that are sent: a rank may train nothing, and so have none.
         shares: names of parameters of which the ranks of `replica_group` hold a share each.
     """
-    device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
     longest = max(1, max(len(places) for places in ownership.model_order))
     own = torch.full((longest,), NO_GRADIENT, device=device)
     for index, name in enumerate(ownership.counted):

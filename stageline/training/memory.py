@@ -35,28 +35,35 @@ def read_status(name: str, path: Path = Path("/proc/self/status")) -> int | None
     return int(found[1]) * 1024 if found else None
 
 
-def gather_peaks(device: torch.device, *, group: dist.ProcessGroup | None = None) -> list[int]:
-    """The peaks of all ranks of the group, on each of them; without a group of this one alone."""
+def gather_peaks(
+    devices: Sequence[torch.device], *, group: dist.ProcessGroup | None = None
+) -> list[int]:
+    """The peaks of all ranks of the group, on each of them; without a group of this one alone.
+
+    Args:
+        devices: of this process, as many as of the others.
+    """
+    own = torch.tensor([peak_memory(device) for device in devices], dtype=torch.int64)
     if not dist.is_initialized():
-        return [peak_memory(device)]
-    own = torch.tensor([peak_memory(device)], dtype=torch.int64, device=device)
+        return own.tolist()
     peaks = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(peaks, own, group=group)
-    return [int(peak) for peak in peaks]
+    return torch.cat(peaks).tolist()
 
 
 class MemoryAccount:
     """Describes what fills the memory of this rank, for the report of a run that has none left.
 
     Args:
+        devices: where this process computes.
         remedies: what the options of the run leave to change, the best first.
 
     Attributes:
         train_step: set it once it is there; before that only remedies are told.
     """
 
-    def __init__(self, device: torch.device, remedies: Sequence[str]) -> None:
-        self.device = device
+    def __init__(self, devices: Sequence[torch.device], remedies: Sequence[str]) -> None:
+        self.devices = devices
         self.remedies = list(remedies)
         self.train_step: TrainStep | None = None
 
@@ -82,18 +89,17 @@ class MemoryAccount:
         }
 
     def _describe_use(self) -> str:
-        used, of = read_status("VmRSS"), ""
-        if self.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.device)
-            used, of = total - free, f" of {_gib(total)}"
+        fullest, used, of = self.devices[0], read_status("VmRSS"), ""
+        if fullest.type == "cuda":
+            free, fullest = min((torch.cuda.mem_get_info(one)[0], one) for one in self.devices)
+            total = torch.cuda.mem_get_info(fullest)[1]
+            used, of = total - free, f" of {_gib(total)} on {fullest}"
         parts = self.parts()
         if not parts or used is None:
             return ""
         parts["activations and the rest"] = max(0, used - sum(parts.values()))
         listed = ", ".join(f"{name} {_gib(count)}" for name, count in parts.items())
-        return (
-            f"In use: {_gib(used)}{of} ({listed}; the peak was {_gib(peak_memory(self.device))})."
-        )
+        return f"In use: {_gib(used)}{of} ({listed}; the peak was {_gib(peak_memory(fullest))})."
 
 
 def _describe_micro_batch() -> str:

@@ -435,7 +435,7 @@ def summarize_stage(model: Stage, context: DistributedContext) -> StageSummary:
     return StageSummary(
         stage=model.stage,
         rank=context.rank,
-        device=str(context.device),
+        device=" ".join(map(str, context.devices)),
         layers=_layers_text(model),
         parts="+".join(held),
         num_parameters=sum(p.numel() for p in parameters.values()),
@@ -507,7 +507,7 @@ class RunReport(RunLog):
     ) -> None:
         """After each optimizer step; with its bubble where that was measured."""
         if not self.peaks or step % MEMORY_EVERY == 0:  # the first of a run that goes on, too
-            self.peaks = gather_peaks(self.context.device, group=self.context.pp_group)
+            self.peaks = gather_peaks(self.context.devices, group=self.context.pp_group)
         record = StepRecord(
             **vars(result),
             step=step,

@@ -391,6 +391,7 @@ class TrainStep:
         norms = gather_norms(
             parameters,
             ownership=self.ownership,
+            device=self.shared_figures.device,
             shares=self.weights.shares,
             replica_group=self.replicas.group,
         )

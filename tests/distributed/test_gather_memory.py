@@ -10,7 +10,7 @@ MIB = 2**20
 
 def gather(rank, num_mib):
     held = torch.ones(num_mib[rank] * MIB // 4)
-    peaks = gather_peaks(torch.device("cpu"))
+    peaks = gather_peaks([torch.device("cpu")])
     return peaks, float(held[0])
 
 

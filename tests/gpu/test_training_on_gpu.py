@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def context():
     with distributed_context(num_ranks=1, device="cuda") as found:
         yield found

@@ -122,3 +122,25 @@ def test_loss_and_update_draw_the_same_whatever_was_drawn_before():
         seeds.end()
         found.append((loss, draw()))
     assert found[0] == found[1] and found[0][0] != found[0][1]
+
+
+def test_every_device_draws_alike(monkeypatch):
+    """What one GPU drew in a forward pass, another one may recompute."""
+    cards = tuple(torch.Generator() for _ in range(3))
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "default_generators", cards, raising=False)
+    stage = Stage(range(NUM_LAYERS))
+    drawn = []
+
+    def draw(*_):
+        drawn.append([torch.rand((), generator=card).item() for card in cards])
+
+    stage.all[2].forward = lambda x: draw() or x
+    seeds = LayerSeeds([stage], seed=3, devices=[torch.device("cuda", n) for n in range(2)])
+    seeds.begin(5)
+    seeds.start(stage, 1)
+    draw()
+    stage(torch.zeros(()))
+    for first, second, other in drawn:
+        assert first == second != other
+    assert drawn[0][0] != drawn[1][0]

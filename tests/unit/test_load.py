@@ -144,6 +144,17 @@ def test_missing_and_unexpected_names_are_listed(family, tmp_path):
     assert caught.value.exit_code == 4
 
 
+def test_a_full_device_is_no_fault_of_the_checkpoint(tmp_path, monkeypatch):
+    tiny_whole("llama", tmp_path)
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        load(tmp_path)
+
+
 def test_a_missing_expert_is_refused(tmp_path):
     tiny_whole("mixtral", tmp_path, max_shard_size="1GB")
 

@@ -2,13 +2,17 @@
 
 import os
 import resource
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
+from commands import train_engines
+from options.train import RunConfig
+from stageline.streaming.runner import streaming_schedule
 from stageline.tables import human_bytes, human_count, human_memory
-from stageline.training.memory import gather_peaks, peak_memory, read_status
+from stageline.training.memory import MemoryAccount, gather_peaks, peak_memory, read_status
 from stageline.training.run_log import StageSummary, format_stage_table
 
 STAGES = [
@@ -81,7 +85,30 @@ def test_peak_memory_is_between_what_is_held_and_what_ever_was():
     peak = peak_memory(torch.device("cpu"))
     slack = 2**21  # the kernel counts in batches
     assert len(block) == 2**26 and held - slack <= peak <= most + slack
-    assert gather_peaks(torch.device("cpu")) == [peak_memory(torch.device("cpu"))]  # no group
+    assert gather_peaks([torch.device("cpu")]) == [peak_memory(torch.device("cpu"))]  # no group
+
+
+def test_streaming_tells_the_memory_of_its_gpus_and_not_the_hosts(monkeypatch):
+    cards = [torch.device("cuda", index) for index in range(2)]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda card: 2**30 * (1 + card.index))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda card: (2**30 * (2 - card.index), 2**32))
+    found = []
+    monkeypatch.setattr(train_engines, "open_run_folder", lambda plan, data, context: None)
+    monkeypatch.setattr(
+        train_engines, "train", lambda plan, data, context, *_, **__: found.append(context.devices)
+    )
+    plan = SimpleNamespace(run=RunConfig())
+    plan.topology = SimpleNamespace(schedule=streaming_schedule(3))
+    train_engines.run_streaming(plan, None)
+    assert found == [tuple(cards)]
+    assert gather_peaks(cards) == [2**30, 2**31]
+    account = MemoryAccount(cards, ["less"])
+    weights = [torch.zeros(2**18)]
+    monkeypatch.setattr(account, "parts", lambda: {"weights": weights[0].nbytes})
+    assert "In use: 3.00 GiB of 4.00 GiB on cuda:1" in account.describe()
+    assert "the peak was 2.00 GiB" in account.describe()
 
 
 def test_the_peak_is_read_from_the_kernel(tmp_path):
