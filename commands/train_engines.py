@@ -124,7 +124,10 @@ def train(
         make_runner: gets the stages and gives what runs them; None: a PipelineRunner.
     """
     run, schedule = plan.run, plan.topology.schedule
-    remedies = memory_remedies(run, has_gpu=context.devices[0].type == "cuda")
+    has_gpu = context.devices[0].type == "cuda"
+    if has_gpu and not (run.bf16 or run.fp16):
+        say("note: float32 on a GPU, at a fraction of its speed; --bf16 computes in half the bits")
+    remedies = memory_remedies(run, has_gpu=has_gpu, streams=make_runner is not None)
     account = MemoryAccount(context.devices, remedies)
     on_full_memory(account.describe)
     stage_builder(plan).prove(run.prove_split, ranks=Ranks.of(None), say=say)

@@ -69,17 +69,23 @@ def check_memory(run: MemoryOptions, *, splits_backward: bool) -> None:
         )
 
 
-def memory_remedies(run: "RunConfig", *, has_gpu: bool) -> list[str]:
-    """What a run without memory can still change, the cheapest first; no option that is on."""
+def memory_remedies(run: "RunConfig", *, has_gpu: bool, streams: bool = False) -> list[str]:
+    """What a run without memory can still change, the cheapest first; no option that is on.
+
+    Args:
+        streams: with the streaming engine, which recomputes anyhow.
+    """
     is_of_every = run.gradient_checkpointing and run.checkpoint_every == 1
     candidates = {
         f"a smaller --micro-batch-size (now {run.micro_batch_size})": run.micro_batch_size > 1,
-        "--gradient-checkpointing": not run.gradient_checkpointing,
+        "--recompute-grain layer": streams and run.recompute_grain != "layer",
+        "a smaller --streaming-budget": streams and has_gpu,
+        "--gradient-checkpointing": not (run.gradient_checkpointing or streams),
         "--checkpoint-every 1": run.gradient_checkpointing and not is_of_every,
         "--checkpoint-mode full": run.checkpoint_mode != "full",
         "--dp-shard": (run.dp_degree or 1) > 1 and not run.dp_shard,
-        "--logits-chunk 1024": not run.logits_chunk,
-        "--offload-activations": has_gpu and not run.offload_activations,
+        "--logits-chunk 1024": not (run.logits_chunk or streams),
+        "--offload-activations": has_gpu and not (run.offload_activations or streams),
         f"more --num-stages (now {run.num_stages})": True,
         f"a smaller --max-token-num (now {run.max_token_num})": True,
         "--bf16": not (run.bf16 or run.fp16),

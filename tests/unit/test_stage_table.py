@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from commands import train_engines
+from options.memory import memory_remedies
 from options.train import RunConfig
 from stageline.streaming.runner import streaming_schedule
 from stageline.tables import human_bytes, human_count, human_memory
@@ -109,6 +110,15 @@ def test_streaming_tells_the_memory_of_its_gpus_and_not_the_hosts(monkeypatch):
     monkeypatch.setattr(account, "parts", lambda: {"weights": weights[0].nbytes})
     assert "In use: 3.00 GiB of 4.00 GiB on cuda:1" in account.describe()
     assert "the peak was 2.00 GiB" in account.describe()
+
+
+def test_what_helps_a_streaming_run_is_what_it_has():
+    found = " ".join(memory_remedies(RunConfig(), has_gpu=True, streams=True))
+    assert "--recompute-grain layer" in found and "--streaming-budget" in found
+    assert (
+        "--logits-chunk" not in found and "--offload" not in found and "checkpointing" not in found
+    )
+    assert "--streaming-budget" not in " ".join(memory_remedies(RunConfig(), has_gpu=True))
 
 
 def test_the_peak_is_read_from_the_kernel(tmp_path):
