@@ -67,6 +67,7 @@ def _count(tensor: torch.Tensor) -> str:
     return f"{nan} nan, {inf} inf of {tensor.numel()} values"
 
 
+CPU = torch.device("cpu")
 UNSET = -(2**31)  # for whole numbers what NaN is for others
 HALF_AND_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -82,19 +83,20 @@ def init_split_model(
 
     Args:
         model: a stage model, with or without LoRA.
-        seed: same seed, same weights, however many stages there are.
+        seed: same seed, same weights, however many stages there are, and on whatever device: the
+            host draws, since what a GPU draws depends on its number of multiprocessors.
         device: where the weights are to lie.
         dtype: of the parameters; buffers keep theirs.
 
     Raises:
         UserError: the model's own code leaves a parameter without a value.
     """
-    device = torch.device(device)
     model.loaded_from = None
-    materialise(model, device=device, dtype=dtype)
+    materialise(model, device=CPU, dtype=dtype)
     with unwrapped(model):
-        run_init(model, seed=seed, device=device)
+        run_init(model, seed=seed, device=CPU)
         check_filled(model, "the model's own _init_weights")
+    cast(nn.Module, model).to(device)
     init_lora(model, seed=seed)
 
 
@@ -201,10 +203,11 @@ def init_fresh(model: Stage, *, seed: int) -> None:
     for path in sorted({name.rpartition(".")[0] for name in getattr(model, "keys_fresh", ())}):
         module = model.get_submodule(path)
         device = next(module.parameters()).device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(name_seed(seed, path))
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(name_seed(seed, path))
             assert model.whole is not None  # the library's loader tells of fresh keys
-            model.whole._init_weights(module)
+            model.whole._init_weights(module.to(CPU))
+        module.to(device)
 
 
 def init_lora(

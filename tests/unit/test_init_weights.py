@@ -6,6 +6,7 @@ from torch import nn
 
 from pp_models import StageModel, class_of_key
 from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
+from stageline.checkpoint import init
 from stageline.checkpoint.init import init_split_model
 from stageline.errors import UserError
 from tests.helpers.tiny_checkpoints import auto_class
@@ -52,6 +53,21 @@ def test_buffers_constants_and_spread_are_the_librarys(family):
         elif expected.numel() >= 128:
             ratio = parameters[name].std() / expected.std()
             assert 0.7 < ratio < 1.4, name
+
+
+def test_the_host_draws_whatever_the_device(monkeypatch):
+    drawn = {}
+
+    def check(model, source):
+        drawn.update((name, value.clone()) for name, value in model.state_dict().items())
+
+    monkeypatch.setattr(init, "check_filled", check)
+    model = class_of_key("llama")(tiny_config("llama"), stage=0, num_stages=1)
+    init_split_model(model, seed=3, device="meta", dtype=torch.float32)
+    assert {value.device.type for value in model.state_dict().values()} == {"meta"}
+    assert drawn
+    for name, value in start("llama").state_dict().items():
+        assert torch.equal(drawn[name], value), name
 
 
 def test_seeds_and_layers_differ():
