@@ -237,8 +237,8 @@ def choose_device(
         raise UserError(
             f"`device` {device}: this machine shows {num_gpus} GPUs for {local_world_size} "
             "processes. One for each was expected, because each stage computes on its own. Use "
-            "fewer stages, let each process see all GPUs (CUDA_VISIBLE_DEVICES; with srun "
-            "--gpus-per-node, not --gpus-per-task), or take `device` cpu."
+            "fewer stages, let each process see all GPUs of its machine (CUDA_VISIBLE_DEVICES, or "
+            "what a scheduler sets for each task), or take `device` cpu."
         )
     return torch.device("cuda", local_rank)
 
