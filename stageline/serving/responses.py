@@ -7,7 +7,7 @@ for chats holds here, and a stream and a whole answer are made in one way.
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from stageline.serving.answers import answer_chat
 from stageline.serving.api_models import (
@@ -155,10 +155,16 @@ InputItem = Annotated[
 ]
 
 
+def _a_function(kind: Any) -> Any:
+    if kind != "function":
+        raise ValueError("this server runs no tools of its own; a function was expected")
+    return kind
+
+
 class FunctionTool(Function):
     """A function that may be called; `strict` null is false, as in chats."""
 
-    type: Literal["function"]
+    type: Annotated[Literal["function"], BeforeValidator(_a_function)]
 
 
 class FunctionChoice(NamedFunction):
@@ -446,7 +452,7 @@ class _Answer:
 
     def fail(self, error: ApiError) -> Iterator[dict[str, Any]]:
         """The last events of what can't be finished."""
-        list(self._end_message("incomplete"))
+        yield from self._end_message("incomplete")
         told = error.body()["error"]
         kinds = {429: "rate_limit_exceeded"}
         code = "server_error" if error.status >= 500 else kinds.get(error.status, "invalid_prompt")
@@ -459,7 +465,7 @@ class _Answer:
     def _write(self, text: str, logprobs: Any) -> Iterator[dict[str, Any]]:
         if self._texts is None:
             self._texts = []
-            item = {"id": f"msg_{self._key}_{len(self.output)}", "type": "message"}
+            item: dict[str, Any] = {"id": f"msg_{self._key}_{len(self.output)}", "type": "message"}
             item |= {"status": "in_progress", "role": "assistant", "content": []}
             self.output.append(item)
             yield self._of_item("output_item.added", item=item)
