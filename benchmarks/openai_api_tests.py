@@ -43,7 +43,8 @@ CAUSES = {
     r"There is nothing at|This method is not known at": "a route of stored objects (or "
     "`input_tokens`, `compact`): this server keeps nothing",
     r"(model|input): this field is missing": "no model and no input: there is nothing to answer",
-    r"(?s)^test_method_create_with_all_params.*Error code: 400": "all fields of the package at once, some of which can't be honoured",
+    r"(?s)^test_method_create_with_all_params.*Error code: 400": "all fields of the package at "
+    "once, some of which can't be honoured",
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from prompt_fn import auto, chat
+from stageline.serving.responses import ResponsesRequest, chat_of
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.served import served
 from tests.unit.test_serving_openai import CALL, TOKENIZER, WEATHER, reply
@@ -117,6 +118,13 @@ def test_a_request_is_the_chat_that_it_means(client, server):
         {"a": "b"},
         False,
     )
+
+
+def test_thoughts_belong_to_the_answer_after_them():
+    # few templates show them
+    asked = ResponsesRequest(model="tiny", input=PICTURELESS)
+    found = [getattr(message, "reasoning_content", None) for message in chat_of(asked).messages]
+    assert found == [None] * 4 + ["Hm."] + [None] * 4
 
 
 @pytest.mark.parametrize("text", ["Hello", "count"])
