@@ -28,7 +28,7 @@ from stageline.serving.api_models import (
     unsupported,
 )
 from stageline.serving.errors import ApiError
-from stageline.serving.gate import checked
+from stageline.serving.gate import NOT_AS_DOCUMENTED, checked
 from stageline.serving.service import Out, Service
 from stageline.serving.settings import ServerSettings
 
@@ -136,13 +136,6 @@ def _kind_of_item(value: Any) -> str:
     return str(given.get("role") if kind == "message" else kind)
 
 
-_ITEM = Discriminator(
-    _kind_of_item,
-    custom_error_type="unknown_item",
-    custom_error_message="a message (role user, assistant, system or developer), function_call, "
-    "function_call_output or reasoning was expected: nothing else is known here, and nothing that "
-    "was sent before is kept",
-)
 InputItem = Annotated[
     Annotated[SystemItem, Tag("system")]
     | Annotated[SystemItem, Tag("developer")]
@@ -151,7 +144,13 @@ InputItem = Annotated[
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[CallOutputItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")],
-    _ITEM,
+    Discriminator(
+        _kind_of_item,
+        custom_error_type="unknown_item",
+        custom_error_message="a message (role user, assistant, system or developer), "
+        "function_call, function_call_output or reasoning was expected: nothing else is known "
+        "here, and nothing that was sent before is kept",
+    ),
 ]
 
 
@@ -222,36 +221,10 @@ class ResponsesRequest(SamplingFields):
     context_management: Annotated[None, unsupported("nothing is left out of a prompt")] = None
 
 
-class _Told(BaseModel):
-    """A part of an answer: each field is there, be it null."""
+class ResponseObject(BaseModel):
+    """An answer and what it was made with: each field is there, be it null."""
 
     model_config = ConfigDict(extra="forbid")
-
-
-class OutputMessage(_Told):
-    """An answer; its content is one output_text."""
-
-    id: str
-    type: Literal["message"]
-    status: Status
-    role: Literal["assistant"]
-    content: list[dict[str, Any]]
-
-
-class OutputCall(_Told):
-    """A call of a function."""
-
-    id: str
-    type: Literal["function_call"]
-    status: Status
-    call_id: str
-    name: str
-    arguments: str
-
-
-class ResponseObject(_Told):
-    """An answer and what it was made with."""
-
     id: str
     object: Literal["response"]
     created_at: int
@@ -263,7 +236,7 @@ class ResponseObject(_Told):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage | OutputCall]
+    output: list[AnswerItem | CallItem]
     parallel_tool_calls: bool
     previous_response_id: None
     reasoning: dict[str, str | None]
@@ -293,25 +266,19 @@ async def answer_response(service: Service, asked: ResponsesRequest, out: Out) -
 
 def chat_of(asked: ResponsesRequest) -> ChatRequest:
     """The chat that a request means, or an ApiError."""
-    messages = _messages(asked)
-    choice, form = asked.tool_choice, asked.text and asked.text.format
-    if isinstance(choice, FunctionChoice):
-        choice_of_chat: Any = {"type": "function", "function": {"name": choice.name}}
-    else:
-        choice_of_chat = choice
+    form, choice = asked.text and asked.text.format, asked.tool_choice
     shared = set(SamplingFields.model_fields) - {"n", "stream", "stream_options"}
     has_logprobs = bool(asked.top_logprobs) or _LOGPROBS in (asked.include or [])
-    tools = [tool.model_dump(exclude={"type"}) for tool in asked.tools or []]
     chat = {
         **asked.model_dump(include=shared),
-        "messages": messages,
+        "messages": _messages(asked),
         "stream": True,
         "stream_options": {"include_usage": True},
         "max_completion_tokens": asked.max_output_tokens,
         "logprobs": has_logprobs,
         "top_logprobs": asked.top_logprobs if has_logprobs else None,
-        "tools": [{"type": "function", "function": tool} for tool in tools],
-        "tool_choice": choice_of_chat,
+        "tools": [_nested(tool) for tool in asked.tools or []],
+        "tool_choice": _nested(choice) if isinstance(choice, FunctionChoice) else choice,
         "parallel_tool_calls": asked.parallel_tool_calls,
         "reasoning_effort": asked.reasoning and asked.reasoning.effort,
     }
@@ -321,6 +288,10 @@ def chat_of(asked: ResponsesRequest) -> ChatRequest:
     elif form is not None:
         chat["response_format"] = form.model_dump()
     return checked(chat, ChatRequest)
+
+
+def _nested(function: FunctionTool | FunctionChoice) -> dict[str, Any]:
+    return {"type": "function", "function": function.model_dump(exclude={"type"})}
 
 
 def _messages(asked: ResponsesRequest) -> list[dict[str, Any]]:
@@ -378,9 +349,9 @@ def _renamed(error: ApiError) -> ApiError:
     message, param = error.message, (error.param or "").replace("messages", "input")
     for name, other in _NAMES.items():
         message, param = message.replace(name, other), param.replace(name, other)
-    return ApiError(
-        error.status, message, param=param or None, code=error.code, headers=error.headers
-    )
+    # as a response it kept to the document
+    code = "unsupported_parameter" if error.code == NOT_AS_DOCUMENTED else error.code
+    return ApiError(error.status, message, param=param or None, code=code, headers=error.headers)
 
 
 class ResponseOut(Out):
