@@ -32,6 +32,12 @@ from stageline.serving.api_models import (
 from stageline.serving.errors import add_error_handlers
 from stageline.serving.gate import Gate
 from stageline.serving.request_queue import CONTENT_TYPE, RequestQueue
+from stageline.serving.responses import (
+    ResponseObject,
+    ResponseOut,
+    ResponsesRequest,
+    answer_response,
+)
 from stageline.serving.service import LiveResponse, Service
 
 _REFS = "#/components/schemas/{model}"
@@ -107,7 +113,7 @@ def make_app(service: Service) -> FastAPI:
         if app.openapi_schema is None:
             app.openapi_schema = make_document(
                 app,
-                [ChatRequest, CompletionRequest],
+                [ChatRequest, CompletionRequest, ResponsesRequest],
                 model_name=settings.model_name,
                 has_keys=bool(settings.api_keys),
             )
@@ -161,6 +167,20 @@ def _asking(service: Service) -> APIRouter:
         """Goes on with texts, OpenAI's way."""
         write = partial(answer_completion, service)
         return await service.respond(request, CompletionRequest, write)
+
+    @router.post(
+        "/v1/responses",
+        response_model=None,
+        responses={
+            200: {"model": ResponseObject, **stream_of("the response, or its events")},
+            **errors(*ASKING),
+        },
+        openapi_extra=body_of(ResponsesRequest),
+    )
+    async def responses(request: Request) -> LiveResponse:
+        """Answers a conversation, OpenAI's newer way."""
+        write = partial(answer_response, service)
+        return await service.respond(request, ResponsesRequest, write, ResponseOut)
 
     return router
 

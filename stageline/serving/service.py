@@ -78,13 +78,23 @@ class Out:
         await JSONResponse(body)(self._scope, self._receive, self._send)
 
     async def event(self, body: dict[str, Any]) -> None:
-        """Sends an event of a stream."""
+        """Sends an event of a stream, with its name if it has one."""
+        name = f"event: {body['type']}\n" if "type" in body else ""
         # ASCII: some clients end lines at signs that only Unicode takes for line ends
-        await self._write(f"data: {json.dumps(body, separators=(',', ':'))}\n\n")
+        await self._write(f"{name}data: {json.dumps(body, separators=(',', ':'))}\n\n")
 
     async def end_stream(self) -> None:
         """Sends what ends a stream."""
         await self._write("data: [DONE]\n\n")
+        await self.close()
+
+    async def fail(self, error: ApiError) -> None:
+        """Says in a stream that no more comes."""
+        await self.event(error.body())
+        await self.end_stream()
+
+    async def close(self) -> None:
+        """Nothing more is sent."""
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write(self, text: str) -> None:
@@ -105,6 +115,7 @@ class LiveResponse(Response):
         work: writes into an `Out`.
         seconds: for all of it.
         forget: frees the body of the request; called in any case.
+        out_class: how the answer is written.
     """
 
     def __init__(
@@ -113,15 +124,17 @@ class LiveResponse(Response):
         *,
         seconds: float,
         forget: Callable[[], None],
+        out_class: type[Out] = Out,
     ) -> None:
         super().__init__()
+        self.out_class = out_class
         self.work = work
         self.seconds = seconds
         self.forget = forget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the answer; an ApiError is raised only where nothing was sent yet."""
-        out = Out(scope, receive, send, self.forget)
+        out = self.out_class(scope, receive, send, self.forget)
         try:
             async with asyncio.timeout(self.seconds):
                 await while_listening(receive, self.work(out))
@@ -144,8 +157,7 @@ class LiveResponse(Response):
             raise ClientGone
         try:
             async with asyncio.timeout(SECONDS_TO_SAY_GOODBYE):
-                await out.event(error.body())
-                await out.end_stream()
+                await out.fail(error)
         except TimeoutError:
             raise ClientGone from None
 
@@ -211,7 +223,11 @@ class Service:
         return {"num_ids": self.prompts.num_ids, "stop_ids": self.engine.stop_ids}
 
     async def respond(
-        self, request: Any, model: type[Model], answer: Callable[[Model, Out], Any]
+        self,
+        request: Any,
+        model: type[Model],
+        answer: Callable[[Model, Out], Any],
+        out_class: type[Out] = Out,
     ) -> LiveResponse:
         """Reads a request and answers it by `answer`, which writes what follows from the body."""
         try:
@@ -227,7 +243,8 @@ class Service:
             self.check_model(getattr(asked, "model", ""))
             await answer(asked, out)
 
-        return LiveResponse(work, seconds=self.settings.request_seconds, forget=body.free)
+        seconds = self.settings.request_seconds
+        return LiveResponse(work, seconds=seconds, forget=body.free, out_class=out_class)
 
     async def _parsed(self, body: bytes, model: type[Model]) -> Model:
         if len(body) <= QUICK_BODY:

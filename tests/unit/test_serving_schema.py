@@ -51,6 +51,7 @@ QUICK = hypothesis.settings(
 ROUTES = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
+    ("POST", "/v1/responses"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model}"),
     ("GET", "/health"),
@@ -66,7 +67,7 @@ def test_these_are_all_routes(document):
 CASES = [
     *(("positive", *route) for route in ROUTES),
     # of the other routes nothing can be wrong
-    *(("negative", *route) for route in ROUTES[:2] + ROUTES[3:4]),
+    *(("negative", *route) for route in ROUTES[:3] + ROUTES[4:5]),
 ]
 
 
