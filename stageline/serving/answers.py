@@ -37,7 +37,7 @@ async def answer_chat(service: Service, asked: ChatRequest, out: Out) -> None:
     tools = shown_tools(given) if asked.tool_choice != "none" else []
     with service.queue.place(asked.n or 1) as place:
         prompt = await service.in_thread(
-            service.prompts.of_messages, given["messages"], tools=tools
+            service.prompts.of_messages, given["messages"], tools=tools, asked=given
         )
         grammar, is_marked = await service.in_thread(
             form_of,
@@ -63,6 +63,7 @@ async def answer_chat(service: Service, asked: ChatRequest, out: Out) -> None:
         requests = copies(prompt, sampling, asked.n or 1)
         names = [tool["function"]["name"] for tool in tools]
         is_single = asked.parallel_tool_calls is False
+        is_marked = is_marked or bool(asked.continue_final_message)  # JSON may have begun before
         readers = [ToolReader(names, is_single=is_single, is_marked=is_marked) for _ in requests]
         del given, tools, prompt
         forget_large(asked, out)

@@ -97,6 +97,7 @@ class SamplingFields(Strict):
 MAX_MESSAGES = 4096
 MAX_PARTS = 256
 MAX_TOOLS = 128
+MAX_VARIABLES = 16
 
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")]
 Text = str
@@ -241,15 +242,24 @@ class JsonSchemaFormat(Strict):
 ResponseFormat = Annotated[PlainFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
-class ChatRequest(SamplingFields):
-    """A chat that is to be gone on with."""
+class TemplateFields(Strict):
+    """What the model's chat template is given, and where the answer begins."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)] | None = None
+    chat_template: Annotated[None, unsupported("the template is the model's")] = None
+
+
+class ChatRequest(SamplingFields, TemplateFields):
+    """A chat that is to be gone on with."""
+
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), _WHOLE] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), _WHOLE] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20), _WHOLE] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -259,11 +269,9 @@ class ChatRequest(SamplingFields):
     functions: Annotated[None, unsupported("use tools")] = None
     function_call: Annotated[None, unsupported("use tool_choice")] = None
     audio: Annotated[None, unsupported("answers are text")] = None
-    reasoning_effort: Annotated[None, unsupported("the model has no such setting")] = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     verbosity: Annotated[None, unsupported("the model has no such setting")] = None
     web_search_options: Annotated[None, unsupported("there is no search")] = None
-    chat_template: Annotated[None, unsupported("the template is the model's")] = None
-    chat_template_kwargs: Annotated[None, unsupported("the template is the model's")] = None
 
 
 MAX_PROMPTS = 64

@@ -9,24 +9,32 @@ import binascii
 import contextlib
 import functools
 import http.client
+import inspect
 import ipaddress
+import json
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from io import BytesIO
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 import torch
 from PIL import Image
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from stageline.data.batches.batch import add_image_inputs, render_sample
 from stageline.data.images.image_files import FORMATS, check_shape, open_picture
 from stageline.data.images.images import ImageExpander, decode_image
+from stageline.data.text.chat_template import ChatTemplate, strings_in
 from stageline.data.text.processor import get_image_token, get_tokenizer
 from stageline.data.text.rendered import Piece, Rendered
+from stageline.data.text.template_reading import variables_of
 from stageline.errors import DataError, UserError
 from stageline.inference.generation import encode_prompts
 from stageline.serving.errors import ApiError, bad_request
@@ -326,23 +334,35 @@ class PromptMaker:
         self.of_messages([{"role": "user", "content": "Hello"}], tools=[])
 
     def of_messages(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]],
+        asked: Mapping[str, Any] = MappingProxyType({}),
     ) -> Prompt:
         """The prompt of a chat.
 
         Args:
             messages: as OpenAI's API has them.
             tools: that are shown to the model.
+            asked: fields of the request: where the answer begins, variables of the template.
 
         Raises:
             ApiError: the template can't write them, or a picture can't be had.
         """
-        if messages[-1]["role"] == "assistant":
+        begins_answer = asked.get("add_generation_prompt", True)
+        continues = check_continued(messages, asked)
+        if messages[-1]["role"] == "assistant" and begins_answer and not continues:
             raise bad_request(
                 "The last message is the assistant's. One of the user or of a tool was expected, "
-                "because the answer is a new message.",
+                "because the answer is a new message. To go on with that message set "
+                "continue_final_message.",
                 param="messages",
             )
+        options = self._variables(asked)
+        if continues:
+            options["continue_final_message"] = True  # the library's own way to end the text there
+        render = self._render_with(options)
         self._check_size(sum(map(_num_letters, messages)), "messages")
         images = self._read_pictures(messages)
         sample = {
@@ -356,14 +376,63 @@ class PromptMaker:
                     images,
                     sample,
                     prompt=_TEMPLATE,
-                    prompt_fn=self.render,
+                    prompt_fn=render,
                     image_token=self.image_token,
                     processor=self.processor,
-                    for_generation=True,
+                    for_generation=begins_answer and not continues,
                 )
+            rendered = replace(rendered, for_generation=True)
             return encode_prompts([rendered], [images], processor=self.processor)
         except UserError as error:
             raise self._refused(error) from None
+
+    def _variables(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """What a request sets in the chat template; what it reads and nobody else sets."""
+        given = dict(asked.get("chat_template_kwargs") or {})
+        params = dict.fromkeys(given, "chat_template_kwargs")
+        if asked.get("reasoning_effort") is not None:
+            if "reasoning_effort" in given:
+                raise _no_variable("reasoning_effort came twice. Give it once.", _KWARGS)
+            given["reasoning_effort"] = asked["reasoning_effort"]
+            params["reasoning_effort"] = "reasoning_effort"
+        if not given:
+            return {}
+        template = ChatTemplate.of(self.processor)
+        own = {*_OWN, *template.tokenizer.special_tokens_map}
+        text = template.template if isinstance(template.template, str) else ""
+        known = variables_of(text) - own
+        for name, value in given.items():
+            if name in own:
+                raise _no_variable(f"{name} is set by the server. Leave it out.", params[name])
+            if name not in known:
+                reads = ", ".join(sorted(known)) or "none"
+                raise _no_variable(
+                    f"The model's chat template does not read {name[:100]!r}, so it would change "
+                    f"nothing. What it reads is: {reads}. Leave the others out.",
+                    params[name],
+                )
+            written = json.dumps(value, ensure_ascii=False)
+            if len(written) > _LONGEST_VALUE or any(map(template.is_risky, strings_in(value))):
+                raise _no_variable(
+                    f"{name} is {written[:100]}. At most {_LONGEST_VALUE} letters of JSON in ASCII "
+                    "were expected, without letters that special tokens begin or end with, "
+                    "because the template writes it beside its own tokens.",
+                    params[name],
+                )
+        return given
+
+    def _render_with(self, options: Mapping[str, Any]) -> RenderPart:
+        """The prompt_fn part with some variables of the template beside those of the options."""
+        if not options:
+            return self.render
+        if "template_options" not in inspect.signature(self.render).parameters:
+            raise _no_variable(
+                f"This server uses no chat template, which reads {', '.join(options)}. Leave it "
+                "out.",
+                "continue_final_message" if "continue_final_message" in options else _KWARGS,
+            )
+        bound = getattr(self.render, "keywords", {}).get("template_options") or {}
+        return functools.partial(self.render, template_options={**bound, **options})
 
     def of_text(self, text: str) -> Prompt:
         """The prompt that is a text, with the first tokens that the tokenizer gives one."""
@@ -431,6 +500,42 @@ class PromptMaker:
         return bad_request(f"The messages can't be given to the model: {text}", param="messages")
 
 
+_KWARGS = "chat_template_kwargs"
+_LONGEST_VALUE = 2000
+# arguments of the library's own function
+_OWN = frozenset(
+    [
+        *inspect.signature(render_jinja_template).parameters,
+        *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+        "messages",
+    ]
+)
+
+
+def check_continued(messages: Sequence[Mapping[str, Any]], asked: Mapping[str, Any]) -> bool:
+    """Whether the answer goes on with the last message, or an ApiError."""
+    if not asked.get("continue_final_message"):
+        return False
+    choice = asked.get("tool_choice")
+    why = ""
+    if asked.get("add_generation_prompt"):
+        why = "add_generation_prompt, which begins a new one: leave one of them out"
+    elif messages[-1].get("tool_calls"):
+        why = "a last message that has tool_calls, behind which no text can follow: leave them out"
+    elif choice == "required" or isinstance(choice, Mapping):
+        why = "a tool_choice that makes the answer a call and nothing else: set it to auto or none"
+    if why:
+        raise bad_request(
+            f"continue_final_message, which goes on with the last message, came with {why}.",
+            param="continue_final_message",
+        )
+    return True
+
+
+def _no_variable(message: str, param: str) -> ApiError:
+    return bad_request(message, param=param, code="unsupported_parameter")
+
+
 def _num_letters(message: Mapping[str, Any]) -> int:
     content = message.get("content") or ""
     if isinstance(content, str):
@@ -443,4 +548,6 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in message.items() if value not in (None, [])}
     kept["role"] = _ROLES.get(message["role"], message["role"])
     kept.setdefault("content", "")
+    if message["role"] == "assistant":
+        kept["weight"] = 0  # nothing is learnt here
     return kept

@@ -267,7 +267,7 @@ class Masking:
         self._cut = cut
         self.slots: list[TextSlot] = []
         self.nonce = "s"
-        texts = [text for turn in turns for text in _texts(turn)] + list(_strings(list(tools)))
+        texts = [text for turn in turns for text in _texts(turn)] + list(strings_in(list(tools)))
         while any(OPEN + self.nonce in text for text in texts if OPEN in text):
             self.nonce += "s"
         self.messages = [self._masked(number, turn) for number, turn in enumerate(turns)]
@@ -361,16 +361,17 @@ def _content(pieces: Sequence[Piece], form: Form) -> Any:
 def _texts(turn: Turn) -> Iterator[str]:
     yield from (piece.text for piece in turn.pieces)
     yield turn.reasoning
-    yield from _strings(list(turn.tool_calls))
+    yield from strings_in(list(turn.tool_calls))
 
 
-def _strings(value: Any) -> Iterator[str]:
+def strings_in(value: Any) -> Iterator[str]:
+    """All texts in a value of JSON, names of fields too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from _strings(key)
-            yield from _strings(item)
+            yield from strings_in(key)
+            yield from strings_in(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _strings(item)
+            yield from strings_in(item)

@@ -7,7 +7,7 @@ it has to run once for each sequence of roles, not for each row. The answer errs
 from collections.abc import Iterable
 from enum import Enum
 
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.exceptions import TemplateError
 
 from stageline.data.text.template_trial import template_environment
@@ -45,6 +45,16 @@ def only_writes_contents(template: str) -> bool:
     except (_Looks, TemplateError):
         return False
     return True
+
+
+def variables_of(template: str) -> frozenset[str]:
+    """The names that a template may read and does not set, but those that jinja itself knows."""
+    environment = template_environment()
+    try:
+        found = meta.find_undeclared_variables(environment.parse(template))
+    except TemplateError:
+        return frozenset()
+    return frozenset(found) - environment.globals.keys()
 
 
 class _Reader:
