@@ -1,5 +1,6 @@
 """The answers to chats, and the texts that prompts are gone on with: whole or as streams."""
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,13 @@ from stageline.inference.decoding.request import (
     ScoreRequest,
     TokenLogprob,
 )
-from stageline.serving.api_models import ChatRequest, CompletionRequest, SamplingFields
+from stageline.serving.api_models import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    SamplingFields,
+    TokenizeRequest,
+)
 from stageline.serving.errors import ApiError, bad_request
 from stageline.serving.prompts import Prompt, PromptMaker
 from stageline.serving.request_queue import Reservation
@@ -387,6 +394,42 @@ def _text_logprobs(
     if asked.logprobs is None:
         return None
     return texts.plain(logprobs, offset=offset, num_top=asked.logprobs)
+
+
+async def answer_tokenize(service: Service, asked: TokenizeRequest, out: Out) -> None:
+    """Tells the tokens of a prompt, or raises an ApiError."""
+    if (asked.prompt is None) == (asked.messages is None):
+        raise bad_request("Either prompt or messages was expected: give one.", param="prompt")
+    prompts, given = service.prompts, asked.model_dump(exclude_none=True)
+    if asked.messages is None:
+        adds_tokens = asked.add_special_tokens is not False
+        making = functools.partial(
+            prompts.of_text, asked.prompt, adds_tokens=adds_tokens, may_be_empty=True
+        )
+    else:
+        if asked.add_special_tokens:
+            raise bad_request(
+                "add_special_tokens came with messages, whose template writes the first tokens "
+                "itself: leave it out.",
+                param="add_special_tokens",
+            )
+        tools = shown_tools(given)
+        making = functools.partial(prompts.of_messages, given["messages"], tools=tools, asked=given)
+    ids = (await service.in_thread(making))["input_ids"][0].tolist()
+    told = {"count": len(ids), "max_model_len": service.engine.max_length, "tokens": ids}
+    texts = prompts.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
+    await out.whole({**told, "token_strs": texts})
+
+
+async def answer_detokenize(service: Service, asked: DetokenizeRequest, out: Out) -> None:
+    """Tells the text of tokens, special ones too, or raises an ApiError."""
+    largest, num_ids = max(asked.tokens, default=0), service.prompts.num_ids
+    if largest >= num_ids:
+        raise bad_request(
+            f"tokens has the id {largest}; the model has {num_ids} tokens.", param="tokens"
+        )
+    decode = service.prompts.tokenizer.decode
+    await out.whole({"prompt": await service.in_thread(decode, asked.tokens)})
 
 
 async def _send(

@@ -242,10 +242,12 @@ class JsonSchemaFormat(Strict):
 ResponseFormat = Annotated[PlainFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
 class TemplateFields(Strict):
     """What the model's chat template is given, and where the answer begins."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -256,6 +258,7 @@ class TemplateFields(Strict):
 class ChatRequest(SamplingFields, TemplateFields):
     """A chat that is to be gone on with."""
 
+    messages: Messages
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), _WHOLE] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), _WHOLE] | None = None
     logprobs: bool | None = None
@@ -312,6 +315,23 @@ class CompletionRequest(SamplingFields):
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=1), BeforeValidator(_one_try)] | None = None
     suffix: Annotated[None, unsupported("a text is gone on with at its end")] = None
+
+
+class TokenizeRequest(TemplateFields):
+    """A text or messages whose tokens are asked for."""
+
+    model: Annotated[str, Field(max_length=500)] | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Strict):
+    """Tokens whose text is asked for."""
+
+    model: Annotated[str, Field(max_length=500)] | None = None
+    tokens: Annotated[list[TokenId], Field(max_length=2**20)]
 
 
 class _Exact(BaseModel):
@@ -422,6 +442,21 @@ class Completion(_Exact):
     system_fingerprint: str | None
     choices: list[TextChoice]
     usage: Usage
+
+
+class Tokens(_Exact):
+    """The tokens of a prompt."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class TokensText(_Exact):
+    """The text of tokens."""
+
+    prompt: str
 
 
 class Abilities(_Exact):

@@ -18,16 +18,25 @@ from starlette.middleware.cors import CORSMiddleware
 
 from stageline.errors import UserError
 from stageline.inference.decoding.engine import DecodingEngine
-from stageline.serving.answers import answer_chat, answer_completion
+from stageline.serving.answers import (
+    answer_chat,
+    answer_completion,
+    answer_detokenize,
+    answer_tokenize,
+)
 from stageline.serving.api_models import (
     ChatCompletion,
     ChatRequest,
     Completion,
     CompletionRequest,
+    DetokenizeRequest,
     ErrorBody,
     Health,
     ModelCard,
     ModelList,
+    TokenizeRequest,
+    Tokens,
+    TokensText,
 )
 from stageline.serving.errors import add_error_handlers
 from stageline.serving.gate import Gate
@@ -113,7 +122,13 @@ def make_app(service: Service) -> FastAPI:
         if app.openapi_schema is None:
             app.openapi_schema = make_document(
                 app,
-                [ChatRequest, CompletionRequest, ResponsesRequest],
+                [
+                    ChatRequest,
+                    CompletionRequest,
+                    ResponsesRequest,
+                    TokenizeRequest,
+                    DetokenizeRequest,
+                ],
                 model_name=settings.model_name,
                 has_keys=bool(settings.api_keys),
             )
@@ -181,6 +196,27 @@ def _asking(service: Service) -> APIRouter:
         """Answers a conversation, OpenAI's newer way."""
         write = partial(answer_response, service)
         return await service.respond(request, ResponsesRequest, write, ResponseOut)
+
+    @router.post(
+        "/tokenize",
+        response_model=None,
+        responses={200: {"model": Tokens}, **errors(*ASKING)},
+        openapi_extra=body_of(TokenizeRequest),
+    )
+    async def tokenize(request: Request) -> LiveResponse:
+        """The tokens of a text or of messages, vLLM's way."""
+        return await service.respond(request, TokenizeRequest, partial(answer_tokenize, service))
+
+    @router.post(
+        "/detokenize",
+        response_model=None,
+        responses={200: {"model": TokensText}, **errors(*ASKING)},
+        openapi_extra=body_of(DetokenizeRequest),
+    )
+    async def detokenize(request: Request) -> LiveResponse:
+        """The text of tokens, vLLM's way."""
+        write = partial(answer_detokenize, service)
+        return await service.respond(request, DetokenizeRequest, write)
 
     return router
 

@@ -434,15 +434,21 @@ class PromptMaker:
         bound = getattr(self.render, "keywords", {}).get("template_options") or {}
         return functools.partial(self.render, template_options={**bound, **options})
 
-    def of_text(self, text: str) -> Prompt:
-        """The prompt that is a text, with the first tokens that the tokenizer gives one."""
+    def of_text(self, text: str, *, adds_tokens: bool = True, may_be_empty: bool = False) -> Prompt:
+        """The prompt that is a text.
+
+        Args:
+            adds_tokens: with the first tokens that the tokenizer gives a text.
+        """
         self._check_size(len(text), "prompt")
-        rendered = Rendered((Piece(text, is_user=True),), for_generation=True)
+        rendered = Rendered(
+            (Piece(text, is_user=True),), is_chat=not adds_tokens, for_generation=True
+        )
         try:
             prompt = encode_prompts([rendered], [None], processor=self.processor)
         except UserError as error:
             raise self._refused(error) from None
-        if prompt["input_ids"].shape[1] == 0:
+        if prompt["input_ids"].shape[1] == 0 and not may_be_empty:
             raise bad_request("The prompt has no tokens; one was expected.", param="prompt")
         return prompt
 

@@ -240,7 +240,8 @@ class Service:
 
         async def work(out: Out) -> None:
             asked = await self._parsed(body.content, model)
-            self.check_model(getattr(asked, "model", ""))
+            if (name := getattr(asked, "model", "")) is not None:  # only some need one
+                self.check_model(name)
             await answer(asked, out)
 
         seconds = self.settings.request_seconds

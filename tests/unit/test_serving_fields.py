@@ -2,6 +2,7 @@
 
 import contextlib
 
+import httpx
 import openai
 import pytest
 import torch
@@ -182,3 +183,54 @@ def test_names_that_a_template_reads():
     assert variables_of("{% set a = namespace(b=c) %}{{ a.b }}") == {"c"}
     assert variables_of("{% if %}") == frozenset()
     assert BASE
+
+
+def post(client, path, status=200, **body):
+    """A route that OpenAI's client has no method for."""
+    url = str(client.base_url).removesuffix("v1/") + path
+    response = httpx.post(url, json=body, headers={"Authorization": f"Bearer {client.api_key}"})
+    assert response.status_code == status, response.text
+    return response.json()
+
+
+def test_tokens_of_texts_and_messages():
+    tokenizer = format_tokenizer("llama2")  # it gives texts a first token
+    template = tokenizer.apply_chat_template
+    text = "Is it so? É"
+    with asking(tokenizer) as (client, engine):
+        told = post(client, "tokenize", model="tiny", prompt=text, return_token_strs=True)
+        ids = tokenizer.encode(text)
+        assert told == {"count": len(ids), "max_model_len": engine.max_length, "tokens": ids,
+                        "token_strs": tokenizer.convert_ids_to_tokens(ids)}  # fmt: skip
+        bare = post(client, "tokenize", prompt=text, add_special_tokens=False)
+        assert bare["tokens"] == ids[1:] and bare["token_strs"] is None
+        assert post(client, "tokenize", prompt="", add_special_tokens=False)["tokens"] == []
+        asked_of = engine.asked
+        client.completions.create(model="tiny", prompt=text)
+        assert asked_of[-1].prompt["input_ids"][0].tolist() == ids
+        for messages, body in ((HELLO, {}), (BEGUN["plain"], {"continue_final_message": True})):
+            told = post(client, "tokenize", messages=messages, **body)["tokens"]
+            assert told == template(messages, return_dict=False, **body)
+            assert post(client, "tokenize", 400, messages=messages, add_special_tokens=True)
+        assert post(client, "detokenize", tokens=ids) == {"prompt": tokenizer.decode(ids)}
+        assert tokenizer.bos_token in tokenizer.decode(ids)
+        assert post(client, "detokenize", tokens=[]) == {"prompt": ""}
+        assert "<s>" not in post(client, "tokenize", prompt="<s>", return_token_strs=True)[
+            "token_strs"][1:]  # fmt: skip
+
+
+def test_tokenizing_has_the_gate_and_the_limits_of_the_rest():
+    with asking(format_tokenizer("qwen"), api_keys=("the right key",), max_body_bytes=4000) as (
+        client,
+        _,
+    ):
+        for path, body in (("tokenize", {"prompt": "x"}), ("detokenize", {"tokens": [1]})):
+            assert post(client, path, 401, **body)["error"]["code"] == "invalid_api_key"
+            right = client.with_options(api_key="the right key")
+            assert post(right, path, 404, model="other", **body)["error"]["param"] == "model"
+            assert post(right, path, **body)
+        assert post(right, "tokenize", 413, prompt="x" * 5000)
+        assert post(right, "tokenize", 400)["error"]["param"] == "prompt"
+        assert post(right, "tokenize", 400, prompt="x", messages=HELLO)
+        assert post(right, "detokenize", 400, tokens=[10**6])["error"]["param"] == "tokens"
+        assert post(right, "tokenize", 400, messages=BEGUN["plain"])["error"]["param"] == "messages"
