@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from stageline.inference.decoding.grammars import Grammar
 from stageline.inference.decoding.request import (
     AnswerPiece,
     Finished,
     Request,
+    Sampling,
     Scored,
     ScoreRequest,
     TokenLogprob,
@@ -34,7 +36,7 @@ from stageline.serving.service import (
     good_events,
 )
 from stageline.serving.settings import TEXT_DEFAULT_TOKENS, base_sampling, chat_sampling
-from stageline.serving.tool_calls import FoundCall, ToolReader, form_of, shown_tools
+from stageline.serving.tool_calls import FoundCall, ToolReader, form_of, guided_form, shown_tools
 
 
 async def answer_chat(service: Service, asked: ChatRequest, out: Out) -> None:
@@ -52,13 +54,7 @@ async def answer_chat(service: Service, asked: ChatRequest, out: Out) -> None:
             find_format=lambda: service.prompts.tool_format,
             matchers=service.engine.matchers,
         )
-        if grammar is not None and sampling.min_new_tokens:
-            raise bad_request(
-                "min_tokens came with a form of the answer, which ends where its form does: leave "
-                "one of them out.",
-                param="min_tokens",
-            )
-        sampling = replace(sampling, grammar=grammar)
+        sampling = _formed(sampling, grammar)
         has_new_name = asked.max_completion_tokens is not None
         sampling = service.fitted(
             prompt,
@@ -79,6 +75,16 @@ async def answer_chat(service: Service, asked: ChatRequest, out: Out) -> None:
             await _stream_chat(service, asked, events, readers, out)
         else:
             await _whole_chat(service, events, readers, out)
+
+
+def _formed(sampling: Sampling, grammar: Grammar | None) -> Sampling:
+    if grammar is not None and sampling.min_new_tokens:
+        raise bad_request(
+            "min_tokens came with a form of the answer, which ends where its form does: leave "
+            "one of them out.",
+            param="min_tokens",
+        )
+    return replace(sampling, grammar=grammar)
 
 
 async def _whole_chat(service: Service, events: Any, readers: list[ToolReader], out: Out) -> None:
@@ -224,6 +230,8 @@ async def answer_completion(service: Service, asked: CompletionRequest, out: Out
     num_scores = len(given) if asked.echo and asked.logprobs is not None else 0
     with service.queue.place(len(given) * count * has_answers + num_scores) as place:
         prompts = await service.in_thread(_encoded, service.prompts, given)
+        grammar = await service.in_thread(guided_form, asked, service.engine.matchers)
+        sampling = _formed(sampling, grammar)
         requests: list[Request] = []
         for number, prompt in enumerate(prompts if has_answers else []):
             fitted = service.fitted(

@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 INT64 = 2**63
 MAX_CHOICES = 128
 MAX_STOPS = 16
+MAX_FORMS = 1024
 MAX_METADATA = 16
 
 
@@ -63,6 +64,19 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
+Choices = Annotated[list[Stop], Field(min_length=1, max_length=MAX_FORMS)]
+Pattern = Annotated[str, Field(min_length=1)]
+
+
+class StructuredOutputs(Strict):
+    """The form of an answer as vLLM has it; one of them."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: Pattern | None = None
+    choice: Choices | None = None
+    json_object: Literal[True] | None = None
+
+
 class SamplingFields(Strict):
     """What chat and completions have in common; those from `top_k` on are this server's own."""
 
@@ -83,6 +97,10 @@ class SamplingFields(Strict):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1), _WHOLE] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: Pattern | None = None
+    guided_choice: Choices | None = None
+    structured_outputs: StructuredOutputs | None = None
     # they change no answer
     user: str | None = None
     metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None

@@ -18,7 +18,13 @@ from stageline.data.text.processor import get_tokenizer
 from stageline.data.text.tool_forms import CALL_MARKS
 from stageline.errors import UserError
 from stageline.inference.decoding.grammars import JSON_OBJECT, Grammar, Matchers, json_grammar
-from stageline.serving.api_models import ChatRequest, JsonSchemaFormat, NamedTool, Tool
+from stageline.serving.api_models import (
+    ChatRequest,
+    JsonSchemaFormat,
+    NamedTool,
+    SamplingFields,
+    Tool,
+)
 from stageline.serving.errors import bad_request
 
 _NAME, _ARGUMENT = "name_of_a_tool", "name_of_an_argument"
@@ -226,7 +232,13 @@ def form_of(
 def _content(asked: ChatRequest, matchers: Matchers) -> Grammar | None:
     form = asked.response_format
     if form is None or form.type == "text":
-        return None
+        return guided_form(asked, matchers)
+    if forms := given_forms(asked):
+        raise bad_request(
+            f"{forms[0][0]} and response_format came; one form of the answer was expected: leave "
+            "one of them out.",
+            param=forms[0][0],
+        )
     grammar, param = JSON_OBJECT, "response_format"
     try:
         if isinstance(form, JsonSchemaFormat) and form.json_schema.schema_ is not None:
@@ -237,6 +249,60 @@ def _content(asked: ChatRequest, matchers: Matchers) -> Grammar | None:
     except UserError as error:
         raise bad_request(f"{param}: {error}", param=param) from None
     return grammar
+
+
+def given_forms(asked: SamplingFields) -> list[tuple[str, str, Any]]:
+    """(field, kind, value) of the forms of the answer that came as vLLM spells them."""
+    inner = asked.structured_outputs
+    found = [
+        ("guided_json", "json", asked.guided_json),
+        ("guided_regex", "regex", asked.guided_regex),
+        ("guided_choice", "choice", asked.guided_choice),
+    ]
+    for kind, value in (inner.model_dump(by_alias=True) if inner else {}).items():
+        found.append((f"structured_outputs.{kind}", kind, value))
+    return [one for one in found if one[2] is not None]
+
+
+def guided_form(asked: SamplingFields, matchers: Matchers) -> Grammar | None:
+    """The form that vLLM's fields say; may take a while.
+
+    Raises:
+        ApiError: it can't be kept to, or there are several.
+    """
+    forms = given_forms(asked)
+    if len(forms) != 1:
+        if forms or asked.structured_outputs is not None:
+            raise bad_request(
+                f"{' and '.join(name for name, _, _ in forms) or 'No form'} came; one form of the "
+                "answer was expected.",
+                param=forms[0][0] if forms else "structured_outputs",
+            )
+        return None
+    (param, kind, value), grammar = forms[0], JSON_OBJECT
+    try:
+        if kind == "json":
+            schema = _parsed_schema(value, param) if isinstance(value, str) else value
+            grammar = json_grammar(schema)
+        elif kind == "regex":
+            grammar = Grammar("regex", value)
+        elif kind == "choice":
+            texts = (json.dumps(text, ensure_ascii=False) for text in value)
+            grammar = Grammar("lark", f"start: {' | '.join(texts)}")
+        matchers.check(grammar)
+    except UserError as error:
+        raise bad_request(f"{param}: {error}", param=param) from None
+    return grammar
+
+
+def _parsed_schema(text: str, param: str) -> dict[str, Any]:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError):
+        schema = None
+    if not isinstance(schema, dict):
+        raise bad_request(f"{param} is no JSON object, which a schema is.", param=param)
+    return schema
 
 
 def _is_forced(asked: ChatRequest) -> bool:

@@ -309,3 +309,58 @@ def test_a_format_of_its_own_is_refused(tmp_path):
             ask(client, tools=TOOLS, tool_choice="required")
         assert caught.value.param == "tool_choice"
         assert ask(client, max_tokens=2, **as_json(PAIR)).choices[0].message.content
+
+
+FORMS = {
+    "json": (WEATHER, lambda text: checker.is_valid(WEATHER, json.loads(text))),
+    "regex": ("[ab]{3}-[0-9]", lambda text: re.fullmatch("[ab]{3}-[0-9]", text)),
+    "choice": (["so", 'a "b"\n', "so so"], lambda text: text in ["so", 'a "b"\n', "so so"]),
+    "json_object": (True, lambda text: isinstance(json.loads(text), dict)),
+}
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_forms_as_vllm_spells_them(client, kind):
+    value, is_right = FORMS[kind]
+    bodies = [{"structured_outputs": {kind: value}}]
+    if kind != "json_object":
+        bodies.append({f"guided_{kind}": value})
+    bias = {str(i): 12 for i in ids_of("}", '"')} if kind == "json_object" else {}
+    options = {"max_tokens": 1500, "temperature": 1.5, "seed": 5, "logit_bias": bias}
+    for body in bodies:
+        choices = ask(client, n=2, extra_body=body, **options).choices
+        texts = [choice.message.content for choice in choices]
+        more = client.completions.create(model="tiny", prompt="Hi", extra_body=body, **options)
+        texts += [choice.text for choice in more.choices]
+        assert all(is_right(text) for text in texts), texts
+
+
+def test_a_guided_schema_is_that_of_a_response_format(client):
+    expected = ask(client, **as_json(WEATHER, strict=True)).choices[0].message.content
+    for schema in (WEATHER, json.dumps(WEATHER)):
+        assert (
+            ask(client, extra_body={"guided_json": schema}).choices[0].message.content == expected
+        )
+
+
+@pytest.mark.parametrize(
+    ("param", "body"),
+    [
+        ("guided_json", {"guided_json": PAIR, **as_json(PAIR)}),
+        ("guided_json", {"guided_json": PAIR, "guided_regex": "a"}),
+        ("guided_json", {"guided_json": "{"}),
+        ("guided_json", {"guided_json": {"not": {}}}),
+        ("guided_regex", {"guided_regex": "("}),
+        ("structured_outputs", {"structured_outputs": {}}),
+        ("structured_outputs.regex", {"structured_outputs": {"regex": "a", "choice": ["a"]}}),
+        ("guided_grammar", {"guided_grammar": "x"}),
+        ("min_tokens", {"guided_regex": "a+", "min_tokens": 3}),
+    ],
+)
+def test_forms_that_cannot_be_are_refused(client, param, body):
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, extra_body=body)
+    assert caught.value.param == param
+    if "response_format" not in body:
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(model="tiny", prompt="Hi", extra_body=body, max_tokens=9)
